@@ -1,0 +1,73 @@
+"""Draft heads on disk: written in the SGLang layout, read from any dialect, with `specserve.json` beside the weights
+to remember the target and what was measured."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specserve.checkpoints import dialects
+from specserve.checkpoints.load import Target, load_params, to_numpy
+from specserve.checkpoints.tensors import SINGLE_FILE, TensorFolder, read_json, write_json, write_tensors
+from specserve.errors import CheckpointError
+from specserve.models.config import DraftConfig
+from specserve.models.draft import DraftParams, draft_spec
+
+NOTES_FILE = "specserve.json"
+
+
+@dataclass(frozen=True)
+class Head:
+    """A draft head as it lies on disk."""
+
+    config: DraftConfig
+    params: DraftParams
+    target_ids: np.ndarray  # [draft_vocab] int32, sorted
+
+
+def save_head(folder: Path, head: Head, target: Target, *, dtype: str, notes: dict[str, Any]) -> None:
+    """Write config.json, model.safetensors and specserve.json. `dtype` is that of the file; a head saved in its own
+    dtype loads back bit for bit."""
+    folder.mkdir(parents=True, exist_ok=True)
+    tensors = to_numpy(head.params, draft_spec(head.config), dtype)
+    tensors |= dialects.vocab_to_tensors(head.target_ids, head.config.vocab_size)
+    raw_target = read_json(target.folder / "config.json")
+    bos = raw_target.get("bos_token_id")
+    raw = dialects.draft_config_to_hf(
+        head.config,
+        target.config,
+        dtype=dtype,
+        bos_id=bos if isinstance(bos, int) else None,
+        eos_id=target.eos_ids[0] if target.eos_ids else None,
+    )
+    write_tensors(folder / SINGLE_FILE, tensors)
+    write_json(folder / "config.json", raw)
+    write_json(folder / NOTES_FILE, notes)
+
+
+def load_head(folder: Path, target: Target, *, dtype: str) -> Head:
+    """Read a head for this target. Raises ConfigError or CheckpointError, also when it belongs to another target."""
+    tensors = TensorFolder(folder)
+    names = tensors.names()
+    where = str(folder / "config.json")
+    raw = read_json(folder / "config.json")
+    config = dialects.draft_config_from_hf(raw, target.config, names, dtype=dtype, where=where)
+    if (config.vocab_size, config.target_d_model) != (target.config.vocab_size, target.config.d_model):
+        raise CheckpointError(
+            f"{folder}: a head for a target with vocabulary {config.vocab_size} and width {config.target_d_model}; "
+            f"{target.folder} has {target.config.vocab_size} and {target.config.d_model}. Give the target it was "
+            "trained for (--target)"
+        )
+    maps = dict(tensors.read([name for name in (dialects.D2T, dialects.T2D) if name in names]))
+    target_ids = dialects.vocab_from_tensors(maps.get(dialects.D2T), maps.get(dialects.T2D), config, str(folder))
+    skipped = dict.fromkeys((dialects.D2T, dialects.T2D), "read as the draft vocabulary")
+    rename = dialects.renamer(names)
+    params = load_params(draft_spec(config), tensors, dtype, skipped=skipped, rename=rename)
+    return Head(config, params, target_ids)
+
+
+def read_notes(folder: Path) -> dict[str, Any]:
+    """What `save_head` noted; empty for a head from elsewhere."""
+    path = folder / NOTES_FILE
+    return dict(read_json(path)) if path.is_file() else {}

@@ -1,0 +1,71 @@
+"""From what a user types after `--target` to a folder: the bundled target, a local folder, a preset name or a hub id."""
+
+import difflib
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from specserve.errors import CheckpointError, ConfigError
+
+BUNDLED = "pydoc"
+BUNDLED_FOLDER = Path(__file__).parent.parent / "targets" / "pydoc"
+BUNDLED_HEAD_FOLDER = Path(__file__).parent.parent / "targets" / "pydoc-eagle3"
+
+PRESETS = {
+    "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
+    "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
+    "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
+    "llama-3.3-70b": "meta-llama/Llama-3.3-70B-Instruct",
+    "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
+    "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
+    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
+    "qwen3-1.7b": "Qwen/Qwen3-1.7B",
+    "qwen3-4b": "Qwen/Qwen3-4B",
+    "qwen3-8b": "Qwen/Qwen3-8B",
+    "qwen3-14b": "Qwen/Qwen3-14B",
+    "qwen3-32b": "Qwen/Qwen3-32B",
+    "deepseek-r1-distill-llama-8b": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
+    "deepseek-r1-distill-qwen-7b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
+}
+_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
+_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+
+
+@dataclass(frozen=True)
+class TargetSource:
+    name: str  # what a checkpoint remembers and the server shows
+    folder: Path
+
+
+def resolve_target(text: str) -> TargetSource:
+    """Find or download a target. Raises ConfigError for a name nobody knows, CheckpointError for an unreachable hub."""
+    if text == BUNDLED:
+        return TargetSource(BUNDLED, BUNDLED_FOLDER)
+    path = Path(text).expanduser()
+    if path.is_dir():
+        return TargetSource(str(path.resolve()), path.resolve())
+    if text in PRESETS:
+        return TargetSource(text, _download(text, PRESETS[text]))
+    if _HUB_ID.fullmatch(text) and not text.startswith((".", "/", "~")):
+        return TargetSource(text, _download(text, text))
+    near = difflib.get_close_matches(text, [BUNDLED, *PRESETS], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(
+        f"--target {text!r} is no folder here, no hub id (owner/name) and no preset{hint} Presets: "
+        f"{', '.join([BUNDLED, *PRESETS])}"
+    )
+
+
+def _download(text: str, hub_id: str) -> Path:
+    from huggingface_hub import snapshot_download  # heavy, and offline users never need it
+
+    try:
+        return Path(snapshot_download(hub_id, allow_patterns=_FILES))
+    except Exception as error:  # the hub client raises a dozen types for "cannot reach it" and "no such model"
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        folder = Path("models") / hub_id.rsplit("/", 1)[-1]
+        raise CheckpointError(
+            f"--target {text}: {hub_id} is not in the local cache and the model hub could not serve it ({reason}). "
+            f"Where it can be had, download {hub_id} (config.json, *.safetensors, tokenizer files) into a folder, "
+            f"put that here as {folder} and run again with --target {folder}"
+        ) from error

@@ -1,0 +1,29 @@
+"""Every error a user can cause. A message says what is wrong, where, what was expected, what was got, and the fix."""
+
+
+class SpecServeError(Exception):
+    """Base of all errors raised on purpose; the CLI prints it as one line, without a traceback."""
+
+
+class ConfigError(SpecServeError):
+    """A setting, flag, YAML key or model config that cannot be used."""
+
+
+class CheckpointError(SpecServeError):
+    """Weights on disk that are missing, extra, truncated, of another shape, or of another model."""
+
+
+class DataError(SpecServeError):
+    """Training or evaluation data that cannot be read."""
+
+
+class RequestError(SpecServeError):
+    """A request that can never be served as it stands (HTTP 400). `param` names the field, where there is one."""
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.param = param
+
+
+class CapacityError(SpecServeError):
+    """A request that cannot be served now (HTTP 503): the queue is full or the engine is stopping."""

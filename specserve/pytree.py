@@ -1,0 +1,20 @@
+"""Frozen dataclass pytrees: the one way arrays are grouped in this package."""
+
+import dataclasses
+from typing import TypeVar, dataclass_transform
+
+import jax
+
+T = TypeVar("T")
+
+
+def static(default: object = dataclasses.MISSING) -> object:
+    """A field that is part of the tree's structure (hashable, compared when jit looks for a compiled program)."""
+    return dataclasses.field(default=default, metadata={"static": True})  # type: ignore[call-overload]
+
+
+@dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static))
+def pytree(cls: type[T]) -> type[T]:
+    """Make `cls` a frozen dataclass whose fields are pytree children. No `__post_init__`: `tree.map` would run it."""
+    cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
+    return jax.tree_util.register_dataclass(cls)

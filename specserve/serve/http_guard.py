@@ -1,0 +1,124 @@
+"""What stands between a socket and a route: the API key, the body's limits, and errors in OpenAI's shape.
+
+Knows nothing of models, prompts or sampling.
+"""
+
+import asyncio
+import hashlib
+import hmac
+import logging
+
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from specserve.errors import CapacityError, ConfigError, RequestError, SpecServeError
+from specserve.serve.api_replies import error_body
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 16 * 2**20
+BODY_TIMEOUT_SECONDS = 60.0
+RETRY_AFTER_SECONDS = 1
+OPEN_PATHS = frozenset({"/health", "/version"})  # every other path needs the key, existing or not
+_MAX_DRAINED_BYTES = 4 * MAX_BODY_BYTES
+
+
+class EngineFailureError(SpecServeError):
+    """The engine failed while it worked on a request (HTTP 500)."""
+
+
+class ApiKeyGate:
+    """ASGI middleware: `Authorization: Bearer <key>` or 401. Compares digests, so timing tells nothing of the key."""
+
+    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
+        if not api_key:
+            raise ConfigError("api_key must not be empty; leave it out to serve without one")
+        self._app = app
+        self._expected = hashlib.sha256(b"Bearer " + api_key.encode()).digest()
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._has_key(scope):
+            await self._app(scope, receive, send)
+            return
+        response = error_response(
+            401,
+            "a valid API key is required: send Authorization: Bearer <key>",
+            code="invalid_api_key",
+            headers={"WWW-Authenticate": "Bearer"},
+        )
+        await response(scope, receive, send)
+
+    def _has_key(self, scope: Scope) -> bool:
+        given = [value for name, value in scope["headers"] if name == b"authorization"]
+        return len(given) == 1 and hmac.compare_digest(hashlib.sha256(given[0]).digest(), self._expected)
+
+
+async def read_body(request: Request) -> bytes:
+    """The body of a JSON request. Raises HTTPException 408, 413 or 415."""
+    content_type = request.headers.get("content-type", "")
+    if content_type.split(";")[0].strip().lower() != "application/json":
+        raise HTTPException(415, f"send Content-Type: application/json, got {content_type[:80]!r}")
+    if request.headers.get("content-encoding", "identity").lower() != "identity":
+        raise HTTPException(415, "compressed request bodies are not accepted")
+    try:
+        async with asyncio.timeout(BODY_TIMEOUT_SECONDS):
+            return await _read_bounded(request)
+    except TimeoutError:
+        raise HTTPException(408, f"the request body did not arrive within {BODY_TIMEOUT_SECONDS:.0f} s") from None
+
+
+async def _read_bounded(request: Request) -> bytes:
+    chunks, num_bytes = [], 0
+    async for chunk in request.stream():
+        num_bytes += len(chunk)
+        # A body a little too large is drained, not kept: a client that is still writing would never read the answer.
+        if num_bytes <= MAX_BODY_BYTES:
+            chunks.append(chunk)
+        elif num_bytes > _MAX_DRAINED_BYTES:
+            break
+    if num_bytes > MAX_BODY_BYTES:
+        raise HTTPException(413, f"the request body is over the limit of {MAX_BODY_BYTES} bytes")
+    return b"".join(chunks)
+
+
+def error_response(
+    status: int,
+    message: str,
+    *,
+    param: str | None = None,
+    code: str | None = None,
+    headers: dict[str, str] | None = None,
+) -> JSONResponse:
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    return JSONResponse(error_body(message, kind, param=param, code=code), status, headers)
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Every error that leaves a route becomes a body in OpenAI's shape; unforeseen ones say nothing of internals."""
+
+    @app.exception_handler(RequestError)
+    async def on_request_error(_: Request, error: RequestError) -> Response:
+        return error_response(400, str(error), param=error.param)
+
+    @app.exception_handler(CapacityError)
+    async def on_capacity_error(_: Request, error: CapacityError) -> Response:
+        return error_response(503, str(error), code="overloaded", headers={"Retry-After": str(RETRY_AFTER_SECONDS)})
+
+    @app.exception_handler(EngineFailureError)
+    async def on_engine_failure(_: Request, error: EngineFailureError) -> Response:
+        return error_response(500, str(error), code="engine_failure")
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(_: Request, error: HTTPException) -> Response:
+        return error_response(error.status_code, error.detail, headers=dict(error.headers or {}))
+
+    @app.exception_handler(ClientDisconnect)
+    async def on_disconnect(_: Request, __: ClientDisconnect) -> Response:
+        return Response(status_code=499)  # nobody reads it
+
+    @app.exception_handler(Exception)
+    async def on_bug(_: Request, __: Exception) -> Response:
+        return error_response(500, "internal error; the server's log has the details", code="internal_error")

@@ -1,0 +1,137 @@
+"""Prometheus series of one server, under vLLM's names: existing dashboards and `vllm bench serve` can read them.
+
+Owns the registry (one per app) and turns the deltas of a sequence into counts. Knows nothing of HTTP or of the engine.
+"""
+
+import time
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+
+from specserve.serve.request import Delta, SpeculationStats
+
+CONTENT_TYPE = CONTENT_TYPE_LATEST
+_FIRST_TOKEN_BUCKETS = (
+    0.001,
+    0.005,
+    0.01,
+    0.02,
+    0.04,
+    0.06,
+    0.08,
+    0.1,
+    0.25,
+    0.5,
+    0.75,
+    1,
+    2.5,
+    5,
+    7.5,
+    10,
+    20,
+    40,
+    80,
+)
+_INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
+_LATENCY_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+
+
+class Metrics:
+    """The series of one served model. Speculation is counted when a sequence ends."""
+
+    def __init__(self, model_name: str) -> None:
+        self.registry = CollectorRegistry()
+        self._model_name = model_name
+        self._num_running = self._gauge("vllm:num_requests_running", "Sequences that have produced a token.")
+        self._num_waiting = self._gauge("vllm:num_requests_waiting", "Sequences that have not produced a token yet.")
+        self._num_prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of all sequences.")
+        self._num_generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self._num_drafts = self._counter("vllm:spec_decode_num_drafts", "Target forwards after prefill.")
+        self._num_draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Tokens that the draft proposed.")
+        self._num_accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Proposed tokens accepted.")
+        self._num_accepted_per_pos = Counter(
+            "vllm:spec_decode_num_accepted_tokens_per_pos",
+            "Proposed tokens accepted, by depth (0 is the first proposed token).",
+            ["model_name", "position"],
+            registry=self.registry,
+        )
+        self._num_finished = Counter(
+            "vllm:request_success",
+            "Sequences that ended, by reason.",
+            ["model_name", "finished_reason"],
+            registry=self.registry,
+        )
+        self._first_token = self._histogram(
+            "vllm:time_to_first_token_seconds", "Submission to first token.", _FIRST_TOKEN_BUCKETS
+        )
+        self._inter_token = self._histogram(
+            "vllm:inter_token_latency_seconds",
+            "Gap between deltas, divided evenly over the tokens of the later one.",
+            _INTER_TOKEN_BUCKETS,
+        )
+        self._latency = self._histogram(
+            "vllm:e2e_request_latency_seconds", "Submission to the end of a sequence.", _LATENCY_BUCKETS
+        )
+
+    def render(self) -> bytes:
+        """The text exposition. Creation times are left out: scrapers that match `num_drafts` by substring, as
+        `vllm bench serve` does, would add them to the counts."""
+        lines = generate_latest(self.registry).splitlines(keepends=True)
+        return b"".join(line for line in lines if b"_created" not in line.split(b"{")[0])
+
+    def start_sequence(self, num_prompt_tokens: int) -> "SequenceMetrics":
+        """Count one submitted sequence. Feed the result every delta of it."""
+        self._num_prompt_tokens.inc(num_prompt_tokens)
+        self._num_waiting.inc()
+        return SequenceMetrics(self)
+
+    def _observe_tokens(self, num_tokens: int, seconds: float, *, is_first: bool) -> None:
+        self._num_generation_tokens.inc(num_tokens)
+        if is_first:
+            self._num_waiting.dec()
+            self._num_running.inc()
+            self._first_token.observe(seconds)
+        else:
+            for _ in range(num_tokens):
+                self._inter_token.observe(seconds / num_tokens)
+
+    def _observe_end(self, delta: Delta, seconds: float, *, has_started: bool) -> None:
+        (self._num_running if has_started else self._num_waiting).dec()
+        self._num_finished.labels(self._model_name, str(delta.finish_reason)).inc()
+        self._latency.observe(seconds)
+        if delta.stats is not None:
+            self._observe_speculation(delta.stats)
+
+    def _observe_speculation(self, stats: SpeculationStats) -> None:
+        self._num_drafts.inc(stats.num_steps)
+        self._num_draft_tokens.inc(stats.num_draft_tokens)
+        self._num_accepted.inc(stats.num_accepted)
+        for depth, num_accepted in enumerate(stats.accepted_per_depth):
+            self._num_accepted_per_pos.labels(self._model_name, str(depth)).inc(num_accepted)
+
+    def _gauge(self, name: str, text: str) -> Gauge:
+        return Gauge(name, text, ["model_name"], registry=self.registry).labels(self._model_name)
+
+    def _counter(self, name: str, text: str) -> Counter:
+        return Counter(name, text, ["model_name"], registry=self.registry).labels(self._model_name)
+
+    def _histogram(self, name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
+        return Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry).labels(self._model_name)
+
+
+class SequenceMetrics:
+    """The clock of one sequence."""
+
+    def __init__(self, metrics: Metrics) -> None:
+        self._metrics = metrics
+        self._start_time = self._last_time = time.monotonic()
+        self._has_started = False
+
+    def observe(self, delta: Delta) -> None:
+        now = time.monotonic()
+        if delta.token_ids:
+            self._metrics._observe_tokens(len(delta.token_ids), now - self._last_time, is_first=not self._has_started)
+            self._last_time = now
+            self._has_started = True
+        if delta.finish_reason is not None:
+            self._metrics._observe_end(delta, now - self._start_time, has_started=self._has_started)

@@ -1,0 +1,194 @@
+"""From the engine's thread to one HTTP reply: collects the deltas of all sequences of a request, whole or as a stream.
+
+Owns the hop between threads and the rule that a client who goes away takes all its sequences along. Knows nothing of
+bodies and fields (`api_schema`) or of how a reply is spelled (`api_replies`).
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+
+from fastapi import Request as HttpRequest
+from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
+
+from specserve.errors import CapacityError, SpecServeError
+from specserve.serve.api_replies import Json, ReplyFormat, error_body, usage_body
+from specserve.serve.http_guard import EngineFailureError
+from specserve.serve.interface import EngineLike
+from specserve.serve.metrics import Metrics, SequenceMetrics
+from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
+
+logger = logging.getLogger(__name__)
+
+HEALTH_CHECK_SECONDS = 1.0
+KEEPALIVE_SECONDS = 15.0
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection; all its sequences have been cancelled."""
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One prompt of a request and the draws that are wanted of it."""
+
+    token_ids: Sequence[int]
+    choices: Sequence[SamplingParams]
+    echo: str = ""  # text to put before each answer
+
+
+@dataclass
+class _Totals:
+    num_completion_tokens: int = 0
+    stats: list[SpeculationStats] = field(default_factory=list)
+
+    def add(self, delta: Delta) -> None:
+        self.num_completion_tokens += len(delta.token_ids)
+        if delta.stats is not None:
+            self.stats.append(delta.stats)
+
+
+class Generation:
+    """All sequences of one HTTP request. Make it on the event loop, then consume `reply` or `stream` once.
+
+    Choices are numbered prompt by prompt. Raises, from the constructor, what `engine.submit` raises; then no
+    sequence is left behind.
+    """
+
+    def __init__(self, engine: EngineLike, metrics: Metrics, http: HttpRequest, prompts: Sequence[Prompt]) -> None:
+        self._engine = engine
+        self._http = http
+        self._loop = asyncio.get_running_loop()
+        self._arrivals: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()  # None: the client has gone
+        self._requests: list[Request] = []
+        self._sequence_metrics: list[SequenceMetrics] = []
+        self._echoes = [prompt.echo for prompt in prompts for _ in prompt.choices]
+        self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self._totals = _Totals()
+        try:
+            for prompt in prompts:
+                for params in prompt.choices:
+                    on_delta = partial(self._on_delta, len(self._requests))
+                    self._requests.append(engine.submit(prompt.token_ids, params, on_delta))
+                    self._sequence_metrics.append(metrics.start_sequence(len(prompt.token_ids)))
+        except BaseException:
+            self.cancel()
+            raise
+        # Watched from here on, not from the first read: a client can leave before its stream starts.
+        self._watch = asyncio.create_task(self._watch_client())
+
+    def cancel(self) -> None:
+        """Stop every sequence. Safe at any time, also after the end."""
+        for request in self._requests:
+            request.cancel()
+
+    async def reply(self, reply_format: ReplyFormat) -> Json:
+        """The whole reply. Raises ClientGoneError, CapacityError or EngineFailureError."""
+        texts = list(self._echoes)
+        reasons: dict[int, FinishReason] = {}
+        async with contextlib.aclosing(self._deltas()) as deltas:
+            async for index, delta in deltas:
+                texts[index] += delta.text
+                if delta.finish_reason is not None:
+                    reasons[index] = delta.finish_reason
+        choices = [reply_format.choice(index, text, str(reasons[index])) for index, text in enumerate(texts)]
+        return reply_format.reply(choices, self._usage())
+
+    async def stream(self, reply_format: ReplyFormat, *, include_usage: bool) -> AsyncIterator[bytes]:
+        """The reply as server-sent events, ending in [DONE]. An error after the start becomes an event."""
+        try:
+            async with contextlib.aclosing(self._chunks(reply_format)) as chunks:
+                async for chunk in chunks:
+                    yield KEEPALIVE_COMMENT if chunk is None else _event(chunk)
+            if include_usage:
+                yield _event(reply_format.usage_chunk(self._usage()))
+        except ClientGoneError:
+            return
+        except SpecServeError as error:
+            yield _event(error_body(str(error), "server_error"))
+        except Exception:
+            logger.exception("a stream failed")
+            yield _event(error_body("internal error; the server's log has the details", "server_error"))
+        yield format_sse_event(data_str="[DONE]")
+
+    async def _chunks(self, reply_format: ReplyFormat) -> AsyncGenerator[Json | None, None]:
+        started: set[int] = set()
+        last_time = self._loop.time()
+        async with contextlib.aclosing(self._deltas(is_idle_reported=True)) as deltas:
+            async for index, delta in deltas:
+                if index < 0:
+                    if self._loop.time() - last_time >= KEEPALIVE_SECONDS:
+                        last_time = self._loop.time()
+                        yield None
+                    continue
+                last_time = self._loop.time()
+                if index not in started:
+                    started.add(index)
+                    first = reply_format.first_chunk(index, self._echoes[index])
+                    if first is not None:
+                        yield first
+                # A step may add tokens and no text yet, in the middle of a character.
+                if delta.text or delta.finish_reason is not None:
+                    reason = None if delta.finish_reason is None else str(delta.finish_reason)
+                    yield reply_format.chunk(index, delta.text, reason)
+
+    async def _deltas(self, *, is_idle_reported: bool = False) -> AsyncGenerator[tuple[int, Delta], None]:
+        """(choice, delta) until every sequence has ended; (-1, empty delta) about once a second while nothing comes."""
+        num_open = len(self._requests)
+        try:
+            while num_open:
+                try:
+                    async with asyncio.timeout(HEALTH_CHECK_SECONDS):
+                        arrival = await self._arrivals.get()
+                except TimeoutError:
+                    if not self._engine.is_healthy:
+                        raise EngineFailureError("the engine has stopped; the server's log has the details") from None
+                    if is_idle_reported:
+                        yield -1, Delta()
+                    continue
+                if arrival is None:
+                    raise ClientGoneError
+                index, delta = arrival
+                self._check(index, delta)
+                self._totals.add(delta)
+                num_open -= delta.finish_reason is not None
+                yield arrival
+        finally:
+            self.cancel()
+            self._watch.cancel()
+
+    def _check(self, index: int, delta: Delta) -> None:
+        if delta.finish_reason is FinishReason.ERROR:
+            logger.error("request %s failed: %s", self._requests[index].request_id, delta.error)
+            raise EngineFailureError("the engine failed on this request; the server's log has the details")
+        if delta.finish_reason is FinishReason.CANCELLED:
+            raise CapacityError("the server is stopping")
+
+    def _usage(self) -> Json:
+        return usage_body(self._num_prompt_tokens, self._totals.num_completion_tokens, self._totals.stats)
+
+    def _on_delta(self, index: int, delta: Delta) -> None:
+        """On the engine's thread."""
+        try:
+            self._loop.call_soon_threadsafe(self._receive, index, delta)
+        except RuntimeError:  # the event loop is closed: the server has stopped, nobody waits
+            self.cancel()
+
+    def _receive(self, index: int, delta: Delta) -> None:
+        # Here and not where deltas are read: a sequence whose client left still ends, and still counts.
+        self._sequence_metrics[index].observe(delta)
+        self._arrivals.put_nowait((index, delta))
+
+    async def _watch_client(self) -> None:
+        while (await self._http.receive())["type"] != "http.disconnect":
+            pass
+        self.cancel()
+        self._arrivals.put_nowait(None)
+
+
+def _event(payload: Json) -> bytes:
+    return format_sse_event(data_str=json.dumps(payload, ensure_ascii=False, separators=(",", ":")))

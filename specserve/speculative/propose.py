@@ -1,0 +1,259 @@
+"""The draft's side of a step: catch up with what the target accepted, then run ahead and propose a tree.
+
+It knows the draft's layer and its pages, and no target forward. Candidates are ranked by
+`log softmax(log q / T + gumbel(seed, position))`: with T = 0 that is the draft's log-probability, above it the draft
+looks at the same noise that the target's draw will use (see `sampling`).
+"""
+
+import jax
+import jax.numpy as jnp
+
+from specserve.kernels.attention import attend
+from specserve.models.config import DraftConfig
+from specserve.models.draft import DraftParams, draft_inputs, draft_kv, draft_layer, draft_logits
+from specserve.models.kv_pages import KVPages, LayerKV, Prefix
+from specserve.pytree import pytree
+from specserve.speculative import sampling
+from specserve.speculative.sampling import SamplerRows
+from specserve.speculative.tree import DynamicTree, Proposal, StaticTree, Tree
+from specserve.speculative.vocab import DraftVocab
+
+FIRST_ENTRY = 1  # entry 0 of the draft has no feature to consume; it is never visible
+
+
+@pytree
+class Pending:
+    """Accepted tokens that the draft has not consumed yet, oldest first; the last valid one is the root."""
+
+    token_ids: jax.Array  # [batch, m] int32
+    features: jax.Array  # [batch, m, d_model], fused, of the position before each token
+    count: jax.Array  # [batch] int32, valid entries
+
+
+@pytree
+class Draft:
+    """A head ready to propose."""
+
+    params: DraftParams
+    vocab: DraftVocab
+    embedding: jax.Array  # [vocab, d_model], see `models.draft.token_embedding`
+
+
+@pytree
+class _Level:
+    """The nodes that are being expanded, and the draft's own entries above them."""
+
+    token_ids: jax.Array  # [batch, k]
+    hidden: jax.Array  # [batch, k, d_model], the recurrent state that each node consumes
+    kv: LayerKV  # of all nodes expanded so far: [batch, seen, kv_head, head_dim]
+    mask: jax.Array  # [batch, k, seen]: which of those each node sees (its ancestors)
+
+
+def catch_up(
+    draft: Draft,
+    config: DraftConfig,
+    pages: KVPages,
+    page_table: jax.Array,  # [batch, max_pages]
+    seq_lens: jax.Array,  # [batch], the root's position
+    pending: Pending,
+) -> tuple[KVPages, jax.Array]:  # and the recurrent state at the root [batch, 1, d_model]
+    """Consume the pending tokens: write their draft entries, and run the layer for the last of them only."""
+    m = pending.token_ids.shape[1]
+    offset = jnp.arange(m)
+    index = seq_lens[:, None] - pending.count[:, None] + 1 + offset
+    is_valid = offset < pending.count[:, None]
+    inputs = draft_inputs(draft.params, config, draft.embedding, pending.token_ids, pending.features, index)
+    kv = draft_kv(draft.params, config, inputs)
+    last = jnp.maximum(pending.count - 1, 0)[:, None]
+    root = jax.tree.map(lambda x: jnp.take_along_axis(x, last.reshape(-1, *[1] * (x.ndim - 1)), axis=1), inputs)
+    prefix = Prefix(page_table, jnp.maximum(index[:, 0], 0), FIRST_ENTRY)
+    hidden = draft_layer(
+        draft.params, config, root, lambda q: attend(q, *kv, is_valid[:, None], pages.layer(0, prefix))
+    )
+    return pages.write((kv,), page_table, index, is_valid), hidden
+
+
+def propose(
+    draft: Draft,
+    config: DraftConfig,
+    tree: Tree,
+    pages: KVPages,
+    page_table: jax.Array,  # [batch, max_pages]
+    seq_lens: jax.Array,  # [batch], the root's position
+    root_ids: jax.Array,  # [batch]
+    hidden: jax.Array,  # [batch, 1, d_model], from `catch_up`
+    rows: SamplerRows,
+) -> Proposal:
+    """Grow a tree below the root. Nothing is written: the draft's entries of proposed nodes live and die here."""
+    expand = _Expander(draft, config, pages, Prefix(page_table, seq_lens + 1, FIRST_ENTRY), rows)
+    if isinstance(tree, StaticTree):
+        return _propose_static(expand, tree, root_ids, hidden)
+    return _propose_dynamic(expand, tree, root_ids, hidden)
+
+
+class _Expander:
+    """The two operations that growing a tree is made of. Lives during one trace."""
+
+    def __init__(
+        self, draft: Draft, config: DraftConfig, pages: KVPages, prefix: Prefix, rows: SamplerRows
+    ) -> None:
+        self.draft, self.config, self.pages, self.prefix, self.rows = draft, config, pages, prefix, rows
+
+    def candidates(self, hidden: jax.Array, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
+        """The best children of nodes at `depth - 1`: scores and target ids, both [batch, k, top_k]."""
+        logits = draft_logits(self.draft.params, self.config, hidden)
+        target_ids = self.draft.vocab.target_ids
+        position_ids = jnp.broadcast_to((self.prefix.lens + depth - 1)[:, None], logits.shape[:2])
+
+        def noisy() -> jax.Array:
+            scaled = sampling.scale(self.rows, logits)
+            return scaled + sampling.noise(self.rows, position_ids[:, :1], target_ids.astype(jnp.uint32))
+
+        ranked = jax.lax.cond(jnp.any(self.rows.temperature > 0), noisy, lambda: logits)
+        if top_k == 1:
+            index = sampling.argmax(ranked)[..., None]
+            best = jnp.max(ranked, axis=-1, keepdims=True)
+        else:
+            best, index = jax.lax.top_k(ranked, top_k)
+        return best - jax.nn.logsumexp(ranked, axis=-1, keepdims=True), target_ids[index]
+
+    def run(self, level: _Level, depth: int) -> tuple[jax.Array, LayerKV]:
+        """One draft pass over nodes at `depth`: their recurrent states, and the entries grown by theirs."""
+        position_ids = jnp.broadcast_to((self.prefix.lens + depth - 1)[:, None], level.token_ids.shape)
+        inputs = draft_inputs(
+            self.draft.params, self.config, self.draft.embedding, level.token_ids, level.hidden, position_ids
+        )
+        own = draft_kv(self.draft.params, self.config, inputs)
+        k, v = (jnp.concatenate([seen, new], axis=1) for seen, new in zip(level.kv, own, strict=True))
+        mask = _see_self(level.mask)
+        seen = self.pages.layer(0, self.prefix)
+        hidden = draft_layer(self.draft.params, self.config, inputs, lambda q: attend(q, k, v, mask, seen))
+        return hidden, (k, v)
+
+    def no_entries(self, batch: int) -> LayerKV:
+        empty = jnp.zeros((batch, 0, self.config.num_kv_heads, self.config.head_dim), self.config.dtype)
+        return empty, empty
+
+
+def _see_self(mask: jax.Array) -> jax.Array:  # [batch, k, seen] -> [batch, k, seen + k]
+    batch, k, _ = mask.shape
+    return jnp.concatenate([mask, jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))], axis=2)
+
+
+def _propose_dynamic(expand: _Expander, tree: DynamicTree, root_ids: jax.Array, hidden: jax.Array) -> Proposal:
+    """The pool lists candidates level by level, so a parent always stands before its children."""
+    batch, top_k = root_ids.shape[0], tree.top_k
+    score, token = expand.candidates(hidden, 1, top_k)
+    scores, tokens = [score[:, 0]], [token[:, 0]]
+    parents = [jnp.full((batch, top_k), -1, jnp.int32)]  # in the pool; -1 is the root
+    frontier = jnp.broadcast_to(jnp.arange(top_k, dtype=jnp.int32), (batch, top_k))
+    level = _Level(
+        token_ids=tokens[0],
+        hidden=jnp.broadcast_to(hidden, (batch, top_k, hidden.shape[-1])),
+        kv=expand.no_entries(batch),
+        mask=jnp.zeros((batch, top_k, 0), bool),
+    )
+    level_score, base = scores[0], top_k
+    for depth in range(2, tree.depth + 1):
+        out, kv = expand.run(level, depth - 1)
+        score, token = expand.candidates(out, depth, top_k)  # [batch, k, k]
+        score = (score + level_score[..., None]).reshape(batch, -1)
+        token = token.reshape(batch, -1)
+        scores.append(score)
+        tokens.append(token)
+        parents.append(jnp.repeat(frontier, top_k, axis=1))
+        if depth < tree.depth:
+            level_score, picked = _top_k(score, top_k)
+            parent = picked // top_k  # in the level just run
+            level = _Level(
+                token_ids=jnp.take_along_axis(token, picked, axis=1),
+                hidden=jnp.take_along_axis(out, parent[..., None], axis=1),
+                kv=kv,
+                mask=jnp.take_along_axis(_see_self(level.mask), parent[..., None], axis=1),
+            )
+            frontier = base + picked
+        base += top_k**2
+    return _rerank(
+        tree,
+        root_ids,
+        jnp.concatenate(scores, axis=1),
+        jnp.concatenate(tokens, axis=1),
+        jnp.concatenate(parents, axis=1),
+    )
+
+
+def _rerank(
+    tree: DynamicTree, root_ids: jax.Array, scores: jax.Array, token_ids: jax.Array, parents: jax.Array
+) -> Proposal:
+    """Keep the best `num_nodes` of the pool. A child never scores above its parent and stands after it, and `top_k`
+    prefers the earlier of equals, so with a node all its ancestors are kept."""
+    batch, pool = scores.shape
+    depths = jnp.repeat(
+        jnp.arange(1, tree.depth + 1),
+        jnp.array([tree.top_k] + [tree.top_k**2] * (tree.depth - 1)),
+        total_repeat_length=pool,
+    )
+    kept = jnp.broadcast_to(jnp.arange(pool), (batch, pool))
+    if tree.num_nodes < pool:
+        kept = jnp.sort(jax.lax.top_k(scores, tree.num_nodes)[1], axis=1)
+    parent = jnp.take_along_axis(parents, kept, axis=1)
+    # where each kept node's parent stands among the kept (the root is node 0, hence + 1)
+    is_parent = parent[..., None] == kept[:, None]
+    parent_node = jnp.where(parent < 0, 0, 1 + sampling.argmax(is_parent.astype(jnp.float32)))
+    zeros = jnp.zeros((batch, 1), jnp.int32)
+    return Proposal(
+        token_ids=jnp.concatenate([root_ids[:, None], jnp.take_along_axis(token_ids, kept, axis=1)], axis=1),
+        parents=jnp.concatenate([zeros, parent_node.astype(jnp.int32)], axis=1),
+        depths=jnp.concatenate([zeros, depths[kept].astype(jnp.int32)], axis=1),
+    )
+
+
+def _top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    return (scores, jnp.zeros_like(scores, jnp.int32)) if scores.shape[1] == k == 1 else jax.lax.top_k(scores, k)
+
+
+def _propose_static(expand: _Expander, tree: StaticTree, root_ids: jax.Array, hidden: jax.Array) -> Proposal:
+    batch = root_ids.shape[0]
+    depths = (0, *tree.depths)
+    ranks, parents = (0, *tree.ranks), (0, *tree.parents)
+    tokens: list[jax.Array] = [root_ids]
+    nodes, level = [0], None  # the nodes whose children are drawn next, and their level
+    ran: list[int] = []  # nodes whose entries are in level.kv, in that order
+    kv = expand.no_entries(batch)
+    for depth in range(1, tree.depth + 1):
+        children = [node for node in range(1, len(depths)) if depths[node] == depth]
+        _, token = expand.candidates(hidden, depth, 1 + max(ranks[child] for child in children))
+        tokens += [token[:, nodes.index(parents[child]), ranks[child]] for child in children]
+        expanded = [child for child in children if child in parents[1:]]
+        if not expanded:
+            break
+        above = [_ancestors(parents, child) for child in expanded]
+        mask = jnp.array([[node in ancestors for node in ran] for ancestors in above], bool).reshape(len(above), len(ran))
+        level = _Level(
+            token_ids=jnp.stack([tokens[_order(depths, child)] for child in expanded], axis=1),
+            hidden=hidden[:, jnp.array([nodes.index(parents[child]) for child in expanded])],
+            kv=kv,
+            mask=jnp.broadcast_to(mask, (batch, *mask.shape)),
+        )
+        hidden, kv = expand.run(level, depth)
+        ran += expanded
+        nodes = expanded
+    order = [_order(depths, node) for node in range(len(depths))]
+    return Proposal(
+        token_ids=jnp.stack([tokens[i] for i in order], axis=1),
+        parents=jnp.broadcast_to(jnp.array(parents, jnp.int32), (batch, len(parents))),
+        depths=jnp.broadcast_to(jnp.array(depths, jnp.int32), (batch, len(depths))),
+    )
+
+
+def _ancestors(parents: tuple[int, ...], node: int) -> set[int]:
+    above = set()
+    while node:
+        node = parents[node]
+        above.add(node)
+    return above
+
+
+def _order(depths: tuple[int, ...], node: int) -> int:
+    """Where a node's token stands when tokens are listed depth by depth."""
+    return sum(1 for i, depth in enumerate(depths) if (depth, i) < (depths[node], node))

@@ -1,0 +1,42 @@
+"""Draft vocabulary <-> target vocabulary. Ids inside the package are absolute; checkpoints store offsets (see
+`checkpoints/dialects.py`)."""
+
+import jax
+import numpy as np
+
+from specserve.errors import DataError
+from specserve.pytree import pytree
+
+
+@pytree
+class DraftVocab:
+    """Sorted, unique target ids that the draft can propose."""
+
+    target_ids: jax.Array  # [draft_vocab] int32
+
+
+def choose_draft_vocab(
+    counts: np.ndarray,  # [vocab] int64, how often each token bears loss in the training data
+    pinned: frozenset[int],
+    size: int,
+) -> np.ndarray:  # [size] int32, sorted
+    """The pinned ids (special and template tokens, every EOS) and then the most frequent ones; ties go to lower ids.
+
+    Raises DataError if the pinned ids alone do not fit.
+    """
+    vocab_size = len(counts)
+    if len(pinned) > size:
+        raise DataError(
+            f"draft vocabulary of {size} cannot hold the {len(pinned)} special and template tokens; raise "
+            "draft.vocab_size"
+        )
+    size = min(size, vocab_size)
+    rank = np.argsort(-counts, kind="stable")
+    chosen = np.fromiter(sorted(pinned), np.int64, len(pinned))
+    rest = rank[~np.isin(rank, chosen)][: size - len(chosen)]
+    return np.sort(np.concatenate([chosen, rest])).astype(np.int32)
+
+
+def coverage(counts: np.ndarray, target_ids: np.ndarray) -> float:
+    """The share of the counted tokens that lies inside the draft vocabulary."""
+    return float(counts[target_ids].sum() / max(1, counts.sum()))

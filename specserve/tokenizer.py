@@ -1,0 +1,269 @@
+"""Text <-> token ids, for training and serving alike: plain text, chats, loss masks, and text that arrives in pieces.
+
+A thin wrapper around transformers' tokenizer of a model folder. Knows nothing of models or requests; torch is never
+needed, and transformers is imported only when a tokenizer is loaded.
+"""
+
+import logging
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from specserve.errors import CheckpointError, DataError, RequestError
+
+log = logging.getLogger(__name__)
+
+GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
+TEMPLATE_VARIABLES = ("tools", "documents")  # parameters of transformers that are the template's business
+REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no UTF-8 (yet)
+
+
+class Tokenizer:
+    """One model folder's tokenizer and chat template. Immutable and safe to share between threads."""
+
+    def __init__(self, backend: Any) -> None:
+        """`backend` is a transformers tokenizer; use `load`."""
+        self._backend = backend
+        self._special_ids = frozenset(backend.all_special_ids)
+
+    @classmethod
+    def load(cls, folder: Path) -> "Tokenizer":
+        """Read the tokenizer of a Hugging Face model folder. Raises CheckpointError; never looks on the network."""
+        if not folder.is_dir():
+            raise CheckpointError(f"{folder}: no such folder; expected a model folder with a tokenizer.json")
+        auto_tokenizer = _import_auto_tokenizer()
+        try:
+            # The length check of transformers would only log; lengths are the caller's business.
+            backend = auto_tokenizer.from_pretrained(str(folder), local_files_only=True, model_max_length=2**62)
+        except Exception as error:  # transformers raises whatever its parsers raise
+            raise CheckpointError(f"{folder}: cannot read the tokenizer: {error}") from error
+        return cls(backend)
+
+    @property
+    def vocab_size(self) -> int:
+        """How many ids the tokenizer knows, added tokens included. The model's embedding may be padded beyond it."""
+        return len(self._backend)
+
+    @property
+    def eos_token_id(self) -> int | None:
+        return self._backend.eos_token_id
+
+    @property
+    def special_token_ids(self) -> frozenset[int]:
+        """The ids that `decode` leaves out with `skip_special_tokens`."""
+        return self._special_ids
+
+    @property
+    def has_chat_template(self) -> bool:
+        return bool(self._backend.chat_template)
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of plain text. Raises RequestError on a lone surrogate, which no UTF-8 text can hold."""
+        _check_unicode(text)
+        return self._backend.encode(text, add_special_tokens=add_special_tokens)
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text of the ids, byte for byte (no clean-up of spaces); bytes that are no UTF-8 become U+FFFD."""
+        return self._backend.decode(
+            list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
+        )
+
+    def render_chat(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        add_generation_prompt: bool = True,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> list[int]:
+        """Token ids of a chat, up to where the assistant's answer begins.
+
+        The template writes the special tokens, BOS included, so none are added. `template_kwargs` become template
+        variables. Raises RequestError when the model has no chat template or the template rejects the messages.
+        """
+        text = self._render(messages, add_generation_prompt, template_kwargs or {})
+        return self.encode(text, add_special_tokens=False)
+
+    def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+        """Token ids of a whole chat and its loss mask: True where the assistant speaks, its end of turn included.
+
+        The spans come from the template's `{% generation %}` tags, else from what each assistant message adds to
+        the rendered chat. Raises DataError for messages that the template rejects.
+        """
+        try:
+            if GENERATION_TAG.search(self._backend.get_chat_template() if self.has_chat_template else ""):
+                encoded = self._apply_template(messages, return_assistant_tokens_mask=True, return_dict=True)
+                return encoded["input_ids"], [bool(bit) for bit in encoded["assistant_masks"]]
+            return self._encode_by_prefixes(messages)
+        except RequestError as error:
+            raise DataError(str(error)) from error
+
+    def template_token_ids(self) -> frozenset[int]:
+        """Every id that a draft vocabulary must hold: special and added tokens, EOS, the template's own text."""
+        token_ids = set(self._special_ids) | set(self._backend.get_added_vocab().values())
+        probe = [{"role": role, "content": "1"} for role in ("system", "user", "assistant", "user")]
+        # Without a system message some templates write a default one; others accept no system message at all.
+        for messages in (probe, probe[1:]) if self.has_chat_template else ():
+            try:
+                token_ids.update(self.render_chat(messages))
+            except RequestError as error:
+                log.debug("chat template rejects roles %s: %s", [m["role"] for m in messages], error)
+        return frozenset(token_ids)
+
+    def _render(
+        self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
+    ) -> str:
+        return self._apply_template(
+            messages, **template_kwargs, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+
+    def _apply_template(self, messages: Sequence[Mapping[str, Any]], **options: Any) -> Any:
+        """`apply_chat_template` with every failure of the template turned into a RequestError."""
+        if not self.has_chat_template:
+            raise RequestError("this model has no chat template; send a plain prompt instead", param="messages")
+        try:
+            return self._backend.apply_chat_template(list(messages), **options)
+        except Exception as error:  # a template is a program: it may raise anything
+            raise RequestError(f"the chat template cannot render these messages: {error}", param="messages") from error
+
+    def _encode_by_prefixes(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
+        """Loss mask of a template without generation tags: message i's span is what rendering it adds."""
+        text = self._render(messages, False, {})
+        encoded = self._backend(text, add_special_tokens=False, return_offsets_mapping=True)
+        token_ids, offsets = encoded["input_ids"], encoded["offset_mapping"]
+        loss_mask = [False] * len(token_ids)
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            start, stop = self._span(text, messages, i)
+            inside = [t for t, (low, high) in enumerate(offsets) if low < stop and high > start]
+            # What follows the end-of-turn token (a newline, in ChatML) is template, not something the model says.
+            last_special = max((t for t in inside if token_ids[t] in self._special_ids), default=None)
+            for t in inside:
+                loss_mask[t] = last_special is None or t <= last_special
+        return token_ids, loss_mask
+
+    def _span(self, text: str, messages: Sequence[Mapping[str, Any]], i: int) -> tuple[int, int]:
+        """Characters [start, stop) of message `i` in the rendered chat `text`."""
+        header = self._answer_header()
+        if i:
+            before = self._render(messages[:i], False, {})
+            if not text.startswith(before):
+                raise DataError(
+                    "the chat template rewrites earlier turns; put generation tags in it to mark the answers"
+                )
+            start = len(before) + _common_length(header, text[len(before) :])
+        else:  # nothing can be rendered before the first message, but BOS or a default system message may stand there
+            start = text.find(header) + len(header)
+        upto = self._render(messages[: i + 1], False, {})
+        if text.startswith(upto):
+            return start, len(upto)
+        # Templates that drop the reasoning of earlier turns render message i otherwise than when it was the last:
+        # its end is then the first end-of-turn marker after its start.
+        marker = max(self._special_tokens(), key=lambda token: upto.rfind(token, start))
+        stop = text.find(marker, start)
+        if upto.rfind(marker, start) < 0 or stop < 0:
+            raise DataError("the chat template has no end-of-turn token; put generation tags in it to mark the answers")
+        return start, stop + len(marker)
+
+    def _answer_header(self) -> str:
+        """What the template writes before an answer (`<|im_start|>assistant\\n` in ChatML)."""
+        probe = [{"role": "user", "content": "1"}]
+        return self._render(probe, True, {})[len(self._render(probe, False, {})) :]
+
+    def _special_tokens(self) -> list[str]:
+        return self._backend.convert_ids_to_tokens(sorted(self._special_ids))
+
+
+class IncrementalDecoder:
+    """Text from tokens that arrive in pieces: `push`ed and `finish`ed text joins to `decode` of all the ids.
+
+    No half character is ever emitted: text that may still change (trailing U+FFFD) waits. A push costs one decode of
+    a short window (the ids of the last push and a little context), never of the whole sequence.
+    """
+
+    # A UTF-8 character has at most 4 bytes, so at most 3 trailing bytes are still open.
+    NUM_HELD = 3
+    NUM_WINDOW = 32
+
+    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+        self._tokenizer = tokenizer
+        self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._window: list[int] = []
+        self._num_emitted = 0  # characters of the window's text that are out
+        self._num_context = 0  # ids of the window whose text is all out
+        self._limit = self.NUM_WINDOW
+
+    def push(self, token_ids: Sequence[int]) -> str:
+        """The text that these ids settle."""
+        self._window.extend(i for i in token_ids if i not in self._skipped_ids)
+        text = self._text(self._window)
+        settled = text.rstrip(REPLACEMENT)
+        is_clean = len(settled) == len(text)
+        stable = text[: max(len(settled), len(text) - self.NUM_HELD)]
+        out = stable[self._num_emitted :]
+        self._num_emitted = max(self._num_emitted, len(stable))
+        if is_clean and out:
+            # A character ends where this text ends, so a later decode may begin at any such place. One earlier piece
+            # stays as context: some decoders strip the space before the first token.
+            del self._window[: self._num_context]
+            self._num_context = len(self._window)
+            self._num_emitted = len(self._text(self._window))
+            self._limit = self._num_context + self.NUM_WINDOW
+        elif len(self._window) > self._limit:
+            self._shorten(text)
+        return out
+
+    def finish(self) -> str:
+        """The text still held back. The decoder starts afresh afterwards."""
+        out = self._text(self._window)[self._num_emitted :]
+        self._window, self._num_emitted, self._num_context, self._limit = [], 0, 0, self.NUM_WINDOW
+        return out
+
+    def _text(self, token_ids: Sequence[int]) -> str:
+        return self._tokenizer.decode(token_ids, skip_special_tokens=False)
+
+    def _shorten(self, text: str) -> None:
+        """Drop the head of a window that found no clean end (a long run of invalid bytes), where that is safe:
+        where both parts decode alone to what they decode to together, and the cut is far from the open end."""
+        for cut in range(len(self._window) - 1, 0, -1):
+            tail = self._text(self._window[cut:])
+            num_dropped = len(text) - len(tail)
+            if len(tail) <= self.NUM_HELD or num_dropped > self._num_emitted:
+                continue
+            if self._text(self._window[:cut]) + tail == text:
+                del self._window[:cut]
+                self._num_emitted -= num_dropped
+                self._num_context = 0
+                break
+        self._limit = 2 * len(self._window) + self.NUM_WINDOW  # amortised, should no cut be found
+
+
+def _import_auto_tokenizer() -> Any:
+    """transformers' AutoTokenizer, without its advice to install torch: tokenizers do not need it."""
+    logger = logging.getLogger("transformers")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer
+    finally:
+        logger.setLevel(level)
+
+
+def _check_unicode(text: str) -> None:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError as error:
+        raise RequestError(
+            f"the text is not valid Unicode: lone surrogate U+{ord(text[error.start]):04X} at character {error.start}",
+            param="prompt",
+        ) from error
+
+
+def _common_length(a: str, b: str) -> int:
+    """Length of the longest common prefix."""
+    if b.startswith(a):
+        return len(a)
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
