@@ -4,6 +4,7 @@ A thin wrapper around transformers' tokenizer of a model folder. Knows nothing o
 needed, and transformers is imported only when a tokenizer is loaded.
 """
 
+import inspect
 import logging
 import re
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from specserve.errors import CheckpointError, DataError, RequestError
 log = logging.getLogger(__name__)
 
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-TEMPLATE_VARIABLES = ("tools", "documents")  # parameters of transformers that are the template's business
+TEMPLATE_VARIABLES = frozenset({"tools", "documents"})  # parameters of transformers that reach the template
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no UTF-8 (yet)
 
 
@@ -26,6 +27,8 @@ class Tokenizer:
         """`backend` is a transformers tokenizer; use `load`."""
         self._backend = backend
         self._special_ids = frozenset(backend.all_special_ids)
+        options = inspect.signature(backend.apply_chat_template).parameters
+        self._reserved_names = frozenset(options).union(["messages"]) - TEMPLATE_VARIABLES
 
     @classmethod
     def load(cls, folder: Path) -> "Tokenizer":
@@ -79,10 +82,16 @@ class Tokenizer:
         """Token ids of a chat, up to where the assistant's answer begins.
 
         The template writes the special tokens, BOS included, so none are added. `template_kwargs` become template
-        variables. Raises RequestError when the model has no chat template or the template rejects the messages.
+        variables; they cannot replace the template. Raises RequestError when the model has no chat template, the
+        template rejects the messages, or a variable has a reserved name.
         """
-        text = self._render(messages, add_generation_prompt, template_kwargs or {})
-        return self.encode(text, add_special_tokens=False)
+        template_kwargs = template_kwargs or {}
+        if reserved := sorted(self._reserved_names.intersection(template_kwargs)):
+            raise RequestError(
+                f"chat_template_kwargs cannot set {', '.join(reserved)}: the name is reserved",
+                param="chat_template_kwargs",
+            )
+        return self.encode(self._render(messages, add_generation_prompt, template_kwargs), add_special_tokens=False)
 
     def encode_chat(self, messages: Sequence[Mapping[str, Any]]) -> tuple[list[int], list[bool]]:
         """Token ids of a whole chat and its loss mask: True where the assistant speaks, its end of turn included.
@@ -242,14 +251,17 @@ class IncrementalDecoder:
 def _import_auto_tokenizer() -> Any:
     """transformers' AutoTokenizer, without its advice to install torch: tokenizers do not need it."""
     logger = logging.getLogger("transformers")
-    level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.addFilter(_reject)  # on this logger only: its children still warn, and levels stay as the user set them
     try:
         from transformers import AutoTokenizer
 
         return AutoTokenizer
     finally:
-        logger.setLevel(level)
+        logger.removeFilter(_reject)
+
+
+def _reject(record: logging.LogRecord) -> bool:
+    return record.levelno > logging.WARNING
 
 
 def _check_unicode(text: str) -> None:

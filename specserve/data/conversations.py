@@ -143,7 +143,9 @@ def _parse_row(line: bytes, source: str) -> Conversation:
         raise _BadRowError("not JSON") from error
     if not isinstance(row, dict):
         raise _BadRowError("not a JSON object")
-    category = row.get("category") if isinstance(row.get("category"), str) else ""
+    category = row.get("category", "")
+    if not isinstance(category, str):
+        raise _BadRowError("category is not text")
     if "messages" in row or "conversations" in row:
         return Conversation(_parse_turns(row.get("messages", row.get("conversations"))), category, source)
     if "text" in row:

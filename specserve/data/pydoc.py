@@ -8,6 +8,7 @@ The order is fixed, every choice is a hash of a name, and a module is either in 
 """
 
 import ast
+import contextlib
 import hashlib
 import importlib.metadata
 import importlib.util
@@ -63,12 +64,19 @@ def build(split: Literal["train", "held-out"]) -> list[Conversation]:
     """
     packages = _installed()
     path = _cache_path(split, packages)
-    if not path.exists():
-        pairs = _make_pairs(packages)
-        for part in ("train", "held-out"):
-            chosen = [c for c in pairs if _is_held_out(c.source) == (part == "held-out")]
-            _write(_cache_path(part, packages), chosen)
-    return _read(path)
+    if path.exists():
+        return _read(path)
+    pairs = _make_pairs(packages)
+    parts = {
+        "train": [c for c in pairs if not _is_held_out(c.source)],
+        "held-out": [c for c in pairs if _is_held_out(c.source)],
+    }
+    try:
+        for part, conversations in parts.items():
+            _write(_cache_path(part, packages), conversations)
+    except OSError as error:  # a full disk or a read-only home costs time, not the data
+        log.warning("pydoc: cannot keep the pairs in %s (%s); they are built again next time", path.parent, error)
+    return parts[split]
 
 
 def held_out_prompts(count: int) -> list[Conversation]:
@@ -85,9 +93,7 @@ def _make_pairs(packages: dict[str, str]) -> list[Conversation]:
     pairs: list[Conversation] = []
     answers: set[bytes] = set()
     num_duplicates = num_unreadable = 0
-    roots = [("", Path(sysconfig.get_path("stdlib")))]
-    roots += [(name, folder) for name in packages for folder in _package_folders(name)]
-    for package, root in roots:
+    for package, root in _roots(packages):
         num_before = len(pairs)
         for module, path in _modules(package, root):
             try:
@@ -161,6 +167,12 @@ def _modules(package: str, root: Path) -> Iterator[tuple[str, Path]]:
                 yield ".".join(prefix if stem == "__init__" else (*prefix, stem)), Path(folder, file)
 
 
+def _roots(packages: dict[str, str]) -> list[tuple[str, Path]]:
+    """(dotted prefix, folder) of everything that is read."""
+    roots = [("", Path(sysconfig.get_path("stdlib")))]
+    return roots + [(name, folder) for name in packages for folder in _package_folders(name)]
+
+
 def _package_folders(name: str) -> list[Path]:
     spec = importlib.util.find_spec(name)  # a top-level name is found without importing it
     locations = spec.submodule_search_locations if spec is not None else None
@@ -171,9 +183,9 @@ def _installed() -> dict[str, str]:
     """Import name -> version, of the packages that are there."""
     versions = {}
     for name, distribution in PACKAGES.items():
-        if _package_folders(name):
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[name] = importlib.metadata.version(distribution)
-    return versions
+    return {name: version for name, version in versions.items() if _package_folders(name)}
 
 
 def _is_held_out(module: str) -> bool:
@@ -191,7 +203,7 @@ def _cache_path(split: str, packages: dict[str, str]) -> Path:
 
 
 def _write(path: Path, conversations: list[Conversation]) -> None:
-    """Atomically: a reader sees all of the file or none of it. A cache that cannot be written is only a pity."""
+    """Atomically: a reader sees all of the file or none of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
         for c in conversations:

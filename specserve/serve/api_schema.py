@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from specserve.errors import RequestError
@@ -17,6 +17,8 @@ from specserve.serve.request import SamplingParams
 
 MAX_CHOICES = 128  # n, and the sequences (prompts times n) of one HTTP request
 MAX_STOP_TOKEN_IDS = 1024
+MAX_MESSAGES = 10_000
+MAX_OBJECT_FIELDS = 100
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat runs up to the context length
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -84,6 +86,12 @@ def _is_token_ids(items: Sequence[Any]) -> bool:
     return all(type(item) is int for item in items)
 
 
+def _check_num_fields(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_OBJECT_FIELDS:
+        raise PydanticCustomError("fields", "has too many fields")
+    return value
+
+
 def _as_strings(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
 
@@ -101,6 +109,12 @@ class Body(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_size(cls, value: Any) -> Any:
+        """pydantic reports every error of an object; a million unknown fields would take it seconds."""
+        return _check_num_fields(value)
 
 
 class StreamOptions(Body):
@@ -121,14 +135,14 @@ class SamplingBody(Body):
     top_k: Int64 = 0
     min_p: float = 0.0
     seed: Int64 | None = None
-    stop: Annotated[list[str], BeforeValidator(_as_strings)] = []
-    stop_token_ids: Annotated[list[Int64], Field(max_length=MAX_STOP_TOKEN_IDS)] = []
+    stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_strings)] = []
+    stop_token_ids: Annotated[list[Int64], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] = []
     ignore_eos: bool = False
     stream: bool = False
     stream_options: StreamOptions | None = None
     # Harmless by nature: they never change an answer.
     user: str | None = None
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(_check_num_fields)] | None = None
     store: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -185,7 +199,7 @@ class ChatMessage(Body):
     """One message. "developer" is OpenAI's newer word for "system" and means the same here."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], BeforeValidator(_as_text_parts)]
+    content: Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(_as_text_parts)]
     # Fields of an assistant message that clients send back as they got them: only empty.
     name: None = None
     refusal: None = None
@@ -197,6 +211,9 @@ class ChatMessage(Body):
     def for_template(self) -> dict[str, str]:
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": "\n".join(part.text for part in self.content)}
+
+
+Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
 
 
 class ChatTemplateKwargs(Body):
@@ -212,7 +229,7 @@ class ChatBody(SamplingBody):
 
     UNSUPPORTED = _UNSUPPORTED_IN_CHAT
 
-    messages: Annotated[list[ChatMessage], Field(min_length=1)]
+    messages: Messages
     max_completion_tokens: Int64 | None = None
     chat_template_kwargs: ChatTemplateKwargs | None = None
 
@@ -236,7 +253,7 @@ class TokenizeBody(Body):
 
     model: str | None = None
     prompt: str | None = None
-    messages: Annotated[list[ChatMessage], Field(min_length=1)] | None = None
+    messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
     chat_template_kwargs: ChatTemplateKwargs | None = None
@@ -246,7 +263,7 @@ class DetokenizeBody(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[Int64]
+    tokens: Annotated[list[Int64], Field(fail_fast=True)]
 
 
 _BodyT = TypeVar("_BodyT", bound=Body)
@@ -254,11 +271,13 @@ _BodyT = TypeVar("_BodyT", bound=Body)
 
 def parse_body(body_type: type[_BodyT], raw: bytes) -> _BodyT:
     """Bytes to a checked body. Raises RequestError that names the field."""
-    fields = {}
+    fields: dict[str, Any] = {}
     for name, value in _parse_object(raw).items():
         if name in body_type.UNSUPPORTED:
             _check_neutral(name, value, body_type.UNSUPPORTED[name])
-        elif value is not None or name not in body_type.model_fields:  # null means "not given"
+        elif name not in body_type.model_fields:
+            raise _unknown_field(name)
+        elif value is not None:  # null means "not given"
             fields[name] = value
     try:
         return body_type.model_validate(fields)
@@ -296,11 +315,15 @@ def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
 def _as_request_error(error: ErrorDetails) -> RequestError:
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
     if error["type"] == "extra_forbidden":
-        return RequestError(f"unknown field: {param[:200]}", param=param[:200])
+        return _unknown_field(param)
     if error["type"] == "missing":
         return RequestError(f"{param} is required", param=param)
     message = error["msg"].removeprefix("Input ")
     return RequestError(f"{param} {message[0].lower()}{message[1:]}, got {_describe(error['input'])}", param=param)
+
+
+def _unknown_field(name: str) -> RequestError:
+    return RequestError(f"unknown field: {name[:200]}", param=name[:200])
 
 
 def _describe(value: Any) -> str:

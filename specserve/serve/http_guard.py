@@ -12,7 +12,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.errors import CapacityError, ConfigError, RequestError, SpecServeError
 from specserve.serve.api_replies import error_body
@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 MAX_BODY_BYTES = 16 * 2**20
 BODY_TIMEOUT_SECONDS = 60.0
 RETRY_AFTER_SECONDS = 1
+INTERNAL_ERROR = "internal error; the server's log has the details"
 OPEN_PATHS = frozenset({"/health", "/version"})  # every other path needs the key, existing or not
 _MAX_DRAINED_BYTES = 4 * MAX_BODY_BYTES
 
@@ -37,7 +38,7 @@ class ApiKeyGate:
         if not api_key:
             raise ConfigError("api_key must not be empty; leave it out to serve without one")
         self._app = app
-        self._expected = hashlib.sha256(b"Bearer " + api_key.encode()).digest()
+        self._expected = hashlib.sha256(api_key.encode()).digest()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._has_key(scope):
@@ -53,7 +54,38 @@ class ApiKeyGate:
 
     def _has_key(self, scope: Scope) -> bool:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        return len(given) == 1 and hmac.compare_digest(hashlib.sha256(given[0]).digest(), self._expected)
+        if len(given) != 1:
+            return False
+        scheme, _, key = given[0].partition(b" ")
+        return scheme.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(key).digest(), self._expected)
+
+
+class BugGate:
+    """ASGI middleware: an unforeseen exception is logged and becomes a 500 that says nothing of internals.
+
+    Starlette's own handler answers and raises again, upon which uvicorn closes the connection under the client's next
+    request.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        is_started = False
+
+        async def watched_send(message: Message) -> None:
+            nonlocal is_started
+            is_started = True
+            await send(message)
+
+        try:
+            await self._app(scope, receive, watched_send)
+        except Exception:
+            if is_started or scope["type"] != "http":
+                raise
+            logger.exception("%s %s failed", scope["method"], scope["path"])
+            response = error_response(500, INTERNAL_ERROR, code="internal_error")
+            await response(scope, receive, send)
 
 
 async def read_body(request: Request) -> bytes:
@@ -97,7 +129,8 @@ def error_response(
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every error that leaves a route becomes a body in OpenAI's shape; unforeseen ones say nothing of internals."""
+    """Every error that leaves a route becomes a body in OpenAI's shape."""
+    app.add_middleware(BugGate)
 
     @app.exception_handler(RequestError)
     async def on_request_error(_: Request, error: RequestError) -> Response:
@@ -118,7 +151,3 @@ def install_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(_: Request, __: ClientDisconnect) -> Response:
         return Response(status_code=499)  # nobody reads it
-
-    @app.exception_handler(Exception)
-    async def on_bug(_: Request, __: Exception) -> Response:
-        return error_response(500, "internal error; the server's log has the details", code="internal_error")

@@ -17,7 +17,7 @@ from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 
 from specserve.errors import CapacityError, SpecServeError
 from specserve.serve.api_replies import Json, ReplyFormat, error_body, usage_body
-from specserve.serve.http_guard import EngineFailureError
+from specserve.serve.http_guard import INTERNAL_ERROR, EngineFailureError
 from specserve.serve.interface import EngineLike
 from specserve.serve.metrics import Metrics, SequenceMetrics
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
@@ -112,7 +112,7 @@ class Generation:
             yield _event(error_body(str(error), "server_error"))
         except Exception:
             logger.exception("a stream failed")
-            yield _event(error_body("internal error; the server's log has the details", "server_error"))
+            yield _event(error_body(INTERNAL_ERROR, "server_error"))
         yield format_sse_event(data_str="[DONE]")
 
     async def _chunks(self, reply_format: ReplyFormat) -> AsyncGenerator[Json | None, None]:

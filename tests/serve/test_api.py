@@ -490,6 +490,11 @@ BAD_FIELDS = [
     (_completion(stream="yes"), "stream"),
     (_completion(stream_options={"include_usage": True}), "stream_options"),
     (_completion(stream=True, stream_options={"surprise": 1}), "stream_options.surprise"),
+    # many mistakes at once: only the first is told, and soon
+    (_chat(messages=[{"role": 1}] * 5000), "messages[0].role"),
+    (_chat(messages=USER * 10_001), "messages"),
+    (_chat(chat_template_kwargs=dict.fromkeys(map(str, range(100_000)))), "chat_template_kwargs"),
+    (_chat(metadata=dict.fromkeys(map(str, range(100_000)), 1)), "metadata"),
     # not supported yet
     *[(_chat(**{f: 0.5}), f) for f in ("presence_penalty", "frequency_penalty", "repetition_penalty")],
     *[(_chat(**{f: float(2)}), f) for f in ("presence_penalty", "repetition_penalty")],
@@ -510,6 +515,7 @@ BAD_FIELDS = [
     # unknown
     (_completion(temprature=0.5), "temprature"),
     (_completion(temprature=None), "temprature"),
+    (_completion(**dict.fromkeys(map("f{}".format, range(100_000)))), "f0"),
     (_chat(prompt="x"), "prompt"),
     (("/tokenize", {}), "prompt"),
     (("/tokenize", {"prompt": "x", "messages": USER}), "prompt"),
@@ -639,7 +645,7 @@ def test_model_without_a_template_refuses_chat(http, engine, monkeypatch):
     assert error["param"] == "messages"
 
 
-def test_a_bug_is_a_500_that_tells_nothing(http, engine, monkeypatch):
+def test_a_bug_is_a_500_that_tells_nothing_and_keeps_the_connection(http, engine, monkeypatch, caplog):
     def fail(text, *, add_special_tokens):
         raise KeyError("secret")
 
@@ -648,6 +654,7 @@ def test_a_bug_is_a_500_that_tells_nothing(http, engine, monkeypatch):
     assert reply.status_code == 500
     assert reply.json()["error"]["code"] == "internal_error"
     assert "secret" not in reply.text
+    assert "secret" in caplog.text  # the log has the details
     monkeypatch.undo()
     _assert_serves(http)
 
@@ -665,7 +672,7 @@ def test_every_route_but_health_and_version_needs_the_key(engine):
             closed = ["/metrics", "/v1/models", "/v1/completions", "/tokenize", "/nowhere", "//health", "/health/"]
             for path in closed:
                 assert _assert_refused(http.get(path), 401)["code"] == "invalid_api_key"
-            for value in ["", "Bearer", "Bearer ", "Bearer wrong", "sk-ключ", "Bearer sk-ключ2"]:
+            for value in ["", "Bearer", "Bearer wrong", "sk-ключ", "Basic sk-ключ", "Bearer sk-ключ2"]:
                 reply = http.get("/v1/models", headers={"authorization": value.encode()})
                 _assert_refused(reply, 401)
             key = "Bearer sk-ключ".encode()

@@ -1,0 +1,40 @@
+"""The optimisers (optax) and the schedule."""
+
+import math
+
+import jax
+import optax
+from optax.contrib import muon
+
+from specserve.models.draft import DraftParams
+from specserve.train.settings import TrainSettings
+
+
+def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
+    """AdamW (0.9, 0.95), or Muon for the layer's matrices with AdamW for the rest, clipped, at the peak learning rate;
+    the step scales its updates by `learning_rate_scale`."""
+    adam = optax.adamw(settings.lr, b1=0.9, b2=0.95, weight_decay=settings.weight_decay)
+    if settings.optimizer == "muon":
+        matrices = muon(settings.muon_lr, adam_b2=0.95, weight_decay=settings.weight_decay)
+        adam = optax.partition({"muon": matrices, "adam": adam}, _muon_labels)
+    return optax.chain(optax.clip_by_global_norm(settings.clip), adam)
+
+
+def learning_rate_scale(progress: float, warmup_share: float) -> float:
+    """Linear warm-up, then cosine to 5%. `progress` is the share of the run that is over, in steps or in minutes
+    (whichever bound is nearer), so a run bounded by time also ends at a low rate."""
+    progress = min(max(progress, 0.0), 1.0)
+    if progress < warmup_share:
+        return max(progress / warmup_share, 0.02)
+    along = (progress - warmup_share) / (1 - warmup_share)
+    return 0.05 + 0.95 * 0.5 * (1 + math.cos(math.pi * along))
+
+
+def _muon_labels(params: DraftParams) -> DraftParams:
+    """Muon is for hidden matrices; the output head, the embedding and the norms stay with AdamW."""
+
+    def label(path: tuple, leaf: jax.Array) -> str:
+        name = getattr(path[0], "name", "")
+        return "muon" if leaf.ndim == 2 and name not in ("head", "embedding") else "adam"
+
+    return jax.tree_util.tree_map_with_path(label, params)

@@ -1,0 +1,160 @@
+"""Laws of the tokenizer: streamed text is the decoded text, loss masks do not depend on how they are derived."""
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers.processors import TemplateProcessing
+
+import specserve
+from specserve.errors import CheckpointError, DataError, RequestError
+from specserve.tokenizer import IncrementalDecoder, Tokenizer
+
+FOLDER = Path(specserve.__file__).parent / "targets" / "pydoc"
+TOKENIZER = Tokenizer.load(FOLDER)
+BYTE_IDS = [TOKENIZER.encode(char)[0] for char in "é中😀"]  # first bytes of longer characters
+
+# Like Qwen3's: reasoning is shown for the last answer only, so earlier turns are rendered otherwise later on.
+FORGETFUL_TEMPLATE = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.role == 'assistant' and loop.last %}{{ m.content }}{% else %}{{ m.content.split('#')[-1] }}{% endif %}"
+    "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+chunks = st.lists(st.lists(st.integers(0, 8191) | st.sampled_from([*range(256), *BYTE_IDS]), max_size=12), max_size=12)
+
+
+def with_template(template: str) -> Tokenizer:
+    tokenizer = Tokenizer.load(FOLDER)
+    tokenizer._backend.chat_template = template
+    return tokenizer
+
+
+def chat(*contents: str, first: str = "user") -> list[dict[str, str]]:
+    roles = ["user", "assistant"] if first == "user" else ["assistant", "user"]
+    return [{"role": roles[i % 2], "content": content} for i, content in enumerate(contents)]
+
+
+def spans(tokenizer: Tokenizer, messages: list[dict[str, str]]) -> list[str]:
+    """The text of each run of loss-bearing tokens."""
+    token_ids, loss_mask = tokenizer.encode_chat(messages)
+    runs: list[list[int]] = []
+    for i, (token_id, bit) in enumerate(zip(token_ids, loss_mask, strict=True)):
+        if bit and (i == 0 or not loss_mask[i - 1]):
+            runs.append([])
+        if bit:
+            runs[-1].append(token_id)
+    return [tokenizer.decode(run, skip_special_tokens=False) for run in runs]
+
+
+@settings(max_examples=400, deadline=None)
+@given(chunks, st.booleans())
+def test_streamed_text_is_the_decoded_text(pieces, skip):
+    decoder = IncrementalDecoder(TOKENIZER, skip_special_tokens=skip)
+    whole = TOKENIZER.decode([i for piece in pieces for i in piece], skip_special_tokens=skip)
+    streamed = ""
+    for piece in pieces:
+        streamed += decoder.push(piece)
+        assert whole.startswith(streamed)
+    assert streamed + decoder.finish() == whole
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=40))
+def test_streaming_never_emits_half_a_character(text):
+    decoder = IncrementalDecoder(TOKENIZER)
+    streamed = [decoder.push([token_id]) for token_id in TOKENIZER.encode(text)]
+    assert "\ufffd" in text or not any("\ufffd" in piece for piece in streamed)
+    assert "".join(streamed) + decoder.finish() == text
+
+
+@pytest.mark.parametrize("token_id", [TOKENIZER.encode("中")[0], TOKENIZER.encode("a")[0]])
+def test_cost_of_a_push_does_not_grow(token_id, monkeypatch):
+    num_decoded = 0
+    decode = Tokenizer.decode
+
+    def counting(self, token_ids, **options):
+        nonlocal num_decoded
+        num_decoded += len(token_ids)
+        return decode(self, token_ids, **options)
+
+    monkeypatch.setattr(Tokenizer, "decode", counting)
+    decoder = IncrementalDecoder(TOKENIZER)
+    costs = []
+    for _ in range(1000):  # of a lone lead byte: no clean end ever comes
+        before = num_decoded
+        decoder.push([token_id])
+        costs.append(num_decoded - before)
+    assert sum(costs) < 100 * len(costs)
+    assert max(costs) < 200
+
+
+@pytest.mark.parametrize("first", ["user", "assistant"])
+@settings(max_examples=60, deadline=None)
+@given(contents=st.lists(st.text(st.sampled_from(" \nab{<é中#"), max_size=8), min_size=2, max_size=5))
+def test_loss_mask_is_the_same_with_and_without_generation_tags(first, contents):
+    messages = chat(*contents, first=first)
+    assert UNTAGGED.encode_chat(messages) == TOKENIZER.encode_chat(messages)
+
+
+UNTAGGED = with_template(
+    TOKENIZER._backend.chat_template.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+)
+
+
+def test_loss_mask_covers_answers_and_their_end_of_turn():
+    system = {"role": "system", "content": "Be brief."}
+    for tokenizer in (TOKENIZER, UNTAGGED):
+        assert spans(tokenizer, [system, *chat("hi", "yo", "again", "no.\n")]) == ["yo<|im_end|>", "no.\n<|im_end|>"]
+
+
+def test_loss_mask_when_the_template_drops_earlier_reasoning():
+    messages = chat("one", "think#1st", "two", "think#2nd")
+    assert spans(with_template(FORGETFUL_TEMPLATE), messages) == ["1st<|im_end|>", "think#2nd<|im_end|>"]
+
+
+def test_rendered_chat_has_one_bos_even_if_the_tokenizer_adds_one():
+    tokenizer = with_template("{{ bos_token }}{% for m in messages %}{{ m.content }}{% endfor %}")
+    tokenizer._backend.backend_tokenizer.post_processor = TemplateProcessing(
+        single="<|endoftext|> $A", special_tokens=[("<|endoftext|>", 0)]
+    )
+    assert tokenizer.encode("hi") == [0, *TOKENIZER.encode("hi")]
+    assert tokenizer.render_chat(chat("hi")) == tokenizer.encode("hi")
+
+
+def test_prompt_plus_answer_is_the_whole_chat():
+    question, answer = chat("What does `a.b` do?", "It returns 1.")
+    whole, loss_mask = TOKENIZER.encode_chat([question, answer])
+    prompt = TOKENIZER.render_chat([question])
+    assert whole[: len(prompt)] == prompt
+    assert loss_mask.index(True) == len(prompt)
+
+
+def test_draft_vocabulary_pins_everything_the_template_writes():
+    pinned = TOKENIZER.template_token_ids()
+    content = TOKENIZER.encode("zebra")
+    whole, _ = TOKENIZER.encode_chat([{"role": role, "content": "zebra"} for role in ("system", "user", "assistant")])
+    assert set(whole) - set(content) <= pinned
+    assert {0, 1, 2} <= pinned
+    assert not set(content) & pinned
+
+
+def test_bad_inputs_are_named():
+    with pytest.raises(RequestError, match="U\\+D800 at character 1"):
+        TOKENIZER.encode("a\ud800")
+    for messages in ([], [{"role": "user"}], [{"role": "user", "content": 3}], [{"role": "user", "content": ["x"]}]):
+        with pytest.raises(RequestError) as caught:
+            TOKENIZER.render_chat(messages)
+        assert caught.value.param == "messages"
+    with pytest.raises(DataError):
+        TOKENIZER.encode_chat([{"role": "user"}])
+    for name in ("chat_template", "tokenize", "messages", "conversation"):
+        with pytest.raises(RequestError, match=name):
+            TOKENIZER.render_chat(chat("hi"), template_kwargs={name: "x"})
+    with pytest.raises(RequestError, match="no chat template"):
+        with_template("").render_chat(chat("hi"))
+    with pytest.raises(CheckpointError, match="no such folder"):
+        Tokenizer.load(FOLDER / "nowhere")
+    with pytest.raises(CheckpointError, match="cannot read the tokenizer"):
+        Tokenizer.load(Path(__file__).parent)
