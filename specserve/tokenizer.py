@@ -21,11 +21,15 @@ REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no UTF-8 (yet
 
 
 class Tokenizer:
-    """One model folder's tokenizer and chat template. Immutable and safe to share between threads."""
+    """One model folder's tokenizer and chat template.
+
+    Threads may share it for everything but `encode_chat`: transformers tracks generation tags in the template itself.
+    """
 
     def __init__(self, backend: Any) -> None:
         """`backend` is a transformers tokenizer; use `load`."""
         self._backend = backend
+        self._vocab_size = len(backend)
         self._special_ids = frozenset(backend.all_special_ids)
         options = inspect.signature(backend.apply_chat_template).parameters
         self._reserved_names = frozenset(options).union(["messages"]) - TEMPLATE_VARIABLES
@@ -46,7 +50,7 @@ class Tokenizer:
     @property
     def vocab_size(self) -> int:
         """How many ids the tokenizer knows, added tokens included. The model's embedding may be padded beyond it."""
-        return len(self._backend)
+        return self._vocab_size
 
     @property
     def eos_token_id(self) -> int | None:
@@ -187,65 +191,61 @@ class Tokenizer:
 class IncrementalDecoder:
     """Text from tokens that arrive in pieces: `push`ed and `finish`ed text joins to `decode` of all the ids.
 
-    No half character is ever emitted: text that may still change (trailing U+FFFD) waits. A push costs one decode of
-    a short window (the ids of the last push and a little context), never of the whole sequence.
+    No half character is ever emitted: trailing U+FFFD may still become a character, so it waits. A push costs at most
+    two decodes of a short window (the ids of this push and the last, and what still waits), never of the sequence.
     """
 
-    # A UTF-8 character has at most 4 bytes, so at most 3 trailing bytes are still open.
-    NUM_HELD = 3
-    NUM_WINDOW = 32
+    NUM_HELD = 3  # a UTF-8 character has at most 4 bytes, so at most 3 trailing ones are open
+    NUM_WINDOW = 64  # ids that may wait for a character to close before they count as bytes of no character
 
     def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
         self._tokenizer = tokenizer
         self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset()
         self._window: list[int] = []
+        self._num_context = 0  # leading ids of the window whose text is all out
         self._num_emitted = 0  # characters of the window's text that are out
-        self._num_context = 0  # ids of the window whose text is all out
-        self._limit = self.NUM_WINDOW
 
     def push(self, token_ids: Sequence[int]) -> str:
         """The text that these ids settle."""
-        self._window.extend(i for i in token_ids if i not in self._skipped_ids)
+        vocab_size = self._tokenizer.vocab_size  # ids beyond it are padding of the model's embedding: no text
+        self._window.extend(i for i in token_ids if i < vocab_size and i not in self._skipped_ids)
         text = self._text(self._window)
-        settled = text.rstrip(REPLACEMENT)
-        is_clean = len(settled) == len(text)
-        stable = text[: max(len(settled), len(text) - self.NUM_HELD)]
-        out = stable[self._num_emitted :]
-        self._num_emitted = max(self._num_emitted, len(stable))
-        if is_clean and out:
-            # A character ends where this text ends, so a later decode may begin at any such place. One earlier piece
-            # stays as context: some decoders strip the space before the first token.
+        num_settled = len(text.rstrip(REPLACEMENT))
+        is_open = num_settled < len(text)
+        is_overdue = len(self._window) - self._num_context > self.NUM_WINDOW
+        if is_open and is_overdue:
+            num_settled = max(num_settled, len(text) - self.NUM_HELD)
+        out = text[self._num_emitted : num_settled]
+        self._num_emitted = max(self._num_emitted, num_settled)
+        if out and not is_open:
+            # A character ends here, so a later decode may begin here. It does begin one piece earlier, because some
+            # decoders strip the space before their first token.
             del self._window[: self._num_context]
             self._num_context = len(self._window)
             self._num_emitted = len(self._text(self._window))
-            self._limit = self._num_context + self.NUM_WINDOW
-        elif len(self._window) > self._limit:
-            self._shorten(text)
+        elif is_overdue:
+            self._shorten(len(text))
         return out
 
     def finish(self) -> str:
         """The text still held back. The decoder starts afresh afterwards."""
         out = self._text(self._window)[self._num_emitted :]
-        self._window, self._num_emitted, self._num_context, self._limit = [], 0, 0, self.NUM_WINDOW
+        self._window, self._num_context, self._num_emitted = [], 0, 0
         return out
 
     def _text(self, token_ids: Sequence[int]) -> str:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
-    def _shorten(self, text: str) -> None:
-        """Drop the head of a window that found no clean end (a long run of invalid bytes), where that is safe:
-        where both parts decode alone to what they decode to together, and the cut is far from the open end."""
-        for cut in range(len(self._window) - 1, 0, -1):
-            tail = self._text(self._window[cut:])
-            num_dropped = len(text) - len(tail)
-            if len(tail) <= self.NUM_HELD or num_dropped > self._num_emitted:
-                continue
-            if self._text(self._window[:cut]) + tail == text:
-                del self._window[:cut]
-                self._num_emitted -= num_dropped
-                self._num_context = 0
-                break
-        self._limit = 2 * len(self._window) + self.NUM_WINDOW  # amortised, should no cut be found
+    def _shorten(self, num_chars: int) -> None:
+        """Drop the head of a window of `num_chars` characters that finds no place where a character ends.
+
+        The cut may split a character, which changes at most its own three bytes: far from the open end, and out.
+        """
+        tail = self._window[-self.NUM_WINDOW // 2 :]
+        num_left = len(self._text(tail))
+        if num_left > 2 * self.NUM_HELD:
+            self._window, self._num_context = tail, 0
+            self._num_emitted -= num_chars - num_left
 
 
 def _import_auto_tokenizer() -> Any:

@@ -60,7 +60,7 @@ class Loader:
                     f"cannot resume the data stream: its {what} was {state[key]}, now it is {own[key]}; "
                     "resume with the same data and seed, or start a new run"
                 )
-        pass
+        self._position = state["position"]
 
     def _row_at(self, position: int) -> int:
         epoch, offset = divmod(position, len(self._rows))

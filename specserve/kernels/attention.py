@@ -15,12 +15,16 @@ NEG_INF = -1e30  # finite: a row whose every key is masked (padding) must stay f
 
 @pytree
 class PagedPrefix:
-    """One layer's committed keys and values, found through a page table shared by all layers."""
+    """One layer's committed keys and values, found through a page table shared by all layers.
 
-    k_pages: jax.Array  # [page, page_size, kv_head, head_dim]
-    v_pages: jax.Array  # [page, page_size, kv_head, head_dim]
-    page_table: jax.Array  # [batch, max_pages] int32; entries past the allocated pages may hold anything
-    lens: jax.Array  # [batch] int32, committed entries
+    Pages are laid out so that a page's two products, q k and p v, are batched matrix products without a transpose:
+    on CPU that is 1.5 to 2.5 times faster than rows of heads (docs/log).
+    """
+
+    k_pages: jax.Array  # [page, kv_head, head_dim, page_size]
+    v_pages: jax.Array  # [page, kv_head, page_size, head_dim]
+    page_table: jax.Array  # [batch, pages] int32; only these are read, so callers cut the table to what is in use
+    lens: jax.Array  # [batch] int32, committed entries, at most pages * page_size
     first: int = static(0)  # entries before this index are never visible (the draft has no entry 0)
 
 
@@ -40,65 +44,43 @@ def attend(
     num_kv_heads = k.shape[2]
     assert num_heads % num_kv_heads == 0, f"{num_heads} heads cannot share {num_kv_heads} KV heads"
     assert mask.shape[-2:] == (n, k.shape[1]), f"mask {mask.shape} for {n} queries and {k.shape[1]} new keys"
-    grouped_q = (q * head_dim**-0.5).reshape(batch, n, num_kv_heads, num_heads // num_kv_heads, head_dim)
+    # the query heads of a KV head are rows of one product: [batch, kv_head, group * n, head_dim]
+    group = num_heads // num_kv_heads
+    q = (q * head_dim**-0.5).reshape(batch, n, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    q = q.reshape(batch, num_kv_heads, group * n, head_dim)
+    scores = jnp.einsum("bkrh,bmkh->bkrm", q, k, preferred_element_type=jnp.float32)
+    scores = scores.reshape(batch, num_kv_heads, group, n, -1)
+    scores = jnp.where(mask[:, None, None], scores, NEG_INF).reshape(batch, num_kv_heads, group * n, -1)
     if prefix is None:
-        out = _softmax_attention(grouped_q, k, v, mask)
+        probs = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
+        out = jnp.einsum("bkrm,bmkh->bkrh", probs, v)
     else:
-        out = _attend_paged(grouped_q, k, v, mask, prefix)
-    return out.reshape(batch, n, num_heads, head_dim)
+        out = _merge_paged(q, scores, v, prefix)
+    return out.reshape(batch, num_kv_heads, group, n, head_dim).transpose(0, 3, 1, 2, 4).reshape(batch, n, num_heads, -1)
 
 
-def _softmax_attention(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array) -> jax.Array:
-    scores = jnp.einsum("bnkgh,bmkh->bkgnm", q, k, preferred_element_type=jnp.float32)
-    probs = jax.nn.softmax(jnp.where(mask[:, None, None], scores, NEG_INF), axis=-1)
-    return jnp.einsum("bkgnm,bmkh->bnkgh", probs.astype(v.dtype), v)
-
-
-def _attend_paged(q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, prefix: PagedPrefix) -> jax.Array:
-    """Gather the used pages and attend once. The gather's width follows the longest sequence of the batch: it is
-    chosen on the device among powers of two, so that one program serves every length and reads no unused page."""
-    page_size = prefix.k_pages.shape[1]
-    max_pages = prefix.page_table.shape[1]
-    widths = page_widths(max_pages)
-    needed = (jnp.max(prefix.lens) + page_size - 1) // page_size
-    branch = jnp.searchsorted(jnp.array(widths, jnp.int32), needed.astype(jnp.int32))
-
-    def with_width(width: int):  # noqa: ANN202
-        def gathered(operands: tuple) -> jax.Array:
-            q, k, v, mask, prefix = operands
-            return _attend_gathered(q, k, v, mask, prefix, width)
-
-        return gathered
-
-    return jax.lax.switch(branch, [with_width(width) for width in widths], (q, k, v, mask, prefix))
-
-
-def page_widths(max_pages: int) -> tuple[int, ...]:
-    """The gather widths (in pages) compiled for a table of `max_pages`: powers of two, and the table itself."""
-    widths = [4]
-    while widths[-1] < max_pages:
-        widths.append(widths[-1] * 2)
-    return tuple(min(width, max_pages) for width in widths)
-
-
-def _attend_gathered(
-    q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, prefix: PagedPrefix, width: int
-) -> jax.Array:
-    batch, n = q.shape[:2]
-    table = prefix.page_table[:, :width]
-    shape = (batch, -1, *k.shape[2:])
-    prefix_k = prefix.k_pages.at[table].get(mode="clip").reshape(shape)
-    prefix_v = prefix.v_pages.at[table].get(mode="clip").reshape(shape)
-    index = jnp.arange(prefix_k.shape[1])
-    visible = (index[None] >= prefix.first) & (index[None] < prefix.lens[:, None])
-    mask = jnp.broadcast_to(mask, (batch, *mask.shape[1:]))
-    visible = jnp.broadcast_to(visible[:, None], (batch, n, visible.shape[1]))
-    return _softmax_attention(
-        q,
-        jnp.concatenate([prefix_k, k], axis=1),
-        jnp.concatenate([prefix_v, v], axis=1),
-        jnp.concatenate([visible, mask], axis=2),
-    )
+def _merge_paged(
+    q: jax.Array,  # [batch, kv_head, row, head_dim], scaled
+    scores: jax.Array,  # [batch, kv_head, row, m] float32, of the new keys, masked
+    v: jax.Array,  # [batch, m, kv_head, head_dim]
+    prefix: PagedPrefix,
+) -> jax.Array:  # [batch, kv_head, row, head_dim]
+    """One softmax over prefix and new keys, page by page so that nothing is copied but the gathered pages."""
+    k_pages = prefix.k_pages.at[prefix.page_table].get(mode="clip")  # [batch, page, kv_head, head_dim, page_size]
+    v_pages = prefix.v_pages.at[prefix.page_table].get(mode="clip")  # [batch, page, kv_head, page_size, head_dim]
+    batch, width, _, page_size = v_pages.shape[:4]
+    per_page_q = jnp.broadcast_to(q[:, None], (batch, width, *q.shape[1:]))
+    paged = jnp.einsum("bpkrh,bpkhs->bpkrs", per_page_q, k_pages, preferred_element_type=jnp.float32)
+    index = jnp.arange(width * page_size)
+    visible = (index >= prefix.first) & (index < prefix.lens[:, None])
+    paged = jnp.where(visible.reshape(batch, width, 1, 1, page_size), paged, NEG_INF)
+    largest = jnp.maximum(jnp.max(paged, axis=(1, 4)), jnp.max(scores, axis=-1))  # [batch, kv_head, row]
+    paged = jnp.exp(paged - largest[:, None, ..., None])
+    scores = jnp.exp(scores - largest[..., None])
+    total = jnp.sum(paged, axis=(1, 4)) + jnp.sum(scores, axis=-1)
+    out = jnp.sum(jnp.einsum("bpkrs,bpksh->bpkrh", paged.astype(v.dtype), v_pages), axis=1)
+    out += jnp.einsum("bkrm,bmkh->bkrh", scores.astype(v.dtype), v)
+    return out / total[..., None].astype(v.dtype)
 
 
 def attend_rollout(

@@ -16,22 +16,21 @@ LayerKV = tuple[jax.Array, jax.Array]  # keys, values: [batch, n, kv_head, head_
 
 @pytree
 class KVPages:
-    k: tuple[jax.Array, ...]  # one [page, page_size, kv_head, head_dim] for each layer
-    v: tuple[jax.Array, ...]
+    k: tuple[jax.Array, ...]  # one [page, kv_head, head_dim, page_size] for each layer, as `attend` wants it
+    v: tuple[jax.Array, ...]  # one [page, kv_head, page_size, head_dim] for each layer
 
     @classmethod
     def zeros(
         cls, num_layers: int, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: str
     ) -> "KVPages":
-        shape = (num_pages, page_size, num_kv_heads, head_dim)
         return cls(
-            k=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
-            v=tuple(jnp.zeros(shape, dtype) for _ in range(num_layers)),
+            k=tuple(jnp.zeros((num_pages, num_kv_heads, head_dim, page_size), dtype) for _ in range(num_layers)),
+            v=tuple(jnp.zeros((num_pages, num_kv_heads, page_size, head_dim), dtype) for _ in range(num_layers)),
         )
 
     @property
     def page_size(self) -> int:
-        return self.k[0].shape[1]
+        return self.k[0].shape[3]
 
     @property
     def num_pages(self) -> int:
@@ -55,12 +54,15 @@ class KVPages:
         page = jnp.where(in_table, page, self.num_pages)  # out of range: dropped by the scatter
         offset = index % self.page_size
 
-        def put(pages: jax.Array, values: jax.Array) -> jax.Array:
-            return pages.at[page, offset].set(values.astype(pages.dtype), mode="drop")
-
         return KVPages(
-            k=tuple(put(pages, kv[0]) for pages, kv in zip(self.k, new, strict=True)),
-            v=tuple(put(pages, kv[1]) for pages, kv in zip(self.v, new, strict=True)),
+            k=tuple(
+                pages.at[page, :, :, offset].set(k.astype(pages.dtype), mode="drop")
+                for pages, (k, _) in zip(self.k, new, strict=True)
+            ),
+            v=tuple(
+                pages.at[page, :, offset].set(v.astype(pages.dtype), mode="drop")
+                for pages, (_, v) in zip(self.v, new, strict=True)
+            ),
         )
 
 
@@ -68,6 +70,6 @@ class KVPages:
 class Prefix:
     """Which committed entries of which sequences a forward sees."""
 
-    page_table: jax.Array  # [batch, max_pages] int32
+    page_table: jax.Array  # [batch, pages] int32, as many as attention reads
     lens: jax.Array  # [batch] int32
     first: int = static(0)  # entries before this index are never visible

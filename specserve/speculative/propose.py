@@ -53,7 +53,8 @@ def catch_up(
     draft: Draft,
     config: DraftConfig,
     pages: KVPages,
-    page_table: jax.Array,  # [batch, max_pages]
+    page_table: jax.Array,  # [batch, max_pages], for writing
+    read_table: jax.Array,  # [batch, pages], the part that attention reads
     seq_lens: jax.Array,  # [batch], the root's position
     pending: Pending,
 ) -> tuple[KVPages, jax.Array]:  # and the recurrent state at the root [batch, 1, d_model]
@@ -66,7 +67,7 @@ def catch_up(
     kv = draft_kv(draft.params, config, inputs)
     last = jnp.maximum(pending.count - 1, 0)[:, None]
     root = jax.tree.map(lambda x: jnp.take_along_axis(x, last.reshape(-1, *[1] * (x.ndim - 1)), axis=1), inputs)
-    prefix = Prefix(page_table, jnp.maximum(index[:, 0], 0), FIRST_ENTRY)
+    prefix = Prefix(read_table, jnp.maximum(index[:, 0], 0), FIRST_ENTRY)
     hidden = draft_layer(
         draft.params, config, root, lambda q: attend(q, *kv, is_valid[:, None], pages.layer(0, prefix))
     )
@@ -78,14 +79,14 @@ def propose(
     config: DraftConfig,
     tree: Tree,
     pages: KVPages,
-    page_table: jax.Array,  # [batch, max_pages]
+    read_table: jax.Array,  # [batch, pages]
     seq_lens: jax.Array,  # [batch], the root's position
     root_ids: jax.Array,  # [batch]
     hidden: jax.Array,  # [batch, 1, d_model], from `catch_up`
     rows: SamplerRows,
 ) -> Proposal:
     """Grow a tree below the root. Nothing is written: the draft's entries of proposed nodes live and die here."""
-    expand = _Expander(draft, config, pages, Prefix(page_table, seq_lens + 1, FIRST_ENTRY), rows)
+    expand = _Expander(draft, config, pages, Prefix(read_table, seq_lens + 1, FIRST_ENTRY), rows)
     if isinstance(tree, StaticTree):
         return _propose_static(expand, tree, root_ids, hidden)
     return _propose_dynamic(expand, tree, root_ids, hidden)

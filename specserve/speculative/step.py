@@ -114,10 +114,11 @@ def prefill(
     slots: jax.Array,  # [batch] int32
     token_ids: jax.Array,  # [batch, n] int32, the next chunk of each prompt, padded at the end
     num_tokens: jax.Array,  # [batch] int32, valid tokens of the chunk
+    width: int,  # pages of each sequence that attention reads; all that is committed must lie in them
 ) -> tuple[SlotState, StepResult]:
     """Run one chunk of each prompt. The drawn token counts only where the chunk ends its prompt; then it is the root."""
     batch, n = token_ids.shape
-    now = _gather(state, slots)
+    now = _gather(state, slots, width)
     offset = jnp.arange(n)
     index = now.seq_lens[:, None] + offset
     is_valid = offset < num_tokens[:, None]
@@ -154,10 +155,11 @@ def decode(
     config: StepConfig,
     state: SlotState,
     slots: jax.Array,  # [batch] int32
+    width: int,  # pages of each sequence that attention reads; all that is committed must lie in them
 ) -> tuple[SlotState, StepResult]:
     """Plain decoding: one token for each slot. The program without a draft, and the yardstick of every other one."""
     assert config.draft is None, "plain decoding keeps no features; build its StepConfig without a draft"
-    now = _gather(state, slots)
+    now = _gather(state, slots, width)
     root = now.pending.token_ids[:, :1]
     out = _run_target(weights, config, state, now, root, now.seq_lens[:, None], jnp.ones((1, 1, 1), bool))
     drawn = sample(now.rows, target_model.logits(weights.target, out.hidden_states), now.seq_lens[:, None] + 1)
@@ -174,18 +176,19 @@ def speculate(
     tree: Tree,
     state: SlotState,
     slots: jax.Array,  # [batch] int32
+    width: int,  # as in `decode`; the root's draft entry must lie in them too
 ) -> tuple[SlotState, StepResult]:
     """One speculative step: the draft catches up and proposes, the target runs once over the tree, its draws decide,
     and the accepted path is committed."""
     assert config.draft is not None and weights.draft is not None and state.draft_pages is not None
     assert tree.depth <= config.max_depth, f"tree of depth {tree.depth} in a state for {config.max_depth}"
-    now = _gather(state, slots)
+    now = _gather(state, slots, width)
     root_ids = jnp.take_along_axis(now.pending.token_ids, jnp.maximum(now.pending.count - 1, 0)[:, None], axis=1)[:, 0]
     draft_pages, hidden = catch_up(
-        weights.draft, config.draft, state.draft_pages, now.page_table, now.seq_lens, now.pending
+        weights.draft, config.draft, state.draft_pages, now.page_table, now.read_table, now.seq_lens, now.pending
     )
     proposal = propose(
-        weights.draft, config.draft, tree, draft_pages, now.page_table, now.seq_lens, root_ids, hidden, now.rows
+        weights.draft, config.draft, tree, draft_pages, now.read_table, now.seq_lens, root_ids, hidden, now.rows
     )
     position_ids = now.seq_lens[:, None] + proposal.depths
     mask = ancestor_mask(proposal.parents, tree.depth)
@@ -215,13 +218,14 @@ def speculate(
 class _Now:
     """The state's rows of the slots in a step."""
 
-    page_table: jax.Array
+    page_table: jax.Array  # [batch, max_pages], for writing
+    read_table: jax.Array  # [batch, width], for attention
     seq_lens: jax.Array
     pending: Pending
     rows: SamplerRows
 
 
-def _gather(state: SlotState, slots: jax.Array) -> _Now:
+def _gather(state: SlotState, slots: jax.Array, width: int) -> _Now:
     """A padded slot reads as an empty sequence whose pages are all out of range, so it writes nothing."""
     is_real = slots < state.seq_lens.shape[0]
 
@@ -229,7 +233,13 @@ def _gather(state: SlotState, slots: jax.Array) -> _Now:
         return x.at[slots].get(mode="clip")
 
     table = jnp.where(is_real[:, None], take(state.page_table), state.pages.num_pages)
-    return _Now(table, jnp.where(is_real, take(state.seq_lens), 0), jax.tree.map(take, state.pending), jax.tree.map(take, state.rows))
+    return _Now(
+        page_table=table,
+        read_table=table[:, :width],
+        seq_lens=jnp.where(is_real, take(state.seq_lens), 0),
+        pending=jax.tree.map(take, state.pending),
+        rows=jax.tree.map(take, state.rows),
+    )
 
 
 def _run_target(
@@ -248,7 +258,7 @@ def _run_target(
         position_ids,
         mask,
         pages=state.pages,
-        prefix=Prefix(now.page_table, now.seq_lens),
+        prefix=Prefix(now.read_table, now.seq_lens),
         aux_layers=config.aux_layers,
     )
 

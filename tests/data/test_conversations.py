@@ -35,7 +35,10 @@ BAD_ROWS = [
 
 
 def write(path, rows):
-    path.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows), encoding="utf-8")
+    path.write_text(
+        "\n".join(row if isinstance(row, str) else json.dumps(row, ensure_ascii=False) for row in rows),
+        encoding="utf-8",
+    )
     return path
 
 

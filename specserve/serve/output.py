@@ -1,0 +1,51 @@
+"""From a sequence's new token ids to what its client gets: where it ends, and which text is certain."""
+
+from specserve.serve.request import Delta, FinishReason, Request
+from specserve.tokenizer import IncrementalDecoder, Tokenizer
+
+
+class OutputStream:
+    """The output of one sequence. Text that may still turn out to be part of a stop string is held back."""
+
+    def __init__(self, request: Request, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> None:
+        params = request.params
+        self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
+        self._stops = params.stop
+        self._num_left = request.max_new_tokens
+        self._decoder = IncrementalDecoder(tokenizer)
+        self._held = ""  # decoded, not yet given out
+
+    def push(self, token_ids: list[int]) -> Delta:
+        """Take the tokens of one step, in order; those past the end of the sequence are left out."""
+        taken: list[int] = []
+        text: list[str] = []
+        for token_id in token_ids:
+            taken.append(token_id)
+            self._num_left -= 1
+            is_stop = token_id in self._stop_ids
+            reason = FinishReason.STOP if is_stop else FinishReason.LENGTH if self._num_left == 0 else None
+            # the id that ends a sequence is reported, and is not text
+            self._held += "" if is_stop else self._decoder.push([token_id])
+            if reason is not None:
+                self._held += self._decoder.finish()
+            if (cut := self._first_stop()) is not None:
+                text.append(self._held[:cut])
+                self._held, reason = "", FinishReason.STOP
+            else:
+                certain = len(self._held) - (0 if reason else self._num_uncertain())
+                text.append(self._held[:certain])
+                self._held = self._held[certain:]
+            if reason is not None:
+                return Delta(tuple(taken), "".join(text), reason)
+        return Delta(tuple(taken), "".join(text))
+
+    def _first_stop(self) -> int | None:
+        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        return min(found, default=None)
+
+    def _num_uncertain(self) -> int:
+        """The longest end of the held text that begins a stop string."""
+        for length in range(min(len(self._held), max(map(len, self._stops), default=0) - 1 if self._stops else 0), 0, -1):
+            if any(stop.startswith(self._held[-length:]) for stop in self._stops):
+                return length
+        return 0

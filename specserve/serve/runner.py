@@ -1,0 +1,198 @@
+"""The compiled programs and the state they run over. The only file of the server that calls `jax.jit`.
+
+Shapes come from short lists (batch buckets, prefill chunks), so the set of programs is known at start; everything a
+client sends is traced. A step over nothing but padding changes nothing, which is how programs are compiled early.
+"""
+
+import functools
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specserve.checkpoints.head import Head
+from specserve.checkpoints.load import Target
+from specserve.models.draft import token_embedding
+from specserve.serve.request import SamplingParams
+from specserve.speculative import step
+from specserve.speculative.propose import Draft
+from specserve.speculative.sampling import SamplerRows
+from specserve.speculative.step import SlotState, StepConfig, StepResult, Weights
+from specserve.speculative.tree import Tree
+from specserve.speculative.vocab import DraftVocab
+
+PREFILL_CHUNKS = (64, 256)
+_FIRST_WIDTH, _WIDTH_GROWTH = 8, 4  # of the page-table widths; each costs a set of programs, each step reads < 4x
+
+
+@dataclass(frozen=True)
+class HostResult:
+    """One step's outcome on the host; row i belongs to the i-th slot asked for."""
+
+    token_ids: np.ndarray  # [batch, depth + 1] int32
+    n_accepted: np.ndarray  # [batch] int32
+
+    def emitted(self, row: int) -> list[int]:
+        return self.token_ids[row, : self.n_accepted[row] + 1].tolist()
+
+
+class Runner:
+    """A target, perhaps a head with a tree, and the paged state of `num_slots` sequences."""
+
+    def __init__(
+        self,
+        target: Target,
+        head: Head | None,
+        tree: Tree | None,
+        *,
+        num_slots: int,
+        max_model_len: int,
+        page_size: int,
+        num_pages: int,
+    ) -> None:
+        assert (head is None) == (tree is None), "a head needs a tree, and a tree a head"
+        self.num_slots, self.max_model_len, self.page_size, self.num_pages = (
+            num_slots,
+            max_model_len,
+            page_size,
+            num_pages,
+        )
+        self.tree = tree
+        self.config = StepConfig(target.config, head.config if head else None, tree.depth if tree else 0)
+        self.weights = make_weights(target, head)
+        self.max_pages = -(-max_model_len // page_size)
+        self.batch_sizes = (*(1 << i for i in range((num_slots - 1).bit_length())), num_slots)
+        self.widths = page_widths(self.max_pages)
+        self._seq_lens = np.zeros(num_slots + 1, np.int64)  # host mirror of the state's; the last one is padding
+        self._admit = jax.jit(step.admit, donate_argnums=0)
+        self._prefill = jax.jit(functools.partial(_prefill, self.config), donate_argnums=1, static_argnames="width")
+        self._step = jax.jit(functools.partial(_step, self.config, tree), donate_argnums=1, static_argnames="width")
+        self.state = self._new_state()
+
+    def _new_state(self) -> SlotState:
+        return step.init_state(
+            self.config,
+            num_slots=self.num_slots,
+            num_pages=self.num_pages,
+            page_size=self.page_size,
+            max_pages=self.max_pages,
+        )
+
+    def reset(self) -> None:
+        """Forget every sequence: after a device error the donated buffers are gone."""
+        self.state = self._new_state()
+
+    def admit(self, slot: int, pages: list[int], params: SamplingParams, seed: int) -> None:
+        row = np.full(self.max_pages, self.num_pages, np.int32)
+        row[: len(pages)] = pages
+        self._seq_lens[slot] = 0
+        self.state = self._admit(self.state, jnp.int32(slot), jnp.asarray(row), sampler_row(params, seed))
+
+    def prefill(self, slot: int, token_ids: tuple[int, ...]) -> HostResult:
+        """Run one chunk of a prompt (at most the largest of PREFILL_CHUNKS); the drawn token counts after the last."""
+        chunk = next(chunk for chunk in PREFILL_CHUNKS if chunk >= len(token_ids))
+        result = self._run_prefill(slot, token_ids, chunk, self._width([slot]))
+        self._seq_lens[slot] += len(token_ids)
+        return result
+
+    def _run_prefill(self, slot: int, token_ids: tuple[int, ...], chunk: int, width: int) -> HostResult:
+        padded = np.zeros((1, chunk), np.int32)
+        padded[0, : len(token_ids)] = token_ids
+        slots, lens = jnp.asarray([slot], jnp.int32), jnp.asarray([len(token_ids)], jnp.int32)
+        self.state, result = self._prefill(self.weights, self.state, slots, jnp.asarray(padded), lens, width=width)
+        return _to_host(result)
+
+    def step(self, slots: list[int]) -> HostResult:
+        """One decoding step for these slots: speculative when there is a tree, plain otherwise."""
+        batch_size = next(size for size in self.batch_sizes if size >= len(slots))
+        result = self._run_step(slots, batch_size, self._width(slots))
+        self._seq_lens[slots] += result.n_accepted[: len(slots)] + 1
+        return result
+
+    def _run_step(self, slots: list[int], batch_size: int, width: int) -> HostResult:
+        padded = slots + [self.num_slots] * (batch_size - len(slots))
+        self.state, result = self._step(self.weights, self.state, jnp.asarray(padded, jnp.int32), width=width)
+        return _to_host(result)
+
+    def _width(self, slots: list[int]) -> int:
+        """The narrowest page table that holds all these slots have committed, and the draft's entry of the root."""
+        needed = -(-(int(self._seq_lens[slots].max()) + 1) // self.page_size)
+        return next((width for width in self.widths if width >= needed), self.max_pages)
+
+    def warmup(self) -> Iterator[str]:
+        """Compile every program, yielding a name after each."""
+        self.admit(0, [], SamplingParams(), 0)
+        yield "admission"
+        for width in self.widths:
+            context = f"contexts up to {width * self.page_size}"
+            for chunk in PREFILL_CHUNKS:  # on a padded slot: the step computes, and writes nothing
+                self._run_prefill(self.num_slots, (0,) * chunk, chunk, width)
+                yield f"prefill of {chunk}, {context}"
+            for size in self.batch_sizes:
+                self._run_step([], size, width)
+                yield f"step of {size}, {context}"
+
+    @property
+    def num_programs(self) -> int:
+        return 1 + len(self.widths) * (len(PREFILL_CHUNKS) + len(self.batch_sizes))
+
+    @property
+    def num_compiled(self) -> int:
+        """Programs compiled so far; it must not grow after `warmup`."""
+        return sum(jitted._cache_size() for jitted in (self._admit, self._prefill, self._step))
+
+
+def make_weights(target: Target, head: Head | None) -> Weights:
+    """Parameters as the step takes them."""
+    if head is None:
+        return Weights(target.params, None)
+    embedding = token_embedding(head.params, target.params.embedding)
+    return Weights(target.params, Draft(head.params, DraftVocab(jnp.asarray(head.target_ids)), embedding))
+
+
+def sampler_row(params: SamplingParams, seed: int) -> SamplerRows:
+    """One sequence's options, [1]. Negative seeds count as their two's complement."""
+    word = 0xFFFFFFFF
+    return SamplerRows(
+        temperature=jnp.asarray([params.temperature], jnp.float32),
+        top_k=jnp.asarray([params.top_k], jnp.int32),
+        top_p=jnp.asarray([params.top_p], jnp.float32),
+        min_p=jnp.asarray([params.min_p], jnp.float32),
+        seed=jnp.asarray([[seed & word, seed >> 32 & word]], jnp.uint32),
+    )
+
+
+def page_widths(max_pages: int) -> tuple[int, ...]:
+    """The page-table widths that programs are compiled for."""
+    widths = [_FIRST_WIDTH]
+    while widths[-1] < max_pages:
+        widths.append(widths[-1] * _WIDTH_GROWTH)
+    return (*(width for width in widths if width < max_pages), max_pages)
+
+
+def _prefill(
+    config: StepConfig,
+    weights: Weights,
+    state: SlotState,
+    slots: jax.Array,
+    token_ids: jax.Array,
+    lens: jax.Array,
+    width: int,
+) -> tuple[SlotState, StepResult]:
+    return step.prefill(weights, config, state, slots, token_ids, lens, width)
+
+
+def _step(
+    config: StepConfig, tree: Tree | None, weights: Weights, state: SlotState, slots: jax.Array, width: int
+) -> tuple[SlotState, StepResult]:
+    if tree is None:
+        return step.decode(weights, config, state, slots, width)
+    return step.speculate(weights, config, tree, state, slots, width)
+
+
+def _to_host(result: StepResult) -> HostResult:
+    """The one device-to-host copy of a step."""
+    token_ids, n_accepted = jax.device_get((result.token_ids, result.n_accepted))
+    return HostResult(token_ids, n_accepted)

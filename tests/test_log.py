@@ -1,0 +1,35 @@
+"""`setup` configures our logger once and nobody else's."""
+
+import logging
+
+import pytest
+
+from specserve import log
+from specserve.errors import ConfigError
+
+
+@pytest.fixture
+def ours():
+    logger = logging.getLogger("specserve")
+    before = (logger.handlers[:], logger.level, logger.propagate)
+    root_handlers = logging.root.handlers[:]
+    yield logger
+    logger.handlers[:], logger.level, logger.propagate = before
+    logging.root.handlers[:] = root_handlers
+
+
+def test_setup_prints_each_line_once_to_stderr(ours, capfd):
+    root = logging.getLogger()
+    root.addHandler(logging.StreamHandler())  # as some library might do
+    before = (root.handlers[:], root.level)
+    for level in ("debug", "info"):
+        log.setup(level)
+    assert (root.handlers[:], root.level) == before
+    logging.getLogger("specserve.some.room").info("begun")
+    logging.getLogger("specserve.some.room").debug("hidden")
+    out, err = capfd.readouterr()
+    assert out == ""
+    assert err.count("begun") == err.count("INFO specserve.some.room: begun") == 1
+    assert "hidden" not in err
+    with pytest.raises(ConfigError, match="debug, info, warning, error"):
+        log.setup("loud")
