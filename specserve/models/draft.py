@@ -10,6 +10,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from specserve.kernels.matmul import Weight, matmul_float32
 from specserve.models.config import DraftConfig
 from specserve.models.kv_pages import LayerKV
 from specserve.models.layers import (
@@ -31,7 +32,7 @@ from specserve.pytree import pytree
 @pytree
 class DraftParams:
     embedding: jax.Array | None  # [vocab, d_model]; None: the target's is shared
-    fc: jax.Array  # [taps * target_d_model, d_model]
+    fc: Weight  # [taps * target_d_model, d_model]
     fc_norms: tuple[jax.Array, ...]  # one [target_d_model] for each tap, or none
     fc_input_norm: jax.Array | None  # [taps * target_d_model]
     input_norm: jax.Array  # [d_model], on the token embedding
@@ -40,7 +41,7 @@ class DraftParams:
     mlp_norm: jax.Array  # [d_model]
     mlp: Mlp
     norm: jax.Array  # [d_model]
-    head: jax.Array  # [d_model, draft_vocab]
+    head: Weight  # [d_model, draft_vocab]
 
 
 def draft_spec(config: DraftConfig) -> DraftParams:
@@ -136,4 +137,4 @@ def draft_logits(
 ) -> jax.Array:  # [..., draft_vocab] float32
     if not config.norm_output:
         hidden_states = rms_norm(hidden_states, params.norm, config.norm_eps)
-    return jnp.einsum("...d,dv->...v", hidden_states, params.head, preferred_element_type=jnp.float32)
+    return matmul_float32(hidden_states, params.head)

@@ -8,6 +8,7 @@ import math
 import jax
 import jax.numpy as jnp
 
+from specserve.kernels.matmul import Weight, matmul
 from specserve.models.config import DraftConfig, ModelConfig, Rope
 from specserve.models.params import matrix, vector
 from specserve.pytree import pytree
@@ -15,10 +16,10 @@ from specserve.pytree import pytree
 
 @pytree
 class Attention:
-    q: jax.Array  # [d_in, head * head_dim]
-    k: jax.Array  # [d_in, kv_head * head_dim]
-    v: jax.Array  # [d_in, kv_head * head_dim]
-    o: jax.Array  # [head * head_dim, d_model]
+    q: Weight  # [d_in, head * head_dim]
+    k: Weight  # [d_in, kv_head * head_dim]
+    v: Weight  # [d_in, kv_head * head_dim]
+    o: Weight  # [head * head_dim, d_model]
     q_bias: jax.Array | None
     k_bias: jax.Array | None
     v_bias: jax.Array | None
@@ -29,9 +30,9 @@ class Attention:
 
 @pytree
 class Mlp:
-    gate: jax.Array  # [d_model, d_ff]
-    up: jax.Array  # [d_model, d_ff]
-    down: jax.Array  # [d_ff, d_model]
+    gate: Weight  # [d_model, d_ff]
+    up: Weight  # [d_model, d_ff]
+    down: Weight  # [d_ff, d_model]
     gate_bias: jax.Array | None
     up_bias: jax.Array | None
     down_bias: jax.Array | None
@@ -76,9 +77,9 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float) -> jax.Array:
     return (x32 * scale).astype(x.dtype) * weight.astype(x.dtype)
 
 
-def linear(x: jax.Array, weight: jax.Array, bias: jax.Array | None = None) -> jax.Array:
+def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
     """x [..., d_in] @ weight [d_in, d_out] (+ bias [d_out])."""
-    y = x @ weight
+    y = matmul(x, weight)
     return y if bias is None else y + bias
 
 

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 from specserve.kernels.attention import attend
+from specserve.kernels.matmul import BlockedMatrix, Weight, matmul_float32
 from specserve.models.config import ModelConfig
 from specserve.models.kv_pages import KVPages, LayerKV, Prefix
 from specserve.models.layers import (
@@ -38,7 +39,7 @@ class TargetParams:
     embedding: jax.Array  # [vocab, d_model]
     layers: tuple[Layer, ...]
     norm: jax.Array  # [d_model]
-    head: jax.Array | None  # [d_model, vocab]; None: the embedding is used (tied)
+    head: Weight | None  # [d_model, vocab]; None: the embedding is used (tied)
 
 
 @pytree
@@ -111,9 +112,17 @@ def logits(params: TargetParams, hidden_states: jax.Array) -> jax.Array:  # [...
     """Next-token logits of normed hidden states."""
     if params.head is None:
         return jnp.einsum("...d,vd->...v", hidden_states, params.embedding, preferred_element_type=jnp.float32)
-    return jnp.einsum("...d,dv->...v", hidden_states, params.head, preferred_element_type=jnp.float32)
+    return matmul_float32(hidden_states, params.head)
 
 
 def head_columns(params: TargetParams, token_ids: jax.Array) -> jax.Array:  # [d_model, len(token_ids)]
     """The output head restricted to some tokens: what a draft's head is warm-started from."""
+    assert not isinstance(params.head, BlockedMatrix), "blocked parameters are for serving only"
     return params.embedding[token_ids].T if params.head is None else params.head[:, token_ids]
+
+
+def untie_head(params: TargetParams) -> TargetParams:
+    """Give a tied head its own [d_model, vocab] matrix: CPUs would transpose the embedding at every call."""
+    if params.head is not None:
+        return params
+    return TargetParams(params.embedding, params.layers, params.norm, params.embedding.T)

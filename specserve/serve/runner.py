@@ -7,6 +7,7 @@ client sends is traced. A step over nothing but padding changes nothing, which i
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,7 +15,9 @@ import numpy as np
 
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
-from specserve.models.draft import token_embedding
+from specserve.kernels.matmul import Weight, block
+from specserve.models.draft import DraftParams, token_embedding
+from specserve.models.target import TargetParams, untie_head
 from specserve.serve.request import SamplingParams
 from specserve.speculative import step
 from specserve.speculative.propose import Draft
@@ -22,6 +25,8 @@ from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.step import SlotState, StepConfig, StepResult, Weights
 from specserve.speculative.tree import Tree
 from specserve.speculative.vocab import DraftVocab
+
+Params = TypeVar("Params", TargetParams, DraftParams)
 
 PREFILL_CHUNKS = (64, 256)
 _FIRST_WIDTH, _WIDTH_GROWTH = 8, 4  # of the page-table widths; each costs a set of programs, each step reads < 4x
@@ -145,11 +150,27 @@ class Runner:
 
 
 def make_weights(target: Target, head: Head | None) -> Weights:
-    """Parameters as the step takes them."""
+    """Parameters as the step takes them. On CPU the layout follows the number of rows of a step: one row per sequence
+    streams plain matrices best, a tree's rows stream blocked ones (see `kernels.matmul`)."""
+    is_cpu = jax.default_backend() == "cpu"
+    params = untie_head(target.params) if is_cpu else target.params
     if head is None:
-        return Weights(target.params, None)
+        return Weights(params, None)
     embedding = token_embedding(head.params, target.params.embedding)
-    return Weights(target.params, Draft(head.params, DraftVocab(jnp.asarray(head.target_ids)), embedding))
+    draft = head.params
+    if is_cpu:
+        params, draft = _block_matrices(params), _block_matrices(draft)
+    return Weights(params, Draft(draft, DraftVocab(jnp.asarray(head.target_ids)), embedding))
+
+
+def _block_matrices(params: Params) -> Params:
+    """Block every matrix that is multiplied by; embeddings are looked up."""
+
+    def cut(path: tuple, leaf: jax.Array) -> Weight:
+        is_embedding = jax.tree_util.keystr(path[:1], simple=True) == "embedding"
+        return block(leaf) if leaf.ndim == 2 and not is_embedding else leaf
+
+    return jax.tree_util.tree_map_with_path(cut, params)
 
 
 def sampler_row(params: SamplingParams, seed: int) -> SamplerRows:

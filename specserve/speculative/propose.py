@@ -65,13 +65,16 @@ def catch_up(
     is_valid = offset < pending.count[:, None]
     inputs = draft_inputs(draft.params, config, draft.embedding, pending.token_ids, pending.features, index)
     kv = draft_kv(draft.params, config, inputs)
+    # Write first and attend to the written pages: reading the old ones as well would make XLA copy them.
+    pages = pages.write((kv,), page_table, index, is_valid)
     last = jnp.maximum(pending.count - 1, 0)[:, None]
-    root = jax.tree.map(lambda x: jnp.take_along_axis(x, last.reshape(-1, *[1] * (x.ndim - 1)), axis=1), inputs)
-    prefix = Prefix(read_table, jnp.maximum(index[:, 0], 0), FIRST_ENTRY)
-    hidden = draft_layer(
-        draft.params, config, root, lambda q: attend(q, *kv, is_valid[:, None], pages.layer(0, prefix))
+    root, (k, v) = jax.tree.map(
+        lambda x: jnp.take_along_axis(x, last.reshape(-1, *[1] * (x.ndim - 1)), axis=1), (inputs, kv)
     )
-    return pages.write((kv,), page_table, index, is_valid), hidden
+    seen = pages.layer(0, Prefix(read_table, seq_lens, FIRST_ENTRY))
+    see_self = jnp.ones((1, 1, 1), bool)
+    hidden = draft_layer(draft.params, config, root, lambda q: attend(q, k, v, see_self, seen))
+    return pages, hidden
 
 
 def propose(

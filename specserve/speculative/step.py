@@ -127,6 +127,7 @@ def prefill(
     last = jnp.maximum(num_tokens - 1, 0)[:, None]
     hidden = jnp.take_along_axis(out.hidden_states, last[..., None], axis=1)
     drawn = sample(now.rows, target_model.logits(weights.target, hidden), now.seq_lens[:, None] + num_tokens[:, None])
+    is_valid &= _has_run(drawn)
     state = state_with(state, pages=state.pages.write(out.kv, now.page_table, index, is_valid))
     if config.draft and weights.draft:
         assert out.aux_hidden_states is not None and state.draft_pages is not None
@@ -163,7 +164,7 @@ def decode(
     root = now.pending.token_ids[:, :1]
     out = _run_target(weights, config, state, now, root, now.seq_lens[:, None], jnp.ones((1, 1, 1), bool))
     drawn = sample(now.rows, target_model.logits(weights.target, out.hidden_states), now.seq_lens[:, None] + 1)
-    is_kept = jnp.ones_like(root, bool)
+    is_kept = _has_run(drawn)
     state = state_with(state, pages=state.pages.write(out.kv, now.page_table, now.seq_lens[:, None], is_kept))
     count = jnp.ones_like(now.seq_lens)
     state = _commit(state, slots, now.seq_lens + 1, Pending(drawn, now.pending.features[:, :1], count))
@@ -261,6 +262,13 @@ def _run_target(
         prefix=Prefix(now.read_table, now.seq_lens),
         aux_layers=config.aux_layers,
     )
+
+
+
+def _has_run(drawn: jax.Array) -> jax.Array:
+    """True, but only known once the target has run: a write masked by it comes after every read of the pages. Without
+    that order XLA keeps the old pages alive by copying the whole cache (docs/log)."""
+    return drawn >= 0
 
 
 def state_with(
