@@ -71,7 +71,8 @@ class Runner:
         self.batch_sizes = (*(1 << i for i in range((num_slots - 1).bit_length())), num_slots)
         self.widths = page_widths(self.max_pages)
         self._seq_lens = np.zeros(num_slots + 1, np.int64)  # host mirror of the state's; the last one is padding
-        self._admit = jax.jit(step.admit, donate_argnums=0)
+        # a function object of its own, like the other two: jit's cache belongs to the function, and runners share it
+        self._admit = jax.jit(functools.partial(step.admit), donate_argnums=0)
         self._prefill = jax.jit(functools.partial(_prefill, self.config), donate_argnums=1, static_argnames="width")
         self._step = jax.jit(functools.partial(_step, self.config, tree), donate_argnums=1, static_argnames="width")
         self.state = self._new_state()
@@ -98,7 +99,7 @@ class Runner:
     def prefill(self, slot: int, token_ids: tuple[int, ...]) -> HostResult:
         """Run one chunk of a prompt (at most the largest of PREFILL_CHUNKS); the drawn token counts after the last."""
         chunk = next(chunk for chunk in PREFILL_CHUNKS if chunk >= len(token_ids))
-        result = self._run_prefill(slot, token_ids, chunk, self._width([slot]))
+        result = self._run_prefill(slot, token_ids, chunk, self.width_of([slot]))
         self._seq_lens[slot] += len(token_ids)
         return result
 
@@ -112,7 +113,7 @@ class Runner:
     def step(self, slots: list[int]) -> HostResult:
         """One decoding step for these slots: speculative when there is a tree, plain otherwise."""
         batch_size = next(size for size in self.batch_sizes if size >= len(slots))
-        result = self._run_step(slots, batch_size, self._width(slots))
+        result = self._run_step(slots, batch_size, self.width_of(slots))
         self._seq_lens[slots] += result.n_accepted[: len(slots)] + 1
         return result
 
@@ -121,7 +122,7 @@ class Runner:
         self.state, result = self._step(self.weights, self.state, jnp.asarray(padded, jnp.int32), width=width)
         return _to_host(result)
 
-    def _width(self, slots: list[int]) -> int:
+    def width_of(self, slots: list[int]) -> int:
         """The narrowest page table that holds all these slots have committed, and the draft's entry of the root."""
         needed = -(-(int(self._seq_lens[slots].max()) + 1) // self.page_size)
         return next((width for width in self.widths if width >= needed), self.max_pages)

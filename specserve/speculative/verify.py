@@ -33,7 +33,7 @@ def verify(
         matches = (proposal.parents == current[:, None]) & (proposal.token_ids == drawn) & (node > 0)
         is_walking &= jnp.any(matches, axis=1)
         current = jnp.where(is_walking, jnp.argmax(matches, axis=1).astype(current.dtype), current)
-        n_accepted += is_walking
+        n_accepted += is_walking.astype(n_accepted.dtype)
         path.append(current)
     nodes = jnp.stack(path, axis=1)
     return Verdict(path=nodes, n_accepted=n_accepted, token_ids=jnp.take_along_axis(target_ids, nodes, axis=1))

@@ -11,6 +11,7 @@ class DataSettings:
     """Where conversations come from."""
 
     source: str = setting("pydoc", help="pydoc, or a .jsonl of conversations")
+    max_conversations: int = setting(0, help="use only so many, drawn by train.seed; 0: all", ge=0)
     eval_prompts: int = setting(24, help="held-out prompts for the acceptance measured while training", ge=0)
 
 

@@ -1,0 +1,41 @@
+"""The `specserve` command. Commands are imported when they run, so that `--help` answers at once."""
+
+import sys
+
+import typer
+
+from specserve import __version__
+from specserve.cli import data, evaluate, quickstart, serve, train
+from specserve.errors import SpecServeError
+
+app = typer.Typer(
+    name="specserve",
+    help="Speculative decoding, trained and served by the same code.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+app.command("quickstart")(quickstart.quickstart)
+app.command("train")(train.train)
+app.command("serve")(serve.serve)
+app.command("eval")(evaluate.evaluate)
+app.add_typer(data.app, name="data")
+
+
+@app.callback(invoke_without_command=True)
+def root(version: bool = typer.Option(False, "--version", help="Print the version.", is_eager=True)) -> None:
+    if version:
+        print(__version__)
+        raise typer.Exit
+
+
+def main() -> None:
+    """Entry point: an error a user can mend is one message, without a traceback, and exit status 2."""
+    try:
+        app()
+    except SpecServeError as error:
+        from rich.console import Console
+
+        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        sys.exit(2)

@@ -1,0 +1,80 @@
+"""Progress on a terminal: a live bar where there is one, a line per logged moment where there is none."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from specserve.speculative.tree import describe
+from specserve.train.acceptance import Acceptance
+from specserve.train.trainer import Progress as Moment
+from specserve.train.trainer import Trainer
+
+console = Console()
+
+
+def bar_columns() -> list:
+    return [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    ]
+
+
+class TrainingBar:
+    """The loss falling and the acceptance length rising."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer = trainer
+        self._progress = Progress(*bar_columns(), console=console)
+        self._task = self._progress.add_task("training", total=1.0, note="compiling")
+        self._acceptance: Acceptance | None = None
+        self._loss = float("nan")
+        self._last = (0.0, 0)  # seconds, tokens
+
+    def __enter__(self) -> "TrainingBar":
+        self._progress.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._progress.stop()
+
+    def update(self, moment: Moment) -> None:
+        if moment.acceptance:
+            self._acceptance = moment.acceptance
+        if moment.loss is not None:
+            self._loss = moment.loss
+        rate = moment.tokens / max(moment.seconds, 1e-9)
+        tau = f"{self._acceptance.tau:.2f}" if self._acceptance else "-"
+        note = f"step {moment.step}  loss {self._loss:.3f}  tau {tau}  {rate:,.0f} tokens/s"
+        self._progress.update(self._task, completed=min(1.0, moment.share), note=note)
+        if moment.acceptance or not console.is_terminal:
+            self._progress.console.print(f"{moment.seconds:7.0f} s  {note}", highlight=False)
+
+    def summary(self, next_command: str) -> None:
+        """What came out, and what to type next."""
+        output = self._trainer.output
+        if self._acceptance:
+            rates = " ".join(f"{rate:.2f}" for rate in self._acceptance.accept_rate)
+            how = describe(self._trainer.data.eval_tree)
+            console.print(f"tau {self._acceptance.tau:.3f} with {how} on held-out prompts, acceptance by depth {rates}")
+        console.print(f"the head is in {output}; next: [bold]{next_command}[/]")
+
+
+@contextmanager
+def warmup_bar() -> Iterator[Callable[[int, int, str], None]]:
+    """A bar over the programs being compiled; silent until the first one is done."""
+    with Progress(*bar_columns(), console=console, transient=True) as progress:
+        task = progress.add_task("compiling", note="")
+
+        def on_warmup(done: int, total: int, name: str) -> None:
+            progress.update(task, completed=done, total=total, note=name)
+
+        yield on_warmup

@@ -1,0 +1,121 @@
+"""`specserve quickstart`: the whole loop on the bundled target, offline, in minutes."""
+
+import json
+import urllib.request
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from specserve.cli.options import start
+
+if TYPE_CHECKING:
+    from specserve.eval.acceptance import Report
+    from specserve.eval.prompts import Question
+    from specserve.serve.launch import Models
+
+SPECULATION = "chain:3"
+NUM_QUESTIONS, MAX_TOKENS = 12, 128
+
+
+def quickstart(
+    minutes: Annotated[float, typer.Option(help="How long to train, compilation included.", min=0.05)] = 4.0,
+    output: Annotated[Path, typer.Option(help="Folder for the head.")] = Path("ckpt"),
+    log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
+) -> None:
+    """Train a head on the bundled target, evaluate it on held-out prompts, serve it, and ask it something."""
+    start(log_level)
+    from specserve.checkpoints.source import BUNDLED, BUNDLED_HEAD_FOLDER
+    from specserve.cli.progress import TrainingBar, console
+    from specserve.eval.acceptance import Report
+    from specserve.eval.prompts import load_questions
+    from specserve.eval.report import summary_table
+    from specserve.serve.launch import load_models
+    from specserve.train.prepare import prepare
+    from specserve.train.settings import DataSettings, DraftSettings, TrainRun, TrainSettings
+
+    console.rule("1. train a draft head for the bundled target")
+    settings = TrainSettings(
+        max_minutes=minutes, rollout=3, optimizer="muon", log_every=2, eval_every=25, save_every=0
+    )
+    # what fits the minutes is read: tokenising all of pydoc would take a tenth of them
+    data = DataSettings(source="pydoc", max_conversations=max(600, int(6000 * minutes)), eval_prompts=8)
+    draft = DraftSettings(vocab_size=3072, d_ff=768)
+    run = TrainRun(BUNDLED, str(output), SPECULATION, data, draft, settings)
+    with console.status("reading the functions and docstrings installed here"):
+        trainer = prepare(run)
+    with TrainingBar(trainer) as bar:
+        trainer.train(bar.update)
+
+    console.rule("2. evaluate it on held-out questions, plain and speculative side by side")
+    questions = load_questions("pydoc", NUM_QUESTIONS)
+    heads = [("just trained", output)] + ([("shipped", BUNDLED_HEAD_FOLDER)] if BUNDLED_HEAD_FOLDER.is_dir() else [])
+    rows: list[tuple[str, Report]] = []
+    answer = ""
+    for name, folder in heads:
+        models = load_models(BUNDLED, str(folder))
+        report, text = _evaluate_and_ask(models, questions, name)
+        rows.append((name, report))
+        answer = answer or text
+
+    console.rule("3. served over HTTP, it answered")
+    console.print(answer, markup=False, highlight=False)
+    console.rule("4. result")
+    console.print(summary_table(rows, f"held-out pydoc, {SPECULATION}, greedy, one stream"))
+    console.print("go on with:")
+    console.print(f"  [bold]specserve serve --draft {output}[/]")
+    console.print(f"  [bold]specserve eval --draft {output} --bench pydoc[/]")
+
+
+def _evaluate_and_ask(models: "Models", questions: "list[Question]", name: str) -> "tuple[Report, str]":
+    from rich.progress import Progress
+
+    from specserve.cli.progress import bar_columns, console
+    from specserve.eval.acceptance import Report, evaluate
+    from specserve.eval.engines import engine_pair
+    from specserve.serve.api import HttpServer, create_app
+
+    with Progress(*bar_columns(), console=console, transient=True) as progress:
+        task = progress.add_task(f"{name}: compiling", note="")
+        pair = engine_pair(
+            models,
+            SPECULATION,
+            num_slots=1,
+            max_model_len=512,
+            on_warmup=lambda done, total, what: progress.update(task, completed=done, total=total, note=what),
+        )
+        task = progress.add_task(f"{name}: answering", total=len(questions), note="")
+        with pair:
+            report = evaluate(
+                pair.plain,
+                pair.speculative,
+                questions,
+                Report("pydoc", SPECULATION, 0.0, 1),
+                max_tokens=MAX_TOKENS,
+                on_answer=lambda found: progress.update(
+                    task, completed=found.num_answers, note=f"tau {found.tally.tau:.2f}"
+                ),
+            )
+            server = HttpServer(create_app(pair.speculative), port=0)
+            server.start()
+            try:
+                text = _ask(server.url, questions[0].turns[0])
+            finally:
+                server.stop()
+    return report, text
+
+
+def _ask(url: str, question: str) -> str:
+    """One chat completion through the real endpoint, as any client would ask for it."""
+    body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 64}
+    request = urllib.request.Request(
+        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
+    )
+    with urllib.request.urlopen(request, timeout=120) as reply:
+        found = json.load(reply)
+    usage = found["usage"]
+    accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
+    return (
+        f"> {question}\n{found['choices'][0]['message']['content']}\n"
+        f"({usage['completion_tokens']} tokens, {accepted} of them proposed by the draft)"
+    )

@@ -1,0 +1,28 @@
+"""`specserve serve`: target and draft behind an OpenAI-compatible endpoint."""
+
+from specserve.cli.options import command
+from specserve.serve.settings import ServeRun
+
+
+@command(ServeRun)
+def serve(run: ServeRun) -> None:
+    """Serve a target with a draft head over HTTP. Without arguments: the bundled target with the bundled head."""
+    from specserve.cli.progress import console, warmup_bar
+    from specserve.serve.api import HttpServer, bind_listener, create_app
+    from specserve.serve.launch import load_models, make_engine
+    from specserve.speculative.tree import describe
+
+    listener = bind_listener(run.host, run.port)  # a taken port is said before minutes of loading
+    models = load_models(run.target, run.draft)
+    with warmup_bar() as on_warmup:
+        engine = make_engine(models, run, on_warmup)
+    if run.warmup_only:
+        console.print(f"{engine.runner.num_programs} programs are compiled and cached")
+        return
+    with engine:
+        server = HttpServer(create_app(engine, api_key=run.api_key or None), listener=listener)
+        console.print(
+            f"{models.name} with speculation {describe(engine.runner.tree)} on [bold]{server.url}/v1[/], "
+            f"{run.max_slots} slots of {engine.max_model_len} tokens. Ctrl-C stops"
+        )
+        server.run()

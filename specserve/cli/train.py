@@ -1,0 +1,16 @@
+"""`specserve train`: a draft head for a target."""
+
+from specserve.cli.options import command
+from specserve.train.settings import TrainRun
+
+
+@command(TrainRun)
+def train(run: TrainRun) -> None:
+    """Train an EAGLE-3 draft head against a frozen target and write it to a folder that `serve --draft` takes."""
+    from specserve.cli.progress import TrainingBar
+    from specserve.train.prepare import prepare
+
+    trainer = prepare(run)
+    with TrainingBar(trainer) as bar:
+        trainer.train(bar.update)
+    bar.summary(f"specserve serve --draft {run.output}")

@@ -1,0 +1,64 @@
+"""Evaluation prompts: MT-Bench, held-out pydoc, or a file in MT-Bench's format."""
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from specserve.data import pydoc
+from specserve.errors import DataError
+
+MT_BENCH_HUB_ID = "HuggingFaceH4/mt_bench_prompts"
+
+
+@dataclass(frozen=True)
+class Question:
+    """One conversation to have: each turn is asked with the answers so far."""
+
+    question_id: str
+    category: str
+    turns: tuple[str, ...]
+
+
+def load_questions(bench: str, limit: int) -> list[Question]:
+    """`mt-bench` (through `datasets`), `pydoc` (held-out modules), or a `.jsonl` of {"question_id", "category",
+    "turns": [..]}; at most `limit`, evenly spread, 0 for all. Raises DataError."""
+    if bench == "pydoc":
+        held_out = pydoc.held_out_prompts(limit or 80)
+        return [Question(str(i), c.category, (c.messages[0].content,)) for i, c in enumerate(held_out)]
+    questions = list(_mt_bench() if bench == "mt-bench" else _read(Path(bench)))
+    if limit and limit < len(questions):
+        questions = [questions[i * len(questions) // limit] for i in range(limit)]
+    return questions
+
+
+def _mt_bench() -> Iterator[Question]:
+    from datasets import load_dataset  # heavy
+
+    try:
+        rows = load_dataset(MT_BENCH_HUB_ID, split="train")
+    except Exception as error:  # datasets raises many types for "cannot be reached"
+        raise DataError(
+            f"MT-Bench ({MT_BENCH_HUB_ID}) could not be loaded ({type(error).__name__}). Where there is no hub, give "
+            'its question.jsonl as --bench PATH: one {"question_id", "category", "turns": [..]} a line'
+        ) from error
+    for row in rows:
+        yield Question(str(row["prompt_id"]), row["category"], tuple(row["prompt"]))
+
+
+def _read(path: Path) -> Iterator[Question]:
+    if not path.is_file():
+        raise DataError(f"--bench {path}: expected mt-bench, pydoc, or the path of a .jsonl of questions")
+    for number, line in enumerate(path.read_text().splitlines(), start=1):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+            turns = tuple(row["turns"])
+            if not turns or not all(isinstance(turn, str) for turn in turns):
+                raise TypeError("turns must be a list of strings")
+        except (ValueError, KeyError, TypeError) as error:
+            raise DataError(
+                f'{path}, line {number}: {error!r}; expected {{"question_id": 1, "category": "writing", "turns": [..]}}'
+            ) from error
+        yield Question(str(row.get("question_id", number)), str(row.get("category", "all")), turns)

@@ -1,0 +1,68 @@
+"""The set-up of every test: four CPU devices, strict dtype promotion, tiny models, and the bundled one."""
+
+import os
+
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the laws hold on accelerators too; run there with JAX_PLATFORMS=...
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from hypothesis import settings
+
+from specserve.checkpoints.head import Head, load_head
+from specserve.checkpoints.load import Target, load_target
+from specserve.checkpoints.source import BUNDLED_FOLDER, BUNDLED_HEAD_FOLDER
+from specserve.models.draft import draft_spec
+from specserve.models.params import init_params
+from specserve.tokenizer import Tokenizer
+
+jax.config.update("jax_numpy_dtype_promotion", "strict")
+settings.register_profile("specserve", deadline=None, derandomize=True)
+settings.load_profile("specserve")
+
+
+@pytest.fixture(scope="session")
+def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """Random, 6 layers, vocabulary 64, loaded from a Hugging Face folder."""
+    folder = tmp_path_factory.mktemp("tiny-target")
+    tiny.write_target(folder, tiny.TARGET, seed=0)
+    return load_target(folder, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def tiny_head(tiny_target: Target) -> Head:
+    """Random, with a draft vocabulary of 48 of the 64 tokens."""
+    return tiny.random_head(tiny_target.config, seed=1)
+
+
+@pytest.fixture(scope="session")
+def pydoc_target() -> Target:
+    return load_target(BUNDLED_FOLDER, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def pydoc_tokenizer() -> Tokenizer:
+    return Tokenizer.load(BUNDLED_FOLDER)
+
+
+@pytest.fixture(scope="session")
+def pydoc_head(pydoc_target: Target) -> Head:
+    """The head that ships in the package."""
+    folder = Path(os.environ.get("SPECSERVE_TEST_HEAD", BUNDLED_HEAD_FOLDER))
+    return load_head(folder, pydoc_target, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def random_pydoc_head(pydoc_head: Head) -> Head:
+    """An untrained head of the shipped one's shape: nearly all that it proposes is wrong."""
+    params = init_params(draft_spec(pydoc_head.config), jax.random.key(7), "float32")
+    return Head(pydoc_head.config, params, pydoc_head.target_ids)
+
+
+@pytest.fixture
+def rng() -> np.random.Generator:
+    return np.random.default_rng(0)

@@ -1,0 +1,91 @@
+"""Tiny random models for tests: everything that has a shape, and nothing that takes time."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specserve.checkpoints.head import Head
+from specserve.checkpoints.load import Target, to_numpy
+from specserve.checkpoints.tensors import write_json, write_tensors
+from specserve.models.config import DraftConfig, ModelConfig
+from specserve.models.draft import draft_spec
+from specserve.models.params import init_params
+from specserve.models.target import TargetParams, forward, logits, target_spec
+
+TARGET: dict[str, Any] = {
+    "model_type": "qwen3",
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "intermediate_size": 48,
+    "max_position_embeddings": 512,
+    "rope_theta": 10_000.0,
+    "bos_token_id": 0,
+    "eos_token_id": 2,
+    "tie_word_embeddings": False,
+}
+
+
+def write_target(folder: Path, raw: dict[str, Any], seed: int) -> None:
+    """A Hugging Face folder with random weights. The head is widened, so that distributions have peaks."""
+    spec = target_spec(ModelConfig.from_hf_config(raw, dtype="float32"))
+    params: TargetParams = init_params(spec, jax.random.key(seed), "float32")
+    tensors = to_numpy(params, spec, "float32")
+    for name in tensors:
+        if name == "lm_head.weight":
+            tensors[name] = tensors[name] * 1.5
+    write_json(folder / "config.json", raw)
+    write_tensors(folder / "model.safetensors", tensors)
+
+
+def draft_config(target: ModelConfig, **changes: Any) -> DraftConfig:
+    config = DraftConfig(
+        d_model=target.d_model,
+        target_d_model=target.d_model,
+        num_heads=target.num_heads,
+        num_kv_heads=target.num_kv_heads,
+        head_dim=target.head_dim,
+        d_ff=target.d_ff,
+        vocab_size=target.vocab_size,
+        draft_vocab_size=target.vocab_size * 3 // 4,
+        max_len=target.max_len,
+        aux_layers=target.default_aux_layers,
+        norm_eps=target.norm_eps,
+        rope=target.rope,
+    )
+    return dataclasses.replace(config, **changes)
+
+
+def random_head(target: ModelConfig, seed: int, **changes: Any) -> Head:
+    config = draft_config(target, **changes)
+    params = init_params(draft_spec(config), jax.random.key(seed), config.dtype)
+    chosen = np.random.default_rng(seed).permutation(config.vocab_size)[: config.draft_vocab_size]
+    return Head(config, params, np.sort(chosen).astype(np.int32))
+
+
+def causal(n: int) -> jax.Array:  # [1, n, n] bool
+    return jnp.tril(jnp.ones((n, n), bool))[None]
+
+
+def target_logits(target: Target, token_ids: Sequence[int]) -> np.ndarray:  # [n, vocab]
+    """One plain forward over a whole sequence: what every cached, paged or speculative path must agree with."""
+    n = len(token_ids)
+    padded = np.zeros((1, -(-n // 64) * 64), np.int32)  # what comes later changes nothing, and few shapes compile
+    padded[0, :n] = token_ids
+    return np.asarray(_causal_logits(target.params, target.config, jnp.asarray(padded)))[0, :n]
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _causal_logits(params: TargetParams, config: ModelConfig, token_ids: jax.Array) -> jax.Array:
+    n = token_ids.shape[1]
+    out = forward(params, config, token_ids, jnp.arange(n, dtype=jnp.int32)[None], causal(n))
+    return logits(params, out.hidden_states)
