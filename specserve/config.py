@@ -140,9 +140,9 @@ def cli_parameters(schema: type) -> list[inspect.Parameter]:
         is_native = plain_type in (bool, int, float, str, Path) or typing.get_origin(plain_type) is Literal
         option = typer.Option(
             f"{leaf.flag}/--no-{leaf.flag[2:]}" if plain_type is bool else leaf.flag,
-            help=leaf.help,
+            help=f"{leaf.help} (default: {_default_text(leaf.default)})" if _has_default_text(leaf) else leaf.help,
             rich_help_panel=leaf.section or None,
-            show_default="required" if leaf.default is MISSING else _default_text(leaf.default),
+            show_default=False,  # the parameter's own default is None, "not given"
             metavar=None if is_native else "A,B,...",  # a tuple is typed as one text
         )
         parameters[leaf.flag] = inspect.Parameter(
@@ -347,6 +347,11 @@ def _shown(raw: Any) -> str:
     """The value as the user may have written it, with its type where YAML's reading may surprise: `no` is False."""
     text = repr(raw) if len(repr(raw)) <= 60 else f"{repr(raw)[:57]}..."
     return text if isinstance(raw, str) else f"{text} ({type(raw).__name__})"
+
+
+def _has_default_text(leaf: Leaf) -> bool:
+    """An empty default is explained by the help text."""
+    return leaf.default is not MISSING and leaf.default not in ("", ())
 
 
 def _default_text(default: Any) -> str:

@@ -16,9 +16,9 @@ from specserve.pytree import pytree
 
 @pytree
 class Attention:
-    q: Weight  # [d_in, head * head_dim]
-    k: Weight  # [d_in, kv_head * head_dim]
-    v: Weight  # [d_in, kv_head * head_dim]
+    q: Weight  # [d_in, head * head_dim]; with k and v None it holds all three side by side (`fuse_attention`)
+    k: Weight | None  # [d_in, kv_head * head_dim]
+    v: Weight | None  # [d_in, kv_head * head_dim]
     o: Weight  # [head * head_dim, d_model]
     q_bias: jax.Array | None
     k_bias: jax.Array | None
@@ -30,8 +30,8 @@ class Attention:
 
 @pytree
 class Mlp:
-    gate: Weight  # [d_model, d_ff]
-    up: Weight  # [d_model, d_ff]
+    gate: Weight  # [d_model, d_ff]; with up None it holds both side by side (`fuse_mlp`)
+    up: Weight | None  # [d_model, d_ff]
     down: Weight  # [d_ff, d_model]
     gate_bias: jax.Array | None
     up_bias: jax.Array | None
@@ -85,8 +85,26 @@ def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.A
 
 def mlp(params: Mlp, x: jax.Array) -> jax.Array:  # [..., d_model] -> [..., d_model]
     """SwiGLU: down(silu(gate(x)) * up(x))."""
-    gated = jax.nn.silu(linear(x, params.gate, params.gate_bias)) * linear(x, params.up, params.up_bias)
-    return linear(gated, params.down, params.down_bias)
+    gate = linear(x, params.gate, params.gate_bias)
+    if params.up is None:
+        gate, up = jnp.split(gate, 2, axis=-1)
+    else:
+        up = linear(x, params.up, params.up_bias)
+    return linear(jax.nn.silu(gate) * up, params.down, params.down_bias)
+
+
+def fuse_mlp(params: Mlp) -> Mlp:
+    """One product for gate and up: on CPU a tenth less time per decoded token (docs/log)."""
+    gate_up = jnp.concatenate([params.gate, params.up], axis=1)
+    bias = None if params.gate_bias is None else jnp.concatenate([params.gate_bias, params.up_bias])
+    return Mlp(gate_up, None, params.down, bias, None, params.down_bias)
+
+
+def fuse_attention(params: Attention) -> Attention:
+    """One product for q, k and v. Only for layers that project all three of the same tokens (`project_qkv`)."""
+    qkv = jnp.concatenate([params.q, params.k, params.v], axis=1)
+    bias = None if params.q_bias is None else jnp.concatenate([params.q_bias, params.k_bias, params.v_bias])
+    return Attention(qkv, None, None, params.o, bias, None, None, params.o_bias, params.q_norm, params.k_norm)
 
 
 def rope_tables(
@@ -117,16 +135,27 @@ def apply_rope(
     return jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1).astype(x.dtype)
 
 
+def project_qkv(
+    params: Attention,
+    config: ModelConfig | DraftConfig,
+    x: jax.Array,  # [batch, n, d_in]
+    rope: tuple[jax.Array, jax.Array],
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # q [batch, n, head, head_dim], k and v [batch, n, kv_head, head_dim]
+    if params.k is not None:
+        return project_q(params, config, x, rope), *project_kv(params, config, x, rope)
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv = linear(x, params.q, params.q_bias)
+    q, k, v = jnp.split(qkv, (q_size, q_size + kv_size), axis=-1)
+    return _finish_q(params, config, q, rope), _finish_k(params, config, k, rope), _by_head(v, config.num_kv_heads)
+
+
 def project_q(
     params: Attention,
     config: ModelConfig | DraftConfig,
     x: jax.Array,  # [batch, n, d_in]
     rope: tuple[jax.Array, jax.Array],
 ) -> jax.Array:  # [batch, n, head, head_dim]
-    q = linear(x, params.q, params.q_bias).reshape(*x.shape[:2], config.num_heads, config.head_dim)
-    if params.q_norm is not None:
-        q = rms_norm(q, params.q_norm, config.norm_eps)
-    return apply_rope(q, rope)
+    return _finish_q(params, config, linear(x, params.q, params.q_bias), rope)
 
 
 def project_kv(
@@ -135,9 +164,24 @@ def project_kv(
     x: jax.Array,  # [batch, n, d_in]
     rope: tuple[jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array]:  # k, v: [batch, n, kv_head, head_dim]
-    shape = (*x.shape[:2], config.num_kv_heads, config.head_dim)
-    k = linear(x, params.k, params.k_bias).reshape(shape)
-    v = linear(x, params.v, params.v_bias).reshape(shape)
-    if params.k_norm is not None:
-        k = rms_norm(k, params.k_norm, config.norm_eps)
-    return apply_rope(k, rope), v
+    assert params.k is not None and params.v is not None, "fused projections come together: use project_qkv"
+    k = _finish_k(params, config, linear(x, params.k, params.k_bias), rope)
+    return k, _by_head(linear(x, params.v, params.v_bias), config.num_kv_heads)
+
+
+def _finish_q(
+    params: Attention, config: ModelConfig | DraftConfig, q: jax.Array, rope: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    q = _by_head(q, config.num_heads)
+    return apply_rope(q if params.q_norm is None else rms_norm(q, params.q_norm, config.norm_eps), rope)
+
+
+def _finish_k(
+    params: Attention, config: ModelConfig | DraftConfig, k: jax.Array, rope: tuple[jax.Array, jax.Array]
+) -> jax.Array:
+    k = _by_head(k, config.num_kv_heads)
+    return apply_rope(k if params.k_norm is None else rms_norm(k, params.k_norm, config.norm_eps), rope)
+
+
+def _by_head(x: jax.Array, num_heads: int) -> jax.Array:  # [batch, n, size] -> [batch, n, head, head_dim]
+    return x.reshape(*x.shape[:2], num_heads, -1)

@@ -14,11 +14,12 @@ from specserve.models.layers import (
     Attention,
     Mlp,
     attention_spec,
+    fuse_attention,
+    fuse_mlp,
     linear,
     mlp,
     mlp_spec,
-    project_kv,
-    project_q,
+    project_qkv,
     rms_norm,
     rope_tables,
 )
@@ -92,8 +93,7 @@ def forward(
     kv: list[LayerKV] = []
     for i, layer in enumerate(params.layers):
         normed = rms_norm(x, layer.attention_norm, config.norm_eps)
-        q = project_q(layer.attention, config, normed, rope)
-        k, v = project_kv(layer.attention, config, normed, rope)
+        q, k, v = project_qkv(layer.attention, config, normed, rope)
         kv.append((k, v))
         seen = pages.layer(i, prefix) if pages is not None and prefix is not None else None
         out = attend(q, k, v, mask, seen).reshape(*x.shape[:2], -1)
@@ -121,8 +121,12 @@ def head_columns(params: TargetParams, token_ids: jax.Array) -> jax.Array:  # [d
     return params.embedding[token_ids].T if params.head is None else params.head[:, token_ids]
 
 
-def untie_head(params: TargetParams) -> TargetParams:
-    """Give a tied head its own [d_model, vocab] matrix: CPUs would transpose the embedding at every call."""
-    if params.head is not None:
-        return params
-    return TargetParams(params.embedding, params.layers, params.norm, params.embedding.T)
+def fuse_for_cpu(params: TargetParams) -> TargetParams:
+    """The same target with fewer, wider products, and with a head of its own where it was tied: XLA's CPU backend
+    would transpose the embedding at every call."""
+    layers = tuple(
+        Layer(layer.attention_norm, fuse_attention(layer.attention), layer.mlp_norm, fuse_mlp(layer.mlp))
+        for layer in params.layers
+    )
+    head = params.embedding.T if params.head is None else params.head
+    return TargetParams(params.embedding, layers, params.norm, head)

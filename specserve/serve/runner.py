@@ -17,7 +17,7 @@ from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
 from specserve.kernels.matmul import Weight, block
 from specserve.models.draft import DraftParams, token_embedding
-from specserve.models.target import TargetParams, untie_head
+from specserve.models.target import TargetParams, fuse_for_cpu
 from specserve.serve.request import SamplingParams
 from specserve.speculative import step
 from specserve.speculative.propose import Draft
@@ -106,8 +106,11 @@ class Runner:
     def _run_prefill(self, slot: int, token_ids: tuple[int, ...], chunk: int, width: int) -> HostResult:
         padded = np.zeros((1, chunk), np.int32)
         padded[0, : len(token_ids)] = token_ids
-        slots, lens = jnp.asarray([slot], jnp.int32), jnp.asarray([len(token_ids)], jnp.int32)
-        self.state, result = self._prefill(self.weights, self.state, slots, jnp.asarray(padded), lens, width=width)
+        lens = jax.device_put(np.array([len(token_ids)], np.int32))
+        chunk_ids = jax.device_put(padded)
+        self.state, result = self._prefill(
+            self.weights, self.state, _slot_array((slot,)), chunk_ids, lens, width=width
+        )
         return _to_host(result)
 
     def step(self, slots: list[int]) -> HostResult:
@@ -118,8 +121,8 @@ class Runner:
         return result
 
     def _run_step(self, slots: list[int], batch_size: int, width: int) -> HostResult:
-        padded = slots + [self.num_slots] * (batch_size - len(slots))
-        self.state, result = self._step(self.weights, self.state, jnp.asarray(padded, jnp.int32), width=width)
+        padded = (*slots, *[self.num_slots] * (batch_size - len(slots)))
+        self.state, result = self._step(self.weights, self.state, _slot_array(padded), width=width)
         return _to_host(result)
 
     def width_of(self, slots: list[int]) -> int:
@@ -154,7 +157,7 @@ def make_weights(target: Target, head: Head | None) -> Weights:
     """Parameters as the step takes them. On CPU the layout follows the number of rows of a step: one row per sequence
     streams plain matrices best, a tree's rows stream blocked ones (see `kernels.matmul`)."""
     is_cpu = jax.default_backend() == "cpu"
-    params = untie_head(target.params) if is_cpu else target.params
+    params = fuse_for_cpu(target.params) if is_cpu else target.params
     if head is None:
         return Weights(params, None)
     embedding = token_embedding(head.params, target.params.embedding)
@@ -186,6 +189,12 @@ def sampler_row(params: SamplingParams, seed: int) -> SamplerRows:
     )
 
 
+@functools.lru_cache(maxsize=4096)
+def _slot_array(slots: tuple[int, ...]) -> jax.Array:
+    """The same slots run step after step: their array is made once, and a step then sends nothing to the device."""
+    return jax.device_put(np.array(slots, np.int32))
+
+
 def page_widths(max_pages: int) -> tuple[int, ...]:
     """The page-table widths that programs are compiled for."""
     widths = [_FIRST_WIDTH]
@@ -215,6 +224,5 @@ def _step(
 
 
 def _to_host(result: StepResult) -> HostResult:
-    """The one device-to-host copy of a step."""
-    token_ids, n_accepted = jax.device_get((result.token_ids, result.n_accepted))
-    return HostResult(token_ids, n_accepted)
+    """The one device-to-host read of a step."""
+    return HostResult(np.asarray(result.token_ids), np.asarray(result.n_accepted))

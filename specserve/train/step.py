@@ -12,6 +12,7 @@ from specserve.models.config import DraftConfig, ModelConfig
 from specserve.models.draft import DraftParams, token_embedding
 from specserve.models.target import TargetParams
 from specserve.pytree import pytree
+from specserve.speculative.sampling import argmax
 from specserve.speculative.vocab import DraftVocab
 from specserve.train.unroll import RolloutMetrics, Rows, Teacher, rollout_loss, visible_within_documents
 
@@ -55,7 +56,7 @@ def teach(
     logits = target_model.logits(params, out.hidden_states)
     drafted = logits[..., vocab.target_ids]
     is_drafted = jnp.max(drafted, axis=-1) >= jnp.max(logits, axis=-1)
-    best = jnp.where(is_drafted, jnp.argmax(drafted, axis=-1).astype(jnp.int32), -1)
+    best = jnp.where(is_drafted, argmax(drafted), -1)
     return out.aux_hidden_states, Teacher(jax.nn.softmax(drafted, axis=-1), best)
 
 
