@@ -1,16 +1,16 @@
 """Frozen dataclass pytrees: the one way arrays are grouped in this package."""
 
 import dataclasses
-from typing import TypeVar, dataclass_transform
+from typing import Any, TypeVar, dataclass_transform
 
 import jax
 
 T = TypeVar("T")
 
 
-def static(default: object = dataclasses.MISSING) -> object:
+def static(default: Any = dataclasses.MISSING) -> Any:
     """A field that is part of the tree's structure (hashable, compared when jit looks for a compiled program)."""
-    return dataclasses.field(default=default, metadata={"static": True})  # type: ignore[call-overload]
+    return dataclasses.field(default=default, metadata={"static": True})
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static))

@@ -44,7 +44,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (family, what it cha
     ),
     "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
     "qwen2-untied": ("Qwen2", {"tie_word_embeddings": False}),
-    "qwen3-tied": ("Qwen3", {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}}),
+    "qwen3-tied": (
+        "Qwen3",
+        {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
+    ),
     "qwen3-untied": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 4}),
 }
 

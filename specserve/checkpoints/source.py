@@ -1,4 +1,4 @@
-"""From what a user types after `--target` to a folder: the bundled target, a local folder, a preset name or a hub id."""
+"""From what a user types after `--target` to a folder: the bundled target, a local folder, a preset or a hub id."""
 
 import difflib
 import re

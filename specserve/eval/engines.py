@@ -36,6 +36,8 @@ def engine_pair(
     on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None,
 ) -> EnginePair:
     """Compiled and not yet started."""
-    plain = make_engine(models, ServeRun(speculation="off", max_slots=num_slots, max_model_len=max_model_len), on_warmup)
+    plain = make_engine(
+        models, ServeRun(speculation="off", max_slots=num_slots, max_model_len=max_model_len), on_warmup
+    )
     run = ServeRun(speculation=speculation, max_slots=num_slots, max_model_len=max_model_len)
     return EnginePair(plain, make_engine(models, run, on_warmup))

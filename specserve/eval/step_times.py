@@ -70,7 +70,9 @@ def _draft(
     config: StepConfig, tree: Tree, width: int, weights: Weights, state: SlotState, slots: jax.Array
 ) -> Proposal:
     """The draft's half of `speculative.step.speculate`."""
-    assert config.draft and weights.draft and state.draft_pages
+    assert config.draft
+    assert weights.draft
+    assert state.draft_pages
     table, seq_lens = state.page_table[slots], state.seq_lens[slots]
     pending = jax.tree.map(lambda x: x[slots], state.pending)
     rows = jax.tree.map(lambda x: x[slots], state.rows)

@@ -25,7 +25,7 @@ class PagedPrefix:
     v_pages: jax.Array  # [page, kv_head, page_size, head_dim]
     page_table: jax.Array  # [batch, pages] int32; only these are read, so callers cut the table to what is in use
     lens: jax.Array  # [batch] int32, committed entries, at most pages * page_size
-    first: int = static(0)  # entries before this index are never visible (the draft has no entry 0)
+    first: int = static(default=0)  # entries before this index are never visible (the draft has no entry 0)
 
 
 def attend(
@@ -56,7 +56,9 @@ def attend(
         out = jnp.einsum("bkrm,bmkh->bkrh", probs, v)
     else:
         out = _merge_paged(q, scores, v, prefix)
-    return out.reshape(batch, num_kv_heads, group, n, head_dim).transpose(0, 3, 1, 2, 4).reshape(batch, n, num_heads, -1)
+    return (
+        out.reshape(batch, num_kv_heads, group, n, head_dim).transpose(0, 3, 1, 2, 4).reshape(batch, n, num_heads, -1)
+    )
 
 
 def _merge_paged(

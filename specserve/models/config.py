@@ -1,6 +1,7 @@
 """What a model is: `ModelConfig` for targets, `DraftConfig` for EAGLE-3 heads. Static, hashable, never edited.
 
-A family is a row of `FAMILIES`: the flags that its name implies and the config keys it reads. There is no second forward.
+A family is a row of `FAMILIES`: the flags that its name implies and the config keys it reads. There is no second
+forward.
 """
 
 import difflib
@@ -166,7 +167,7 @@ def _llama(raw: Mapping[str, Any]) -> dict[str, bool]:
     return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bool(raw.get("mlp_bias", False))}
 
 
-def _qwen2(raw: Mapping[str, Any]) -> dict[str, bool]:
+def _qwen2(_raw: Mapping[str, Any]) -> dict[str, bool]:
     return {"qkv_bias": True}
 
 

@@ -25,7 +25,7 @@ from specserve.models.layers import (
     rms_norm,
     rope_tables,
 )
-from specserve.models.params import ParamSpec, matrix, vector
+from specserve.models.params import embedding_table, matrix, vector
 from specserve.pytree import pytree
 
 
@@ -49,9 +49,9 @@ def draft_spec(config: DraftConfig) -> DraftParams:
     num_taps = len(config.aux_layers)
     fused = num_taps * config.target_d_model
     norms = tuple(vector(f"fc_norm.{i}.weight", config.target_d_model) for i in range(num_taps))
-    embedding = ParamSpec((config.vocab_size, config.d_model), ("vocab", "embed"), "embed_tokens.weight", init="embedding")
+    embedding = embedding_table("embed_tokens.weight", config.vocab_size, config.d_model)
     return DraftParams(
-        embedding=embedding if config.has_embedding else None,  # type: ignore[arg-type]
+        embedding=embedding if config.has_embedding else None,
         fc=matrix("fc.weight", fused, config.d_model, (None, "embed")),
         fc_norms=norms if config.fc_norm else (),
         fc_input_norm=vector("input_norm.weight", fused) if config.norm_before_fc else None,

@@ -72,4 +72,4 @@ class Prefix:
 
     page_table: jax.Array  # [batch, pages] int32, as many as attention reads
     lens: jax.Array  # [batch] int32
-    first: int = static(0)  # entries before this index are never visible
+    first: int = static(default=0)  # entries before this index are never visible

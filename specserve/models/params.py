@@ -27,12 +27,19 @@ class ParamSpec:
         return self.shape[::-1] if self.transpose else self.shape
 
 
-def matrix(name: str, d_in: int, d_out: int, axes: tuple[str | None, str | None]) -> ParamSpec:
+# A spec tree is built with the parameters' own dataclasses, so these are typed as any leaf.
+
+
+def matrix(name: str, d_in: int, d_out: int, axes: tuple[str | None, str | None]) -> Any:
     return ParamSpec((d_in, d_out), axes, name, transpose=True)
 
 
-def vector(name: str, size: int, axis: str | None = None, *, init: str = "ones") -> ParamSpec:
+def vector(name: str, size: int, axis: str | None = None, *, init: str = "ones") -> Any:
     return ParamSpec((size,), (axis,), name, init=init)
+
+
+def embedding_table(name: str, vocab_size: int, d_model: int) -> Any:
+    return ParamSpec((vocab_size, d_model), ("vocab", "embed"), name, init="embedding")
 
 
 def is_spec(node: Any) -> bool:

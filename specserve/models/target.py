@@ -23,7 +23,7 @@ from specserve.models.layers import (
     rms_norm,
     rope_tables,
 )
-from specserve.models.params import ParamSpec, matrix, vector
+from specserve.models.params import embedding_table, matrix, vector
 from specserve.pytree import pytree
 
 
@@ -53,9 +53,7 @@ class TargetOutput:
 def target_spec(config: ModelConfig) -> TargetParams:
     """The parameters of a target as `ParamSpec`s with their Hugging Face names."""
     return TargetParams(
-        embedding=ParamSpec(  # type: ignore[arg-type]
-            (config.vocab_size, config.d_model), ("vocab", "embed"), "model.embed_tokens.weight", init="embedding"
-        ),
+        embedding=embedding_table("model.embed_tokens.weight", config.vocab_size, config.d_model),
         layers=tuple(_layer_spec(config, i) for i in range(config.num_layers)),
         norm=vector("model.norm.weight", config.d_model),
         head=None

@@ -114,9 +114,7 @@ class Engine:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
-    def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, on_delta: Callable[[Delta], None]
-    ) -> Request:
+    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, on_delta: Callable[[Delta], None]) -> Request:
         """Queue one sequence; never blocks. Raises RequestError (param "prompt", "max_tokens" or "stop_token_ids")
         or CapacityError."""
         if self._is_stopping or not self.is_healthy:

@@ -7,7 +7,7 @@ client sends is traced. A step over nothing but padding changes nothing, which i
 import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -108,9 +108,7 @@ class Runner:
         padded[0, : len(token_ids)] = token_ids
         lens = jax.device_put(np.array([len(token_ids)], np.int32))
         chunk_ids = jax.device_put(padded)
-        self.state, result = self._prefill(
-            self.weights, self.state, _slot_array((slot,)), chunk_ids, lens, width=width
-        )
+        self.state, result = self._prefill(self.weights, self.state, _slot_array((slot,)), chunk_ids, lens, width=width)
         return _to_host(result)
 
     def step(self, slots: list[int]) -> HostResult:
@@ -150,7 +148,8 @@ class Runner:
     @property
     def num_compiled(self) -> int:
         """Programs compiled so far; it must not grow after `warmup`."""
-        return sum(jitted._cache_size() for jitted in (self._admit, self._prefill, self._step))
+        programs: tuple[Any, ...] = (self._admit, self._prefill, self._step)
+        return sum(program._cache_size() for program in programs)
 
 
 def make_weights(target: Target, head: Head | None) -> Weights:

@@ -98,9 +98,7 @@ def propose(
 class _Expander:
     """The two operations that growing a tree is made of. Lives during one trace."""
 
-    def __init__(
-        self, draft: Draft, config: DraftConfig, pages: KVPages, prefix: Prefix, rows: SamplerRows
-    ) -> None:
+    def __init__(self, draft: Draft, config: DraftConfig, pages: KVPages, prefix: Prefix, rows: SamplerRows) -> None:
         self.draft, self.config, self.pages, self.prefix, self.rows = draft, config, pages, prefix, rows
 
     def candidates(self, hidden: jax.Array, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
@@ -232,7 +230,9 @@ def _propose_static(expand: _Expander, tree: StaticTree, root_ids: jax.Array, hi
         if not expanded:
             break
         above = [_ancestors(parents, child) for child in expanded]
-        mask = jnp.array([[node in ancestors for node in ran] for ancestors in above], bool).reshape(len(above), len(ran))
+        mask = jnp.array([[node in ancestors for node in ran] for ancestors in above], bool).reshape(
+            len(above), len(ran)
+        )
         level = _Level(
             token_ids=jnp.stack([tokens[_order(depths, child)] for child in expanded], axis=1),
             hidden=hidden[:, jnp.array([nodes.index(parents[child]) for child in expanded])],

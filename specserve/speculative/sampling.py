@@ -135,7 +135,7 @@ def _from_ordered_bits(bits: jax.Array) -> jax.Array:
 
 
 def argmax(x: jax.Array) -> jax.Array:  # [..., vocab] -> [...] int32
-    """The first index of the largest value: two plain reductions, which CPUs vectorise and a variadic one they do not."""
+    """The first index of the largest value. Two plain reductions: CPUs do not vectorise `jnp.argmax`."""
     vocab = x.shape[-1]
     index = jnp.where(x == jnp.max(x, axis=-1, keepdims=True), jnp.arange(vocab, dtype=jnp.int32), vocab)
     return jnp.minimum(jnp.min(index, axis=-1), vocab - 1)  # a row of NaN stays in range

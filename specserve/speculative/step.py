@@ -65,9 +65,7 @@ class StepResult:
     n_accepted: jax.Array  # [batch] int32; the first n_accepted + 1 tokens are emitted
 
 
-def init_state(
-    config: StepConfig, *, num_slots: int, num_pages: int, page_size: int, max_pages: int
-) -> SlotState:
+def init_state(config: StepConfig, *, num_slots: int, num_pages: int, page_size: int, max_pages: int) -> SlotState:
     """An empty state: `max_pages` bounds the pages of one sequence, `num_pages` those of all."""
     target, draft = config.target, config.draft
     width, dtype = (draft.d_model, draft.dtype) if draft else (0, target.dtype)
@@ -116,7 +114,7 @@ def prefill(
     num_tokens: jax.Array,  # [batch] int32, valid tokens of the chunk
     width: int,  # pages of each sequence that attention reads; all that is committed must lie in them
 ) -> tuple[SlotState, StepResult]:
-    """Run one chunk of each prompt. The drawn token counts only where the chunk ends its prompt; then it is the root."""
+    """Run one chunk of each prompt. The drawn token counts only where the chunk ends its prompt: there it is the root."""
     batch, n = token_ids.shape
     now = _gather(state, slots, width)
     offset = jnp.arange(n)
@@ -130,7 +128,8 @@ def prefill(
     is_valid &= _has_run(drawn)
     state = state_with(state, pages=state.pages.write(out.kv, now.page_table, index, is_valid))
     if config.draft and weights.draft:
-        assert out.aux_hidden_states is not None and state.draft_pages is not None
+        assert out.aux_hidden_states is not None
+        assert state.draft_pages is not None
         features = draft_model.fuse_features(weights.draft.params, config.draft, out.aux_hidden_states)
         # entry t consumes the feature of t - 1; the one before the chunk was left pending by the chunk before
         before = jnp.concatenate([now.pending.features[:, :1], features[:, :-1]], axis=1)
@@ -181,7 +180,9 @@ def speculate(
 ) -> tuple[SlotState, StepResult]:
     """One speculative step: the draft catches up and proposes, the target runs once over the tree, its draws decide,
     and the accepted path is committed."""
-    assert config.draft is not None and weights.draft is not None and state.draft_pages is not None
+    assert config.draft is not None
+    assert weights.draft is not None
+    assert state.draft_pages is not None
     assert tree.depth <= config.max_depth, f"tree of depth {tree.depth} in a state for {config.max_depth}"
     now = _gather(state, slots, width)
     root_ids = jnp.take_along_axis(now.pending.token_ids, jnp.maximum(now.pending.count - 1, 0)[:, None], axis=1)[:, 0]
@@ -264,16 +265,13 @@ def _run_target(
     )
 
 
-
 def _has_run(drawn: jax.Array) -> jax.Array:
     """True, but only known once the target has run: a write masked by it comes after every read of the pages. Without
     that order XLA keeps the old pages alive by copying the whole cache (docs/log)."""
     return drawn >= 0
 
 
-def state_with(
-    state: SlotState, *, pages: KVPages | None = None, draft_pages: KVPages | None = None
-) -> SlotState:
+def state_with(state: SlotState, *, pages: KVPages | None = None, draft_pages: KVPages | None = None) -> SlotState:
     return SlotState(
         page_table=state.page_table,
         seq_lens=state.seq_lens,

@@ -15,7 +15,9 @@ from specserve.speculative.tree import Proposal
 class Verdict:
     path: jax.Array  # [batch, depth + 1] int32, the accepted nodes from the root down; past n_accepted: the last one
     n_accepted: jax.Array  # [batch] int32, accepted draft tokens, 0..depth
-    token_ids: jax.Array  # [batch, depth + 1] int32, emitted: n_accepted draft tokens and the bonus; the rest is padding
+    token_ids: (
+        jax.Array
+    )  # [batch, depth + 1] int32, emitted: n_accepted draft tokens and the bonus; the rest is padding
 
 
 def verify(

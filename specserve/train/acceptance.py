@@ -9,7 +9,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specserve.checkpoints.load import Target
 from specserve.errors import DataError
+from specserve.models.config import DraftConfig
 from specserve.models.draft import DraftParams, token_embedding
 from specserve.speculative import step
 from specserve.speculative.propose import Draft
@@ -17,8 +19,6 @@ from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.step import SlotState, StepConfig, StepResult, Weights
 from specserve.speculative.tree import Tree
 from specserve.speculative.vocab import DraftVocab
-from specserve.models.config import DraftConfig
-from specserve.checkpoints.load import Target
 
 PAGE_SIZE = 32
 
@@ -77,7 +77,9 @@ class AcceptanceMeter:
             max_pages=self._max_pages,
         )
         pages = jnp.arange(count * self._max_pages, dtype=jnp.int32).reshape(count, self._max_pages)
-        state = SlotState(pages, state.seq_lens, state.pending, SamplerRows.greedy(count), state.pages, state.draft_pages)
+        state = SlotState(
+            pages, state.seq_lens, state.pending, SamplerRows.greedy(count), state.pages, state.draft_pages
+        )
         slots = jnp.arange(count, dtype=jnp.int32)
         lens = np.array([len(prompt) for prompt in self._prompts], np.int32)
         padded = np.zeros((count, lens.max()), np.int32)

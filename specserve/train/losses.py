@@ -9,7 +9,9 @@ def soft_cross_entropy(
     logits: jax.Array,  # [..., draft_vocab] float32
 ) -> jax.Array:  # [...]
     """-sum_v p_v log q_v, in nats: the loss of EAGLE-3 (arXiv 2503.01840)."""
-    return jax.nn.logsumexp(logits, axis=-1) * jnp.sum(teacher_probs, axis=-1) - jnp.sum(teacher_probs * logits, axis=-1)
+    return jax.nn.logsumexp(logits, axis=-1) * jnp.sum(teacher_probs, axis=-1) - jnp.sum(
+        teacher_probs * logits, axis=-1
+    )
 
 
 def masked_mean(values: jax.Array, weights: jax.Array) -> jax.Array:

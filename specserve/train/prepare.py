@@ -5,7 +5,7 @@ import logging
 import numpy as np
 
 from specserve import provenance
-from specserve.checkpoints.load import Target, load_target
+from specserve.checkpoints.load import load_target
 from specserve.checkpoints.source import resolve_target
 from specserve.data import conversations, pydoc
 from specserve.data.conversations import Conversation
@@ -49,7 +49,11 @@ def prepare(run: TrainRun) -> Trainer:
         len(target_ids),
         100 * data.coverage,
     )
-    notes = {"target": source.name, "target_fingerprint": provenance.fingerprint(source.folder), "data": run.data.source}
+    notes = {
+        "target": source.name,
+        "target_fingerprint": provenance.fingerprint(source.folder),
+        "data": run.data.source,
+    }
     return Trainer(run, target, data, notes)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -83,9 +84,10 @@ def make_step(
             )
 
         (loss, metrics), gradient = jax.value_and_grad(loss_of, has_aux=True)(state.params)
-        updates, optimizer_state = optimizer.update(gradient, state.optimizer, state.params)
-        params = optax.apply_updates(state.params, jax.tree.map(lambda update: update * lr_scale, updates))
-        new = TrainState(params=params, optimizer=optimizer_state, step=state.step + 1)  # type: ignore[arg-type]
+        tree: Any = state.params  # optax types its trees by their containers, and ours is a dataclass
+        updates, optimizer_state = optimizer.update(gradient, state.optimizer, tree)
+        params: Any = optax.apply_updates(tree, jax.tree.map(lambda update: update * lr_scale, updates))
+        new = TrainState(params=params, optimizer=optimizer_state, step=state.step + 1)
         n_tokens = jnp.sum(rows.loss_mask, dtype=jnp.int32)
         return new, StepMetrics(loss, metrics, optax.global_norm(gradient), n_tokens)
 

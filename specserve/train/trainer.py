@@ -115,9 +115,7 @@ class Trainer:
         optimizer = make_optimizer(self.settings)
         self._step = make_step(loss, optimizer)
         self._meter = (
-            AcceptanceMeter(
-                target, self.config, data.eval_tree, data.eval_prompts, max_new_tokens=data.eval_max_tokens
-            )
+            AcceptanceMeter(target, self.config, data.eval_tree, data.eval_prompts, max_new_tokens=data.eval_max_tokens)
             if data.eval_prompts
             else None
         )
@@ -266,5 +264,3 @@ def _cut_metrics(path: Path, step: int) -> None:
     if path.is_file():
         rows = [line for line in path.read_text().splitlines(keepends=True) if json.loads(line)["step"] <= step]
         path.write_text("".join(rows))
-
-

@@ -38,7 +38,9 @@ class RolloutMetrics:
     """One value per rollout step."""
 
     loss: jax.Array  # [rollout] float32, nats
-    accuracy: jax.Array  # [rollout] float32: how often the draft's best token is the target's, out-of-vocabulary counted
+    accuracy: (
+        jax.Array
+    )  # [rollout] float32: how often the draft's best token is the target's, out-of-vocabulary counted
 
 
 def shift(x: jax.Array, by: int) -> jax.Array:

@@ -1,0 +1,101 @@
+"""Law 2: what speculation emits is distributed as the target says, not as the draft would like."""
+
+import dataclasses
+import functools
+import itertools
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from scipy import stats
+
+from specserve.checkpoints.load import load_target
+from specserve.models.draft import token_embedding
+from specserve.speculative import step
+from specserve.speculative.propose import Draft
+from specserve.speculative.sampling import SamplerRows
+from specserve.speculative.step import StepConfig, Weights
+from specserve.speculative.tree import parse_speculation
+from specserve.speculative.vocab import DraftVocab
+
+VOCAB, NUM_EMITTED = 8, 3
+NUM_SLOTS, NUM_ROUNDS = 4096, 5  # 20,480 draws
+PROMPT = [3, 1, 4, 1, 5]
+
+
+@pytest.mark.parametrize(
+    ("speculation", "temperature", "top_k"), [("chain:2", 1.0, 0), ("tree:2x2x4", 1.0, 0), ("static:2x1", 1.4, 5)]
+)
+def test_emitted_tokens_have_the_targets_distribution(
+    tmp_path: Path, speculation: str, temperature: float, top_k: int
+) -> None:
+    """Chi-square of the first three tokens together: the first comes from prefill, the others from speculation."""
+    tiny.write_target(tmp_path, tiny.TARGET | {"vocab_size": VOCAB}, seed=3)
+    target = load_target(tmp_path, dtype="float32")
+    head = tiny.random_head(target.config, seed=4)  # knows 6 of the 8 tokens
+    tree = parse_speculation(speculation)
+    assert tree is not None
+    config = StepConfig(target.config, head.config, tree.depth)
+    embedding = token_embedding(head.params, target.params.embedding)
+    weights = Weights(target.params, Draft(head.params, DraftVocab(jnp.asarray(head.target_ids)), embedding))
+    slots = jnp.arange(NUM_SLOTS, dtype=jnp.int32)
+
+    @jax.jit
+    def run(seeds: jax.Array) -> list[step.StepResult]:
+        state = step.init_state(config, num_slots=NUM_SLOTS, num_pages=NUM_SLOTS * 2, page_size=8, max_pages=2)
+        rows = SamplerRows(
+            temperature=jnp.full(NUM_SLOTS, temperature, jnp.float32),
+            top_k=jnp.full(NUM_SLOTS, top_k, jnp.int32),
+            top_p=jnp.ones(NUM_SLOTS, jnp.float32),
+            min_p=jnp.zeros(NUM_SLOTS, jnp.float32),
+            seed=jnp.stack([seeds, jnp.zeros_like(seeds)], axis=1),
+        )
+        table = jnp.arange(NUM_SLOTS * 2, dtype=jnp.int32).reshape(NUM_SLOTS, 2)
+        state = dataclasses.replace(state, page_table=table, rows=rows)
+        prompt = jnp.broadcast_to(jnp.asarray(PROMPT, jnp.int32), (NUM_SLOTS, len(PROMPT)))
+        lens = jnp.full(NUM_SLOTS, len(PROMPT), jnp.int32)
+        state, first = step.prefill(weights, config, state, slots, prompt, lens, 2)
+        results = [first]
+        for _ in range(NUM_EMITTED - 1):
+            state, result = step.speculate(weights, config, tree, state, slots, 2)
+            results.append(result)
+        return results
+
+    counts, accepted = np.zeros((VOCAB,) * NUM_EMITTED, np.int64), 0
+    for i in range(NUM_ROUNDS):
+        results = run(jnp.arange(NUM_SLOTS, dtype=jnp.uint32) + jnp.uint32(i * NUM_SLOTS))
+        emitted = np.full((NUM_SLOTS, NUM_EMITTED), -1)
+        num = np.zeros(NUM_SLOTS, np.int64)
+        for result in jax.device_get(results):
+            accepted += int(result.n_accepted.sum())
+            for depth in range(result.token_ids.shape[1]):
+                here = (depth <= result.n_accepted) & (num < NUM_EMITTED)
+                emitted[here, num[here]] = result.token_ids[here, depth]
+                num[here] += 1
+        np.add.at(counts, tuple(emitted.T), 1)
+    assert counts.sum() == NUM_SLOTS * NUM_ROUNDS >= 20_000
+    assert accepted > NUM_SLOTS, "little was accepted, so little was tested"
+
+    @functools.cache
+    def probs(prefix: tuple[int, ...]) -> np.ndarray:
+        logits = tiny.target_logits(target, [*PROMPT, *prefix])[-1].astype(np.float64) / temperature
+        if top_k:
+            logits[logits < np.sort(logits)[-top_k]] = -np.inf
+        weights = np.exp(logits - logits.max())
+        return weights / weights.sum()
+
+    expected = np.zeros(counts.shape)
+    for tokens in itertools.product(range(VOCAB), repeat=NUM_EMITTED):
+        chances = [probs(tokens[:i])[token] for i, token in enumerate(tokens) if np.prod(probs(tokens[:i])[token])]
+        expected[tokens] = np.prod(chances) if len(chances) == NUM_EMITTED else 0.0
+    assert not counts[expected == 0].any(), "a token that top-k drops was drawn"
+    expected *= counts.sum()
+    common = expected >= 5  # the rare ones are one cell together
+    observed = np.append(counts[common], counts[~common].sum())
+    wanted = np.append(expected[common], expected[~common].sum())
+    statistic = ((observed - wanted) ** 2 / np.maximum(wanted, 1e-9)).sum()
+    p_value = stats.chi2.sf(statistic, len(observed) - 1)
+    assert p_value > 1e-3, f"chi-square {statistic:.1f} over {len(observed)} cells, p = {p_value:.2e}"

@@ -1,0 +1,185 @@
+"""The draft's trees, against EAGLE-2's algorithm in plain Python over one-path-at-a-time draft passes."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from specserve.checkpoints.head import Head
+from specserve.checkpoints.load import Target
+from specserve.models.draft import draft_logits
+from specserve.models.kv_pages import KVPages, Prefix
+from specserve.speculative import propose as propose_room
+from specserve.speculative.propose import FIRST_ENTRY, Draft, Pending, catch_up, propose
+from specserve.speculative.sampling import SamplerRows
+from specserve.speculative.tree import DynamicTree, Proposal, Tree, chain, static_tree
+from specserve.speculative.vocab import DraftVocab
+
+PAGE_SIZE, MAX_PAGES = 4, 6
+LENGTHS = (7, 10, 4)  # of the sequences; the last token is the root
+
+
+@dataclasses.dataclass(frozen=True)
+class World:
+    """A batch of sequences that the draft has caught up with."""
+
+    draft: Draft
+    head: Head
+    pages: KVPages
+    table: jax.Array
+    seq_lens: jax.Array
+    root_ids: jax.Array
+    hidden: jax.Array
+
+
+@pytest.fixture(scope="module")
+def world(tiny_target: Target, tiny_head: Head) -> World:
+    config, rng = tiny_head.config, np.random.default_rng(0)
+    draft = Draft(tiny_head.params, DraftVocab(jnp.asarray(tiny_head.target_ids)), tiny_target.params.embedding)
+    count = np.array(LENGTHS, np.int32) - 1  # all entries but 0 are pending
+    m = max(count)
+    pending = Pending(
+        token_ids=jnp.asarray(rng.integers(0, config.vocab_size, (3, m)), jnp.int32),
+        features=jnp.asarray(rng.standard_normal((3, m, config.d_model)), jnp.float32),
+        count=jnp.asarray(count),
+    )
+    pages = KVPages.zeros(1, 3 * MAX_PAGES, PAGE_SIZE, config.num_kv_heads, config.head_dim, "float32")
+    table = jnp.asarray(rng.permutation(3 * MAX_PAGES).reshape(3, MAX_PAGES), jnp.int32)
+    seq_lens = jnp.asarray(count)
+    pages, hidden = catch_up(draft, config, pages, table, table, seq_lens, pending)
+    root_ids = jnp.take_along_axis(pending.token_ids, jnp.asarray(count)[:, None] - 1, axis=1)[:, 0]
+    return World(draft, tiny_head, pages, table, seq_lens, root_ids, hidden)
+
+
+def _propose(world: World, tree: Tree, rows: SamplerRows | None = None) -> Proposal:
+    run = jax.jit(functools.partial(propose, config=world.head.config, tree=tree))
+    return run(
+        world.draft,
+        pages=world.pages,
+        read_table=world.table,
+        seq_lens=world.seq_lens,
+        root_ids=world.root_ids,
+        hidden=world.hidden,
+        rows=rows or SamplerRows.greedy(3),
+    )
+
+
+def _log_probs(world: World, row: int, paths: dict[tuple[int, ...], np.ndarray], path: tuple[int, ...]) -> np.ndarray:
+    """log q over the draft vocabulary after a path of target ids below the root, one pass per token."""
+    if path not in paths:
+        padded = jnp.zeros((3, 4), jnp.int32).at[row, : len(path)].set(jnp.asarray(path, jnp.int32))
+        for depth, logits in enumerate(_forced_chain(world, padded)[: len(path) + 1]):
+            paths[path[:depth]] = np.asarray(jax.nn.log_softmax(logits[row]), np.float64)
+    return paths[path]
+
+
+def _forced_chain(world: World, token_ids: jax.Array) -> list[jax.Array]:  # [batch, depth] -> depth x [batch, vocab]
+    """Run the draft over given tokens, as a chain would."""
+    return _chain_program(world.head.config)(world.draft, world.pages, world.table, world.seq_lens, world.hidden, token_ids)
+
+
+@functools.cache
+def _chain_program(config):
+    def run(draft, pages, table, seq_lens, hidden, token_ids):
+        prefix = Prefix(table, seq_lens + 1, FIRST_ENTRY)
+        expand = propose_room._Expander(draft, config, pages, prefix, SamplerRows.greedy(len(token_ids)))
+        kv = expand.no_entries(len(token_ids))
+        out = [draft_logits(draft.params, config, hidden)[:, 0]]
+        for depth in range(1, token_ids.shape[1]):
+            mask = jnp.ones((len(token_ids), 1, depth - 1), bool)
+            level = propose_room._Level(token_ids[:, depth - 1 : depth], hidden, kv, mask)
+            hidden, kv = expand.run(level, depth)
+            out.append(draft_logits(draft.params, config, hidden)[:, 0])
+        return out
+
+    return jax.jit(run)
+
+
+def _paths(proposal: Proposal, row: int) -> list[tuple[int, ...]]:
+    """The tokens from below the root to each node."""
+    parents, tokens = proposal.parents[row].tolist(), proposal.token_ids[row].tolist()
+    paths: list[tuple[int, ...]] = [()]
+    for node in range(1, len(parents)):
+        assert parents[node] < node, "a parent stands before its children"
+        paths.append((*paths[parents[node]], tokens[node]))
+    return paths
+
+
+@pytest.mark.parametrize("tree", [DynamicTree(3, 3, 8), DynamicTree(2, 2, 6), DynamicTree(4, 2, 5), chain(3)])
+def test_dynamic_tree_is_the_best_of_eagle2s_candidates(world: World, tree: DynamicTree) -> None:
+    proposal = _propose(world, tree)
+    target_ids = world.head.target_ids
+    np.testing.assert_array_equal(proposal.token_ids[:, 0], world.root_ids)
+    for row in range(3):
+        paths = _paths(proposal, row)
+        assert len(set(paths)) == tree.num_nodes + 1, "a path is proposed once"
+        assert proposal.depths[row].tolist() == [len(path) for path in paths]
+        known: dict[tuple[int, ...], np.ndarray] = {}
+        scores: dict[tuple[int, ...], float] = {(): 0.0}
+        level: list[tuple[int, ...]] = [()]
+        for _ in range(tree.depth):
+            children = {}
+            for path in level:
+                log_probs = _log_probs(world, row, known, path)
+                for i in np.argsort(-log_probs)[: tree.top_k]:
+                    children[(*path, int(target_ids[i]))] = scores[path] + log_probs[i]
+            scores |= children
+            level = sorted(children, key=lambda path: -children[path])[: tree.top_k]
+        best = sorted(scores, key=lambda path: -scores[path])[: tree.num_nodes + 1]
+        assert set(paths) == set(best)
+
+
+def test_static_tree_holds_the_best_children_of_each_node(world: World) -> None:
+    tree = static_tree((3, 2, 1))
+    proposal = _propose(world, tree)
+    assert proposal.parents[0].tolist() == [0, *tree.parents]
+    for row in range(3):
+        known: dict[tuple[int, ...], np.ndarray] = {}
+        paths = _paths(proposal, row)
+        for node, (parent, rank) in enumerate(zip(tree.parents, tree.ranks, strict=True), start=1):
+            order = np.argsort(-_log_probs(world, row, known, paths[parent]))
+            assert paths[node][-1] == world.head.target_ids[order[rank]]
+
+
+def test_a_sampled_chain_is_drawn_with_the_targets_noise(world: World) -> None:
+    """The first proposal is argmax of log q / T + noise, at the position after the root."""
+    from specserve.speculative import sampling
+
+    rows = dataclasses.replace(
+        SamplerRows.greedy(3),
+        temperature=jnp.asarray([0.0, 1.0, 2.0], jnp.float32),
+        seed=jnp.asarray([[1, 0], [2, 0], [3, 9]], jnp.uint32),
+    )
+    logits = _forced_chain(world, jnp.zeros((3, 1), jnp.int32))[0][:, None]
+    everything = sampling.noise(rows, world.seq_lens[:, None] + 1, jnp.arange(64, dtype=jnp.uint32))
+    scores = sampling.scale(rows, logits) + everything[..., world.head.target_ids]
+    expected = world.head.target_ids[np.argmax(scores[:, 0], axis=-1)]
+    np.testing.assert_array_equal(_propose(world, chain(3), rows).token_ids[:, 1], expected)
+
+
+def test_catching_up_in_pieces_equals_catching_up_at_once(tiny_target: Target) -> None:
+    head = tiny.random_head(tiny_target.config, seed=5, norm_output=True)
+    config, rng = head.config, np.random.default_rng(1)
+    draft = Draft(head.params, DraftVocab(jnp.asarray(head.target_ids)), tiny_target.params.embedding)
+    token_ids = jnp.asarray(rng.integers(0, 64, (1, 9)), jnp.int32)
+    features = jnp.asarray(rng.standard_normal((1, 9, config.d_model)), jnp.float32)
+    table = jnp.arange(MAX_PAGES, dtype=jnp.int32)[None]
+
+    def run(cuts: list[int]) -> jax.Array:
+        pages = KVPages.zeros(1, MAX_PAGES, PAGE_SIZE, config.num_kv_heads, config.head_dim, "float32")
+        hidden = jnp.zeros(())
+        for start, stop in zip([0, *cuts], [*cuts, 9], strict=True):
+            room = 9 - (stop - start)  # padded, as the state's pending rows are
+            pending = Pending(
+                jnp.pad(token_ids[:, start:stop], ((0, 0), (0, room))),
+                jnp.pad(features[:, start:stop], ((0, 0), (0, room), (0, 0))),
+                jnp.asarray([stop - start], jnp.int32),
+            )
+            pages, hidden = catch_up(draft, config, pages, table, table, jnp.asarray([stop], jnp.int32), pending)
+        return hidden
+
+    np.testing.assert_allclose(run([]), run([3, 4, 8]), atol=1e-5)

@@ -1,0 +1,130 @@
+"""The one rule of drawing: truncation equals a plain sort, the noise is uniform and independent, rows do not mix."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from scipy import stats
+
+from specserve.speculative import sampling
+from specserve.speculative.sampling import SamplerRows
+
+VOCAB = 12
+
+
+def _rows(
+    temperature: list[float],
+    top_k: int = 0,
+    top_p: float = 1.0,
+    min_p: float = 0.0,
+    seeds: np.ndarray | None = None,
+) -> SamplerRows:
+    batch = len(temperature)
+    seeds = np.arange(batch, dtype=np.uint64) if seeds is None else seeds
+    words = np.stack([seeds & np.uint64(0xFFFFFFFF), seeds >> np.uint64(32)], axis=1).astype(np.uint32)
+    return SamplerRows(
+        temperature=jnp.asarray(temperature, jnp.float32),
+        top_k=jnp.full(batch, top_k, jnp.int32),
+        top_p=jnp.full(batch, top_p, jnp.float32),
+        min_p=jnp.full(batch, min_p, jnp.float32),
+        seed=jnp.asarray(words),
+    )
+
+
+_truncate = jax.jit(sampling.truncate)
+
+
+@given(
+    values=st.lists(st.integers(-6, 6), min_size=VOCAB, max_size=VOCAB),  # small integers: many ties
+    jitter=st.booleans(),
+    top_k=st.integers(0, VOCAB + 2),
+    top_p=st.sampled_from([0.05, 0.3, 0.5, 0.77, 0.9, 0.999, 1.0]),
+    min_p=st.sampled_from([0.0, 0.02, 0.11, 0.5, 1.0]),
+)
+def test_truncation_equals_a_sort(values: list[int], jitter: bool, top_k: int, top_p: float, min_p: float) -> None:
+    logits = np.array(values, np.float32) / 2
+    if jitter:
+        logits += np.linspace(0, 0.3, VOCAB, dtype=np.float32) * np.float32(1.7)
+    kept = _sorted_truncation(logits.astype(np.float64), top_k, top_p, min_p)
+    got = np.asarray(_truncate(_rows([1.0], top_k, top_p, min_p), jnp.asarray(logits)[None, None]))[0, 0]
+    np.testing.assert_array_equal(np.isfinite(got), kept)
+    np.testing.assert_array_equal(got[kept], logits[kept])
+
+
+def _sorted_truncation(logits: np.ndarray, top_k: int, top_p: float, min_p: float) -> np.ndarray:
+    """Which tokens stay: top-k, then top-p over what is left, then min-p. Tokens equal to the last one stay with it."""
+    kept = np.ones(len(logits), bool)
+    if 0 < top_k < len(logits):
+        kept = logits >= np.sort(logits)[::-1][top_k - 1]
+    probs = np.where(kept, np.exp(logits - logits.max()), 0)
+    probs /= probs.sum()
+    if top_p < 1:
+        mass = np.cumsum(np.sort(probs)[::-1])
+        assume(np.abs(mass - top_p).min() > 1e-4)  # where float32 may fall on the other side
+        kept &= probs >= np.sort(probs)[::-1][np.argmax(mass >= top_p)]
+    if min_p > 0:
+        assume(np.abs(probs / probs.max() - min_p)[probs < probs.max()].min(initial=1) > 1e-5)
+        kept &= probs >= min_p * probs.max() * (1 - 1e-9)
+    return kept
+
+
+def test_rows_do_not_mix(rng: np.random.Generator) -> None:
+    """Greedy rows are the argmax, and a sampled row draws what it draws alone."""
+    logits = jnp.asarray(rng.standard_normal((4, 3, VOCAB)), jnp.float32)
+    positions = jnp.asarray(rng.integers(0, 99, (4, 3)), jnp.int32)
+    rows = _rows([0.0, 1.0, 0.0, 0.3], top_p=0.9)
+    together = sampling.sample(rows, logits, positions)
+    np.testing.assert_array_equal(together[::2], np.argmax(logits, axis=-1)[::2])
+    for i in range(4):
+        one = jax.tree.map(lambda x, i=i: x[i : i + 1], rows)
+        np.testing.assert_array_equal(together[i], sampling.sample(one, logits[i : i + 1], positions[i : i + 1])[0])
+
+
+def test_a_draw_depends_on_the_position_and_not_on_the_node(rng: np.random.Generator) -> None:
+    row = jnp.asarray(rng.standard_normal(VOCAB), jnp.float32)
+    logits = jnp.broadcast_to(row, (1, 5, VOCAB))
+    drawn = np.asarray(sampling.sample(_rows([1.5]), logits, jnp.asarray([[7, 8, 7, 9, 7]], jnp.int32)))[0]
+    assert drawn[0] == drawn[2] == drawn[4]
+
+
+def test_argmax_takes_the_first_of_equals_and_survives_nan() -> None:
+    x = jnp.asarray([[1.0, 3.0, 3.0], [float("nan")] * 3, [-np.inf, -np.inf, -1.0]], jnp.float32)
+    assert sampling.argmax(x).tolist() == [1, 2, 2]
+
+
+def _uniform(seeds: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:  # [seed, position, token]
+    rows = _rows([1.0] * len(seeds), seeds=seeds)
+    position_ids = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), (len(seeds), len(positions)))
+    gumbel = sampling.noise(rows, position_ids, jnp.asarray(tokens, jnp.uint32))
+    assert np.isfinite(gumbel).all()
+    return np.exp(-np.exp(-np.asarray(gumbel, np.float64)))
+
+
+@pytest.mark.parametrize("axis", [0, 1, 2], ids=["seed", "position", "token"])
+def test_noise_is_uniform_and_independent_along(axis: int) -> None:
+    """Consecutive values of one key, the others few: what a server draws for seeds 0, 1, 2, ... of one prompt."""
+    sizes = [3, 3, 3]
+    sizes[axis] = 20_000
+    seeds, positions, tokens = (np.arange(size, dtype=np.uint64) for size in sizes)
+    uniform = np.moveaxis(_uniform(seeds, positions, tokens), axis, -1).reshape(9, -1)
+    for series in uniform:
+        assert stats.kstest(series, "uniform").pvalue > 1e-4
+        for lag in (1, 2, 256):
+            pairs, _, _ = np.histogram2d(series[:-lag], series[lag:], bins=8, range=[[0, 1], [0, 1]])
+            assert stats.chisquare(pairs.ravel()).pvalue > 1e-5, f"lag {lag}"
+    correlation = np.corrcoef(uniform) - np.eye(9)
+    assert np.abs(correlation).max() < 5 / np.sqrt(20_000)
+
+
+def test_both_words_of_the_seed_count() -> None:
+    seeds = np.array([5, 5 + 2**32, 5 + 2**63], np.uint64)
+    uniform = _uniform(seeds, np.arange(4), np.arange(5))
+    assert len(np.unique(uniform.round(12))) == uniform.size
+
+
+def test_draft_rows_read_the_targets_noise() -> None:
+    everything = _uniform(np.arange(2, dtype=np.uint64), np.arange(3), np.arange(VOCAB))
+    some = np.array([1, 4, 9])
+    np.testing.assert_array_equal(_uniform(np.arange(2, dtype=np.uint64), np.arange(3), some), everything[..., some])

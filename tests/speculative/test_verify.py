@@ -1,0 +1,97 @@
+"""Walking down a tree, against a walk written as a loop; the masks of trees, against ancestors written as a loop."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specserve.errors import ConfigError
+from specserve.speculative.tree import (
+    MAX_NODES,
+    DynamicTree,
+    Proposal,
+    StaticTree,
+    ancestor_mask,
+    chain,
+    describe,
+    parse_speculation,
+    static_tree,
+)
+from specserve.speculative.verify import verify
+
+NODES, DEPTH = 9, 4
+
+_verify = jax.jit(verify, static_argnums=2)
+_ancestor_mask = jax.jit(ancestor_mask, static_argnums=1)
+
+
+@st.composite
+def _trees(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
+    """Parents, tokens (no two children of a node alike) and the target's draws, over few tokens so that many match."""
+    parents, tokens, depths = [0], [0], [0]
+    for node in range(1, NODES):
+        parent = draw(st.sampled_from([i for i in range(node) if depths[i] < DEPTH]))
+        taken = {tokens[i] for i in range(1, node) if parents[i] == parent}
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+        tokens.append(draw(st.sampled_from([i for i in range(NODES) if i not in taken])))
+    children = [[tokens[i] for i in range(1, NODES) if parents[i] == node] for node in range(NODES)]
+    drawn = [draw(st.sampled_from([*own, *own, *own, 99])) for own in children]
+    return parents, tokens, drawn
+
+
+@given(_trees(), _trees())
+def test_verify_walks_while_a_child_carries_the_targets_token(*trees: tuple[list[int], list[int], list[int]]) -> None:
+    parents, tokens, drawn = (jnp.asarray(x, jnp.int32) for x in zip(*trees, strict=True))
+    verdict = _verify(Proposal(tokens, parents, jnp.zeros_like(parents)), drawn, DEPTH)
+    for row, (parent, token, draws) in enumerate(trees):
+        node, path, emitted = 0, [0], [draws[0]]
+        while found := [i for i in range(1, NODES) if parent[i] == node and token[i] == draws[node]]:
+            [node] = found
+            path.append(node)
+            emitted.append(draws[node])
+        assert verdict.n_accepted[row] == len(path) - 1
+        assert verdict.path[row, : len(path)].tolist() == path
+        assert verdict.token_ids[row, : len(path)].tolist() == emitted
+        assert set(verdict.path[row, len(path) :].tolist()) <= {node}
+
+
+@given(_trees())
+def test_ancestor_mask_is_the_node_and_its_ancestors(tree: tuple[list[int], list[int], list[int]]) -> None:
+    parents = tree[0]
+    expected = np.zeros((NODES, NODES), bool)
+    for node in range(NODES):
+        at = node
+        while True:
+            expected[node, at] = True
+            if at == 0:
+                break
+            at = parents[at]
+    np.testing.assert_array_equal(_ancestor_mask(jnp.asarray([parents], jnp.int32), DEPTH)[0], expected)
+
+
+@pytest.mark.parametrize("text", ["off", "chain:1", "chain:7", "tree:4x4x12", "tree:2x3x12", "tree:1x5x5"])
+def test_speculation_reads_back(text: str) -> None:
+    assert describe(parse_speculation(text)) == text
+
+
+def test_speculation_means_what_it_says() -> None:
+    assert parse_speculation("chain:3") == chain(3) == DynamicTree(depth=3, top_k=1, num_nodes=3)
+    tree = parse_speculation("static:3x2x1")
+    assert isinstance(tree, StaticTree)
+    assert tree.parents == (0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 9)
+    assert tree.ranks == (0, 1, 2, 0, 1, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0)
+    assert (tree.depth, tree.top_k, tree.num_nodes) == (3, 3, 15)
+    assert static_tree((1, 1)).depths == (1, 2)
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["", "chain", "chain:0", "chain:-1", "chain:999", "tree:3x2x2", "tree:2x2x7", "tree:0x1x1", "tree:3x3", "static:"]
+    + ["static:0", "static:2x0x1", "static:16x16x16", "static:1x" + "9" * 30, f"chain:{MAX_NODES + 1}", "eagle:3"],
+)
+def test_speculation_that_describes_no_tree_is_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="chain:K|tree:DxKxN"):
+        parse_speculation(text)
