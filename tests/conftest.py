@@ -25,6 +25,14 @@ settings.register_profile("specserve", deadline=None, derandomize=True)
 settings.load_profile("specserve")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """Keep compiled programs beside pytest's own cache: compiling is most of the suite's time, and many are alike."""
+    if config.pluginmanager.hasplugin("cacheprovider"):
+        jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))  # type: ignore[union-attr]
+        jax.config.update("jax_compilation_cache_max_size", 2**30)
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+
+
 @pytest.fixture(scope="session")
 def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     """Random, 6 layers, vocabulary 64, loaded from a Hugging Face folder."""

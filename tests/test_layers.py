@@ -67,7 +67,9 @@ def test_imports_point_down(trees: dict[str, ast.Module]) -> None:
 
 
 def test_no_private_part_of_jax_is_used(trees: dict[str, ast.Module]) -> None:
-    wrong = [f"{name}: {module}" for name, tree in trees.items() for module, _ in _imports(tree) if "jax._src" in module]
+    wrong = [
+        f"{name}: {module}" for name, tree in trees.items() for module, _ in _imports(tree) if "jax._src" in module
+    ]
     assert not wrong
 
 

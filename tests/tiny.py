@@ -58,7 +58,7 @@ def draft_config(target: ModelConfig, **changes: Any) -> DraftConfig:
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size * 3 // 4,
         max_len=target.max_len,
-        aux_layers=target.default_aux_layers,
+        aux_layers=target.default_aux_layers if target.num_layers > 4 else (0, target.num_layers - 1),
         norm_eps=target.norm_eps,
         rope=target.rope,
     )

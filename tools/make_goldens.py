@@ -53,7 +53,7 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (family, what it cha
 
 
 def write_case(folder: Path, name: str, seed: int, **sizes: Any) -> None:
-    """A Hugging Face folder and `expected.safetensors`: token ids, logits, and the output of every layer but the last."""
+    """A Hugging Face folder and `expected.safetensors`: token ids, logits, the output of every layer but the last."""
     family, changes = CASES[name]
     torch.manual_seed(seed)
     config = getattr(transformers, f"{family}Config")(**{**SIZES, **sizes, **changes})

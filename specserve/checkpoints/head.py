@@ -61,7 +61,8 @@ def load_head(folder: Path, target: Target, *, dtype: str) -> Head:
         )
     maps = dict(tensors.read([name for name in (dialects.D2T, dialects.T2D) if name in names]))
     target_ids = dialects.vocab_from_tensors(maps.get(dialects.D2T), maps.get(dialects.T2D), config, str(folder))
-    skipped = dict.fromkeys((dialects.D2T, dialects.T2D), "read as the draft vocabulary")
+    reason = "read as the draft vocabulary"
+    skipped: dict[str, str] = {dialects.D2T: reason, dialects.T2D: reason}
     rename = dialects.renamer(names)
     params = load_params(draft_spec(config), tensors, dtype, skipped=skipped, rename=rename)
     return Head(config, params, target_ids)

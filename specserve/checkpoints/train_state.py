@@ -45,7 +45,7 @@ class StateStore:
                 f"{self._folder}: step {step} does not fit this run ({str(error).splitlines()[0]}); resume with the "
                 "settings it was started with"
             ) from error
-        return restored.state, restored.data
+        return restored["state"], restored["data"]
 
     def close(self) -> None:
         self._manager.close()

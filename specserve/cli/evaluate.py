@@ -75,6 +75,7 @@ def evaluate(run: EvalRun) -> None:
         console.print(f"[yellow]{found.num_skipped} prompts did not fit the context and were not asked[/]")
     if run.output:
         steps = {
+            "bound_ms": times.bound,
             "plain_ms": times.plain,
             "speculative_ms": times.step,
             "draft_ms": times.draft,

@@ -39,3 +39,7 @@ def main() -> None:
 
         Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {error}", highlight=False)
         sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()

@@ -46,7 +46,7 @@ def start(log_level: str = "info") -> None:
     log.setup(log_level)
     import jax  # heavy
 
-    if jax.config.jax_compilation_cache_dir is None:
+    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
         root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
         jax.config.update("jax_compilation_cache_dir", str(root / "specserve" / "programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

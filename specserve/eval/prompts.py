@@ -4,6 +4,7 @@ import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from specserve.data import pydoc
 from specserve.errors import DataError
@@ -36,7 +37,7 @@ def _mt_bench() -> Iterator[Question]:
     from datasets import load_dataset  # heavy
 
     try:
-        rows = load_dataset(MT_BENCH_HUB_ID, split="train")
+        rows: Any = load_dataset(MT_BENCH_HUB_ID, split="train")
     except Exception as error:  # datasets raises many types for "cannot be reached"
         raise DataError(
             f"MT-Bench ({MT_BENCH_HUB_ID}) could not be loaded ({type(error).__name__}). Where there is no hub, give "
@@ -54,11 +55,11 @@ def _read(path: Path) -> Iterator[Question]:
             continue
         try:
             row = json.loads(line)
-            turns = tuple(row["turns"])
-            if not turns or not all(isinstance(turn, str) for turn in turns):
+            turns = row["turns"]
+            if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
                 raise TypeError("turns must be a list of strings")
         except (ValueError, KeyError, TypeError) as error:
             raise DataError(
                 f'{path}, line {number}: {error!r}; expected {{"question_id": 1, "category": "writing", "turns": [..]}}'
             ) from error
-        yield Question(str(row.get("question_id", number)), str(row.get("category", "all")), turns)
+        yield Question(str(row.get("question_id", number)), str(row.get("category", "all")), tuple(turns))

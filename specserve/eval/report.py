@@ -37,6 +37,7 @@ def category_table(report: Report) -> Table:
 
 def step_line(times: StepTimes) -> str:
     return (
-        f"one sequence, median: plain step {times.plain:.2f} ms; speculative step {times.step:.2f} ms "
+        f"one sequence, median: plain step {times.plain:.2f} ms ({times.plain / times.bound:.2f}x the bandwidth "
+        f"bound of {times.bound:.2f} ms); speculative step {times.step:.2f} ms "
         f"= draft {times.draft:.2f} + verify {times.verify:.2f}"
     )

@@ -17,11 +17,14 @@ from specserve.speculative.propose import catch_up, propose
 from specserve.speculative.step import SlotState, StepConfig, Weights
 from specserve.speculative.tree import Proposal, Tree
 
+COPY_BYTES = 256 << 20
+
 
 @dataclass(frozen=True)
 class StepTimes:
     """Medians, in milliseconds."""
 
+    bound: float  # the target's weights over the copy bandwidth: no plain step of one sequence can be much faster
     step: float  # one whole speculative step, as the engine runs it
     draft: float  # catch up and propose
     plain: float  # one plain decoding step of the same batch
@@ -56,8 +59,20 @@ def measure_steps(plain: Runner, speculative: Runner, *, context: int, repeats: 
         times["draft"].append(
             _timed(lambda: jax.block_until_ready(draft(speculative.weights, speculative.state, slots)))
         )
+    num_bytes = (
+        sum(leaf.nbytes for leaf in jax.tree.leaves(plain.weights.target)) - plain.weights.target.embedding.nbytes
+    )
+    bound = num_bytes / copy_bandwidth() * 1e3
     warm = {name: statistics.median(values[2:]) * 1e3 for name, values in times.items()}
-    return StepTimes(step=warm["step"], draft=warm["draft"], plain=warm["plain"])
+    return StepTimes(bound=bound, step=warm["step"], draft=warm["draft"], plain=warm["plain"])
+
+
+def copy_bandwidth() -> float:
+    """Bytes per second, read and written, of the best of ten large copies: what streaming weights can reach."""
+    source = jnp.ones(COPY_BYTES // 4, jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    jax.block_until_ready(copy(source))
+    return 2 * COPY_BYTES / min(_timed(lambda: jax.block_until_ready(copy(source))) for _ in range(10))
 
 
 def _timed(run: Callable[[], object]) -> float:

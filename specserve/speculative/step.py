@@ -114,7 +114,7 @@ def prefill(
     num_tokens: jax.Array,  # [batch] int32, valid tokens of the chunk
     width: int,  # pages of each sequence that attention reads; all that is committed must lie in them
 ) -> tuple[SlotState, StepResult]:
-    """Run one chunk of each prompt. The drawn token counts only where the chunk ends its prompt: there it is the root."""
+    """Run one chunk of each prompt. Where it ends the prompt, the drawn token counts: it is the root."""
     batch, n = token_ids.shape
     now = _gather(state, slots, width)
     offset = jnp.arange(n)

@@ -150,8 +150,8 @@ class Trainer:
             _cut_metrics(metrics_path, self.step)
         elif self._store.latest_step is not None:
             raise CheckpointError(
-                f"{self.output} holds a run that stopped at step {self._store.latest_step}; go on with it (--resume) or "
-                "give another --output"
+                f"{self.output} holds a run that stopped at step {self._store.latest_step}; go on with it (--resume), "
+                "give another --output, or remove the folder"
             )
         self._start = time.monotonic() - self._seconds
 

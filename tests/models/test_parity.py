@@ -51,7 +51,8 @@ def test_logits_and_taps_equal_live_transformers(case: str, tmp_path: Path) -> N
 def _load_tool() -> ModuleType:
     pytest.importorskip("torch")
     spec = importlib.util.spec_from_file_location("make_goldens", TESTS.parent / "tools" / "make_goldens.py")
-    assert spec is not None and spec.loader is not None
+    assert spec is not None
+    assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module

@@ -41,7 +41,8 @@ def test_decoding_token_by_token_over_pages_equals_one_forward(tiny_target: Targ
             (out.hidden_states, whole.hidden_states),
             (out.aux_hidden_states, whole.aux_hidden_states),
         ):
-            assert got is not None and expected is not None
+            assert got is not None
+            assert expected is not None
             expected = np.take_along_axis(np.asarray(expected), np.asarray(at)[..., None], axis=1)
             np.testing.assert_allclose(got, expected, atol=1e-5)
         pages = pages.write(out.kv, table, at, jnp.ones((2, 1), bool))

@@ -119,7 +119,9 @@ def _check_equal(
     token_ids = [*prompt, *plain.token_ids[:at]]
     logits = jnp.asarray(tiny.target_logits(target, token_ids)[-1])[None, None]
     row = sampler_row(params, params.seed or 0)
-    noise = sampling.noise(row, jnp.asarray([[len(token_ids)]], jnp.int32), jnp.arange(logits.shape[-1], dtype=jnp.uint32))
+    noise = sampling.noise(
+        row, jnp.asarray([[len(token_ids)]], jnp.int32), jnp.arange(logits.shape[-1], dtype=jnp.uint32)
+    )
     scores = np.asarray(sampling.truncate(row, sampling.scale(row, logits)) + noise)[0, 0]
     a, b = plain.token_ids[at], other.token_ids[at]
     gap = float(scores.max() - min(scores[a], scores[b]))

@@ -79,7 +79,9 @@ def _log_probs(world: World, row: int, paths: dict[tuple[int, ...], np.ndarray],
 
 def _forced_chain(world: World, token_ids: jax.Array) -> list[jax.Array]:  # [batch, depth] -> depth x [batch, vocab]
     """Run the draft over given tokens, as a chain would."""
-    return _chain_program(world.head.config)(world.draft, world.pages, world.table, world.seq_lens, world.hidden, token_ids)
+    return _chain_program(world.head.config)(
+        world.draft, world.pages, world.table, world.seq_lens, world.hidden, token_ids
+    )
 
 
 @functools.cache

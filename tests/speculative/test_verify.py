@@ -42,8 +42,10 @@ def _trees(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     return parents, tokens, drawn
 
 
-@given(_trees(), _trees())
-def test_verify_walks_while_a_child_carries_the_targets_token(*trees: tuple[list[int], list[int], list[int]]) -> None:
+@given(st.tuples(_trees(), _trees()))
+def test_verify_walks_while_a_child_carries_the_targets_token(
+    trees: tuple[tuple[list[int], list[int], list[int]], ...],
+) -> None:
     parents, tokens, drawn = (jnp.asarray(x, jnp.int32) for x in zip(*trees, strict=True))
     verdict = _verify(Proposal(tokens, parents, jnp.zeros_like(parents)), drawn, DEPTH)
     for row, (parent, token, draws) in enumerate(trees):
@@ -89,8 +91,24 @@ def test_speculation_means_what_it_says() -> None:
 
 @pytest.mark.parametrize(
     "text",
-    ["", "chain", "chain:0", "chain:-1", "chain:999", "tree:3x2x2", "tree:2x2x7", "tree:0x1x1", "tree:3x3", "static:"]
-    + ["static:0", "static:2x0x1", "static:16x16x16", "static:1x" + "9" * 30, f"chain:{MAX_NODES + 1}", "eagle:3"],
+    [
+        "",
+        "chain",
+        "chain:0",
+        "chain:-1",
+        "chain:999",
+        "tree:3x2x2",
+        "tree:2x2x7",
+        "tree:0x1x1",
+        "tree:3x3",
+        "static:",
+        "static:0",
+        "static:2x0x1",
+        "static:16x16x16",
+        "static:1x" + "9" * 30,
+        f"chain:{MAX_NODES + 1}",
+        "eagle:3",
+    ],
 )
 def test_speculation_that_describes_no_tree_is_refused(text: str) -> None:
     with pytest.raises(ConfigError, match="chain:K|tree:DxKxN"):

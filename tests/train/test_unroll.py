@@ -97,7 +97,8 @@ def test_rollout_step_k_equals_servings_kth_draft_step(
         slots = jnp.zeros(1, jnp.int32)
         state, _ = step.prefill(weights, step_config, state, slots, prompt[None], length[None], 8)
         pending = Pending(ahead[None, :1], state.pending.features[:, :1], state.pending.count)
-        assert state.draft_pages is not None and weights.draft is not None
+        assert state.draft_pages is not None
+        assert weights.draft is not None
         pages, hidden = catch_up(
             weights.draft, config, state.draft_pages, state.page_table, state.page_table, state.seq_lens, pending
         )

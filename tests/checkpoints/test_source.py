@@ -1,0 +1,36 @@
+"""What may stand after `--target`, and how one that cannot be found is refused."""
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from specserve.checkpoints.source import BUNDLED_FOLDER, resolve_target
+from specserve.errors import CheckpointError, ConfigError
+
+
+def test_the_bundled_name_and_local_folders_need_no_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    assert resolve_target("pydoc").folder == BUNDLED_FOLDER
+    assert resolve_target(str(tmp_path)).folder == tmp_path.resolve()
+
+
+def test_an_unreachable_hub_names_the_folder_to_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_args: object, **_kwargs: object) -> str:
+        raise OSError("no route to host\nand much more")
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", refuse)
+    for text in ("qwen3-8b", "Qwen/Qwen3-8B"):
+        with pytest.raises(CheckpointError) as error:
+            resolve_target(text)
+        message = str(error.value)
+        assert "no route to host" in message
+        assert "and much more" not in message
+        assert "--target models/Qwen3-8B" in message
+
+
+@pytest.mark.parametrize("text", ["qwen3-8", "./nowhere/at-all", "pydocs", "/no/such/folder"])
+def test_names_that_nobody_knows_are_refused(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
+    with pytest.raises(ConfigError, match="--target"):
+        resolve_target(text)

@@ -1,0 +1,52 @@
+"""The command line as users type it: it answers at once, and what is wrong is said in one line with the fix."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+
+def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-m", "specserve.cli.main", *arguments],
+        cwd=cwd,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "COLUMNS": "200", **environment},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def test_help_imports_nothing_heavy() -> None:
+    code = "import sys, specserve.cli.main; print([m for m in ('jax', 'numpy', 'transformers') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert out.stdout.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        (("train", "--set", "train.leraning_rate=1"), "train.leraning_rate"),
+        (("train", "--lr", "-1"), "train.lr"),
+        (("train", "--target", "qwen3-8x"), "qwen3-8b"),
+        (("serve", "--draft", "./nowhere"), "specserve train"),
+        (("serve", "--speculation", "chain:0", "--port", "0"), "chain:0"),
+        (("eval", "--bench", "missing.jsonl"), "missing.jsonl"),
+    ],
+)
+def test_wrong_input_is_one_line_that_names_the_fix(arguments: tuple[str, ...], expected: str, tmp_path: Path) -> None:
+    done = run(*arguments, cwd=tmp_path)
+    assert done.returncode == 2, done.stdout + done.stderr
+    assert done.stderr.startswith("error: ")
+    assert expected in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_unreachable_hub_names_the_folder_for_the_weights(tmp_path: Path) -> None:
+    done = run("train", "--target", "qwen3-8b", cwd=tmp_path, HF_HOME=str(tmp_path / "hub"))
+    assert done.returncode == 2
+    assert "Qwen/Qwen3-8B" in done.stderr
+    assert "--target models/Qwen3-8B" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,74 @@
+"""The evaluation's laws: both arms say the same, the pooled numbers add up, and nothing asked is lost."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specserve.checkpoints.head import Head
+from specserve.checkpoints.load import Target
+from specserve.data.conversations import Conversation, Message
+from specserve.errors import DataError
+from specserve.eval.acceptance import Report, evaluate
+from specserve.eval.engines import EnginePair, engine_pair
+from specserve.eval.prompts import Question, load_questions
+from specserve.eval.regenerate import regenerate
+from specserve.eval.step_times import measure_steps
+from specserve.serve.launch import Models
+from specserve.serve.request import SamplingParams
+from specserve.tokenizer import Tokenizer
+
+
+@pytest.fixture(scope="module")
+def pair(pydoc_target: Target, pydoc_head: Head, pydoc_tokenizer: Tokenizer) -> EnginePair:
+    models = Models("pydoc", pydoc_target, pydoc_head, pydoc_tokenizer)
+    pair = engine_pair(models, "chain:2", num_slots=2, max_model_len=256)
+    times = measure_steps(pair.plain.runner, pair.speculative.runner, context=40, repeats=3)
+    assert 0 < times.draft < times.step
+    return pair
+
+
+QUESTIONS = [
+    Question("1", "source", ("Write the function `os.path.join`.", "Now document it.")),
+    Question("2", "docs", ("What does `json.dumps` do?",)),
+    Question("3", "docs", ("What does `json.loads` do? " * 60,)),  # does not fit the context
+]
+
+
+def test_arms_agree_and_the_books_balance(pair: EnginePair, tmp_path: Path) -> None:
+    """One test for one pair of engines: an engine starts once."""
+    with pair:
+        report = evaluate(pair.plain, pair.speculative, QUESTIONS, Report("x", "chain:2", 0.0, 2), max_tokens=24)
+        sampled = evaluate(pair.plain, pair.speculative, QUESTIONS, Report("x", "chain:2", 1.0, 1), max_tokens=24)
+        _regeneration_resumes(pair, tmp_path / "rows.jsonl")
+    for found in (report, sampled):
+        assert found.num_answers == found.num_identical == 3
+        assert found.num_skipped == 1
+        assert found.plain.num_tokens == found.speculative.num_tokens
+        assert found.tally.num_steps == sum(tally.num_steps for tally in found.by_category.values())
+        assert found.tally.tau == pytest.approx(1 + sum(found.tally.accepted) / found.tally.num_steps)
+        # every token but each answer's first came from a step; an answer's last step may overshoot its end
+        from_steps = found.tally.num_steps + sum(found.tally.accepted)
+        assert 0 <= from_steps - (found.speculative.num_tokens - found.num_answers) <= 2 * found.num_answers
+        json.dumps(found.to_json())
+
+
+def _regeneration_resumes(pair: EnginePair, output: Path) -> None:
+    asked = [Conversation((Message("user", f"What does `f{i}` do?"),), "docs", "x") for i in range(3)]
+    params = SamplingParams.create(max_tokens=8, temperature=0)
+    assert regenerate(pair.plain, asked[:2], output, params) == 2
+    output.write_text(output.read_text() + '{"id": 9, "mess')  # killed in the middle of a row
+    assert regenerate(pair.plain, asked, output, params) == 1
+    rows = [json.loads(line) for line in output.read_text().splitlines()]
+    assert sorted(row["id"] for row in rows) == [0, 1, 2]
+    assert all([message["role"] for message in row["messages"]] == ["user", "assistant"] for row in rows)
+
+
+def test_question_files(tmp_path: Path) -> None:
+    path = tmp_path / "questions.jsonl"
+    rows = [{"question_id": i, "category": "writing", "turns": ["a", "b"]} for i in range(10)]
+    path.write_text("\n".join(json.dumps(row) for row in rows))
+    assert [question.question_id for question in load_questions(str(path), 5)] == ["0", "2", "4", "6", "8"]
+    path.write_text(path.read_text() + '\n{"question_id": 1, "turns": "a"}\n')
+    with pytest.raises(DataError, match="line 11"):
+        load_questions(str(path), 0)
