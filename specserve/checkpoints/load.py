@@ -74,7 +74,7 @@ def _check(wanted: dict[str, ParamSpec], tensors: TensorFolder, skipped: dict[st
     problems = [f"{name} is missing" for name in sorted(wanted.keys() - names)]
     for name in sorted(names - wanted.keys()):
         if name in skipped:
-            logger.info("%s: %s is skipped (%s)", tensors.folder, name, skipped[name])
+            logger.debug("%s: %s is skipped (%s)", tensors.folder, name, skipped[name])
         elif not _ROTARY_BUFFER.match(name):
             problems.append(f"{name} is not part of this architecture")
     for name in sorted(wanted.keys() & names):

@@ -61,8 +61,9 @@ def quickstart(
     console.rule("4. result")
     console.print(summary_table(rows, f"held-out pydoc, {SPECULATION}, greedy, one stream"))
     console.print("go on with:")
-    console.print(f"  [bold]specserve serve --draft {output}[/]")
-    console.print(f"  [bold]specserve eval --draft {output} --bench pydoc[/]")
+    shown = output if output.is_absolute() else f"./{output}"
+    console.print(f"  [bold]specserve serve --draft {shown}[/]")
+    console.print(f"  [bold]specserve eval --draft {shown} --bench pydoc[/]")
 
 
 def _evaluate_and_ask(models: "Models", questions: "list[Question]", name: str) -> "tuple[Report, str]":

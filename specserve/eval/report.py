@@ -11,8 +11,16 @@ from specserve.eval.step_times import StepTimes
 def summary_table(rows: Sequence[tuple[str, Report]], title: str) -> Table:
     """One row per head: tau, acceptance by depth, and the two arms' speed."""
     table = Table(title=title, title_justify="left")
-    for name in ("head", "tau", "acceptance by depth", "plain tok/s", "speculative tok/s", "speed-up", "same answers"):
-        table.add_column(name, justify="left" if name == "head" else "right")
+    for name in (
+        "head",
+        "tau",
+        "accepted\nby depth",
+        "plain\ntokens/s",
+        "speculative\ntokens/s",
+        "gain",
+        "same\nanswers",
+    ):
+        table.add_column(name, justify="left" if name == "head" else "right", no_wrap=True)
     for name, report in rows:
         table.add_row(
             name,

@@ -326,5 +326,5 @@ def test_a_sharded_target_loads_like_a_whole_one(tmp_path: Path, tiny_target: Ta
         np.testing.assert_array_equal(leaf, same)
     assert loaded.eos_ids == (2,)
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
-    with pytest.raises(CheckpointError, match="model-00002-of-00002.safetensors, which is not there"):
+    with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors, which is not there"):
         load_target(tmp_path, dtype="float32")

@@ -153,6 +153,18 @@ def test_nothing_compiles_after_warm_up(engine: Engine) -> None:
     assert engine.runner.num_compiled == before
 
 
+def test_growing_into_wider_page_tables_changes_nothing(
+    tiny_target: Target, tiny_head: Head, pydoc_tokenizer: Tokenizer, answer: list[int]
+) -> None:
+    """Steps read the narrowest table that holds their sequences: here 16 entries, then 56."""
+    tree = parse_speculation("chain:2")
+    runner = Runner(tiny_target, tiny_head, tree, num_slots=1, max_model_len=56, page_size=2, num_pages=28)
+    assert runner.widths == (8, 28)
+    with Engine(runner, pydoc_tokenizer, model_name="tiny", eos_ids=()) as engine:
+        [completion] = engine.generate([PROMPT], _greedy(40))
+    assert list(completion.token_ids) == answer
+
+
 def test_an_eos_inside_an_accepted_path_ends_the_sequence_there(
     runner: Runner, plain_runner: Runner, pydoc_tokenizer: Tokenizer, answer: list[int]
 ) -> None:

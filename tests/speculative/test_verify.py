@@ -111,5 +111,5 @@ def test_speculation_means_what_it_says() -> None:
     ],
 )
 def test_speculation_that_describes_no_tree_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match="chain:K|tree:DxKxN"):
+    with pytest.raises(ConfigError, match=r"chain:K|tree:DxKxN"):
         parse_speculation(text)

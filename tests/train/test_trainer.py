@@ -151,7 +151,7 @@ def test_a_folder_with_a_run_is_not_overwritten(finished: tuple[Path, list[Progr
 
 
 def test_runs_that_cannot_end_or_begin_are_refused(tmp_path: Path, tiny_target: Target) -> None:
-    with pytest.raises(ConfigError, match="max_steps and train.max_minutes"):
+    with pytest.raises(ConfigError, match=r"max_steps and train\.max_minutes"):
         _trainer(tmp_path / "a", tiny_target, max_steps=0)
     with pytest.raises(CheckpointError, match="no saved state"):
         _trainer(tmp_path / "b", tiny_target, max_steps=3, resume=True).train()
