@@ -2,15 +2,16 @@
 
 from collections.abc import Sequence
 
+from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
-from specserve.eval.acceptance import Report
+from specserve.eval.acceptance import Report, Tally
 from specserve.eval.step_times import StepTimes
 
 
 def summary_table(rows: Sequence[tuple[str, Report]], title: str) -> Table:
     """One row per head: tau, acceptance by depth, and the two arms' speed."""
-    table = Table(title=title, title_justify="left")
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in (
         "head",
         "tau",
@@ -25,7 +26,7 @@ def summary_table(rows: Sequence[tuple[str, Report]], title: str) -> Table:
         table.add_row(
             name,
             f"{report.tally.tau:.2f}",
-            " ".join(f"{rate:.2f}" for rate in report.tally.accept_rate),
+            _by_depth(report.tally),
             f"{report.plain.tokens_per_second:.0f}",
             f"{report.speculative.tokens_per_second:.0f}",
             f"{report.speedup:.2f}x",
@@ -34,12 +35,16 @@ def summary_table(rows: Sequence[tuple[str, Report]], title: str) -> Table:
     return table
 
 
+def _by_depth(tally: Tally) -> str:
+    return " ".join(f"{rate:.2f}" for rate in tally.accept_rate)
+
+
 def category_table(report: Report) -> Table:
-    table = Table(title="by category", title_justify="left")
+    table = Table(title="by category", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in ("category", "tau", "acceptance by depth", "steps"):
         table.add_column(name, justify="left" if name == "category" else "right")
     for name, tally in sorted(report.by_category.items()):
-        table.add_row(name, f"{tally.tau:.2f}", " ".join(f"{x:.2f}" for x in tally.accept_rate), str(tally.num_steps))
+        table.add_row(name, f"{tally.tau:.2f}", _by_depth(tally), str(tally.num_steps))
     return table
 
 
