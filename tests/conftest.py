@@ -5,8 +5,6 @@ import os
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the laws hold on accelerators too; run there with JAX_PLATFORMS=...
 
-from pathlib import Path
-
 import jax
 import numpy as np
 import pytest
@@ -60,8 +58,7 @@ def pydoc_tokenizer() -> Tokenizer:
 @pytest.fixture(scope="session")
 def pydoc_head(pydoc_target: Target) -> Head:
     """The head that ships in the package."""
-    folder = Path(os.environ.get("SPECSERVE_TEST_HEAD", BUNDLED_HEAD_FOLDER))
-    return load_head(folder, pydoc_target, dtype="float32")
+    return load_head(BUNDLED_HEAD_FOLDER, pydoc_target, dtype="float32")
 
 
 @pytest.fixture(scope="session")

@@ -9,6 +9,7 @@ and one small result for the host. The invariant between steps, for a slot whose
                          the draft has committed entries 1..L - count
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -95,13 +96,12 @@ def admit(
     row: SamplerRows,  # of one sequence, [1]
 ) -> SlotState:
     """Give a slot to a new sequence."""
-    return SlotState(
+    return dataclasses.replace(
+        state,
         page_table=state.page_table.at[slot].set(page_row),
         seq_lens=state.seq_lens.at[slot].set(0),
         pending=jax.tree.map(lambda x: x.at[slot].set(0), state.pending),
         rows=jax.tree.map(lambda x, new: x.at[slot].set(new[0]), state.rows, row),
-        pages=state.pages,
-        draft_pages=state.draft_pages,
     )
 
 
@@ -126,7 +126,7 @@ def prefill(
     hidden = jnp.take_along_axis(out.hidden_states, last[..., None], axis=1)
     drawn = sample(now.rows, target_model.logits(weights.target, hidden), now.seq_lens[:, None] + num_tokens[:, None])
     is_valid &= _has_run(drawn)
-    state = state_with(state, pages=state.pages.write(out.kv, now.page_table, index, is_valid))
+    state = dataclasses.replace(state, pages=state.pages.write(out.kv, now.page_table, index, is_valid))
     if config.draft and weights.draft:
         assert out.aux_hidden_states is not None
         assert state.draft_pages is not None
@@ -137,7 +137,7 @@ def prefill(
             weights.draft.params, config.draft, weights.draft.embedding, token_ids, before, index
         )
         kv = draft_model.draft_kv(weights.draft.params, config.draft, inputs)
-        state = state_with(
+        state = dataclasses.replace(
             state,
             draft_pages=state.draft_pages.write((kv,), now.page_table, index, is_valid & (index >= FIRST_ENTRY)),
         )
@@ -164,7 +164,7 @@ def decode(
     out = _run_target(weights, config, state, now, root, now.seq_lens[:, None], jnp.ones((1, 1, 1), bool))
     drawn = sample(now.rows, target_model.logits(weights.target, out.hidden_states), now.seq_lens[:, None] + 1)
     is_kept = _has_run(drawn)
-    state = state_with(state, pages=state.pages.write(out.kv, now.page_table, now.seq_lens[:, None], is_kept))
+    state = dataclasses.replace(state, pages=state.pages.write(out.kv, now.page_table, now.seq_lens[:, None], is_kept))
     count = jnp.ones_like(now.seq_lens)
     state = _commit(state, slots, now.seq_lens + 1, Pending(drawn, now.pending.features[:, :1], count))
     return state, StepResult(token_ids=drawn, n_accepted=jnp.zeros_like(count))
@@ -206,7 +206,7 @@ def speculate(
     is_kept = step <= verdict.n_accepted[:, None]
     assert out.aux_hidden_states is not None
     features = draft_model.fuse_features(weights.draft.params, config.draft, along_path(out.aux_hidden_states))
-    state = state_with(
+    state = dataclasses.replace(
         state,
         pages=state.pages.write(kv, now.page_table, now.seq_lens[:, None] + step, is_kept),
         draft_pages=draft_pages,
@@ -271,29 +271,15 @@ def _has_run(drawn: jax.Array) -> jax.Array:
     return drawn >= 0
 
 
-def state_with(state: SlotState, *, pages: KVPages | None = None, draft_pages: KVPages | None = None) -> SlotState:
-    return SlotState(
-        page_table=state.page_table,
-        seq_lens=state.seq_lens,
-        pending=state.pending,
-        rows=state.rows,
-        pages=state.pages if pages is None else pages,
-        draft_pages=state.draft_pages if draft_pages is None else draft_pages,
-    )
-
-
 def _commit(state: SlotState, slots: jax.Array, seq_lens: jax.Array, pending: Pending) -> SlotState:
     """Write the step's slots back; padded ones are dropped."""
     m = pending.token_ids.shape[1]
-    return SlotState(
-        page_table=state.page_table,
+    return dataclasses.replace(
+        state,
         seq_lens=state.seq_lens.at[slots].set(seq_lens, mode="drop"),
         pending=Pending(
             token_ids=state.pending.token_ids.at[slots, :m].set(pending.token_ids, mode="drop"),
             features=state.pending.features.at[slots, :m].set(pending.features, mode="drop"),
             count=state.pending.count.at[slots].set(pending.count, mode="drop"),
         ),
-        rows=state.rows,
-        pages=state.pages,
-        draft_pages=state.draft_pages,
     )

@@ -1,6 +1,7 @@
 """Acceptance measured by the code that serves: prefill and speculative steps of `speculative.step`, greedily, over a
 small state of its own. Tau here is tau in production (a test holds the two equal)."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +16,6 @@ from specserve.models.config import DraftConfig
 from specserve.models.draft import DraftParams, token_embedding
 from specserve.speculative import step
 from specserve.speculative.propose import Draft
-from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.step import SlotState, StepConfig, StepResult, Weights
 from specserve.speculative.tree import Tree
 from specserve.speculative.vocab import DraftVocab
@@ -77,9 +77,7 @@ class AcceptanceMeter:
             max_pages=self._max_pages,
         )
         pages = jnp.arange(count * self._max_pages, dtype=jnp.int32).reshape(count, self._max_pages)
-        state = SlotState(
-            pages, state.seq_lens, state.pending, SamplerRows.greedy(count), state.pages, state.draft_pages
-        )
+        state = dataclasses.replace(state, page_table=pages)
         slots = jnp.arange(count, dtype=jnp.int32)
         lens = np.array([len(prompt) for prompt in self._prompts], np.int32)
         padded = np.zeros((count, lens.max()), np.int32)

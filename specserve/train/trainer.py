@@ -1,5 +1,6 @@
 """A training run from settings to a head on disk."""
 
+import dataclasses
 import json
 import logging
 import time
@@ -97,8 +98,7 @@ def init_head(config: DraftConfig, target: Target, target_ids: np.ndarray, seed:
     params: DraftParams = init_params(draft_spec(config), jax.random.key(seed), config.dtype)
     columns = head_columns(target.params, jnp.asarray(target_ids)).astype(config.dtype)
     norm = jnp.array(target.params.norm, config.dtype)
-    leaves = {field: getattr(params, field) for field in params.__dataclass_fields__}
-    return DraftParams(**{**leaves, "head": columns, "norm": norm})
+    return dataclasses.replace(params, head=columns, norm=norm)
 
 
 class Trainer:

@@ -100,7 +100,7 @@ def rollout_loss(
     for step, hidden in enumerate(rollout_states(params, config, embedding, rows, aux_hidden_states, length)):
         weights = slot_weights(rows, step)
         best = shift(teacher.best_draft_id + 1, 1 + step) - 1  # past the end: -1, no draft row
-        is_known = weights * (best >= 0)
+        is_known = jnp.where(best >= 0, weights, 0.0)
         loss, hits = _step_loss(params, config, hidden, shift(teacher.probs, 1 + step), best)
         losses.append(masked_mean(loss, is_known))
         accuracies.append(masked_mean(hits, weights))
