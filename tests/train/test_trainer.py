@@ -3,7 +3,7 @@ left on disk can be served."""
 
 import dataclasses
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import jax
@@ -30,6 +30,13 @@ SETTINGS = TrainSettings(
     eval_every=0,
     save_every=3,
 )
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _optax_promotes() -> Iterator[None]:
+    """Strict promotion is for our own code; optax raises a Python float to an int32 power."""
+    with jax.numpy_dtype_promotion("standard"):
+        yield
 
 
 class Killed(Exception):
