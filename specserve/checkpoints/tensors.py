@@ -71,6 +71,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     """Write one safetensors file; a reader sees the old file or the new one, never half of it."""
     partial = path.with_name(path.name + ".partial")
     save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, partial, {"format": "pt"})
+    partial.chmod(0o644)  # the library makes it readable by its owner alone
     os.replace(partial, path)
 
 
