@@ -35,7 +35,17 @@ def quickstart(
     from specserve.train.settings import DataSettings, DraftSettings, TrainRun, TrainSettings
 
     console.rule("1. train a draft head for the bundled target")
-    settings = TrainSettings(max_minutes=minutes, rollout=3, optimizer="muon", log_every=2, eval_every=40, save_every=0)
+    # few minutes are few steps: small batches, and Muon, learn most from them
+    settings = TrainSettings(
+        max_minutes=minutes,
+        batch_size=4,
+        rollout=3,
+        optimizer="muon",
+        muon_lr=0.02,
+        lr=1.5e-3,
+        log_every=4,
+        eval_every=60,
+    )
     # what fits the minutes is read: tokenising all of pydoc would take a tenth of them
     data = DataSettings(source="pydoc", max_conversations=max(600, int(6000 * minutes)), eval_prompts=8)
     draft = DraftSettings(vocab_size=3072, d_ff=768, fc_norm=True, norm_output=True)

@@ -89,6 +89,6 @@ def make_step(
         params: Any = optax.apply_updates(tree, jax.tree.map(lambda update: update * lr_scale, updates))
         new = TrainState(params=params, optimizer=optimizer_state, step=state.step + 1)
         n_tokens = jnp.sum(rows.loss_mask, dtype=jnp.int32)
-        return new, StepMetrics(loss, metrics, optax.global_norm(gradient), n_tokens)
+        return new, StepMetrics(loss, metrics, optax.tree.norm(gradient), n_tokens)
 
     return jax.jit(step, donate_argnums=0)
