@@ -68,7 +68,7 @@ def measure_steps(plain: Runner, speculative: Runner, *, context: int, repeats: 
 
 
 def copy_bandwidth() -> float:
-    """Bytes per second, read and written, of the best of ten passes over a large buffer: what streaming weights can reach."""
+    """Bytes per second, read and written, of the best of ten passes over a large buffer."""
     buffer = jnp.ones(COPY_BYTES // 4, jnp.float32)
     update = jax.jit(lambda x: x + 1, donate_argnums=0)  # in place: fresh memory would time the page faults
     times = []
