@@ -14,6 +14,7 @@ from specserve.errors import RequestError
 MAX_SEED = 2**63 - 1
 MAX_STOP_STRINGS = 64
 MAX_STOP_CHARS = 1024
+SMALLEST_TEMPERATURE = 1e-5  # below it, as in vLLM, sampling is greedy: logits over less would overflow
 
 
 class FinishReason(enum.StrEnum):
@@ -70,7 +71,7 @@ class SamplingParams:
             _check("stop_token_ids", token_id, 0, 2**31 - 1)
         return cls(
             max_tokens=max_tokens,
-            temperature=float(temperature),
+            temperature=float(temperature) if temperature >= SMALLEST_TEMPERATURE else 0.0,
             top_p=float(top_p),
             top_k=max(0, top_k),
             min_p=float(min_p),
