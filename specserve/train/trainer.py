@@ -165,7 +165,8 @@ class Trainer:
 
     def _loop(self, log: TextIO, on_progress: Callable[[Progress], None]) -> None:
         settings = self.settings
-        unread: deque[tuple[int, StepMetrics]] = deque()  # metrics are read a step late, so the device never waits
+        # metrics are read a step late, so the device never waits: (step, tokens so far, metrics)
+        unread: deque[tuple[int, int, StepMetrics]] = deque()
         while (share := self._share()) < 1:
             batch = self.data.loader.next_batch()
             rows = Rows(
@@ -176,8 +177,8 @@ class Trainer:
             self.step += 1
             self._tokens += int(batch.loss_mask.sum())
             if self.step % settings.log_every == 0 or self.step == 1:
-                unread.append((self.step, metrics))
-            if len(unread) > 1:
+                unread.append((self.step, self._tokens, metrics))
+            if unread and unread[0][0] < self.step:
                 self._log(log, on_progress, *unread.popleft())
             if settings.eval_every and self.step % settings.eval_every == 0:
                 self._measure(log, on_progress)
@@ -186,13 +187,15 @@ class Trainer:
         while unread:
             self._log(log, on_progress, *unread.popleft())
 
-    def _log(self, log: TextIO, on_progress: Callable[[Progress], None], step: int, metrics: StepMetrics) -> None:
+    def _log(
+        self, log: TextIO, on_progress: Callable[[Progress], None], step: int, tokens: int, metrics: StepMetrics
+    ) -> None:
         rollout = jax.device_get(metrics.rollout)
         progress = Progress(
             step=step,
             seconds=self._elapsed(),
             share=self._share(),
-            tokens=self._tokens,
+            tokens=tokens,
             loss=float(rollout.loss[0]),
             rollout_loss=tuple(float(x) for x in rollout.loss),
             rollout_accuracy=tuple(float(x) for x in rollout.accuracy),

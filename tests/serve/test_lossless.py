@@ -22,7 +22,6 @@ from specserve.tokenizer import Tokenizer
 NUM_TOKENS = 200
 TIE = 1e-4
 ALONE = (0, 3)  # a greedy and a sampled request
-WIDEST = parse_speculation("static:3x2x1")
 GREEDY = SamplingParams.create(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 
 
@@ -98,8 +97,10 @@ def test_speculative_output_equals_plain_output(
 ) -> None:
     head: Head = request.getfixturevalue("pydoc_head" if quality == "trained" else "random_pydoc_head")
     speculative_engine.runner.weights = make_weights(pydoc_target, head)  # weights are traced: nothing compiles
-    together = [] if quality == "random" and speculative_engine.runner.tree == WIDEST else range(len(prompts))
-    alone = [] if quality == "random" and together else ALONE  # 200 steps without an accepted token take their time
+    together, alone = range(len(prompts)), ALONE
+    if quality == "random":  # 200 steps with hardly a token accepted take their time
+        is_chain = speculative_engine.runner.tree == parse_speculation("chain:3")
+        together, alone = (together, ()) if is_chain else ((), alone)
     tau = []
     for what, requests in (("in a batch of 8", [together]), ("alone", [[i] for i in alone])):
         for group in requests:

@@ -137,7 +137,8 @@ def test_a_stopped_run_resumes_on_the_same_curve(
     assert resumed.step == 10
     _assert_same(load_head(output, tiny_target, dtype="float32"), load_head(tmp_path, tiny_target, dtype="float32"))
     curve, other = (
-        [(row["step"], row["loss"]) for row in _log(folder) if row["loss"]] for folder in (output, tmp_path)
+        [(row["step"], row["loss"], row["tokens"]) for row in _log(folder) if row["loss"]]
+        for folder in (output, tmp_path)
     )
     if error is Killed:
         assert other == curve

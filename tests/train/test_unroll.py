@@ -66,7 +66,7 @@ def test_the_loss_mask_moves_with_the_step(rng: np.random.Generator) -> None:
 
 
 @pytest.mark.parametrize(
-    "flags", [{}, {"norm_output": True, "fc_norm": True}, {"norm_before_residual": True, "norm_before_fc": True}]
+    "flags", [{}, {"norm_output": True, "fc_norm": True, "norm_before_residual": True, "norm_before_fc": True}]
 )
 def test_rollout_step_k_equals_servings_kth_draft_step(
     tiny_target: Target, rng: np.random.Generator, flags: dict[str, bool]
