@@ -45,9 +45,8 @@ class OutputStream:
 
     def _num_uncertain(self) -> int:
         """The longest end of the held text that begins a stop string."""
-        for length in range(
-            min(len(self._held), max(map(len, self._stops), default=0) - 1 if self._stops else 0), 0, -1
-        ):
+        longest = max((len(stop) - 1 for stop in self._stops), default=0)
+        for length in range(min(len(self._held), longest), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stops):
                 return length
         return 0
