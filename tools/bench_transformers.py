@@ -4,6 +4,7 @@ import argparse
 import statistics
 import time
 from pathlib import Path
+from typing import Any
 
 import torch  # pyright: ignore[reportMissingImports]
 from transformers import AutoModelForCausalLM
@@ -27,7 +28,7 @@ def main() -> None:
     for question in load_questions(args.bench, args.limit):
         prompt = torch.tensor([tokenizer.render_chat([{"role": "user", "content": question.turns[0]}])])
         begin = time.perf_counter()
-        out = model.generate(prompt, max_new_tokens=args.max_tokens, do_sample=False)
+        out: Any = model.generate(prompt, max_new_tokens=args.max_tokens, do_sample=False)
         rates.append((out.shape[1] - prompt.shape[1]) / (time.perf_counter() - begin))
     print(f"transformers generate, float32: {statistics.median(rates[1:]):.0f} tokens/s (median over prompts)")
 
