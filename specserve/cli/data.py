@@ -57,7 +57,7 @@ def regenerate(run: RegenerateRun) -> None:
     models = load_models(run.target, "")
     with warmup_bar() as on_warmup:
         engine = make_engine(models, serve, on_warmup)
-    params = SamplingParams.create(max_tokens=run.max_tokens, temperature=run.temperature, seed=run.seed)
+    params = SamplingParams(max_tokens=run.max_tokens, temperature=run.temperature, seed=run.seed)
     with engine, Progress(*bar_columns(), console=console) as progress:
         task = progress.add_task("answering", total=len(chosen), note="")
         num_tokens = 0

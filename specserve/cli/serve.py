@@ -1,5 +1,7 @@
 """`specserve serve`: target and draft behind an OpenAI-compatible endpoint."""
 
+from dataclasses import replace
+
 from specserve.cli.options import command
 from specserve.serve.settings import ServeRun
 
@@ -10,8 +12,9 @@ def serve(run: ServeRun) -> None:
     from specserve.cli.progress import console, warmup_bar
     from specserve.serve.api import HttpServer, bind_listener, create_app
     from specserve.serve.launch import load_models, make_engine
-    from specserve.speculative.tree import describe
 
+    if run.warmup_only:
+        run = replace(run, early_ready=False)  # everything is to be compiled before the end
     listener = bind_listener(run.host, run.port)  # a taken port is said before minutes of loading
     models = load_models(run.target, run.draft)
     with warmup_bar() as on_warmup:
@@ -19,10 +22,20 @@ def serve(run: ServeRun) -> None:
     if run.warmup_only:
         console.print(f"{engine.runner.num_programs} programs are compiled and cached")
         return
+
+    def drain(seconds: float) -> None:
+        engine.drain(seconds)
+        engine.stop()  # what has not ended by now is told so, before its connection is cut
+
     with engine:
-        server = HttpServer(create_app(engine, api_key=run.api_key or None), listener=listener)
+        server = HttpServer(
+            create_app(engine, api_key=run.api_key or None),
+            listener=listener,
+            drain_seconds=run.drain_seconds,
+            on_drain=drain,
+        )
         console.print(
-            f"{models.name} with speculation {describe(engine.runner.tree)} on [bold]{server.url}/v1[/], "
+            f"{models.name} with speculation {engine.speculation} on [bold]{server.url}/v1[/], "
             f"{run.max_slots} slots of {engine.max_model_len} tokens. Ctrl-C stops"
         )
         server.run()

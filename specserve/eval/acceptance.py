@@ -147,7 +147,7 @@ def _run_group(
     seed: int,
 ) -> None:
     params = [
-        SamplingParams.create(
+        SamplingParams(
             max_tokens=min(max_tokens, plain.max_model_len - len(prompt)), temperature=report.temperature, seed=seed + i
         )
         for i, (_, prompt) in enumerate(group)

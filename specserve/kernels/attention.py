@@ -26,6 +26,9 @@ class PagedPrefix:
     page_table: jax.Array  # [batch, pages] int32; only these are read, so callers cut the table to what is in use
     lens: jax.Array  # [batch] int32, committed entries, at most pages * page_size
     first: int = static(default=0)  # entries before this index are never visible (the draft has no entry 0)
+    # Sum over keys in the order of the sequence, new ones in their places after the prefix (they must be consecutive):
+    # then a result does not depend on which keys are new. Slower, because the pages are copied together.
+    is_exact: bool = static(default=False)
 
 
 def attend(
@@ -48,6 +51,9 @@ def attend(
     group = num_heads // num_kv_heads
     q = (q * head_dim**-0.5).reshape(batch, n, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     q = q.reshape(batch, num_kv_heads, group * n, head_dim)
+    if prefix is not None and prefix.is_exact:
+        k, v, mask = _in_order(k, v, mask, prefix)
+        prefix = None
     scores = jnp.einsum("bkrh,bmkh->bkrm", q, k, preferred_element_type=jnp.float32)
     scores = scores.reshape(batch, num_kv_heads, group, n, -1)
     scores = jnp.where(mask[:, None, None], scores, NEG_INF).reshape(batch, num_kv_heads, group * n, -1)
@@ -59,6 +65,28 @@ def attend(
     return (
         out.reshape(batch, num_kv_heads, group, n, head_dim).transpose(0, 3, 1, 2, 4).reshape(batch, n, num_heads, -1)
     )
+
+
+def _in_order(
+    k: jax.Array, v: jax.Array, mask: jax.Array, prefix: PagedPrefix
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # keys and values [batch, pages * page_size, ...], and their mask
+    """Prefix and new keys as one run of keys, each at its index in the sequence."""
+    table = prefix.page_table
+    num_kv_heads, head_dim, page_size = prefix.k_pages.shape[1:]
+    batch, length = table.shape[0], table.shape[1] * page_size
+    old_k = prefix.k_pages.at[table].get(mode="clip").transpose(0, 1, 4, 2, 3)
+    old_v = prefix.v_pages.at[table].get(mode="clip").transpose(0, 1, 3, 2, 4)
+    row = jnp.arange(batch)[:, None]
+    index = prefix.lens[:, None] + jnp.arange(k.shape[1])
+    flat = (batch, length, num_kv_heads, head_dim)
+    k = old_k.reshape(flat).at[row, index].set(k.astype(old_k.dtype), mode="drop")
+    v = old_v.reshape(flat).at[row, index].set(v.astype(old_v.dtype), mode="drop")
+    place = jnp.arange(length) - prefix.lens[:, None]  # among the new keys
+    is_new = (place >= 0) & (place < mask.shape[-1])
+    new = jnp.take_along_axis(
+        jnp.broadcast_to(mask, (batch, *mask.shape[1:])), jnp.clip(place, 0, mask.shape[-1] - 1)[:, None], axis=2
+    )
+    return k, v, jnp.where(is_new[:, None], new, (place < 0)[:, None] & (jnp.arange(length) >= prefix.first))
 
 
 def _merge_paged(

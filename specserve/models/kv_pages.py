@@ -38,7 +38,7 @@ class KVPages:
 
     def layer(self, i: int, prefix: "Prefix") -> PagedPrefix:
         """What attention in layer i sees of the committed sequences."""
-        return PagedPrefix(self.k[i], self.v[i], prefix.page_table, prefix.lens, prefix.first)
+        return PagedPrefix(self.k[i], self.v[i], prefix.page_table, prefix.lens, prefix.first, prefix.is_exact)
 
     def write(
         self,
@@ -73,3 +73,4 @@ class Prefix:
     page_table: jax.Array  # [batch, pages] int32, as many as attention reads
     lens: jax.Array  # [batch] int32
     first: int = static(default=0)  # entries before this index are never visible
+    is_exact: bool = static(default=False)  # see `kernels.attention.PagedPrefix`

@@ -5,10 +5,12 @@ nothing of tokens per step, pages or devices.
 """
 
 import logging
+import signal
 import socket
 import threading
 import time
 from collections.abc import Callable
+from types import FrameType
 from typing import TypeVar
 
 import uvicorn
@@ -19,9 +21,9 @@ from starlette.concurrency import run_in_threadpool
 
 import specserve
 from specserve.errors import ConfigError, RequestError
+from specserve.serve.api_logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from specserve.serve.api_replies import ChatFormat, CompletionFormat, Json, ReplyFormat
 from specserve.serve.api_schema import (
-    MAX_CHOICES,
     ChatBody,
     ChatMessage,
     CompletionBody,
@@ -30,9 +32,16 @@ from specserve.serve.api_schema import (
     TokenizeBody,
     parse_body,
 )
-from specserve.serve.http_guard import ApiKeyGate, error_response, install_error_handlers, read_body
+from specserve.serve.http_guard import (
+    RETRY_AFTER_SECONDS,
+    ApiKeyGate,
+    error_response,
+    install_error_handlers,
+    read_body,
+)
 from specserve.serve.interface import EngineLike
 from specserve.serve.metrics import CONTENT_TYPE, Metrics
+from specserve.serve.request import MAX_CHOICES
 from specserve.serve.streaming import ClientGoneError, Generation, Prompt
 
 logger = logging.getLogger(__name__)
@@ -49,12 +58,12 @@ class ModelNotFoundError(RequestError):
 
 
 def create_app(engine: EngineLike, *, api_key: str | None = None) -> FastAPI:
-    """All routes over one engine. With `api_key`, every route but /health and /version needs it.
+    """All routes over one engine. With `api_key`, every route but /health, /ready and /version needs it.
 
     The app keeps its Prometheus series in `app.state.metrics`.
     """
     app = FastAPI(title="specserve", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
-    app.state.metrics = metrics = Metrics(engine.model_name)
+    app.state.metrics = metrics = Metrics(engine.model_name, engine.stats)
     if api_key is not None:
         ApiKeyGate(app, api_key=api_key)  # an unusable key is refused here, not at the first request
         app.add_middleware(ApiKeyGate, api_key=api_key)
@@ -67,12 +76,15 @@ def create_app(engine: EngineLike, *, api_key: str | None = None) -> FastAPI:
     _add_generation_routes(app, engine, metrics)
     _add_tokenizer_routes(app, engine)
     _add_status_routes(app, engine, metrics)
+    _add_cache_routes(app, engine)
     return app
 
 
 def _add_generation_routes(app: FastAPI, engine: EngineLike, metrics: Metrics) -> None:
+    texts = TokenTexts(engine.tokenizer)
+
     async def respond(http: Request, body: SamplingBody, prompts: list[Prompt], reply_format: ReplyFormat) -> Response:
-        generation = Generation(engine, metrics, http, prompts)
+        generation = Generation(engine, metrics, http, prompts, priority=body.priority, cache_salt=body.cache_salt)
         if body.stream:
             events = generation.stream(reply_format, include_usage=body.include_usage)
             return EventSourceResponse(events, headers=_SSE_HEADERS)
@@ -84,25 +96,19 @@ def _add_generation_routes(app: FastAPI, engine: EngineLike, metrics: Metrics) -
     @app.post("/v1/completions", response_model=None)
     async def completions(http: Request) -> Response:
         body, prompts = await _off_loop(_prepare_completion, engine, await read_body(http))
-        reply_format = CompletionFormat(engine.model_name, include_usage=body.include_usage)
+        logprobs = CompletionLogprobs(texts, as_token_ids=body.return_tokens_as_token_ids)
+        reply_format = CompletionFormat(engine.model_name, logprobs, include_usage=body.include_usage)
         return await respond(http, body, prompts, reply_format)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(http: Request) -> Response:
         body, prompts = await _off_loop(_prepare_chat, engine, await read_body(http))
-        reply_format = ChatFormat(engine.model_name, include_usage=body.include_usage)
+        logprobs = ChatLogprobs(texts, as_token_ids=body.return_tokens_as_token_ids)
+        reply_format = ChatFormat(engine.model_name, logprobs, include_usage=body.include_usage)
         try:
             return await respond(http, body, prompts, reply_format)
         except RequestError as error:  # the engine speaks of the prompt; this client sent messages
-            raise RequestError(str(error), param=_chat_param(body, error.param)) from None
-
-
-def _chat_param(body: ChatBody, param: str | None) -> str | None:
-    if param == "prompt":
-        return "messages"
-    if param == "max_tokens" and body.max_tokens is None:
-        return "max_completion_tokens" if body.max_completion_tokens is not None else "messages"
-    return param
+            raise body.reword(error) from None
 
 
 async def _off_loop(prepare: Callable[[EngineLike, bytes], _T], engine: EngineLike, raw: bytes) -> _T:
@@ -113,12 +119,13 @@ async def _off_loop(prepare: Callable[[EngineLike, bytes], _T], engine: EngineLi
 def _prepare_completion(engine: EngineLike, raw: bytes) -> tuple[CompletionBody, list[Prompt]]:
     body = parse_body(CompletionBody, raw)
     _check_model(engine, body.model)
-    if len(body.prompt) * body.n > MAX_CHOICES:
+    params = body.sampling_params(max_tokens=body.max_tokens, logprobs=body.num_logprobs)
+    if len(body.prompt) * params.n > MAX_CHOICES:
         raise RequestError(
             f"one request makes at most {MAX_CHOICES} sequences, got {len(body.prompt)} prompts times n={body.n}",
-            param="prompt" if len(body.prompt) > 1 else "n",
+            param="prompt",
         )
-    choices = body.sampling_params(body.max_tokens, engine.vocab_size)
+    choices = params.choices()
     prompts = []
     for prompt in body.prompt:
         if isinstance(prompt, str):
@@ -134,11 +141,11 @@ def _prepare_chat(engine: EngineLike, raw: bytes) -> tuple[ChatBody, list[Prompt
     body = parse_body(ChatBody, raw)
     _check_model(engine, body.model)
     try:
-        choices = body.sampling_params(body.max_new_tokens, engine.vocab_size)
+        params = body.sampling_params(max_tokens=body.max_new_tokens, logprobs=body.num_logprobs)
     except RequestError as error:
-        raise RequestError(str(error), param=_chat_param(body, error.param)) from None
+        raise body.reword(error) from None
     token_ids = _render_chat(engine, body.messages, True, body.template_kwargs)
-    return body, [Prompt(token_ids, choices)]
+    return body, [Prompt(token_ids, params.choices())]
 
 
 def _encode(engine: EngineLike, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -240,6 +247,13 @@ def _add_status_routes(app: FastAPI, engine: EngineLike, metrics: Metrics) -> No
             return JSONResponse({"status": "ok"})
         return error_response(503, "the engine is not healthy", code="unhealthy")
 
+    @app.get("/ready", response_model=None)
+    async def ready() -> Response:
+        if engine.is_healthy and engine.is_ready:
+            return JSONResponse({"status": "ok"})
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+        return error_response(503, "the server is starting, stopping or unhealthy", code="not_ready", headers=headers)
+
     @app.get("/version")
     async def version() -> Json:
         return {"version": specserve.__version__}
@@ -247,6 +261,13 @@ def _add_status_routes(app: FastAPI, engine: EngineLike, metrics: Metrics) -> No
     @app.get("/metrics", response_model=None)
     async def prometheus() -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+
+def _add_cache_routes(app: FastAPI, engine: EngineLike) -> None:
+    @app.api_route("/flush_cache", methods=["GET", "POST"])  # SGLang's clients use either
+    async def flush_cache() -> Json:
+        engine.flush_cache()
+        return {"status": "ok"}
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
@@ -262,19 +283,43 @@ def bind_listener(host: str, port: int) -> socket.socket:
     return listener
 
 
+class _Uvicorn(uvicorn.Server):
+    """uvicorn that leaves the meaning of a signal to us. It would stop accepting at once, and die of the signal."""
+
+    def __init__(self, config: uvicorn.Config, on_signal: Callable[[int], None]) -> None:
+        super().__init__(config)
+        self._on_signal = on_signal
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:  # noqa: ARG002 (uvicorn's signature)
+        self._on_signal(sig)
+
+
 class HttpServer:
-    """An app on a real socket: `run` in the foreground until a signal, or `start` and `stop` in the background."""
+    """An app on a real socket: `run` in the foreground until a signal, or `start` and `stop` in the background.
+
+    SIGTERM or a first SIGINT drains: `on_drain(drain_seconds)` runs in a thread while connections are still accepted,
+    so that clients get an honest 503; then open replies have a few seconds to be read. One more SIGINT stops at once.
+    """
 
     def __init__(
-        self, app: FastAPI, *, host: str = "127.0.0.1", port: int = 8000, listener: socket.socket | None = None
+        self,
+        app: FastAPI,
+        *,
+        host: str = "127.0.0.1",
+        port: int = 8000,
+        listener: socket.socket | None = None,
+        drain_seconds: float = 0.0,
+        on_drain: Callable[[float], None] | None = None,
     ) -> None:
         """Takes the port at once, or a socket from `bind_listener`. Raises ConfigError."""
         self._listener = bind_listener(host, port) if listener is None else listener
+        self._drain_seconds = drain_seconds
+        self._on_drain = on_drain
         address = self._listener.getsockname()
         bound_host, self.port = str(address[0]), int(address[1])
         reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound_host, bound_host)
         self.url = f"http://[{reachable}]:{self.port}" if ":" in reachable else f"http://{reachable}:{self.port}"
-        config = uvicorn.Config(
+        self._config = uvicorn.Config(
             app,
             http="h11",  # bounds the header section, and is always installed
             ws="none",
@@ -284,8 +329,10 @@ class HttpServer:
             server_header=False,
             timeout_graceful_shutdown=3,
         )
-        self._server = uvicorn.Server(config)
+        self._server = _Uvicorn(self._config, self._on_signal)
         self._thread: threading.Thread | None = None
+        self._is_draining = False
+        self._is_forced = False
 
     def start(self) -> None:
         """Serve from a background thread; returns when connections are accepted."""
@@ -299,11 +346,13 @@ class HttpServer:
         logger.info("serving on %s", self.url)
 
     def run(self) -> None:
-        """Serve until SIGINT or SIGTERM (or `stop`)."""
+        """Serve until SIGINT or SIGTERM (or `stop`). Raises KeyboardInterrupt when it was told to stop at once."""
         try:
             self._server.run(sockets=[self._listener])
         finally:
             self._listener.close()
+        if self._is_forced:
+            raise KeyboardInterrupt
 
     def stop(self) -> None:
         """Stop accepting, give open replies a few seconds, and wait for the thread."""
@@ -312,3 +361,24 @@ class HttpServer:
             self._thread.join()
             self._thread = None
         self._listener.close()
+
+    def _on_signal(self, number: int) -> None:
+        """Between two bytecodes of the event loop: no logging here, and nothing that waits."""
+        if not self._is_draining:
+            self._is_draining = True
+            threading.Thread(target=self._drain, name="specserve-drain", daemon=True).start()
+        elif number == signal.SIGINT:
+            self._is_forced = True
+            logging.getLogger("uvicorn.error").disabled = True  # it would write a traceback for every reply that is cut
+            self._config.timeout_graceful_shutdown = 0
+            self._server.force_exit = self._server.should_exit = True
+
+    def _drain(self) -> None:
+        try:
+            if self._on_drain is not None:
+                logger.info("stopping: running replies may end for %g s. Ctrl-C stops at once", self._drain_seconds)
+                self._on_drain(self._drain_seconds)
+        except Exception:
+            logger.exception("draining failed")
+        finally:
+            self._server.should_exit = True

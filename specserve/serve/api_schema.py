@@ -13,37 +13,30 @@ from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidat
 from pydantic_core import ErrorDetails, PydanticCustomError, from_json
 
 from specserve.errors import RequestError
-from specserve.serve.request import SamplingParams
+from specserve.serve.request import MAX_TOKEN_IDS, SamplingParams
 
-MAX_CHOICES = 128  # n, and the sequences (prompts times n) of one HTTP request
-MAX_STOP_TOKEN_IDS = 1024
+MAX_SALT_CHARS = 1024
 MAX_MESSAGES = 10_000
 MAX_OBJECT_FIELDS = 100
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat runs up to the context length
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TokenIds = Annotated[list[Int64], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 
 # Field -> the values that mean "not used". null always does.
 _UNSUPPORTED_ANYWHERE: dict[str, tuple[Any, ...]] = {
-    "bad_words": ([],),
-    "frequency_penalty": (0,),
     "guided_choice": (),
     "guided_grammar": (),
     "guided_json": (),
     "guided_regex": (),
     "length_penalty": (1,),
-    "logit_bias": ({},),
-    "min_tokens": (0,),
-    "presence_penalty": (0,),
-    "priority": (0,),
-    "prompt_logprobs": (0,),
-    "repetition_penalty": (1,),
+    "prompt_logprobs": (),
     "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
     "structured_outputs": (),
     "use_beam_search": (False,),
 }
-_UNSUPPORTED_IN_COMPLETIONS = _UNSUPPORTED_ANYWHERE | {"logprobs": (), "suffix": ("",)}
+_UNSUPPORTED_IN_COMPLETIONS = _UNSUPPORTED_ANYWHERE | {"suffix": ("",)}
 _UNSUPPORTED_IN_CHAT = _UNSUPPORTED_ANYWHERE | {
     "add_generation_prompt": (True,),
     "audio": (),
@@ -53,14 +46,12 @@ _UNSUPPORTED_IN_CHAT = _UNSUPPORTED_ANYWHERE | {
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
-    "logprobs": (False,),
     "modalities": (["text"],),
     "parallel_tool_calls": (True,),
     "prediction": (),
     "reasoning_effort": (),
     "tool_choice": ("none",),
     "tools": ([],),
-    "top_logprobs": (0,),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
@@ -92,8 +83,33 @@ def _check_num_fields(value: Any) -> Any:
     return value
 
 
+def _check_num_biases(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_TOKEN_IDS:
+        raise PydanticCustomError("biases", "should have at most {most} token ids", {"most": MAX_TOKEN_IDS})
+    return value
+
+
+def _as_token_id(key: str) -> int:
+    """JSON's names are strings. Only the plain spelling: "07" and "7" would be two biases of one token."""
+    if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key):
+        raise RequestError(
+            f"logit_bias must map token ids in decimal to numbers, got the key {_describe(key)}", param="logit_bias"
+        )
+    return int(key)
+
+
 def _as_strings(value: Any) -> Any:
     return [value] if isinstance(value, str) else value
+
+
+def _as_speculation(value: Any) -> int | None:
+    if value == "auto":
+        return None
+    if value == "off":
+        return 0
+    if type(value) is int and 0 <= value < 2**31:
+        return value
+    raise PydanticCustomError("speculation", 'should be "auto", "off" or the most draft tokens to accept in a step')
 
 
 def _as_text_parts(value: Any) -> Any:
@@ -124,20 +140,31 @@ class StreamOptions(Body):
 
 
 class SamplingBody(Body):
-    """What completions and chat share. With n > 1 and a seed, choice i is drawn with seed + i."""
+    """What completions and chat share. Ranges are SamplingParams' business, token ids and words the engine's."""
 
     model: str | None = None  # None: the one model that is served
-    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1
+    n: Int64 = 1
     best_of: Int64 | None = None  # only n itself: nothing is ever ranked and dropped
     max_tokens: Int64 | None = None
+    min_tokens: Int64 = 0
     temperature: float = 1.0
     top_p: float = 1.0
     top_k: Int64 = 0
     min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_check_num_biases)] = {}
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] = []
     seed: Int64 | None = None
     stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_strings)] = []
-    stop_token_ids: Annotated[list[Int64], Field(max_length=MAX_STOP_TOKEN_IDS, fail_fast=True)] = []
+    stop_token_ids: TokenIds = []
     ignore_eos: bool = False
+    return_tokens_as_token_ids: bool = False  # names tokens "token_id:7" in logprobs
+    speculation: Annotated[int | None, PlainValidator(_as_speculation)] = None
+    priority: Int64 = 0
+    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
     # Harmless by nature: they never change an answer.
@@ -152,31 +179,33 @@ class SamplingBody(Body):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling_params(self, max_tokens: int | None, vocab_size: int) -> list[SamplingParams]:
-        """One SamplingParams per choice. Raises RequestError for what single fields cannot show."""
+    def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
+        """Raises RequestError for what single fields cannot show."""
         if self.best_of not in (None, self.n):
             raise RequestError(f"best_of is not supported yet: leave it out or send n, {self.n}", param="best_of")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream: true", param="stream_options")
-        for token_id in self.stop_token_ids:
-            if not 0 <= token_id < vocab_size:
-                raise RequestError(
-                    f"stop_token_ids must be in [0, {vocab_size}), got {token_id}", param="stop_token_ids"
-                )
-        return [
-            SamplingParams.create(
-                max_tokens=max_tokens,
-                temperature=self.temperature,
-                top_p=self.top_p,
-                top_k=self.top_k,
-                min_p=self.min_p,
-                seed=None if self.seed is None else self.seed + choice,
-                stop=self.stop,
-                stop_token_ids=self.stop_token_ids,
-                ignore_eos=self.ignore_eos,
-            )
-            for choice in range(self.n)
-        ]
+        return SamplingParams(
+            n=self.n,
+            max_tokens=max_tokens,
+            min_tokens=self.min_tokens,
+            temperature=self.temperature,
+            top_p=self.top_p,
+            top_k=self.top_k,
+            min_p=self.min_p,
+            presence_penalty=self.presence_penalty,
+            frequency_penalty=self.frequency_penalty,
+            repetition_penalty=self.repetition_penalty,
+            logit_bias={_as_token_id(key): bias for key, bias in self.logit_bias.items()},
+            allowed_token_ids=self.allowed_token_ids,
+            bad_words=self.bad_words,
+            seed=self.seed,
+            stop=self.stop,
+            stop_token_ids=self.stop_token_ids,
+            ignore_eos=self.ignore_eos,
+            logprobs=logprobs,
+            speculation=self.speculation,
+        )
 
 
 class CompletionBody(SamplingBody):
@@ -188,6 +217,16 @@ class CompletionBody(SamplingBody):
     echo: bool = False
     add_special_tokens: bool = True
     max_tokens: Int64 | None = DEFAULT_COMPLETION_TOKENS
+    logprobs: Int64 | None = None
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.echo and self.logprobs is not None:
+            raise RequestError(
+                "logprobs with echo are not supported yet: they would have to tell those of the prompt",
+                param="logprobs",
+            )
+        return self.logprobs
 
 
 class TextPart(Body):
@@ -231,6 +270,8 @@ class ChatBody(SamplingBody):
 
     messages: Messages
     max_completion_tokens: Int64 | None = None
+    logprobs: bool = False
+    top_logprobs: Int64 = 0
     chat_template_kwargs: ChatTemplateKwargs | None = None
 
     @property
@@ -244,6 +285,24 @@ class ChatBody(SamplingBody):
                 "max_tokens and max_completion_tokens differ: send one of them", param="max_completion_tokens"
             )
         return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs is only allowed with logprobs: true", param="top_logprobs")
+        return self.top_logprobs if self.logprobs else None
+
+    def reword(self, error: RequestError) -> RequestError:
+        """An error of SamplingParams or of the engine under the name that the client of this endpoint sent."""
+        if error.param == "prompt":
+            return RequestError(str(error), param="messages")
+        if error.param == "max_tokens" and self.max_completion_tokens is not None:
+            return RequestError(
+                str(error).replace("max_tokens", "max_completion_tokens"), param="max_completion_tokens"
+            )
+        if error.param == "logprobs":
+            return RequestError(str(error).replace("logprobs", "top_logprobs"), param="top_logprobs")
+        return error
 
 
 class TokenizeBody(Body):

@@ -23,7 +23,7 @@ MAX_BODY_BYTES = 16 * 2**20
 BODY_TIMEOUT_SECONDS = 60.0
 RETRY_AFTER_SECONDS = 1
 INTERNAL_ERROR = "internal error; the server's log has the details"
-OPEN_PATHS = frozenset({"/health", "/version"})  # every other path needs the key, existing or not
+OPEN_PATHS = frozenset({"/health", "/ready", "/version"})  # every other path needs the key, existing or not
 _MAX_DRAINED_BYTES = 4 * MAX_BODY_BYTES
 
 

@@ -4,9 +4,32 @@ The real ones are `serve.engine.Engine` and `specserve.tokenizer.Tokenizer`; tes
 """
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from specserve.serve.request import Delta, Request, SamplingParams
+from specserve.serve.request import Delta, Request, SamplingParams, TokenMask
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """What the engine has done since it started, and what it holds now. Seconds are sums over all steps."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_pages: int = 0
+    num_pages_held: int = 0  # by running sequences
+    num_pages_cached: int = 0  # in the prefix cache, held or idle
+    num_prefix_queries: int = 0  # prompt tokens looked up in the prefix cache
+    num_prefix_hits: int = 0  # of them, found
+    num_preemptions: int = 0
+    num_rebuilds: int = 0  # after a device error
+    num_steps: int = 0
+    num_steps_by_speculation: Mapping[str, int] = field(default_factory=dict)  # "off", "chain:3", ...
+    busy_seconds: float = 0.0  # of the engine's thread, with work to do
+    host_seconds: float = 0.0  # of them, spent on the host and not waiting for the device
+    num_late_compiles: int = 0  # programs compiled after readiness; must stay 0
+    estimated_speedup: float = 1.0  # emitted tokens over what plain steps of the same measured cost would have emitted
+    seconds_in_step: float = 0.0  # how long the step that is being waited for has taken so far; 0: none
 
 
 class TokenizerLike(Protocol):
@@ -49,8 +72,34 @@ class EngineLike(Protocol):
     @property
     def is_healthy(self) -> bool: ...
 
+    @property
+    def is_ready(self) -> bool:
+        """Every program is compiled, and the engine is not draining."""
+        ...
+
     def submit(
-        self, prompt_ids: Sequence[int], params: SamplingParams, on_delta: Callable[[Delta], None], /
+        self,
+        prompt_ids: Sequence[int],
+        params: SamplingParams,
+        on_delta: Callable[[Delta], None],
+        /,
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        token_mask: TokenMask | None = None,
     ) -> Request:
-        """Queue one sequence; never blocks. Raises RequestError (param "prompt" or "max_tokens") or CapacityError."""
+        """Queue one sequence (`params.n` must be 1); never blocks. Raises RequestError (param "prompt", "max_tokens" or
+        the option whose token ids or words do not fit the vocabulary) or CapacityError."""
+        ...
+
+    def flush_cache(self) -> None:
+        """Forget every cached prefix, at the engine's next round."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """From any thread, at any time."""
+        ...
+
+    def drain(self, seconds: float) -> None:
+        """Take no new sequences (CapacityError), and wait until the running ones have ended, at most so long."""
         ...

@@ -1,25 +1,35 @@
 """From the settings of a server to an engine: which target, which head, how large a cache."""
 
 import logging
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+
+import jax
+import numpy as np
 
 from specserve.checkpoints.head import Head, load_head, read_notes
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import BUNDLED, BUNDLED_HEAD_FOLDER, resolve_target
 from specserve.errors import ConfigError
 from specserve.mesh import default_dtype
+from specserve.models.config import DraftConfig, ModelConfig
 from specserve.provenance import fingerprint
-from specserve.serve.engine import Engine
-from specserve.serve.runner import Runner
+from specserve.serve.calibrate import cost_file, describe_costs, step_costs
+from specserve.serve.engine import Engine, EngineOptions
+from specserve.serve.runner import DETERMINISTIC_DEPTH, Runner
 from specserve.serve.settings import ServeRun
-from specserve.speculative.tree import Tree, parse_speculation
+from specserve.speculative.controller import Controller, Shape
+from specserve.speculative.tree import DynamicTree, Source, Tree, chain, parse_speculation
 from specserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 LARGEST_DEFAULT_CONTEXT = 4096
+AUTO_CHAINS = range(1, 8)
+AUTO_TREES_CPU = (DynamicTree(4, 2, 7), DynamicTree(5, 3, 15))
+AUTO_TREES = (DynamicTree(4, 3, 15), DynamicTree(6, 4, 31), DynamicTree(7, 8, 63))
 
 
 @dataclass(frozen=True)
@@ -29,10 +39,13 @@ class Models:
     name: str
     target: Target
     head: Head | None
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None  # None: token ids alone
+    fingerprint: str = ""  # of the target's weights
+    head_fingerprint: str = ""
+    head_acceptance: Sequence[float] = ()  # by depth, from the head's own evaluation; unknown where empty
 
 
-def load_models(target: str, draft: str) -> Models:
+def load_models(target: str, draft: str, *, has_tokenizer: bool = True) -> Models:
     """Find and load target and head; the head's notes know its target. Raises ConfigError or CheckpointError."""
     folder = _head_folder(target, draft)
     name = target
@@ -44,15 +57,24 @@ def load_models(target: str, draft: str) -> Models:
     source = resolve_target(name)
     loaded = load_target(source.folder, dtype=default_dtype())
     head = load_head(folder, loaded, dtype=default_dtype()) if folder else None
+    own = fingerprint(source.folder)
     trained_on = notes.get("target_fingerprint")
-    if trained_on and trained_on != fingerprint(source.folder):
+    if trained_on and trained_on != own:
         logger.warning(
             "%s was trained on other weights than those in %s; its acceptance will be lower, its output is right "
             "all the same",
             folder,
             source.folder,
         )
-    return Models(source.name, loaded, head, Tokenizer.load(source.folder))
+    return Models(
+        source.name,
+        loaded,
+        head,
+        Tokenizer.load(source.folder) if has_tokenizer else None,
+        own,
+        fingerprint(folder) if folder else "",
+        notes.get("acceptance", {}).get("accept_rate", ()),
+    )
 
 
 def _head_folder(target: str, draft: str) -> Path | None:
@@ -65,38 +87,114 @@ def _head_folder(target: str, draft: str) -> Path | None:
 
 
 def make_engine(models: Models, run: ServeRun, on_warmup: Callable[[int, int, str], None]) -> Engine:
-    """Compile every program and build the engine (not started). `on_warmup(done, total, name)` reports."""
-    tree = choose_tree(models, run.speculation)
+    """Compile every program and build the engine (not started). `on_warmup(done, total, name)` reports. With
+    `early_ready` only what plain decoding needs is compiled here; the engine compiles the rest while it serves."""
+    trees = choose_trees(models, run)
     longest = run.max_model_len or min(models.target.config.max_len, LARGEST_DEFAULT_CONTEXT)
     if longest > models.target.config.max_len:
         raise ConfigError(f"--max-model-len {longest}: the target's context is {models.target.config.max_len}")
     if longest < 2:
         raise ConfigError("--max-model-len must be at least 2: one token to ask, one to answer")
-    tokens = run.cache_tokens or run.max_slots * longest
     runner = Runner(
         models.target,
-        models.head if tree else None,
-        tree,
+        models.head,
+        trees,
         num_slots=run.max_slots,
         max_model_len=longest,
         page_size=run.page_size,
-        num_pages=-(-tokens // run.page_size),
+        num_pages=_num_pages(models, run, longest),
+        is_deterministic=run.deterministic,
     )
-    for done, name in enumerate(runner.warmup(), start=1):
-        on_warmup(done, runner.num_programs, name)
+    programs = runner.programs()
+    late = [program for program in programs if run.early_ready and not program.is_plain]
+    for done, program in enumerate(programs[: len(programs) - len(late)], start=1):
+        program.run()
+        on_warmup(done, len(programs), program.name)
     return Engine(
         runner,
         models.tokenizer,
         model_name=models.name,
         eos_ids=models.target.eos_ids,
-        max_queue=run.max_queue,
+        controller=_make_controller(models, runner, on_warmup, is_late=bool(late)) if run.speculation == "auto" else None,
+        options=EngineOptions(
+            max_queue=run.max_queue,
+            prefill_tokens=run.prefill_tokens,
+            is_caching=run.prefix_cache,
+            prefers_cached=run.schedule == "longest-prefix",
+            watchdog_seconds=run.watchdog_seconds,
+        ),
+        late_programs=late,
     )
 
 
-def choose_tree(models: Models, speculation: str) -> Tree | None:
-    """The tree to run, or none: speculation is off, or there is no head (said aloud)."""
-    tree = parse_speculation(speculation)
-    if tree is None or models.head is not None:
-        return tree
-    logger.warning("there is no draft head for %s: decoding plainly. Train one, or give it with --draft", models.name)
-    return None
+def _make_controller(
+    models: Models, runner: Runner, on_warmup: Callable[[int, int, str], None], *, is_late: bool
+) -> Controller:
+    """Knows what each step costs here, and what the head's own evaluation says of it."""
+    names = f"{models.fingerprint} {models.head_fingerprint}"
+    costs: dict[Shape, float] = {}
+    if not is_late:
+        total = runner.num_programs
+
+        def on_round(done: int, rounds: int) -> None:
+            on_warmup(total, total, f"timing the steps, round {done} of {rounds}")
+
+        costs = step_costs(runner, cost_file(names, runner), on_round)
+        logger.info("milliseconds per step: %s", describe_costs(costs))
+    return Controller(costs, models.head_acceptance)
+
+
+def choose_trees(models: Models, run: ServeRun) -> tuple[Tree | None, ...]:
+    """The ways to make a step: the one asked for, or all that `auto` may choose from. Where there is no head for what
+    was asked, the answer is plain decoding (said aloud)."""
+    has_head = models.head is not None
+    if run.speculation == "auto":
+        if run.deterministic:
+            raise ConfigError("--deterministic makes every step of one shape: give --speculation chain:K, or off")
+        source: Source = "head+suffix" if has_head else "suffix"
+        trees: list[Tree | None] = [None, *[chain(depth, source) for depth in AUTO_CHAINS]]
+        if has_head:
+            trees += AUTO_TREES_CPU if jax.default_backend() == "cpu" else AUTO_TREES
+        return tuple(trees)
+    tree = parse_speculation(run.speculation)
+    if tree is not None and tree.uses_head and not has_head:
+        logger.warning(
+            "there is no draft head for %s: decoding plainly. Train one, or give it with --draft", models.name
+        )
+        tree = None
+    if run.deterministic and tree is not None and (tree.top_k > 1 or tree.depth > DETERMINISTIC_DEPTH):
+        raise ConfigError(f"--deterministic speculates with chains of at most {DETERMINISTIC_DEPTH}")
+    return (tree, None) if run.early_ready and tree is not None else (tree,)
+
+
+def _num_pages(models: Models, run: ServeRun, longest: int) -> int:
+    if run.cache_tokens:
+        return -(-run.cache_tokens // run.page_size)
+    if not (run.cache_gb or run.cache_fraction):
+        return -(-run.max_slots * longest // run.page_size)
+    available = int(run.cache_gb * 1e9) if run.cache_gb else int(run.cache_fraction * free_memory())
+    per_page = bytes_per_token(models.target.config, models.head.config if models.head else None) * run.page_size
+    pages = available // per_page
+    if pages < 1:
+        raise ConfigError(
+            f"the cache may take {available:,} bytes, and one page of {run.page_size} tokens takes {per_page:,}: "
+            "raise --cache-gb or --cache-fraction, or lower --page-size"
+        )
+    return pages
+
+
+def bytes_per_token(target: ModelConfig, draft: DraftConfig | None) -> int:
+    """Of keys and values in the paged cache, the draft's layer included."""
+
+    def layer(config: ModelConfig | DraftConfig) -> int:
+        return 2 * config.num_kv_heads * config.head_dim * np.dtype(config.dtype).itemsize
+
+    return target.num_layers * layer(target) + (layer(draft) if draft else 0)
+
+
+def free_memory() -> int:
+    """Bytes that are free on the first device, or on the host where the device is the CPU."""
+    stats = jax.devices()[0].memory_stats()
+    if stats and "bytes_limit" in stats:
+        return stats["bytes_limit"] - stats["bytes_in_use"]
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

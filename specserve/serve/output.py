@@ -7,12 +7,12 @@ from specserve.tokenizer import IncrementalDecoder, Tokenizer
 class OutputStream:
     """The output of one sequence. Text that may still turn out to be part of a stop string is held back."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> None:
+    def __init__(self, request: Request, tokenizer: Tokenizer | None, eos_ids: frozenset[int]) -> None:
         params = request.params
         self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
         self._stops = params.stop
         self._num_left = request.max_new_tokens
-        self._decoder = IncrementalDecoder(tokenizer)
+        self._decoder = IncrementalDecoder(tokenizer) if tokenizer else None  # None: token ids alone
         self._held = ""  # decoded, not yet given out
 
     def push(self, token_ids: list[int]) -> Delta:
@@ -25,9 +25,9 @@ class OutputStream:
             is_stop = token_id in self._stop_ids
             reason = FinishReason.STOP if is_stop else FinishReason.LENGTH if self._num_left == 0 else None
             # the id that ends a sequence is reported, and is not text
-            self._held += "" if is_stop else self._decoder.push([token_id])
-            if reason is not None:
-                self._held += self._decoder.finish()
+            if self._decoder is not None:
+                self._held += "" if is_stop else self._decoder.push([token_id])
+                self._held += "" if reason is None else self._decoder.finish()
             if (cut := self._first_stop()) is not None:
                 text.append(self._held[:cut])
                 self._held, reason = "", FinishReason.STOP

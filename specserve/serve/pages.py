@@ -1,31 +1,170 @@
-"""Which pages are free. Integers only."""
+"""The pages of the KV cache, and which tokens they hold: a radix tree over token ids. Integers only, no arrays.
+
+Every page is in exactly one state: free; held (one reference or more); idle (no reference, but its tokens are in the
+tree, so that it can be hit, or evicted when room is needed). One node of the tree is one full page.
+
+Who holds a node's page also holds the pages of all its ancestors: `acquire` takes whole prefixes, and `insert` puts a
+page only under the caller's own. So nothing below an idle page is held. `release` goes from a sequence's last page to
+its first, so children become idle before their parents, and the page that has been idle longest is always a leaf.
+"""
+
+from collections import OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
 
 from specserve.errors import CapacityError
 
+_Key = tuple[str, tuple[int, ...]]  # the salt and one page of token ids: salts never meet, and one tree has them all
+_Children = dict[_Key, "_Node"]
 
-class PageAllocator:
-    """Hands out page ids. Every page is either free or held by exactly one owner; `num_free` says how many are left."""
 
-    def __init__(self, num_pages: int) -> None:
+@dataclass(eq=False, slots=True)
+class _Node:
+    """One cached page. The tokens of its ancestors and its own are all that its content depends on."""
+
+    page: int
+    key: _Key
+    siblings: _Children  # where it stands: its parent's children
+    children: _Children = field(default_factory=dict)
+
+
+class PagePool:
+    """Hands out page ids, and finds the pages that already hold the beginning of a prompt.
+
+    A salt names who may share: only equal salts hit each other's pages.
+    """
+
+    def __init__(self, num_pages: int, page_size: int) -> None:
         self.num_pages = num_pages
+        self.page_size = page_size
         self._free = list(range(num_pages - 1, -1, -1))
-        self._held: set[int] = set()
+        self._num_references: dict[int, int] = {}  # of the held pages
+        self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first; a dict is slow to pop its first item
+        self._tree: _Children = {}
+        self._nodes: dict[int, _Node] = {}  # by page
+        self._private: set[int] = set()  # held since before a flush: never cached
 
     @property
-    def num_free(self) -> int:
-        return len(self._free)
+    def num_available(self) -> int:
+        """How many pages `allocate` can give."""
+        return len(self._free) + len(self._idle)
 
-    def allocate(self, count: int) -> list[int]:
-        """Raises CapacityError, and takes nothing, when fewer than `count` are free."""
-        if count > len(self._free):
-            raise CapacityError(f"{count} cache pages needed, {len(self._free)} of {self.num_pages} are free")
-        pages = [self._free.pop() for _ in range(count)]
-        self._held.update(pages)
+    @property
+    def num_cached(self) -> int:
+        """Pages whose tokens are in the tree, held or idle."""
+        return len(self._nodes)
+
+    def match(self, token_ids: Sequence[int], salt: str = "") -> int:
+        """How many tokens `acquire` would find: whole pages from the start. Changes nothing."""
+        return len(self._find(token_ids, salt)) * self.page_size
+
+    def acquire(self, token_ids: Sequence[int], salt: str = "") -> list[int]:
+        """The pages of the longest cached prefix, each with one more reference."""
+        pages = self._find(token_ids, salt)
+        for page in pages:
+            self._idle.pop(page, None)
+            self._num_references[page] = self._num_references.get(page, 0) + 1
         return pages
 
-    def release(self, pages: list[int]) -> None:
-        """Give pages back; giving back a page that is not held is a bug in the engine."""
-        for page in pages:
-            assert page in self._held, f"page {page} is not held"
-            self._held.remove(page)
+    def allocate(self, count: int) -> list[int]:
+        """New pages with one reference each; evicts the longest idle if it must.
+
+        Raises CapacityError, and takes nothing, when fewer than `count` are available.
+        """
+        if count > self.num_available:
+            raise CapacityError(f"{count} cache pages needed, {self.num_available} of {self.num_pages} are available")
+        while len(self._free) < count:
+            page, _ = self._idle.popitem(last=False)
+            node = self._nodes.pop(page)
+            assert not node.children, f"page {page} is evicted before the pages that continue it"
+            del node.siblings[node.key]
             self._free.append(page)
+        pages = [self._free.pop() for _ in range(count)]
+        self._num_references.update(dict.fromkeys(pages, 1))
+        return pages
+
+    def insert(self, token_ids: Sequence[int], pages: Sequence[int], salt: str = "", *, num_known: int = 0) -> None:
+        """`pages`, a sequence's from its start and held by the caller, now hold `token_ids`: full ones can be hit.
+
+        As a sequence grows, `num_known` pages that were acquired or passed here before are not looked at again. Stops
+        at a page whose place is taken (the same tokens computed at the same time) or that was held when the cache was
+        flushed: that page and what follows stay private.
+        """
+        children = self._tree
+        if num_known:
+            last_known = self._nodes.get(pages[num_known - 1])
+            if last_known is None:
+                return  # private, so what continues it is too
+            children = last_known.children
+        for index, key in enumerate(self._keys(token_ids, salt, num_known), num_known):
+            page = pages[index]
+            assert page in self._num_references, f"page {page} is not held"
+            node = children.get(key)
+            if node is None and page not in self._private:
+                assert page not in self._nodes, f"page {page} holds other tokens"
+                node = children[key] = self._nodes[page] = _Node(page, key, children)
+            if node is None or node.page != page:
+                return
+            children = node.children
+
+    def release(self, pages: Sequence[int]) -> None:
+        """Give back one reference on each: a sequence's pages in its order, all of them or those at its end."""
+        for page in reversed(pages):
+            assert page in self._num_references, f"page {page} is not held"
+            self._num_references[page] -= 1
+            if self._num_references[page]:
+                continue
+            del self._num_references[page]
+            self._private.discard(page)
+            if page in self._nodes:
+                self._idle[page] = None
+            else:
+                self._free.append(page)
+
+    def flush(self) -> int:
+        """Forget every cached prefix, and never cache a page that is held now; returns how many were forgotten."""
+        num_forgotten = len(self._nodes)
+        self._tree, self._nodes = {}, {}
+        self._free.extend(self._idle)
+        self._idle.clear()
+        self._private = set(self._num_references)
+        return num_forgotten
+
+    def check(self) -> None:
+        """Asserts that the books balance. Reads everything: for tests."""
+        states = sorted([*self._free, *self._idle, *self._num_references])
+        assert states == list(range(self.num_pages)), "every page is in exactly one state"
+        assert all(count > 0 for count in self._num_references.values())
+        assert self._private <= self._num_references.keys() - self._nodes.keys()
+        assert self._idle.keys() <= self._nodes.keys() <= self._idle.keys() | self._num_references.keys()
+        idle_rank = {page: rank for rank, page in enumerate(self._idle)}
+        levels = [(-1, self._tree)] + [(node.page, node.children) for node in self._nodes.values()]
+        assert sum(len(children) for _, children in levels) == len(self._nodes), "every node is in the tree"
+        for parent, children in levels:
+            for key, node in children.items():
+                assert self._nodes[node.page] is node
+                assert node.siblings is children
+                assert node.key == key
+                assert len(key[1]) == self.page_size
+                if parent in idle_rank:
+                    rank = idle_rank.get(node.page, self.num_pages)
+                    assert rank < idle_rank[parent], "below an idle page all are idle, and longer"
+            if parent in self._num_references:
+                held_below = sum(self._num_references.get(node.page, 0) for node in children.values())
+                assert held_below <= self._num_references[parent], "who holds a page holds its ancestors"
+
+    def _keys(self, token_ids: Sequence[int], salt: str, start: int = 0) -> Iterator[_Key]:
+        """Of the full pages, from page `start` on."""
+        for end in range((start + 1) * self.page_size, len(token_ids) + 1, self.page_size):
+            yield salt, tuple(token_ids[end - self.page_size : end])
+
+    def _find(self, token_ids: Sequence[int], salt: str) -> list[int]:
+        """The pages of the longest cached prefix."""
+        pages, children = [], self._tree
+        for key in self._keys(token_ids, salt):
+            node = children.get(key)
+            if node is None:
+                break
+            pages.append(node.page)
+            children = node.children
+        return pages

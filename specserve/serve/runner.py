@@ -1,11 +1,13 @@
 """The compiled programs and the state they run over. The only file of the server that calls `jax.jit`.
 
-Shapes come from short lists (batch buckets, prefill chunks), so the set of programs is known at start; everything a
-client sends is traced. A step over nothing but padding changes nothing, which is how programs are compiled early.
+Shapes come from short lists (batch buckets, page-table widths, prefill chunks, trees), so the set of programs is known
+at start; everything a client sends is traced. A step over nothing but padding changes nothing, which is how programs
+are compiled and timed early. Nothing here waits for the device but `StepHandle.read`.
 """
 
+import dataclasses
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -18,18 +20,24 @@ from specserve.checkpoints.load import Target
 from specserve.kernels.matmul import Weight, block
 from specserve.models.draft import DraftParams, token_embedding
 from specserve.models.target import TargetParams, fuse_for_cpu
+from specserve.serve.options import sampler_rows
 from specserve.serve.request import SamplingParams
-from specserve.speculative import step
+from specserve.speculative import lookup, step
 from specserve.speculative.propose import Draft
-from specserve.speculative.sampling import SamplerRows
-from specserve.speculative.step import SlotState, StepConfig, StepResult, Weights
-from specserve.speculative.tree import Tree
+from specserve.speculative.sampling import SamplerRows, TokenRows
+from specserve.speculative.step import Admission, SlotState, StepConfig, StepResult, Weights
+from specserve.speculative.tree import Proposal, Tree, chain, describe
 from specserve.speculative.vocab import DraftVocab
 
 Params = TypeVar("Params", TargetParams, DraftParams)
 
-PREFILL_CHUNKS = (64, 256)
+CPU_CHUNKS, DEVICE_CHUNKS = (64, 256), (64, 256, 1024)  # prompt tokens per prefill program
 _FIRST_WIDTH, _WIDTH_GROWTH = 8, 4  # of the page-table widths; each costs a set of programs, each step reads < 4x
+NARROW_ROWS = range(2, 9)  # steps of so many rows run on blocked matrices on CPU (docs/log)
+NARROW_BYTES = 2**30  # of weights; where they are larger, memory for a second copy of them is dearer than time
+CPU_ROWS, DEVICE_ROWS = 16, 512  # with a choice of trees, those that make a step of more rows are not compiled
+_PAGES_AT_ONCE = 32  # page-table entries that one call of `_extend` sets
+DETERMINISTIC_DEPTH = 7  # every step verifies a chain of this length, whatever was proposed
 
 
 @dataclass(frozen=True)
@@ -38,132 +46,408 @@ class HostResult:
 
     token_ids: np.ndarray  # [batch, depth + 1] int32
     n_accepted: np.ndarray  # [batch] int32
+    source: np.ndarray  # [batch] int32, who proposed: the head (0) or a lookup
+    logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None  # chosen, top, top_ids; see `sampling.Logprobs`
 
     def emitted(self, row: int) -> list[int]:
         return self.token_ids[row, : self.n_accepted[row] + 1].tolist()
 
 
+class StepHandle:
+    """A step on its way. `read` waits for it, once."""
+
+    def __init__(self, result: StepResult, on_read: Callable[[np.ndarray], None], *, has_logprobs: bool) -> None:
+        self._result, self._on_read, self._has_logprobs = result, on_read, has_logprobs
+
+    def read(self) -> HostResult:
+        """The one device-to-host copy of a step; a second one when somebody asked for log-probabilities."""
+        counts = np.asarray(self._result.counts)
+        logprobs = None
+        if self._has_logprobs:
+            out = self._result.logprobs
+            logprobs = np.asarray(out.chosen), np.asarray(out.top), np.asarray(out.top_ids)
+        self._on_read(counts[:, 0])
+        return HostResult(counts[:, 2:], counts[:, 0], counts[:, 1], logprobs)
+
+
+@dataclass(frozen=True)
+class Layouts:
+    """The weights as programs take them: `narrow` for steps of few rows on CPU, `wide` for the others."""
+
+    wide: Weights
+    narrow: Weights
+
+
 class Runner:
-    """A target, perhaps a head with a tree, and the paged state of `num_slots` sequences."""
+    """A target, perhaps a head, ways to speculate, and the paged state of `num_slots` sequences."""
 
     def __init__(
         self,
         target: Target,
         head: Head | None,
-        tree: Tree | None,
+        trees: Sequence[Tree | None],
         *,
         num_slots: int,
         max_model_len: int,
         page_size: int,
         num_pages: int,
+        is_deterministic: bool = False,
+        is_coupled: bool = True,
     ) -> None:
-        assert (head is None) == (tree is None), "a head needs a tree, and a tree a head"
+        """`trees` are the ways to make a step, None being plain decoding. A head is used where one of them asks."""
+        assert trees, "a runner needs at least one way to make a step"
+        uses_head = any(tree is not None and tree.uses_head for tree in trees)
+        assert head is not None or not uses_head, "a tree that asks for a head needs one"
         self.num_slots, self.max_model_len, self.page_size, self.num_pages = (
             num_slots,
             max_model_len,
             page_size,
             num_pages,
         )
-        self.tree = tree
-        self.config = StepConfig(target.config, head.config if head else None, tree.depth if tree else 0)
-        self.weights = make_weights(target, head)
+        self.trees = tuple(trees)
+        self.is_deterministic, self._accepts_nothing = is_deterministic, False
+        deepest = max((tree.depth for tree in trees if tree is not None), default=0)
+        if is_deterministic:
+            assert len(self.trees) == 1, "deterministic steps have one shape"
+            assert deepest <= DETERMINISTIC_DEPTH
+            deepest = DETERMINISTIC_DEPTH
+            # plain decoding is a chain of which nothing may be accepted
+            self._accepts_nothing = self.trees[0] is None
+            self.trees = (self.trees[0] or chain(DETERMINISTIC_DEPTH, "ngram"),)
+        self.config = StepConfig(
+            target.config,
+            head.config if head and uses_head else None,
+            deepest,
+            is_coupled=is_coupled,
+            verified_depth=DETERMINISTIC_DEPTH if is_deterministic else 0,
+        )
+        self.layouts = make_layouts(target, head if uses_head else None)
         self.max_pages = -(-max_model_len // page_size)
+        self.max_rows = CPU_ROWS if jax.default_backend() == "cpu" else DEVICE_ROWS
+        self.chunks = CPU_CHUNKS if jax.default_backend() == "cpu" else DEVICE_CHUNKS
         self.batch_sizes = (*(1 << i for i in range((num_slots - 1).bit_length())), num_slots)
         self.widths = page_widths(self.max_pages)
-        self._seq_lens = np.zeros(num_slots + 1, np.int64)  # host mirror of the state's; the last one is padding
-        # a function object of its own, like the other two: jit's cache belongs to the function, and runners share it
-        self._admit = jax.jit(functools.partial(step.admit), donate_argnums=0)
-        self._prefill = jax.jit(functools.partial(_prefill, self.config), donate_argnums=1, static_argnames="width")
-        self._step = jax.jit(functools.partial(_step, self.config, tree), donate_argnums=1, static_argnames="width")
-        self.state = self._new_state()
+        if is_deterministic:
+            self.chunks, self.batch_sizes, self.widths = self.chunks[:1], (num_slots,), (self.max_pages,)
+        self._blank_tokens = jax.device_put(TokenRows.zeros(1, target.config.vocab_size))
+        self._everything_allowed = jax.device_put(np.full((1, 1, -(-target.config.vocab_size // 8)), 255, np.uint8))
+        self._initial_gains = np.asarray(lookup.initial_gains(1))[0]
+        # function objects of their own: jit's cache belongs to the function, and runners must not share it
+        bind = functools.partial
+        self._admit = jax.jit(bind(_admit, self.config), donate_argnums=0)
+        self._extend = jax.jit(bind(_extend), donate_argnums=0)
+        self._remember = jax.jit(bind(_remember), donate_argnums=0)
+        self._prefill = jax.jit(bind(_prefill, self.config), donate_argnums=1, static_argnames=("chunk", "width"))
+        self._consume = jax.jit(bind(_consume, self.config), donate_argnums=1)
+        self._decode = jax.jit(bind(_decode, self.config), donate_argnums=1, static_argnames="width")
+        self._speculate = jax.jit(bind(_speculate, self.config), donate_argnums=1, static_argnames=("tree", "width"))
+        self._propose = jax.jit(bind(_propose, self.config), donate_argnums=1, static_argnames=("tree", "width"))
+        self._verify = jax.jit(bind(_verify, self.config), donate_argnums=1, static_argnames=("tree", "width"))
+        self.reset()
 
-    def _new_state(self) -> SlotState:
-        return step.init_state(
+    def reset(self) -> None:
+        """Forget every sequence and every cached page: after a device error the donated buffers are gone."""
+        self.state = step.init_state(
             self.config,
             num_slots=self.num_slots,
             num_pages=self.num_pages,
             page_size=self.page_size,
             max_pages=self.max_pages,
         )
+        # what the host can say without reading: upper bounds, the last one belongs to padding
+        self._lens = np.zeros(self.num_slots + 1, np.int64)
+        self._pending = np.ones(self.num_slots + 1, np.int64)
+        self._generation = np.zeros(self.num_slots + 1, np.int64)
+        self._num_remembered = 0
 
-    def reset(self) -> None:
-        """Forget every sequence: after a device error the donated buffers are gone."""
-        self.state = self._new_state()
+    @property
+    def max_step(self) -> int:
+        """Tokens that one step can emit for a sequence, at most."""
+        return 1 + max(tree.depth if tree else 0 for tree in self.trees)
 
-    def admit(self, slot: int, pages: list[int], params: SamplingParams, seed: int) -> None:
-        row = np.full(self.max_pages, self.num_pages, np.int32)
-        row[: len(pages)] = pages
-        self._seq_lens[slot] = 0
-        self.state = self._admit(self.state, jnp.int32(slot), jnp.asarray(row), sampler_row(params, seed))
+    @property
+    def cache_lag(self) -> int:
+        """The last committed entries of a growing sequence, whose draft entries may not be written yet."""
+        return self.config.max_pending if self.config.draft else 0
 
-    def prefill(self, slot: int, token_ids: tuple[int, ...]) -> HostResult:
-        """Run one chunk of a prompt (at most the largest of PREFILL_CHUNKS); the drawn token counts after the last."""
-        chunk = next(chunk for chunk in PREFILL_CHUNKS if chunk >= len(token_ids))
-        result = self._run_prefill(slot, token_ids, chunk, self.width_of([slot]))
-        self._seq_lens[slot] += len(token_ids)
+    def admit(
+        self,
+        slot: int,
+        token_ids: Sequence[int],  # the prompt, and the answer so far
+        pages: Sequence[int],
+        num_cached: int,
+        rows: SamplerRows,  # [1], see `options`
+        tokens: TokenRows | None,  # None: no option names a token
+        head_gain: float = 0.0,  # accepted tokens per step that the head promises
+    ) -> None:
+        """Start a sequence, of which the first `num_cached` tokens are in its pages already."""
+        page_row = np.full(self.max_pages, self.num_pages, np.int32)
+        page_row[: len(pages)] = pages
+        history = np.zeros(self.max_pages * self.page_size, np.int32)
+        history[: len(token_ids)] = token_ids
+        gains = self._initial_gains.copy()
+        gains[lookup.HEAD] = head_gain
+        if self._accepts_nothing:
+            rows = dataclasses.replace(rows, max_depth=np.zeros(1, np.int32))  # type: ignore[arg-type]
+        new = jax.device_put(Admission(page_row, history, np.int32(num_cached), rows, tokens or self._blank_tokens, gains))  # type: ignore[arg-type]
+        self.state = self._admit(self.state, _scalar(slot), new)
+        self._lens[slot] = num_cached
+        self._pending[slot] = 1
+        self._generation[slot] += 1
+
+    def extend(self, new_pages: Sequence[tuple[int, int, int]]) -> None:
+        """Give sequences more pages: (slot, which page of the sequence, page)."""
+        for start in range(0, len(new_pages), _PAGES_AT_ONCE):
+            entries = np.full((3, _PAGES_AT_ONCE), self.num_slots, np.int32)
+            part = np.array(new_pages[start : start + _PAGES_AT_ONCE], np.int32).T
+            entries[:, : part.shape[1]] = part
+            table = self._extend(self.state.page_table, jax.device_put(entries))
+            self.state = dataclasses.replace(self.state, page_table=table)
+
+    def prefill(
+        self, slot: int, num_tokens: int, *, is_last: bool, has_logprobs: bool = False, allowed: np.ndarray | None = None
+    ) -> StepHandle:
+        """Run the next tokens of a prompt (at most the largest of `chunks`). The drawn token counts after the last.
+        `allowed` ([1, vocab] bool) says which tokens it may be."""
+        chunk = next(chunk for chunk in self.chunks if chunk >= num_tokens)
+        width = self._width(int(self._lens[slot]) + num_tokens)
+        result = self._run_prefill(slot, num_tokens, is_last, chunk, width, allowed)
+        self._lens[slot] += num_tokens
+        self._pending[slot] = 1
+        return StepHandle(result, lambda _n_accepted: None, has_logprobs=has_logprobs)
+
+    def _run_prefill(
+        self, slot: int, num_tokens: int, is_last: bool, chunk: int, width: int, allowed: np.ndarray | None = None
+    ) -> StepResult:
+        bits = self._everything_allowed if allowed is None else jax.device_put(np.packbits(allowed[None], axis=-1))
+        self.state, result = self._prefill(
+            self.layouts.wide,
+            self.state,
+            _slot_array((slot,)),
+            _slot_array((num_tokens,)),
+            _flag(is_last),
+            bits,
+            chunk=chunk,
+            width=width,
+        )
         return result
 
-    def _run_prefill(self, slot: int, token_ids: tuple[int, ...], chunk: int, width: int) -> HostResult:
-        padded = np.zeros((1, chunk), np.int32)
-        padded[0, : len(token_ids)] = token_ids
-        lens = jax.device_put(np.array([len(token_ids)], np.int32))
-        chunk_ids = jax.device_put(padded)
-        self.state, result = self._prefill(self.weights, self.state, _slot_array((slot,)), chunk_ids, lens, width=width)
-        return _to_host(result)
+    def step(self, slots: Sequence[int], tree: Tree | None, *, has_logprobs: bool = False) -> StepHandle:
+        """Dispatch one step for these slots, with one of `trees`."""
+        result = self._run_step(self._pad(slots), tree, self._prepare(slots, tree))
+        return self._handle(slots, tree, result, has_logprobs=has_logprobs)
 
-    def step(self, slots: list[int]) -> HostResult:
-        """One decoding step for these slots: speculative when there is a tree, plain otherwise."""
-        batch_size = next(size for size in self.batch_sizes if size >= len(slots))
-        result = self._run_step(slots, batch_size, self.width_of(slots))
-        self._seq_lens[slots] += result.n_accepted[: len(slots)] + 1
+    def propose(self, slots: Sequence[int], tree: Tree | None) -> tuple[np.ndarray, np.ndarray, Proposal | None]:
+        """The first half of a step with constrained sequences: token ids and parents of the proposed nodes, [batch,
+        node], on the host; and the proposal for `verify`."""
+        padded = self._pad(slots)
+        self._prepare(slots, tree)
+        if tree is None:
+            nothing = np.zeros((len(slots), 1), np.int32)
+            return nothing, nothing, None
+        self.state, proposal = self._propose(
+            self._layout(len(padded), tree), self.state, _slot_array(padded), tree=tree, width=self.max_pages
+        )
+        return np.asarray(proposal.token_ids)[: len(slots)], np.asarray(proposal.parents)[: len(slots)], proposal
+
+    def verify(
+        self,
+        slots: Sequence[int],
+        tree: Tree | None,
+        proposal: Proposal | None,
+        allowed: np.ndarray,  # [batch, node, vocab] bool
+        *,
+        has_logprobs: bool = False,
+    ) -> StepHandle:
+        """The second half: only allowed tokens are drawn."""
+        padded = self._pad(slots)
+        bits = np.full((len(padded), allowed.shape[1], -(-allowed.shape[2] // 8)), 255, np.uint8)
+        bits[: len(slots)] = np.packbits(allowed, axis=-1)
+        result = self._run_verify(padded, tree, proposal, jax.device_put(bits))
+        return self._handle(slots, tree, result, has_logprobs=has_logprobs)
+
+    def remember(self, slot: int, num_prompt: int) -> None:
+        """Keep the end of a finished answer for lookups by others."""
+        if any(tree is not None and tree.uses_recall for tree in self.trees):
+            start = max(num_prompt, int(self._lens[slot]) - lookup.RECALL_LENGTH)
+            row = self._num_remembered % lookup.RECALL_ROWS
+            self.state = self._remember(self.state, _scalar(slot), _scalar(start), _scalar(row))
+            self._num_remembered += 1
+
+    def _prepare(self, slots: Sequence[int], tree: Tree | None) -> int:
+        """Let the draft catch up where this step could not hold what is pending; returns the width of the step."""
+        held = list(slots)
+        if self.config.draft and held:
+            room = self.config.max_pending - 1 if tree is None else tree.depth + 1
+            if self._pending[held].max() > room:
+                padded = self._pad(slots)
+                self.state = self._consume(self._layout(len(padded), tree), self.state, _slot_array(padded))
+                self._pending[held] = 1
+        return self.width_of(held)
+
+    def _handle(self, slots: Sequence[int], tree: Tree | None, result: StepResult, *, has_logprobs: bool) -> StepHandle:
+        held = np.array(slots, np.int64)
+        most = 1 + (tree.depth if tree else 0)
+        self._lens[held] += most
+        self._pending[held] = self._pending[held] + 1 if tree is None else most
+        generation = self._generation[held].copy()
+
+        def on_read(n_accepted: np.ndarray) -> None:
+            surplus = most - 1 - n_accepted[: len(held)]
+            is_same = self._generation[held] == generation
+            self._lens[held] -= np.where(is_same, surplus, 0)
+
+        return StepHandle(result, on_read, has_logprobs=has_logprobs)
+
+    def batch_size_of(self, num_slots: int) -> int:
+        """The batch bucket of so many slots."""
+        return next(size for size in self.batch_sizes if size >= num_slots)
+
+    def width_of(self, slots: Sequence[int]) -> int:
+        """The width of the next step of these slots."""
+        return self._width(int(self._lens[list(slots)].max(initial=0)) + 1)
+
+    @property
+    def deepest_tree(self) -> Tree | None:
+        return max(self.trees, key=lambda tree: tree.depth if tree else 0)
+
+    def _pad(self, slots: Sequence[int]) -> tuple[int, ...]:
+        return (*slots, *[self.num_slots] * (self.batch_size_of(len(slots)) - len(slots)))
+
+    def _run_step(self, padded: tuple[int, ...], tree: Tree | None, width: int) -> StepResult:
+        layout, slots = self._layout(len(padded), tree), _slot_array(padded)
+        if tree is None:
+            self.state, result = self._decode(layout, self.state, slots, None, width=width)
+        else:
+            self.state, result = self._speculate(layout, self.state, slots, tree=tree, width=width)
         return result
 
-    def _run_step(self, slots: list[int], batch_size: int, width: int) -> HostResult:
-        padded = (*slots, *[self.num_slots] * (batch_size - len(slots)))
-        self.state, result = self._step(self.weights, self.state, _slot_array(padded), width=width)
-        return _to_host(result)
+    def _run_verify(
+        self, padded: tuple[int, ...], tree: Tree | None, proposal: Proposal | None, bits: jax.Array
+    ) -> StepResult:
+        layout, slots, width = self._layout(len(padded), tree), _slot_array(padded), self.max_pages
+        if tree is None:
+            self.state, result = self._decode(layout, self.state, slots, bits, width=width)
+        else:
+            self.state, result = self._verify(layout, self.state, slots, proposal, bits, tree=tree, width=width)
+        return result
 
-    def width_of(self, slots: list[int]) -> int:
-        """The narrowest page table that holds all these slots have committed, and the draft's entry of the root."""
-        needed = -(-(int(self._seq_lens[slots].max()) + 1) // self.page_size)
-        return next((width for width in self.widths if width >= needed), self.max_pages)
+    def _layout(self, batch: int, tree: Tree | None) -> Weights:
+        depth = self.config.verified_depth or (tree.num_nodes if tree else 0)
+        return self.layouts.narrow if batch * (1 + depth) in NARROW_ROWS else self.layouts.wide
+
+    def _width(self, needed: int) -> int:
+        """The narrowest compiled page table that holds so many entries."""
+        pages = -(-needed // self.page_size)
+        return next((width for width in self.widths if width >= pages), self.max_pages)
+
+    def trees_for(self, batch_size: int) -> tuple[Tree | None, ...]:
+        """The ways to make a step of this batch bucket that are compiled: the first always, the others if they fit."""
+        others = tuple(
+            tree for tree in self.trees[1:] if tree is None or batch_size * (1 + tree.num_nodes) <= self.max_rows
+        )
+        return (*self.trees[:1], *others)
+
+    def programs(self) -> "list[Program]":
+        """Every program, cheapest first: plain decoding can serve when those that are `is_plain` have run once."""
+        padding = self.num_slots
+        found: list[Program] = [
+            Program("admission", True, lambda: self.admit(0, (), (), 0, sampler_rows(SamplingParams(), 0), None)),
+            Program("page table", True, lambda: self.extend([(padding, 0, 0)])),
+        ]
+        if any(tree is not None and tree.uses_recall for tree in self.trees):
+            found.append(Program("recall", False, lambda: self.remember(0, 0)))
+        for width in self.widths:
+            context = f"contexts up to {width * self.page_size}"
+            for chunk in self.chunks:
+                run = functools.partial(self._run_prefill, padding, chunk, True, chunk, width)
+                found.append(Program(f"prefill of {chunk}, {context}", True, run))
+            for size in self.batch_sizes:
+                for tree in self.trees_for(size):
+                    run = functools.partial(self._run_step, (padding,) * size, tree, width)
+                    name = f"{describe(tree)} for {size}, {context}"
+                    found.append(Program(name, tree is None, run, (size, width, tree)))
+        for size in self.batch_sizes:
+            if self.config.draft:
+                for layout in {id(layout): layout for layout in (self.layouts.narrow, self.layouts.wide)}.values():
+                    run = functools.partial(self._warm_consume, size, layout)
+                    found.append(Program(f"catching up for {size}", True, run))
+            tree = self.constrained_tree(size)
+            run = functools.partial(self._warm_constrained, size, tree)
+            found.append(Program(f"constrained {describe(tree)} for {size}", tree is None, run))
+        return sorted(found, key=lambda program: not program.is_plain)
+
+    def constrained_tree(self, batch_size: int) -> Tree | None:
+        """How steps with a constrained sequence speculate: the first way that is no plain step."""
+        return next((tree for tree in self.trees_for(batch_size) if tree is not None), None)
+
+    def _warm_consume(self, size: int, layout: Weights) -> None:
+        self.state = self._consume(layout, self.state, _slot_array((self.num_slots,) * size))
+
+    def _warm_constrained(self, size: int, tree: Tree | None) -> StepResult:
+        vocab = self.config.target.vocab_size
+        padded = (self.num_slots,) * size
+        proposal, nodes = None, 1
+        if tree is not None:
+            layout = self._layout(size, tree)
+            self.state, proposal = self._propose(
+                layout, self.state, _slot_array(padded), tree=tree, width=self.max_pages
+            )
+            nodes = 1 + (self.config.verified_depth or tree.num_nodes)
+        bits = np.full((size, nodes, -(-vocab // 8)), 255, np.uint8)
+        return self._run_verify(padded, tree, proposal, jax.device_put(bits))
 
     def warmup(self) -> Iterator[str]:
         """Compile every program, yielding a name after each."""
-        self.admit(0, [], SamplingParams(), 0)
-        yield "admission"
-        for width in self.widths:
-            context = f"contexts up to {width * self.page_size}"
-            for chunk in PREFILL_CHUNKS:  # on a padded slot: the step computes, and writes nothing
-                self._run_prefill(self.num_slots, (0,) * chunk, chunk, width)
-                yield f"prefill of {chunk}, {context}"
-            for size in self.batch_sizes:
-                self._run_step([], size, width)
-                yield f"step of {size}, {context}"
+        for program in self.programs():
+            program.run()
+            yield program.name
 
     @property
     def num_programs(self) -> int:
-        return 1 + len(self.widths) * (len(PREFILL_CHUNKS) + len(self.batch_sizes))
+        return len(self.programs())
 
     @property
     def num_compiled(self) -> int:
         """Programs compiled so far; it must not grow after `warmup`."""
-        programs: tuple[Any, ...] = (self._admit, self._prefill, self._step)
-        return sum(program._cache_size() for program in programs)
+        jitted: tuple[Any, ...] = (
+            self._admit,
+            self._extend,
+            self._remember,
+            self._prefill,
+            self._consume,
+            self._decode,
+            self._speculate,
+            self._propose,
+            self._verify,
+        )
+        return sum(program._cache_size() for program in jitted)
 
 
-def make_weights(target: Target, head: Head | None) -> Weights:
-    """Parameters as the step takes them. On CPU the layout follows the number of rows of a step: one row per sequence
-    streams plain matrices best, a tree's rows stream blocked ones (see `kernels.matmul`)."""
+@dataclass(frozen=True)
+class Program:
+    """One compiled program, and how to run it over nothing but padding."""
+
+    name: str
+    is_plain: bool  # needed before anything can be served
+    run: Callable[[], object]
+    step: tuple[int, int, Tree | None] | None = None  # of a step: batch size, width, tree
+
+
+def make_layouts(target: Target, head: Head | None) -> Layouts:
+    """Parameters as the steps take them. On CPU the layout follows the number of rows of a step: one row, or dozens,
+    stream plain matrices best, a few stream blocked ones (see `kernels.matmul`)."""
     is_cpu = jax.default_backend() == "cpu"
     params = fuse_for_cpu(target.params) if is_cpu else target.params
-    if head is None:
-        return Weights(params, None)
-    embedding = token_embedding(head.params, target.params.embedding)
-    draft = head.params
-    if is_cpu:
-        params, draft = _block_matrices(params), _block_matrices(draft)
-    return Weights(params, Draft(draft, DraftVocab(jnp.asarray(head.target_ids)), embedding))
+    draft = None
+    if head is not None:
+        embedding = token_embedding(head.params, target.params.embedding)
+        draft = Draft(head.params, DraftVocab(jnp.asarray(head.target_ids)), embedding)
+    wide = Weights(params, draft)
+    if not is_cpu or sum(leaf.nbytes for leaf in jax.tree.leaves(wide)) > NARROW_BYTES:
+        return Layouts(wide, wide)
+    narrow_draft = None if draft is None else dataclasses.replace(draft, params=_block_matrices(draft.params))
+    return Layouts(wide, Weights(_block_matrices(params), narrow_draft))
 
 
 def _block_matrices(params: Params) -> Params:
@@ -176,22 +460,20 @@ def _block_matrices(params: Params) -> Params:
     return jax.tree_util.tree_map_with_path(cut, params)
 
 
-def sampler_row(params: SamplingParams, seed: int) -> SamplerRows:
-    """One sequence's options, [1]. Negative seeds count as their two's complement."""
-    word = 0xFFFFFFFF
-    return SamplerRows(
-        temperature=jnp.asarray([params.temperature], jnp.float32),
-        top_k=jnp.asarray([params.top_k], jnp.int32),
-        top_p=jnp.asarray([params.top_p], jnp.float32),
-        min_p=jnp.asarray([params.min_p], jnp.float32),
-        seed=jnp.asarray([[seed & word, seed >> 32 & word]], jnp.uint32),
-    )
-
-
 @functools.lru_cache(maxsize=4096)
 def _slot_array(slots: tuple[int, ...]) -> jax.Array:
     """The same slots run step after step: their array is made once, and a step then sends nothing to the device."""
     return jax.device_put(np.array(slots, np.int32))
+
+
+@functools.lru_cache(maxsize=4096)
+def _scalar(value: int) -> jax.Array:
+    return jax.device_put(np.int32(value))
+
+
+@functools.lru_cache(maxsize=2)
+def _flag(value: bool) -> jax.Array:
+    return jax.device_put(np.array([value]))
 
 
 def page_widths(max_pages: int) -> tuple[int, ...]:
@@ -202,26 +484,63 @@ def page_widths(max_pages: int) -> tuple[int, ...]:
     return (*(width for width in widths if width < max_pages), max_pages)
 
 
+def _admit(_config: StepConfig, state: SlotState, slot: jax.Array, new: Admission) -> SlotState:
+    return step.admit(state, slot, new)
+
+
+def _extend(page_table: jax.Array, entries: jax.Array) -> jax.Array:
+    """`entries` [3, n]: slot, column and page; a slot out of range is padding."""
+    return page_table.at[entries[0], entries[1]].set(entries[2], mode="drop")
+
+
+def _remember(state: SlotState, slot: jax.Array, start: jax.Array, row: jax.Array) -> SlotState:
+    return step.remember(state, slot, start, row)
+
+
 def _prefill(
     config: StepConfig,
     weights: Weights,
     state: SlotState,
     slots: jax.Array,
-    token_ids: jax.Array,
-    lens: jax.Array,
+    num_tokens: jax.Array,
+    is_last: jax.Array,
+    allowed: jax.Array,
+    chunk: int,
     width: int,
 ) -> tuple[SlotState, StepResult]:
-    return step.prefill(weights, config, state, slots, token_ids, lens, width)
+    return step.prefill(weights, config, state, slots, num_tokens, is_last, chunk, width, allowed)
 
 
-def _step(
-    config: StepConfig, tree: Tree | None, weights: Weights, state: SlotState, slots: jax.Array, width: int
+def _consume(config: StepConfig, weights: Weights, state: SlotState, slots: jax.Array) -> SlotState:
+    return step.consume(weights, config, state, slots)
+
+
+def _decode(
+    config: StepConfig, weights: Weights, state: SlotState, slots: jax.Array, allowed: jax.Array | None, width: int
 ) -> tuple[SlotState, StepResult]:
-    if tree is None:
-        return step.decode(weights, config, state, slots, width)
+    return step.decode(weights, config, state, slots, width, allowed)
+
+
+def _speculate(
+    config: StepConfig, weights: Weights, state: SlotState, slots: jax.Array, tree: Tree, width: int
+) -> tuple[SlotState, StepResult]:
     return step.speculate(weights, config, tree, state, slots, width)
 
 
-def _to_host(result: StepResult) -> HostResult:
-    """The one device-to-host read of a step."""
-    return HostResult(np.asarray(result.token_ids), np.asarray(result.n_accepted))
+def _propose(
+    config: StepConfig, weights: Weights, state: SlotState, slots: jax.Array, tree: Tree, width: int
+) -> tuple[SlotState, Proposal]:
+    return step.propose_tree(weights, config, tree, state, slots, width)
+
+
+def _verify(
+    config: StepConfig,
+    weights: Weights,
+    state: SlotState,
+    slots: jax.Array,
+    proposal: Proposal,
+    allowed: jax.Array,
+    tree: Tree,
+    width: int,
+) -> tuple[SlotState, StepResult]:
+    return step.verify_tree(weights, config, tree, state, slots, proposal, width, allowed)

@@ -11,13 +11,31 @@ class ServeRun:
 
     target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
     draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")
-    speculation: str = setting("chain:3", help="off, chain:K, tree:DEPTHxTOPKxNODES or static:WIDTHxWIDTHx...")
+    speculation: str = setting(
+        "auto",
+        help="auto, off, chain:K, tree:DEPTHxTOPKxNODES, static:WIDTHxWIDTHx..., ngram:K (prompt lookup) or suffix:K",
+    )
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(8000, help="port to listen on; 0: any free one", ge=0, le=65535)
     api_key: str = setting("", help="require this bearer token; empty: none")
     max_slots: int = setting(8, help="sequences that run at once", ge=1)
     max_model_len: int = setting(0, help="prompt and answer together; 0: the target's context, at most 4,096", ge=0)
     page_size: int = setting(32, help="tokens per cache page", ge=1)
-    cache_tokens: int = setting(0, help="tokens the cache holds; 0: max_slots times max_model_len", ge=0)
+    cache_tokens: int = setting(0, help="tokens the cache holds; 0: what cache_gb or cache_fraction allow", ge=0)
+    cache_gb: float = setting(0.0, help="memory of the cache in GB (1e9 bytes); 0: by cache_fraction", ge=0)
+    cache_fraction: float = setting(
+        0.0, help="share of the memory that is free after loading; 0: max_slots times max_model_len", ge=0, lt=1
+    )
+    prefix_cache: bool = setting(True, help="keep the pages of finished sequences for prompts that begin alike")
+    schedule: str = setting(
+        "fcfs", help="who is admitted first among equal priorities", choices=("fcfs", "longest-prefix")
+    )
+    prefill_tokens: int = setting(0, help="prompt tokens per round, between two steps; 0: one largest chunk", ge=0)
     max_queue: int = setting(256, help="requests that may wait; more get a 503", ge=1)
+    deterministic: bool = setting(
+        False, help="one shape for every step, so that batch mates, prefix hits and speculation change no bit (slower)"
+    )
+    early_ready: bool = setting(False, help="serve plainly while the speculative programs still compile")
+    drain_seconds: float = setting(30.0, help="on SIGTERM, let running requests end for so long", ge=0)
+    watchdog_seconds: float = setting(60.0, help="report a step that takes longer; 0: never", ge=0)
     warmup_only: bool = setting(False, help="compile everything into the compilation cache and exit")

@@ -14,13 +14,14 @@ from functools import partial
 
 from fastapi import Request as HttpRequest
 from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
+from starlette.concurrency import run_in_threadpool
 
 from specserve.errors import CapacityError, SpecServeError
 from specserve.serve.api_replies import Json, ReplyFormat, error_body, usage_body
 from specserve.serve.http_guard import INTERNAL_ERROR, EngineFailureError
 from specserve.serve.interface import EngineLike
 from specserve.serve.metrics import Metrics, SequenceMetrics
-from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
+from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats, TokenLogprobs
 
 logger = logging.getLogger(__name__)
 
@@ -44,12 +45,12 @@ class Prompt:
 @dataclass
 class _Totals:
     num_completion_tokens: int = 0
-    stats: list[SpeculationStats] = field(default_factory=list)
+    stats: dict[int, SpeculationStats] = field(default_factory=dict)  # by choice
 
-    def add(self, delta: Delta) -> None:
+    def add(self, index: int, delta: Delta) -> None:
         self.num_completion_tokens += len(delta.token_ids)
         if delta.stats is not None:
-            self.stats.append(delta.stats)
+            self.stats[index] = delta.stats
 
 
 class Generation:
@@ -59,7 +60,16 @@ class Generation:
     sequence is left behind.
     """
 
-    def __init__(self, engine: EngineLike, metrics: Metrics, http: HttpRequest, prompts: Sequence[Prompt]) -> None:
+    def __init__(
+        self,
+        engine: EngineLike,
+        metrics: Metrics,
+        http: HttpRequest,
+        prompts: Sequence[Prompt],
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+    ) -> None:
         self._engine = engine
         self._http = http
         self._loop = asyncio.get_running_loop()
@@ -68,12 +78,16 @@ class Generation:
         self._sequence_metrics: list[SequenceMetrics] = []
         self._echoes = [prompt.echo for prompt in prompts for _ in prompt.choices]
         self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
+        self._first_choices: list[int] = []  # of each prompt
         self._totals = _Totals()
         try:
             for prompt in prompts:
+                self._first_choices.append(len(self._requests))
                 for params in prompt.choices:
                     on_delta = partial(self._on_delta, len(self._requests))
-                    self._requests.append(engine.submit(prompt.token_ids, params, on_delta))
+                    self._requests.append(
+                        engine.submit(prompt.token_ids, params, on_delta, priority=priority, cache_salt=cache_salt)
+                    )
                     self._sequence_metrics.append(metrics.start_sequence(len(prompt.token_ids)))
         except BaseException:
             self.cancel()
@@ -89,14 +103,24 @@ class Generation:
     async def reply(self, reply_format: ReplyFormat) -> Json:
         """The whole reply. Raises ClientGoneError, CapacityError or EngineFailureError."""
         texts = list(self._echoes)
+        logprobs: list[list[TokenLogprobs]] = [[] for _ in texts]
         reasons: dict[int, FinishReason] = {}
         async with contextlib.aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
                 texts[index] += delta.text
+                logprobs[index] += delta.logprobs
                 if delta.finish_reason is not None:
                     reasons[index] = delta.finish_reason
-        choices = [reply_format.choice(index, text, str(reasons[index])) for index, text in enumerate(texts)]
-        return reply_format.reply(choices, self._usage())
+
+        def spell() -> Json:
+            choices = [
+                reply_format.choice(index, text, str(reasons[index]), logprobs[index])
+                for index, text in enumerate(texts)
+            ]
+            return reply_format.reply(choices, self._usage())
+
+        # Log-probabilities of a long answer take a while to spell; other requests' streams go on meanwhile.
+        return await run_in_threadpool(spell) if any(logprobs) else spell()
 
     async def stream(self, reply_format: ReplyFormat, *, include_usage: bool) -> AsyncIterator[bytes]:
         """The reply as server-sent events, ending in [DONE]. An error after the start becomes an event."""
@@ -131,10 +155,10 @@ class Generation:
                     first = reply_format.first_chunk(index, self._echoes[index])
                     if first is not None:
                         yield first
-                # A step may add tokens and no text yet, in the middle of a character.
-                if delta.text or delta.finish_reason is not None:
+                # A step may add tokens and no text yet: in the middle of a character, or of what may be a stop string.
+                if delta.text or delta.logprobs or delta.finish_reason is not None:
                     reason = None if delta.finish_reason is None else str(delta.finish_reason)
-                    yield reply_format.chunk(index, delta.text, reason)
+                    yield reply_format.chunk(index, delta.text, reason, delta.logprobs)
 
     async def _deltas(self, *, is_idle_reported: bool = False) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) until every sequence has ended; (-1, empty delta) about once a second while nothing comes."""
@@ -154,7 +178,7 @@ class Generation:
                     raise ClientGoneError
                 index, delta = arrival
                 self._check(index, delta)
-                self._totals.add(delta)
+                self._totals.add(index, delta)
                 num_open -= delta.finish_reason is not None
                 yield arrival
         finally:
@@ -169,7 +193,10 @@ class Generation:
             raise CapacityError("the server is stopping")
 
     def _usage(self) -> Json:
-        return usage_body(self._num_prompt_tokens, self._totals.num_completion_tokens, self._totals.stats)
+        stats = self._totals.stats
+        num_cached = sum(stats[index].num_cached_tokens for index in self._first_choices if index in stats)
+        num_completion_tokens = self._totals.num_completion_tokens
+        return usage_body(self._num_prompt_tokens, num_cached, num_completion_tokens, list(stats.values()))
 
     def _on_delta(self, index: int, delta: Delta) -> None:
         """On the engine's thread."""

@@ -10,10 +10,11 @@ import jax.numpy as jnp
 
 from specserve.kernels.attention import attend
 from specserve.models.config import DraftConfig
-from specserve.models.draft import DraftParams, draft_inputs, draft_kv, draft_layer, draft_logits
+from specserve.models.draft import DraftParams, draft_inputs, draft_kv, draft_layer, draft_logits, fuse_features
 from specserve.models.kv_pages import KVPages, LayerKV, Prefix
 from specserve.pytree import pytree
 from specserve.speculative import sampling
+from specserve.speculative.lookup import HEAD
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.tree import DynamicTree, Proposal, StaticTree, Tree
 from specserve.speculative.vocab import DraftVocab
@@ -26,7 +27,7 @@ class Pending:
     """Accepted tokens that the draft has not consumed yet, oldest first; the last valid one is the root."""
 
     token_ids: jax.Array  # [batch, m] int32
-    features: jax.Array  # [batch, m, d_model], fused, of the position before each token
+    aux_hidden_states: jax.Array  # [batch, m, taps * target_d_model], of the position before each token
     count: jax.Array  # [batch] int32, valid entries
 
 
@@ -54,19 +55,22 @@ def catch_up(
     config: DraftConfig,
     pages: KVPages,
     page_table: jax.Array,  # [batch, max_pages], for writing
-    read_table: jax.Array,  # [batch, pages], the part that attention reads
+    read_table: jax.Array | None,  # [batch, pages], the part that attention reads; None: do not run the layer
     seq_lens: jax.Array,  # [batch], the root's position
     pending: Pending,
-) -> tuple[KVPages, jax.Array]:  # and the recurrent state at the root [batch, 1, d_model]
+) -> tuple[KVPages, jax.Array | None]:  # and the recurrent state at the root [batch, 1, d_model]
     """Consume the pending tokens: write their draft entries, and run the layer for the last of them only."""
     m = pending.token_ids.shape[1]
     offset = jnp.arange(m)
     index = seq_lens[:, None] - pending.count[:, None] + 1 + offset
     is_valid = offset < pending.count[:, None]
-    inputs = draft_inputs(draft.params, config, draft.embedding, pending.token_ids, pending.features, index)
+    features = fuse_features(draft.params, config, pending.aux_hidden_states)
+    inputs = draft_inputs(draft.params, config, draft.embedding, pending.token_ids, features, index)
     kv = draft_kv(draft.params, config, inputs)
     # Write first and attend to the written pages: reading the old ones as well would make XLA copy them.
-    pages = pages.write((kv,), page_table, index, is_valid)
+    pages = pages.write((kv,), page_table, index, is_valid & (index >= FIRST_ENTRY))
+    if read_table is None:
+        return pages, None
     last = jnp.maximum(pending.count - 1, 0)[:, None]
     root, (k, v) = jax.tree.map(
         lambda x: jnp.take_along_axis(x, last.reshape(-1, *[1] * (x.ndim - 1)), axis=1), (inputs, kv)
@@ -207,6 +211,7 @@ def _rerank(
         token_ids=jnp.concatenate([root_ids[:, None], jnp.take_along_axis(token_ids, kept, axis=1)], axis=1),
         parents=jnp.concatenate([zeros, parent_node.astype(jnp.int32)], axis=1),
         depths=jnp.concatenate([zeros, depths[kept].astype(jnp.int32)], axis=1),
+        source=jnp.full(batch, HEAD, jnp.int32),
     )
 
 
@@ -247,6 +252,7 @@ def _propose_static(expand: _Expander, tree: StaticTree, root_ids: jax.Array, hi
         token_ids=jnp.stack([tokens[i] for i in order], axis=1),
         parents=jnp.broadcast_to(jnp.array(parents, jnp.int32), (batch, len(parents))),
         depths=jnp.broadcast_to(jnp.array(depths, jnp.int32), (batch, len(depths))),
+        source=jnp.full(batch, HEAD, jnp.int32),
     )
 
 

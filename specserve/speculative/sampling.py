@@ -16,32 +16,179 @@ import jax.numpy as jnp
 from specserve.pytree import pytree
 
 _NEG_INF = float("-inf")
+MAX_LOGPROBS = 20  # most likely tokens that a step reports
+MAX_BAD_SEQUENCES, MAX_BAD_TOKENS = 128, 16  # of one request; a bad word is one or two token sequences
+IN_PROMPT, IS_STOP, EMITTED = 1, 2, 4  # the parts of a ledger entry
+UNBOUNDED = 2**31 - 1
 
 
 @pytree
 class SamplerRows:
-    """One row of sampler options per sequence; all traced, so no value a user sends compiles anything."""
+    """One row of options per sequence; all traced, so no value a user sends compiles anything."""
 
     temperature: jax.Array  # [batch] float32, 0 is greedy
     top_k: jax.Array  # [batch] int32, 0 is off
     top_p: jax.Array  # [batch] float32, 1 is off
     min_p: jax.Array  # [batch] float32, 0 is off
     seed: jax.Array  # [batch, 2] uint32, low and high words
+    presence_penalty: jax.Array  # [batch] float32, 0 is off
+    frequency_penalty: jax.Array  # [batch] float32, 0 is off
+    repetition_penalty: jax.Array  # [batch] float32, 1 is off
+    has_bias: jax.Array  # [batch] bool, whether `TokenRows.bias` counts
+    has_bad_words: jax.Array  # [batch] bool, whether `TokenRows.bad_words` counts
+    output_start: jax.Array  # [batch] int32, position of the first token of the answer
+    stop_start: jax.Array  # [batch] int32, position from which on stop ids may be drawn (min_tokens)
+    has_logprobs: jax.Array  # [batch] bool
+    max_depth: jax.Array  # [batch] int32, draft tokens that a step may accept
 
     @classmethod
     def greedy(cls, batch: int) -> "SamplerRows":
+        def full(value: float, dtype: jnp.dtype) -> jax.Array:  # an array of its own: the state's are donated
+            return jnp.full(batch, value, dtype)
+
+        real, whole = jnp.dtype(jnp.float32), jnp.dtype(jnp.int32)
         return cls(
-            temperature=jnp.zeros(batch, jnp.float32),
-            top_k=jnp.zeros(batch, jnp.int32),
-            top_p=jnp.ones(batch, jnp.float32),
-            min_p=jnp.zeros(batch, jnp.float32),
+            temperature=full(0, real),
+            top_k=full(0, whole),
+            top_p=full(1, real),
+            min_p=full(0, real),
             seed=jnp.zeros((batch, 2), jnp.uint32),
+            presence_penalty=full(0, real),
+            frequency_penalty=full(0, real),
+            repetition_penalty=full(1, real),
+            has_bias=full(False, jnp.dtype(bool)),
+            has_bad_words=full(False, jnp.dtype(bool)),
+            output_start=full(0, whole),
+            stop_start=full(0, whole),
+            has_logprobs=full(False, jnp.dtype(bool)),
+            max_depth=full(UNBOUNDED, whole),
         )
+
+
+@pytree
+class TokenRows:
+    """What the options of a sequence say about single tokens, and what it holds already."""
+
+    bias: jax.Array  # [batch, vocab] float32, added to the logits; -inf bans
+    ledger: jax.Array  # [batch, vocab] int32: IN_PROMPT | IS_STOP | times emitted * EMITTED
+    bad_words: jax.Array  # [batch, MAX_BAD_SEQUENCES, MAX_BAD_TOKENS] int32, each ends at the right; -1 pads
+
+    @classmethod
+    def zeros(cls, batch: int, vocab: int) -> "TokenRows":
+        return cls(
+            bias=jnp.zeros((batch, vocab), jnp.float32),
+            ledger=jnp.zeros((batch, vocab), jnp.int32),
+            bad_words=jnp.full((batch, MAX_BAD_SEQUENCES, MAX_BAD_TOKENS), -1, jnp.int32),
+        )
+
+
+@pytree
+class Nodes:
+    """The nodes after which tokens are drawn: of a tree, or one per sequence."""
+
+    token_ids: jax.Array  # [batch, node] int32; node 0 is the last token that is emitted, and in the ledger, already
+    parents: jax.Array  # [batch, node] int32
+    depths: jax.Array  # [batch, node] int32
+    ancestors: jax.Array  # [batch or 1, node, node] bool, each node its own ancestor
+    recent: jax.Array  # [batch, MAX_BAD_TOKENS - 1] int32, emitted tokens from node 0's backwards; -1: not the answer's
+
+
+def constrain(
+    rows: SamplerRows,
+    tokens: TokenRows,
+    nodes: Nodes,
+    logits: jax.Array,  # [batch, node, vocab] float32, the target's own
+    position_ids: jax.Array,  # [batch, node] int32, the position that each drawn token will take
+    allowed: jax.Array | None = None,  # [batch, node, ceil(vocab / 8)] uint8, bits of allowed tokens, first is highest
+) -> jax.Array:  # [batch, node, vocab]
+    """Bias, bans and penalties, in vLLM's order. A node counts its accepted ancestors as emitted, so the logits are
+    those that plain decoding would have met there."""
+    logits = _when(rows.has_bias, logits, lambda x: x + tokens.bias[:, None])
+    is_early = position_ids < rows.stop_start[:, None]
+    is_stop = tokens.ledger & IS_STOP != 0
+    logits = _when(is_early, logits, lambda x: jnp.where(is_early[..., None] & is_stop[:, None], _NEG_INF, x))
+    logits = _when(rows.has_bad_words, logits, lambda x: _ban_words(rows, tokens, nodes, x))
+    if allowed is not None:
+        bits = jnp.unpackbits(allowed, axis=-1, count=logits.shape[-1])
+        logits = jnp.where(bits.astype(bool), logits, _NEG_INF)
+    has_penalty = (rows.presence_penalty != 0) | (rows.frequency_penalty != 0) | (rows.repetition_penalty != 1)
+    return _when(has_penalty, logits, lambda x: _penalise(rows, tokens, nodes, x))
+
+
+def _when(is_used: jax.Array, logits: jax.Array, change: Callable[[jax.Array], jax.Array]) -> jax.Array:
+    """Change the logits only in steps where some row asks for it; `change` must leave the other rows as they are."""
+    return jax.lax.cond(jnp.any(is_used), change, lambda x: x, logits)
+
+
+def _penalise(rows: SamplerRows, tokens: TokenRows, nodes: Nodes, logits: jax.Array) -> jax.Array:
+    """Repetition (Keskar et al. 2019, arXiv 1909.05858), frequency and presence penalties (OpenAI's)."""
+    batch, n = nodes.token_ids.shape
+    ledger = jnp.broadcast_to(tokens.ledger[:, None], logits.shape)
+    below_root = jnp.arange(n) > 0  # node 0 is in the ledger
+    emitted = jnp.where(nodes.ancestors & below_root, EMITTED, 0)  # [batch, node, ancestor]
+    index = jnp.arange(batch)[:, None, None], jnp.arange(n)[:, None], nodes.token_ids[:, None]
+    ledger = ledger.at[index].add(jnp.broadcast_to(emitted, (batch, n, n)))
+    count = ledger // EMITTED
+    repetition = jnp.where((count > 0) | (ledger & IN_PROMPT != 0), rows.repetition_penalty[:, None, None], 1.0)
+    logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
+    logits -= rows.frequency_penalty[:, None, None] * count.astype(jnp.float32)
+    return logits - rows.presence_penalty[:, None, None] * (count > 0).astype(jnp.float32)
+
+
+def _ban_words(rows: SamplerRows, tokens: TokenRows, nodes: Nodes, logits: jax.Array) -> jax.Array:
+    """Ban the token that would complete a bad word."""
+    batch, n = nodes.token_ids.shape
+    current = jnp.broadcast_to(jnp.arange(n), (batch, n))
+    tail = []  # newest first: what stands before the drawn token
+    for back in range(MAX_BAD_TOKENS - 1):
+        older = jnp.take_along_axis(nodes.recent, jnp.clip(back - nodes.depths, 0), axis=1)
+        tail.append(jnp.where(back < nodes.depths, jnp.take_along_axis(nodes.token_ids, current, axis=1), older))
+        current = jnp.take_along_axis(nodes.parents, current, axis=1)
+    before = jnp.stack(tail[::-1], axis=-1)[:, :, None]  # [batch, node, 1, length - 1]
+    words = tokens.bad_words[:, None]  # [batch, 1, word, length]
+    is_next = jnp.all((words[..., :-1] < 0) | (words[..., :-1] == before), axis=-1) & (words[..., -1] >= 0)
+    is_next &= rows.has_bad_words[:, None, None]
+    index = jnp.arange(batch)[:, None, None], jnp.arange(n)[:, None], jnp.clip(words[..., -1], 0)
+    return logits.at[index].min(jnp.where(is_next, _NEG_INF, jnp.inf))
+
+
+@pytree
+class Logprobs:
+    """Log-probabilities of drawn tokens and of the most likely ones, under the target's own distribution."""
+
+    chosen: jax.Array  # [batch, n] float32
+    top: jax.Array  # [batch, n, MAX_LOGPROBS] float32
+    top_ids: jax.Array  # [batch, n, MAX_LOGPROBS] int32
+
+
+def logprobs(
+    rows: SamplerRows,
+    logits: jax.Array,  # [batch, n, vocab] float32, before any option
+    token_ids: jax.Array,  # [batch, n] int32
+) -> Logprobs:
+    """Zeros unless some row asks for them."""
+    batch, n, vocab = logits.shape
+    k = min(MAX_LOGPROBS, vocab)
+
+    def measured() -> Logprobs:
+        all_logprobs = jax.nn.log_softmax(logits, axis=-1)
+        top, top_ids = jax.lax.top_k(all_logprobs, k)
+        chosen = jnp.take_along_axis(all_logprobs, token_ids[..., None], axis=-1)[..., 0]
+        return Logprobs(chosen, top, top_ids)
+
+    def none() -> Logprobs:
+        return Logprobs(
+            jnp.zeros((batch, n), jnp.float32),
+            jnp.zeros((batch, n, k), jnp.float32),
+            jnp.zeros((batch, n, k), jnp.int32),
+        )
+
+    return jax.lax.cond(jnp.any(rows.has_logprobs), measured, none)
 
 
 def sample(
     rows: SamplerRows,
-    logits: jax.Array,  # [batch, n, vocab] float32
+    logits: jax.Array,  # [batch, n, vocab] float32, constrained
     position_ids: jax.Array,  # [batch, n] int32, the position that each drawn token will take
 ) -> jax.Array:  # [batch, n] int32
     """Draw the target's token at every (sequence, node)."""

@@ -6,6 +6,7 @@ their children. A chain is a tree whose top_k is 1.
 
 import re
 from dataclasses import dataclass
+from typing import ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +15,7 @@ from specserve.errors import ConfigError
 from specserve.pytree import pytree
 
 MAX_NODES = 256
+Source = Literal["head", "ngram", "suffix", "head+ngram", "head+suffix"]  # who proposes, see `lookup`
 
 
 @dataclass(frozen=True)
@@ -24,6 +26,19 @@ class DynamicTree:
     depth: int
     top_k: int
     num_nodes: int  # proposed tokens; the root is not counted
+    source: Source = "head"  # any other is for chains only
+
+    @property
+    def uses_head(self) -> bool:
+        return self.source.startswith("head")
+
+    @property
+    def uses_lookup(self) -> bool:
+        return self.source != "head"
+
+    @property
+    def uses_recall(self) -> bool:
+        return self.source.endswith("suffix")
 
     @property
     def pool_size(self) -> int:
@@ -36,6 +51,9 @@ class StaticTree:
 
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
+    uses_head: ClassVar[bool] = True
+    uses_lookup: ClassVar[bool] = False
+    uses_recall: ClassVar[bool] = False
 
     @property
     def num_nodes(self) -> int:
@@ -61,8 +79,8 @@ class StaticTree:
 Tree = DynamicTree | StaticTree
 
 
-def chain(length: int) -> DynamicTree:
-    return DynamicTree(depth=length, top_k=1, num_nodes=length)
+def chain(length: int, source: Source = "head") -> DynamicTree:
+    return DynamicTree(depth=length, top_k=1, num_nodes=length, source=source)
 
 
 def static_tree(widths: tuple[int, ...]) -> StaticTree:
@@ -82,12 +100,14 @@ def static_tree(widths: tuple[int, ...]) -> StaticTree:
 
 
 def parse_speculation(text: str) -> Tree | None:
-    """`off`, `chain:K`, `tree:DEPTHxTOPKxNODES` or `static:WIDTHxWIDTHx...`. Raises ConfigError."""
+    """`off`, `chain:K`, `tree:DEPTHxTOPKxNODES` or `static:WIDTHxWIDTHx...` by a head; `ngram:K` or `suffix:K` by
+    lookup; `head+ngram:K` or `head+suffix:K` by whichever promises more for each sequence. Raises ConfigError."""
     if text == "off":
         return None
-    if match := re.fullmatch(r"chain:(\d+)", text):
-        tree: Tree = chain(int(match[1]))
-        is_sound = int(match[1]) >= 1
+    sources = {"chain" if source == "head" else source: source for source in get_args(Source)}
+    if (match := re.fullmatch(r"([a-z+]+):(\d+)", text)) and match[1] in sources:
+        tree: Tree = chain(int(match[2]), sources[match[1]])
+        is_sound = int(match[2]) >= 1
     elif match := re.fullmatch(r"tree:(\d+)x(\d+)x(\d+)", text):
         depth, top_k, num_nodes = (int(group) for group in match.groups())
         tree = DynamicTree(depth, top_k, num_nodes)
@@ -98,8 +118,8 @@ def parse_speculation(text: str) -> Tree | None:
         tree = static_tree(widths) if is_sound else chain(1)
     else:
         raise ConfigError(
-            f"speculation {text!r} is not understood; expected off, chain:K, tree:DEPTHxTOPKxNODES (tree:4x4x12) or "
-            "static:WIDTHxWIDTHx... (static:3x2x1)"
+            f"speculation {text!r} is not understood; expected off, chain:K, tree:DEPTHxTOPKxNODES (tree:4x4x12), "
+            "static:WIDTHxWIDTHx... (static:3x2x1), ngram:K, suffix:K, head+ngram:K or head+suffix:K"
         )
     if not is_sound or tree.num_nodes > MAX_NODES:
         raise ConfigError(
@@ -123,16 +143,42 @@ def describe(tree: Tree | None) -> str:
         return "off"
     if isinstance(tree, StaticTree):
         return f"static tree of {tree.num_nodes} nodes, depth {tree.depth}"
+    if tree.source != "head":
+        return f"{tree.source}:{tree.depth}"
     return f"chain:{tree.depth}" if tree.top_k == 1 else f"tree:{tree.depth}x{tree.top_k}x{tree.num_nodes}"
 
 
 @pytree
 class Proposal:
-    """What the draft proposes for each sequence; node 0 is the root."""
+    """What is proposed for each sequence; node 0 is the root."""
 
     token_ids: jax.Array  # [batch, node] int32
     parents: jax.Array  # [batch, node] int32; the root's is itself
     depths: jax.Array  # [batch, node] int32; the root's is 0
+    source: jax.Array  # [batch] int32, who proposed, see `lookup`
+
+
+def chain_proposal(
+    root_ids: jax.Array,  # [batch] int32
+    token_ids: jax.Array,  # [batch, depth] int32
+    source: jax.Array,  # [batch] int32
+) -> Proposal:
+    """One token after the other below the root."""
+    batch, depth = token_ids.shape
+    nodes = jnp.broadcast_to(jnp.arange(depth + 1, dtype=jnp.int32), (batch, depth + 1))
+    return Proposal(
+        token_ids=jnp.concatenate([root_ids[:, None], token_ids], axis=1),
+        parents=jnp.maximum(nodes - 1, 0),
+        depths=nodes,
+        source=source,
+    )
+
+
+def pad_chain(proposal: Proposal, depth: int) -> Proposal:
+    """The same chain with as many further nodes as it takes to reach `depth`."""
+    missing = depth + 1 - proposal.token_ids.shape[1]
+    token_ids = jnp.pad(proposal.token_ids[:, 1:], ((0, 0), (0, missing)))
+    return chain_proposal(proposal.token_ids[:, 0], token_ids, proposal.source)
 
 
 def ancestor_mask(parents: jax.Array, depth: int) -> jax.Array:  # [batch, node] -> [batch, node, node] bool

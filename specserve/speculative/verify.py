@@ -24,16 +24,17 @@ def verify(
     proposal: Proposal,
     target_ids: jax.Array,  # [batch, node] int32, the target's draw after each node
     depth: int,
+    max_depth: jax.Array,  # [batch] int32, draft tokens that each sequence may accept
 ) -> Verdict:
     node = jnp.arange(proposal.parents.shape[1])
     current = jnp.zeros_like(proposal.parents[:, 0])
     n_accepted = jnp.zeros_like(current)
     is_walking = jnp.ones_like(current, bool)
     path = [current]
-    for _ in range(depth):
+    for step in range(depth):
         drawn = jnp.take_along_axis(target_ids, current[:, None], axis=1)
         matches = (proposal.parents == current[:, None]) & (proposal.token_ids == drawn) & (node > 0)
-        is_walking &= jnp.any(matches, axis=1)
+        is_walking &= jnp.any(matches, axis=1) & (step < max_depth)
         current = jnp.where(is_walking, jnp.argmax(matches, axis=1).astype(current.dtype), current)
         n_accepted += is_walking.astype(n_accepted.dtype)
         path.append(current)

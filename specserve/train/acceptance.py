@@ -62,7 +62,9 @@ class AcceptanceMeter:
         self._config = StepConfig(target.config, config, tree.depth)
         longest = max(map(len, prompts))
         self._max_pages = -(-(longest + max_new_tokens + tree.depth + 1) // PAGE_SIZE)
-        self._prefill = jax.jit(functools.partial(_prefill, self._config), donate_argnums=1)
+        self._prefill = jax.jit(
+            functools.partial(_prefill, self._config), donate_argnums=1, static_argnames="chunk"
+        )
         self._step = jax.jit(functools.partial(_step, self._config, tree), donate_argnums=1)
 
     def measure(self, params: DraftParams, target_ids: np.ndarray) -> Acceptance:
@@ -77,15 +79,16 @@ class AcceptanceMeter:
             max_pages=self._max_pages,
         )
         pages = jnp.arange(count * self._max_pages, dtype=jnp.int32).reshape(count, self._max_pages)
-        state = dataclasses.replace(state, page_table=pages)
         slots = jnp.arange(count, dtype=jnp.int32)
         lens = np.array([len(prompt) for prompt in self._prompts], np.int32)
         padded = np.zeros((count, lens.max()), np.int32)
         for row, prompt in enumerate(self._prompts):
             padded[row, : len(prompt)] = prompt
-        state, result = self._prefill(weights, state, slots, jnp.asarray(padded), jnp.asarray(lens))
+        history = state.history.at[:, : padded.shape[1]].set(padded)
+        state = dataclasses.replace(state, page_table=pages, history=history)
+        state, result = self._prefill(weights, state, slots, jnp.asarray(lens), chunk=padded.shape[1])
         eos = np.array(self._target.eos_ids)
-        first = np.asarray(result.token_ids)[:, 0]
+        first = np.asarray(result.counts)[:, 2]
         num_new = np.ones(count, np.int64)
         is_open = ~np.isin(first, eos) & (num_new < self._max_new_tokens)
         num_steps, accepted = 0, np.zeros(self._tree.depth, np.int64)
@@ -93,7 +96,8 @@ class AcceptanceMeter:
             # a finished sequence becomes a padded slot
             active = np.where(is_open, np.arange(count), count).astype(np.int32)
             state, result = self._step(weights, state, jnp.asarray(active))
-            token_ids, n_accepted = jax.device_get((result.token_ids, result.n_accepted))
+            counts = np.asarray(result.counts)
+            n_accepted, token_ids = counts[:, 0], counts[:, 2:]
             num_steps += int(is_open.sum())
             for row in np.flatnonzero(is_open):
                 accepted[: n_accepted[row]] += 1
@@ -104,9 +108,10 @@ class AcceptanceMeter:
 
 
 def _prefill(
-    config: StepConfig, weights: Weights, state: SlotState, slots: jax.Array, token_ids: jax.Array, lens: jax.Array
+    config: StepConfig, weights: Weights, state: SlotState, slots: jax.Array, lens: jax.Array, chunk: int
 ) -> tuple[SlotState, StepResult]:
-    return step.prefill(weights, config, state, slots, token_ids, lens, state.page_table.shape[1])
+    is_last = jnp.ones(slots.shape, bool)
+    return step.prefill(weights, config, state, slots, lens, is_last, chunk, state.page_table.shape[1])
 
 
 def _step(

@@ -55,7 +55,7 @@ def test_arms_agree_and_the_books_balance(pair: EnginePair, tmp_path: Path) -> N
 
 def _regeneration_resumes(pair: EnginePair, output: Path) -> None:
     asked = [Conversation((Message("user", f"What does `f{i}` do?"),), "docs", "x") for i in range(3)]
-    params = SamplingParams.create(max_tokens=8, temperature=0)
+    params = SamplingParams(max_tokens=8, temperature=0)
     assert regenerate(pair.plain, asked[:2], output, params) == 2
     output.write_text(output.read_text() + '{"id": 9, "mess')  # killed in the middle of a row
     assert regenerate(pair.plain, asked, output, params) == 1

@@ -61,7 +61,7 @@ class Inbox:
 
 
 def _greedy(max_tokens: int, **options: object) -> SamplingParams:
-    return SamplingParams.create(max_tokens=max_tokens, temperature=0.0, **options)  # type: ignore[arg-type]
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **options)  # type: ignore[arg-type]
 
 
 def _runner(target: Target, head: Head | None) -> Runner:
@@ -144,7 +144,7 @@ def test_nothing_compiles_after_warm_up(engine: Engine) -> None:
     rng = random.Random(1)
     prompts = [[rng.randrange(64) for _ in range(rng.randrange(1, 40))] for _ in range(8)]
     params = [
-        SamplingParams.create(max_tokens=rng.randrange(1, 24), temperature=i % 3 / 2, top_p=1 - i / 20, top_k=i, seed=i)
+        SamplingParams(max_tokens=rng.randrange(1, 24), temperature=i % 3 / 2, top_p=1 - i / 20, top_k=i, seed=i)
         for i in range(8)
     ]
     engine.generate(prompts, params)
@@ -221,7 +221,7 @@ def test_the_context_can_be_filled_to_the_last_token(engine: Engine) -> None:
     for inbox, n in zip(inboxes, (1, 40, MAX_LEN - 1), strict=True):
         assert inbox.wait().finish_reason == FinishReason.LENGTH
         assert len(inbox.token_ids) == MAX_LEN - n
-    unbounded = _ask(engine, [3] * 50, SamplingParams.create(temperature=0.0, ignore_eos=True))
+    unbounded = _ask(engine, [3] * 50, SamplingParams(temperature=0.0, ignore_eos=True))
     unbounded.wait()
     assert len(unbounded.token_ids) == MAX_LEN - 50
 
@@ -272,7 +272,7 @@ def test_pages_and_slots_balance_after_a_storm(engine: Engine) -> None:
     for i in range(60):
         prompt = [rng.randrange(64) for _ in range(rng.randrange(1, 40))]
         wanted = rng.randrange(1, 20)
-        params = SamplingParams.create(max_tokens=wanted, temperature=rng.choice([0.0, 1.0]), seed=i)
+        params = SamplingParams(max_tokens=wanted, temperature=rng.choice([0.0, 1.0]), seed=i)
         inbox = Inbox()
         request = engine.submit(prompt, params, inbox)
         inboxes.append((inbox, wanted))
@@ -325,7 +325,7 @@ def test_a_device_error_ends_the_running_and_spares_the_waiting(
 
 def test_a_seed_decides_the_tokens_and_no_seed_differs(engine: Engine) -> None:
     def run(seed: int | None) -> tuple[int, ...]:
-        params = SamplingParams.create(max_tokens=30, seed=seed, ignore_eos=True)
+        params = SamplingParams(max_tokens=30, seed=seed, ignore_eos=True)
         return engine.generate([PROMPT], params)[0].token_ids
 
     assert run(1) == run(1) != run(2)
@@ -367,7 +367,7 @@ def test_stop_strings_hold_however_the_tokens_arrive(
     """In any pieces: the text is cut before the first stop string, and nothing of it is ever given out."""
     token_ids = pydoc_tokenizer.encode(TEXT, add_special_tokens=False)
     assert len(token_ids) <= 60
-    params = SamplingParams.create(stop=stops)
+    params = SamplingParams(stop=stops)
     stream = OutputStream(_request(params, limit), pydoc_tokenizer, frozenset({2}))
     text, taken, reason = "", [], None
     bounds = sorted({0, len(token_ids), *(cut for cut in cuts if cut < len(token_ids))})
@@ -394,10 +394,10 @@ def test_stop_strings_hold_however_the_tokens_arrive(
 
 def test_stop_ids_end_a_sequence_and_are_not_text(pydoc_tokenizer: Tokenizer) -> None:
     [a], [b] = (pydoc_tokenizer.encode(text, add_special_tokens=False) for text in ("a", "b"))
-    stream = OutputStream(_request(SamplingParams.create(stop_token_ids=[b]), 9), pydoc_tokenizer, frozenset({2}))
+    stream = OutputStream(_request(SamplingParams(stop_token_ids=[b]), 9), pydoc_tokenizer, frozenset({2}))
     assert stream.push([a, a]) == Delta((a, a), "aa")
     assert stream.push([a, b, a]) == Delta((a, b), "a", FinishReason.STOP)
-    ignoring = OutputStream(_request(SamplingParams.create(ignore_eos=True), 3), pydoc_tokenizer, frozenset({b}))
+    ignoring = OutputStream(_request(SamplingParams(ignore_eos=True), 3), pydoc_tokenizer, frozenset({b}))
     assert ignoring.push([a, b, b, b]) == Delta((a, b, b), "abb", FinishReason.LENGTH)
 
 

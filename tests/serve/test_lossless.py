@@ -22,11 +22,11 @@ from specserve.tokenizer import Tokenizer
 NUM_TOKENS = 200
 TIE = 1e-4
 ALONE = (0, 3)  # a greedy and a sampled request
-GREEDY = SamplingParams.create(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
+GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, ignore_eos=True)
 
 
 def _sampled(seed: int, **options: float) -> SamplingParams:
-    return SamplingParams.create(max_tokens=NUM_TOKENS, seed=seed, ignore_eos=True, **options)  # type: ignore[arg-type]
+    return SamplingParams(max_tokens=NUM_TOKENS, seed=seed, ignore_eos=True, **options)  # type: ignore[arg-type]
 
 
 PARAMS = [  # one for each prompt; greedy and sampled rows share every step

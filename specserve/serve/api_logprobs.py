@@ -1,0 +1,120 @@
+"""Log-probabilities in the words of the two endpoints: OpenAI's legacy lists, and the objects of chat.
+
+Owns the text of single tokens. Knows nothing of HTTP or of the engine.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from specserve.serve.interface import TokenizerLike
+from specserve.serve.request import TokenLogprobs
+
+Json = dict[str, Any]
+
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's floor
+REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
+MAX_TOKENS_PER_CHAR = 4  # UTF-8 has at most four bytes a character
+
+
+class TokenTexts:
+    """The text of each token as it stands inside a longer text. Keeps what it has decoded: one text per token id."""
+
+    def __init__(self, tokenizer: TokenizerLike) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def __getitem__(self, token_id: int) -> str:
+        text = self._texts.get(token_id)
+        if text is None:
+            # Some decoders strip the space before their first token, never that of the second.
+            once, twice = (self._tokenizer.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
+            text = self._texts[token_id] = twice[len(once) :] if twice.startswith(once) else once
+        return text
+
+    def shown(self, token_ids: Sequence[int]) -> str:
+        """What these tokens add to an answer, where special tokens are no text."""
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+        return self[token_ids[0]] if text and len(token_ids) == 1 else text
+
+
+class TextOffsets:
+    """Where each token of one answer begins in its text. The tokens of one character all begin where it does."""
+
+    def __init__(self, texts: TokenTexts) -> None:
+        self._texts = texts
+        self._offset = 0
+        self._open_ids: list[int] = []  # of a character that is not whole yet
+
+    def push(self, token_id: int) -> int:
+        offset = self._offset
+        self._open_ids.append(token_id)
+        text = self._texts.shown(self._open_ids)
+        if not text.endswith(REPLACEMENT) or len(self._open_ids) == MAX_TOKENS_PER_CHAR:
+            self._offset += len(text)
+            self._open_ids.clear()
+        return offset
+
+
+class LogprobsFormat(Protocol):
+    """How one endpoint spells the log-probabilities of one reply."""
+
+    def __call__(self, index: int, logprobs: Sequence[TokenLogprobs], /) -> Json:
+        """Those of the next tokens of choice `index`."""
+        ...
+
+
+class CompletionLogprobs:
+    """Parallel lists. As at OpenAI, `top_logprobs` has the token itself besides the most likely ones."""
+
+    def __init__(self, texts: TokenTexts, *, as_token_ids: bool = False) -> None:
+        self._texts = texts
+        self._as_token_ids = as_token_ids
+        self._offsets: defaultdict[int, TextOffsets] = defaultdict(lambda: TextOffsets(texts))
+
+    def __call__(self, index: int, logprobs: Sequence[TokenLogprobs], /) -> Json:
+        return {
+            "tokens": [self._name(item.token_id) for item in logprobs],
+            "token_logprobs": [_finite(item.logprob) for item in logprobs],
+            "top_logprobs": [self._top(item) for item in logprobs],
+            "text_offset": [self._offsets[index].push(item.token_id) for item in logprobs],
+        }
+
+    def _top(self, item: TokenLogprobs) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for token_id, logprob in (*item.top, (item.token_id, item.logprob)):
+            found.setdefault(self._name(token_id), _finite(logprob))  # of two tokens of one text, the likelier
+        return found
+
+    def _name(self, token_id: int) -> str:
+        return _name(self._texts, token_id, self._as_token_ids)
+
+
+class ChatLogprobs:
+    """One object per token. `bytes` is null for a token that is only a part of a character."""
+
+    def __init__(self, texts: TokenTexts, *, as_token_ids: bool = False) -> None:
+        self._texts = texts
+        self._as_token_ids = as_token_ids
+
+    def __call__(self, _index: int, logprobs: Sequence[TokenLogprobs], /) -> Json:
+        return {"content": [self._token(item) for item in logprobs], "refusal": None}
+
+    def _token(self, item: TokenLogprobs) -> Json:
+        return self._entry(item.token_id, item.logprob) | {"top_logprobs": [self._entry(*top) for top in item.top]}
+
+    def _entry(self, token_id: int, logprob: float) -> Json:
+        text = self._texts[token_id]
+        return {
+            "token": _name(self._texts, token_id, self._as_token_ids),
+            "logprob": _finite(logprob),
+            "bytes": None if REPLACEMENT in text else list(text.encode()),
+        }
+
+
+def _name(texts: TokenTexts, token_id: int, as_token_id: bool) -> str:
+    return f"token_id:{token_id}" if as_token_id else texts[token_id]
+
+
+def _finite(logprob: float) -> float:
+    return max(LOWEST_LOGPROB, logprob)

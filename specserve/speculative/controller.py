@@ -1,0 +1,117 @@
+"""Which tree when: the way to make the next step that promises the most tokens per second for the batch as a whole.
+
+The promise is (expected tokens) / (measured cost). Costs come from the start of the server. What a chain of length K is
+expected to emit follows from each sequence's acceptance by depth, 1 + sum over d of p_1 ... p_d, which is estimated
+while serving; a tree's acceptance at each depth is 1 - (1 - p)^lift, with a lift of its own that is estimated as well.
+Plain decoding is one of the ways, so a head that does not pay costs nothing but a look now and then. Host only; knows
+nothing of requests or devices.
+"""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from specserve.speculative.tree import StaticTree, Tree
+
+MAX_DEPTH = 16  # acceptance beyond is taken for that at this depth
+UNKNOWN_PRIOR = 0.5  # acceptance where a head says nothing of its own
+SLOT_RATE, PRIOR_RATE, LIFT_RATE = 0.08, 0.01, 0.02  # how fast estimates follow what is seen
+PROBE_STEPS = 64  # after so many plain steps, one step looks whether speculation would pay by now
+LOYALTY = 1.02  # another way must promise more than this much of what the current one does
+
+Shape = tuple[int, int, Tree | None]  # batch size, page-table width, tree: what a step's cost depends on
+
+
+@dataclass(eq=False)
+class Estimate:
+    """How one sequence accepts: conditional acceptance by depth."""
+
+    accept_rate: np.ndarray  # [MAX_DEPTH] float64
+    max_depth: int = MAX_DEPTH  # draft tokens that its request lets a step accept
+
+
+@dataclass(eq=False)
+class Controller:
+    """`costs` are seconds per step; a way to step that has none is never chosen. `prior` is the head's own acceptance
+    by depth, from its evaluation."""
+
+    costs: Mapping[Shape, float]
+    prior: Sequence[float] = ()
+    _lift: dict[Tree, float] = field(default_factory=dict)
+    _current: Tree | None = None
+    _num_plain: int = 0  # plain steps since the last look
+
+    def __post_init__(self) -> None:
+        rates = [*self.prior] or [UNKNOWN_PRIOR]
+        rates += [rates[-1]] * (MAX_DEPTH - len(rates))
+        self._prior = np.clip(np.array(rates[:MAX_DEPTH]), 0.02, 0.98)
+
+    def start(self, max_depth: int | None) -> Estimate:
+        """Of a new sequence: what is known of the head so far."""
+        return Estimate(self._prior.copy(), MAX_DEPTH if max_depth is None else max_depth)
+
+    def expected_tokens(self, estimate: Estimate, tree: Tree | None) -> float:
+        """Tokens that one step emits for the sequence."""
+        if tree is None or estimate.max_depth == 0:
+            return 1.0
+        reach = np.cumprod(self._rates(estimate, tree))
+        return 1.0 + float(reach[: estimate.max_depth].sum())
+
+    def choose(
+        self, estimates: Sequence[Estimate], trees: Sequence[Tree | None], batch_size: int, width: int
+    ) -> Tree | None:
+        """The tree for the next step of these sequences, out of those compiled for the batch bucket."""
+        known = [tree for tree in trees if (batch_size, width, tree) in self.costs]
+        if not known:
+            return trees[0]
+        speculative = [tree for tree in known if tree is not None]
+        best = max(known, key=lambda tree: self._promise(estimates, batch_size, width, tree))
+        if best is None and speculative:
+            self._num_plain += 1
+            if self._num_plain >= PROBE_STEPS and any(estimate.max_depth for estimate in estimates):
+                self._num_plain = 0
+                return min(speculative, key=lambda tree: self.costs[batch_size, width, tree])
+        else:
+            self._num_plain = 0
+        self._current = best
+        return best
+
+    def speedup(self, estimates: Sequence[Estimate], batch_size: int, width: int, tree: Tree | None) -> float:
+        """What the step promises over a plain one."""
+        plain = self.costs.get((batch_size, width, None))
+        own = self.costs.get((batch_size, width, tree))
+        if not plain or not own or not estimates:
+            return 1.0
+        tokens = sum(self.expected_tokens(estimate, tree) for estimate in estimates)
+        return tokens / len(estimates) * plain / own
+
+    def observe(self, estimate: Estimate, tree: Tree, n_accepted: int) -> None:
+        """A step of this tree accepted so many tokens of the sequence."""
+        rates = self._rates(estimate, tree)
+        num_seen = min(n_accepted + 1, len(rates), estimate.max_depth)  # the first rejection is the last thing seen
+        if not num_seen:
+            return
+        surprise = (np.arange(num_seen) < n_accepted) - rates[:num_seen]
+        seen = slice(0, num_seen)
+        estimate.accept_rate[seen] = np.clip(estimate.accept_rate[seen] + SLOT_RATE * surprise, 0.02, 0.98)
+        self._prior[seen] = np.clip(self._prior[seen] + PRIOR_RATE * surprise, 0.02, 0.98)
+        if not _is_chain(tree):
+            self._lift[tree] = float(np.clip(self._lift_of(tree) * (1 + LIFT_RATE * surprise.sum()), 1.0, 8.0))
+
+    def _promise(self, estimates: Sequence[Estimate], batch_size: int, width: int, tree: Tree | None) -> float:
+        tokens = sum(self.expected_tokens(estimate, tree) for estimate in estimates)
+        loyalty = LOYALTY if tree == self._current else 1.0
+        return loyalty * tokens / self.costs[batch_size, width, tree]
+
+    def _rates(self, estimate: Estimate, tree: Tree) -> np.ndarray:  # [depth]
+        rates = estimate.accept_rate[: tree.depth]
+        return rates if _is_chain(tree) else 1.0 - (1.0 - rates) ** self._lift_of(tree)
+
+    def _lift_of(self, tree: Tree) -> float:
+        """Before anything is seen: more children help, each less than the one before."""
+        return self._lift.get(tree, 1.0 + 0.35 * (tree.top_k - 1))
+
+
+def _is_chain(tree: Tree) -> bool:
+    return not isinstance(tree, StaticTree) and tree.top_k == 1

@@ -1,0 +1,94 @@
+"""The Prometheus series of a server."""
+
+from fakes import MODEL, STORY, wait_for
+
+from specserve.serve.interface import EngineStats
+from specserve.serve.metrics import Metrics
+
+
+def _series(text: str) -> dict[str, float]:
+    lines = [line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, value in lines}
+
+
+def test_metrics_count_tokens_speculation_and_latency(http, fake_engine):
+    wait_for(lambda: fake_engine.num_active == 0)
+    before = _series(http.get("/metrics").text)
+    http.post("/v1/completions", json={"prompt": "hello", "n": 2})
+    reply = http.get("/metrics")
+    assert reply.headers["content-type"].startswith("text/plain")
+    assert "_created" not in reply.text
+    after = _series(reply.text)
+    label = f'{{model_name="{MODEL}"}}'
+
+    def grown(name: str, labels: str = label) -> float:
+        return after[f"vllm:{name}{labels}"] - before.get(f"vllm:{name}{labels}", 0.0)
+
+    assert grown("prompt_tokens_total") == 10
+    assert grown("generation_tokens_total") == 2 * len(STORY)
+    assert grown("spec_decode_num_drafts_total") == 6
+    assert grown("spec_decode_num_draft_tokens_total") == 18
+    assert grown("spec_decode_num_accepted_tokens_total") == 8
+    position = f'{{model_name="{MODEL}",position="1"}}'
+    assert grown("spec_decode_num_accepted_tokens_per_pos_total", position) == 2
+    assert grown("request_success_total", f'{{finished_reason="stop",model_name="{MODEL}"}}') == 2
+    assert grown("time_to_first_token_seconds_count") == 2
+    assert grown("e2e_request_latency_seconds_count") == 2
+    assert grown("inter_token_latency_seconds_count") == 2 * (len(STORY) - 2)
+
+
+def test_metrics_tell_the_engines_own_state_at_the_scrape(http, fake_engine, monkeypatch):
+    stats = EngineStats(
+        num_waiting=4,
+        num_pages=50,
+        num_pages_held=20,
+        num_pages_cached=7,
+        num_prefix_queries=1000,
+        num_prefix_hits=600,
+        num_preemptions=3,
+        num_rebuilds=1,
+        num_steps=35,
+        num_steps_by_speculation={"off": 5, "chain:3": 30},
+        busy_seconds=2.5,
+        host_seconds=0.25,
+        num_late_compiles=2,
+        estimated_speedup=1.75,
+        seconds_in_step=0.125,
+    )
+    monkeypatch.setattr(fake_engine, "state", stats)
+    with http.stream("POST", "/v1/completions", json={"prompt": "slow", "stream": True}):
+        found = _series(http.get("/metrics").text)
+    label = f'{{model_name="{MODEL}"}}'
+    assert {name: found[name + label] for name in _names(found, label, "specserve:")} == {
+        "specserve:pages": 50,
+        "specserve:pages_cached": 7,
+        "specserve:rebuilds_total": 1,
+        "specserve:busy_seconds_total": 2.5,
+        "specserve:host_seconds_total": 0.25,
+        "specserve:late_compiles_total": 2,
+        "specserve:estimated_speedup": 1.75,
+        "specserve:seconds_in_step": 0.125,
+    }
+    assert found[f'specserve:steps_total{{model_name="{MODEL}",speculation="chain:3"}}'] == 30
+    assert found[f'specserve:steps_total{{model_name="{MODEL}",speculation="off"}}'] == 5
+    expected = {
+        "num_requests_running": 1,
+        "num_requests_waiting": 4,
+        "kv_cache_usage_perc": 0.4,
+        "prefix_cache_queries_total": 1000,
+        "prefix_cache_hits_total": 600,
+        "num_preemptions_total": 3,
+    }
+    assert {name: found[f"vllm:{name}{label}"] for name in expected} == expected
+
+
+def test_an_engine_without_pages_has_an_empty_cache():
+    assert b'vllm:kv_cache_usage_perc{model_name="a"} 0.0' in Metrics("a", EngineStats).render()
+
+
+def test_two_apps_have_registries_of_their_own():
+    assert Metrics("a", EngineStats).registry is not Metrics("a", EngineStats).registry
+
+
+def _names(series: dict[str, float], label: str, prefix: str) -> list[str]:
+    return [name.removesuffix(label) for name in series if name.startswith(prefix) and name.endswith(label)]
