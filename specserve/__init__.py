@@ -1,3 +1,32 @@
-"""specserve: speculative decoding, trained and served by the same code."""
+"""specserve: speculative decoding, trained and served by the same code.
+
+`from specserve import LLM, SamplingParams` is the door for Python programs; it opens when it is used, so that importing
+the package stays quick.
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specserve.serve.llm import LLM, CompletionOutput, RequestOutput
+    from specserve.serve.request import SamplingParams
 
 __version__ = "0.1.0"
+__all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
+
+_ROOMS = {
+    "LLM": "specserve.serve.llm",
+    "CompletionOutput": "specserve.serve.llm",
+    "RequestOutput": "specserve.serve.llm",
+    "SamplingParams": "specserve.serve.request",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _ROOMS:
+        raise AttributeError(f"module 'specserve' has no attribute {name!r}")
+    return getattr(importlib.import_module(_ROOMS[name]), name)
+
+
+def __dir__() -> list[str]:
+    return __all__

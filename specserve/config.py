@@ -96,14 +96,16 @@ def resolve(
     file: Path | None = None,
     overrides: Sequence[str] = (),
     flags: Mapping[str, object] | None = None,
+    arguments: Mapping[str, object] | None = None,
 ) -> T:
-    """The schema filled from its defaults, then the YAML file, then `a.b=value` texts, then flags.
+    """The schema filled from its defaults, then the YAML file, then `a.b=value` texts, then flags or arguments.
 
-    `flags` maps dotted names to values; None means that the flag was not given. Raises ConfigError.
+    `flags` maps dotted names to values; None means that the flag was not given. `arguments` are those of a Python call,
+    so text is no number there. Raises ConfigError.
     """
     known = {leaf.name: leaf for leaf in leaves(schema)}
     values: dict[str, Any] = {}
-    for name, raw, where, is_text in _layers(known, file, overrides, flags or {}):
+    for name, raw, where, is_text in _layers(known, file, overrides, flags or {}, arguments or {}):
         leaf = known.get(name)
         if leaf is None:
             raise ConfigError(f"{where}: {_unknown(name, known)}")
@@ -180,7 +182,11 @@ def _leaves(schema: type, prefix: str = "") -> tuple[Leaf, ...]:
 
 
 def _layers(
-    known: Mapping[str, Leaf], file: Path | None, overrides: Sequence[str], flags: Mapping[str, object]
+    known: Mapping[str, Leaf],
+    file: Path | None,
+    overrides: Sequence[str],
+    flags: Mapping[str, object],
+    arguments: Mapping[str, object],
 ) -> Iterator[tuple[str, Any, str, bool]]:
     """(dotted name, raw value, where it stands, is it text typed by a person) of everything given, weakest first."""
     if file is not None:
@@ -195,6 +201,8 @@ def _layers(
     for name, raw in flags.items():
         if raw is not None:
             yield name, raw, f"flag {known[name].flag if name in known else name}", isinstance(raw, str)
+    for name, raw in arguments.items():
+        yield name, raw, "argument", False
 
 
 def _read_yaml(file: Path) -> Mapping[Any, Any]:

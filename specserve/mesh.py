@@ -1,7 +1,11 @@
-"""Devices: the mesh, the table from logical axes to mesh axes, and what the hardware implies (dtype).
+"""Devices: the mesh, the table from logical axes to mesh axes, what the hardware implies (dtype), and where compiled
+programs are kept.
 
 Models name logical axes ("heads", "mlp", "vocab", ...); only this file knows what they are spread over.
 """
+
+import os
+from pathlib import Path
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -41,3 +45,12 @@ def sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
 def default_dtype() -> str:
     """bfloat16 on accelerators; float32 on CPU, where XLA emulates bfloat16 matrix products about ten times slower."""
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+
+
+def use_compilation_cache() -> None:
+    """Keep compiled programs in the user's cache folder, so that a second start compiles nothing. A folder that JAX has
+    been told of already (in code or by JAX_COMPILATION_CACHE_DIR) stays."""
+    if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
+        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        jax.config.update("jax_compilation_cache_dir", str(root / "specserve" / "programs"))
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

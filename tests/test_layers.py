@@ -18,7 +18,7 @@ FLOORS = {
     "eval": 5,
     "cli": 6,
 }
-FLAT = {"errors", "log", "pytree", "config", "mesh", "tokenizer", "provenance", "__init__"}
+FLAT = {"errors", "host", "log", "pytree", "config", "mesh", "tokenizer", "provenance", "__init__"}
 MAY_JIT = ("serve/runner.py", "train/step.py", "train/acceptance.py", "eval/", "models/params.py")
 FILES = sorted(PACKAGE.rglob("*.py"))
 
@@ -55,6 +55,8 @@ def test_every_file_stands_in_a_known_room() -> None:
 def test_imports_point_down(trees: dict[str, ast.Module]) -> None:
     wrong = []
     for name, tree in trees.items():
+        if name == "__init__.py":  # the door for Python programs, which opens lazily
+            continue
         own = _room(Path(name).parts)
         floor = FLOORS[own] if own else 0
         for module, line in _imports(tree):

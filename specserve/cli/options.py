@@ -1,14 +1,13 @@
 """What commands share: settings as flags, and start-up (logging, compilation cache)."""
 
 import inspect
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
 
-from specserve import config, log
+from specserve import config, host, log
 
 Schema = TypeVar("Schema")
 
@@ -44,9 +43,7 @@ def command(schema: type[Schema]) -> Callable[[Callable[[Schema], None]], Callab
 def start(log_level: str = "info") -> None:
     """Logging, and JAX's persistent compilation cache, so that a second start compiles nothing."""
     log.setup(log_level)
-    import jax  # heavy
+    host.keep_freed_memory()  # before there are threads
+    from specserve.mesh import use_compilation_cache  # heavy
 
-    if not os.environ.get("JAX_COMPILATION_CACHE_DIR"):
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(root / "specserve" / "programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+    use_compilation_cache()

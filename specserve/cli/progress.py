@@ -1,29 +1,20 @@
 """Progress on a terminal: a live bar where there is one, a line per logged moment where there is none."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import AbstractContextManager
 from types import TracebackType
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import Progress
 
+from specserve.serve import progress as serve_progress
+from specserve.serve.progress import bar_columns
 from specserve.speculative.tree import describe
 from specserve.train.acceptance import Acceptance
 from specserve.train.trainer import Progress as Moment
 from specserve.train.trainer import Trainer
 
 console = Console()
-
-
-def bar_columns() -> list:
-    return [
-        TextColumn("{task.description}"),
-        BarColumn(),
-        TextColumn("{task.percentage:>3.0f}%"),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[note]}"),
-    ]
 
 
 class TrainingBar:
@@ -68,13 +59,6 @@ class TrainingBar:
         console.print(f"the head is in {output}; next: [bold]{next_command}[/]")
 
 
-@contextmanager
-def warmup_bar() -> Iterator[Callable[[int, int, str], None]]:
-    """A bar over the programs being compiled; silent until the first one is done."""
-    with Progress(*bar_columns(), console=console, transient=True) as progress:
-        task = progress.add_task("compiling", note="")
-
-        def on_warmup(done: int, total: int, name: str) -> None:
-            progress.update(task, completed=done, total=total, note=name)
-
-        yield on_warmup
+def warmup_bar(text: str = "compiling") -> AbstractContextManager[Callable[[int, int, str], None]]:
+    """A bar over the programs being compiled."""
+    return serve_progress.warmup_bar(console, text=text)

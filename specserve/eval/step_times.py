@@ -1,82 +1,127 @@
-"""Where a speculative step's time goes: the draft's share is timed as a program of its own, the rest is the target's
-forward, the draws and the commit."""
+"""Where a step's time goes, and what the machine could do: the draft's share is timed as a program of its own, the rest
+is the target's forward, the draws and the commit; the bound is what reading the weights takes."""
 
 import functools
+import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specserve.errors import ConfigError
+from specserve.serve.options import sampler_rows
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
-from specserve.speculative.propose import catch_up, propose
-from specserve.speculative.step import SlotState, StepConfig, Weights
+from specserve.speculative.step import SlotState, StepConfig, Weights, propose_tree
 from specserve.speculative.tree import Proposal, Tree
 
-COPY_BYTES = 256 << 20
+BUFFER_BYTES = 256 << 20
+PASSES = 7
 
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Medians, in milliseconds."""
+    """Medians for one sequence, in milliseconds."""
 
-    bound: float  # the target's weights over the copy bandwidth: no plain step of one sequence can be much faster
+    bound: float  # the target's weights over the read bandwidth: no plain step can be faster
     step: float  # one whole speculative step, as the engine runs it
     draft: float  # catch up and propose
-    plain: float  # one plain decoding step of the same batch
+    plain: float  # one plain decoding step
 
     @property
     def verify(self) -> float:
         return self.step - self.draft
 
+    def to_json(self) -> dict[str, float]:
+        return {
+            "bound_ms": self.bound,
+            "plain_ms": self.plain,
+            "speculative_ms": self.step,
+            "draft_ms": self.draft,
+            "verify_ms": self.verify,
+        }
 
-def measure_steps(plain: Runner, speculative: Runner, *, context: int, repeats: int = 40) -> StepTimes:
-    """Time steps of one sequence with `context` committed tokens, the three programs taking turns."""
-    if speculative.tree is None or speculative.config.draft is None:
-        raise ConfigError("there is no draft to time; give a head and a speculation other than off")
-    needed = context + 3 * repeats * (speculative.tree.depth + 1)
+
+def measure_steps(
+    plain: Runner, speculative: Runner, *, context: int, repeats: int = 40, bandwidth: float | None = None
+) -> StepTimes:
+    """Time steps of one sequence with `context` committed tokens, the three programs taking turns. No engine may run
+    over the runners; both forget all sequences. The speculative one's first tree is timed. Raises ConfigError."""
+    tree = speculative.trees[0]
+    if tree is None or not tree.uses_head:
+        raise ConfigError("there is no draft to time; give a head, and a chain or a tree as the speculation")
+    needed = context + repeats + tree.depth + 2
     if needed > min(plain.max_model_len, speculative.max_model_len):
         raise ConfigError(f"timing at context {context} needs room for {needed} tokens")
     for runner in (plain, speculative):
-        pages = list(range(-(-needed // runner.page_size)))
-        runner.admit(0, pages, SamplingParams(temperature=0.0), 0)
-        done = 0
-        while done < context:
-            chunk = min(context - done, 64)
-            runner.prefill(0, tuple(range(1, chunk + 1)))
-            done += chunk
+        _prefill(runner, context, needed)
     width = speculative.width_of([0])
-    draft = jax.jit(functools.partial(_draft, speculative.config, speculative.tree, width))
+    weights = speculative._layout(1, tree)
+    draft = jax.jit(functools.partial(_draft, speculative.config, tree, width), donate_argnums=1)
     slots = jnp.zeros(1, jnp.int32)
+
+    def run_draft() -> None:
+        speculative.state, proposal = draft(weights, speculative.state, slots)
+        jax.block_until_ready(proposal)
+
     times: dict[str, list[float]] = {"plain": [], "step": [], "draft": []}
     for _ in range(repeats):
-        times["plain"].append(_timed(lambda: plain.step([0])))
-        times["step"].append(_timed(lambda: speculative.step([0])))
-        times["draft"].append(
-            _timed(lambda: jax.block_until_ready(draft(speculative.weights, speculative.state, slots)))
-        )
-    num_bytes = (
-        sum(leaf.nbytes for leaf in jax.tree.leaves(plain.weights.target)) - plain.weights.target.embedding.nbytes
-    )
-    bound = num_bytes / copy_bandwidth() * 1e3
+        times["plain"].append(_timed(lambda: plain.step([0], None).read()))
+        times["draft"].append(_timed(run_draft))
+        times["step"].append(_timed(lambda: speculative.step([0], tree).read()))
+    for runner in (plain, speculative):
+        runner.reset()
+    bound = bytes_per_plain_step(plain) / (bandwidth or read_bandwidth())
     warm = {name: statistics.median(values[2:]) * 1e3 for name, values in times.items()}
-    return StepTimes(bound=bound, step=warm["step"], draft=warm["draft"], plain=warm["plain"])
+    return StepTimes(bound=bound * 1e3, step=warm["step"], draft=warm["draft"], plain=warm["plain"])
 
 
-def copy_bandwidth() -> float:
-    """Bytes per second, read and written, of the best of ten passes over a large buffer."""
-    buffer = jnp.ones(COPY_BYTES // 4, jnp.float32)
-    update = jax.jit(lambda x: x + 1, donate_argnums=0)  # in place: fresh memory would time the page faults
-    times = []
-    for _ in range(11):
-        begin = time.perf_counter()
-        buffer = jax.block_until_ready(update(buffer))
-        times.append(time.perf_counter() - begin)
-    return 2 * COPY_BYTES / min(times[1:])
+def _prefill(runner: Runner, context: int, needed: int) -> None:
+    """One sequence in slot 0, whose steps emit one token each, so that the context stays what it is."""
+    pages = list(range(-(-needed // runner.page_size)))
+    token_ids = [1 + i % (runner.config.target.vocab_size - 1) for i in range(context)]
+    rows = sampler_rows(SamplingParams(temperature=0.0, speculation=0), 0, context)
+    runner.reset()
+    runner.admit(0, token_ids, pages, 0, rows, None)
+    done = 0
+    while done < context:
+        num_tokens = min(context - done, runner.chunks[-1])
+        done += num_tokens
+        runner.prefill(0, num_tokens, is_last=done == context).read()
+
+
+def bytes_per_plain_step(plain: Runner) -> int:
+    """Of weights: all but an embedding that is only looked up."""
+    params = plain._layout(1, None).target
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    return total if params.head is None else total - params.embedding.nbytes
+
+
+def read_bandwidth() -> float:
+    """Bytes per second that all cores together read from memory, or the first device does: the best pass over a large
+    buffer, by the fastest of several reductions."""
+    if jax.default_backend() != "cpu":
+        buffer = jnp.ones(BUFFER_BYTES // 4, jnp.float32)
+        total = jax.jit(jnp.sum)
+        return _best([lambda: total(buffer).block_until_ready()])
+    num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    parts = np.array_split(np.ones(BUFFER_BYTES // 4, np.float32), num_threads)
+    reductions: list[Callable[[np.ndarray], object]] = [
+        np.max,
+        lambda x: np.dot(x, x),
+        lambda x: np.bitwise_or.reduce(x.view(np.uint64)),
+    ]
+    with ThreadPoolExecutor(num_threads) as pool:  # numpy reduces without the interpreter's lock
+        return _best([lambda reduce=reduce: list(pool.map(reduce, parts)) for reduce in reductions])
+
+
+def _best(runs: Sequence[Callable[[], object]]) -> float:
+    return BUFFER_BYTES / min(_timed(run) for _ in range(PASSES) for run in runs)
 
 
 def _timed(run: Callable[[], object]) -> float:
@@ -87,15 +132,5 @@ def _timed(run: Callable[[], object]) -> float:
 
 def _draft(
     config: StepConfig, tree: Tree, width: int, weights: Weights, state: SlotState, slots: jax.Array
-) -> Proposal:
-    """The draft's half of `speculative.step.speculate`."""
-    assert config.draft
-    assert weights.draft
-    assert state.draft_pages
-    table, seq_lens = state.page_table[slots], state.seq_lens[slots]
-    pending = jax.tree.map(lambda x: x[slots], state.pending)
-    rows = jax.tree.map(lambda x: x[slots], state.rows)
-    read = table[:, :width]
-    pages, hidden = catch_up(weights.draft, config.draft, state.draft_pages, table, read, seq_lens, pending)
-    root_ids = pending.token_ids[:, 0]
-    return propose(weights.draft, config.draft, tree, pages, read, seq_lens, root_ids, hidden, rows)
+) -> tuple[SlotState, Proposal]:
+    return propose_tree(weights, config, tree, state, slots, width)

@@ -42,7 +42,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.2  # how often an idle engine looks for cancelled requests in its queue
 STOP_SECONDS = 60.0
-ROUNDS_AHEAD = 1  # dispatched and not read while the next one is made
+import os as _os
+ROUNDS_AHEAD = int(_os.environ.get("RA","1"))  # dispatched and not read while the next one is made
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,7 @@ class Engine:
         controller: Controller | None = None,  # None: the first of the runner's trees, always
         options: EngineOptions | None = None,
         late_programs: Sequence[Program] = (),  # to be compiled while plain decoding serves
+        on_compiled: Callable[[], Controller | None] = lambda: None,  # then: the controller to go on with, if another
     ) -> None:
         self.runner = runner
         self.model_name = model_name
@@ -129,6 +131,8 @@ class Engine:
         self._controller = controller or Controller({})
         self._is_choosing = controller is not None
         self._late_programs = deque(late_programs)
+        self._on_compiled = on_compiled
+        self._num_cached_programs = 0  # of them, compiled into the compilation cache by now
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._num_queued = 0  # submitted and not yet admitted for the first time
         self._num_open = 0  # submitted and not ended
@@ -144,6 +148,7 @@ class Engine:
         self._scheduler = self._new_scheduler()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="engine-watchdog", daemon=True)
+        self._compiler = threading.Thread(target=self._compile_late, name="engine-compiler", daemon=True)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -176,6 +181,8 @@ class Engine:
         self._thread.start()
         if self.options.watchdog_seconds:
             self._watchdog.start()
+        if self._late_programs:
+            self._compiler.start()
         return self
 
     def stop(self) -> None:
@@ -246,7 +253,7 @@ class Engine:
             request_id=f"seq-{next(self._ids)}",
             prompt_ids=tuple(prompt_ids),
             params=params,
-            max_new_tokens=self._check(prompt_ids, params),
+            max_new_tokens=self.check(prompt_ids, params),
             seed=random.getrandbits(63) if params.seed is None else params.seed,
             on_delta=on_delta,
             priority=priority,
@@ -264,8 +271,8 @@ class Engine:
         self._wake.set()
         return request
 
-    def _check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """The number of tokens the sequence may grow by."""
+    def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
+        """The number of tokens the sequence may grow by. Raises RequestError, as `submit` does."""
         if params.n != 1:
             raise RequestError("the engine takes one sequence at a time; submit params.choices()", param="n")
         if params.stop and self._tokenizer is None:
@@ -381,10 +388,10 @@ class Engine:
         try:
             while not self._is_stopping:
                 start = time.perf_counter()
-                if self._round():
+                if self._num_cached_programs:
+                    self._run_late()
+                elif self._round():
                     self._counters.busy_seconds += time.perf_counter() - start
-                elif self._late_programs:
-                    self._compile_next()
                 else:
                     self._wake.wait(IDLE_SECONDS)
                     self._wake.clear()
@@ -420,9 +427,30 @@ class Engine:
             self._rebuild(error)
         return True
 
-    def _compile_next(self) -> None:
-        self._late_programs.popleft().run()
+    def _compile_late(self) -> None:
+        """On a thread of its own: fill the compilation cache, so that the engine's thread need not wait long."""
+        for program in list(self._late_programs):
+            if self._is_stopping:
+                return
+            try:
+                if program.compile is not None:
+                    program.compile()
+            except Exception:
+                logger.exception("%s could not be compiled in the background", program.name)
+            with self._lock:
+                self._num_cached_programs += 1
+            self._wake.set()
+
+    def _run_late(self) -> None:
+        """Run a late program once, over padding: from here on it is compiled for the engine."""
+        with self._lock:
+            self._num_cached_programs -= 1
+        self._late_programs[0].run()
+        self._late_programs.popleft()
         self._num_compiled = self.runner.num_compiled
+        if not self._late_programs:
+            self._controller = self._on_compiled() or self._controller
+            logger.info("all programs are compiled")
 
     def _count_compiles(self) -> None:
         num_compiled = self.runner.num_compiled

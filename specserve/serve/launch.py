@@ -20,7 +20,7 @@ from specserve.serve.calibrate import cost_file, describe_costs, step_costs
 from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.runner import DETERMINISTIC_DEPTH, Runner
 from specserve.serve.settings import ServeRun
-from specserve.speculative.controller import Controller, Shape
+from specserve.speculative.controller import Controller
 from specserve.speculative.tree import DynamicTree, Source, Tree, chain, parse_speculation
 from specserve.tokenizer import Tokenizer
 
@@ -89,6 +89,7 @@ def _head_folder(target: str, draft: str) -> Path | None:
 def make_engine(models: Models, run: ServeRun, on_warmup: Callable[[int, int, str], None]) -> Engine:
     """Compile every program and build the engine (not started). `on_warmup(done, total, name)` reports. With
     `early_ready` only what plain decoding needs is compiled here; the engine compiles the rest while it serves."""
+    is_auto = run.speculation == "auto"
     trees = choose_trees(models, run)
     longest = run.max_model_len or min(models.target.config.max_len, LARGEST_DEFAULT_CONTEXT)
     if longest > models.target.config.max_len:
@@ -115,7 +116,7 @@ def make_engine(models: Models, run: ServeRun, on_warmup: Callable[[int, int, st
         models.tokenizer,
         model_name=models.name,
         eos_ids=models.target.eos_ids,
-        controller=_make_controller(models, runner, on_warmup, is_late=bool(late)) if run.speculation == "auto" else None,
+        controller=None if not is_auto else Controller({}) if late else _make_controller(models, runner, on_warmup),
         options=EngineOptions(
             max_queue=run.max_queue,
             prefill_tokens=run.prefill_tokens,
@@ -124,23 +125,20 @@ def make_engine(models: Models, run: ServeRun, on_warmup: Callable[[int, int, st
             watchdog_seconds=run.watchdog_seconds,
         ),
         late_programs=late,
+        on_compiled=lambda: _make_controller(models, runner, on_warmup) if is_auto else None,
     )
 
 
-def _make_controller(
-    models: Models, runner: Runner, on_warmup: Callable[[int, int, str], None], *, is_late: bool
-) -> Controller:
+def _make_controller(models: Models, runner: Runner, on_warmup: Callable[[int, int, str], None]) -> Controller:
     """Knows what each step costs here, and what the head's own evaluation says of it."""
+    total = runner.num_programs
+
+    def on_round(done: int, rounds: int) -> None:
+        on_warmup(total, total, f"timing the steps, round {done} of {rounds}")
+
     names = f"{models.fingerprint} {models.head_fingerprint}"
-    costs: dict[Shape, float] = {}
-    if not is_late:
-        total = runner.num_programs
-
-        def on_round(done: int, rounds: int) -> None:
-            on_warmup(total, total, f"timing the steps, round {done} of {rounds}")
-
-        costs = step_costs(runner, cost_file(names, runner), on_round)
-        logger.info("milliseconds per step: %s", describe_costs(costs))
+    costs = step_costs(runner, cost_file(names, runner), on_round)
+    logger.info("milliseconds per step: %s", describe_costs(costs))
     return Controller(costs, models.head_acceptance)
 
 

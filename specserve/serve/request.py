@@ -155,6 +155,12 @@ class SpeculationStats:
     def tau(self) -> float:
         return 1.0 + self.num_accepted / self.num_steps if self.num_steps else 1.0
 
+    @property
+    def accept_rate(self) -> tuple[float, ...]:
+        """Conditional acceptance at each depth."""
+        above = (self.num_steps, *self.accepted_per_depth[:-1])
+        return tuple(n / max(1, m) for n, m in zip(self.accepted_per_depth, above, strict=False))
+
 
 @dataclass(frozen=True)
 class TokenLogprobs:

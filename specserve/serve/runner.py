@@ -35,7 +35,7 @@ CPU_CHUNKS, DEVICE_CHUNKS = (64, 256), (64, 256, 1024)  # prompt tokens per pref
 _FIRST_WIDTH, _WIDTH_GROWTH = 8, 4  # of the page-table widths; each costs a set of programs, each step reads < 4x
 NARROW_ROWS = range(2, 9)  # steps of so many rows run on blocked matrices on CPU (docs/log)
 NARROW_BYTES = 2**30  # of weights; where they are larger, memory for a second copy of them is dearer than time
-CPU_ROWS, DEVICE_ROWS = 16, 512  # with a choice of trees, those that make a step of more rows are not compiled
+CPU_ROWS, DEVICE_ROWS = 8, 512  # with a choice of trees, none makes a step of several sequences larger than this
 _PAGES_AT_ONCE = 32  # page-table entries that one call of `_extend` sets
 DETERMINISTIC_DEPTH = 7  # every step verifies a chain of this length, whatever was proposed
 
@@ -144,6 +144,7 @@ class Runner:
         self._propose = jax.jit(bind(_propose, self.config), donate_argnums=1, static_argnames=("tree", "width"))
         self._verify = jax.jit(bind(_verify, self.config), donate_argnums=1, static_argnames=("tree", "width"))
         self.reset()
+        self._state_shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state)
 
     def reset(self) -> None:
         """Forget every sequence and every cached page: after a device error the donated buffers are gone."""
@@ -343,8 +344,10 @@ class Runner:
 
     def trees_for(self, batch_size: int) -> tuple[Tree | None, ...]:
         """The ways to make a step of this batch bucket that are compiled: the first always, the others if they fit."""
-        others = tuple(
-            tree for tree in self.trees[1:] if tree is None or batch_size * (1 + tree.num_nodes) <= self.max_rows
+        others = (
+            tree
+            for tree in self.trees[1:]
+            if tree is None or batch_size == 1 or batch_size * (1 + tree.num_nodes) <= self.max_rows
         )
         return (*self.trees[:1], *others)
 
@@ -366,7 +369,8 @@ class Runner:
                 for tree in self.trees_for(size):
                     run = functools.partial(self._run_step, (padding,) * size, tree, width)
                     name = f"{describe(tree)} for {size}, {context}"
-                    found.append(Program(name, tree is None, run, (size, width, tree)))
+                    compile_it = functools.partial(self._compile_step, size, tree, width)
+                    found.append(Program(name, tree is None, run, compile_it, (size, width, tree)))
         for size in self.batch_sizes:
             if self.config.draft:
                 for layout in {id(layout): layout for layout in (self.layouts.narrow, self.layouts.wide)}.values():
@@ -380,6 +384,14 @@ class Runner:
     def constrained_tree(self, batch_size: int) -> Tree | None:
         """How steps with a constrained sequence speculate: the first way that is no plain step."""
         return next((tree for tree in self.trees_for(batch_size) if tree is not None), None)
+
+    def _compile_step(self, size: int, tree: Tree | None, width: int) -> None:
+        slots = jax.ShapeDtypeStruct((size,), jnp.int32)
+        layout = self._layout(size, tree)
+        if tree is None:
+            self._decode.lower(layout, self._state_shape, slots, None, width=width).compile()
+        else:
+            self._speculate.lower(layout, self._state_shape, slots, tree=tree, width=width).compile()
 
     def _warm_consume(self, size: int, layout: Weights) -> None:
         self.state = self._consume(layout, self.state, _slot_array((self.num_slots,) * size))
@@ -431,6 +443,7 @@ class Program:
     name: str
     is_plain: bool  # needed before anything can be served
     run: Callable[[], object]
+    compile: Callable[[], object] | None = None  # into the compilation cache alone; may be called from any thread
     step: tuple[int, int, Tree | None] | None = None  # of a step: batch size, width, tree
 
 

@@ -138,13 +138,12 @@ def _penalise(rows: SamplerRows, tokens: TokenRows, nodes: Nodes, logits: jax.Ar
 def _ban_words(rows: SamplerRows, tokens: TokenRows, nodes: Nodes, logits: jax.Array) -> jax.Array:
     """Ban the token that would complete a bad word."""
     batch, n = nodes.token_ids.shape
-    current = jnp.broadcast_to(jnp.arange(n), (batch, n))
-    tail = []  # newest first: what stands before the drawn token
-    for back in range(MAX_BAD_TOKENS - 1):
-        older = jnp.take_along_axis(nodes.recent, jnp.clip(back - nodes.depths, 0), axis=1)
-        tail.append(jnp.where(back < nodes.depths, jnp.take_along_axis(nodes.token_ids, current, axis=1), older))
-        current = jnp.take_along_axis(nodes.parents, current, axis=1)
-    before = jnp.stack(tail[::-1], axis=-1)[:, :, None]  # [batch, node, 1, length - 1]
+    back = jnp.arange(MAX_BAD_TOKENS - 2, -1, -1)  # oldest first: how far before the drawn token
+    depth = nodes.depths[..., None] - back  # [batch, node, length - 1]; not below the root: the tree does not hold it
+    is_there = nodes.ancestors[:, :, None] & (nodes.depths[:, None, None] == depth[..., None])
+    in_tree = jnp.sum(jnp.where(is_there, nodes.token_ids[:, None, None], 0), axis=-1)
+    older = jnp.take_along_axis(nodes.recent[:, None], jnp.clip(-depth, 0), axis=2)
+    before = jnp.where(depth > 0, in_tree, older)[:, :, None]  # [batch, node, 1, length - 1]
     words = tokens.bad_words[:, None]  # [batch, 1, word, length]
     is_next = jnp.all((words[..., :-1] < 0) | (words[..., :-1] == before), axis=-1) & (words[..., -1] >= 0)
     is_next &= rows.has_bad_words[:, None, None]

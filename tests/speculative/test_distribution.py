@@ -46,17 +46,17 @@ def test_emitted_tokens_have_the_targets_distribution(
     @jax.jit
     def begin(seeds: jax.Array) -> tuple[SlotState, StepResult]:
         state = step.init_state(config, num_slots=NUM_SLOTS, num_pages=NUM_SLOTS * 2, page_size=8, max_pages=2)
-        rows = SamplerRows(
+        rows = dataclasses.replace(
+            SamplerRows.greedy(NUM_SLOTS),
             temperature=jnp.full(NUM_SLOTS, temperature, jnp.float32),
             top_k=jnp.full(NUM_SLOTS, top_k, jnp.int32),
-            top_p=jnp.ones(NUM_SLOTS, jnp.float32),
-            min_p=jnp.zeros(NUM_SLOTS, jnp.float32),
             seed=jnp.stack([seeds, jnp.zeros_like(seeds)], axis=1),
         )
         table = jnp.arange(NUM_SLOTS * 2, dtype=jnp.int32).reshape(NUM_SLOTS, 2)
-        state = dataclasses.replace(state, page_table=table, rows=rows)
-        prompt = jnp.broadcast_to(jnp.asarray(PROMPT, jnp.int32), (NUM_SLOTS, len(PROMPT)))
-        return step.prefill(weights, config, state, slots, prompt, jnp.full(NUM_SLOTS, len(PROMPT), jnp.int32), 2)
+        history = state.history.at[:, : len(PROMPT)].set(jnp.asarray(PROMPT, jnp.int32))
+        state = dataclasses.replace(state, page_table=table, rows=rows, history=history)
+        lens, is_last = jnp.full(NUM_SLOTS, len(PROMPT), jnp.int32), jnp.ones(NUM_SLOTS, bool)
+        return step.prefill(weights, config, state, slots, lens, is_last, len(PROMPT), 2)
 
     @jax.jit
     def speculate(state: SlotState) -> tuple[SlotState, StepResult]:
@@ -76,10 +76,11 @@ def test_emitted_tokens_have_the_targets_distribution(
         emitted = np.full((NUM_SLOTS, NUM_EMITTED), -1)
         num = np.zeros(NUM_SLOTS, np.int64)
         for result in jax.device_get(results):
-            accepted += int(result.n_accepted.sum())
-            for depth in range(result.token_ids.shape[1]):
-                here = (depth <= result.n_accepted) & (num < NUM_EMITTED)
-                emitted[here, num[here]] = result.token_ids[here, depth]
+            n_accepted, token_ids = result.counts[:, 0], result.counts[:, 2:]
+            accepted += int(n_accepted.sum())
+            for depth in range(token_ids.shape[1]):
+                here = (depth <= n_accepted) & (num < NUM_EMITTED)
+                emitted[here, num[here]] = token_ids[here, depth]
                 num[here] += 1
         np.add.at(counts, tuple(emitted.T), 1)
     assert counts.sum() == NUM_SLOTS * NUM_ROUNDS >= 20_000

@@ -11,6 +11,7 @@ import tiny
 
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
+from specserve.models.config import DraftConfig
 from specserve.models.draft import draft_logits
 from specserve.models.kv_pages import KVPages, Prefix
 from specserve.speculative import propose as propose_room
@@ -36,6 +37,10 @@ class World:
     hidden: jax.Array
 
 
+def _aux_size(config: DraftConfig) -> int:
+    return len(config.aux_layers) * config.target_d_model
+
+
 @pytest.fixture(scope="module")
 def world(tiny_target: Target, tiny_head: Head) -> World:
     config, rng = tiny_head.config, np.random.default_rng(0)
@@ -44,7 +49,7 @@ def world(tiny_target: Target, tiny_head: Head) -> World:
     m = max(count)
     pending = Pending(
         token_ids=jnp.asarray(rng.integers(0, config.vocab_size, (3, m)), jnp.int32),
-        features=jnp.asarray(rng.standard_normal((3, m, config.d_model)), jnp.float32),
+        aux_hidden_states=jnp.asarray(rng.standard_normal((3, m, _aux_size(config))), jnp.float32),
         count=jnp.asarray(count),
     )
     pages = KVPages.zeros(1, 3 * MAX_PAGES, PAGE_SIZE, config.num_kv_heads, config.head_dim, "float32")
@@ -168,7 +173,7 @@ def test_catching_up_in_pieces_equals_catching_up_at_once(tiny_target: Target) -
     config, rng = head.config, np.random.default_rng(1)
     draft = Draft(head.params, DraftVocab(jnp.asarray(head.target_ids)), tiny_target.params.embedding)
     token_ids = jnp.asarray(rng.integers(0, 64, (1, 9)), jnp.int32)
-    features = jnp.asarray(rng.standard_normal((1, 9, config.d_model)), jnp.float32)
+    aux = jnp.asarray(rng.standard_normal((1, 9, _aux_size(config))), jnp.float32)
     table = jnp.arange(MAX_PAGES, dtype=jnp.int32)[None]
 
     def run(cuts: list[int]) -> jax.Array:
@@ -178,7 +183,7 @@ def test_catching_up_in_pieces_equals_catching_up_at_once(tiny_target: Target) -
             room = 9 - (stop - start)  # padded, as the state's pending rows are
             pending = Pending(
                 jnp.pad(token_ids[:, start:stop], ((0, 0), (0, room))),
-                jnp.pad(features[:, start:stop], ((0, 0), (0, room), (0, 0))),
+                jnp.pad(aux[:, start:stop], ((0, 0), (0, room), (0, 0))),
                 jnp.asarray([stop - start], jnp.int32),
             )
             pages, hidden = catch_up(draft, config, pages, table, table, jnp.asarray([stop], jnp.int32), pending)

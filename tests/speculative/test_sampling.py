@@ -1,5 +1,7 @@
 """The one rule of drawing: truncation equals a plain sort, the noise is uniform and independent, rows do not mix."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -24,7 +26,8 @@ def _rows(
     batch = len(temperature)
     seeds = np.arange(batch, dtype=np.uint64) if seeds is None else seeds
     words = np.stack([seeds & np.uint64(0xFFFFFFFF), seeds >> np.uint64(32)], axis=1).astype(np.uint32)
-    return SamplerRows(
+    return dataclasses.replace(
+        SamplerRows.greedy(batch),
         temperature=jnp.asarray(temperature, jnp.float32),
         top_k=jnp.full(batch, top_k, jnp.int32),
         top_p=jnp.full(batch, top_p, jnp.float32),

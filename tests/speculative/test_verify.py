@@ -42,15 +42,22 @@ def _trees(draw: st.DrawFn) -> tuple[list[int], list[int], list[int]]:
     return parents, tokens, drawn
 
 
-@given(st.tuples(_trees(), _trees()))
+_max_depths = st.sampled_from([0, 1, 2, DEPTH, 2**31 - 1])
+
+
+@given(st.tuples(_trees(), _trees()), st.tuples(_max_depths, _max_depths))
 def test_verify_walks_while_a_child_carries_the_targets_token(
-    trees: tuple[tuple[list[int], list[int], list[int]], ...],
+    trees: tuple[tuple[list[int], list[int], list[int]], ...], max_depths: tuple[int, int]
 ) -> None:
+    """And no further than each sequence may go."""
     parents, tokens, drawn = (jnp.asarray(x, jnp.int32) for x in zip(*trees, strict=True))
-    verdict = _verify(Proposal(tokens, parents, jnp.zeros_like(parents)), drawn, DEPTH)
+    proposal = Proposal(tokens, parents, jnp.zeros_like(parents), jnp.zeros(2, jnp.int32))
+    verdict = _verify(proposal, drawn, DEPTH, jnp.asarray(max_depths, jnp.int32))
     for row, (parent, token, draws) in enumerate(trees):
         node, path, emitted = 0, [0], [draws[0]]
         while found := [i for i in range(1, NODES) if parent[i] == node and token[i] == draws[node]]:
+            if len(path) > max_depths[row]:
+                break
             [node] = found
             path.append(node)
             emitted.append(draws[node])

@@ -93,10 +93,13 @@ def test_rollout_step_k_equals_servings_kth_draft_step(
     def serve(prompt: jax.Array, length: jax.Array, ahead: jax.Array) -> list[jax.Array]:
         """The draft's logits at the root, ahead[0], and after each of ahead[1:]."""
         state = step.init_state(step_config, num_slots=1, num_pages=8, page_size=4, max_pages=8)
-        state = dataclasses.replace(state, page_table=jnp.arange(8, dtype=jnp.int32)[None])
-        slots = jnp.zeros(1, jnp.int32)
-        state, _ = step.prefill(weights, step_config, state, slots, prompt[None], length[None], 8)
-        pending = Pending(ahead[None, :1], state.pending.features[:, :1], state.pending.count)
+        state = dataclasses.replace(
+            state, page_table=jnp.arange(8, dtype=jnp.int32)[None], history=state.history.at[0, :n].set(prompt)
+        )
+        slots, is_last = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
+        state, _ = step.prefill(weights, step_config, state, slots, length[None], is_last, n, 8)
+        assert state.pending is not None
+        pending = Pending(ahead[None, :1], state.pending.aux_hidden_states[:, :1], state.pending.count)
         assert state.draft_pages is not None
         assert weights.draft is not None
         pages, hidden = catch_up(

@@ -1,0 +1,27 @@
+"""What the process asks of its operating system."""
+
+import ctypes
+import functools
+import logging
+import platform
+
+logger = logging.getLogger(__name__)
+
+# of glibc's malloc.h
+_M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
+_LARGEST = 2**31 - 1
+_TOP_PAD_BYTES = 64 << 20
+
+
+@functools.cache
+def keep_freed_memory() -> bool:
+    """Let the process keep what it frees. XLA's CPU backend takes the scratch memory of a program anew at every run;
+    glibc gives such large pieces back to the kernel each time, and faulting them in again costs more than the program
+    (docs/log). Call it once everything large is loaded. Returns whether it could be done: elsewhere than on Linux with
+    glibc nothing changes."""
+    if platform.libc_ver()[0] != "glibc":
+        logger.debug("freed memory is not kept: this is not glibc")
+        return False
+    mallopt = ctypes.CDLL(None).mallopt
+    asked = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _LARGEST), (_M_TOP_PAD, _TOP_PAD_BYTES), (_M_ARENA_MAX, 1))
+    return all([mallopt(name, value) for name, value in asked])

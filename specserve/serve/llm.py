@@ -1,0 +1,247 @@
+"""Offline batches in one process, under vLLM's names: `LLM(...).generate(prompts, params)`.
+
+Owns the models and a running engine, and knows no HTTP and no event loop, so it works alike in a script and a notebook.
+"""
+
+import operator
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypedDict, Unpack
+
+from specserve import config
+from specserve.errors import CapacityError, ConfigError, RequestError
+from specserve.mesh import use_compilation_cache
+from specserve.serve.engine import Completion
+from specserve.serve.launch import load_models, make_engine
+from specserve.serve.progress import answer_bar, warmup_bar
+from specserve.serve.request import SamplingParams, SpeculationStats, TokenLogprobs
+from specserve.serve.settings import ServeRun
+from specserve.tokenizer import Tokenizer
+
+
+class EngineSettings(TypedDict, total=False):
+    """The settings of `specserve serve` that concern the engine; see docs/serving.md."""
+
+    max_slots: int
+    max_model_len: int
+    page_size: int
+    cache_tokens: int
+    cache_gb: float
+    cache_fraction: float
+    prefix_cache: bool
+    schedule: str
+    prefill_tokens: int
+    max_queue: int
+    deterministic: bool
+    early_ready: bool
+    watchdog_seconds: float
+
+
+class TextPrompt(TypedDict):
+    prompt: str
+
+
+class TokensPrompt(TypedDict):
+    prompt_token_ids: Sequence[int]
+
+
+Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
+Message = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class CompletionStats(SpeculationStats):
+    """What speculation did for one answer, and how long it took."""
+
+    seconds_to_first_token: float = 0.0  # both since it was submitted, so waiting for a slot counts
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One answer."""
+
+    index: int  # among the `n` of its prompt
+    text: str  # empty without a tokenizer
+    token_ids: tuple[int, ...]  # with the one that ended it
+    finish_reason: str  # "stop", "length", or "error": then `error` says why
+    stats: CompletionStats
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, when they were asked for
+    error: str | None = None
+
+
+@dataclass(frozen=True)
+class RequestOutput:
+    """One prompt and its answers."""
+
+    prompt: str | None  # None where token ids were given
+    prompt_token_ids: tuple[int, ...]
+    outputs: list[CompletionOutput]
+
+
+class LLM:
+    """A target, perhaps with a draft head, ready to answer. A context manager; `close` frees the engine's thread.
+
+    `target` is a preset, a Hugging Face folder or a hub id, `draft` the folder of a head; without either it is the
+    bundled pair. `tokenizer=None` serves folders that have none, by token ids alone. `progress` shows bars while
+    programs compile and answers are made. Raises ConfigError or CheckpointError.
+    """
+
+    def __init__(
+        self,
+        target: str | Path = "",
+        draft: str | Path = "",
+        *,
+        speculation: str = "auto",
+        tokenizer: bool | None = True,
+        progress: bool = True,
+        **settings: Unpack[EngineSettings],
+    ) -> None:
+        given = {"target": str(target), "draft": str(draft), "speculation": speculation, **settings}
+        of_server = {leaf.name for leaf in config.leaves(ServeRun)} - set(EngineSettings.__annotations__)
+        if foreign := sorted(of_server.intersection(settings)):
+            raise ConfigError(f"{', '.join(foreign)}: a setting of the HTTP server; LLM listens to nobody")
+        run = config.resolve(ServeRun, arguments=given)
+        use_compilation_cache()
+        models = load_models(run.target, run.draft, has_tokenizer=bool(tokenizer))
+        with warmup_bar(is_shown=progress) as on_warmup:
+            self.engine = make_engine(models, run, on_warmup)
+        self._progress = progress
+        self._stop = weakref.finalize(self, self.engine.stop)  # at the end of the process as well
+        self.engine.start()
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """Raises RequestError where there is none."""
+        return self.engine.tokenizer
+
+    def __enter__(self) -> "LLM":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Stop the engine; what still runs ends as cancelled. May be called again."""
+        self._stop()
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one prompt or many and wait; results in order. A prompt is a text, token ids, `{"prompt": text}` or
+        `{"prompt_token_ids": [...]}`; `params` are those of all prompts, or one for each.
+
+        Every prompt is checked before any is run: RequestError names the first that cannot be. An answer that fails
+        later has finish_reason "error". An interrupt (Ctrl-C) cancels what is running, and the next call works.
+        """
+        every = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[arg-type]
+        asked = [_at(i, len(every), lambda prompt=prompt: self._read(prompt)) for i, prompt in enumerate(every)]
+        return self._answer(asked, params, progress)
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        progress: bool | None = None,
+    ) -> list[RequestOutput]:
+        """Answer one conversation or many, as `generate` does, by the target's chat template."""
+        is_single = bool(messages) and isinstance(messages[0], Mapping)
+        every: Sequence[Any] = [messages] if is_single else messages
+
+        def render(chat: Sequence[Message]) -> tuple[str, tuple[int, ...]]:
+            if not chat or not all(isinstance(message, Mapping) for message in chat):
+                raise RequestError('a conversation is a list of {"role", "content"}', param="messages")
+            token_ids = self.tokenizer.render_chat(chat, template_kwargs=chat_template_kwargs)
+            return self.tokenizer.decode(token_ids, skip_special_tokens=False), tuple(token_ids)
+
+        asked = [_at(i, len(every), lambda chat=chat: render(chat)) for i, chat in enumerate(every)]
+        return self._answer(asked, params, progress)
+
+    def _read(self, prompt: Any) -> tuple[str | None, tuple[int, ...]]:
+        """The text, where there is one, and the token ids."""
+        if isinstance(prompt, Mapping):
+            if prompt.keys() not in ({"prompt"}, {"prompt_token_ids"}):
+                raise RequestError(f'expected {{"prompt"}} or {{"prompt_token_ids"}}, got {sorted(prompt)}', param="prompt")
+            (prompt,) = prompt.values()
+        if isinstance(prompt, str):
+            return prompt, tuple(self.tokenizer.encode(prompt))
+        return None, _token_ids(prompt)
+
+    def _answer(
+        self,
+        asked: Sequence[tuple[str | None, tuple[int, ...]]],
+        params: SamplingParams | Sequence[SamplingParams] | None,
+        progress: bool | None,
+    ) -> list[RequestOutput]:
+        if not self._stop.alive:
+            raise CapacityError("this LLM is closed; make another one")
+        each = [params or SamplingParams()] * len(asked) if params is None or isinstance(params, SamplingParams) else params
+        if len(each) != len(asked):
+            raise RequestError(f"{len(each)} sampling params for {len(asked)} prompts; give one, or one for each")
+        choices = [own.choices() for own in each]
+        for i, ((_, token_ids), own) in enumerate(zip(asked, choices, strict=True)):
+            _at(i, len(asked), lambda ids=token_ids, own=own: self.engine.check(ids, own[0]))
+        prompts = [ids for (_, ids), own in zip(asked, choices, strict=True) for _ in own]
+        flat = [choice for own in choices for choice in own]
+        with answer_bar(len(flat), is_shown=self._progress if progress is None else progress) as on_done:
+            found = iter(self.engine.generate(prompts, flat, lambda _i, completion: on_done(completion)))
+        return [
+            RequestOutput(text, ids, [_output(i, next(found), own.logprobs is not None) for i in range(own.n)])
+            for (text, ids), own in zip(asked, each, strict=True)
+        ]
+
+
+def _is_single(prompts: Any) -> bool:
+    if isinstance(prompts, str | Mapping):
+        return True
+    if not isinstance(prompts, Sequence) and not hasattr(prompts, "__array__"):
+        raise RequestError(f"expected a prompt or a list of prompts, got {type(prompts).__name__}", param="prompt")
+    return len(prompts) > 0 and hasattr(prompts[0], "__index__") and not isinstance(prompts[0], str)
+
+
+def _token_ids(prompt: Any) -> tuple[int, ...]:
+    try:
+        if any(isinstance(token_id, bool) for token_id in prompt):
+            raise TypeError
+        return tuple(operator.index(token_id) for token_id in prompt)
+    except TypeError:
+        raise RequestError("a prompt is a text or a list of token ids", param="prompt") from None
+
+
+def _at(i: int, total: int, call: Any) -> Any:
+    """The call's result; its RequestError says which prompt it was."""
+    try:
+        return call()
+    except RequestError as error:
+        if total == 1:
+            raise
+        raise RequestError(f"prompt {i} of {total}: {error}", param=error.param) from None
+
+
+def _output(index: int, completion: Completion, has_logprobs: bool) -> CompletionOutput:
+    done = completion.stats
+    stats = CompletionStats(
+        done.num_steps,
+        done.num_draft_tokens,
+        done.accepted_per_depth,
+        done.num_cached_tokens,
+        completion.seconds_to_first,
+        completion.seconds,
+    )
+    return CompletionOutput(
+        index,
+        completion.text,
+        completion.token_ids,
+        completion.finish_reason.value,
+        stats,
+        completion.logprobs if has_logprobs else None,
+        completion.error,
+    )

@@ -1,0 +1,56 @@
+"""Bars for people who wait: over programs being compiled, over answers being made. Silent where there is no terminal."""
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from specserve.serve.engine import Completion
+
+
+def bar_columns() -> list[ProgressColumn]:
+    return [
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TextColumn("{task.percentage:>3.0f}%"),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[note]}"),
+    ]
+
+
+@contextmanager
+def warmup_bar(
+    console: Console | None = None, *, is_shown: bool = True, text: str = "compiling"
+) -> Iterator[Callable[[int, int, str], None]]:
+    """A bar over the programs being compiled; silent until the first one is done."""
+    console = console or Console(stderr=True)
+    with Progress(*bar_columns(), console=console, transient=True, disable=not is_shown) as progress:
+        task = progress.add_task(text, note="")
+
+        def on_warmup(done: int, total: int, name: str) -> None:
+            progress.update(task, completed=done, total=total, note=name)
+
+        yield on_warmup
+
+
+@contextmanager
+def answer_bar(total: int, *, is_shown: bool = True) -> Iterator[Callable[[Completion], None]]:
+    """A bar over answers: how many tokens per second, and how many per target forward."""
+    num_tokens = num_steps = num_accepted = 0
+    begin = time.monotonic()
+    columns, console = bar_columns(), Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
+        task = progress.add_task("answering", total=total, note="")
+
+        def on_done(completion: Completion) -> None:
+            nonlocal num_tokens, num_steps, num_accepted
+            num_tokens += len(completion.token_ids)
+            num_steps += completion.stats.num_steps
+            num_accepted += completion.stats.num_accepted
+            rate, tau = num_tokens / max(time.monotonic() - begin, 1e-9), 1 + num_accepted / max(num_steps, 1)
+            progress.update(task, advance=1, note=f"{rate:,.0f} tokens/s  tau {tau:.2f}")
+
+        yield on_done

@@ -1,0 +1,354 @@
+"""What the engine's tests share: small runners, a tokenizer of letters, a grammar, solo runs on a plain engine, and
+the one excuse for a token that differs: a proven tie."""
+
+import random
+import string
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import jax.numpy as jnp
+import numpy as np
+import tiny
+
+from specserve.checkpoints.head import Head
+from specserve.checkpoints.load import Target
+from specserve.serve.engine import Engine, EngineOptions
+from specserve.serve.options import Encoder, bad_sequences, sampler_rows, token_rows
+from specserve.serve.pages import PagePool
+from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, TokenLogprobs
+from specserve.serve.runner import Runner
+from specserve.speculative import sampling
+from specserve.speculative.controller import Controller, Estimate
+from specserve.speculative.sampling import Nodes, TokenRows
+from specserve.speculative.tree import Tree, parse_speculation
+
+PAGE_SIZE, MAX_LEN, NUM_SLOTS = 8, 96, 4
+NUM_PAGES = NUM_SLOTS * MAX_LEN // PAGE_SIZE
+VOCAB = 64
+EOS = 2
+TIE = 1e-4  # a smaller gap between two scores is a tie: another order of float32 sums may decide it
+
+
+class Letters:
+    """One letter for each of the tiny target's 64 tokens."""
+
+    alphabet = string.ascii_letters + string.digits + " ."
+    vocab_size = VOCAB
+    special_token_ids = frozenset({0, EOS})
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
+        return [self.alphabet.index(letter) for letter in text]
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(self.alphabet[i] for i in token_ids if not (skip_special_tokens and i in self.special_token_ids))
+
+
+class Grammar:
+    """A `TokenMask`: an automaton of five states, each of which allows a quarter of the tokens, EOS rarely."""
+
+    allowed = np.random.default_rng(5).random((5, VOCAB)) < 0.25
+
+    def __init__(self) -> None:
+        self.state = 0
+
+    def masks(self, parents: Sequence[int], token_ids: Sequence[int]) -> np.ndarray:
+        states = [self.state]
+        for parent, token_id in zip(parents[1:], token_ids[1:], strict=True):
+            states.append(self.follow(states[parent], token_id))
+        return self.allowed[states]
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        for token_id in token_ids:
+            assert self.allowed[self.state, token_id], f"token {token_id} is not allowed in state {self.state}"
+            self.state = self.follow(self.state, token_id)
+
+    @staticmethod
+    def follow(state: int, token_id: int) -> int:
+        return (2 * state + token_id + 1) % 5
+
+
+@dataclass(frozen=True, eq=False)
+class Ask:
+    """One request. Its seed is set: two runs of it must agree."""
+
+    prompt: tuple[int, ...]
+    params: SamplingParams
+    salt: str = ""
+    priority: int = 0
+    is_constrained: bool = False  # by `Grammar`
+
+    @property
+    def key(self) -> str:
+        """Equal where the answer must be: salt and priority, and what speculation may do, change no token."""
+        return f"{self.prompt} {self.params} {self.is_constrained}"
+
+
+class Inbox:
+    """A listener that keeps what it hears and lets the test wait for the end."""
+
+    def __init__(self) -> None:
+        self.deltas: list[Delta] = []
+        self._is_done = threading.Event()
+        self._has_begun = threading.Event()
+
+    def __call__(self, delta: Delta) -> None:
+        assert not self._is_done.is_set(), "nothing comes after the last delta"
+        self.deltas.append(delta)
+        self._has_begun.set()
+        if delta.finish_reason is not None:
+            self._is_done.set()
+
+    def wait_for_first(self) -> None:
+        assert self._has_begun.wait(60)
+
+    def wait(self) -> Delta:
+        """The last delta."""
+        assert self._is_done.wait(60), "the request never ended"
+        return self.deltas[-1]
+
+    @property
+    def is_done(self) -> bool:
+        return self._is_done.is_set()
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [token_id for delta in self.deltas for token_id in delta.token_ids]
+
+    @property
+    def logprobs(self) -> list[TokenLogprobs]:
+        return [logprobs for delta in self.deltas for logprobs in delta.logprobs]
+
+    @property
+    def text(self) -> str:
+        return "".join(delta.text for delta in self.deltas)
+
+
+class Fixed(Controller):
+    """Always the same tree."""
+
+    def __init__(self, tree: Tree | None) -> None:
+        super().__init__({})
+        self.tree = tree
+
+    def choose(
+        self, estimates: Sequence[Estimate], trees: Sequence[Tree | None], batch_size: int, width: int
+    ) -> Tree | None:
+        assert self.tree in trees
+        return self.tree
+
+
+class Dice(Controller):
+    """Any tree, and plain decoding, in any order."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__({})
+        self.random = random.Random(seed)
+
+    def choose(
+        self, estimates: Sequence[Estimate], trees: Sequence[Tree | None], batch_size: int, width: int
+    ) -> Tree | None:
+        return self.random.choice(trees)
+
+
+def greedy(max_tokens: int, **options: object) -> SamplingParams:
+    return SamplingParams(max_tokens=max_tokens, temperature=0.0, **options)  # type: ignore[arg-type]
+
+
+def make_runner(
+    target: Target,
+    head: Head | None,
+    *speculations: str,
+    num_slots: int = NUM_SLOTS,
+    chunk: int = 16,  # so that most prompts take a few
+) -> Runner:
+    """One batch size, one width and one chunk: every other costs programs, and programs are most of a test's time."""
+    trees = [parse_speculation(text) for text in speculations]
+    runner = Runner(
+        target,
+        head,
+        trees,
+        num_slots=num_slots,
+        max_model_len=MAX_LEN,
+        page_size=PAGE_SIZE,
+        num_pages=num_slots * MAX_LEN // PAGE_SIZE,
+    )
+    runner.batch_sizes, runner.widths, runner.chunks = (num_slots,), runner.widths[-1:], (chunk,)
+    runner.max_rows = 1024
+    return runner
+
+
+def make_engine(
+    runner: Runner, controller: Controller | None = None, *, num_pages: int | None = None, **options: object
+) -> Engine:
+    """A fresh engine, not started, on a runner that other tests have used. `num_pages` is how many it believes to
+    have: the device's array keeps its size, so nothing compiles."""
+    runner.reset()
+    return Engine(
+        runner,
+        Letters(),  # type: ignore[arg-type]
+        model_name="tiny",
+        eos_ids=(EOS,),
+        controller=controller,
+        options=EngineOptions(**options),  # type: ignore[arg-type]
+    ) if num_pages is None else _squeeze(make_engine(runner, controller, **options), num_pages)
+
+
+def _squeeze(engine: Engine, num_pages: int) -> Engine:
+    engine._scheduler.pool = PagePool(num_pages, engine.runner.page_size)
+    return engine
+
+
+def submit(engine: Engine, ask: Ask) -> tuple[Request, Inbox]:
+    inbox = Inbox()
+    request = engine.submit(
+        ask.prompt,
+        ask.params,
+        inbox,
+        priority=ask.priority,
+        cache_salt=ask.salt,
+        token_mask=Grammar() if ask.is_constrained else None,
+    )
+    return request, inbox
+
+
+def run(engine: Engine, asks: Sequence[Ask]) -> list[Inbox]:
+    """All together."""
+    inboxes = [submit(engine, ask)[1] for ask in asks]
+    for inbox in inboxes:
+        inbox.wait()
+    return inboxes
+
+
+def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while not holds():
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@contextmanager
+def serving(engine: Engine) -> Iterator[Engine]:
+    """Start it; at the end, when all that was asked has ended, nothing may be left behind."""
+    num_compiled = engine.runner.num_compiled
+    with engine:
+        yield engine
+        check_idle(engine)
+    assert engine.runner.num_compiled == num_compiled, "something was compiled while serving"
+    assert engine.stats().num_late_compiles == 0
+
+
+def check_idle(engine: Engine) -> None:
+    scheduler = engine._scheduler
+    wait_until(lambda: not (scheduler.running or scheduler.waiting or engine._flights or not engine._inbox.empty()))
+    assert engine.is_healthy
+    scheduler.pool.check()
+    assert scheduler.pool.num_available == scheduler.pool.num_pages, "pages leaked"
+    assert sorted(scheduler._free_slots) == list(range(engine.runner.num_slots)), "slots leaked"
+    assert (engine._num_queued, engine._num_open, engine._active) == (0, 0, {})
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_pages_held) == (0, 0, 0)
+
+
+class Reference:
+    """Plain decoding, one request at a time, without a prefix cache. What has been asked before is remembered."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.runner = make_runner(target, None, "off", num_slots=1, chunk=64)
+        self.engine = make_engine(self.runner, is_caching=False)
+        self._answers: dict[str, Inbox] = {}
+
+    def answer(self, ask: Ask) -> Inbox:
+        if ask.key not in self._answers:
+            [self._answers[ask.key]] = run(self.engine, [ask])
+        return self._answers[ask.key]
+
+    def check(self, ask: Ask, inbox: Inbox, *, is_cancelled: bool = False) -> None:
+        """What the engine said is what plain decoding says; of a cancelled request, how it begins."""
+        plain, got = self.answer(ask), inbox.token_ids
+        plain_end = plain.wait().finish_reason
+        assert plain_end in (FinishReason.STOP, FinishReason.LENGTH), plain.deltas[-1]
+        reason = inbox.wait().finish_reason
+        wanted = plain.token_ids
+        if is_cancelled and reason == FinishReason.CANCELLED:
+            wanted = wanted[: len(got)]
+        if got != wanted:
+            at = next((i for i, (a, b) in enumerate(zip(got, wanted, strict=False)) if a != b), None)
+            assert at is not None, f"{ask}: {got} and {wanted} end at different places"
+            check_tie(self.target, Letters(), ask, wanted, got, at, f"{ask}")
+            return  # from there on it is another text
+        if reason != FinishReason.CANCELLED or not is_cancelled:
+            assert (reason, inbox.text) == (plain_end, plain.text)
+        self._check_logprobs(ask, inbox.logprobs, plain.logprobs)
+
+    def _check_logprobs(self, ask: Ask, got: list[TokenLogprobs], plain: list[TokenLogprobs]) -> None:
+        if ask.params.logprobs is None:
+            assert got == plain == []
+            return
+        for ours, theirs in zip(got, plain, strict=False):
+            assert (ours.token_id, len(ours.top)) == (theirs.token_id, ask.params.logprobs)
+            assert abs(ours.logprob - theirs.logprob) < TIE
+            values, others = np.array([value for _, value in ours.top]), np.array([value for _, value in theirs.top])
+            np.testing.assert_allclose(values, others, rtol=0, atol=TIE)
+            known = dict(theirs.top)
+            for token_id, value in ours.top:  # ties may stand in another order, and at the end fall out
+                assert abs(known.get(token_id, others[-1]) - value) < TIE
+
+
+def check_tie(
+    target: Target,
+    tokenizer: Encoder | None,
+    ask: Ask,
+    plain: Sequence[int],
+    other: Sequence[int],
+    at: int,
+    what: str,
+) -> None:
+    """Two runs differ first in token `at`: nothing but a tie between the two excuses that."""
+    scores = plain_scores(target, tokenizer, ask, plain[:at])
+    a, b = plain[at], other[at]
+    gap = float(scores.max() - min(scores[a], scores[b]))
+    message = (
+        f"{what}: token {at} is {b}, plain decoding drew {a}; "
+        f"their scores are {scores[b]} and {scores[a]}, the best is {scores.max()}: a gap of {gap:.2e}"
+    )
+    print(message)
+    assert gap < TIE, message
+
+
+def plain_scores(
+    target: Target, tokenizer: Encoder | None, ask: Ask, output_ids: Sequence[int]
+) -> np.ndarray:  # [vocab]
+    """What the next token is the argmax of, by one plain forward and the rule of drawing."""
+    params, vocab = ask.params, target.config.vocab_size
+    seed = params.seed
+    assert seed is not None
+    token_ids = [*ask.prompt, *output_ids]
+    logits = jnp.asarray(tiny.target_logits(target, token_ids)[-1])[None, None]
+    request = Request("r", tuple(ask.prompt), params, 1, seed, lambda _delta: None)
+    eos_ids = set() if params.ignore_eos else set(target.eos_ids)
+    stop_ids = sorted(set(params.stop_token_ids) | eos_ids)
+    named = token_rows(request, output_ids, stop_ids, bad_sequences(params, tokenizer), vocab)
+    rows = sampler_rows(params, seed, len(ask.prompt))
+    recent = [*reversed(output_ids), *[-1] * sampling.MAX_BAD_TOKENS][: sampling.MAX_BAD_TOKENS - 1]
+    zeros = jnp.zeros((1, 1), jnp.int32)
+    nodes = Nodes(zeros + token_ids[-1], zeros, zeros, jnp.ones((1, 1, 1), bool), jnp.asarray([recent], jnp.int32))
+    allowed = None
+    if ask.is_constrained:
+        grammar = Grammar()
+        grammar.accept(output_ids)
+        allowed = jnp.asarray(np.packbits(grammar.masks([0], [0])[None], axis=-1))
+    position_ids = zeros + len(token_ids)
+    rows, tokens = _on_device(rows), _on_device(named or TokenRows.zeros(1, vocab))
+    constrained = sampling.constrain(rows, tokens, nodes, logits, position_ids, allowed)
+    noise = sampling.noise(rows, position_ids, jnp.arange(vocab, dtype=jnp.uint32))
+    return np.asarray(sampling.truncate(rows, sampling.scale(rows, constrained)) + noise)[0, 0]
+
+
+def _on_device(rows):
+    import jax
+
+    return jax.tree.map(jnp.asarray, rows)

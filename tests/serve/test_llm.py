@@ -1,0 +1,138 @@
+"""Offline batches: the same answers as ever, in order, and nothing runs before everything asked is sound."""
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tiny
+
+from specserve import LLM, SamplingParams
+from specserve.checkpoints.load import Target
+from specserve.errors import CapacityError, ConfigError, RequestError
+
+PROMPTS = [[5, 9, 33, 7, 7, 60, 12], [1], [40, 41, 42, 43] * 5]
+
+
+@pytest.fixture(scope="module")
+def llm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LLM]:
+    """The target of `tiny_target`, from a folder without a tokenizer."""
+    folder = tmp_path_factory.mktemp("untold")
+    tiny.write_target(folder, tiny.TARGET, seed=0)
+    settings = {"max_slots": 2, "max_model_len": 128, "page_size": 16}
+    with LLM(folder, speculation="ngram:2", tokenizer=None, progress=False, **settings) as llm:  # type: ignore[arg-type]
+        yield llm
+    llm.close()
+    with pytest.raises(CapacityError, match="closed"):
+        llm.generate([1])
+
+
+def _greedy(max_tokens: int) -> SamplingParams:
+    return SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+
+
+def test_answers_are_those_of_the_target_in_order(llm: LLM, tiny_target: Target) -> None:
+    found = llm.generate([*PROMPTS, {"prompt_token_ids": PROMPTS[0]}], [_greedy(n) for n in (8, 20, 1, 8)])
+    for prompt, length, request in zip([*PROMPTS, PROMPTS[0]], (8, 20, 1, 8), found, strict=True):
+        (answer,) = request.outputs
+        whole = [*prompt, *answer.token_ids]
+        assert answer.token_ids == tuple(tiny.target_logits(tiny_target, whole).argmax(-1)[len(prompt) - 1 : -1])
+        assert (len(answer.token_ids), answer.finish_reason, answer.text) == (length, "length", "")
+        assert (request.prompt, request.prompt_token_ids) == (None, tuple(prompt))
+        assert 0 < answer.stats.seconds_to_first_token <= answer.stats.seconds
+    assert llm.generate(PROMPTS[0], _greedy(8))[0].outputs[0].token_ids == found[0].outputs[0].token_ids
+    assert llm.generate(np.array(PROMPTS[0]), _greedy(8))[0].outputs[0].token_ids == found[0].outputs[0].token_ids  # type: ignore[arg-type]
+    assert llm.generate([]) == []
+
+
+def test_choices_are_drawn_with_seeds_in_a_row(llm: LLM) -> None:
+    many = llm.generate(PROMPTS[:2], SamplingParams(n=3, seed=7, max_tokens=6, ignore_eos=True, logprobs=2))
+    assert [[answer.index for answer in request.outputs] for request in many] == [[0, 1, 2]] * 2
+    for prompt, request in zip(PROMPTS[:2], many, strict=True):
+        for i, answer in enumerate(request.outputs):
+            (alone,) = llm.generate(prompt, SamplingParams(seed=7 + i, max_tokens=6, ignore_eos=True))
+            assert answer.token_ids == alone.outputs[0].token_ids
+            assert answer.logprobs is not None
+            assert [entry.token_id for entry in answer.logprobs] == list(answer.token_ids)
+            assert alone.outputs[0].logprobs is None
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ([[1, 2], "text"], None, "prompt 1 of 2: this engine has no tokenizer: send token ids"),
+        ([[1, 2], [64]], None, "prompt 1 of 2: the prompt holds token id 64"),
+        ([[1, 2], []], None, "prompt 1 of 2: the prompt is empty"),
+        ([[1, 2], [3, "4"]], None, "prompt 1 of 2: a prompt is a text or a list of token ids"),
+        ([[1, 2], [True]], None, "a list of token ids"),
+        ([[1, 2], {"ids": [3]}], None, "expected .*prompt_token_ids.* got .*ids"),
+        ([[1, 2], [3]], [SamplingParams()], "1 sampling params for 2 prompts"),
+        ([[1, 2]], SamplingParams(stop="x"), "stop strings need a tokenizer"),
+        ([[1, 2]], SamplingParams(max_tokens=500), "Lower max_tokens to 126"),
+        (3, None, "expected a prompt or a list of prompts, got int"),
+    ],
+)
+def test_nothing_runs_before_everything_is_sound(llm: LLM, prompts: object, params: object, message: str) -> None:
+    num_steps = llm.engine.stats().num_prefix_queries
+    with pytest.raises(RequestError, match=message):
+        llm.generate(prompts, params)  # type: ignore[arg-type]
+    assert llm.engine.stats().num_prefix_queries == num_steps
+
+
+@pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals reach the main thread")
+def test_an_interrupt_cancels_and_the_next_call_works(llm: LLM) -> None:
+    expected = llm.generate(PROMPTS[0], _greedy(8))
+    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
+    timer.start()
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPTS[0]] * 3000, _greedy(100))
+    timer.join()
+    again = llm.generate(PROMPTS[0], _greedy(8))
+    assert again[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+    assert llm.engine.stats().num_running + llm.engine.stats().num_waiting == 0
+
+
+def test_the_bundled_pair_chats_and_speculation_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
+    chats = [[{"role": "user", "content": f"What does `{name}` do?"}] for name in ("json.dumps", "os.path.join")]
+    with LLM(speculation="chain:3", max_slots=2, max_model_len=256) as llm:
+        fast = llm.chat(chats, SamplingParams(max_tokens=32, seed=3))
+        plain = llm.chat(chats, SamplingParams(max_tokens=32, seed=3, speculation=0))
+        (cut,) = llm.generate("def add(a, b):", SamplingParams(temperature=0, max_tokens=24, stop=["\n\n", "b"]))
+        assert llm.chat(chats[0], SamplingParams(temperature=0, max_tokens=2))[0].prompt == fast[0].prompt
+    for one, other in zip(fast, plain, strict=True):
+        assert one.outputs[0].text == other.outputs[0].text != ""
+        assert other.outputs[0].stats.tau == 1 < one.outputs[0].stats.tau
+        assert len(one.outputs[0].stats.accept_rate) == 3
+        assert other.outputs[0].stats.num_cached_tokens <= len(one.prompt_token_ids)
+    assert "json.dumps" in (fast[0].prompt or "")
+    assert "b" not in cut.outputs[0].text
+    assert cut.prompt == "def add(a, b):"
+    assert llm.engine.stats().num_late_compiles == 0
+    assert capsys.readouterr().out == ""  # bars go to stderr
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_slot": 2}, "there is no setting max_slot; did you mean max_slots"),
+        ({"max_slots": 0}, "argument: max_slots must be an integer >= 1, got 0"),
+        ({"page_size": "32k"}, "page_size must be an integer"),
+        ({"port": 80}, "port: a setting of the HTTP server"),
+        ({"speculation": "chain:0"}, "chain:0"),
+        ({"target": "nowhere"}, "no folder here"),
+    ],
+)
+def test_settings_are_checked(settings: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        LLM(progress=False, **settings)  # type: ignore[arg-type]
+
+
+def test_importing_the_package_is_light(tmp_path: Path) -> None:
+    code = "import sys, specserve; dir(specserve); print([m for m in ('jax', 'numpy', 'rich') if m in sys.modules])"
+    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=tmp_path)
+    assert out.stdout.strip() == "[]"
