@@ -74,14 +74,7 @@ def evaluate(run: EvalRun) -> None:
     if found.num_skipped:
         console.print(f"[yellow]{found.num_skipped} prompts did not fit the context and were not asked[/]")
     if run.output:
-        steps = {
-            "bound_ms": times.bound,
-            "plain_ms": times.plain,
-            "speculative_ms": times.step,
-            "draft_ms": times.draft,
-            "verify_ms": times.verify,
-        }
-        host = pair.speculative.times
-        steps["host_ms"] = 1e3 * host.host_seconds / max(1, host.num_steps)
+        host = pair.speculative.stats()
+        steps = {**times.to_json(), "host_ms": 1e3 * host.host_seconds / max(1, host.num_steps)}
         write_json(Path(run.output), {**found.to_json(), "step": steps, "provenance": collect()})
         console.print(f"report written to {run.output}")

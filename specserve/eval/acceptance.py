@@ -12,8 +12,8 @@ from typing import Any
 
 from specserve.errors import DataError, RequestError
 from specserve.eval.prompts import Question
-from specserve.serve.engine import Completion, Engine
-from specserve.serve.request import SamplingParams
+from specserve.serve.engine import Engine
+from specserve.serve.request import SamplingParams, SpeculationStats
 
 
 @dataclass
@@ -23,8 +23,7 @@ class Tally:
     num_steps: int = 0
     accepted: list[int] = field(default_factory=list)
 
-    def add(self, completion: Completion) -> None:
-        stats = completion.stats
+    def add(self, stats: SpeculationStats) -> None:
         self.num_steps += stats.num_steps
         self.accepted += [0] * (len(stats.accepted_per_depth) - len(self.accepted))
         for depth, count in enumerate(stats.accepted_per_depth):
@@ -37,8 +36,7 @@ class Tally:
     @property
     def accept_rate(self) -> list[float]:
         """Conditional acceptance at each depth."""
-        above = [self.num_steps, *self.accepted[:-1]]
-        return [n / max(1, m) for n, m in zip(self.accepted, above, strict=True)]
+        return list(SpeculationStats(self.num_steps, accepted_per_depth=tuple(self.accepted)).accept_rate)
 
 
 @dataclass
@@ -166,6 +164,6 @@ def _run_group(
     for (chat, _), expected, got in zip(group, *answers, strict=True):
         report.num_answers += 1
         report.num_identical += expected.token_ids == got.token_ids
-        report.tally.add(got)
-        report.by_category[chat.question.category].add(got)
+        report.tally.add(got.stats)
+        report.by_category[chat.question.category].add(got.stats)
         chat.messages.append({"role": "assistant", "content": expected.text})

@@ -1,289 +1,40 @@
-"""Ways of decoding side by side: the same questions through one engine for each, taking turns in one process.
+"""The benchmark of the engine: plain decoding, fixed trees and `auto` on the same questions, from one client to many,
+and what each costs: time by part of a step, memory, late compiles."""
 
-A cell is one temperature at one concurrency. In every round of a cell every arm answers the same questions, which no
-other round asks, so no arm can profit from what it has seen; ratios are taken within a round, so a noisy machine is
-noisy for all. Answers are compared: speculation may not change a token.
-"""
-
-import dataclasses
 import itertools
+import resource
 import statistics
-import threading
-import time
-from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
-import jax.numpy as jnp
-import numpy as np
+import jax
 
-from specserve.errors import SpecServeError
+from specserve.errors import ConfigError
 from specserve.eval.acceptance import Tally
+from specserve.eval.bench_cells import (
+    PLAIN,
+    Answer,
+    Arm,
+    Cell,
+    EngineArm,
+    Plan,
+    num_identical,
+    params_of,
+    rotated,
+    run_cells,
+)
+from specserve.eval.engines import measured_engine
+from specserve.eval.step_times import StepTimes, measure_steps, read_bandwidth
 from specserve.serve.engine import Engine
-from specserve.serve.interface import EngineStats
-from specserve.serve.request import Delta, FinishReason, SamplingParams, SpeculationStats
+from specserve.serve.launch import Models
+from specserve.speculative.tree import parse_speculation
 
-PLAIN = "off"
-
-
-@dataclass(frozen=True)
-class Plan:
-    """What is asked, and how often."""
-
-    concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
-    temperatures: tuple[float, ...] = (0.0,)
-    num_rounds: int = 3
-    num_requests: int = 8  # per round and arm; never fewer than run at once
-    max_tokens: int = 128
-    seed: int = 0
-
-    def requests_at(self, concurrency: int) -> int:
-        return max(self.num_requests, concurrency)
-
-    @property
-    def num_prompts(self) -> int:
-        """So many are asked once each."""
-        per_temperature = self.num_rounds * sum(self.requests_at(concurrency) for concurrency in self.concurrencies)
-        return per_temperature * len(self.temperatures)
-
-
-@dataclass(eq=False)
-class Answer:
-    """One answer as its client saw it come. Seconds count from its submission."""
-
-    begin: float = 0.0
-    token_ids: list[int] = field(default_factory=list)
-    arrivals: list[float] = field(default_factory=list)  # of deltas with tokens
-    stats: SpeculationStats = SpeculationStats()
-    error: str | None = None
-
-    def take(self, token_ids: Sequence[int]) -> None:
-        if token_ids:
-            self.token_ids += token_ids
-            self.arrivals.append(time.perf_counter() - self.begin)
-
-    @property
-    def gaps(self) -> list[float]:
-        return [late - early for early, late in itertools.pairwise(self.arrivals)]
-
-    @property
-    def seconds_per_token(self) -> float | None:
-        """After the first, as vLLM's TPOT."""
-        span = self.arrivals[-1] - self.arrivals[0]
-        return span / (len(self.token_ids) - 1) if len(self.token_ids) > 1 else None
-
-
-class Arm(Protocol):
-    """One way of decoding."""
-
-    def can_run(self, temperature: float, concurrency: int) -> bool: ...
-
-    def forget(self) -> None:
-        """Nothing that was asked before helps from now on."""
-        ...
-
-    def stats(self) -> EngineStats: ...
-
-    def ask(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], concurrency: int
-    ) -> tuple[list[Answer], float]:
-        """The answers, `concurrency` of them at a time, and the seconds that all of them took."""
-        ...
-
-
-class EngineArm:
-    """An engine that runs."""
-
-    def __init__(self, engine: Engine) -> None:
-        self.engine = engine
-
-    def can_run(self, temperature: float, concurrency: int) -> bool:
-        return concurrency <= self.engine.runner.num_slots
-
-    def forget(self) -> None:
-        self._settle()
-        self.engine.flush_cache()
-        runner = self.engine.runner  # idle, so its state is nobody's
-        recall = jnp.full(runner.state.recall.shape, -1, runner.state.recall.dtype)
-        runner.state = dataclasses.replace(runner.state, recall=recall)
-
-    def stats(self) -> EngineStats:
-        return self.engine.stats()
-
-    def ask(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], concurrency: int
-    ) -> tuple[list[Answer], float]:
-        window, finished = threading.Semaphore(concurrency), threading.Semaphore(0)
-        answers = [Answer() for _ in prompts]
-        requests = []
-
-        def listener(answer: Answer) -> Callable[[Delta], None]:
-            def on_delta(delta: Delta) -> None:
-                answer.take(delta.token_ids)
-                if delta.finish_reason is not None:
-                    answer.stats = delta.stats or SpeculationStats()
-                    if delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
-                        answer.error = delta.error or delta.finish_reason
-                    window.release()
-                    finished.release()
-
-            return on_delta
-
-        begin = time.perf_counter()
-        try:
-            for prompt, own, answer in zip(prompts, params, answers, strict=True):
-                window.acquire()
-                answer.begin = time.perf_counter()
-                requests.append(self.engine.submit(prompt, own, listener(answer)))
-            for _ in prompts:
-                finished.acquire()
-        except BaseException:
-            for request in requests:
-                request.cancel()
-            raise
-        seconds = time.perf_counter() - begin
-        if failed := [answer.error for answer in answers if answer.error]:
-            raise SpecServeError(f"{self.engine.speculation}: {len(failed)} answers failed, the first with {failed[0]}")
-        self._settle()
-        return answers, seconds
-
-    def _settle(self) -> None:
-        """Wait until the engine's thread has nothing left to do."""
-        while (stats := self.engine.stats()).num_running or stats.num_waiting:
-            time.sleep(0.001)
-
-
-@dataclass
-class ArmResult:
-    """What one arm did in one cell."""
-
-    rates: list[float] = field(default_factory=list)  # tokens per second, by round
-    ratios: list[float] = field(default_factory=list)  # to the plain arm, by round
-    first: list[float] = field(default_factory=list)  # seconds to the first token, by answer
-    gaps: list[float] = field(default_factory=list)  # seconds between deltas
-    per_token: list[float] = field(default_factory=list)  # seconds per token after the first, by answer
-    tally: Tally = field(default_factory=Tally)
-    steps: Counter[str] = field(default_factory=Counter)  # by speculation
-    busy_seconds: float = 0.0
-    host_seconds: float = 0.0
-    num_tokens: int = 0
-    num_answers: int = 0
-    num_identical: int = 0  # to the plain arm's, token for token
-
-    @property
-    def ratio(self) -> float:
-        return statistics.median(self.ratios)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "tokens_per_second": statistics.median(self.rates),
-            "tokens_per_second_by_round": self.rates,
-            "ratio_to_plain": self.ratio,
-            "ratio_to_plain_by_round": self.ratios,
-            "ttft_ms": _percentiles(self.first),
-            "itl_ms": _percentiles(self.gaps),
-            "tpot_ms": _percentiles(self.per_token),
-            "tau": self.tally.tau,
-            "accept_rate": self.tally.accept_rate,
-            "steps_by_speculation": dict(self.steps),
-            "host_share": self.host_seconds / self.busy_seconds if self.busy_seconds else None,
-            "tokens": self.num_tokens,
-            "answers": self.num_answers,
-            "identical_answers": self.num_identical,
-        }
-
-
-def _percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
-    return {f"p{p}": float(np.percentile(seconds, p)) * 1e3 if seconds else None for p in (50, 99)}
-
-
-@dataclass
-class Cell:
-    """One temperature at one concurrency."""
-
-    temperature: float
-    concurrency: int
-    arms: dict[str, ArmResult]
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "temperature": self.temperature,
-            "concurrency": self.concurrency,
-            "arms": {name: result.to_json() for name, result in self.arms.items()},
-        }
-
-
-def run_cells(
-    arms: Mapping[str, Arm],
-    prompts: Sequence[Sequence[int]],
-    plan: Plan,
-    on_round: Callable[[Cell], None] = lambda _cell: None,
-) -> list[Cell]:
-    """Every cell of the plan. The arm named "off" is the yardstick; every prompt must leave room for `max_tokens`."""
-    assert PLAIN in arms, "ratios are to plain decoding"
-    supply = itertools.cycle(prompts)
-    for arm in arms.values():  # first touches of memory are not measured
-        arm.ask(prompts[:1], [_params(plan, 0.0, 0)], 1)
-    cells = []
-    for temperature, concurrency in itertools.product(plan.temperatures, plan.concurrencies):
-        taking_part = {name: arm for name, arm in arms.items() if arm.can_run(temperature, concurrency)}
-        cell = Cell(temperature, concurrency, {name: ArmResult() for name in taking_part})
-        for arm in taking_part.values():
-            arm.forget()
-        for number in range(plan.num_rounds):
-            asked = list(itertools.islice(supply, plan.requests_at(concurrency)))
-            _run_round(taking_part, asked, plan, cell, number)
-            on_round(cell)
-        cells.append(cell)
-    return cells
-
-
-def _run_round(
-    arms: Mapping[str, Arm], prompts: Sequence[Sequence[int]], plan: Plan, cell: Cell, number: int
-) -> None:
-    params = [_params(plan, cell.temperature, i) for i in range(len(prompts))]
-    answers: dict[str, list[Answer]] = {}
-    for name in _rotated(list(arms), number):
-        before = arms[name].stats()
-        found, seconds = arms[name].ask(prompts, params, cell.concurrency)
-        answers[name] = found
-        _record(cell.arms[name], found, seconds, before, arms[name].stats())
-    plain = cell.arms[PLAIN].rates[-1]
-    for name, result in cell.arms.items():
-        result.ratios.append(result.rates[-1] / plain)
-        result.num_identical += _num_identical(answers[PLAIN], answers[name])
-
-
-def _params(plan: Plan, temperature: float, i: int) -> SamplingParams:
-    return SamplingParams(max_tokens=plan.max_tokens, temperature=temperature, seed=plan.seed + i)
-
-
-def _rotated(names: Sequence[str], number: int) -> Iterator[str]:
-    """Nobody is always first."""
-    return (names[(i + number) % len(names)] for i in range(len(names)))
-
-
-def _record(
-    result: ArmResult, answers: Sequence[Answer], seconds: float, before: EngineStats, after: EngineStats
-) -> None:
-    num_tokens = sum(len(answer.token_ids) for answer in answers)
-    result.rates.append(num_tokens / seconds)
-    result.num_tokens += num_tokens
-    result.num_answers += len(answers)
-    for answer in answers:
-        result.first.append(answer.arrivals[0])
-        result.gaps += answer.gaps
-        if answer.seconds_per_token is not None:
-            result.per_token.append(answer.seconds_per_token)
-        result.tally.add(answer.stats)
-    result.busy_seconds += after.busy_seconds - before.busy_seconds
-    result.host_seconds += after.host_seconds - before.host_seconds
-    result.steps += Counter(after.num_steps_by_speculation) - Counter(before.num_steps_by_speculation)
-
-
-def _num_identical(expected: Sequence[Answer], got: Sequence[Answer]) -> int:
-    return sum(one.token_ids == other.token_ids for one, other in zip(expected, got, strict=True))
+AUTO = "auto"
+CONTEXT = 128  # committed tokens where steps are timed, or half of what fits
+OnWarmup = Callable[[str, int, int, str], None]  # arm, done, total, name of the program
 
 
 @dataclass
@@ -298,6 +49,10 @@ class Coupling:
     num_answers: int = 0
     num_identical: int = 0
 
+    @property
+    def speedup(self) -> float:
+        return statistics.median(self.speedups)
+
     def to_json(self) -> dict[str, Any]:
         return {
             "speculation": self.arm,
@@ -306,7 +61,7 @@ class Coupling:
             "tau_uncoupled": self.uncoupled.tau,
             "accept_rate_coupled": self.coupled.accept_rate,
             "accept_rate_uncoupled": self.uncoupled.accept_rate,
-            "speedup": statistics.median(self.speedups),
+            "speedup": self.speedup,
             "answers": self.num_answers,
             "identical_answers": self.num_identical,
         }
@@ -318,15 +73,15 @@ def measure_coupling(
     """One stream, the same questions and seeds for both, in turns."""
     found = Coupling(name, temperature)
     for arm in (coupled, uncoupled):
-        arm.ask(prompts[:1], [_params(plan, 0.0, 0)], 1)
+        arm.ask(prompts[:1], [params_of(plan, 0.0, 0)], 1)
         arm.forget()
     supply = itertools.cycle(prompts)
     for number in range(plan.num_rounds):
         asked = list(itertools.islice(supply, plan.num_requests))
-        params = [_params(plan, temperature, number * plan.num_requests + i) for i in range(len(asked))]
+        params = [params_of(plan, temperature, number * plan.num_requests + i) for i in range(len(asked))]
         answers: dict[str, list[Answer]] = {}
         rates: dict[str, float] = {}
-        for side in _rotated(("coupled", "uncoupled"), number):
+        for side in rotated(("coupled", "uncoupled"), number):
             arm, tally = (coupled, found.coupled) if side == "coupled" else (uncoupled, found.uncoupled)
             answers[side], seconds = arm.ask(asked, params, 1)
             rates[side] = sum(len(answer.token_ids) for answer in answers[side]) / seconds
@@ -334,11 +89,116 @@ def measure_coupling(
                 tally.add(answer.stats)
         found.speedups.append(rates["coupled"] / rates["uncoupled"])
         found.num_answers += len(asked)
-        found.num_identical += _num_identical(answers["coupled"], answers["uncoupled"])
+        found.num_identical += num_identical(answers["coupled"], answers["uncoupled"])
     return found
 
 
-def worst_ratio(cells: Sequence[Cell], name: str) -> tuple[float, Cell] | None:
-    """The cell where an arm does worst against plain decoding; None where it never ran."""
-    found = [(cell.arms[name].ratio, cell) for cell in cells if name in cell.arms]
-    return min(found, key=lambda pair: pair[0], default=None)
+@dataclass
+class BenchReport:
+    """Everything that was measured."""
+
+    plan: Plan
+    cells: list[Cell] = field(default_factory=list)
+    couplings: list[Coupling] = field(default_factory=list)
+    steps: dict[str, StepTimes] = field(default_factory=dict)  # by arm
+    read_bandwidth: float = 0.0  # bytes per second
+    memory: dict[str, int] = field(default_factory=dict)
+    num_late_compiles: int = 0
+
+    @property
+    def num_different(self) -> int:
+        """Answers of our own arms that are not the plain arm's."""
+        results = [result for cell in self.cells for result in cell.arms.values() if result.must_agree]
+        return sum(result.num_answers - result.num_identical for result in results)
+
+    def worst(self, name: str) -> tuple[float, Cell] | None:
+        """The cell where an arm does worst against plain decoding; None where it never ran."""
+        found = [(cell.arms[name].ratio, cell) for cell in self.cells if name in cell.arms]
+        return min(found, key=lambda pair: pair[0], default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        worst = self.worst(AUTO)
+        return {
+            "cells": [cell.to_json() for cell in self.cells],
+            "auto_worst_ratio_to_plain": worst[0] if worst else None,
+            "different_answers": self.num_different,
+            "late_compiles": self.num_late_compiles,
+            "coupling": [coupling.to_json() for coupling in self.couplings],
+            "step": {name: times.to_json() for name, times in self.steps.items()},
+            "read_bandwidth_gb_per_second": self.read_bandwidth / 1e9,
+            "memory_bytes": self.memory,
+        }
+
+
+def run_bench(
+    models: Models,
+    names: Sequence[str],
+    prompts: Sequence[Sequence[int]],
+    plan: Plan,
+    *,
+    max_model_len: int,
+    others: Mapping[str, Arm] | None = None,
+    has_coupling: bool = True,
+    on_warmup: OnWarmup = lambda _arm, _done, _total, _name: None,
+    on_round: Callable[[Cell], None] = lambda _cell: None,
+) -> BenchReport:
+    """Measure the speculations of `names` against plain decoding, each as an engine of its own over the same loaded
+    models; `others` are further arms. Prompts leave room for `plan.max_tokens`. Raises ConfigError."""
+    names = [PLAIN, *[name for name in dict.fromkeys(names) if name != PLAIN]]
+    if models.head is None and (headed := [name for name in names if _has_draft(name)]):
+        raise ConfigError(f"there is no head for {models.name}, and {', '.join(headed)} need one; give it with --draft")
+    report = BenchReport(plan)
+
+    def make(name: str, num_slots: int, *, is_coupled: bool = True) -> Engine:
+        label = name if is_coupled else f"{name}, uncoupled"
+        return measured_engine(
+            models,
+            name,
+            num_slots=num_slots,
+            max_model_len=max_model_len,
+            is_coupled=is_coupled,
+            on_warmup=lambda done, total, program: on_warmup(label, done, total, program),
+        )
+
+    engines = {name: make(name, max(plan.concurrencies)) for name in names}
+    report.read_bandwidth = read_bandwidth()
+    for name, engine in engines.items():
+        if _has_draft(name):
+            report.steps[name] = measure_steps(
+                engines[PLAIN].runner,
+                engine.runner,
+                context=min(CONTEXT, max_model_len // 2),
+                bandwidth=report.read_bandwidth,
+            )
+    with ExitStack() as stack:
+        arms: dict[str, Arm] = {name: EngineArm(stack.enter_context(engine)) for name, engine in engines.items()}
+        report.cells = run_cells({**arms, **(others or {})}, prompts, plan, on_round)
+        report.memory = _memory(models, engines.values())  # before further engines are made
+        report.num_late_compiles = sum(engine.stats().num_late_compiles for engine in engines.values())
+        temperature = next((t for t in plan.temperatures if t > 0), 1.0)
+        for name in filter(_has_draft, names if has_coupling else ()):
+            with make(name, 1, is_coupled=False) as engine:
+                coupling = measure_coupling(name, arms[name], EngineArm(engine), prompts, plan, temperature)
+                report.num_late_compiles += engine.stats().num_late_compiles
+            report.couplings.append(coupling)
+    return report
+
+
+def _has_draft(name: str) -> bool:
+    tree = None if name == AUTO else parse_speculation(name)
+    return tree is not None and tree.uses_head
+
+
+def _memory(models: Models, engines: Iterable[Engine]) -> dict[str, int]:
+    """Bytes. Arrays that several engines share count once."""
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
+    weights: list[Any] = [models.target.params, models.head.params if models.head else None]
+    caches: list[Any] = []
+    for engine in engines:
+        weights.append(engine.runner.layouts)
+        caches.append((engine.runner.state.pages, engine.runner.state.draft_pages))
+    return {"peak_rss": peak, "weights": _num_bytes(weights), "cache": _num_bytes(caches)}
+
+
+def _num_bytes(tree: Any) -> int:
+    return sum(leaf.nbytes for leaf in {id(leaf): leaf for leaf in jax.tree.leaves(tree)}.values())

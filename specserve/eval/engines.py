@@ -1,4 +1,4 @@
-"""Two engines over one loaded target, plain and speculative, for measurements that compare them."""
+"""Engines for measurements: over models that are loaded once, and without programs that no measurement runs."""
 
 from collections.abc import Callable
 from contextlib import ExitStack
@@ -10,7 +10,7 @@ from specserve.serve.settings import ServeRun
 
 
 class EnginePair:
-    """A context in which both engines run."""
+    """Plain and speculative, over one loaded target. A context in which both engines run."""
 
     def __init__(self, plain: Engine, speculative: Engine) -> None:
         self.plain, self.speculative = plain, speculative
@@ -36,8 +36,22 @@ def engine_pair(
     on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None,
 ) -> EnginePair:
     """Compiled and not yet started."""
-    plain = make_engine(
-        models, ServeRun(speculation="off", max_slots=num_slots, max_model_len=max_model_len), on_warmup
+    plain, speculative = (
+        measured_engine(models, each, num_slots=num_slots, max_model_len=max_model_len, on_warmup=on_warmup)
+        for each in ("off", speculation)
     )
+    return EnginePair(plain, speculative)
+
+
+def measured_engine(
+    models: Models,
+    speculation: str,
+    *,
+    num_slots: int,
+    max_model_len: int,
+    is_coupled: bool = True,
+    on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None,
+) -> Engine:
+    """Compiled and not yet started, for requests without constraints."""
     run = ServeRun(speculation=speculation, max_slots=num_slots, max_model_len=max_model_len)
-    return EnginePair(plain, make_engine(models, run, on_warmup))
+    return make_engine(models, run, on_warmup, is_coupled=is_coupled, has_constrained=False)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specserve.data import pydoc
+from specserve.data.conversations import Conversation
 from specserve.errors import DataError
 
 MT_BENCH_HUB_ID = "HuggingFaceH4/mt_bench_prompts"
@@ -31,6 +32,24 @@ def load_questions(bench: str, limit: int) -> list[Question]:
     if limit and limit < len(questions):
         questions = [questions[i * len(questions) // limit] for i in range(limit)]
     return questions
+
+
+def load_chats(bench: str, limit: int, history: int = 2) -> list[list[dict[str, str]]]:
+    """At most `limit` chats that end with a question, for measurements of speed. With `pydoc` they bring along none,
+    one, up to `history` answered questions about the same module, so prompts are as long as those of real chats; with
+    any other bench (see `load_questions`) each is a question's first turn."""
+    if bench != "pydoc":
+        return [[{"role": "user", "content": question.turns[0]}] for question in load_questions(bench, limit)]
+    by_module: dict[str, list[Conversation]] = {}
+    for conversation in pydoc.build("held-out"):
+        by_module.setdefault(conversation.source, []).append(conversation)
+    chats = []
+    for i, question in enumerate(pydoc.held_out_prompts(limit)):
+        others = [c for c in by_module[question.source] if c.messages[0] != question.messages[0]]
+        start = i % max(1, len(others))  # not always the module's first ones
+        earlier = [*others[start:], *others[:start]][: i % (history + 1)]
+        chats.append([message for c in (*earlier, question) for message in c.as_dicts()])
+    return chats
 
 
 def _mt_bench() -> Iterator[Question]:

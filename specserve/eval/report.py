@@ -6,22 +6,15 @@ from rich.box import SIMPLE_HEAD
 from rich.table import Table
 
 from specserve.eval.acceptance import Report, Tally
+from specserve.eval.bench_cells import ArmResult, Cell
+from specserve.eval.bench_engine import AUTO, BenchReport, Coupling
 from specserve.eval.step_times import StepTimes
 
 
 def summary_table(rows: Sequence[tuple[str, Report]], title: str) -> Table:
     """One row per head: tau, acceptance by depth, and the two arms' speed."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in (
-        "head",
-        "tau",
-        "accepted\nby depth",
-        "plain\ntokens/s",
-        "speculative\ntokens/s",
-        "gain",
-        "same\nanswers",
-    ):
-        table.add_column(name, justify="left" if name == "head" else "right", no_wrap=True)
+    names = ("tau", "accepted\nby depth", "plain\ntokens/s", "speculative\ntokens/s", "gain", "same\nanswers")
+    table = _table(title, ("head",), names)
     for name, report in rows:
         table.add_row(
             name,
@@ -40,11 +33,82 @@ def _by_depth(tally: Tally) -> str:
 
 
 def category_table(report: Report) -> Table:
-    table = Table(title="by category", title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
-    for name in ("category", "tau", "acceptance by depth", "steps"):
-        table.add_column(name, justify="left" if name == "category" else "right")
+    table = _table("by category", ("category",), ("tau", "acceptance by depth", "steps"))
     for name, tally in sorted(report.by_category.items()):
         table.add_row(name, f"{tally.tau:.2f}", _by_depth(tally), str(tally.num_steps))
+    return table
+
+
+def bench_table(cells: Sequence[Cell], temperature: float) -> Table:
+    """One row per arm and concurrency; latencies in milliseconds, median and 99th percentile."""
+    numbers = ("tokens/s", "to plain", "tau", "first token\np50  p99", "next tokens\np50  p99", "host", "same\nanswers")
+    table = _table(f"temperature {temperature:g}", ("clients", "speculation"), numbers)
+    for cell in cells:
+        if cell.temperature == temperature:
+            for i, (name, result) in enumerate(cell.arms.items()):
+                table.add_row("" if i else str(cell.concurrency), name, *_bench_row(result))
+            table.add_section()
+    return table
+
+
+def _bench_row(result: ArmResult) -> tuple[str, ...]:
+    found = result.to_json()
+    host = "" if found["host_share"] is None else f"{found['host_share']:.0%}"
+
+    def latency(name: str) -> str:
+        p50, p99 = found[name]["p50"], found[name]["p99"]
+        return "" if p50 is None else f"{p50:.1f}  {p99:.1f}"
+
+    return (
+        f"{found['tokens_per_second']:.0f}",
+        f"{result.ratio:.2f}x",
+        f"{result.tally.tau:.2f}",
+        latency("ttft_ms"),
+        latency("itl_ms"),
+        host,
+        f"{result.num_identical}/{result.num_answers}",
+    )
+
+
+def coupling_table(couplings: Sequence[Coupling]) -> Table:
+    """What ranking the draft's candidates with the target's noise brings, one stream."""
+    title = f"temperature {couplings[0].temperature:g}: the draft ranks with the target's noise, and without"
+    numbers = ("tau with", "tau without", "tokens/s,\nwith / without", "by depth with", "without", "same\nanswers")
+    table = _table(title, ("speculation",), numbers)
+    for found in couplings:
+        table.add_row(
+            found.arm,
+            f"{found.coupled.tau:.2f}",
+            f"{found.uncoupled.tau:.2f}",
+            f"{found.speedup:.2f}x",
+            _by_depth(found.coupled),
+            _by_depth(found.uncoupled),
+            f"{found.num_identical}/{found.num_answers}",
+        )
+    return table
+
+
+def bench_lines(report: BenchReport) -> list[str]:
+    """What the tables do not hold."""
+    lines = [f"{name}: {step_line(times)}" for name, times in report.steps.items()]
+    gigabytes = {name: num_bytes / 1e9 for name, num_bytes in report.memory.items()}
+    lines.append(
+        f"memory: peak {gigabytes['peak_rss']:.2f} GB, of it weights in all layouts {gigabytes['weights']:.2f}, caches "
+        f"{gigabytes['cache']:.2f}; read bandwidth {report.read_bandwidth / 1e9:.1f} GB/s"
+    )
+    lines.append(f"late compiles: {report.num_late_compiles}; answers unlike the plain arm's: {report.num_different}")
+    if (worst := report.worst(AUTO)) is not None:
+        ratio, cell = worst
+        lines.append(f"auto at its worst: {ratio:.2f}x plain ({cell.concurrency} clients, T={cell.temperature:g})")
+    return lines
+
+
+def _table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
+    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    for name in texts:
+        table.add_column(name, no_wrap=True)
+    for name in numbers:
+        table.add_column(name, justify="right", no_wrap=True)
     return table
 
 

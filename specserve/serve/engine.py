@@ -42,8 +42,7 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.2  # how often an idle engine looks for cancelled requests in its queue
 STOP_SECONDS = 60.0
-import os as _os
-ROUNDS_AHEAD = int(_os.environ.get("RA","1"))  # dispatched and not read while the next one is made
+ROUNDS_AHEAD = 1  # dispatched and not read while the next one is made
 
 
 @dataclass(frozen=True)
@@ -275,6 +274,8 @@ class Engine:
         """The number of tokens the sequence may grow by. Raises RequestError, as `submit` does."""
         if params.n != 1:
             raise RequestError("the engine takes one sequence at a time; submit params.choices()", param="n")
+        if has_mask and not self.runner.has_constrained:
+            raise RequestError("this engine was started without constrained programs", param="token_mask")
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none", param="stop")
         if not prompt_ids:

@@ -169,7 +169,9 @@ class LLM:
         """The text, where there is one, and the token ids."""
         if isinstance(prompt, Mapping):
             if prompt.keys() not in ({"prompt"}, {"prompt_token_ids"}):
-                raise RequestError(f'expected {{"prompt"}} or {{"prompt_token_ids"}}, got {sorted(prompt)}', param="prompt")
+                raise RequestError(
+                    f'expected {{"prompt"}} or {{"prompt_token_ids"}}, got {sorted(prompt)}', param="prompt"
+                )
             (prompt,) = prompt.values()
         if isinstance(prompt, str):
             return prompt, tuple(self.tokenizer.encode(prompt))
@@ -183,7 +185,11 @@ class LLM:
     ) -> list[RequestOutput]:
         if not self._stop.alive:
             raise CapacityError("this LLM is closed; make another one")
-        each = [params or SamplingParams()] * len(asked) if params is None or isinstance(params, SamplingParams) else params
+        each = (
+            [params or SamplingParams()] * len(asked)
+            if params is None or isinstance(params, SamplingParams)
+            else params
+        )
         if len(each) != len(asked):
             raise RequestError(f"{len(each)} sampling params for {len(asked)} prompts; give one, or one for each")
         choices = [own.choices() for own in each]

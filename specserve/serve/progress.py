@@ -1,4 +1,4 @@
-"""Bars for people who wait: over programs being compiled, over answers being made. Silent where there is no terminal."""
+"""Bars for people who wait: over programs being compiled, over answers being made. Silent without a terminal."""
 
 import time
 from collections.abc import Callable, Iterator

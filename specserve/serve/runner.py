@@ -93,8 +93,10 @@ class Runner:
         num_pages: int,
         is_deterministic: bool = False,
         is_coupled: bool = True,
+        has_constrained: bool = True,
     ) -> None:
-        """`trees` are the ways to make a step, None being plain decoding. A head is used where one of them asks."""
+        """`trees` are the ways to make a step, None being plain decoding. A head is used where one of them asks. Without
+        `has_constrained` the programs that token masks need are not compiled."""
         assert trees, "a runner needs at least one way to make a step"
         uses_head = any(tree is not None and tree.uses_head for tree in trees)
         assert head is not None or not uses_head, "a tree that asks for a head needs one"
@@ -105,6 +107,7 @@ class Runner:
             num_pages,
         )
         self.trees = tuple(trees)
+        self.has_constrained = has_constrained
         self.is_deterministic, self._accepts_nothing = is_deterministic, False
         deepest = max((tree.depth for tree in trees if tree is not None), default=0)
         if is_deterministic:
@@ -156,9 +159,9 @@ class Runner:
             max_pages=self.max_pages,
         )
         # what the host can say without reading: upper bounds, the last one belongs to padding
-        self._lens = np.zeros(self.num_slots + 1, np.int64)
-        self._pending = np.ones(self.num_slots + 1, np.int64)
-        self._generation = np.zeros(self.num_slots + 1, np.int64)
+        self._lens = [0] * (self.num_slots + 1)
+        self._pending = [1] * (self.num_slots + 1)
+        self._generation = [0] * (self.num_slots + 1)
         self._num_remembered = 0
 
     @property
@@ -211,7 +214,7 @@ class Runner:
         """Run the next tokens of a prompt (at most the largest of `chunks`). The drawn token counts after the last.
         `allowed` ([1, vocab] bool) says which tokens it may be."""
         chunk = next(chunk for chunk in self.chunks if chunk >= num_tokens)
-        width = self._width(int(self._lens[slot]) + num_tokens)
+        width = self._width(self._lens[slot] + num_tokens)
         result = self._run_prefill(slot, num_tokens, is_last, chunk, width, allowed)
         self._lens[slot] += num_tokens
         self._pending[slot] = 1
@@ -270,33 +273,33 @@ class Runner:
     def remember(self, slot: int, num_prompt: int) -> None:
         """Keep the end of a finished answer for lookups by others."""
         if any(tree is not None and tree.uses_recall for tree in self.trees):
-            start = max(num_prompt, int(self._lens[slot]) - lookup.RECALL_LENGTH)
+            start = max(num_prompt, self._lens[slot] - lookup.RECALL_LENGTH)
             row = self._num_remembered % lookup.RECALL_ROWS
             self.state = self._remember(self.state, _scalar(slot), _scalar(start), _scalar(row))
             self._num_remembered += 1
 
     def _prepare(self, slots: Sequence[int], tree: Tree | None) -> int:
         """Let the draft catch up where this step could not hold what is pending; returns the width of the step."""
-        held = list(slots)
-        if self.config.draft and held:
+        if self.config.draft and slots:
             room = self.config.max_pending - 1 if tree is None else tree.depth + 1
-            if self._pending[held].max() > room:
+            if max(self._pending[slot] for slot in slots) > room:
                 padded = self._pad(slots)
                 self.state = self._consume(self._layout(len(padded), tree), self.state, _slot_array(padded))
-                self._pending[held] = 1
-        return self.width_of(held)
+                for slot in slots:
+                    self._pending[slot] = 1
+        return self.width_of(slots)
 
     def _handle(self, slots: Sequence[int], tree: Tree | None, result: StepResult, *, has_logprobs: bool) -> StepHandle:
-        held = np.array(slots, np.int64)
         most = 1 + (tree.depth if tree else 0)
-        self._lens[held] += most
-        self._pending[held] = self._pending[held] + 1 if tree is None else most
-        generation = self._generation[held].copy()
+        for slot in slots:
+            self._lens[slot] += most
+            self._pending[slot] = self._pending[slot] + 1 if tree is None else most
+        generations = [self._generation[slot] for slot in slots]
 
         def on_read(n_accepted: np.ndarray) -> None:
-            surplus = most - 1 - n_accepted[: len(held)]
-            is_same = self._generation[held] == generation
-            self._lens[held] -= np.where(is_same, surplus, 0)
+            for slot, generation, accepted in zip(slots, generations, n_accepted.tolist(), strict=False):
+                if self._generation[slot] == generation:
+                    self._lens[slot] -= most - 1 - accepted
 
         return StepHandle(result, on_read, has_logprobs=has_logprobs)
 
@@ -306,7 +309,7 @@ class Runner:
 
     def width_of(self, slots: Sequence[int]) -> int:
         """The width of the next step of these slots."""
-        return self._width(int(self._lens[list(slots)].max(initial=0)) + 1)
+        return self._width(max((self._lens[slot] for slot in slots), default=0) + 1)
 
     @property
     def deepest_tree(self) -> Tree | None:
@@ -371,14 +374,16 @@ class Runner:
                     name = f"{describe(tree)} for {size}, {context}"
                     compile_it = functools.partial(self._compile_step, size, tree, width)
                     found.append(Program(name, tree is None, run, compile_it, (size, width, tree)))
+        layouts = {id(layout): layout for layout in (self.layouts.narrow, self.layouts.wide)}.values()
         for size in self.batch_sizes:
-            if self.config.draft:
-                for layout in {id(layout): layout for layout in (self.layouts.narrow, self.layouts.wide)}.values():
+            if self.config.draft and len(self.trees) > 1:  # one tree alone never leaves more than it can take
+                for layout in layouts:
                     run = functools.partial(self._warm_consume, size, layout)
                     found.append(Program(f"catching up for {size}", True, run))
-            tree = self.constrained_tree(size)
-            run = functools.partial(self._warm_constrained, size, tree)
-            found.append(Program(f"constrained {describe(tree)} for {size}", tree is None, run))
+            if self.has_constrained:
+                tree = self.constrained_tree(size)
+                run = functools.partial(self._warm_constrained, size, tree)
+                found.append(Program(f"constrained {describe(tree)} for {size}", tree is None, run))
         return sorted(found, key=lambda program: not program.is_plain)
 
     def constrained_tree(self, batch_size: int) -> Tree | None:

@@ -35,6 +35,7 @@ class ServeRun:
     deterministic: bool = setting(
         False, help="one shape for every step, so that batch mates, prefix hits and speculation change no bit (slower)"
     )
+    constrained: bool = setting(True, help="compile the programs that token masks (grammars) need")
     early_ready: bool = setting(False, help="serve plainly while the speculative programs still compile")
     drain_seconds: float = setting(30.0, help="on SIGTERM, let running requests end for so long", ge=0)
     watchdog_seconds: float = setting(60.0, help="report a step that takes longer; 0: never", ge=0)

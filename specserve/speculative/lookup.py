@@ -40,36 +40,38 @@ def find(
     """The longest match, the most recent among equals; a sequence's own text before that of others."""
     back = last[:, None] - jnp.arange(MAX_MATCH)
     suffix = jnp.where(back >= 0, jnp.take_along_axis(history, jnp.clip(back, 0), axis=1), -2)  # newest first
-    length, end = _longest(history, suffix, jnp.arange(history.shape[1]) < last[:, None])
+    is_earlier = jnp.arange(history.shape[1]) < last[:, None]
+    length, end = _longest(history[:, None], suffix, is_earlier[:, None])
     # past its own end a match goes on with its beginning: the text repeats with this period
     period = jnp.maximum(last - end, 1)[:, None]
     follow = jnp.arange(depth)
     token_ids = jnp.take_along_axis(history, end[:, None] + 1 + follow % period, axis=1, mode="clip")
     if recall is not None:
-        flat = recall.reshape(1, -1)
-        in_row = jnp.arange(flat.shape[1]) % recall.shape[1]
-        can_end = (in_row < recall.shape[1] - depth) & (flat >= 0)
-        other, end = _longest(jnp.broadcast_to(flat, (last.shape[0], flat.shape[1])), suffix, can_end)
+        has_next = jnp.pad(recall[:, 1:] >= 0, ((0, 0), (0, 1)))
+        can_end = has_next & (jnp.arange(recall.shape[1]) < recall.shape[1] - depth)
+        other, end = _longest(recall[None], suffix, can_end[None])
         is_better = other > length
-        others = jnp.clip(flat[0][end[:, None] + 1 + follow], 0)
+        others = jnp.clip(recall.reshape(-1).at[end[:, None] + 1 + follow].get(mode="clip"), 0)
         token_ids = jnp.where(is_better[:, None], others, token_ids)
         length = jnp.maximum(length, other)
     return Match(token_ids, length)
 
 
 def _longest(
-    text: jax.Array,  # [batch, length]
+    text: jax.Array,  # [batch or 1, row, length], of which every row is searched
     suffix: jax.Array,  # [batch, MAX_MATCH], newest first
-    can_end: jax.Array,  # [batch or 1, length] bool, where a match may end
-) -> tuple[jax.Array, jax.Array]:  # length of the best match and the index it ends at, [batch]
-    agree = can_end & (text == suffix[:, :1])
+    can_end: jax.Array,  # [batch or 1, row, length] bool, where a match may end
+) -> tuple[jax.Array, jax.Array]:  # length of the best match and the index it ends at, of all rows in turn, [batch]
+    suffix = suffix[:, None]
+    agree = can_end & (text == suffix[..., :1])
     lengths = agree.astype(jnp.int32)
     for i in range(1, MAX_MATCH):
-        shifted = jnp.pad(text, ((0, 0), (i, 0)), constant_values=-1)[:, : text.shape[1]]
-        agree &= shifted == suffix[:, i : i + 1]
+        shifted = jnp.pad(text, ((0, 0), (0, 0), (i, 0)), constant_values=-1)[..., : text.shape[2]]
+        agree &= shifted == suffix[..., i : i + 1]
         lengths += agree.astype(jnp.int32)
+    lengths = lengths.reshape(lengths.shape[0], -1)
     best = jnp.max(lengths, axis=1)
-    index = jnp.arange(text.shape[1])
+    index = jnp.arange(lengths.shape[1])
     return best, jnp.max(jnp.where(lengths == best[:, None], index, 0), axis=1)
 
 

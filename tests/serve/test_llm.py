@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,11 +88,17 @@ def test_nothing_runs_before_everything_is_sound(llm: LLM, prompts: object, para
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals reach the main thread")
 def test_an_interrupt_cancels_and_the_next_call_works(llm: LLM) -> None:
     expected = llm.generate(PROMPTS[0], _greedy(8))
-    timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
+
+    def interrupt() -> None:
+        while llm.engine.stats().num_waiting < 190:
+            time.sleep(0.001)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt, daemon=True)
+    thread.start()
     with pytest.raises(KeyboardInterrupt):
-        llm.generate([PROMPTS[0]] * 3000, _greedy(100))
-    timer.join()
+        llm.generate([PROMPTS[0]] * 200, _greedy(100))
+    thread.join()
     again = llm.generate(PROMPTS[0], _greedy(8))
     assert again[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
     assert llm.engine.stats().num_running + llm.engine.stats().num_waiting == 0

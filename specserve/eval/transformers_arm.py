@@ -1,0 +1,85 @@
+"""transformers' own `generate` as an arm of the benchmark: one stream, greedy, plain or with prompt lookup."""
+
+import importlib.util
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from specserve.errors import ConfigError
+from specserve.eval.bench_engine import Answer
+from specserve.mesh import default_dtype
+from specserve.serve.interface import EngineStats
+from specserve.serve.request import SamplingParams, SpeculationStats
+
+
+class _Streamer:
+    """Hears of tokens as transformers makes them; the prompt comes first."""
+
+    def __init__(self, answer: Answer) -> None:
+        self._answer, self._is_prompt = answer, True
+
+    def put(self, value: Any) -> None:
+        if not self._is_prompt:
+            self._answer.take(value.reshape(-1).tolist())
+        self._is_prompt = False
+
+    def end(self) -> None:
+        pass
+
+
+class TransformersArm:
+    """A model in torch. `lookup` is the number of tokens that prompt lookup proposes; 0 is plain decoding."""
+
+    def __init__(self, model: Any, lookup: int = 0) -> None:
+        self._model, self._lookup = model, lookup
+
+    def can_run(self, temperature: float, concurrency: int, /) -> bool:
+        return temperature == 0 and concurrency == 1
+
+    def forget(self) -> None:
+        pass  # it keeps nothing
+
+    def stats(self) -> EngineStats:
+        return EngineStats()
+
+    def ask(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], concurrency: int
+    ) -> tuple[list[Answer], float]:
+        import torch  # pyright: ignore[reportMissingImports]
+
+        assert self.can_run(params[0].temperature, concurrency)
+        begin = time.perf_counter()
+        answers = []
+        for prompt, own in zip(prompts, params, strict=True):
+            answer = Answer(begin=time.perf_counter())
+            token_ids = torch.tensor([list(prompt)])
+            options: dict[str, Any] = {"prompt_lookup_num_tokens": self._lookup} if self._lookup else {}
+            self._model.generate(
+                token_ids,
+                attention_mask=torch.ones_like(token_ids),
+                max_new_tokens=own.max_tokens,
+                do_sample=False,
+                streamer=_Streamer(answer),
+                **options,
+            )
+            answer.stats = _stats(answer) if self._lookup else SpeculationStats(len(answer.token_ids) - 1)
+            answers.append(answer)
+        return answers, time.perf_counter() - begin
+
+
+def _stats(answer: Answer) -> SpeculationStats:
+    """From how many forwards it took; where in a draft they stopped is not told."""
+    num_steps = len(answer.arrivals) - 1
+    return SpeculationStats(num_steps, accepted_per_depth=(len(answer.token_ids) - 1 - num_steps,))
+
+
+def transformers_arms(folder: Path, lookup: int = 3) -> dict[str, TransformersArm]:
+    """Plain and with prompt lookup. Raises ConfigError where torch is missing."""
+    if importlib.util.find_spec("torch") is None:
+        raise ConfigError("--transformers needs torch: pip install 'specserve[oracle]', or leave it out")
+    import torch  # pyright: ignore[reportMissingImports]
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, default_dtype()))
+    return {"transformers": TransformersArm(model), f"transformers, lookup {lookup}": TransformersArm(model, lookup)}

@@ -1,0 +1,62 @@
+"""From token ids to what a client gets: where a sequence ends, and which text is certain."""
+
+import itertools
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specserve.serve.output import OutputStream
+from specserve.serve.request import Delta, FinishReason, Request, SamplingParams
+from specserve.tokenizer import Tokenizer
+
+
+def _request(params: SamplingParams, max_new_tokens: int) -> Request:
+    return Request("r", (1,), params, max_new_tokens, 0, lambda _delta: None)
+
+
+TEXT = "def f(x):\n    # größer 日本語 🎉\n    return x  END of it; END"
+
+
+@given(
+    cuts=st.lists(st.integers(0, 60), max_size=12),
+    stops=st.lists(st.sampled_from(["END", " return", "x  E", "本", "\n\n", "ENDs", "zzz", "🎉\n"]), max_size=3),
+    limit=st.integers(1, 60),
+)
+def test_stop_strings_hold_however_the_tokens_arrive(
+    pydoc_tokenizer: Tokenizer, cuts: list[int], stops: list[str], limit: int
+) -> None:
+    """In any pieces: the text is cut before the first stop string, and nothing of it is ever given out."""
+    token_ids = pydoc_tokenizer.encode(TEXT, add_special_tokens=False)
+    assert len(token_ids) <= 60
+    params = SamplingParams(stop=stops)
+    stream = OutputStream(_request(params, limit), pydoc_tokenizer, frozenset({2}))
+    text, taken, reason = "", [], None
+    bounds = sorted({0, len(token_ids), *(cut for cut in cuts if cut < len(token_ids))})
+    for start, stop in itertools.pairwise(bounds):
+        delta = stream.push(token_ids[start:stop])
+        text, reason = text + delta.text, delta.finish_reason
+        taken += delta.token_ids
+        if reason is not None:
+            break
+    whole = pydoc_tokenizer.decode(token_ids[:limit])
+    found = [at for string in stops if (at := whole.find(string)) >= 0]
+    if found:
+        assert reason == FinishReason.STOP
+        assert text == whole[: min(found)]
+        shorter = pydoc_tokenizer.decode(taken[:-1])
+        assert not any(string in shorter for string in stops), "it stops at the first token that completes one"
+    else:
+        assert reason == (FinishReason.LENGTH if limit <= len(token_ids) else None)
+        held = max((len(stop) - 1 for stop in stops), default=0)
+        assert whole.startswith(text)
+        assert len(whole) - len(text) <= (0 if reason else held)
+    assert taken == token_ids[: len(taken)]
+
+
+def test_stop_ids_end_a_sequence_and_are_not_text(pydoc_tokenizer: Tokenizer) -> None:
+    [a], [b] = (pydoc_tokenizer.encode(text, add_special_tokens=False) for text in ("a", "b"))
+    stream = OutputStream(_request(SamplingParams(stop_token_ids=[b]), 9), pydoc_tokenizer, frozenset({2}))
+    assert stream.push([a, a]) == Delta((a, a), "aa")
+    assert stream.push([a, b, a]) == Delta((a, b), "a", FinishReason.STOP)
+    ignoring = OutputStream(_request(SamplingParams(ignore_eos=True), 3), pydoc_tokenizer, frozenset({b}))
+    assert ignoring.push([a, b, b, b]) == Delta((a, b, b), "abb", FinishReason.LENGTH)

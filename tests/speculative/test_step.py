@@ -1,0 +1,259 @@
+"""The whole step over a small state: lookup drafts change no token, plain steps leave the draft what speculative ones
+would, and a cached prefix goes on where it ended."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+
+from specserve.checkpoints.head import Head
+from specserve.checkpoints.load import Target
+from specserve.models.draft import token_embedding
+from specserve.models.target import forward
+from specserve.speculative import step
+from specserve.speculative.propose import FIRST_ENTRY, Draft
+from specserve.speculative.sampling import UNBOUNDED, SamplerRows, TokenRows
+from specserve.speculative.step import Admission, StepConfig, Weights
+from specserve.speculative.tree import Proposal, Tree, parse_speculation
+from specserve.speculative.vocab import DraftVocab
+
+PAGE_SIZE, MAX_PAGES, CHUNK = 4, 16, 8
+NUM_SLOTS = 3
+
+
+class Slots:
+    """A state of three slots and its programs: every slot has pages of its own, in a muddled order."""
+
+    def __init__(self, target: Target, head: Head | None, tree: Tree | None, rows: SamplerRows | None = None) -> None:
+        draft = None
+        if head is not None:
+            embedding = token_embedding(head.params, target.params.embedding)
+            draft = Draft(head.params, DraftVocab(jnp.asarray(head.target_ids)), embedding)
+        self.weights = Weights(target.params, draft)
+        self.config = StepConfig(target.config, head.config if head else None, max_depth=tree.depth if tree else 0)
+        self.rows = rows or SamplerRows.greedy(NUM_SLOTS)
+        num_pages = NUM_SLOTS * MAX_PAGES
+        self.table = np.random.default_rng(5).permutation(num_pages).reshape(NUM_SLOTS, MAX_PAGES).astype(np.int32)
+        self.state = step.init_state(
+            self.config, num_slots=NUM_SLOTS, num_pages=num_pages, page_size=PAGE_SIZE, max_pages=MAX_PAGES
+        )
+        self.texts: list[list[int]] = [[] for _ in range(NUM_SLOTS)]
+        config, weights = self.config, self.weights
+        self._admit = jax.jit(step.admit)
+        self._prefill = jax.jit(functools.partial(step.prefill, weights, config, chunk=CHUNK, width=MAX_PAGES))
+        self._decode = jax.jit(functools.partial(step.decode, weights, config, width=MAX_PAGES))
+        if tree is not None:
+            self._consume = jax.jit(functools.partial(step.consume, weights, config))
+            self._speculate = jax.jit(functools.partial(step.speculate, weights, config, tree, width=MAX_PAGES))
+            self._propose = jax.jit(functools.partial(step.propose_tree, weights, config, tree, width=MAX_PAGES))
+
+    def admit(self, slot: int, prompt: list[int], cached: tuple[int, ...] = ()) -> None:
+        """Prefill a prompt, of which some pages are there already."""
+        self.table[slot, : len(cached)] = cached
+        history = np.zeros(MAX_PAGES * PAGE_SIZE, np.int32)
+        history[: len(prompt)] = prompt
+        row = jax.tree.map(lambda x: x[slot : slot + 1], self.rows)
+        row = dataclasses.replace(row, output_start=jnp.asarray([len(prompt)], jnp.int32))
+        new = Admission(
+            page_row=jnp.asarray(self.table[slot]),
+            history=jnp.asarray(history),
+            num_cached=jnp.int32(len(cached) * PAGE_SIZE),
+            rows=row,
+            tokens=TokenRows.zeros(1, self.config.target.vocab_size),
+            gains=self.state.gains[slot],
+        )
+        self.state = self._admit(self.state, jnp.int32(slot), new)
+        self.texts[slot] = list(prompt)
+        for start in range(len(cached) * PAGE_SIZE, len(prompt), CHUNK):
+            num = min(CHUNK, len(prompt) - start)
+            is_last = start + num == len(prompt)
+            args = jnp.asarray([slot], jnp.int32), jnp.asarray([num], jnp.int32), jnp.asarray([is_last])
+            self.state, result = self._prefill(self.state, *args)
+            if is_last:
+                self.texts[slot].append(int(result.counts[0, 2]))
+
+    def _padded(self, slots: tuple[int, ...]) -> jax.Array:
+        return jnp.asarray([*slots, *[NUM_SLOTS] * (NUM_SLOTS - len(slots))], jnp.int32)
+
+    def decode(self, slots: tuple[int, ...]) -> None:
+        self.state, result = self._decode(self.state, self._padded(slots))
+        for row, slot in enumerate(slots):
+            self.texts[slot].append(int(result.counts[row, 2]))
+
+    def consume(self, slots: tuple[int, ...]) -> None:
+        self.state = self._consume(self.state, self._padded(slots))
+
+    def speculate(self, slots: tuple[int, ...]) -> list[int]:
+        """Returns how many proposed tokens were accepted."""
+        self.state, result = self._speculate(self.state, self._padded(slots))
+        counts = np.asarray(result.counts)
+        for row, slot in enumerate(slots):
+            self.texts[slot] += counts[row, 2 : 3 + counts[row, 0]].tolist()
+        return counts[: len(slots), 0].tolist()
+
+    def propose(self) -> Proposal:
+        """After which the draft has caught up."""
+        self.state, proposal = self._propose(self.state, self._padded((0, 1, 2)))
+        return proposal
+
+
+def _check_between_steps(slots: Slots) -> None:
+    """The invariant that `step` states."""
+    state = slots.state
+    for slot, text in enumerate(slots.texts):
+        assert state.seq_lens[slot] == len(text) - 1
+        assert state.history[slot, : len(text)].tolist() == text
+        if state.pending is not None:
+            count = int(state.pending.count[slot])
+            assert state.pending.token_ids[slot, :count].tolist() == text[len(text) - count :]
+
+
+def _prompts(rng: np.random.Generator) -> list[list[int]]:
+    return [rng.integers(0, 64, n).tolist() for n in (5, 11, 16)]
+
+
+def _rows(max_depth: tuple[int, int, int] = (UNBOUNDED,) * 3) -> SamplerRows:
+    """Greedy, sampled, and nearly greedy: then the text repeats itself, which lookups live on."""
+    return dataclasses.replace(
+        SamplerRows.greedy(NUM_SLOTS),
+        temperature=jnp.asarray([0.0, 1.0, 0.2], jnp.float32),
+        seed=jnp.asarray([[1, 0], [2, 0], [3, 7]], jnp.uint32),
+        max_depth=jnp.asarray(max_depth, jnp.int32),
+    )
+
+
+@pytest.mark.parametrize("speculation", ["ngram:3", "suffix:3", "head+ngram:3", "head+suffix:3"])
+def test_lookup_drafts_change_no_token(
+    tiny_target: Target, tiny_head: Head, rng: np.random.Generator, speculation: str
+) -> None:
+    tree = parse_speculation(speculation)
+    assert tree is not None
+    prompts = _prompts(rng)
+    plain = Slots(tiny_target, None, None, _rows())
+    other = Slots(tiny_target, tiny_head if tree.uses_head else None, tree, _rows())
+    for slot, prompt in enumerate(prompts):
+        plain.admit(slot, prompt)
+        other.admit(slot, prompt)
+    for _ in range(32):
+        plain.decode((0, 1, 2))
+    accepted = [0] * NUM_SLOTS
+    while min(map(len, other.texts)) < 40:
+        running = tuple(slot for slot in range(NUM_SLOTS) if len(other.texts[slot]) < 40)
+        for slot, count in zip(running, other.speculate(running), strict=True):
+            accepted[slot] += count
+    _check_between_steps(other)
+    for expected, got in zip(plain.texts, other.texts, strict=True):
+        num = min(len(expected), len(got))
+        assert num >= 37
+        assert got[:num] == expected[:num]
+    assert sum(accepted) > 10, "little was accepted, so little was tested"
+    if tree.uses_recall:
+        _recalls(other, prompts[1], len(plain.texts[1]))
+
+
+def _recalls(slots: Slots, prompt: list[int], length: int) -> None:
+    """The same question again: what was answered is found, though nothing of it stands in the sequence itself."""
+    answer = list(slots.texts[1])
+    slots.state = step.remember(slots.state, jnp.int32(1), jnp.int32(len(prompt)), jnp.int32(0))
+    expected = [*answer[len(prompt) :], *[-1] * 512][:512]
+    assert slots.state.recall[0].tolist() == expected
+    slots.admit(1, prompt)
+    steps = 0
+    while len(slots.texts[1]) < length - 3:
+        slots.speculate((1,))
+        steps += 1
+    num = min(len(slots.texts[1]), len(answer))
+    assert slots.texts[1][:num] == answer[:num]
+    assert steps < (length - len(prompt)) / 2, "an answer that is known is accepted in strides"
+
+
+@pytest.mark.parametrize("speculation", ["chain:3", "tree:3x2x6"])
+def test_the_draft_is_where_it_would_be_had_it_always_speculated(
+    tiny_target: Target, tiny_head: Head, rng: np.random.Generator, speculation: str
+) -> None:
+    """Plain steps, catching up in between or not, and then the same draft entries and the same proposals."""
+    tree, prompts = parse_speculation(speculation), _prompts(rng)
+    always = Slots(tiny_target, tiny_head, tree, _rows(max_depth=(0, 2, UNBOUNDED)))
+    mixed = Slots(tiny_target, tiny_head, tree, _rows())
+    for slot, prompt in enumerate(prompts):
+        always.admit(slot, prompt)
+        mixed.admit(slot, prompt)
+    for _ in range(9):
+        always.speculate((0, 1, 2))
+    lens = [len(text) for text in always.texts]
+    assert lens[0] == len(prompts[0]) + 10 < lens[2] - len(prompts[2]) + len(prompts[0]), "max_depth bounds row 0 alone"
+    for i in range(max(lens)):
+        behind = tuple(slot for slot in range(NUM_SLOTS) if len(mixed.texts[slot]) < lens[slot])
+        if behind:
+            mixed.decode(behind)
+            _check_between_steps(mixed)
+        if i % 3 == 1:  # after two plain steps, then after three
+            mixed.consume((0, 1))
+        if i % 5 == 4:
+            mixed.consume((2,))
+    mixed.consume((0, 1, 2))
+    assert mixed.texts == always.texts
+    _check_between_steps(mixed)
+    expected, got = always.propose(), mixed.propose()
+    for name in ("token_ids", "parents", "depths"):
+        np.testing.assert_array_equal(getattr(got, name), getattr(expected, name), name)
+    for slots in (always, mixed):
+        _check_pages(tiny_target, slots)
+    for a, b in zip(_draft_entries(always), _draft_entries(mixed), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def _draft_entries(slots: Slots) -> list[np.ndarray]:
+    """The committed keys and values, entry by entry, of all slots."""
+    state, found = slots.state, []
+    assert state.draft_pages is not None
+    k, v = np.asarray(state.draft_pages.k[0]), np.asarray(state.draft_pages.v[0])
+    for slot, text in enumerate(slots.texts):
+        for index in range(FIRST_ENTRY, len(text)):
+            page, offset = slots.table[slot, index // PAGE_SIZE], index % PAGE_SIZE
+            found += [k[page, :, :, offset], v[page, :, offset]]
+    return found
+
+
+def _check_pages(target: Target, slots: Slots) -> None:
+    """`page_aux` holds what the target's tapped layers said at the last entry of every full page."""
+    assert slots.state.page_aux is not None
+    for slot, text in enumerate(slots.texts):
+        out = forward(
+            target.params,
+            target.config,
+            jnp.asarray([text], jnp.int32),
+            jnp.arange(len(text), dtype=jnp.int32)[None],
+            tiny.causal(len(text)),
+            aux_layers=slots.config.aux_layers,
+        )
+        assert out.aux_hidden_states is not None
+        for column in range((len(text) - 1) // PAGE_SIZE):
+            found = slots.state.page_aux[slots.table[slot, column]]
+            expected = out.aux_hidden_states[0, (column + 1) * PAGE_SIZE - 1]
+            np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=f"slot {slot}, page {column}")
+
+
+def test_a_prefix_hit_drafts_like_a_miss(tiny_target: Target, tiny_head: Head, rng: np.random.Generator) -> None:
+    """A prompt that begins with another's text, answer included: the pages hold it, and `page_aux` the state to go on
+    from, so that draft entries and proposals are the same."""
+    tree, prompts = parse_speculation("chain:3"), _prompts(rng)
+    slots = Slots(tiny_target, tiny_head, tree, _rows())
+    slots.admit(2, prompts[2])
+    while len(slots.texts[2]) < 30:
+        slots.speculate((2,))
+    slots.propose()
+    prompt = [*slots.texts[2][:24], *prompts[0]]
+    slots.admit(0, prompt)
+    slots.admit(1, prompt, tuple(slots.table[2, : 24 // PAGE_SIZE].tolist()))
+    proposal = slots.propose()
+    assert slots.texts[0] == slots.texts[1]
+    assert proposal.token_ids[0].tolist() == proposal.token_ids[1].tolist()
+    entries = np.array(_draft_entries(slots)[::2]), np.array(_draft_entries(slots)[1::2])
+    num = len(slots.texts[0]) - FIRST_ENTRY
+    for each in entries:
+        np.testing.assert_allclose(each[:num], each[num : 2 * num], atol=1e-5)
