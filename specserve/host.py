@@ -24,4 +24,5 @@ def keep_freed_memory() -> bool:
         return False
     mallopt = ctypes.CDLL(None).mallopt
     asked = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _LARGEST), (_M_TOP_PAD, _TOP_PAD_BYTES), (_M_ARENA_MAX, 1))
-    return all([mallopt(name, value) for name, value in asked])
+    results = [mallopt(name, value) for name, value in asked]  # all of them, whatever the first says
+    return all(results)

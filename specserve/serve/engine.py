@@ -248,6 +248,8 @@ class Engine:
     ) -> Request:
         """Queue one sequence; never blocks. Raises RequestError (param "prompt", "max_tokens" or the option whose
         token ids or words do not fit) or CapacityError."""
+        if token_mask is not None and not self.runner.has_constrained:
+            raise RequestError("this engine was started without constrained programs", param="token_mask")
         request = Request(
             request_id=f"seq-{next(self._ids)}",
             prompt_ids=tuple(prompt_ids),
@@ -274,8 +276,6 @@ class Engine:
         """The number of tokens the sequence may grow by. Raises RequestError, as `submit` does."""
         if params.n != 1:
             raise RequestError("the engine takes one sequence at a time; submit params.choices()", param="n")
-        if has_mask and not self.runner.has_constrained:
-            raise RequestError("this engine was started without constrained programs", param="token_mask")
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none", param="stop")
         if not prompt_ids:
@@ -535,9 +535,7 @@ class Engine:
         for row, active in enumerate(decode):
             mask = active.sequence.request.token_mask
             if mask is not None:
-                self._guard(
-                    active, lambda row=row, mask=mask: _fill(allowed[row], mask, parents[row], token_ids[row])
-                )
+                self._guard(active, lambda row=row, mask=mask: _fill(allowed[row], mask, parents[row], token_ids[row]))
         return tree, self.runner.verify(slots, tree, proposal, allowed, has_logprobs=has_logprobs)
 
     def _guard(self, active: _Active, call: Callable[[], None]) -> bool:
@@ -737,7 +735,7 @@ def _fill(allowed: np.ndarray, mask: TokenMask, parents: np.ndarray, token_ids: 
     rows = np.asarray(mask.masks(parents.tolist(), token_ids.tolist()))
     if rows.shape != allowed.shape or rows.dtype != bool or not rows.any(axis=1).all():
         raise ValueError(
-            f"a token mask returned {rows.dtype} of shape {rows.shape}; expected bool {allowed.shape}, a True in each row"
+            f"a token mask returned {rows.dtype} {rows.shape}; expected bool {allowed.shape} with a True in each row"
         )
     allowed[:] = rows
 

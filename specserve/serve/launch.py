@@ -92,13 +92,11 @@ def make_engine(
     on_warmup: Callable[[int, int, str], None],
     *,
     is_coupled: bool = True,
-    has_constrained: bool = True,
 ) -> Engine:
     """Compile every program and build the engine (not started). `on_warmup(done, total, name)` reports. With
     `early_ready` only what plain decoding needs is compiled here; the engine compiles the rest while it serves.
 
-    Measurements leave out the programs for constrained sequences, and can have the draft rank without the target's
-    noise, to see what that brings."""
+    A measurement can have the draft rank without the target's noise, to see what that brings."""
     is_auto = run.speculation == "auto"
     trees = choose_trees(models, run)
     longest = run.max_model_len or min(models.target.config.max_len, LARGEST_DEFAULT_CONTEXT)
@@ -116,8 +114,9 @@ def make_engine(
         num_pages=_num_pages(models, run, longest),
         is_deterministic=run.deterministic,
         is_coupled=is_coupled,
+        has_constrained=run.constrained,
     )
-    programs = [p for p in runner.programs() if has_constrained or not p.name.startswith("constrained")]
+    programs = runner.programs()
     late = [program for program in programs if run.early_ready and not program.is_plain]
     for done, program in enumerate(programs[: len(programs) - len(late)], start=1):
         program.run()

@@ -1,7 +1,7 @@
 """A request's options as the rows that a slot starts with: numbers and token ids, as the compiled step takes them."""
 
 from collections.abc import Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -38,7 +38,7 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
 
 
 def bad_sequences(params: SamplingParams, tokenizer: Encoder | None) -> list[tuple[int, ...]]:
-    """The token sequences that spell the bad words, each at the start of a text and after a space. Raises RequestError."""
+    """The token sequences that spell the bad words, at the start of a text and after a space. Raises RequestError."""
     if params.bad_words and tokenizer is None:
         raise RequestError("bad_words need a tokenizer, and this engine has none", param="bad_words")
     found: dict[tuple[int, ...], None] = {}
@@ -57,28 +57,32 @@ def bad_sequences(params: SamplingParams, tokenizer: Encoder | None) -> list[tup
 def sampler_rows(params: SamplingParams, seed: int, num_prompt: int = 0) -> SamplerRows:
     """One sequence's options, [1], on the host. Negative seeds count as their two's complement."""
     word = 0xFFFFFFFF
+    halves: Any = np.array([[seed & word, seed >> 32 & word]], np.uint32)
     has_bias = bool(params.logit_bias) or params.allowed_token_ids is not None
 
-    def real(value: float) -> np.ndarray:
+    def real(value: float) -> Any:
         return np.array([value], np.float32)
 
-    def whole(value: int) -> np.ndarray:
+    def whole(value: int) -> Any:
         return np.array([min(value, UNBOUNDED)], np.int32)
 
-    return SamplerRows(  # type: ignore[arg-type]  # host arrays, sent to the device together
+    def flag(value: bool) -> Any:
+        return np.array([value])
+
+    return SamplerRows(  # of host arrays: they are sent to the device together
         temperature=real(params.temperature),
         top_k=whole(params.top_k),
         top_p=real(params.top_p),
         min_p=real(params.min_p),
-        seed=np.array([[seed & word, seed >> 32 & word]], np.uint32),
+        seed=halves,
         presence_penalty=real(params.presence_penalty),
         frequency_penalty=real(params.frequency_penalty),
         repetition_penalty=real(params.repetition_penalty),
-        has_bias=np.array([has_bias]),
-        has_bad_words=np.array([bool(params.bad_words)]),
+        has_bias=flag(has_bias),
+        has_bad_words=flag(bool(params.bad_words)),
         output_start=whole(num_prompt),
         stop_start=whole(num_prompt + params.min_tokens),
-        has_logprobs=np.array([params.logprobs is not None]),
+        has_logprobs=flag(params.logprobs is not None),
         max_depth=whole(UNBOUNDED if params.speculation is None else params.speculation),
     )
 
@@ -92,22 +96,20 @@ def token_rows(
 ) -> TokenRows | None:
     """What the options say about single tokens, [1, ...], on the host; None when they say nothing."""
     params = request.params
-    has_penalty = (
-        params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
-    )
+    has_penalty = params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
     if not (has_penalty or params.min_tokens or bad or params.logit_bias or params.allowed_token_ids is not None):
         return None
-    bias = np.zeros(vocab_size, np.float32)
+    bias: Any = np.zeros(vocab_size, np.float32)
     if params.allowed_token_ids is not None:
         bias[:] = -np.inf
         bias[list(params.allowed_token_ids)] = 0.0
     for token_id, value in params.logit_bias.items():
         bias[token_id] += value
-    ledger = np.zeros(vocab_size, np.int32)
+    ledger: Any = np.zeros(vocab_size, np.int32)
     ledger[np.asarray(request.prompt_ids)] |= IN_PROMPT
     ledger[np.asarray(stop_ids, np.int64)] |= IS_STOP
     np.add.at(ledger, np.asarray(output_ids, np.int64), EMITTED)
-    words = np.full((MAX_BAD_SEQUENCES, MAX_BAD_TOKENS), -1, np.int32)
+    words: Any = np.full((MAX_BAD_SEQUENCES, MAX_BAD_TOKENS), -1, np.int32)
     for row, token_ids in enumerate(bad):
         words[row, MAX_BAD_TOKENS - len(token_ids) :] = token_ids
-    return TokenRows(bias[None], ledger[None], words[None])  # type: ignore[arg-type]
+    return TokenRows(bias[None], ledger[None], words[None])

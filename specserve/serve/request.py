@@ -113,7 +113,9 @@ class SamplingParams:
         for bias in self.logit_bias.values():
             _check("logit_bias", bias, -100.0, 100.0)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError("allowed_token_ids must hold at least one token id, or be left out", param="allowed_token_ids")
+            raise RequestError(
+                "allowed_token_ids must hold at least one token id, or be left out", param="allowed_token_ids"
+            )
 
     def choices(self) -> "list[SamplingParams]":
         """One SamplingParams for each of the n answers."""

@@ -95,8 +95,8 @@ class Runner:
         is_coupled: bool = True,
         has_constrained: bool = True,
     ) -> None:
-        """`trees` are the ways to make a step, None being plain decoding. A head is used where one of them asks. Without
-        `has_constrained` the programs that token masks need are not compiled."""
+        """`trees` are the ways to make a step, None being plain decoding; the head is used where one of them asks for
+        it. Without `has_constrained` the programs that token masks need are not compiled."""
         assert trees, "a runner needs at least one way to make a step"
         uses_head = any(tree is not None and tree.uses_head for tree in trees)
         assert head is not None or not uses_head, "a tree that asks for a head needs one"
@@ -185,16 +185,18 @@ class Runner:
         head_gain: float = 0.0,  # accepted tokens per step that the head promises
     ) -> None:
         """Start a sequence, of which the first `num_cached` tokens are in its pages already."""
-        page_row = np.full(self.max_pages, self.num_pages, np.int32)
+        page_row: Any = np.full(self.max_pages, self.num_pages, np.int32)
         page_row[: len(pages)] = pages
-        history = np.zeros(self.max_pages * self.page_size, np.int32)
+        history: Any = np.zeros(self.max_pages * self.page_size, np.int32)
         history[: len(token_ids)] = token_ids
-        gains = self._initial_gains.copy()
+        gains: Any = self._initial_gains.copy()
         gains[lookup.HEAD] = head_gain
         if self._accepts_nothing:
-            rows = dataclasses.replace(rows, max_depth=np.zeros(1, np.int32))  # type: ignore[arg-type]
-        new = jax.device_put(Admission(page_row, history, np.int32(num_cached), rows, tokens or self._blank_tokens, gains))  # type: ignore[arg-type]
-        self.state = self._admit(self.state, _scalar(slot), new)
+            nothing: Any = np.zeros(1, np.int32)
+            rows = dataclasses.replace(rows, max_depth=nothing)
+        cached: Any = np.int32(num_cached)
+        new = Admission(page_row, history, cached, rows, tokens or self._blank_tokens, gains)
+        self.state = self._admit(self.state, _scalar(slot), jax.device_put(new))
         self._lens[slot] = num_cached
         self._pending[slot] = 1
         self._generation[slot] += 1
@@ -209,7 +211,13 @@ class Runner:
             self.state = dataclasses.replace(self.state, page_table=table)
 
     def prefill(
-        self, slot: int, num_tokens: int, *, is_last: bool, has_logprobs: bool = False, allowed: np.ndarray | None = None
+        self,
+        slot: int,
+        num_tokens: int,
+        *,
+        is_last: bool,
+        has_logprobs: bool = False,
+        allowed: np.ndarray | None = None,
     ) -> StepHandle:
         """Run the next tokens of a prompt (at most the largest of `chunks`). The drawn token counts after the last.
         `allowed` ([1, vocab] bool) says which tokens it may be."""

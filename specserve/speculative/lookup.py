@@ -77,7 +77,7 @@ def _longest(
 
 def match_class(length: jax.Array) -> jax.Array:  # [batch] -> [batch], index into gains
     """Where the gain of a match of this length stands."""
-    return 1 + sum((length >= bound).astype(jnp.int32) for bound in MATCH_CLASSES)
+    return 1 + jnp.sum(length[:, None] >= jnp.asarray(MATCH_CLASSES), axis=1, dtype=jnp.int32)
 
 
 def prefers_match(gains: jax.Array, match: Match) -> jax.Array:  # [batch, 1 + classes] -> [batch] bool

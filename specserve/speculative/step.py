@@ -335,9 +335,7 @@ def verify_tree(
     mask = ancestor_mask(proposal.parents, depth)
     out = _run_target(weights, config, state, now, proposal.token_ids, position_ids, mask)
     logits = target_model.logits(weights.target, out.hidden_states)
-    nodes = Nodes(
-        proposal.token_ids, proposal.parents, proposal.depths, mask, _recent(state, now, slots, now.seq_lens)
-    )
+    nodes = Nodes(proposal.token_ids, proposal.parents, proposal.depths, mask, _recent(state, now, slots, now.seq_lens))
     target_ids = _draw(now, nodes, logits, position_ids + 1, allowed)
     verdict = verify(proposal, target_ids, depth, jnp.minimum(now.rows.max_depth, tree.depth))
 
@@ -354,11 +352,8 @@ def verify_tree(
         assert out.aux_hidden_states is not None
         aux = along_path(out.aux_hidden_states)
         state = _write_aux(state, now, index, aux, is_kept)
-        if tree.uses_head:
-            pending = _put_pending(state, slots, verdict.token_ids, aux, n_emitted)
-        else:
-            pending = state.pending  # lookup alone leaves the head behind; such a state is not for heads
-        state = dataclasses.replace(state, pending=pending)
+        assert tree.uses_head, "lookup alone would leave the head behind: give such a step a config without one"
+        state = dataclasses.replace(state, pending=_put_pending(state, slots, verdict.token_ids, aux, n_emitted))
     if tree.uses_head and tree.uses_lookup:
         gains = lookup.update_gains(state.gains.at[slots].get(mode="clip"), proposal.source, verdict.n_accepted)
         state = dataclasses.replace(state, gains=state.gains.at[slots].set(gains, mode="drop"))
@@ -481,9 +476,7 @@ def _emit(
         state,
         seq_lens=state.seq_lens.at[slots].set(seq_lens, mode="drop"),
         history=state.history.at[row, column].set(token_ids, mode="drop"),
-        tokens=dataclasses.replace(
-            state.tokens, ledger=state.tokens.ledger.at[row, token_ids].add(entry, mode="drop")
-        ),
+        tokens=dataclasses.replace(state.tokens, ledger=state.tokens.ledger.at[row, token_ids].add(entry, mode="drop")),
     )
 
 

@@ -104,7 +104,7 @@ def parse_speculation(text: str) -> Tree | None:
     lookup; `head+ngram:K` or `head+suffix:K` by whichever promises more for each sequence. Raises ConfigError."""
     if text == "off":
         return None
-    sources = {"chain" if source == "head" else source: source for source in get_args(Source)}
+    sources: dict[str, Source] = {"chain" if source == "head" else source: source for source in get_args(Source)}
     if (match := re.fullmatch(r"([a-z+]+):(\d+)", text)) and match[1] in sources:
         tree: Tree = chain(int(match[2]), sources[match[1]])
         is_sound = int(match[2]) >= 1

@@ -62,9 +62,7 @@ class AcceptanceMeter:
         self._config = StepConfig(target.config, config, tree.depth)
         longest = max(map(len, prompts))
         self._max_pages = -(-(longest + max_new_tokens + tree.depth + 1) // PAGE_SIZE)
-        self._prefill = jax.jit(
-            functools.partial(_prefill, self._config), donate_argnums=1, static_argnames="chunk"
-        )
+        self._prefill = jax.jit(functools.partial(_prefill, self._config), donate_argnums=1, static_argnames="chunk")
         self._step = jax.jit(functools.partial(_step, self._config, tree), donate_argnums=1)
 
     def measure(self, params: DraftParams, target_ids: np.ndarray) -> Acceptance:

@@ -168,7 +168,7 @@ def test_an_eos_inside_an_accepted_path_ends_the_sequence_there(
         ([1], greedy(1, stop_token_ids=[64]), "stop_token_ids"),
         ([1], greedy(1, logit_bias={64: 1.0}), "logit_bias"),
         ([1], greedy(1, allowed_token_ids=[3, 64]), "allowed_token_ids"),
-        ([1], greedy(1, bad_words=["a word of far too many tokens to be looked for"]), "bad_words"),
+        ([1], greedy(1, bad_words=["a word of far too many tokens " * 9]), "bad_words"),
         ([1], greedy(1, n=2), "n"),
     ],
 )
