@@ -9,7 +9,8 @@ from pathlib import Path
 
 from specserve.data.conversations import Conversation
 from specserve.errors import DataError, RequestError
-from specserve.serve.engine import Completion, Engine
+from specserve.serve.completion import Completion
+from specserve.serve.engine import Engine
 from specserve.serve.request import SamplingParams
 
 

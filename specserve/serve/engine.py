@@ -1,8 +1,6 @@
-"""The engine: one thread that admits, prefills, steps, and hands every sequence its tokens.
+"""The engine: one thread that goes round after round (`rounds`), and what others may ask of it.
 
-Rounds overlap: a round is dispatched before the one before it is read, so the device never waits for the host. What a
-step makes for a sequence that has ended meanwhile is dropped. Other threads only `submit`, `cancel` and ask; the engine
-never sees HTTP, the device never sees a request.
+Other threads only `submit`, `cancel` and ask; the engine never sees HTTP, the device never sees a request.
 """
 
 import itertools
@@ -11,38 +9,27 @@ import queue
 import random
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-
-import numpy as np
+from dataclasses import dataclass
 
 from specserve.errors import CapacityError, RequestError
+from specserve.serve.completion import Collector, Completion
 from specserve.serve.interface import EngineStats
-from specserve.serve.options import bad_sequences, check_token_ids, sampler_rows, token_rows
-from specserve.serve.output import OutputStream
+from specserve.serve.options import bad_sequences, check_token_ids
 from specserve.serve.pages import PagePool
-from specserve.serve.request import (
-    Delta,
-    FinishReason,
-    Request,
-    SamplingParams,
-    SpeculationStats,
-    TokenLogprobs,
-    TokenMask,
-)
-from specserve.serve.runner import HostResult, Program, Runner, StepHandle
-from specserve.serve.scheduler import Chunk, Round, Scheduler
-from specserve.serve.scheduler import Sequence as Running
-from specserve.speculative.controller import Controller, Estimate
-from specserve.speculative.tree import Tree, describe
+from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, TokenMask
+from specserve.serve.rounds import Rounds
+from specserve.serve.runner import Program, Runner
+from specserve.serve.scheduler import Scheduler
+from specserve.speculative.controller import Controller
+from specserve.speculative.tree import describe
 from specserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.2  # how often an idle engine looks for cancelled requests in its queue
 STOP_SECONDS = 60.0
-ROUNDS_AHEAD = 1  # dispatched and not read while the next one is made
 
 
 @dataclass(frozen=True)
@@ -54,57 +41,6 @@ class EngineOptions:
     is_caching: bool = True
     prefers_cached: bool = False
     watchdog_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class Completion:
-    """A finished sequence, for callers that wait (`Engine.generate`)."""
-
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    stats: SpeculationStats
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    error: str | None = None
-    seconds_to_first: float = 0.0  # since it was submitted
-    seconds: float = 0.0
-
-
-@dataclass(eq=False)
-class _Active:
-    """A sequence that has been admitted, and what the host keeps for it until it ends."""
-
-    sequence: Running
-    output: OutputStream
-    estimate: Estimate
-    bad: list[tuple[int, ...]]
-    num_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted: list[int] = field(default_factory=list)  # by depth
-
-
-@dataclass(frozen=True)
-class _Flight:
-    """A program whose result has not been read: whose rows it holds, and as which of their epochs."""
-
-    handle: StepHandle
-    rows: list[tuple[_Active, int]]
-    tree: Tree | None
-    is_step: bool
-    most: int
-
-
-@dataclass
-class _Counters:
-    """See `interface.EngineStats`."""
-
-    num_rebuilds: int = 0
-    num_late_compiles: int = 0
-    steps: Counter[str] = field(default_factory=Counter)
-    busy_seconds: float = 0.0
-    wait_seconds: float = 0.0
-    num_tokens: float = 0.0  # emitted by steps
-    plain_tokens: float = 0.0  # what plain steps of the same cost would have emitted
 
 
 class Engine:
@@ -127,8 +63,16 @@ class Engine:
         self.eos_ids = frozenset(eos_ids)
         self.options = options or EngineOptions()
         self._tokenizer = tokenizer
-        self._controller = controller or Controller({})
-        self._is_choosing = controller is not None
+        self.rounds = Rounds(
+            runner,
+            self._new_scheduler(),
+            tokenizer,
+            self.eos_ids,
+            controller,
+            on_admitted=self._count_admitted,
+            on_end=self._count_ended,
+        )
+        self.rounds.is_plain_only = bool(late_programs)
         self._late_programs = deque(late_programs)
         self._on_compiled = on_compiled
         self._num_cached_programs = 0  # of them, compiled into the compilation cache by now
@@ -139,12 +83,7 @@ class Engine:
         self._wake = threading.Event()
         self._has_died = self._is_stopping = self._is_draining = self._is_flushing = False
         self._ids = itertools.count()
-        self._active: dict[Running, _Active] = {}
-        self._flights: deque[list[_Flight]] = deque()
-        self._counters = _Counters()
-        self._step_start = 0.0  # when the engine began to wait for a step; 0: it does not
         self._num_compiled = runner.num_compiled
-        self._scheduler = self._new_scheduler()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="engine-watchdog", daemon=True)
         self._compiler = threading.Thread(target=self._compile_late, name="engine-compiler", daemon=True)
@@ -174,7 +113,7 @@ class Engine:
 
     @property
     def speculation(self) -> str:
-        return "auto" if self._is_choosing else describe(self.runner.trees[0])
+        return "auto" if self.rounds.is_choosing else describe(self.runner.trees[0])
 
     def start(self) -> "Engine":
         self._thread.start()
@@ -215,8 +154,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """From any thread, at any time."""
-        scheduler, pool, counters = self._scheduler, self._scheduler.pool, self._counters
-        num_running, start = len(scheduler.running), self._step_start
+        scheduler, counters = self.rounds.scheduler, self.rounds.counters
+        pool = scheduler.pool
+        num_running, start = len(scheduler.running), self.rounds.wait_start
         return EngineStats(
             num_running=num_running,
             num_waiting=max(0, self._num_open - num_running),
@@ -318,56 +258,23 @@ class Engine:
     ) -> list[Completion]:
         """Run many prompts and wait; results in order. `on_done` is called on the engine's thread as each ends."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        done: list[Completion | None] = [None] * len(prompts)
         window = threading.Semaphore(self.options.max_queue)
-        finished = threading.Semaphore(0)
 
-        def listener(i: int) -> Callable[[Delta], None]:
-            token_ids: list[int] = []
-            text: list[str] = []
-            logprobs: list[TokenLogprobs] = []
-            start = time.monotonic()
-            first = [0.0]
+        def ended(i: int, completion: Completion) -> None:
+            window.release()
+            on_done(i, completion)
 
-            def on_delta(delta: Delta) -> None:
-                now = time.monotonic() - start
-                if delta.token_ids and not token_ids:
-                    first[0] = now
-                token_ids.extend(delta.token_ids)
-                text.append(delta.text)
-                logprobs.extend(delta.logprobs)
-                if delta.finish_reason is not None:
-                    completion = Completion(
-                        tuple(token_ids),
-                        "".join(text),
-                        delta.finish_reason,
-                        delta.stats or SpeculationStats(),
-                        tuple(logprobs),
-                        delta.error,
-                        first[0],
-                        now,
-                    )
-                    done[i] = completion
-                    window.release()
-                    try:
-                        on_done(i, completion)
-                    finally:
-                        finished.release()
-
-            return on_delta
-
+        collector = Collector(len(prompts), ended)
         requests: list[Request] = []
         try:
             for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
                 window.acquire()
-                requests.append(self.submit(prompt, own, listener(i)))
-            for _ in prompts:
-                finished.acquire()
+                requests.append(self.submit(prompt, own, collector.listener(i)))
+            return collector.wait()
         except BaseException:  # an interrupt, or a prompt that is refused: the others are not wanted any more
             for request in requests:
                 request.cancel()
             raise
-        return [completion for completion in done if completion is not None]
 
     # The engine's thread.
 
@@ -392,7 +299,7 @@ class Engine:
                 if self._num_cached_programs:
                     self._run_late()
                 elif self._round():
-                    self._counters.busy_seconds += time.perf_counter() - start
+                    self.rounds.counters.busy_seconds += time.perf_counter() - start
                 else:
                     self._wake.wait(IDLE_SECONDS)
                     self._wake.clear()
@@ -404,29 +311,23 @@ class Engine:
             with self._lock:
                 self._is_stopping = True
             self._take_inbox()
-            self._flights.clear()
-            self._end_all(FinishReason.CANCELLED, "the engine stopped", keep_waiting=False)
+            self.rounds.end_all(FinishReason.CANCELLED, "the engine stopped")
 
     def _round(self) -> bool:
-        """Dispatch one round and read the one before; False when there was nothing to do."""
+        """One round of whatever there is to do; False when there was nothing."""
         self._take_inbox()
         if self._is_flushing:
             self._is_flushing = False
-            self._scheduler.pool.flush()
+            self.rounds.scheduler.pool.flush()
         try:
-            self._drop_cancelled()
-            plan = self._scheduler.schedule()
-            if plan.is_empty and not self._flights:
-                return False
-            if not plan.is_empty:
-                self._dispatch(plan)
-            while len(self._flights) > (0 if plan.is_empty else ROUNDS_AHEAD):
-                self._land()
-            self._count_compiles()
+            was_busy = self.rounds.run()
         except Exception as error:
             logger.exception("a step failed; ending the running requests and rebuilding the cache")
-            self._rebuild(error)
-        return True
+            self.rounds.rebuild(error)
+            return True
+        if was_busy:
+            self._count_compiles()
+        return was_busy
 
     def _compile_late(self) -> None:
         """On a thread of its own: fill the compilation cache, so that the engine's thread need not wait long."""
@@ -450,305 +351,38 @@ class Engine:
         self._late_programs.popleft()
         self._num_compiled = self.runner.num_compiled
         if not self._late_programs:
-            self._controller = self._on_compiled() or self._controller
+            self.rounds.controller = self._on_compiled() or self.rounds.controller
+            self.rounds.is_plain_only = False
             logger.info("all programs are compiled")
 
     def _count_compiles(self) -> None:
         num_compiled = self.runner.num_compiled
         if num_compiled != self._num_compiled and not self._late_programs:
             logger.warning("%d programs were compiled while serving", num_compiled - self._num_compiled)
-            self._counters.num_late_compiles += num_compiled - self._num_compiled
+            self.rounds.counters.num_late_compiles += num_compiled - self._num_compiled
         self._num_compiled = num_compiled
 
-    def _rebuild(self, error: Exception) -> None:
-        """After a device error nothing on the device can be trusted: running requests end, waiting ones stay."""
-        self._flights.clear()
-        self._end_all(FinishReason.ERROR, f"the device failed: {error}", keep_waiting=True)
-        self._scheduler.pool.flush()
-        self.runner.reset()
-        self._counters.num_rebuilds += 1
-        self._step_start = 0.0
+    def _count_admitted(self) -> None:
+        with self._lock:
+            self._num_queued -= 1
 
-    def _dispatch(self, plan: Round) -> None:
-        """Decoding first: running streams wait for at most the chunks of one round."""
-        flights: list[_Flight] = []
-        decode = [self._active[sequence] for sequence in plan.decode]
-        if any(active.sequence.request.token_mask for active in decode):
-            while self._flights:  # what may come next depends on what has come
-                self._land()
-            decode = [active for active in decode if self._is_current(active) and active.sequence.num_left > 0]
-        if decode:
-            self.runner.extend(plan.new_pages)
-            flights.append(self._step(decode))
-        for chunk in plan.chunks:
-            if chunk.sequence.is_running:  # reading ahead of constrained sequences may have ended it
-                flight = self._prefill(chunk)
-                if flight is not None:
-                    flights.append(flight)
-        for flight in flights:
-            for active, _ in flight.rows:
-                active.sequence.num_in_flight += 1
-                active.sequence.most_in_flight += flight.most
-        self._flights.append(flights)
-
-    def _is_current(self, active: _Active) -> bool:
-        return self._active.get(active.sequence) is active and active.sequence.is_running
-
-    def _step(self, decode: list[_Active]) -> _Flight:
-        slots = [active.sequence.slot for active in decode]
-        has_logprobs = any(active.sequence.request.params.logprobs is not None for active in decode)
-        if any(active.sequence.request.token_mask for active in decode):
-            tree, handle = self._constrained_step(decode, slots, has_logprobs)
-        else:
-            tree = self._choose(decode, slots)
-            handle = self.runner.step(slots, tree, has_logprobs=has_logprobs)
-        self._counters.steps[describe(tree)] += 1
-        most = 1 + (tree.depth if tree else 0)
-        rows = [(active, active.sequence.epoch) for active in decode]
-        return _Flight(handle, rows, tree, is_step=True, most=most)
-
-    def _choose(self, decode: list[_Active], slots: list[int]) -> Tree | None:
-        batch_size = self.runner.batch_size_of(len(slots))
-        if self._late_programs:  # not all is compiled: the plain way is
-            return None if None in self.runner.trees else self.runner.trees[0]
-        trees = self.runner.trees_for(batch_size)
-        if not self._is_choosing:
-            return trees[0]
-        width = self.runner.width_of(slots)
-        estimates = [active.estimate for active in decode]
-        tree = self._controller.choose(estimates, trees, batch_size, width)
-        ratio = self._controller.speedup(estimates, batch_size, width, tree)
-        tokens = sum(self._controller.expected_tokens(estimate, tree) for estimate in estimates)
-        self._counters.num_tokens += tokens
-        self._counters.plain_tokens += tokens / max(ratio, 1e-9)
-        return tree
-
-    def _constrained_step(
-        self, decode: list[_Active], slots: list[int], has_logprobs: bool
-    ) -> tuple[Tree | None, StepHandle]:
-        """In two programs: the host must say which tokens may follow each proposed one."""
-        tree = self.runner.constrained_tree(self.runner.batch_size_of(len(slots)))
-        if self._late_programs:
-            tree = None if None in self.runner.trees else tree
-        token_ids, parents, proposal = self.runner.propose(slots, tree)
-        allowed = np.ones((*token_ids.shape, self.vocab_size), bool)
-        for row, active in enumerate(decode):
-            mask = active.sequence.request.token_mask
-            if mask is not None:
-                self._guard(active, lambda row=row, mask=mask: _fill(allowed[row], mask, parents[row], token_ids[row]))
-        return tree, self.runner.verify(slots, tree, proposal, allowed, has_logprobs=has_logprobs)
-
-    def _guard(self, active: _Active, call: Callable[[], None]) -> bool:
-        """Run one request's own code; a fault there ends that request alone."""
-        try:
-            call()
-        except Exception as error:
-            request = active.sequence.request
-            logger.exception("%s: its own code failed; ending it", request.request_id)
-            self._deliver(active, Delta(finish_reason=FinishReason.ERROR, error=f"{type(error).__name__}: {error}"))
-            return False
-        return True
-
-    def _prefill(self, chunk: Chunk) -> _Flight | None:
-        """Run one chunk of a prompt, admitting its sequence before the first."""
-        sequence = chunk.sequence
-        request = sequence.request
-        if chunk.is_first:
-            self._admit(chunk)
-        active = self._active[sequence]
-        allowed = None
-        if chunk.is_last and request.token_mask is not None:
-            allowed = np.ones((1, self.vocab_size), bool)
-            mask, row = request.token_mask, allowed
-            last = np.array([sequence.token_ids[-1]])
-            if not self._guard(active, lambda: _fill(row, mask, np.zeros(1, np.int32), last)):
-                return None
-        handle = self.runner.prefill(
-            sequence.slot,
-            chunk.num_tokens,
-            is_last=chunk.is_last,
-            has_logprobs=chunk.is_last and request.params.logprobs is not None,
-            allowed=allowed,
-        )
-        rows = [(active, sequence.epoch)] if chunk.is_last else []
-        return _Flight(handle, rows, None, is_step=False, most=1)
-
-    def _admit(self, chunk: Chunk) -> None:
-        sequence = chunk.sequence
-        request = sequence.request
-        active = self._active.get(sequence)
-        if active is None:  # and not one that comes back after a preemption
-            active = _Active(
-                sequence,
-                OutputStream(request, self._tokenizer, self.eos_ids),
-                self._controller.start(request.params.speculation),
-                bad_sequences(request.params, self._tokenizer),
-            )
-            self._active[sequence] = active
-            with self._lock:
-                self._num_queued -= 1
-        stop_ids = set(request.params.stop_token_ids) | (set() if request.params.ignore_eos else self.eos_ids)
-        self.runner.admit(
-            sequence.slot,
-            sequence.token_ids,
-            sequence.pages,
-            chunk.num_cached,
-            sampler_rows(request.params, request.seed, len(request.prompt_ids)),
-            token_rows(request, sequence.output_ids, sorted(stop_ids), active.bad, self.vocab_size),
-            head_gain=self._controller.expected_tokens(active.estimate, self.runner.deepest_tree) - 1.0,
-        )
-
-    def _land(self) -> None:
-        """Read the oldest round and hand out its tokens."""
-        flights = self._flights.popleft()
-        for flight in flights:
-            self._step_start = time.monotonic()
-            start = time.perf_counter()
-            result = flight.handle.read()
-            self._counters.wait_seconds += time.perf_counter() - start
-            self._step_start = 0.0
-            for row, (active, epoch) in enumerate(flight.rows):
-                sequence = active.sequence
-                if not self._is_current(active) or sequence.epoch != epoch:
-                    continue  # it has ended, or will do this step again
-                sequence.num_in_flight -= 1
-                sequence.most_in_flight -= flight.most
-                if flight.is_step:
-                    self._observe(active, flight.tree, result, row)
-                self._emit(active, result, row)
-
-    def _observe(self, active: _Active, tree: Tree | None, result: HostResult, row: int) -> None:
-        active.num_steps += 1
-        if tree is None:
-            return
-        limit = active.estimate.max_depth
-        if limit:
-            active.num_draft_tokens += tree.num_nodes
-        n_accepted = int(result.n_accepted[row])
-        active.num_accepted += [0] * (tree.depth - len(active.num_accepted))
-        for depth in range(n_accepted):
-            active.num_accepted[depth] += 1
-        self._controller.observe(active.estimate, tree, n_accepted)
-
-    def _emit(self, active: _Active, result: HostResult, row: int) -> None:
-        """Hand over new tokens."""
-        sequence = active.sequence
-        request = sequence.request
-
-        def emit() -> None:
-            delta = active.output.push(result.emitted(row))
-            sequence.output_ids += delta.token_ids
-            if request.token_mask is not None:
-                request.token_mask.accept(delta.token_ids)
-            if request.params.logprobs is not None:
-                delta = _with_logprobs(delta, result, row, request.params.logprobs)
-            self._deliver(active, delta)
-
-        self._guard(active, emit)
-
-    def _deliver(self, active: _Active, delta: Delta) -> None:
-        sequence = active.sequence
-        request = sequence.request
-        is_last = delta.finish_reason is not None
-        if is_last:
-            delta = Delta(
-                delta.token_ids, delta.text, delta.finish_reason, delta.error, self._stats(active), delta.logprobs
-            )
-        try:
-            request.on_delta(delta)
-        except Exception:
-            logger.exception("%s: its listener failed; ending it", request.request_id)
-            is_last = True
-        if is_last and self._active.pop(sequence, None) is not None:
-            if sequence.is_running:
-                if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and not request.cache_salt:
-                    self.runner.remember(sequence.slot, len(request.prompt_ids))
-                self._scheduler.finish(sequence)
-            else:  # it was put back, and ended before its turn came again
-                self._scheduler.waiting.remove(sequence)
-            with self._lock:
-                self._num_open -= 1
-
-    def _stats(self, active: _Active) -> SpeculationStats:
-        return SpeculationStats(
-            num_steps=active.num_steps,
-            num_draft_tokens=active.num_draft_tokens,
-            accepted_per_depth=tuple(active.num_accepted),
-            num_cached_tokens=active.sequence.num_cached or 0,
-        )
+    def _count_ended(self) -> None:
+        with self._lock:
+            self._num_open -= 1
 
     def _take_inbox(self) -> None:
         while True:
             try:
-                self._scheduler.add(self._inbox.get_nowait())
+                self.rounds.scheduler.add(self._inbox.get_nowait())
             except queue.Empty:
                 return
-
-    def _drop_cancelled(self) -> None:
-        gone = Delta(finish_reason=FinishReason.CANCELLED)
-        for active in [a for a in self._active.values() if a.sequence.request.is_cancelled]:
-            self._deliver(active, gone)
-        for sequence in [s for s in self._scheduler.waiting if s.request.is_cancelled]:
-            self._end_waiting(sequence, gone)
-
-    def _end_waiting(self, sequence: Running, delta: Delta) -> None:
-        """End a sequence that has never been admitted."""
-        self._scheduler.waiting.remove(sequence)
-        with self._lock:
-            self._num_queued -= 1
-            self._num_open -= 1
-        try:
-            sequence.request.on_delta(delta)
-        except Exception:
-            logger.exception("%s: its listener failed", sequence.request.request_id)
-
-    def _end_all(self, reason: FinishReason, error: str, *, keep_waiting: bool) -> None:
-        """End what has been admitted; with `keep_waiting` the others, and those that were put back, stay."""
-        delta = Delta(finish_reason=reason, error=error)
-        for sequence in list(self._scheduler.running):
-            active = self._active.get(sequence)
-            if active is not None:
-                self._deliver(active, delta)
-            else:  # the failure came between its place in the plan and its admission
-                self._scheduler.finish(sequence)
-                self._scheduler.waiting.append(sequence)
-                self._end_waiting(sequence, delta)
-        if not keep_waiting:
-            for active in list(self._active.values()):
-                self._deliver(active, delta)
-            for sequence in list(self._scheduler.waiting):
-                self._end_waiting(sequence, delta)
 
     def _watch(self) -> None:
         """Report a step that does not end; nothing can be done to a device from here."""
         reported = 0.0
         while self._thread.is_alive():
-            start = self._step_start
+            start = self.rounds.wait_start
             if start and start != reported and time.monotonic() - start > self.options.watchdog_seconds:
                 reported = start
                 logger.error("a step has taken more than %.0f seconds; is the device stuck?", time.monotonic() - start)
             time.sleep(min(1.0, self.options.watchdog_seconds / 4))
-
-
-def _fill(allowed: np.ndarray, mask: TokenMask, parents: np.ndarray, token_ids: np.ndarray) -> None:
-    """Write a request's masks into its rows, [node, vocab] bool."""
-    rows = np.asarray(mask.masks(parents.tolist(), token_ids.tolist()))
-    if rows.shape != allowed.shape or rows.dtype != bool or not rows.any(axis=1).all():
-        raise ValueError(
-            f"a token mask returned {rows.dtype} {rows.shape}; expected bool {allowed.shape} with a True in each row"
-        )
-    allowed[:] = rows
-
-
-def _with_logprobs(delta: Delta, result: HostResult, row: int, num_top: int) -> Delta:
-    assert result.logprobs is not None
-    chosen, top, top_ids = (array[row] for array in result.logprobs)
-    found = tuple(
-        TokenLogprobs(
-            token_id,
-            float(chosen[i]),
-            tuple(zip(top_ids[i, :num_top].tolist(), top[i, :num_top].tolist(), strict=True)),
-        )
-        for i, token_id in enumerate(delta.token_ids)
-    )
-    return Delta(delta.token_ids, delta.text, delta.finish_reason, delta.error, delta.stats, found)

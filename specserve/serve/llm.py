@@ -107,7 +107,7 @@ class LLM:
         use_compilation_cache()
         models = load_models(run.target, run.draft, has_tokenizer=bool(tokenizer))
         with warmup_bar(is_shown=progress) as on_warmup:
-            self.engine = make_engine(models, run, on_warmup)
+            self.engine = make_engine(models, run, on_warmup, has_constrained=False)
         self._progress = progress
         self._stop = weakref.finalize(self, self.engine.stop)  # at the end of the process as well
         self.engine.start()

@@ -9,7 +9,7 @@ import dataclasses
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,24 +17,16 @@ import numpy as np
 
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
-from specserve.kernels.matmul import Weight, block
-from specserve.models.draft import DraftParams, token_embedding
-from specserve.models.target import TargetParams, fuse_for_cpu
+from specserve.serve.layouts import make_layouts
 from specserve.serve.options import sampler_rows
 from specserve.serve.request import SamplingParams
 from specserve.speculative import lookup, step
-from specserve.speculative.propose import Draft
 from specserve.speculative.sampling import SamplerRows, TokenRows
 from specserve.speculative.step import Admission, SlotState, StepConfig, StepResult, Weights
 from specserve.speculative.tree import Proposal, Tree, chain, describe
-from specserve.speculative.vocab import DraftVocab
-
-Params = TypeVar("Params", TargetParams, DraftParams)
 
 CPU_CHUNKS, DEVICE_CHUNKS = (64, 256), (64, 256, 1024)  # prompt tokens per prefill program
 _FIRST_WIDTH, _WIDTH_GROWTH = 8, 4  # of the page-table widths; each costs a set of programs, each step reads < 4x
-NARROW_ROWS = range(2, 9)  # steps of so many rows run on blocked matrices on CPU (docs/log)
-NARROW_BYTES = 2**30  # of weights; where they are larger, memory for a second copy of them is dearer than time
 CPU_ROWS, DEVICE_ROWS = 8, 512  # with a choice of trees, none makes a step of several sequences larger than this
 _PAGES_AT_ONCE = 32  # page-table entries that one call of `_extend` sets
 DETERMINISTIC_DEPTH = 7  # every step verifies a chain of this length, whatever was proposed
@@ -68,14 +60,6 @@ class StepHandle:
             logprobs = np.asarray(out.chosen), np.asarray(out.top), np.asarray(out.top_ids)
         self._on_read(counts[:, 0])
         return HostResult(counts[:, 2:], counts[:, 0], counts[:, 1], logprobs)
-
-
-@dataclass(frozen=True)
-class Layouts:
-    """The weights as programs take them: `narrow` for steps of few rows on CPU, `wide` for the others."""
-
-    wide: Weights
-    narrow: Weights
 
 
 class Runner:
@@ -346,7 +330,7 @@ class Runner:
 
     def _layout(self, batch: int, tree: Tree | None) -> Weights:
         depth = self.config.verified_depth or (tree.num_nodes if tree else 0)
-        return self.layouts.narrow if batch * (1 + depth) in NARROW_ROWS else self.layouts.wide
+        return self.layouts.for_rows(batch * (1 + depth))
 
     def _width(self, needed: int) -> int:
         """The narrowest compiled page table that holds so many entries."""
@@ -458,32 +442,6 @@ class Program:
     run: Callable[[], object]
     compile: Callable[[], object] | None = None  # into the compilation cache alone; may be called from any thread
     step: tuple[int, int, Tree | None] | None = None  # of a step: batch size, width, tree
-
-
-def make_layouts(target: Target, head: Head | None) -> Layouts:
-    """Parameters as the steps take them. On CPU the layout follows the number of rows of a step: one row, or dozens,
-    stream plain matrices best, a few stream blocked ones (see `kernels.matmul`)."""
-    is_cpu = jax.default_backend() == "cpu"
-    params = fuse_for_cpu(target.params) if is_cpu else target.params
-    draft = None
-    if head is not None:
-        embedding = token_embedding(head.params, target.params.embedding)
-        draft = Draft(head.params, DraftVocab(jnp.asarray(head.target_ids)), embedding)
-    wide = Weights(params, draft)
-    if not is_cpu or sum(leaf.nbytes for leaf in jax.tree.leaves(wide)) > NARROW_BYTES:
-        return Layouts(wide, wide)
-    narrow_draft = None if draft is None else dataclasses.replace(draft, params=_block_matrices(draft.params))
-    return Layouts(wide, Weights(_block_matrices(params), narrow_draft))
-
-
-def _block_matrices(params: Params) -> Params:
-    """Block every matrix that is multiplied by; embeddings are looked up."""
-
-    def cut(path: tuple, leaf: jax.Array) -> Weight:
-        is_embedding = jax.tree_util.keystr(path[:1], simple=True) == "embedding"
-        return block(leaf) if leaf.ndim == 2 and not is_embedding else leaf
-
-    return jax.tree_util.tree_map_with_path(cut, params)
 
 
 @functools.lru_cache(maxsize=4096)

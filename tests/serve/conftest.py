@@ -1,13 +1,17 @@
-"""A server over a real socket with a fake engine behind it, and two clients."""
+"""A server over a real socket with a fake engine behind it, and two clients; and what the engine's tests run on."""
 
 from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
+from engines import Reference, make_runner
 from fakes import FakeEngine
 
+from specserve.checkpoints.head import Head
+from specserve.checkpoints.load import Target
 from specserve.serve.api import HttpServer, create_app
+from specserve.serve.runner import Runner
 
 
 @pytest.fixture(scope="module")
@@ -35,3 +39,27 @@ def http(server: HttpServer) -> Iterator[httpx.Client]:
 def client(server: HttpServer) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0, timeout=10) as client:
         yield client
+
+
+@pytest.fixture(scope="session")
+def runner(tiny_target: Target, tiny_head: Head) -> Runner:
+    """Every kind of tree that a head proposes, and plain decoding; all compiled. A test makes an engine of its own."""
+    runner = make_runner(tiny_target, tiny_head, "tree:3x3x8", "chain:3", "static:2x1", "head+suffix:3", "off")
+    list(runner.warmup())
+    return runner
+
+
+@pytest.fixture(scope="session")
+def lookup_runner(tiny_target: Target) -> Runner:
+    """Drafts without a head."""
+    runner = make_runner(tiny_target, None, "ngram:3", "off", has_constrained=False)
+    list(runner.warmup())
+    return runner
+
+
+@pytest.fixture(scope="session")
+def reference(tiny_target: Target) -> Iterator[Reference]:
+    """What plain decoding says, asked one by one."""
+    reference = Reference(tiny_target)
+    with reference.engine:
+        yield reference

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import tiny
@@ -163,6 +164,7 @@ def make_runner(
     *speculations: str,
     num_slots: int = NUM_SLOTS,
     chunk: int = 16,  # so that most prompts take a few
+    has_constrained: bool = True,
 ) -> Runner:
     """One batch size, one width and one chunk: every other costs programs, and programs are most of a test's time."""
     trees = [parse_speculation(text) for text in speculations]
@@ -174,6 +176,7 @@ def make_runner(
         max_model_len=MAX_LEN,
         page_size=PAGE_SIZE,
         num_pages=num_slots * MAX_LEN // PAGE_SIZE,
+        has_constrained=has_constrained,
     )
     runner.batch_sizes, runner.widths, runner.chunks = (num_slots,), runner.widths[-1:], (chunk,)
     runner.max_rows = 1024
@@ -186,18 +189,22 @@ def make_engine(
     """A fresh engine, not started, on a runner that other tests have used. `num_pages` is how many it believes to
     have: the device's array keeps its size, so nothing compiles."""
     runner.reset()
-    return Engine(
-        runner,
-        Letters(),  # type: ignore[arg-type]
-        model_name="tiny",
-        eos_ids=(EOS,),
-        controller=controller,
-        options=EngineOptions(**options),  # type: ignore[arg-type]
-    ) if num_pages is None else _squeeze(make_engine(runner, controller, **options), num_pages)
+    return (
+        Engine(
+            runner,
+            Letters(),  # type: ignore[arg-type]
+            model_name="tiny",
+            eos_ids=(EOS,),
+            controller=controller,
+            options=EngineOptions(**options),  # type: ignore[arg-type]
+        )
+        if num_pages is None
+        else _squeeze(make_engine(runner, controller, **options), num_pages)
+    )
 
 
 def _squeeze(engine: Engine, num_pages: int) -> Engine:
-    engine._scheduler.pool = PagePool(num_pages, engine.runner.page_size)
+    engine.rounds.scheduler.pool = PagePool(num_pages, engine.runner.page_size)
     return engine
 
 
@@ -241,13 +248,15 @@ def serving(engine: Engine) -> Iterator[Engine]:
 
 
 def check_idle(engine: Engine) -> None:
-    scheduler = engine._scheduler
-    wait_until(lambda: not (scheduler.running or scheduler.waiting or engine._flights or not engine._inbox.empty()))
+    scheduler = engine.rounds.scheduler
+    wait_until(
+        lambda: not (scheduler.running or scheduler.waiting or engine.rounds.flights or not engine._inbox.empty())
+    )
     assert engine.is_healthy
     scheduler.pool.check()
     assert scheduler.pool.num_available == scheduler.pool.num_pages, "pages leaked"
     assert sorted(scheduler._free_slots) == list(range(engine.runner.num_slots)), "slots leaked"
-    assert (engine._num_queued, engine._num_open, engine._active) == (0, 0, {})
+    assert (engine._num_queued, engine._num_open, engine.rounds.active) == (0, 0, {})
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_pages_held) == (0, 0, 0)
 
@@ -342,13 +351,7 @@ def plain_scores(
         grammar.accept(output_ids)
         allowed = jnp.asarray(np.packbits(grammar.masks([0], [0])[None], axis=-1))
     position_ids = zeros + len(token_ids)
-    rows, tokens = _on_device(rows), _on_device(named or TokenRows.zeros(1, vocab))
+    rows, tokens = jax.tree.map(jnp.asarray, (rows, named or TokenRows.zeros(1, vocab)))
     constrained = sampling.constrain(rows, tokens, nodes, logits, position_ids, allowed)
     noise = sampling.noise(rows, position_ids, jnp.arange(vocab, dtype=jnp.uint32))
     return np.asarray(sampling.truncate(rows, sampling.scale(rows, constrained)) + noise)[0, 0]
-
-
-def _on_device(rows):
-    import jax
-
-    return jax.tree.map(jnp.asarray, rows)

@@ -12,7 +12,8 @@ import tiny
 
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
-from specserve.serve.engine import Completion, Engine
+from specserve.serve.completion import Completion
+from specserve.serve.engine import Engine
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner, make_weights, sampler_row
 from specserve.speculative import sampling

@@ -14,7 +14,7 @@ from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
 from specserve.models.draft import token_embedding
 from specserve.models.target import forward
-from specserve.speculative import step
+from specserve.speculative import lookup, step
 from specserve.speculative.propose import FIRST_ENTRY, Draft
 from specserve.speculative.sampling import UNBOUNDED, SamplerRows, TokenRows
 from specserve.speculative.step import Admission, StepConfig, Weights
@@ -55,15 +55,15 @@ class Slots:
         self.table[slot, : len(cached)] = cached
         history = np.zeros(MAX_PAGES * PAGE_SIZE, np.int32)
         history[: len(prompt)] = prompt
-        row = jax.tree.map(lambda x: x[slot : slot + 1], self.rows)
-        row = dataclasses.replace(row, output_start=jnp.asarray([len(prompt)], jnp.int32))
+        row = jax.tree.map(lambda x: np.asarray(x)[slot : slot + 1], self.rows)
+        row = dataclasses.replace(row, output_start=np.array([len(prompt)], np.int32))
         new = Admission(
             page_row=jnp.asarray(self.table[slot]),
             history=jnp.asarray(history),
             num_cached=jnp.int32(len(cached) * PAGE_SIZE),
             rows=row,
             tokens=TokenRows.zeros(1, self.config.target.vocab_size),
-            gains=self.state.gains[slot],
+            gains=lookup.initial_gains(1)[0],
         )
         self.state = self._admit(self.state, jnp.int32(slot), new)
         self.texts[slot] = list(prompt)
@@ -102,7 +102,7 @@ class Slots:
 
 def _check_between_steps(slots: Slots) -> None:
     """The invariant that `step` states."""
-    state = slots.state
+    state = jax.device_get(dataclasses.replace(slots.state, pages=None, draft_pages=None))
     for slot, text in enumerate(slots.texts):
         assert state.seq_lens[slot] == len(text) - 1
         assert state.history[slot, : len(text)].tolist() == text
@@ -162,7 +162,7 @@ def _recalls(slots: Slots, prompt: list[int], length: int) -> None:
     answer = list(slots.texts[1])
     slots.state = step.remember(slots.state, jnp.int32(1), jnp.int32(len(prompt)), jnp.int32(0))
     expected = [*answer[len(prompt) :], *[-1] * 512][:512]
-    assert slots.state.recall[0].tolist() == expected
+    assert np.asarray(slots.state.recall)[0].tolist() == expected
     slots.admit(1, prompt)
     steps = 0
     while len(slots.texts[1]) < length - 3:
@@ -222,20 +222,17 @@ def _draft_entries(slots: Slots) -> list[np.ndarray]:
 
 def _check_pages(target: Target, slots: Slots) -> None:
     """`page_aux` holds what the target's tapped layers said at the last entry of every full page."""
-    assert slots.state.page_aux is not None
+    page_aux, length = np.asarray(slots.state.page_aux), MAX_PAGES * PAGE_SIZE
+    padded = np.zeros((NUM_SLOTS, length), np.int32)
     for slot, text in enumerate(slots.texts):
-        out = forward(
-            target.params,
-            target.config,
-            jnp.asarray([text], jnp.int32),
-            jnp.arange(len(text), dtype=jnp.int32)[None],
-            tiny.causal(len(text)),
-            aux_layers=slots.config.aux_layers,
-        )
-        assert out.aux_hidden_states is not None
+        padded[slot, : len(text)] = text
+    position_ids = np.broadcast_to(np.arange(length, dtype=np.int32), padded.shape)
+    run = jax.jit(functools.partial(forward, config=target.config, aux_layers=slots.config.aux_layers))
+    out = run(target.params, token_ids=padded, position_ids=position_ids, mask=tiny.causal(length))
+    for slot, text in enumerate(slots.texts):
         for column in range((len(text) - 1) // PAGE_SIZE):
-            found = slots.state.page_aux[slots.table[slot, column]]
-            expected = out.aux_hidden_states[0, (column + 1) * PAGE_SIZE - 1]
+            found = page_aux[slots.table[slot, column]]
+            expected = np.asarray(out.aux_hidden_states)[slot, (column + 1) * PAGE_SIZE - 1]
             np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=f"slot {slot}, page {column}")
 
 
