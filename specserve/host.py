@@ -3,7 +3,9 @@
 import ctypes
 import functools
 import logging
+import os
 import platform
+from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
@@ -11,6 +13,11 @@ logger = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 _LARGEST = 2**31 - 1
 _TOP_PAD_BYTES = 64 << 20
+
+
+def cache_folder() -> Path:
+    """The user's folder for what can be made again: compiled programs, measured costs."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specserve"
 
 
 @functools.cache

@@ -4,12 +4,10 @@ programs are kept.
 Models name logical axes ("heads", "mlp", "vocab", ...); only this file knows what they are spread over.
 """
 
-import os
-from pathlib import Path
-
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
+from specserve import host
 from specserve.errors import ConfigError
 
 MESH_AXES = ("data", "tensor", "expert")
@@ -51,6 +49,5 @@ def use_compilation_cache() -> None:
     """Keep compiled programs in the user's cache folder, so that a second start compiles nothing. A folder that JAX has
     been told of already (in code or by JAX_COMPILATION_CACHE_DIR) stays."""
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
-        root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        jax.config.update("jax_compilation_cache_dir", str(root / "specserve" / "programs"))
+        jax.config.update("jax_compilation_cache_dir", str(host.cache_folder() / "programs"))
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)

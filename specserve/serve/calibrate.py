@@ -13,6 +13,7 @@ from pathlib import Path
 import jax
 
 import specserve
+from specserve import host
 from specserve.serve.runner import Program, Runner
 from specserve.speculative.controller import Shape
 from specserve.speculative.tree import describe
@@ -36,8 +37,7 @@ def cost_file(models_fingerprint: str, runner: Runner) -> Path:
         *[program.name for program in runner.programs()],
     ]
     name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return root / "specserve" / "costs" / f"{name}.json"
+    return host.cache_folder() / "costs" / f"{name}.json"
 
 
 def step_costs(

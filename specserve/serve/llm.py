@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypedDict, Unpack
 
-from specserve import config
+from specserve import config, host
 from specserve.errors import CapacityError, ConfigError, RequestError
 from specserve.mesh import use_compilation_cache
-from specserve.serve.engine import Completion
+from specserve.serve.completion import Completion
 from specserve.serve.launch import load_models, make_engine
 from specserve.serve.progress import answer_bar, warmup_bar
 from specserve.serve.request import SamplingParams, SpeculationStats, TokenLogprobs
@@ -104,6 +104,7 @@ class LLM:
         if foreign := sorted(of_server.intersection(settings)):
             raise ConfigError(f"{', '.join(foreign)}: a setting of the HTTP server; LLM listens to nobody")
         run = config.resolve(ServeRun, arguments=given)
+        host.keep_freed_memory()
         use_compilation_cache()
         models = load_models(run.target, run.draft, has_tokenizer=bool(tokenizer))
         with warmup_bar(is_shown=progress) as on_warmup:

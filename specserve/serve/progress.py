@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from specserve.serve.engine import Completion
+from specserve.serve.completion import Completion
 
 
 def bar_columns() -> list[ProgressColumn]:

@@ -36,23 +36,65 @@ def _tree_mask(rng: np.random.Generator, batch: int, n: int) -> np.ndarray:
     page_size=st.sampled_from([1, 4, 16]),
     width=st.sampled_from([1, 2, 5]),
     first=st.sampled_from([0, 1]),
+    is_exact=st.booleans(),
 )
 def test_paged_attention_matches_reference_with_tree_mask(
-    seed: int, batch: int, n: int, kv_heads: int, group: int, page_size: int, width: int, first: int
+    seed: int, batch: int, n: int, kv_heads: int, group: int, page_size: int, width: int, first: int, is_exact: bool
 ) -> None:
     rng = np.random.default_rng(seed)
+    room = -(-n // page_size) if is_exact else 0  # new keys take their places in the sequence's own pages
+    num_entries, width = width * page_size, width + room
     head_dim, num_pages = 8, batch * width + 3
     table = rng.permutation(num_pages)[: batch * width].reshape(batch, width).astype(np.int32)
-    lens = rng.integers(0, width * page_size + 1, batch).astype(np.int32)  # ragged, empty and full among them
+    lens = rng.integers(0, num_entries + 1, batch).astype(np.int32)  # ragged, empty and full among them
     # entries that nobody may see would be heard in the answer
     k_pages = _normal(rng, num_pages, kv_heads, head_dim, page_size) * 5
     v_pages = _normal(rng, num_pages, kv_heads, page_size, head_dim) * 5
-    prefix = PagedPrefix(*map(jnp.asarray, (k_pages, v_pages, table, lens)), first)
+    prefix = PagedPrefix(*map(jnp.asarray, (k_pages, v_pages, table, lens)), first, is_exact)
     q = _normal(rng, batch, n, kv_heads * group, head_dim)
     k, v = _normal(rng, batch, n, kv_heads, head_dim), _normal(rng, batch, n, kv_heads, head_dim)
     mask = _tree_mask(rng, batch, n)
     got = jax.jit(attend)(*map(jnp.asarray, (q, k, v, mask)), prefix)  # one program instead of twenty small ones
     np.testing.assert_allclose(got, reference.attend(q, k, v, mask, prefix), atol=2e-5)
+
+
+def test_exact_attention_does_not_depend_on_which_keys_are_new(rng: np.random.Generator) -> None:
+    """Bit for bit: a token attends as the first of its step or the last, alone or beside other sequences, whatever is
+    left in the pages. The other way adds in another order, which a test may see."""
+    n, length, page_size, num_kv_heads, group, head_dim = 8, 48, 4, 2, 2, 16
+    q = _normal(rng, length, num_kv_heads * group, head_dim)
+    k, v = _normal(rng, length, num_kv_heads, head_dim), _normal(rng, length, num_kv_heads, head_dim)
+    width = length // page_size
+    causal = jnp.asarray(np.tril(np.ones((1, n, n), bool)))
+    run = jax.jit(attend)
+
+    def outputs(starts: list[int], *, is_exact: bool) -> np.ndarray:  # [batch, n, head, head_dim]
+        """Every sequence is the same text, of which `start` tokens are committed and the next n are new."""
+        batch = len(starts)
+        k_pages = _normal(rng, batch * width, num_kv_heads, head_dim, page_size) * 9
+        v_pages = _normal(rng, batch * width, num_kv_heads, page_size, head_dim) * 9
+        table = rng.permutation(batch * width).reshape(batch, width).astype(np.int32)
+        for row, start in enumerate(starts):
+            for i in range(start):
+                k_pages[table[row, i // page_size], :, :, i % page_size] = k[i]
+                v_pages[table[row, i // page_size], :, i % page_size] = v[i]
+        new = np.array(starts)[:, None] + np.arange(n)
+        prefix = PagedPrefix(
+            *map(jnp.asarray, (k_pages, v_pages, table, np.array(starts, np.int32))), is_exact=is_exact
+        )
+        return np.asarray(run(*map(jnp.asarray, (q[new], k[new], v[new])), causal, prefix))
+
+    starts = [0, 1, 5, 12, 17, 19, 33, 40]
+    exact: dict[int, set[bytes]] = {}
+    merged: dict[int, set[bytes]] = {}
+    for found, is_exact in ((exact, True), (merged, False)):
+        for _ in range(4):
+            order = rng.permutation(starts).tolist()
+            for start, row in zip(order, outputs(order, is_exact=is_exact), strict=True):
+                for i in range(n):
+                    found.setdefault(start + i, set()).add(row[i].tobytes())
+    assert {len(each) for each in exact.values()} == {1}
+    assert max(len(each) for each in merged.values()) > 1, "nothing was tested"
 
 
 def test_table_entries_past_the_length_are_never_heard(rng: np.random.Generator) -> None:

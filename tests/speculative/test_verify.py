@@ -15,7 +15,9 @@ from specserve.speculative.tree import (
     StaticTree,
     ancestor_mask,
     chain,
+    chain_proposal,
     describe,
+    pad_chain,
     parse_speculation,
     static_tree,
 )
@@ -79,6 +81,20 @@ def test_ancestor_mask_is_the_node_and_its_ancestors(tree: tuple[list[int], list
                 break
             at = parents[at]
     np.testing.assert_array_equal(_ancestor_mask(jnp.asarray([parents], jnp.int32), DEPTH)[0], expected)
+
+
+def test_a_padded_chain_is_the_chain_and_more_nodes() -> None:
+    source = jnp.asarray([0, 3], jnp.int32)
+    short = chain_proposal(jnp.asarray([5, 6], jnp.int32), jnp.asarray([[7, 8], [9, 1]], jnp.int32), source)
+    assert short.token_ids.tolist() == [[5, 7, 8], [6, 9, 1]]
+    padded = pad_chain(short, DEPTH)
+    assert padded.token_ids[:, :3].tolist() == short.token_ids.tolist()
+    assert padded.parents.tolist() == [[0, 0, 1, 2, 3]] * 2
+    assert padded.depths.tolist() == [[0, 1, 2, 3, 4]] * 2
+    assert padded.source.tolist() == [0, 3]
+    np.testing.assert_array_equal(_ancestor_mask(padded.parents, DEPTH), np.tril(np.ones((2, 5, 5), bool)))
+    for whole in (pad_chain(padded, DEPTH), pad_chain(short, 2)):
+        assert whole.token_ids.shape[1] in (3, 5)
 
 
 @pytest.mark.parametrize("text", ["off", "chain:1", "chain:7", "tree:4x4x12", "tree:2x3x12", "tree:1x5x5"])
