@@ -5,7 +5,6 @@ import json
 import logging
 import os
 import platform
-import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -61,17 +60,17 @@ def step_costs(
             jax.block_until_ready(runner.state)
             seconds[program.name].append(time.perf_counter() - begin)
         on_round(done + 1, ROUNDS)
-    medians = {name: statistics.median(values) for name, values in seconds.items()}
+    least = {name: min(values) for name, values in seconds.items()}  # the least disturbed run tells what it costs
     if file is not None:
-        _write(file, medians)
-    return {_shape(program): medians[program.name] for program in programs}
+        _write(file, least)
+    return {_shape(program): least[program.name] for program in programs}
 
 
-def _write(file: Path, medians: dict[str, float]) -> None:
+def _write(file: Path, costs: dict[str, float]) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         draft = file.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(medians, indent=1))
+        draft.write_text(json.dumps(costs, indent=1))
         draft.replace(file)
     except OSError as error:
         logger.warning("the costs of steps cannot be kept in %s: %s", file, error)

@@ -99,7 +99,13 @@ class LLM:
         progress: bool = True,
         **settings: Unpack[EngineSettings],
     ) -> None:
-        given = {"target": str(target), "draft": str(draft), "speculation": speculation, **settings}
+        given = {
+            "target": str(target),
+            "draft": str(draft),
+            "speculation": speculation,
+            "constrained": False,
+            **settings,
+        }
         of_server = {leaf.name for leaf in config.leaves(ServeRun)} - set(EngineSettings.__annotations__)
         if foreign := sorted(of_server.intersection(settings)):
             raise ConfigError(f"{', '.join(foreign)}: a setting of the HTTP server; LLM listens to nobody")
@@ -108,7 +114,7 @@ class LLM:
         use_compilation_cache()
         models = load_models(run.target, run.draft, has_tokenizer=bool(tokenizer))
         with warmup_bar(is_shown=progress) as on_warmup:
-            self.engine = make_engine(models, run, on_warmup, has_constrained=False)
+            self.engine = make_engine(models, run, on_warmup)
         self._progress = progress
         self._stop = weakref.finalize(self, self.engine.stop)  # at the end of the process as well
         self.engine.start()

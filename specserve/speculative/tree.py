@@ -4,6 +4,7 @@ Node 0 is the root: the last emitted token, whose keys and values the target has
 their children. A chain is a tree whose top_k is 1.
 """
 
+import itertools
 import re
 from dataclasses import dataclass
 from typing import ClassVar, Literal, get_args
@@ -142,6 +143,10 @@ def describe(tree: Tree | None) -> str:
     if tree is None:
         return "off"
     if isinstance(tree, StaticTree):
+        counts = [1, *[tree.depths.count(depth) for depth in range(1, tree.depth + 1)]]
+        widths = tuple(below // above for above, below in itertools.pairwise(counts))
+        if static_tree(widths) == tree:
+            return "static:" + "x".join(map(str, widths))
         return f"static tree of {tree.num_nodes} nodes, depth {tree.depth}"
     if tree.source != "head":
         return f"{tree.source}:{tree.depth}"

@@ -1,5 +1,7 @@
 """Walking down a tree, against a walk written as a loop; the masks of trees, against ancestors written as a loop."""
 
+from typing import get_args
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,6 +14,7 @@ from specserve.speculative.tree import (
     MAX_NODES,
     DynamicTree,
     Proposal,
+    Source,
     StaticTree,
     ancestor_mask,
     chain,
@@ -93,13 +96,51 @@ def test_a_padded_chain_is_the_chain_and_more_nodes() -> None:
     assert padded.depths.tolist() == [[0, 1, 2, 3, 4]] * 2
     assert padded.source.tolist() == [0, 3]
     np.testing.assert_array_equal(_ancestor_mask(padded.parents, DEPTH), np.tril(np.ones((2, 5, 5), bool)))
-    for whole in (pad_chain(padded, DEPTH), pad_chain(short, 2)):
-        assert whole.token_ids.shape[1] in (3, 5)
+    assert pad_chain(short, 2).token_ids.tolist() == short.token_ids.tolist(), "it is long enough already"
 
 
-@pytest.mark.parametrize("text", ["off", "chain:1", "chain:7", "tree:4x4x12", "tree:2x3x12", "tree:1x5x5"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "off",
+        "chain:1",
+        "chain:7",
+        "tree:4x4x12",
+        "tree:2x3x12",
+        "tree:1x5x5",
+        "static:3x2x1",
+        "static:1x1x1x1",
+        "static:4",
+        "ngram:5",
+        "suffix:2",
+        "head+ngram:1",
+        "head+suffix:16",
+    ],
+)
 def test_speculation_reads_back(text: str) -> None:
     assert describe(parse_speculation(text)) == text
+
+
+def test_who_proposes_is_part_of_what_is_asked() -> None:
+    found = {}
+    for source in get_args(Source):
+        tree = parse_speculation(f"{'chain' if source == 'head' else source}:4")
+        assert tree == chain(4, source)
+        assert isinstance(tree, DynamicTree)
+        found[source] = (tree.uses_head, tree.uses_lookup, tree.uses_recall)
+    assert found == {
+        "head": (True, False, False),
+        "ngram": (False, True, False),
+        "suffix": (False, True, True),
+        "head+ngram": (True, True, False),
+        "head+suffix": (True, True, True),
+    }
+    assert len({chain(4, source) for source in get_args(Source)}) == 5, "each is compiled and timed on its own"
+
+
+def test_an_irregular_static_tree_is_described_in_words() -> None:
+    tree = StaticTree(parents=(0, 0, 1), ranks=(0, 1, 0))
+    assert describe(tree) == "static tree of 3 nodes, depth 2"
 
 
 def test_speculation_means_what_it_says() -> None:
@@ -131,6 +172,13 @@ def test_speculation_means_what_it_says() -> None:
         "static:1x" + "9" * 30,
         f"chain:{MAX_NODES + 1}",
         "eagle:3",
+        "head:3",
+        "ngram:0",
+        "suffix:",
+        "suffix:1x2",
+        "head+:3",
+        "head+eagle:3",
+        "ngram+suffix:3",
     ],
 )
 def test_speculation_that_describes_no_tree_is_refused(text: str) -> None:
