@@ -14,7 +14,7 @@ class EvalRun:
     draft: str = setting("", help="folder of a draft head; empty: the bundled one")
     target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
     bench: str = setting("mt-bench", help="mt-bench, pydoc, or a .jsonl of questions")
-    speculation: str = setting("chain:3", help="chain:K, tree:DEPTHxTOPKxNODES or static:WIDTHxWIDTHx...")
+    speculation: str = setting("chain:3", help="anything that serve takes but off: chain:K, auto, ngram:K, ...")
     limit: int = setting(0, help="ask only so many questions, evenly spread; 0: all", ge=0)
     max_tokens: int = setting(256, help="longest answer", ge=1)
     temperature: float = setting(0.0, help="0 is greedy", ge=0)
@@ -38,11 +38,12 @@ def evaluate(run: EvalRun) -> None:
     from specserve.serve.launch import load_models
     from specserve.speculative.tree import parse_speculation
 
-    if parse_speculation(run.speculation) is None:
+    tree = None if run.speculation == "auto" else parse_speculation(run.speculation)
+    if tree is None and run.speculation != "auto":
         raise ConfigError("--speculation off: there is nothing to evaluate; give a chain or a tree")
     questions = prompts.load_questions(run.bench, run.limit)
     models = load_models(run.target, run.draft)
-    if models.head is None:
+    if models.head is None and tree is not None and tree.uses_head:
         raise ConfigError(f"there is no head for {models.name}; give one with --draft")
     with Progress(*bar_columns(), console=console, transient=True) as progress:
         task = progress.add_task("compiling", note="")
@@ -55,7 +56,9 @@ def evaluate(run: EvalRun) -> None:
         )
         total = sum(len(question.turns) for question in questions)
         task = progress.add_task("answering", total=total, note="")
-        times = measure_steps(pair.plain.runner, pair.speculative.runner, context=128)
+        times = None
+        if tree is not None and tree.uses_head:
+            times = measure_steps(pair.plain.runner, pair.speculative.runner, context=128)
         empty = acceptance.Report(run.bench, run.speculation, run.temperature, run.concurrency)
         with pair:
             found = acceptance.evaluate(
@@ -70,11 +73,13 @@ def evaluate(run: EvalRun) -> None:
             )
     console.print(report.summary_table([(run.draft or "bundled", found)], f"{run.bench}, {run.speculation}"))
     console.print(report.category_table(found))
-    console.print(report.step_line(times))
+    if times:
+        console.print(report.step_line(times))
     if found.num_skipped:
         console.print(f"[yellow]{found.num_skipped} prompts did not fit the context and were not asked[/]")
     if run.output:
         host = pair.speculative.stats()
-        steps = {**times.to_json(), "host_ms": 1e3 * host.host_seconds / max(1, host.num_steps)}
+        steps = times.to_json() if times else {}
+        steps["host_ms"] = 1e3 * host.host_seconds / max(1, host.num_steps)
         write_json(Path(run.output), {**found.to_json(), "step": steps, "provenance": collect()})
         console.print(f"report written to {run.output}")

@@ -80,6 +80,8 @@ def transformers_arms(folder: Path, lookup: int = 3) -> dict[str, TransformersAr
         raise ConfigError("--transformers needs torch: pip install 'specserve[oracle]', or leave it out")
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM
+    from transformers.utils import logging
 
+    logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, default_dtype()))
     return {"transformers": TransformersArm(model), f"transformers, lookup {lookup}": TransformersArm(model, lookup)}

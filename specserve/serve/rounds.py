@@ -121,10 +121,7 @@ class Rounds:
             self.runner.extend(plan.new_pages)
             flights.append(self._step(decode))
         for chunk in plan.chunks:
-            if chunk.sequence.is_running:  # reading ahead of constrained sequences may have ended it
-                flight = self._prefill(chunk)
-                if flight is not None:
-                    flights.append(flight)
+            flights.append(self._prefill(chunk))
         for flight in flights:
             for active, _ in flight.rows:
                 active.sequence.num_in_flight += 1
@@ -178,7 +175,7 @@ class Rounds:
                 self._guard(active, lambda row=row, mask=mask: _fill(allowed[row], mask, parents[row], token_ids[row]))
         return tree, self.runner.verify(slots, tree, proposal, allowed, has_logprobs=has_logprobs)
 
-    def _guard(self, active: Active, call: Callable[[], None]) -> bool:
+    def _guard(self, active: Active, call: Callable[[], None]) -> None:
         """Run one request's own code; a fault there ends that request alone."""
         try:
             call()
@@ -186,25 +183,23 @@ class Rounds:
             request = active.sequence.request
             logger.exception("%s: its own code failed; ending it", request.request_id)
             self._deliver(active, Delta(finish_reason=FinishReason.ERROR, error=f"{type(error).__name__}: {error}"))
-            return False
-        return True
 
-    def _prefill(self, chunk: Chunk) -> Flight | None:
-        """Run one chunk of a prompt, admitting its sequence before the first."""
+    def _prefill(self, chunk: Chunk) -> Flight:
+        """Run one chunk of a prompt, admitting its sequence before the first. It runs even where its token mask fails
+        and ends the sequence: the prefix cache has its pages already."""
         sequence = chunk.sequence
         request = sequence.request
         if chunk.is_first:
             self._admit(chunk)
-        active = self.active[sequence]
+        active, slot = self.active[sequence], sequence.slot
         allowed = None
         if chunk.is_last and request.token_mask is not None:
             allowed = np.ones((1, self._vocab_size), bool)
             mask, row = request.token_mask, allowed
             last = np.array([sequence.token_ids[-1]])
-            if not self._guard(active, lambda: _fill(row, mask, np.zeros(1, np.int32), last)):
-                return None
+            self._guard(active, lambda: _fill(row, mask, np.zeros(1, np.int32), last))
         handle = self.runner.prefill(
-            sequence.slot,
+            slot,
             chunk.num_tokens,
             is_last=chunk.is_last,
             has_logprobs=chunk.is_last and request.params.logprobs is not None,

@@ -89,15 +89,19 @@ class Controller:
     def observe(self, estimate: Estimate, tree: Tree, n_accepted: int) -> None:
         """A step of this tree accepted so many tokens of the sequence."""
         rates = self._rates(estimate, tree)
-        num_seen = min(n_accepted + 1, len(rates), estimate.max_depth)  # the first rejection is the last thing seen
+        last = min(len(rates), estimate.max_depth)
+        num_seen = min(n_accepted + 1, last)  # the first rejection is the last thing seen
         if not num_seen:
             return
         surprise = (np.arange(num_seen) < n_accepted) - rates[:num_seen]
-        seen = slice(0, num_seen)
+        lift = self._lift_of(tree) * (1 + LIFT_RATE * surprise.sum())
+        if num_seen == last:  # what is deeper than anybody looks goes with it, else a longer chain is never tried
+            surprise = np.pad(surprise, (0, MAX_DEPTH - last), mode="edge")
+        seen = slice(0, len(surprise))
         estimate.accept_rate[seen] = np.clip(estimate.accept_rate[seen] + SLOT_RATE * surprise, 0.02, 0.98)
         self._prior[seen] = np.clip(self._prior[seen] + PRIOR_RATE * surprise, 0.02, 0.98)
         if not _is_chain(tree):
-            self._lift[tree] = float(np.clip(self._lift_of(tree) * (1 + LIFT_RATE * surprise.sum()), 1.0, 8.0))
+            self._lift[tree] = float(np.clip(lift, 1.0, 8.0))
 
     def _promise(self, estimates: Sequence[Estimate], batch_size: int, width: int, tree: Tree | None) -> float:
         tokens = sum(self.expected_tokens(estimate, tree) for estimate in estimates)

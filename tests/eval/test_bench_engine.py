@@ -12,10 +12,12 @@ from specserve.eval.bench_engine import BenchReport, run_bench
 from specserve.eval.prompts import load_chats
 from specserve.eval.report import bench_lines, bench_table, coupling_table
 from specserve.eval.step_times import read_bandwidth
+from specserve.serve import launch
 from specserve.serve.launch import Models
+from specserve.speculative.tree import DynamicTree
 
 PLAN = Plan(concurrencies=(1, 2), temperatures=(0.0, 1.0), num_rounds=2, num_requests=3, max_tokens=12)
-ARMS = ("chain:2", "ngram:2", "auto")
+ARMS = ("chain:2", "auto")
 PROMPTS = [[1 + (7 * i + j) % 60 for j in range(5 + i)] for i in range(PLAN.num_prompts)]
 
 
@@ -25,16 +27,20 @@ def models(tiny_target: Target, tiny_head: Head) -> Models:
 
 
 @pytest.fixture(scope="module")
-def report(models: Models) -> BenchReport:
+def report(models: Models, tmp_path_factory: pytest.TempPathFactory) -> BenchReport:
     seen: list[tuple[float, int]] = []
-    report = run_bench(
-        models,
-        ARMS,
-        PROMPTS,
-        PLAN,
-        max_model_len=128,
-        on_round=lambda cell: seen.append((cell.temperature, cell.concurrency)),
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("costs")))
+        patch.setattr(launch, "AUTO_CHAINS", (2,))  # few programs to compile
+        patch.setattr(launch, "AUTO_TREES_CPU", (DynamicTree(2, 2, 3),))
+        report = run_bench(
+            models,
+            ARMS,
+            PROMPTS,
+            PLAN,
+            max_model_len=128,
+            on_round=lambda cell: seen.append((cell.temperature, cell.concurrency)),
+        )
     assert seen == [(0.0, 1)] * 2 + [(0.0, 2)] * 2 + [(1.0, 1)] * 2 + [(1.0, 2)] * 2
     return report
 
@@ -80,7 +86,7 @@ def test_the_rest_of_the_report(report: BenchReport, models: Models) -> None:
     worst = min(cell["arms"]["auto"]["ratio_to_plain"] for cell in found["cells"])
     assert found["auto_worst_ratio_to_plain"] == worst
     assert 1e8 < read_bandwidth() < 1e13
-    assert bench_table(report.cells, 0.0).row_count == 2 * 4
+    assert bench_table(report.cells, 0.0).row_count == 2 * 3
     assert coupling_table(report.couplings).row_count == 1
     assert any("auto at its worst" in line for line in bench_lines(report))
 

@@ -189,22 +189,16 @@ def make_engine(
     """A fresh engine, not started, on a runner that other tests have used. `num_pages` is how many it believes to
     have: the device's array keeps its size, so nothing compiles."""
     runner.reset()
-    return (
-        Engine(
-            runner,
-            Letters(),  # type: ignore[arg-type]
-            model_name="tiny",
-            eos_ids=(EOS,),
-            controller=controller,
-            options=EngineOptions(**options),  # type: ignore[arg-type]
-        )
-        if num_pages is None
-        else _squeeze(make_engine(runner, controller, **options), num_pages)
+    engine = Engine(
+        runner,
+        Letters(),  # type: ignore[arg-type]
+        model_name="tiny",
+        eos_ids=(EOS,),
+        controller=controller,
+        options=EngineOptions(**options),  # type: ignore[arg-type]
     )
-
-
-def _squeeze(engine: Engine, num_pages: int) -> Engine:
-    engine.rounds.scheduler.pool = PagePool(num_pages, engine.runner.page_size)
+    if num_pages is not None:
+        engine.rounds.scheduler.pool = PagePool(num_pages, runner.page_size)
     return engine
 
 
@@ -277,11 +271,10 @@ class Reference:
 
     def check(self, ask: Ask, inbox: Inbox, *, is_cancelled: bool = False) -> None:
         """What the engine said is what plain decoding says; of a cancelled request, how it begins."""
-        plain, got = self.answer(ask), inbox.token_ids
+        reason, plain = inbox.wait().finish_reason, self.answer(ask)
         plain_end = plain.wait().finish_reason
         assert plain_end in (FinishReason.STOP, FinishReason.LENGTH), plain.deltas[-1]
-        reason = inbox.wait().finish_reason
-        wanted = plain.token_ids
+        got, wanted = inbox.token_ids, plain.token_ids
         if is_cancelled and reason == FinishReason.CANCELLED:
             wanted = wanted[: len(got)]
         if got != wanted:

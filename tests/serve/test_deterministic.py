@@ -1,0 +1,77 @@
+"""`--deterministic`: tokens and log-probabilities are equal to the last bit, whatever runs beside a request, whether its
+prompt was cached, and however it is speculated on."""
+
+import pytest
+
+from specserve.checkpoints.head import Head
+from specserve.checkpoints.load import Target
+from specserve.serve.engine import Completion, Engine, EngineOptions
+from specserve.serve.request import SamplingParams
+from specserve.serve.runner import Runner
+from specserve.speculative.tree import parse_speculation
+
+NUM_SLOTS, MAX_LEN, PAGE_SIZE = 4, 256, 8
+NUM_TOKENS = 40
+
+
+def _engine(target: Target, head: Head, speculation: str, *, is_deterministic: bool = True) -> Engine:
+    runner = Runner(
+        target,
+        head,
+        (parse_speculation(speculation),),
+        num_slots=NUM_SLOTS,
+        max_model_len=MAX_LEN,
+        page_size=PAGE_SIZE,
+        num_pages=2 * NUM_SLOTS * MAX_LEN // PAGE_SIZE,
+        is_deterministic=is_deterministic,
+        has_constrained=False,
+    )
+    return Engine(runner, None, model_name="tiny", eos_ids=target.eos_ids, options=EngineOptions())
+
+
+def _asks() -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts that begin alike, of several chunks, and end in their own ways; greedy and sampled."""
+    import numpy as np
+
+    rng = np.random.default_rng(3)
+    common = rng.integers(3, 64, 150).tolist()
+    prompts = [common[:n] + rng.integers(3, 64, m).tolist() for n, m in ((150, 9), (131, 1), (70, 30), (3, 5))]
+    options = dict(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
+    return prompts, [
+        SamplingParams(temperature=0.0, **options),
+        SamplingParams(temperature=1.0, seed=1, **options),
+        SamplingParams(temperature=0.7, seed=2, top_p=0.9, repetition_penalty=1.1, **options),
+        SamplingParams(temperature=0.0, frequency_penalty=0.3, **options),
+    ]
+
+
+def _run(engine: Engine, order: list[list[int]]) -> list[tuple[int, Completion]]:
+    """Groups of requests, each group as one batch."""
+    prompts, params = _asks()
+    found = []
+    with engine:
+        for group in order:
+            done = engine.generate([prompts[i] for i in group], [params[i] for i in group])
+            found += zip(group, done, strict=True)
+    return found
+
+
+ORDER = [[0], [1], [2], [3], [0, 1, 2, 3], [3, 2, 1, 0, 1, 0]]  # the first time a miss, then hits; alone, then together
+
+
+@pytest.fixture(scope="module")
+def expected(tiny_target: Target, tiny_head: Head) -> dict[int, Completion]:
+    return dict(_run(_engine(tiny_target, tiny_head, "off"), [[0], [1], [2], [3]]))
+
+
+@pytest.mark.parametrize("speculation", ["off", "chain:1", "chain:3", "ngram:7", "head+suffix:4"])
+def test_a_request_gets_the_same_bits(
+    tiny_target: Target, tiny_head: Head, expected: dict[int, Completion], speculation: str
+) -> None:
+    found = _run(_engine(tiny_target, tiny_head, speculation), ORDER)
+    for i, completion in found:
+        assert len(completion.token_ids) == NUM_TOKENS
+        assert completion.token_ids == expected[i].token_ids, f"request {i}"
+        assert completion.logprobs == expected[i].logprobs, f"request {i}"
+    hits = [completion.stats.num_cached_tokens for _, completion in found]
+    assert hits[0] == 0 < min(hits[4:7])

@@ -1,0 +1,130 @@
+"""A prefix hit changes nothing but the time it takes: same tokens, same acceptance, fewer tokens to prefill."""
+
+import random
+from collections.abc import Iterator
+
+import pytest
+from engines import PAGE_SIZE, VOCAB, Ask, Fixed, Inbox, Reference, greedy, make_engine, run, serving, submit
+
+from specserve.serve.engine import Engine
+from specserve.serve.request import SamplingParams, SpeculationStats
+from specserve.serve.runner import Runner
+from specserve.speculative.tree import parse_speculation
+
+PROMPT = tuple(random.Random(8).choices(range(3, VOCAB), k=41))
+PARAMS = [greedy(30, ignore_eos=True), SamplingParams(max_tokens=30, seed=3, ignore_eos=True, presence_penalty=0.3)]
+
+
+@pytest.fixture(params=["tree:3x3x8", "chain:3", "static:2x1"])
+def engine(request: pytest.FixtureRequest, runner: Runner) -> Iterator[Engine]:
+    with serving(make_engine(runner, Fixed(parse_speculation(request.param)))) as engine:
+        yield engine
+
+
+@pytest.fixture
+def num_prefilled(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Prompt tokens, chunk by chunk."""
+    prefill, found = runner.prefill, []
+
+    def noted(slot: int, num_tokens: int, **options: object) -> object:
+        found.append(num_tokens)
+        return prefill(slot, num_tokens, **options)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(runner, "prefill", noted)
+    return found
+
+
+def _stats(inbox: Inbox) -> SpeculationStats:
+    stats = inbox.wait().stats
+    assert stats is not None
+    return stats
+
+
+def _assert_equal_but_cached(hit: Inbox, miss: Inbox, num_cached: int) -> None:
+    assert hit.token_ids == miss.token_ids
+    found, wanted = _stats(hit), _stats(miss)
+    assert (found.num_cached_tokens, wanted.num_cached_tokens) == (num_cached, 0)
+    assert found.num_steps == wanted.num_steps
+    assert found.accepted_per_depth == wanted.accepted_per_depth
+
+
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])
+def test_a_hit_equals_a_miss_in_tokens_and_acceptance(
+    engine: Engine, num_prefilled: list[int], params: SamplingParams
+) -> None:
+    ask = Ask(PROMPT, params)
+    miss, hit = run(engine, [ask])[0], run(engine, [ask])[0]
+    _assert_equal_but_cached(hit, miss, 40)
+    assert _stats(hit).num_accepted > 0, "nothing was accepted, so nothing was tested"
+    assert num_prefilled == [16, 16, 9, 1]
+    later = Ask((*PROMPT[:20], 5, 5, 5), params)  # the first two pages
+    hit = run(engine, [later])[0]
+    engine.flush_cache()
+    _assert_equal_but_cached(hit, run(engine, [later])[0], 16)
+
+
+@pytest.mark.parametrize("first_turn", ["speculative", "plain"])
+@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])
+def test_the_answer_is_cached_with_its_question(
+    engine: Engine, reference: Reference, first_turn: str, params: SamplingParams
+) -> None:
+    """What steps of the first turn wrote, aux hidden states and draft entries included, serves the second as if it had
+    been prefilled; plain steps leave tokens behind that the draft has not consumed."""
+    controller = engine.rounds.controller
+    first = Ask(PROMPT[:13], params)
+    if first_turn == "plain":
+        engine.rounds.controller = Fixed(None)
+    inbox = run(engine, [first])[0]
+    reference.check(first, inbox)
+    engine.rounds.controller = controller
+    prompt = (*first.prompt, *inbox.token_ids, 7, 8, 9, 10)
+    second = [Ask(prompt, SamplingParams(max_tokens=30, seed=seed, ignore_eos=True)) for seed in range(4)]
+    hits = [run(engine, [ask])[0] for ask in second]
+    for ask, hit, num_cached in zip(second, hits, (32, 40, 40, 40), strict=True):  # 13 + 30 - 1, less 8 pending: 34
+        engine.flush_cache()
+        _assert_equal_but_cached(hit, run(engine, [ask])[0], num_cached)
+    assert sum(_stats(hit).num_accepted for hit in hits) > 4, "little was accepted, so little was tested"
+
+
+def test_twins_share_pages_while_they_run(runner: Runner, num_prefilled: list[int]) -> None:
+    engine = make_engine(runner, Fixed(parse_speculation("chain:3")))
+    twins = [submit(engine, Ask(PROMPT, params))[1] for params in PARAMS * 2]
+    with serving(engine):
+        stats = [_stats(twin) for twin in twins]
+    assert [found.num_cached_tokens for found in stats] == [0, 40, 40, 40]
+    assert sum(num_prefilled) == 41 + 3
+
+
+def test_salts_share_nothing_with_others(engine: Engine) -> None:
+    cached = [
+        _stats(run(engine, [Ask(PROMPT, greedy(3), salt=salt)])[0]).num_cached_tokens
+        for salt in ("", "alice", "bob", "alice", "", "bob")
+    ]
+    assert cached == [0, 0, 0, 40, 40, 40]
+
+
+def test_a_flush_forgets_also_what_runs(engine: Engine) -> None:
+    ask = Ask(PROMPT, greedy(40, ignore_eos=True))
+    _, inbox = submit(engine, ask)
+    inbox.wait_for_first()
+    engine.flush_cache()
+    inbox.wait()
+    assert _stats(run(engine, [ask])[0]).num_cached_tokens == 0
+    assert _stats(run(engine, [ask])[0]).num_cached_tokens == 40
+
+
+def test_without_a_cache_nothing_is_found(runner: Runner) -> None:
+    with serving(make_engine(runner, is_caching=False)) as engine:
+        asks = [Ask(PROMPT, greedy(3))] * 2
+        assert [_stats(run(engine, [ask])[0]).num_cached_tokens for ask in asks] == [0, 0]
+        assert engine.stats().num_pages_cached == 0
+
+
+def test_a_full_cache_evicts_and_serves(runner: Runner, reference: Reference) -> None:
+    """Far more prompts than pages, one after the other: idle pages make room."""
+    rng = random.Random(4)
+    with serving(make_engine(runner, Fixed(parse_speculation("chain:3")), num_pages=12)) as engine:
+        for _ in range(12):
+            ask = Ask(tuple(rng.choices(range(VOCAB), k=5 * PAGE_SIZE)), greedy(9))
+            reference.check(ask, run(engine, [ask])[0])
+        assert 0 < engine.stats().num_pages_cached <= 12

@@ -1,0 +1,250 @@
+"""Who runs next, against a device that exists only as numbers."""
+
+import random
+from collections import deque
+from dataclasses import dataclass, field
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specserve.serve.pages import PagePool
+from specserve.serve.request import Request, SamplingParams
+from specserve.serve.scheduler import Round, Scheduler, Sequence
+
+PAGE_SIZE, MAX_STEP, CHUNKS = 4, 3, (4, 16)
+
+
+def _request(prompt_ids: list[int], max_new_tokens: int, priority: int = 0, salt: str = "") -> Request:
+    return Request(
+        "r", tuple(prompt_ids), SamplingParams(), max_new_tokens, 0, lambda _delta: None, priority, cache_salt=salt
+    )
+
+
+def _scheduler(num_slots: int = 2, num_pages: int = 12, **options: object) -> Scheduler:
+    return Scheduler(
+        num_slots,
+        PagePool(num_pages, PAGE_SIZE),
+        chunks=CHUNKS,
+        max_step=MAX_STEP,
+        **options,  # type: ignore[arg-type]
+    )
+
+
+@dataclass
+class Device:
+    """Runs rounds, and reads each one round later. The token at a position follows from what stands before it, so an
+    answer does not depend on who else runs."""
+
+    scheduler: Scheduler
+    rng: random.Random = field(default_factory=lambda: random.Random(0))
+    flights: deque[list[tuple[Sequence, int, int]]] = field(default_factory=deque)  # with epoch and tokens at most
+    done: list[Sequence] = field(default_factory=list)
+    first: list[int] = field(default_factory=list)  # order of first admissions
+    num_prefilled: int = 0
+
+    def round(self) -> Round:
+        scheduler, before = self.scheduler, list(self.scheduler.running)
+        waiting = list(scheduler.waiting)
+        plan = scheduler.schedule()
+        self._check(plan, before, waiting)
+        rows = [(sequence, sequence.epoch, MAX_STEP) for sequence in plan.decode]
+        for chunk in plan.chunks:
+            self.num_prefilled += chunk.num_tokens
+            if chunk.is_first and not chunk.sequence.output_ids and chunk.sequence.epoch == 0:
+                self.first.append(chunk.sequence.order)
+            if chunk.is_last:
+                rows.append((chunk.sequence, chunk.sequence.epoch, 1))
+        for sequence, _, most in rows:
+            sequence.num_in_flight += 1
+            sequence.most_in_flight += most
+        self.flights.append(rows)
+        while len(self.flights) > (0 if plan.is_empty else 1):
+            self._land()
+        return plan
+
+    def _land(self) -> None:
+        for sequence, epoch, most in self.flights.popleft():
+            if sequence.epoch != epoch or not sequence.is_running:
+                continue
+            sequence.num_in_flight -= 1
+            sequence.most_in_flight -= most
+            for _ in range(self.rng.randint(1, most)):
+                sequence.output_ids.append(sum(sequence.token_ids[-3:]) % 5)
+                if len(sequence.output_ids) == sequence.request.max_new_tokens:
+                    self.scheduler.finish(sequence)
+                    self.done.append(sequence)
+                    break
+
+    def _check(self, plan: Round, before: list[Sequence], waiting: list[Sequence]) -> None:
+        scheduler = self.scheduler
+        scheduler.pool.check()
+        for line in (scheduler.running, scheduler.waiting):
+            assert [s.rank for s in line] == sorted(s.rank for s in line)
+        slots = [sequence.slot for sequence in scheduler.running]
+        assert len({*slots, *scheduler._free_slots}) == len(slots) + len(scheduler._free_slots)
+        pages = set()
+        for sequence in scheduler.running:
+            request = sequence.request
+            committed = len(sequence.token_ids) + sequence.most_in_flight - 1
+            if sequence in plan.decode:
+                committed += MAX_STEP
+                assert sequence not in plan.preempted
+            most = len(request.prompt_ids) + request.max_new_tokens - 1
+            assert len(sequence.pages) * PAGE_SIZE >= min(committed, most), "a step would write beside its pages"
+            assert len(set(sequence.pages)) == len(sequence.pages)
+            pages |= set(sequence.pages)
+        assert scheduler.pool.num_available == scheduler.pool.num_pages - len(pages)
+        for victim in plan.preempted:  # the youngest go first
+            assert all(victim.rank > other.rank for other in before if other.is_running and other in plan.decode)
+        assert before == [] or before[0] not in plan.preempted, "the oldest goes on"
+        for slot, column, page in plan.new_pages:
+            [owner] = [sequence for sequence in plan.decode if sequence.slot == slot]
+            assert owner.pages[column] == page
+        admitted = [chunk.sequence for chunk in plan.chunks if chunk.is_first]
+        assert admitted == waiting[: len(admitted)], "nobody overtakes"
+        assert not (admitted and plan.preempted)
+        assert sum(chunk.num_tokens for chunk in plan.chunks) <= scheduler._prefill_tokens
+
+    def run(self) -> None:
+        for _ in range(10_000):
+            if self.round().is_empty and not self.scheduler.waiting and not self.scheduler.running:
+                return
+        raise AssertionError("they never end")
+
+
+@st.composite
+def _requests(draw: st.DrawFn) -> list[Request]:
+    """Prompts of few different tokens share prefixes; each fits the cache alone."""
+    requests = []
+    for _ in range(draw(st.integers(1, 12))):
+        prompt = [0] * draw(st.integers(0, 14)) + draw(st.lists(st.integers(0, 1), min_size=1, max_size=8))
+        room = 12 * PAGE_SIZE + 1 - len(prompt)
+        requests.append(
+            _request(prompt, draw(st.integers(1, room)), draw(st.integers(0, 1)), draw(st.sampled_from(["", "", "s"])))
+        )
+    return requests
+
+
+@given(
+    requests=_requests(),
+    num_slots=st.integers(1, 4),
+    prefill_tokens=st.sampled_from([0, 4, 7, 40]),
+    cache_lag=st.sampled_from([0, 3]),
+    is_caching=st.booleans(),
+    is_deterministic=st.booleans(),
+    rng=st.randoms(use_true_random=False),
+)
+def test_everybody_is_served_and_nothing_is_left(
+    requests: list[Request],
+    num_slots: int,
+    prefill_tokens: int,
+    cache_lag: int,
+    is_caching: bool,
+    is_deterministic: bool,
+    rng: random.Random,
+) -> None:
+    scheduler = _scheduler(
+        num_slots,
+        prefill_tokens=prefill_tokens,
+        cache_lag=cache_lag,
+        is_caching=is_caching,
+        is_deterministic=is_deterministic,
+    )
+    device = Device(scheduler, rng)
+    for request in requests:
+        scheduler.add(request)
+        if rng.random() < 0.5:
+            device.round()
+    device.run()
+    assert len(device.done) == len(requests)
+    for sequence in device.done:
+        assert len(sequence.output_ids) == sequence.request.max_new_tokens
+        token_ids = list(sequence.request.prompt_ids)
+        for token_id in sequence.output_ids:
+            assert token_id == sum(token_ids[-3:]) % 5, "a token was lost or repeated"
+            token_ids.append(token_id)
+    assert scheduler.pool.num_available == scheduler.pool.num_pages
+    assert sorted(scheduler._free_slots) == list(range(num_slots))
+    assert not is_deterministic or scheduler.num_preemptions == 0
+    assert is_caching or scheduler.num_hits == scheduler.pool.num_cached == 0
+    if all(request.priority == 0 for request in requests):
+        assert device.first == sorted(device.first)
+
+
+def test_pages_are_taken_as_a_sequence_grows() -> None:
+    scheduler = _scheduler(1)
+    device = Device(scheduler)
+    scheduler.add(_request([1] * 9, 20))
+    held = []
+    while not device.done:
+        device.round()
+        held.append(scheduler.pool.num_pages - scheduler.pool.num_available)
+    assert held[0] == 3, "the prompt's"
+    assert held[:-1] == sorted(held[:-1])
+    assert max(held) == 7, "9 + 20 - 1 entries"
+
+
+def test_deterministic_sequences_reserve_their_whole_answer() -> None:
+    scheduler = _scheduler(2, num_pages=10, is_deterministic=True)
+    for _ in range(2):
+        scheduler.add(_request([1] * 9, 20))
+    scheduler.schedule()
+    assert [len(sequence.pages) for sequence in scheduler.running] == [7]
+    assert len(scheduler.waiting) == 1, "7 more pages are not to be had"
+
+
+def test_a_preempted_sequence_finds_its_own_words_in_the_cache() -> None:
+    scheduler = _scheduler(2, num_pages=9)
+    device = Device(scheduler)
+    scheduler.add(_request([1] * 9, 24))
+    scheduler.add(_request([2] * 9, 24))
+    preempted: list[Sequence] = []
+    while not preempted:
+        preempted += device.round().preempted
+    [victim] = preempted
+    assert (victim.order, victim.is_running, victim.output_ids != []) == (1, False, True)
+    num_said, before = len(victim.output_ids), device.num_prefilled
+    device.run()
+    assert scheduler.num_preemptions >= 1
+    assert device.num_prefilled - before < 9 + num_said, "some of it was cached"
+    assert (victim.num_cached, scheduler.num_queried) == (0, 18), "hits of its own words are nobody's hits"
+
+
+@pytest.mark.parametrize("prefers_cached", [False, True])
+def test_the_longest_cached_prefix_goes_first_among_equals(prefers_cached: bool) -> None:
+    scheduler = _scheduler(1, prefers_cached=prefers_cached)
+    device = Device(scheduler)
+    cached = [1, 2, 3, 4, 5, 6, 7, 8, 9]
+    scheduler.add(_request(cached, 2))
+    device.run()
+    for prompt, priority in (([9] * 9, 0), (cached[:5] + [0] * 4, 0), (cached, 0), (cached, 1), ([9] * 5, -1)):
+        scheduler.add(_request(prompt, 2, priority))
+    device.first.clear()
+    while scheduler.waiting or scheduler.running:
+        plan = scheduler.schedule()
+        device.first += [chunk.sequence.order for chunk in plan.chunks if chunk.is_first]
+        for sequence in list(scheduler.running):
+            scheduler.finish(sequence)
+    assert device.first == ([5, 3, 2, 1, 4] if prefers_cached else [5, 1, 2, 3, 4])
+
+
+def test_a_prompt_shares_its_round_with_what_is_left_of_it() -> None:
+    """Chunks of one round hold no more than the largest, or than was asked for; one prompt at a time."""
+    scheduler = _scheduler(4, num_pages=40)
+    for length in (20, 3, 3, 30):
+        scheduler.add(_request([length] * length, 1))
+    device = Device(scheduler)
+    chunks = [[(chunk.sequence.order, chunk.num_tokens) for chunk in device.round().chunks] for _ in range(5)]
+    assert chunks == [[(0, 16)], [(0, 4), (1, 3), (2, 3), (3, 4)], [(3, 16)], [(3, 10)], []]
+
+
+def test_the_last_token_of_a_prompt_is_always_run() -> None:
+    """Its logits are wanted, even if all its pages are cached."""
+    scheduler = _scheduler(1)
+    for _ in range(2):
+        scheduler.add(_request([1] * 8, 1))
+    device = Device(scheduler)
+    device.run()
+    assert device.num_prefilled == 8 + 4
+    assert scheduler.num_hits == 4

@@ -1,0 +1,96 @@
+"""Grammars over trees: what a mask forbids is never said, what it allows is what plain decoding says, and a mask that
+fails ends its own request alone."""
+
+import re
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from engines import Ask, Dice, Grammar, Inbox, Reference, greedy, make_engine, run, serving, submit
+
+from specserve.errors import RequestError
+from specserve.serve.request import FinishReason, SamplingParams
+from specserve.serve.runner import Runner
+
+PROMPT = tuple(range(3, 44))
+
+
+def _params(seed: int, **options: float) -> SamplingParams:
+    return SamplingParams(max_tokens=30, seed=seed, ignore_eos=seed % 2 == 0, **options)  # type: ignore[arg-type]
+
+
+def test_a_grammar_speculative_equals_plain(runner: Runner, reference: Reference) -> None:
+    """In one batch with requests that have none; whatever else their options say."""
+    params = [greedy(30), *[_params(seed) for seed in range(6)], _params(8, top_k=5, presence_penalty=1.0, logprobs=2)]
+    asks = [Ask(PROMPT[:n], own, is_constrained=i % 3 != 2) for i, own in enumerate(params) for n in (5, 37)]
+    with serving(make_engine(runner, Dice(3))) as engine:
+        inboxes = run(engine, asks)
+    accepted = 0
+    for ask, inbox in zip(asks, inboxes, strict=True):
+        reference.check(ask, inbox)
+        if ask.is_constrained:
+            Grammar().accept(inbox.token_ids)
+            accepted += inbox.wait().stats.num_accepted  # type: ignore[union-attr]
+    assert accepted > 20, "little was accepted, so little was tested"
+
+
+class Faulty(Grammar):
+    """Fails in its own way when it is called for the third time, or for the first."""
+
+    def __init__(self, fault: str) -> None:
+        super().__init__()
+        self.fault, self.num_calls = fault, 0
+
+    def masks(self, parents: Sequence[int], token_ids: Sequence[int]) -> np.ndarray:
+        self.num_calls += 1
+        masks = super().masks(parents, token_ids)
+        if self.fault == "in its first call" or (self.fault == "in a step" and self.num_calls == 3):
+            raise ValueError("no grammar here")
+        if self.num_calls < 3:
+            return masks
+        broken = {
+            "by its shape": masks[:, 1:],
+            "by its type": masks.astype(np.int8),
+            "by allowing nothing": masks & (np.arange(len(masks)) != len(masks) - 1)[:, None],
+        }
+        return broken.get(self.fault, masks)
+
+    def accept(self, token_ids: Sequence[int]) -> None:
+        super().accept(token_ids)
+        if self.fault == "in accept" and self.num_calls == 3:
+            raise ValueError("no grammar here")
+
+
+@pytest.mark.parametrize(
+    ("fault", "error"),
+    [
+        ("in its first call", "ValueError: no grammar here"),
+        ("in a step", "ValueError: no grammar here"),
+        ("in accept", "ValueError: no grammar here"),
+        ("by its shape", r"ValueError: a token mask returned bool \(9, 63\); expected bool \(9, 64\)"),
+        ("by its type", "ValueError: a token mask returned int8"),
+        ("by allowing nothing", "with a True in each row"),
+    ],
+)
+def test_a_failing_mask_ends_its_own_request(runner: Runner, reference: Reference, fault: str, error: str) -> None:
+    """And what its prompt left in the prefix cache is sound."""
+    engine = make_engine(runner, Dice(5))
+    failing = Inbox()
+    neighbours = [Ask(PROMPT, greedy(20)), Ask(PROMPT, _params(4), is_constrained=True), Ask(PROMPT[:9], _params(2))]
+    engine.submit(PROMPT, greedy(20, ignore_eos=True), failing, token_mask=Faulty(fault))
+    inboxes = [submit(engine, ask)[1] for ask in neighbours]
+    with serving(engine):
+        last = failing.wait()
+        for ask, inbox in zip(neighbours * 2, inboxes + run(engine, neighbours), strict=True):
+            reference.check(ask, inbox)
+        assert inbox.wait().stats.num_cached_tokens == 8  # type: ignore[union-attr]
+    assert last.finish_reason == FinishReason.ERROR
+    assert re.search(error, str(last.error)), last.error
+    Grammar().accept(failing.token_ids)
+    assert engine.stats().num_rebuilds == 0
+
+
+def test_masks_need_constrained_programs(lookup_runner: Runner) -> None:
+    with pytest.raises(RequestError, match="without constrained programs") as error:
+        submit(make_engine(lookup_runner), Ask(PROMPT, greedy(1), is_constrained=True))
+    assert error.value.param == "token_mask"

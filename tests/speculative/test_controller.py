@@ -1,0 +1,194 @@
+"""The choice of trees, against heads whose acceptance is known: what it finds, what it costs to find, what it never does."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specserve.speculative.controller import LOYALTY, MAX_DEPTH, Controller, Estimate
+from specserve.speculative.tree import DynamicTree, Tree, chain, static_tree
+
+WIDTH = 8
+CHAINS: tuple[Tree | None, ...] = (None, *[chain(depth) for depth in range(1, 8)])
+TREES: tuple[Tree | None, ...] = (*CHAINS, DynamicTree(4, 2, 7), static_tree((3, 2, 1)))
+
+
+def _costs(draft: float, node: float, trees: Sequence[Tree | None] = CHAINS, batch: int = 1) -> dict:
+    """Seconds of a step, where a plain one takes 1: so much for each pass of the draft, and for each node."""
+    return {(batch, WIDTH, tree): 1.0 + (draft * tree.depth + node * tree.num_nodes if tree else 0.0) for tree in trees}
+
+
+@dataclasses.dataclass(frozen=True)
+class Head:
+    """Accepts at each depth with a known rate, the last one from there on."""
+
+    rates: tuple[float, ...]
+
+    def accept(self, rng: np.random.Generator, tree: Tree) -> int:
+        is_accepted = rng.random(tree.depth) < self._rates(tree)
+        return int(np.cumprod(is_accepted).sum())
+
+    def expected_tokens(self, tree: Tree | None) -> float:
+        return 1.0 + float(np.cumprod(self._rates(tree)).sum()) if tree else 1.0
+
+    def _rates(self, tree: Tree) -> np.ndarray:
+        return np.array([self.rates[min(depth, len(self.rates) - 1)] for depth in range(tree.depth)])
+
+
+def _serve(
+    controller: Controller, head: Head, num_steps: int, *, batch: int = 1, length: int = 200, seed: int = 0
+) -> list[Tree | None]:
+    """What is chosen, step by step, for sequences that end and are followed by new ones."""
+    rng, chosen = np.random.default_rng(seed), []
+    estimates = [controller.start(None) for _ in range(batch)]
+    lengths = [0] * batch
+    for _ in range(num_steps):
+        tree = controller.choose(estimates, CHAINS, batch, WIDTH)
+        chosen.append(tree)
+        for row in range(batch):
+            n_accepted = head.accept(rng, tree) if tree else 0
+            if tree:
+                controller.observe(estimates[row], tree, n_accepted)
+            lengths[row] += 1 + n_accepted
+            if lengths[row] >= length:
+                estimates[row], lengths[row] = controller.start(None), 0
+    return chosen
+
+
+def _tokens_per_second(head: Head, costs: dict, chosen: Sequence[Tree | None], batch: int = 1) -> float:
+    return sum(map(head.expected_tokens, chosen)) / sum(costs[batch, WIDTH, tree] for tree in chosen)
+
+
+GOOD = [Head((0.9,)), Head((0.75, 0.8, 0.8)), Head((0.8, 0.6, 0.4))]
+
+
+@pytest.mark.parametrize("prior", [(), (0.75, 0.8, 0.8), (0.3, 0.2)], ids=["unknown", "hopeful", "gloomy"])
+@pytest.mark.parametrize("cost", [(0.05, 0.02), (0.1, 0.15), (0.2, 0.02)], ids=str)
+@pytest.mark.parametrize("head", GOOD, ids=lambda head: str(head.rates))
+def test_it_finds_the_best_chain_whatever_it_was_told(
+    head: Head, cost: tuple[float, float], prior: tuple[float, ...]
+) -> None:
+    costs = _costs(*cost)
+    chosen = _serve(Controller(costs, prior), head, 600)
+    best = max(_tokens_per_second(head, costs, [tree]) for tree in CHAINS)
+    assert _tokens_per_second(head, costs, chosen[300:]) > 0.95 * best
+    assert _tokens_per_second(head, costs, chosen) > 0.85 * best, "finding it may not take long"
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_a_head_that_does_not_pay_costs_a_look_now_and_then(batch: int) -> None:
+    head = Head((0.03,))
+    costs = _costs(0.3, 0.1, batch=batch)
+    controller = Controller(costs, (0.7, 0.7))  # its own evaluation said otherwise
+    _serve(controller, head, 1000, batch=batch)
+    chosen = _serve(controller, head, 2000, batch=batch, seed=1)
+    assert 0 < sum(tree is not None for tree in chosen) < 0.03 * len(chosen)
+    assert _tokens_per_second(head, costs, chosen, batch) > 0.97
+
+
+def test_it_comes_back_to_a_head_that_pays_again() -> None:
+    costs = _costs(0.05, 0.02)
+    controller = Controller(costs)
+    assert _serve(controller, Head((0.05,)), 1000).count(None) > 800
+    chosen = _serve(controller, Head((0.9,)), 4000, seed=1)
+    assert chosen[-500:].count(None) == 0
+
+
+def _estimates(rates: Sequence[Sequence[float]], max_depths: Sequence[int]) -> list[Estimate]:
+    found = []
+    for own, max_depth in zip(rates, max_depths, strict=True):
+        padded = [*own, *[own[-1]] * (MAX_DEPTH - len(own))]
+        found.append(Estimate(np.array(padded), max_depth))
+    return found
+
+
+_rates = st.lists(st.floats(0.02, 0.98), min_size=1, max_size=5)
+
+
+@given(
+    rounds=st.lists(
+        st.lists(st.tuples(_rates, st.sampled_from([0, 1, 3, MAX_DEPTH])), min_size=1, max_size=3),
+        min_size=1,
+        max_size=4,
+    ),
+    cost=st.tuples(st.floats(0.0, 0.4), st.floats(0.0, 0.3)),
+    known=st.sets(st.sampled_from(TREES), min_size=1),
+)
+def test_the_choice_is_within_its_loyalty_of_the_best(
+    rounds: list[list[tuple[list[float], int]]], cost: tuple[float, float], known: set[Tree | None]
+) -> None:
+    """Whatever it chose before; and of what has a cost only. (So few rounds hold no look from plain decoding.)"""
+    costs = {shape: seconds for shape, seconds in _costs(*cost, TREES).items() if shape[2] in known}
+    controller = Controller(costs)
+    for round_ in rounds:
+        estimates = _estimates(*zip(*round_, strict=True))
+
+        def rate(tree: Tree | None, estimates: list[Estimate] = estimates) -> float:
+            return sum(controller.expected_tokens(e, tree) for e in estimates) / costs[1, WIDTH, tree]
+
+        chosen = controller.choose(estimates, TREES, 1, WIDTH)
+        assert chosen in known
+        assert rate(chosen) * LOYALTY * (1 + 1e-12) >= max(rate(tree) for tree in known)
+
+
+def test_without_costs_it_takes_the_first_way() -> None:
+    controller = Controller({}, (0.9,))
+    assert controller.choose([controller.start(None)], (chain(3), None), 1, WIDTH) == chain(3)
+    known = Controller(_costs(0.1, 0.1), (0.9,))
+    assert known.choose([known.start(None)], (chain(3), None), 2, WIDTH) == chain(3), "another batch has other costs"
+    assert known.choose([known.start(None)], (chain(3), None), 1, 2 * WIDTH) == chain(3)
+
+
+def test_a_request_that_takes_no_draft_tokens_is_decoded_plainly() -> None:
+    """Nor is there a look at trees; beside others it counts as one token a step."""
+    controller = Controller(_costs(0.05, 0.02), (0.9,))
+    alone = [controller.start(0)]
+    assert {controller.choose(alone, CHAINS, 1, WIDTH) for _ in range(300)} == {None}
+    for tree in TREES:
+        assert controller.expected_tokens(alone[0], tree) == 1.0
+    assert controller.choose([controller.start(2)], CHAINS, 1, WIDTH) == chain(2), "what is deeper is never accepted"
+    before = alone[0].accept_rate.copy()
+    controller.observe(alone[0], chain(3), 0)
+    np.testing.assert_array_equal(alone[0].accept_rate, before, "nothing was seen of it")
+
+
+def test_what_a_step_says_about_each_depth() -> None:
+    """Up to the first rejection; an acceptance beyond the request's own bound is no news."""
+    controller = Controller({}, (0.5,))
+    estimate = controller.start(None)
+    controller.observe(estimate, chain(5), 2)
+    moved = np.sign(estimate.accept_rate - 0.5)
+    assert moved[:5].tolist() == [1, 1, -1, 0, 0]
+    bounded = Controller({}, (0.5,)).start(2)
+    controller.observe(bounded, chain(5), 2)
+    assert np.sign(bounded.accept_rate - 0.5).tolist() == [1] * MAX_DEPTH, "what nobody can see goes with the last"
+    assert controller.start(None).accept_rate[0] > 0.5, "new sequences profit"
+
+
+def test_speedup_is_tokens_over_cost() -> None:
+    controller = Controller({(1, WIDTH, None): 2.0, (1, WIDTH, chain(2)): 3.0})
+    estimates = _estimates([[0.5], [0.8]], [MAX_DEPTH, MAX_DEPTH])
+    assert controller.expected_tokens(estimates[0], chain(2)) == pytest.approx(1 + 0.5 + 0.25)
+    expected = ((1 + 0.5 + 0.25) + (1 + 0.8 + 0.64)) / 2 * 2.0 / 3.0
+    assert controller.speedup(estimates, 1, WIDTH, chain(2)) == pytest.approx(expected)
+    assert controller.speedup(estimates, 1, WIDTH, None) == 1.0
+    for nothing_known in ((2, WIDTH, chain(2)), (1, 1, chain(2)), (1, WIDTH, chain(3))):
+        assert controller.speedup(estimates, *nothing_known) == 1.0
+
+
+def test_a_tree_is_credited_with_what_it_accepts_over_a_chain() -> None:
+    """Its lift follows what is seen of it, and leaves other trees' alone."""
+    wide, other = DynamicTree(4, 2, 7), static_tree((3, 2, 1))
+    controller = Controller({}, (0.5,))
+    estimate = _estimates([[0.5]], [MAX_DEPTH])[0]
+    before = {tree: controller.expected_tokens(estimate, tree) for tree in (wide, other, chain(4))}
+    assert before[wide] > before[chain(4)]
+    for _ in range(50):
+        controller.observe(controller.start(None), wide, 4)
+    assert controller.expected_tokens(estimate, wide) > before[wide]
+    assert controller.expected_tokens(estimate, other) == before[other]
+    assert math.isfinite(controller.expected_tokens(estimate, wide))
