@@ -101,7 +101,7 @@ def resolve(
     """The schema filled from its defaults, then the YAML file, then `a.b=value` texts, then flags or arguments.
 
     `flags` maps dotted names to values; None means that the flag was not given. `arguments` are those of a Python call,
-    so text is no number there. Raises ConfigError.
+    where None is a value. Raises ConfigError.
     """
     known = {leaf.name: leaf for leaf in leaves(schema)}
     values: dict[str, Any] = {}

@@ -13,18 +13,17 @@ import numpy as np
 from specserve.pytree import pytree
 
 BLOCK_COLUMNS = 64  # measured: 48 and 96 columns are 10% slower, 32 and 128 60%, 16 sixteen times
-MAX_PARTS = 2  # separate arrays, which the CPU's thread pool can work on side by side
 
 
 @pytree
 class BlockedMatrix:
     """A [d_in, d_out] matrix as contiguous column blocks."""
 
-    parts: tuple[jax.Array, ...]  # each [blocks, d_in, BLOCK_COLUMNS]
+    blocks: jax.Array  # [d_out / BLOCK_COLUMNS, d_in, BLOCK_COLUMNS]
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.parts[0].shape[1], sum(part.shape[0] for part in self.parts) * BLOCK_COLUMNS
+        return self.blocks.shape[1], self.blocks.shape[0] * BLOCK_COLUMNS
 
 
 Weight = jax.Array | BlockedMatrix
@@ -37,8 +36,7 @@ def block(weight: jax.Array) -> Weight:
         return weight
     # on the host: a device transpose would hold a third copy
     blocks = np.asarray(weight).reshape(d_in, -1, BLOCK_COLUMNS).transpose(1, 0, 2)
-    parts = np.array_split(blocks, min(MAX_PARTS, len(blocks)))
-    return BlockedMatrix(tuple(jnp.asarray(np.ascontiguousarray(part)) for part in parts))
+    return BlockedMatrix(jnp.asarray(np.ascontiguousarray(blocks)))
 
 
 def matmul(x: jax.Array, weight: Weight) -> jax.Array:  # [..., d_in] @ [d_in, d_out] -> [..., d_out]
@@ -57,11 +55,8 @@ def matmul_float32(x: jax.Array, weight: Weight) -> jax.Array:
 
 def _blocked(x: jax.Array, weight: BlockedMatrix) -> jax.Array:
     rows = x.reshape(-1, x.shape[-1])
-    outs = []
-    for part in weight.parts:
-        # the rows are repeated for each block so that the block dimension is a batch dimension on both sides;
-        # with a free dimension there, XLA transposes the weights at every call
-        repeated = jnp.broadcast_to(rows, (part.shape[0], *rows.shape))
-        product = jax.lax.dot_general(repeated, part, (((2,), (1,)), ((0,), (0,))))  # [blocks, row, columns]
-        outs.append(product.transpose(1, 0, 2).reshape(rows.shape[0], -1))
-    return jnp.concatenate(outs, axis=1).reshape(*x.shape[:-1], -1)
+    # the rows are repeated for each block so that the block dimension is a batch dimension on both sides; with a free
+    # dimension there, XLA transposes the weights at every call
+    repeated = jnp.broadcast_to(rows, (weight.blocks.shape[0], *rows.shape))
+    product = jax.lax.dot_general(repeated, weight.blocks, (((2,), (1,)), ((0,), (0,))))  # [blocks, row, columns]
+    return product.transpose(1, 0, 2).reshape(*x.shape[:-1], -1)

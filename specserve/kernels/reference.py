@@ -49,7 +49,7 @@ def attend_rollout(
 
 def matmul(x: np.ndarray, weight: BlockedMatrix) -> np.ndarray:  # [..., d_in] -> [..., d_out]
     """`matmul.matmul` of a blocked matrix: put together again, then multiplied."""
-    return x @ np.concatenate([np.concatenate(list(np.asarray(part)), axis=1) for part in weight.parts], axis=1)
+    return x @ np.concatenate(list(np.asarray(weight.blocks)), axis=1)
 
 
 def _committed(prefix: PagedPrefix, b: int) -> tuple[np.ndarray, np.ndarray]:  # each [seen, kv_head, head_dim]

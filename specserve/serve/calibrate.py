@@ -3,10 +3,11 @@
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import jax
@@ -46,11 +47,10 @@ def step_costs(
     `on_round(done, total)` reports."""
     programs = [program for program in runner.programs() if program.step is not None]
     if file is not None and file.is_file():
-        try:
-            known = json.loads(file.read_text())
-            return {_shape(program): float(known[program.name]) for program in programs}
-        except (ValueError, KeyError):
-            logger.warning("%s is damaged; the costs of steps are measured again", file)
+        known = _read(file, programs)
+        if known is not None:
+            return known
+        logger.warning("%s is damaged; the costs of steps are measured again", file)
     seconds: dict[str, list[float]] = {program.name: [] for program in programs}
     for done in range(ROUNDS):
         for program in programs:
@@ -64,6 +64,16 @@ def step_costs(
     if file is not None:
         _write(file, least)
     return {_shape(program): least[program.name] for program in programs}
+
+
+def _read(file: Path, programs: Sequence[Program]) -> dict[Shape, float] | None:
+    """None unless it holds a time for every program."""
+    try:
+        known = json.loads(file.read_text())
+        costs = {_shape(program): float(known[program.name]) for program in programs}
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return costs if all(0 < seconds < math.inf for seconds in costs.values()) else None
 
 
 def _write(file: Path, costs: dict[str, float]) -> None:

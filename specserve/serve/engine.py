@@ -347,7 +347,8 @@ class Engine:
         """Run a late program once, over padding: from here on it is compiled for the engine."""
         with self._lock:
             self._num_cached_programs -= 1
-        self._late_programs[0].run()
+        if self.runner.has_room_for(self._late_programs[0]):
+            self._late_programs[0].run()
         self._late_programs.popleft()
         self._num_compiled = self.runner.num_compiled
         if not self._late_programs:

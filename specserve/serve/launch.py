@@ -119,7 +119,8 @@ def make_engine(
     programs = runner.programs()
     late = [program for program in programs if run.early_ready and not program.is_plain]
     for done, program in enumerate(programs[: len(programs) - len(late)], start=1):
-        program.run()
+        if runner.has_room_for(program):
+            program.run()
         on_warmup(done, len(programs), program.name)
     return Engine(
         runner,
@@ -156,6 +157,8 @@ def choose_trees(models: Models, run: ServeRun) -> tuple[Tree | None, ...]:
     """The ways to make a step: the one asked for, or all that `auto` may choose from. Where there is no head for what
     was asked, the answer is plain decoding (said aloud)."""
     has_head = models.head is not None
+    if run.deterministic and run.early_ready:
+        raise ConfigError("--deterministic makes every step of one shape, --early-ready begins with another: give one")
     if run.speculation == "auto":
         if run.deterministic:
             raise ConfigError("--deterministic makes every step of one shape: give --speculation chain:K, or off")

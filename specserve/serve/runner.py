@@ -7,6 +7,7 @@ are compiled and timed early. Nothing here waits for the device but `StepHandle.
 
 import dataclasses
 import functools
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
+from specserve.host import free_memory_maps
 from specserve.serve.layouts import make_layouts
 from specserve.serve.options import sampler_rows
 from specserve.serve.request import SamplingParams
@@ -25,9 +27,12 @@ from specserve.speculative.sampling import SamplerRows, TokenRows
 from specserve.speculative.step import Admission, SlotState, StepConfig, StepResult, Weights
 from specserve.speculative.tree import Proposal, Tree, chain, describe
 
+logger = logging.getLogger(__name__)
+
 CPU_CHUNKS, DEVICE_CHUNKS = (64, 256), (64, 256, 1024)  # prompt tokens per prefill program
 _FIRST_WIDTH, _WIDTH_GROWTH = 8, 4  # of the page-table widths; each costs a set of programs, each step reads < 4x
 CPU_ROWS, DEVICE_ROWS = 8, 512  # with a choice of trees, none makes a step of several sequences larger than this
+RESERVED_MAPS = 6000  # memory maps that optional programs leave to others
 _PAGES_AT_ONCE = 32  # page-table entries that one call of `_extend` sets
 DETERMINISTIC_DEPTH = 7  # every step verifies a chain of this length, whatever was proposed
 
@@ -62,6 +67,18 @@ class StepHandle:
         return HostResult(counts[:, 2:], counts[:, 0], counts[:, 1], logprobs)
 
 
+@dataclass(frozen=True)
+class Program:
+    """One compiled program, and how to run it over nothing but padding."""
+
+    name: str
+    is_plain: bool  # needed before anything can be served
+    run: Callable[[], object]
+    compile: Callable[[], object] | None = None  # into the compilation cache alone; may be called from any thread
+    step: tuple[int, int, Tree | None] | None = None  # of a step: batch size, width, tree
+    is_optional: bool = False  # a choice more
+
+
 class Runner:
     """A target, perhaps a head, ways to speculate, and the paged state of `num_slots` sequences."""
 
@@ -91,6 +108,7 @@ class Runner:
             num_pages,
         )
         self.trees = tuple(trees)
+        self._left_out: set[str] = set()
         self.has_constrained = has_constrained
         self.is_deterministic, self._accepts_nothing = is_deterministic, False
         deepest = max((tree.depth for tree in trees if tree is not None), default=0)
@@ -346,7 +364,7 @@ class Runner:
         )
         return (*self.trees[:1], *others)
 
-    def programs(self) -> "list[Program]":
+    def programs(self) -> list[Program]:
         """Every program, cheapest first: plain decoding can serve when those that are `is_plain` have run once."""
         padding = self.num_slots
         found: list[Program] = [
@@ -365,7 +383,8 @@ class Runner:
                     run = functools.partial(self._run_step, (padding,) * size, tree, width)
                     name = f"{describe(tree)} for {size}, {context}"
                     compile_it = functools.partial(self._compile_step, size, tree, width)
-                    found.append(Program(name, tree is None, run, compile_it, (size, width, tree)))
+                    shape = size, width, tree
+                    found.append(Program(name, tree is None, run, compile_it, shape, tree not in self.trees[:1]))
         layouts = {id(layout): layout for layout in (self.layouts.narrow, self.layouts.wide)}.values()
         for size in self.batch_sizes:
             if self.config.draft and len(self.trees) > 1:  # one tree alone never leaves more than it can take
@@ -376,7 +395,22 @@ class Runner:
                 tree = self.constrained_tree(size)
                 run = functools.partial(self._warm_constrained, size, tree)
                 found.append(Program(f"constrained {describe(tree)} for {size}", tree is None, run))
-        return sorted(found, key=lambda program: not program.is_plain)
+        kept = [program for program in found if program.name not in self._left_out]
+        return sorted(kept, key=lambda program: (not program.is_plain, program.is_optional))
+
+    def has_room_for(self, program: Program) -> bool:
+        """False for an optional program when the process may hardly map more memory; it is left out from then on."""
+        free = free_memory_maps()
+        if not program.is_optional or free is None or free > RESERVED_MAPS:
+            return True
+        if not self._left_out:
+            logger.warning(
+                "this process may map only %d more pieces of memory, so no more ways to speculate are compiled; raise "
+                "the limit with: sysctl vm.max_map_count=1000000",
+                free,
+            )
+        self._left_out.add(program.name)
+        return False
 
     def constrained_tree(self, batch_size: int) -> Tree | None:
         """How steps with a constrained sequence speculate: the first way that is no plain step."""
@@ -431,17 +465,6 @@ class Runner:
             self._verify,
         )
         return sum(program._cache_size() for program in jitted)
-
-
-@dataclass(frozen=True)
-class Program:
-    """One compiled program, and how to run it over nothing but padding."""
-
-    name: str
-    is_plain: bool  # needed before anything can be served
-    run: Callable[[], object]
-    compile: Callable[[], object] | None = None  # into the compilation cache alone; may be called from any thread
-    step: tuple[int, int, Tree | None] | None = None  # of a step: batch size, width, tree
 
 
 @functools.lru_cache(maxsize=4096)

@@ -1,6 +1,9 @@
-"""`--deterministic`: tokens and log-probabilities are equal to the last bit, whatever runs beside a request, whether its
-prompt was cached, and however it is speculated on."""
+"""`--deterministic`: tokens and log-probabilities are equal to the last bit, whatever runs beside a request, whether
+its prompt was cached, and however it is speculated on."""
 
+from typing import Any
+
+import numpy as np
 import pytest
 
 from specserve.checkpoints.head import Head
@@ -14,7 +17,7 @@ NUM_SLOTS, MAX_LEN, PAGE_SIZE = 4, 256, 8
 NUM_TOKENS = 40
 
 
-def _engine(target: Target, head: Head, speculation: str, *, is_deterministic: bool = True) -> Engine:
+def _engine(target: Target, head: Head, speculation: str, *, is_caching: bool = True) -> Engine:
     runner = Runner(
         target,
         head,
@@ -23,20 +26,19 @@ def _engine(target: Target, head: Head, speculation: str, *, is_deterministic: b
         max_model_len=MAX_LEN,
         page_size=PAGE_SIZE,
         num_pages=2 * NUM_SLOTS * MAX_LEN // PAGE_SIZE,
-        is_deterministic=is_deterministic,
+        is_deterministic=True,
         has_constrained=False,
     )
-    return Engine(runner, None, model_name="tiny", eos_ids=target.eos_ids, options=EngineOptions())
+    options = EngineOptions(is_caching=is_caching)
+    return Engine(runner, None, model_name="tiny", eos_ids=target.eos_ids, options=options)
 
 
 def _asks() -> tuple[list[list[int]], list[SamplingParams]]:
     """Prompts that begin alike, of several chunks, and end in their own ways; greedy and sampled."""
-    import numpy as np
-
     rng = np.random.default_rng(3)
     common = rng.integers(3, 64, 150).tolist()
     prompts = [common[:n] + rng.integers(3, 64, m).tolist() for n, m in ((150, 9), (131, 1), (70, 30), (3, 5))]
-    options = dict(max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=5)
+    options: dict[str, Any] = {"max_tokens": NUM_TOKENS, "ignore_eos": True, "logprobs": 5}
     return prompts, [
         SamplingParams(temperature=0.0, **options),
         SamplingParams(temperature=1.0, seed=1, **options),
@@ -61,10 +63,11 @@ ORDER = [[0], [1], [2], [3], [0, 1, 2, 3], [3, 2, 1, 0, 1, 0]]  # the first time
 
 @pytest.fixture(scope="module")
 def expected(tiny_target: Target, tiny_head: Head) -> dict[int, Completion]:
-    return dict(_run(_engine(tiny_target, tiny_head, "off"), [[0], [1], [2], [3]]))
+    """Plainly, alone, and nothing cached."""
+    return dict(_run(_engine(tiny_target, tiny_head, "off", is_caching=False), [[0], [1], [2], [3]]))
 
 
-@pytest.mark.parametrize("speculation", ["off", "chain:1", "chain:3", "ngram:7", "head+suffix:4"])
+@pytest.mark.parametrize("speculation", ["off", "chain:1", "chain:3", "head+suffix:7"])
 def test_a_request_gets_the_same_bits(
     tiny_target: Target, tiny_head: Head, expected: dict[int, Completion], speculation: str
 ) -> None:
@@ -73,5 +76,5 @@ def test_a_request_gets_the_same_bits(
         assert len(completion.token_ids) == NUM_TOKENS
         assert completion.token_ids == expected[i].token_ids, f"request {i}"
         assert completion.logprobs == expected[i].logprobs, f"request {i}"
-    hits = [completion.stats.num_cached_tokens for _, completion in found]
-    assert hits[0] == 0 < min(hits[4:7])
+    num_cached = [completion.stats.num_cached_tokens for i, completion in found if i < 3]
+    assert num_cached[0] == 0 < min(num_cached[1:]), "one miss, and hits from then on"

@@ -117,9 +117,9 @@ def test_every_option_speculative_equals_plain(
     runner: Runner, lookup_runner: Runner, reference: Reference, speculation: str
 ) -> None:
     """Alone, and all of them together."""
-    asks = [
-        Ask(PROMPT, params) for temperature in (0.0, 1.0) for params in _alone(reference, temperature).values()
-    ] + [Ask(PROMPT, params) for params in _params(n=4, temperature=1.0, top_k=9).choices()]
+    asks = [Ask(PROMPT, params) for temperature in (0.0, 1.0) for params in _alone(reference, temperature).values()] + [
+        Ask(PROMPT, params) for params in _params(n=4, temperature=1.0, top_k=9).choices()
+    ]
     with serving(_engine(runner, lookup_runner, speculation)) as engine:
         for ask, inbox in zip(asks, run(engine, asks), strict=True):
             reference.check(ask, inbox)

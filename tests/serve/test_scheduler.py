@@ -218,7 +218,7 @@ def test_the_longest_cached_prefix_goes_first_among_equals(prefers_cached: bool)
     cached = [1, 2, 3, 4, 5, 6, 7, 8, 9]
     scheduler.add(_request(cached, 2))
     device.run()
-    for prompt, priority in (([9] * 9, 0), (cached[:5] + [0] * 4, 0), (cached, 0), (cached, 1), ([9] * 5, -1)):
+    for prompt, priority in (([9] * 9, 0), (cached[:5] + [0] * 4, 0), (cached, 0), (cached, 1), ([8] * 5, -1)):
         scheduler.add(_request(prompt, 2, priority))
     device.first.clear()
     while scheduler.waiting or scheduler.running:

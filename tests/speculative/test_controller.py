@@ -1,4 +1,4 @@
-"""The choice of trees, against heads whose acceptance is known: what it finds, what it costs to find, what it never does."""
+"""The choice of trees, against heads whose acceptance is known: what it finds, its price, and what it never does."""
 
 import dataclasses
 import math

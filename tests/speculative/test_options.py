@@ -1,4 +1,4 @@
-"""What options do to the logits, against vLLM's order of them for one node at a time; and the reported log-probabilities.
+"""What options do to the logits, against vLLM's order of them for one node at a time; and the reported logprobs.
 
 The twin below follows `Sampler.forward` of vLLM 0.11 (v1/sample/sampler.py): the grammar's bitmask, allowed ids, bad
 words, min_tokens, logit bias, then repetition, frequency and presence penalties. It knows the text before a node and

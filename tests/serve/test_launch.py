@@ -1,0 +1,271 @@
+"""From settings to an engine: which ways to step, how large a cache, what is refused, and what steps cost here."""
+
+import json
+import logging
+import math
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+
+from specserve.checkpoints.head import Head
+from specserve.checkpoints.load import Target
+from specserve.checkpoints.tensors import write_json
+from specserve.errors import ConfigError
+from specserve.serve import calibrate, launch
+from specserve.serve.calibrate import ROUNDS, cost_file, describe_costs, step_costs
+from specserve.serve.launch import AUTO_CHAINS, Models, choose_trees, load_models, make_engine
+from specserve.serve.runner import DETERMINISTIC_DEPTH, Program
+from specserve.serve.settings import ServeRun
+from specserve.speculative.tree import Tree, chain, describe, parse_speculation, static_tree
+
+
+@pytest.fixture
+def models(tiny_target: Target, tiny_head: Head) -> Models:
+    return Models("tiny", tiny_target, tiny_head, None)
+
+
+@pytest.fixture
+def headless(tiny_target: Target) -> Models:
+    return Models("tiny", tiny_target, None, None)
+
+
+def test_auto_may_choose_every_way_there_is(models: Models, headless: Models) -> None:
+    """Plain decoding first: it is compiled for every batch. Without a head, lookups; they need none."""
+    chains = [chain(depth, "head+suffix") for depth in AUTO_CHAINS]
+    trees = launch.AUTO_TREES_CPU if jax.default_backend() == "cpu" else launch.AUTO_TREES
+    assert choose_trees(models, ServeRun(speculation="auto")) == (None, *chains, *trees)
+    lookups = [chain(depth, "suffix") for depth in AUTO_CHAINS]
+    assert choose_trees(headless, ServeRun(speculation="auto")) == (None, *lookups)
+
+
+@pytest.mark.parametrize("text", ["off", "chain:3", "tree:3x2x6", "static:3x2x1", "suffix:4", "head+ngram:2"])
+def test_what_is_asked_for_is_what_runs(models: Models, text: str) -> None:
+    tree = parse_speculation(text)
+    assert choose_trees(models, ServeRun(speculation=text)) == (tree,)
+    early = choose_trees(models, ServeRun(speculation=text, early_ready=True))
+    assert early == ((None,) if tree is None else (tree, None)), "plain decoding serves while the tree compiles"
+
+
+def test_without_a_head_decoding_is_plain_and_said_to_be(headless: Models, caplog: pytest.LogCaptureFixture) -> None:
+    for text in ("chain:3", "static:2x1", "head+suffix:3"):
+        with caplog.at_level(logging.WARNING):
+            assert choose_trees(headless, ServeRun(speculation=text)) == (None,)
+        assert "no draft head for tiny" in caplog.text
+        caplog.clear()
+    for text in ("ngram:3", "suffix:3", "off"):
+        assert choose_trees(headless, ServeRun(speculation=text)) == (parse_speculation(text),)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (ServeRun(speculation="eagle"), "'eagle' is not understood"),
+        (ServeRun(speculation="chain:0"), "describes no tree"),
+        (ServeRun(speculation="auto", deterministic=True), "give --speculation chain:K, or off"),
+        (ServeRun(speculation="tree:3x2x6", deterministic=True), "chains of at most 7"),
+        (ServeRun(speculation="static:2x1", deterministic=True), "chains of at most 7"),
+        (ServeRun(speculation="chain:8", deterministic=True), "chains of at most 7"),
+        (ServeRun(speculation="chain:3", deterministic=True, early_ready=True), "--early-ready"),
+        (ServeRun(speculation="off", max_model_len=513), "--max-model-len 513: the target's context is 512"),
+        (ServeRun(speculation="off", max_model_len=1), "at least 2: one token to ask, one to answer"),
+        (ServeRun(speculation="off", cache_gb=1e-6), "1,000 bytes.*32 tokens takes 28,672.*--cache-gb"),
+    ],
+    ids=lambda value: None if isinstance(value, ServeRun) else value[:30],
+)
+def test_a_server_that_cannot_be_is_refused(models: Models, run: ServeRun, message: str) -> None:
+    """Before anything is compiled."""
+    with pytest.raises(ConfigError, match=message):
+        make_engine(models, run, lambda *_: pytest.fail("something was compiled"))
+
+
+def test_deterministic_chains_of_every_source_are_taken(models: Models) -> None:
+    for text in ("off", "chain:1", f"chain:{DETERMINISTIC_DEPTH}", "ngram:7", "head+suffix:3"):
+        assert choose_trees(models, ServeRun(speculation=text, deterministic=True)) == (parse_speculation(text),)
+
+
+def test_cache_sizes(models: Models, headless: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are pages, rounded up; bytes are pages, rounded down; else every slot has its whole context."""
+    monkeypatch.setattr(launch, "free_memory", lambda: 10**6)
+    per_token = 2 * 2 * 8 * 4  # keys and values of 2 heads of 8 float32 numbers, for each layer
+    assert launch.bytes_per_token(models.target.config, models.head.config if models.head else None) == 7 * per_token
+    assert launch.bytes_per_token(headless.target.config, None) == 6 * per_token
+
+    def pages(models: Models = models, **settings: Any) -> int:
+        return launch._num_pages(models, ServeRun(page_size=16, max_slots=3, **settings), 100)
+
+    assert pages() == 19  # 300 tokens
+    assert pages(cache_tokens=33) == 3
+    assert pages(cache_gb=0.001) == 10**6 // (7 * per_token * 16)
+    assert pages(headless, cache_gb=0.001) == 10**6 // (6 * per_token * 16)
+    assert pages(cache_fraction=0.5) == 500_000 // (7 * per_token * 16)
+    assert pages(cache_fraction=0.5, cache_gb=0.001) == pages(cache_gb=0.001), "the more definite one counts"
+    assert pages(cache_tokens=33, cache_gb=0.001) == 3
+    with pytest.raises(ConfigError, match=r"10,000 bytes.*16 tokens takes 14,336.*--cache-fraction"):
+        pages(cache_fraction=0.01)
+
+
+@pytest.mark.parametrize(
+    ("run", "late", "has_controller"),
+    [
+        (ServeRun(speculation="chain:3", max_slots=2), [], False),
+        (ServeRun(speculation="chain:3", max_slots=2, early_ready=True), ["step", "recall"], False),
+        (ServeRun(speculation="auto", max_slots=2, early_ready=True), ["step", "recall"], True),
+    ],
+    ids=["whole", "early", "early auto"],
+)
+def test_what_is_compiled_before_serving_and_what_later(
+    models: Models, monkeypatch: pytest.MonkeyPatch, run: ServeRun, late: list[str], has_controller: bool
+) -> None:
+    ran: list[str] = []
+    programs = [
+        Program(name, is_plain, lambda name=name: ran.append(name))
+        for name, is_plain in (("admission", True), ("plain step", True), ("step", False), ("recall", False))
+    ]
+    asked: dict[str, Any] = {}
+
+    def make_runner(_target: Target, _head: Head, trees: tuple[Tree | None, ...], **settings: Any) -> SimpleNamespace:
+        asked.update(settings, trees=trees)
+        return SimpleNamespace(programs=lambda: programs)
+
+    monkeypatch.setattr(launch, "Runner", make_runner)
+    monkeypatch.setattr(launch, "Engine", lambda _runner, _tokenizer, **settings: SimpleNamespace(**settings))
+    reported: list[tuple[int, int, str]] = []
+    engine: Any = make_engine(models, run, lambda *report: reported.append(report))
+    early = [program.name for program in programs if program.name not in late]
+    assert ran == early
+    assert reported == [(i + 1, 4, name) for i, name in enumerate(early)]
+    assert [program.name for program in engine.late_programs] == late
+    assert (engine.controller is not None) == has_controller, "one that knows no costs yet, and takes the first way"
+    assert asked["trees"] == choose_trees(models, run)
+    assert (asked["max_model_len"], asked["num_pages"], asked["num_slots"]) == (512, 2 * 512 // 32, 2)
+
+
+def test_free_memory_is_a_number_of_bytes() -> None:
+    assert 2**20 < launch.free_memory() < 2**50
+
+
+def test_heads_are_found_or_missed_with_a_reason(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder; train a head first"):
+        load_models("", str(tmp_path / "missing"))
+    folder = tmp_path / "head"
+    folder.mkdir()
+    write_json(folder / "config.json", {})
+    with pytest.raises(ConfigError, match="does not say which target"):
+        load_models("", str(folder))
+    (tmp_path / "target").mkdir()
+    tiny.write_target(tmp_path / "target", tiny.TARGET, seed=0)
+    found = load_models(str(tmp_path / "target"), "", has_tokenizer=False)
+    assert found.head is None, "the bundled head is of another target"
+    assert found.fingerprint
+    assert not found.head_fingerprint
+
+
+class _FakeRunner(SimpleNamespace):
+    """Programs that take as long as they say, on a clock of their own."""
+
+    def __init__(self, seconds: dict[tuple[int, int, Tree | None], float], clock: list[float]) -> None:
+        super().__init__(state=jnp.zeros(1), page_size=4, num_slots=2, max_pages=8, config="config")
+        self.seconds, self.clock, self.ran = seconds, clock, []
+
+    def programs(self) -> list[Program]:
+        others = [Program("admission", True, lambda: self.ran.append("admission"))]
+        return others + [
+            Program(self.name(shape), shape[2] is None, lambda shape=shape: self.run(shape), step=shape)
+            for shape in self.seconds
+        ]
+
+    @staticmethod
+    def name(shape: tuple[int, int, Tree | None]) -> str:
+        return f"{describe(shape[2])} for {shape[0]}, {shape[1]}"
+
+    def run(self, shape: tuple[int, int, Tree | None]) -> None:
+        self.ran.append(shape)
+        is_disturbed = self.ran.count(shape) != 3
+        self.clock[0] += self.seconds[shape] * (1 + is_disturbed * len(self.ran))
+
+
+SECONDS = {(1, 8, None): 0.010, (1, 8, chain(3)): 0.014, (2, 8, None): 0.011, (1, 32, None): 0.012}
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> _FakeRunner:
+    clock = [0.0]
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock[0])
+    return _FakeRunner(SECONDS, clock)
+
+
+def test_costs_are_measured_once_and_read_back(runner: Any, tmp_path: Path) -> None:
+    file, rounds = tmp_path / "costs" / "x.json", []
+    costs = step_costs(runner, file, lambda done, total: rounds.append((done, total)))
+    assert costs == pytest.approx(SECONDS), "the least disturbed run tells what a step costs"
+    assert rounds == [(i + 1, ROUNDS) for i in range(ROUNDS)]
+    assert runner.ran == [*SECONDS] * ROUNDS, "they take turns, and what is no step is not timed"
+    assert [path.name for path in file.parent.iterdir()] == ["x.json"]
+    runner.ran.clear()
+    assert step_costs(runner, file) == costs
+    assert not runner.ran
+    assert step_costs(runner, None) == pytest.approx(SECONDS)
+    assert runner.ran, "without a file nothing is remembered"
+
+
+DAMAGE: dict[str, Callable[[str], str]] = {
+    "cut off": lambda text: text[:20],
+    "empty": lambda _text: "",
+    "a list": lambda _text: "[]",
+    "null": lambda _text: "null",
+    "of other programs": lambda _text: "{}",
+    "not numbers": lambda text: json.dumps(dict.fromkeys(json.loads(text), "fast")),
+    "nulls": lambda text: json.dumps(dict.fromkeys(json.loads(text))),
+    "no numbers": lambda text: json.dumps(dict.fromkeys(json.loads(text), math.nan)),
+    "no time at all": lambda text: json.dumps(dict.fromkeys(json.loads(text), 0.0)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_file_is_measured_again(
+    runner: Any, tmp_path: Path, damage: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "x.json"
+    costs = step_costs(runner, file)
+    file.write_text(damage(file.read_text()))
+    runner.ran.clear()
+    assert step_costs(runner, file) == pytest.approx(costs)
+    assert runner.ran
+    assert "damaged" in caplog.text
+    runner.ran.clear()
+    assert step_costs(runner, file) == pytest.approx(costs)
+    assert not runner.ran, "and mended"
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    runner: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert step_costs(runner, tmp_path / "file" / "x.json") == pytest.approx(SECONDS)
+    assert "cannot be kept" in caplog.text
+
+
+def test_the_file_depends_on_what_costs_depend_on(runner: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = cost_file("target head", runner)
+    assert tmp_path in first.parents
+    assert cost_file("target head", runner) == first
+    others = {cost_file("another head", runner)}
+    for name, value in (("page_size", 8), ("num_slots", 4), ("config", "another"), ("seconds", {(1, 8, None): 1.0})):
+        before = getattr(runner, name)
+        setattr(runner, name, value)
+        others.add(cost_file("target head", runner))
+        setattr(runner, name, before)
+    assert len(others | {first}) == 6
+
+
+def test_costs_in_one_line() -> None:
+    costs = SECONDS | {(1, 8, static_tree((2, 1))): 0.02}
+    assert describe_costs(costs) == "batch 1: off 10.0, chain:3 14.0, static:2x1 20.0; batch 2: off 11.0"
