@@ -115,8 +115,8 @@ def test_cache_sizes(models: Models, headless: Models, monkeypatch: pytest.Monke
     ("run", "late", "has_controller"),
     [
         (ServeRun(speculation="chain:3", max_slots=2), [], False),
-        (ServeRun(speculation="chain:3", max_slots=2, early_ready=True), ["step", "recall"], False),
-        (ServeRun(speculation="auto", max_slots=2, early_ready=True), ["step", "recall"], True),
+        (ServeRun(speculation="chain:3", max_slots=2, early_ready=True), ["step", "too much"], False),
+        (ServeRun(speculation="auto", max_slots=2, early_ready=True), ["step", "too much"], True),
     ],
     ids=["whole", "early", "early auto"],
 )
@@ -126,20 +126,20 @@ def test_what_is_compiled_before_serving_and_what_later(
     ran: list[str] = []
     programs = [
         Program(name, is_plain, lambda name=name: ran.append(name))
-        for name, is_plain in (("admission", True), ("plain step", True), ("step", False), ("recall", False))
+        for name, is_plain in (("admission", True), ("plain step", True), ("step", False), ("too much", False))
     ]
     asked: dict[str, Any] = {}
 
     def make_runner(_target: Target, _head: Head, trees: tuple[Tree | None, ...], **settings: Any) -> SimpleNamespace:
         asked.update(settings, trees=trees)
-        return SimpleNamespace(programs=lambda: programs)
+        return SimpleNamespace(programs=lambda: programs, has_room_for=lambda program: program.name != "too much")
 
     monkeypatch.setattr(launch, "Runner", make_runner)
     monkeypatch.setattr(launch, "Engine", lambda _runner, _tokenizer, **settings: SimpleNamespace(**settings))
     reported: list[tuple[int, int, str]] = []
     engine: Any = make_engine(models, run, lambda *report: reported.append(report))
     early = [program.name for program in programs if program.name not in late]
-    assert ran == early
+    assert ran == [name for name in early if name != "too much"], "what the process has no room for is left out"
     assert reported == [(i + 1, 4, name) for i, name in enumerate(early)]
     assert [program.name for program in engine.late_programs] == late
     assert (engine.controller is not None) == has_controller, "one that knows no costs yet, and takes the first way"
