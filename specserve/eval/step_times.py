@@ -61,7 +61,7 @@ def measure_steps(
     for runner in (plain, speculative):
         _prefill(runner, context, needed)
     width = speculative.width_of([0])
-    weights = speculative._layout(1, tree)
+    weights = speculative.layout_for(1, tree)
     draft = jax.jit(functools.partial(_draft, speculative.config, tree, width), donate_argnums=1)
     slots = jnp.zeros(1, jnp.int32)
 

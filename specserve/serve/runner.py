@@ -260,7 +260,7 @@ class Runner:
             nothing = np.zeros((len(slots), 1), np.int32)
             return nothing, nothing, None
         self.state, proposal = self._propose(
-            self._layout(len(padded), tree), self.state, _slot_array(padded), tree=tree, width=self.max_pages
+            self.layout_for(len(padded), tree), self.state, _slot_array(padded), tree=tree, width=self.max_pages
         )
         return np.asarray(proposal.token_ids)[: len(slots)], np.asarray(proposal.parents)[: len(slots)], proposal
 
@@ -294,7 +294,7 @@ class Runner:
             room = self.config.max_pending - 1 if tree is None else tree.depth + 1
             if max(self._pending[slot] for slot in slots) > room:
                 padded = self._pad(slots)
-                self.state = self._consume(self._layout(len(padded), tree), self.state, _slot_array(padded))
+                self.state = self._consume(self.layout_for(len(padded), tree), self.state, _slot_array(padded))
                 for slot in slots:
                     self._pending[slot] = 1
         return self.width_of(slots)
@@ -329,7 +329,7 @@ class Runner:
         return (*slots, *[self.num_slots] * (self.batch_size_of(len(slots)) - len(slots)))
 
     def _run_step(self, padded: tuple[int, ...], tree: Tree | None, width: int) -> StepResult:
-        layout, slots = self._layout(len(padded), tree), _slot_array(padded)
+        layout, slots = self.layout_for(len(padded), tree), _slot_array(padded)
         if tree is None:
             self.state, result = self._decode(layout, self.state, slots, None, width=width)
         else:
@@ -339,14 +339,15 @@ class Runner:
     def _run_verify(
         self, padded: tuple[int, ...], tree: Tree | None, proposal: Proposal | None, bits: jax.Array
     ) -> StepResult:
-        layout, slots, width = self._layout(len(padded), tree), _slot_array(padded), self.max_pages
+        layout, slots, width = self.layout_for(len(padded), tree), _slot_array(padded), self.max_pages
         if tree is None:
             self.state, result = self._decode(layout, self.state, slots, bits, width=width)
         else:
             self.state, result = self._verify(layout, self.state, slots, proposal, bits, tree=tree, width=width)
         return result
 
-    def _layout(self, batch: int, tree: Tree | None) -> Weights:
+    def layout_for(self, batch: int, tree: Tree | None) -> Weights:
+        """The weights that a step of so many sequences takes."""
         depth = self.config.verified_depth or (tree.num_nodes if tree else 0)
         return self.layouts.for_rows(batch * (1 + depth))
 
@@ -418,7 +419,7 @@ class Runner:
 
     def _compile_step(self, size: int, tree: Tree | None, width: int) -> None:
         slots = jax.ShapeDtypeStruct((size,), jnp.int32)
-        layout = self._layout(size, tree)
+        layout = self.layout_for(size, tree)
         if tree is None:
             self._decode.lower(layout, self._state_shape, slots, None, width=width).compile()
         else:
@@ -432,7 +433,7 @@ class Runner:
         padded = (self.num_slots,) * size
         proposal, nodes = None, 1
         if tree is not None:
-            layout = self._layout(size, tree)
+            layout = self.layout_for(size, tree)
             self.state, proposal = self._propose(
                 layout, self.state, _slot_array(padded), tree=tree, width=self.max_pages
             )

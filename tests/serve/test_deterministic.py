@@ -1,8 +1,10 @@
 """`--deterministic`: tokens and log-probabilities are equal to the last bit, whatever runs beside a request, whether
 its prompt was cached, and however it is speculated on."""
 
+import functools
 from typing import Any
 
+import jax
 import numpy as np
 import pytest
 
@@ -10,15 +12,19 @@ from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
 from specserve.serve.engine import Completion, Engine, EngineOptions
 from specserve.serve.request import SamplingParams
-from specserve.serve.runner import Runner
+from specserve.serve.runner import DETERMINISTIC_DEPTH, Runner
+from specserve.speculative import step
 from specserve.speculative.tree import parse_speculation
 
 NUM_SLOTS, MAX_LEN, PAGE_SIZE = 4, 256, 8
 NUM_TOKENS = 40
 
 
-def _engine(target: Target, head: Head, speculation: str, *, is_caching: bool = True) -> Engine:
-    runner = Runner(
+SPECULATIONS = ["off", "chain:1", "chain:3", "head+suffix:7"]
+
+
+def _runner(target: Target, head: Head, speculation: str) -> Runner:
+    return Runner(
         target,
         head,
         (parse_speculation(speculation),),
@@ -29,7 +35,11 @@ def _engine(target: Target, head: Head, speculation: str, *, is_caching: bool = 
         is_deterministic=True,
         has_constrained=False,
     )
+
+
+def _engine(target: Target, head: Head, speculation: str, *, is_caching: bool = True) -> Engine:
     options = EngineOptions(is_caching=is_caching)
+    runner = _runner(target, head, speculation)
     return Engine(runner, None, model_name="tiny", eos_ids=target.eos_ids, options=options)
 
 
@@ -67,7 +77,7 @@ def expected(tiny_target: Target, tiny_head: Head) -> dict[int, Completion]:
     return dict(_run(_engine(tiny_target, tiny_head, "off", is_caching=False), [[0], [1], [2], [3]]))
 
 
-@pytest.mark.parametrize("speculation", ["off", "chain:1", "chain:3", "head+suffix:7"])
+@pytest.mark.parametrize("speculation", SPECULATIONS)
 def test_a_request_gets_the_same_bits(
     tiny_target: Target, tiny_head: Head, expected: dict[int, Completion], speculation: str
 ) -> None:
@@ -76,5 +86,22 @@ def test_a_request_gets_the_same_bits(
         assert len(completion.token_ids) == NUM_TOKENS
         assert completion.token_ids == expected[i].token_ids, f"request {i}"
         assert completion.logprobs == expected[i].logprobs, f"request {i}"
+    has_accepted = any(completion.stats.num_accepted for _, completion in found)
+    assert has_accepted == (speculation != "off"), "plain decoding is a chain of which nothing is accepted"
     num_cached = [completion.stats.num_cached_tokens for i, completion in found if i < 3]
     assert num_cached[0] == 0 < min(num_cached[1:]), "one miss, and hits from then on"
+
+
+def test_every_way_to_step_is_of_one_shape(tiny_target: Target, tiny_head: Head) -> None:
+    """For all that this machine's products do, other numbers of rows may give other bits on another."""
+    shapes = set()
+    for speculation in SPECULATIONS:
+        runner = _runner(tiny_target, tiny_head, speculation)
+        assert (runner.chunks[1:], runner.batch_sizes, runner.widths) == ((), (NUM_SLOTS,), (MAX_LEN // PAGE_SIZE,))
+        [tree] = runner.trees
+        assert tree is not None
+        propose = functools.partial(step.propose_tree, config=runner.config, tree=tree, width=runner.max_pages)
+        slots = jax.ShapeDtypeStruct((NUM_SLOTS,), np.int32)
+        _, proposal = jax.eval_shape(propose, runner.layouts.wide, state=runner.state, slots=slots)
+        shapes.add(proposal.token_ids.shape)
+    assert shapes == {(NUM_SLOTS, 1 + DETERMINISTIC_DEPTH)}
