@@ -14,6 +14,7 @@ from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target, to_numpy
 from specserve.checkpoints.tensors import write_json, write_tensors
 from specserve.models.config import DraftConfig, ModelConfig
+from specserve.models.families import model_config
 from specserve.models.draft import draft_spec
 from specserve.models.params import init_params
 from specserve.models.target import TargetParams, forward, logits, target_spec
@@ -37,7 +38,7 @@ TARGET: dict[str, Any] = {
 
 def write_target(folder: Path, raw: dict[str, Any], seed: int) -> None:
     """A Hugging Face folder with random weights. The head is widened, so that distributions have peaks."""
-    spec = target_spec(ModelConfig.from_hf_config(raw, dtype="float32"))
+    spec = target_spec(model_config(raw, dtype="float32"))
     params: TargetParams = init_params(spec, jax.random.key(seed), "float32")
     tensors = to_numpy(params, spec, "float32")
     for name in tensors:
@@ -88,4 +89,4 @@ def target_logits(target: Target, token_ids: Sequence[int]) -> np.ndarray:  # [n
 def _causal_logits(params: TargetParams, config: ModelConfig, token_ids: jax.Array) -> jax.Array:
     n = token_ids.shape[1]
     out = forward(params, config, token_ids, jnp.arange(n, dtype=jnp.int32)[None], causal(n))
-    return logits(params, out.hidden_states)
+    return logits(params, config, out.hidden_states)

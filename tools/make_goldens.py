@@ -1,81 +1,76 @@
-"""Write tests/goldens: tiny random checkpoints by transformers, and the logits that its torch models compute from them.
+"""Write tests/goldens/*/expected.npz: what transformers' torch models compute for the config.json beside it.
 
-Needs the `oracle` extra. Run from the checkout: `python tools/make_goldens.py`. The tests read the files without torch.
+Needs the `oracle` extra. Run from the checkout: `python tools/make_goldens.py [case ...]`. Weights are not stored: they
+are drawn from the tensors' names and shapes, by the tool as by the tests (tests/seeded.py), which need no torch.
 """
 
-import shutil
+import json
+import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch  # pyright: ignore[reportMissingImports]
 import transformers
-from safetensors.numpy import save_file
+from safetensors import safe_open
 
-GOLDENS = Path(__file__).parent.parent / "tests" / "goldens"
-SIZES: dict[str, Any] = {
-    "vocab_size": 64,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 256,
-}
-LLAMA3 = {
-    "rope_type": "llama3",
-    "rope_theta": 500.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 32,
-}
-CASES: dict[str, tuple[str, dict[str, Any]]] = {  # name -> (family, what it changes)
-    "llama-rope3": ("Llama", {"rope_parameters": LLAMA3, "tie_word_embeddings": False}),
-    "llama-biased-tied": (
-        "Llama",
-        {
-            "attention_bias": True,
-            "mlp_bias": True,
-            "tie_word_embeddings": True,
-            "rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 10_000.0},
-        },
-    ),
-    "qwen2-tied": ("Qwen2", {"tie_word_embeddings": True, "num_key_value_heads": 1}),
-    "qwen2-untied": ("Qwen2", {"tie_word_embeddings": False}),
-    "qwen3-tied": (
-        "Qwen3",
-        {"tie_word_embeddings": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6}},
-    ),
-    "qwen3-untied": ("Qwen3", {"tie_word_embeddings": False, "head_dim": 4}),
-}
+TESTS = Path(__file__).parent.parent / "tests"
+sys.path.insert(0, str(TESTS))
+
+import seeded  # noqa: E402  # pyright: ignore[reportMissingImports]
+
+# logits and layers are kept at these positions: the first ones, and about the edges of the windows
+KEPT = (0, 1, 2, 3, 8, 11, 12, 13, 15, 16, 17, 24, 31, 32, 47, 63)
+SAME_AS = {"kimi_k2": "deepseek_v3"}  # published under a model_type that transformers knows by another name
 
 
-def write_case(folder: Path, name: str, seed: int, **sizes: Any) -> None:
-    """A Hugging Face folder and `expected.safetensors`: token ids, logits, the output of every layer but the last."""
-    family, changes = CASES[name]
-    torch.manual_seed(seed)
-    config = getattr(transformers, f"{family}Config")(**{**SIZES, **sizes, **changes})
-    model = getattr(transformers, f"{family}ForCausalLM")(config).eval()
+def build(folder: Path, seed: int) -> tuple[Any, dict[str, tuple[int, ...]]]:
+    """transformers' model of `folder`'s config.json with drawn weights, and the tensors of its checkpoint, under the
+    names that transformers saves and loads: the published ones."""
+    raw = json.loads((folder / "config.json").read_text())
+    raw["model_type"] = SAME_AS.get(raw["model_type"], raw["model_type"])
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch)
+        (path / "config.json").write_text(json.dumps(raw))
+        config = transformers.AutoConfig.from_pretrained(path)
+        transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+        with safe_open(path / "model.safetensors", framework="numpy") as tensors:
+            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+        (path / "config.json").write_text(json.dumps(raw))
+        seeded.write_weights(path, shapes, seed)
+        model, report = transformers.AutoModelForCausalLM.from_pretrained(
+            path, dtype=torch.float32, attn_implementation="eager", output_loading_info=True
+        )
+    problems = {kind: names for kind, names in report.items() if names}
+    if problems:
+        raise ValueError(f"{folder.name}: transformers does not load what it saves: {problems}")
+    return model.eval(), shapes
+
+
+def compute(model: Any, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [batch, n]
+    """Logits [batch, n, vocab], and the outputs of all layers but the last [layer, batch, n, d_model]."""
     with torch.no_grad():
-        for parameter_name, parameter in model.named_parameters():
-            # norms and biases away from one and zero, so that leaving one out is seen
-            is_norm = parameter_name.endswith("norm.weight")
-            parameter.normal_(float(is_norm), 0.2 if parameter.ndim == 1 else parameter.shape[-1] ** -0.5)
-        token_ids = torch.randint(0, config.vocab_size, (2, 80))
-        out = model(token_ids, output_hidden_states=True)
-    folder.mkdir(parents=True, exist_ok=True)
-    model.save_pretrained(folder)
-    (folder / "generation_config.json").unlink(missing_ok=True)
-    expected = {"token_ids": token_ids.numpy().astype(np.int32), "logits": out.logits.numpy()}
-    for i, hidden in enumerate(out.hidden_states[1:-1]):
-        expected[f"layer_{i}"] = hidden.numpy()
-    save_file({key: np.ascontiguousarray(value) for key, value in expected.items()}, folder / "expected.safetensors")
+        out = model(torch.from_numpy(token_ids).long(), output_hidden_states=True, use_cache=False)
+    return out.logits.numpy(), torch.stack(out.hidden_states[1:-1]).numpy()
+
+
+def write_expected(folder: Path) -> None:
+    model, shapes = build(folder, seed=0)
+    token_ids = seeded.tokens(model.config.vocab_size, seed=0)
+    logits, layers = compute(model, token_ids[None])
+    np.savez_compressed(
+        folder / "expected.npz",
+        tensors=np.asarray([f"{name} {list(shape)}" for name, shape in sorted(shapes.items())]),
+        kept=np.asarray(KEPT, np.int32),
+        logits=logits[0, list(KEPT)],
+        layers=layers[:, 0, list(KEPT)],
+    )
 
 
 if __name__ == "__main__":
     transformers.utils.logging.disable_progress_bar()
-    shutil.rmtree(GOLDENS, ignore_errors=True)
-    for i, case in enumerate(CASES):
-        write_case(GOLDENS / case, case, seed=i)
+    transformers.utils.logging.set_verbosity_error()
+    chosen = sys.argv[1:] or sorted(path.parent.name for path in TESTS.glob("goldens/*/config.json"))
+    for case in chosen:
+        write_expected(TESTS / "goldens" / case)

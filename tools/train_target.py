@@ -37,7 +37,7 @@ from specserve.data.conversations import Conversation, load
 from specserve.data.loader import Loader
 from specserve.data.packing import Document, PackedRows, pack, tokenize
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
-from specserve.models.config import ModelConfig
+from specserve.models.families import model_config
 from specserve.models.params import init_params, num_params
 from specserve.models.target import TargetParams, forward, logits, target_spec
 from specserve.pytree import pytree
@@ -204,7 +204,7 @@ class Run:
             raise ConfigError("give --steps or --minutes")
         self.run, self.output = run, Path(run.output)
         raw = hf_config(run)
-        model = ModelConfig.from_hf_config(raw, dtype="float32")
+        model = model_config(raw, dtype="float32")
         self.output.mkdir(parents=True, exist_ok=True)
         self.store = StateStore(self.output / STATE_FOLDER)
         if not run.resume and self.store.latest_step is not None:

@@ -10,7 +10,8 @@ from typing import Any
 import numpy as np
 
 from specserve.errors import CheckpointError, ConfigError
-from specserve.models.config import DraftConfig, ModelConfig, rope_from_hf, rope_to_hf
+from specserve.models.config import DraftConfig, ModelConfig
+from specserve.models.rope import rope_from_hf, rope_to_hf
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"
 D2T, T2D = "d2t", "t2d"

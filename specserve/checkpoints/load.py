@@ -13,6 +13,7 @@ import numpy as np
 from specserve.checkpoints.tensors import TensorFolder, read_json
 from specserve.errors import CheckpointError
 from specserve.models.config import ModelConfig
+from specserve.models.families import model_config
 from specserve.models.params import ParamSpec, is_spec, specs
 from specserve.models.target import TargetParams, target_spec
 
@@ -35,7 +36,7 @@ class Target:
 def load_target(folder: Path, *, dtype: str) -> Target:
     """Load a Hugging Face folder. Raises ConfigError or CheckpointError."""
     raw = read_json(folder / "config.json")
-    config = ModelConfig.from_hf_config(raw, dtype=dtype, where=str(folder / "config.json"))
+    config = model_config(raw, dtype=dtype, where=str(folder / "config.json"))
     skipped = {"lm_head.weight": "tied to the embedding"} if config.tie_embeddings else {}
     params = load_params(target_spec(config), TensorFolder(folder), dtype, skipped=skipped)
     return Target(config, params, eos_ids(folder, raw), folder)

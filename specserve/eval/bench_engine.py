@@ -196,7 +196,7 @@ def _memory(models: Models, engines: Iterable[Engine]) -> dict[str, int]:
     caches: list[Any] = []
     for engine in engines:
         weights.append((engine.runner.layouts.wide, engine.runner.layouts.narrow))
-        caches.append((engine.runner.state.pages, engine.runner.state.draft_pages))
+        caches.append((engine.runner.state.cache, engine.runner.state.draft_cache))
     return {"peak_rss": peak, "weights": _num_bytes(weights), "cache": _num_bytes(caches)}
 
 

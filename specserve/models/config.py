@@ -1,32 +1,122 @@
 """What a model is: `ModelConfig` for targets, `DraftConfig` for EAGLE-3 heads. Static, hashable, never edited.
 
-A family is a row of `FAMILIES`: the flags that its name implies and the config keys it reads. There is no second
-forward.
+Which config.json keys give which of these fields is the business of `models.families`.
 """
 
-import difflib
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Literal
 
 from specserve.errors import ConfigError
+from specserve.models.rope import Rope
+
+Mixer = Literal["attention", "latent", "delta", "lightning"]
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
 
 @dataclass(frozen=True)
-class Rope:
-    """Rotary embedding: base and the scaling of its frequencies."""
+class LayerKind:
+    """What one layer is made of."""
 
-    theta: float = 10_000.0
-    kind: str = "default"  # default | linear | llama3
-    factor: float = 1.0
-    low_freq_factor: float = 1.0  # llama3
-    high_freq_factor: float = 4.0  # llama3
-    original_max_len: int = 8192  # llama3
+    mixer: Mixer = "attention"
+    window: int = 0  # tokens that a query sees, itself included; 0: all before it
+    is_local: bool = False  # turns its heads by `local_rope`
+    has_experts: bool = False
+
+
+@dataclass(frozen=True)
+class Latent:
+    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+
+    kv_rank: int
+    nope_dim: int  # of a head's query and key, without position
+    rope_dim: int  # of a head's query, and of the one key that all heads share
+    v_dim: int
+    q_rank: int = 0  # 0: queries are projected in one matrix
+    has_gate: bool = False  # one sigmoid gate for each head's output
+
+    @property
+    def cache_dim(self) -> int:
+        """What a committed token leaves in the cache."""
+        return self.kv_rank + self.rope_dim
+
+
+@dataclass(frozen=True)
+class Experts:
+    """A mixture of experts in place of the MLP."""
+
+    num_experts: int
+    top_k: int
+    d_ff: int  # of one expert
+    scoring: Literal["softmax", "sigmoid", "softmax_of_top"] = "softmax"
+    renormalize: bool = False  # the chosen experts' weights sum to 1
+    scale: float = 1.0  # of their weighted sum
+    num_groups: int = 1
+    top_groups: int = 1  # only experts of the best groups are chosen from
+    group_score: Literal["max", "top2"] = "max"  # of its experts: the largest, or the two largest together
+    has_correction: bool = False  # a bias that is added to choose and not to weigh (DeepSeek-V3, section 2.1.2)
+    has_router_bias: bool = False
+    has_bias: bool = False  # on the experts' projections
+    shared_d_ff: int = 0  # of the expert that every token passes; 0: none
+    has_shared_gate: bool = False
+
+
+@dataclass(frozen=True)
+class Delta:
+    """Gated delta-net layers (Yang et al. 2024, arXiv 2412.06464), or Kimi's with a decay of each channel
+    (arXiv 2510.26692)."""
+
+    num_k_heads: int
+    num_v_heads: int
+    k_dim: int
+    v_dim: int
+    conv_width: int
+    by_channel: bool = False
+    decay_bound: float = 0.0  # by_channel: the log decay lies between this and 0; 0: unbounded
+
+
+@dataclass(frozen=True)
+class Lightning:
+    """Lightning linear attention (arXiv 2401.04658) with a fixed decay for each head."""
+
+    num_heads: int
+    head_dim: int
+    rotary_dim: int
+    num_norm_groups: int  # of the norm on the heads' outputs
+    has_qk_norm: bool = True
+
+
+@dataclass(frozen=True)
+class Names:
+    """Where a family's checkpoints keep what others keep elsewhere. `{i}` is a layer, `{e}` an expert."""
+
+    embedding: str = "model.embed_tokens.weight"
+    norm: str = "model.norm.weight"
+    layer: str = "model.layers.{i}"
+    attention: str = "self_attn"
+    linear_attention: str = "linear_attn"
+    attention_norm: str = "input_layernorm"
+    attention_out_norm: str = "post_attention_layernorm"  # where there is one
+    mlp_norm: str = "post_attention_layernorm"
+    mlp_out_norm: str = "post_feedforward_layernorm"  # where there is one
+    o: str = "o_proj"
+    qkv: str = ""  # one matrix for q, k and v; empty: three
+    q_norm: str = "q_norm"
+    k_norm: str = "k_norm"
+    mlp: str = "mlp"
+    gate_up: str = ""  # one matrix for gate and up; empty: two
+    experts: str = "mlp"  # the block's prefix
+    router: str = "gate"
+    correction: str = "gate.e_score_correction_bias"
+    expert_gate: str = "experts.{e}.gate_proj"
+    expert_up: str = "experts.{e}.up_proj"
+    expert_down: str = "experts.{e}.down_proj"
+    shared: str = "shared_experts"
 
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only transformer with grouped-query attention and a gated MLP."""
+    """A decoder-only language model."""
 
     family: str
     vocab_size: int
@@ -39,44 +129,41 @@ class ModelConfig:
     max_len: int
     norm_eps: float = 1e-6
     rope: Rope = Rope()
+    local_rope: Rope | None = None  # of layers that are `is_local`
+    layers: tuple[LayerKind, ...] = ()  # empty: all of them LayerKind()
     qkv_bias: bool = False
     o_bias: bool = False
     mlp_bias: bool = False
-    qk_norm: bool = False
+    qk_norm: Literal["", "head", "all"] = ""  # over each head, or over all heads together
+    attention_scale: float = 0.0  # 0: head_dim ** -0.5
+    attention_softcap: float = 0.0  # 0: none
+    logit_softcap: float = 0.0
+    has_sinks: bool = False  # a learned logit for each head that takes its share of the softmax
+    has_attention_gate: bool = False  # a sigmoid gate for each channel of the heads' outputs
+    activation: Activation = "silu"
+    norm_offset: bool = False  # norms multiply by 1 + weight
+    out_norms: bool = False  # also on what attention and the MLP add to the residual
+    embedding_scale: float = 1.0
     tie_embeddings: bool = False
+    latent: Latent | None = None
+    experts: Experts | None = None
+    delta: Delta | None = None
+    lightning: Lightning | None = None
+    names: Names = field(default=Names(), repr=False)
     dtype: str = "float32"
 
-    @classmethod
-    def from_hf_config(cls, raw: Mapping[str, Any], *, dtype: str, where: str = "config.json") -> "ModelConfig":
-        """Read a Hugging Face config.json. Raises ConfigError for an unknown family or an unsupported feature."""
-        family = raw.get("model_type")
-        if family not in FAMILIES:
-            near = difflib.get_close_matches(str(family), FAMILIES, n=1)
-            hint = f"; the nearest is {near[0]!r}" if near else ""
-            raise ConfigError(f"{where}: model_type {family!r} is not one of {', '.join(FAMILIES)}{hint}")
-        get = _Reader(raw, where)
-        num_heads = get.integer("num_attention_heads")
-        d_model = get.integer("hidden_size")
-        if raw.get("hidden_act", "silu") != "silu":
-            raise ConfigError(f"{where}: hidden_act is {raw['hidden_act']!r}, only 'silu' is supported")
-        if raw.get("use_sliding_window"):
-            raise ConfigError(f"{where}: use_sliding_window is true; sliding-window attention is not supported")
-        return cls(
-            family=family,
-            vocab_size=get.integer("vocab_size"),
-            d_model=d_model,
-            num_layers=get.integer("num_hidden_layers"),
-            num_heads=num_heads,
-            num_kv_heads=get.integer("num_key_value_heads", num_heads),
-            head_dim=get.integer("head_dim", d_model // num_heads),
-            d_ff=get.integer("intermediate_size"),
-            max_len=get.integer("max_position_embeddings", 2048),
-            norm_eps=float(raw.get("rms_norm_eps", 1e-6)),
-            rope=rope_from_hf(raw, where),
-            tie_embeddings=bool(raw.get("tie_word_embeddings", False)),
-            dtype=dtype,
-            **FAMILIES[family](raw),
-        )
+    def kind(self, i: int) -> LayerKind:
+        return self.layers[i] if self.layers else LayerKind()
+
+    @property
+    def is_recurrent(self) -> bool:
+        """Whether some layers keep a state instead of every token's keys and values."""
+        return any(kind.mixer in ("delta", "lightning") for kind in self.layers)
+
+    def for_length(self, length: int) -> "ModelConfig":
+        """For sequences of at most so many tokens: some rotary embeddings turn long ones in another way."""
+        local = self.local_rope and self.local_rope.for_length(length)
+        return dataclasses.replace(self, rope=self.rope.for_length(length), local_rope=local)
 
     @property
     def default_aux_layers(self) -> tuple[int, int, int]:
@@ -108,76 +195,3 @@ class DraftConfig:
     norm_before_fc: bool = False  # EAGLE-3.1: one RMS norm over the concatenated taps
     norm_output: bool = False  # EAGLE-3.1: the state handed on is the normed one
     dtype: str = "float32"
-
-
-class _Reader:
-    """Integers out of a config.json, with errors that name the file and the key."""
-
-    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
-        self._raw, self._where = raw, where
-
-    def integer(self, key: str, default: int | None = None) -> int:
-        value = self._raw.get(key)
-        value = default if value is None else value
-        if value is None:
-            raise ConfigError(f"{self._where}: {key} is missing; is this the config.json of a language model?")
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise ConfigError(f"{self._where}: {key} must be a positive integer, got {value!r}")
-        return value
-
-
-def rope_from_hf(raw: Mapping[str, Any], where: str) -> Rope:
-    """Both spellings: `rope_parameters` (new) and `rope_theta` + `rope_scaling` (old)."""
-    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
-    theta = float(scaling.get("rope_theta", raw.get("rope_theta", 10_000.0)))
-    kind = scaling.get("rope_type", scaling.get("type", "default"))
-    if kind == "default":
-        return Rope(theta)
-    if kind == "linear":
-        return Rope(theta, kind, float(scaling["factor"]))
-    if kind == "llama3":
-        return Rope(
-            theta,
-            kind,
-            float(scaling["factor"]),
-            float(scaling["low_freq_factor"]),
-            float(scaling["high_freq_factor"]),
-            int(scaling["original_max_position_embeddings"]),
-        )
-    raise ConfigError(f"{where}: rope type {kind!r} is not supported; supported are default, linear, llama3")
-
-
-def rope_to_hf(rope: Rope) -> dict[str, Any]:
-    """The `rope_scaling` value of config.json without its theta; empty for plain rotary embeddings."""
-    if rope.kind == "default":
-        return {}
-    if rope.kind == "linear":
-        return {"rope_type": "linear", "factor": rope.factor}
-    return {
-        "rope_type": "llama3",
-        "factor": rope.factor,
-        "low_freq_factor": rope.low_freq_factor,
-        "high_freq_factor": rope.high_freq_factor,
-        "original_max_position_embeddings": rope.original_max_len,
-    }
-
-
-def _llama(raw: Mapping[str, Any]) -> dict[str, bool]:
-    bias = bool(raw.get("attention_bias", False))
-    return {"qkv_bias": bias, "o_bias": bias, "mlp_bias": bool(raw.get("mlp_bias", False))}
-
-
-def _qwen2(_raw: Mapping[str, Any]) -> dict[str, bool]:
-    return {"qkv_bias": True}
-
-
-def _qwen3(raw: Mapping[str, Any]) -> dict[str, bool]:
-    bias = bool(raw.get("attention_bias", False))
-    return {"qk_norm": True, "qkv_bias": bias, "o_bias": bias}
-
-
-FAMILIES: dict[str, Callable[[Mapping[str, Any]], dict[str, bool]]] = {
-    "llama": _llama,
-    "qwen2": _qwen2,
-    "qwen3": _qwen3,
-}

@@ -12,20 +12,11 @@ import jax.numpy as jnp
 
 from specserve.kernels.matmul import Weight, matmul_float32
 from specserve.models.config import DraftConfig
-from specserve.models.kv_pages import LayerKV
-from specserve.models.layers import (
-    Attention,
-    Mlp,
-    attention_spec,
-    linear,
-    mlp,
-    mlp_spec,
-    project_kv,
-    project_q,
-    rms_norm,
-    rope_tables,
-)
+from specserve.models.attention import KV, Attention, attention_spec, project_kv, project_q
+from specserve.models.cache import Cache, Pages
+from specserve.models.layers import Mlp, linear, mlp, mlp_spec, rms_norm
 from specserve.models.params import embedding_table, matrix, vector
+from specserve.models.rope import rope_tables
 from specserve.pytree import pytree
 
 
@@ -111,7 +102,7 @@ def token_embedding(params: DraftParams, target_embedding: jax.Array) -> jax.Arr
     return target_embedding if params.embedding is None else params.embedding
 
 
-def draft_kv(params: DraftParams, config: DraftConfig, inputs: DraftInputs) -> LayerKV:
+def draft_kv(params: DraftParams, config: DraftConfig, inputs: DraftInputs) -> KV:
     """Keys and values of the entries. With one layer they need no attention, so prefill is just this."""
     return project_kv(params.attention, config, inputs.x, inputs.rope)
 
@@ -138,3 +129,9 @@ def draft_logits(
     if not config.norm_output:
         hidden_states = rms_norm(hidden_states, params.norm, config.norm_eps)
     return matmul_float32(hidden_states, params.head)
+
+
+def draft_cache(config: DraftConfig, *, num_pages: int, page_size: int) -> Cache:
+    """The head's one layer, under the target's page table."""
+    pages = Pages.zeros(num_pages, page_size, config.num_kv_heads, config.head_dim, config.dtype)
+    return Cache((pages,), num_pages, page_size)

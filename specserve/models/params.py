@@ -9,33 +9,72 @@ import jax.numpy as jnp
 
 
 @dataclass(frozen=True)
+class Part:
+    """A parameter's outputs among those of a stored tensor: the j-th belongs to it if start <= j % period < stop. So
+    one rule tells blocks side by side, interleaved columns and blocks within each head apart."""
+
+    start: int
+    stop: int
+    period: int
+    total: int  # outputs of the stored tensor
+
+
+@dataclass(frozen=True)
 class ParamSpec:
     """One parameter: its shape in memory, its logical axes, and where it stands in a checkpoint.
 
-    Matrices are stored [in, out]; checkpoints store [out, in], hence `transpose`.
+    Matrices are stored [in, out]; checkpoints store [out, in], hence `transpose`. Experts are stored stacked along the
+    first axis, [expert, in, out]; checkpoints mostly store a tensor for each.
     """
 
     shape: tuple[int, ...]
     axes: tuple[str | None, ...]
-    name: str  # in the checkpoint
-    transpose: bool = False
+    name: str  # in the checkpoint; with {e} for an expert's number where each expert is a tensor of its own
+    transpose: bool = False  # the last two axes
     init: str = "normal"  # normal (std fan_in ** -0.5) | embedding (std 0.02) | ones | zeros
+    part: Part | None = None  # where the tensor holds the outputs of other parameters too
+
+    @property
+    def is_per_expert(self) -> bool:
+        return "{e}" in self.name
+
+    @property
+    def names(self) -> list[str]:
+        """Of the tensors that it is read from, in the order of its first axis where there are several."""
+        return [self.name.format(e=e) for e in range(self.shape[0])] if self.is_per_expert else [self.name]
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape on disk."""
-        return self.shape[::-1] if self.transpose else self.shape
+        """The shape on disk, of each of `names`."""
+        shape = self.shape[1:] if self.is_per_expert else self.shape
+        if self.part:
+            shape = (*shape[:-1], self.part.total)
+        return (*shape[:-2], shape[-1], shape[-2]) if self.transpose else shape
 
 
 # A spec tree is built with the parameters' own dataclasses, so these are typed as any leaf.
 
 
-def matrix(name: str, d_in: int, d_out: int, axes: tuple[str | None, str | None]) -> Any:
-    return ParamSpec((d_in, d_out), axes, name, transpose=True)
+def matrix(
+    name: str,
+    d_in: int,
+    d_out: int,
+    axes: tuple[str | None, str | None],
+    *,
+    part: Part | None = None,
+) -> Any:
+    return ParamSpec((d_in, d_out), axes, name, transpose=True, part=part)
 
 
-def vector(name: str, size: int, axis: str | None = None, *, init: str = "ones") -> Any:
-    return ParamSpec((size,), (axis,), name, init=init)
+def vector(
+    name: str,
+    size: int,
+    axis: str | None = None,
+    *,
+    init: str = "ones",
+    part: Part | None = None,
+) -> Any:
+    return ParamSpec((size,), (axis,), name, init=init, part=part)
 
 
 def embedding_table(name: str, vocab_size: int, d_model: int) -> Any:
@@ -68,7 +107,7 @@ def init_params(tree: Any, key: jax.Array, dtype: str) -> Any:
             return jnp.ones(spec.shape, dtype)
         if spec.init == "zeros":
             return jnp.zeros(spec.shape, dtype)
-        std = 0.02 if spec.init == "embedding" else spec.shape[0] ** -0.5
+        std = 0.02 if spec.init == "embedding" else spec.shape[-2] ** -0.5
         leaf_key = jax.random.fold_in(key, _stable_hash(jax.tree_util.keystr(path)))
         return (jax.random.normal(leaf_key, spec.shape, jnp.float32) * std).astype(dtype)
 

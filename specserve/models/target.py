@@ -1,38 +1,37 @@
-"""The target: one decoder forward for every family, used by training (no pages) and by serving (paged prefix).
+"""The target: one decoder forward for every family, used by training (no cache) and by serving (paged prefix).
 
 It knows no tree and no request: it sees tokens, their positions, who sees whom, and the committed prefix.
 """
 
+import dataclasses
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 
-from specserve.kernels.attention import attend
-from specserve.kernels.matmul import BlockedMatrix, Weight, matmul_float32
-from specserve.models.config import ModelConfig
-from specserve.models.kv_pages import KVPages, LayerKV, Prefix
-from specserve.models.layers import (
-    Attention,
-    Mlp,
-    attention_spec,
-    fuse_attention,
-    fuse_mlp,
-    linear,
-    mlp,
-    mlp_spec,
-    project_qkv,
-    rms_norm,
-    rope_tables,
-)
-from specserve.models.params import embedding_table, matrix, vector
+from specserve.kernels.matmul import Weight, matmul_float32
+from specserve.models import attention, latent, recurrent
+from specserve.models.attention import Attention, attention_spec, fuse_attention
+from specserve.models.cache import Cache, Prefix
+from specserve.models.config import LayerKind, ModelConfig
+from specserve.models.context import Context
+from specserve.models.latent import LatentAttention, latent_spec
+from specserve.models.layers import Mlp, fuse_mlp, mlp, mlp_spec, norm_spec, rms_norm
+from specserve.models.moe import Moe, moe, moe_spec
+from specserve.models.params import embedding_table, matrix
+from specserve.models.recurrent import DeltaNet, LightningAttention
+from specserve.models.rope import rope_tables
 from specserve.pytree import pytree
 
 
 @pytree
 class Layer:
     attention_norm: jax.Array  # [d_model]
-    attention: Attention
+    attention: Attention | LatentAttention | DeltaNet | LightningAttention
+    attention_out_norm: jax.Array | None  # [d_model]
     mlp_norm: jax.Array  # [d_model]
-    mlp: Mlp
+    mlp: Mlp | Moe
+    mlp_out_norm: jax.Array | None  # [d_model]
 
 
 @pytree
@@ -47,15 +46,16 @@ class TargetParams:
 class TargetOutput:
     hidden_states: jax.Array  # [batch, n, d_model], after the final norm
     aux_hidden_states: jax.Array | None  # [batch, n, taps * d_model], the tapped layers' outputs side by side
-    kv: tuple[LayerKV, ...]  # this call's own keys and values, layer by layer
+    new: tuple[Any, ...]  # what this call's tokens would leave in the cache, layer by layer
 
 
 def target_spec(config: ModelConfig) -> TargetParams:
     """The parameters of a target as `ParamSpec`s with their Hugging Face names."""
+    names = config.names
     return TargetParams(
-        embedding=embedding_table("model.embed_tokens.weight", config.vocab_size, config.d_model),
+        embedding=embedding_table(names.embedding, config.vocab_size, config.d_model),
         layers=tuple(_layer_spec(config, i) for i in range(config.num_layers)),
-        norm=vector("model.norm.weight", config.d_model),
+        norm=norm_spec(names.norm.removesuffix(".weight"), config.d_model, offset=config.norm_offset),
         head=None
         if config.tie_embeddings
         else matrix("lm_head.weight", config.d_model, config.vocab_size, ("embed", "vocab")),
@@ -63,13 +63,32 @@ def target_spec(config: ModelConfig) -> TargetParams:
 
 
 def _layer_spec(config: ModelConfig, i: int) -> Layer:
-    prefix = f"model.layers.{i}"
+    names, kind = config.names, config.kind(i)
+    prefix = names.layer.format(i=i)
+
+    def norm(name: str) -> Any:
+        return norm_spec(f"{prefix}.{name}", config.d_model, offset=config.norm_offset)
+
     return Layer(
-        attention_norm=vector(f"{prefix}.input_layernorm.weight", config.d_model),
-        attention=attention_spec(config, f"{prefix}.self_attn", config.d_model),
-        mlp_norm=vector(f"{prefix}.post_attention_layernorm.weight", config.d_model),
-        mlp=mlp_spec(config, f"{prefix}.mlp"),
+        attention_norm=norm(names.attention_norm),
+        attention=_mixer_spec(config, kind, prefix),
+        attention_out_norm=norm(names.attention_out_norm) if config.out_norms else None,
+        mlp_norm=norm(names.mlp_norm),
+        mlp=moe_spec(config, prefix)
+        if kind.has_experts
+        else mlp_spec(config, f"{prefix}.{names.mlp}", fused=names.gate_up, has_bias=config.mlp_bias),
+        mlp_out_norm=norm(names.mlp_out_norm) if config.out_norms else None,
     )
+
+
+def _mixer_spec(
+    config: ModelConfig, kind: LayerKind, prefix: str
+) -> Attention | LatentAttention | DeltaNet | LightningAttention:
+    if kind.mixer in ("delta", "lightning"):
+        return recurrent.spec(config, kind, f"{prefix}.{config.names.linear_attention}")
+    if kind.mixer == "latent":
+        return latent_spec(config, f"{prefix}.{config.names.attention}")
+    return attention_spec(config, f"{prefix}.{config.names.attention}", config.d_model)
 
 
 def forward(
@@ -79,52 +98,97 @@ def forward(
     position_ids: jax.Array,  # [batch, n] int32
     mask: jax.Array,  # [batch or 1, n, n] bool: who sees whom among the n
     *,
-    pages: KVPages | None = None,
+    cache: Cache | None = None,
     prefix: Prefix | None = None,
     aux_layers: tuple[int, ...] = (),
 ) -> TargetOutput:
     """Run the decoder over n tokens of each sequence, after `prefix` where there is one."""
-    assert (pages is None) == (prefix is None), "pages and prefix come together"
+    assert (cache is None) == (prefix is None), "cache and prefix come together"
     x = params.embedding[token_ids]
-    rope = rope_tables(config.rope, config.head_dim, position_ids)
+    if config.embedding_scale != 1.0:
+        x = x * jnp.asarray(config.embedding_scale, x.dtype)
+    context = Context(
+        position_ids=position_ids,
+        mask=mask,
+        rope=rope_tables(config.rope, config.head_dim, position_ids),
+        local_rope=rope_tables(config.local_rope, config.head_dim, position_ids) if config.local_rope else None,
+    )
     taps: dict[int, jax.Array] = {}
-    kv: list[LayerKV] = []
+    new: list[Any] = []
     for i, layer in enumerate(params.layers):
-        normed = rms_norm(x, layer.attention_norm, config.norm_eps)
-        q, k, v = project_qkv(layer.attention, config, normed, rope)
-        kv.append((k, v))
-        seen = pages.layer(i, prefix) if pages is not None and prefix is not None else None
-        out = attend(q, k, v, mask, seen).reshape(*x.shape[:2], -1)
-        x = x + linear(out, layer.attention.o, layer.attention.o_bias)
-        x = x + mlp(layer.mlp, rms_norm(x, layer.mlp_norm, config.norm_eps))
+        seen = cache.layer(i, prefix) if cache is not None and prefix is not None else None
+        x, left = _layer(layer, config, config.kind(i), x, seen, context)
+        new.append(left)
         if i in aux_layers:
             taps[i] = x
     return TargetOutput(
-        hidden_states=rms_norm(x, params.norm, config.norm_eps),
+        hidden_states=rms_norm(x, params.norm, config.norm_eps, offset=config.norm_offset),
         aux_hidden_states=jnp.concatenate([taps[i] for i in aux_layers], axis=-1) if aux_layers else None,
-        kv=tuple(kv),
+        new=tuple(new),
     )
 
 
-def logits(params: TargetParams, hidden_states: jax.Array) -> jax.Array:  # [..., d_model] -> [..., vocab] float32
-    """Next-token logits of normed hidden states."""
+def _layer(
+    params: Layer,
+    config: ModelConfig,
+    kind: LayerKind,
+    x: jax.Array,  # [batch, n, d_model]
+    seen: Any,
+    context: Context,
+) -> tuple[jax.Array, Any]:
+    """One layer's output, and what its tokens would leave in the cache."""
+
+    def norm(x: jax.Array, weight: jax.Array | None) -> jax.Array:
+        return x if weight is None else rms_norm(x, weight, config.norm_eps, offset=config.norm_offset)
+
+    out, left = _mix(params.attention, config, kind, norm(x, params.attention_norm), seen, context)
+    x = x + norm(out, params.attention_out_norm)
+    normed = norm(x, params.mlp_norm)
+    if isinstance(params.mlp, Moe):
+        out = moe(params.mlp, config, normed)
+    else:
+        out = mlp(params.mlp, normed, config.activation)
+    return x + norm(out, params.mlp_out_norm), left
+
+
+def _mix(
+    params: Attention | LatentAttention | DeltaNet | LightningAttention,
+    config: ModelConfig,
+    kind: LayerKind,
+    x: jax.Array,
+    seen: Any,
+    context: Context,
+) -> tuple[jax.Array, Any]:
+    if isinstance(params, Attention):
+        return attention.mix(params, config, kind, x, seen, context)
+    if isinstance(params, LatentAttention):
+        return latent.mix(params, config, kind, x, seen, context)
+    return recurrent.mix(params, config, kind, x, seen, context)
+
+
+def logits(params: TargetParams, config: ModelConfig, hidden_states: jax.Array) -> jax.Array:
+    """Next-token logits of normed hidden states: [..., d_model] -> [..., vocab] float32."""
     if params.head is None:
-        return jnp.einsum("...d,vd->...v", hidden_states, params.embedding, preferred_element_type=jnp.float32)
-    return matmul_float32(hidden_states, params.head)
+        out = jnp.einsum("...d,vd->...v", hidden_states, params.embedding, preferred_element_type=jnp.float32)
+    else:
+        out = matmul_float32(hidden_states, params.head)
+    return config.logit_softcap * jnp.tanh(out / config.logit_softcap) if config.logit_softcap else out
 
 
 def head_columns(params: TargetParams, token_ids: jax.Array) -> jax.Array:  # [d_model, len(token_ids)]
     """The output head restricted to some tokens: what a draft's head is warm-started from."""
-    assert not isinstance(params.head, BlockedMatrix), "blocked parameters are for serving only"
+    assert params.head is None or isinstance(params.head, jax.Array), "other layouts are for serving only"
     return params.embedding[token_ids].T if params.head is None else params.head[:, token_ids]
 
 
 def fuse_for_cpu(params: TargetParams) -> TargetParams:
     """The same target with fewer, wider products, and with a head of its own where it was tied: XLA's CPU backend
     would transpose the embedding at every call."""
-    layers = tuple(
-        Layer(layer.attention_norm, fuse_attention(layer.attention), layer.mlp_norm, fuse_mlp(layer.mlp))
-        for layer in params.layers
-    )
+
+    def fuse(layer: Layer) -> Layer:
+        mixer = fuse_attention(layer.attention) if isinstance(layer.attention, Attention) else layer.attention
+        block = fuse_mlp(layer.mlp) if isinstance(layer.mlp, Mlp) else layer.mlp
+        return dataclasses.replace(layer, attention=mixer, mlp=block)
+
     head = params.embedding.T if params.head is None else params.head
-    return TargetParams(params.embedding, layers, params.norm, head)
+    return TargetParams(params.embedding, tuple(fuse(layer) for layer in params.layers), params.norm, head)

@@ -14,6 +14,7 @@ from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import BUNDLED, BUNDLED_HEAD_FOLDER, resolve_target
 from specserve.errors import ConfigError
 from specserve.mesh import default_dtype
+from specserve.models import cache
 from specserve.models.config import DraftConfig, ModelConfig
 from specserve.provenance import fingerprint
 from specserve.serve.calibrate import cost_file, describe_costs, step_costs
@@ -131,13 +132,20 @@ def make_engine(
         options=EngineOptions(
             max_queue=run.max_queue,
             prefill_tokens=run.prefill_tokens,
-            is_caching=run.prefix_cache,
+            is_caching=_can_cache(models, run),
             prefers_cached=run.schedule == "longest-prefix",
             watchdog_seconds=run.watchdog_seconds,
         ),
         late_programs=late,
         on_compiled=lambda: _make_controller(models, runner, on_warmup) if is_auto else None,
     )
+
+
+def _can_cache(models: Models, run: ServeRun) -> bool:
+    if run.prefix_cache and models.target.config.is_recurrent:
+        logger.info("the prefix cache is off: %s has recurrent layers, whose state is not kept by page", models.name)
+        return False
+    return run.prefix_cache
 
 
 def _make_controller(models: Models, runner: Runner, on_warmup: Callable[[int, int, str], None]) -> Controller:
@@ -159,6 +167,10 @@ def choose_trees(models: Models, run: ServeRun) -> tuple[Tree | None, ...]:
     has_head = models.head is not None
     if run.deterministic and run.early_ready:
         raise ConfigError("--deterministic makes every step of one shape, --early-ready begins with another: give one")
+    if run.deterministic and models.target.config.is_recurrent:
+        raise ConfigError(
+            f"--deterministic: {models.name} has recurrent layers, whose sums depend on how a prompt is cut into chunks"
+        )
     if run.speculation == "auto":
         if run.deterministic:
             raise ConfigError("--deterministic makes every step of one shape: give --speculation chain:K, or off")
@@ -197,10 +209,8 @@ def _num_pages(models: Models, run: ServeRun, longest: int) -> int:
 def bytes_per_token(target: ModelConfig, draft: DraftConfig | None) -> int:
     """Of keys and values in the paged cache, the draft's layer included."""
 
-    def layer(config: ModelConfig | DraftConfig) -> int:
-        return 2 * config.num_kv_heads * config.head_dim * np.dtype(config.dtype).itemsize
-
-    return target.num_layers * layer(target) + (layer(draft) if draft else 0)
+    own = 2 * draft.num_kv_heads * draft.head_dim * np.dtype(draft.dtype).itemsize if draft else 0
+    return cache.bytes_per_token(target) + own
 
 
 def free_memory() -> int:

@@ -19,6 +19,9 @@ from specserve.speculative.vocab import DraftVocab
 Params = TypeVar("Params", TargetParams, DraftParams)
 
 NARROW_ROWS = range(2, 9)  # steps of so many rows run on blocked matrices on CPU (docs/log)
+PRODUCTS = frozenset(  # fields of parameters; others are looked up, or taken apart before they are multiplied by
+    ("q", "k", "v", "o", "gate", "up", "down", "head", "fc", "q_down", "q_nope", "q_rope", "kv_down")
+)
 NARROW_BYTES = 2**30  # of weights; where they are larger, memory for a second copy of them is dearer than time
 
 
@@ -51,10 +54,10 @@ def make_layouts(target: Target, head: Head | None) -> Layouts:
 
 
 def _block_matrices(params: Params) -> Params:
-    """Block every matrix that is multiplied by; embeddings are looked up."""
+    """Block the matrices that rows are multiplied by as they are (`kernels.matmul`)."""
 
     def cut(path: tuple, leaf: jax.Array) -> Weight:
-        is_embedding = jax.tree_util.keystr(path[:1], simple=True) == "embedding"
-        return block(leaf) if leaf.ndim == 2 and not is_embedding else leaf
+        is_product = jax.tree_util.keystr(path[-1:], simple=True) in PRODUCTS
+        return block(leaf) if leaf.ndim == 2 and is_product else leaf
 
     return jax.tree_util.tree_map_with_path(cut, params)

@@ -120,7 +120,7 @@ class Runner:
             self._accepts_nothing = self.trees[0] is None
             self.trees = (self.trees[0] or chain(DETERMINISTIC_DEPTH, "ngram"),)
         self.config = StepConfig(
-            target.config,
+            target.config.for_length(max_model_len),
             head.config if head and uses_head else None,
             deepest,
             is_coupled=is_coupled,

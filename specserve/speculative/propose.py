@@ -11,7 +11,8 @@ import jax.numpy as jnp
 from specserve.kernels.attention import attend
 from specserve.models.config import DraftConfig
 from specserve.models.draft import DraftParams, draft_inputs, draft_kv, draft_layer, draft_logits, fuse_features
-from specserve.models.kv_pages import KVPages, LayerKV, Prefix
+from specserve.models.attention import KV
+from specserve.models.cache import Cache, Prefix
 from specserve.pytree import pytree
 from specserve.speculative import sampling
 from specserve.speculative.lookup import HEAD
@@ -46,19 +47,19 @@ class _Level:
 
     token_ids: jax.Array  # [batch, k]
     hidden: jax.Array  # [batch, k, d_model], the recurrent state that each node consumes
-    kv: LayerKV  # of all nodes expanded so far: [batch, seen, kv_head, head_dim]
+    kv: KV  # of all nodes expanded so far: [batch, seen, kv_head, head_dim]
     mask: jax.Array  # [batch, k, seen]: which of those each node sees (its ancestors)
 
 
 def catch_up(
     draft: Draft,
     config: DraftConfig,
-    pages: KVPages,
+    pages: Cache,
     page_table: jax.Array,  # [batch, max_pages], for writing
     read_table: jax.Array | None,  # [batch, pages], the part that attention reads; None: do not run the layer
     seq_lens: jax.Array,  # [batch], the root's position
     pending: Pending,
-) -> tuple[KVPages, jax.Array | None]:  # and the recurrent state at the root [batch, 1, d_model]
+) -> tuple[Cache, jax.Array | None]:  # and the recurrent state at the root [batch, 1, d_model]
     """Consume the pending tokens: write their draft entries, and run the layer for the last of them only."""
     m = pending.token_ids.shape[1]
     offset = jnp.arange(m)
@@ -85,7 +86,7 @@ def propose(
     draft: Draft,
     config: DraftConfig,
     tree: Tree,
-    pages: KVPages,
+    pages: Cache,
     read_table: jax.Array,  # [batch, pages]
     seq_lens: jax.Array,  # [batch], the root's position
     root_ids: jax.Array,  # [batch]
@@ -102,7 +103,7 @@ def propose(
 class _Expander:
     """The two operations that growing a tree is made of. Lives during one trace."""
 
-    def __init__(self, draft: Draft, config: DraftConfig, pages: KVPages, prefix: Prefix, rows: SamplerRows) -> None:
+    def __init__(self, draft: Draft, config: DraftConfig, pages: Cache, prefix: Prefix, rows: SamplerRows) -> None:
         self.draft, self.config, self.pages, self.prefix, self.rows = draft, config, pages, prefix, rows
 
     def candidates(self, hidden: jax.Array, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
@@ -123,7 +124,7 @@ class _Expander:
             best, index = jax.lax.top_k(ranked, top_k)
         return best - jax.nn.logsumexp(ranked, axis=-1, keepdims=True), target_ids[index]
 
-    def run(self, level: _Level, depth: int) -> tuple[jax.Array, LayerKV]:
+    def run(self, level: _Level, depth: int) -> tuple[jax.Array, KV]:
         """One draft pass over nodes at `depth`: their recurrent states, and the entries grown by theirs."""
         position_ids = jnp.broadcast_to((self.prefix.lens + depth - 1)[:, None], level.token_ids.shape)
         inputs = draft_inputs(
@@ -136,7 +137,7 @@ class _Expander:
         hidden = draft_layer(self.draft.params, self.config, inputs, lambda q: attend(q, k, v, mask, seen))
         return hidden, (k, v)
 
-    def no_entries(self, batch: int) -> LayerKV:
+    def no_entries(self, batch: int) -> KV:
         empty = jnp.zeros((batch, 0, self.config.num_kv_heads, self.config.head_dim), self.config.dtype)
         return empty, empty
 

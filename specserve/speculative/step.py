@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from specserve.models import draft as draft_model
 from specserve.models import target as target_model
 from specserve.models.config import DraftConfig, ModelConfig
-from specserve.models.kv_pages import KVPages, Prefix
+from specserve.models.cache import Cache, Prefix
 from specserve.models.target import TargetOutput, TargetParams
 from specserve.pytree import pytree
 from specserve.speculative import lookup, sampling
@@ -69,8 +69,8 @@ class SlotState:
     pending: Pending | None  # [slot, max_pending, ...]; None without a head
     gains: jax.Array  # [slot, 1 + classes] float32, accepted tokens per step by source, see `lookup`
     recall: jax.Array  # [RECALL_ROWS, RECALL_LENGTH] int32, recent answers
-    pages: KVPages  # the target's
-    draft_pages: KVPages | None  # one more layer under the same page table
+    cache: Cache  # the target's
+    draft_cache: Cache | None  # one more layer under the same page table
     page_aux: jax.Array | None  # [page, taps * d_model], aux hidden states of each page's last entry
 
 
@@ -114,12 +114,8 @@ def init_state(config: StepConfig, *, num_slots: int, num_pages: int, page_size:
         else None,
         gains=lookup.initial_gains(num_slots),
         recall=jnp.full((lookup.RECALL_ROWS, lookup.RECALL_LENGTH), -1, jnp.int32),
-        pages=KVPages.zeros(
-            target.num_layers, num_pages, page_size, target.num_kv_heads, target.head_dim, target.dtype
-        ),
-        draft_pages=KVPages.zeros(1, num_pages, page_size, draft.num_kv_heads, draft.head_dim, draft.dtype)
-        if draft
-        else None,
+        cache=Cache.zeros(target, num_slots=num_slots, num_pages=num_pages, page_size=page_size),
+        draft_cache=draft_model.draft_cache(draft, num_pages=num_pages, page_size=page_size) if draft else None,
         page_aux=jnp.zeros((num_pages, aux_size), target.dtype) if draft else None,
     )
 
@@ -129,7 +125,7 @@ def admit(state: SlotState, slot: jax.Array, new: Admission) -> SlotState:
     that were kept with the last page, so acceptance on a hit equals acceptance on a miss."""
     pending = state.pending
     if pending is not None and state.page_aux is not None:
-        page_size = state.pages.page_size
+        page_size = state.cache.page_size
         last_page = new.page_row[jnp.clip(new.num_cached // page_size - 1, 0)]
         boundary = state.page_aux.at[last_page].get(mode="clip")
         pending = dataclasses.replace(
@@ -150,6 +146,7 @@ def admit(state: SlotState, slot: jax.Array, new: Admission) -> SlotState:
         tokens=jax.tree.map(put, state.tokens, new.tokens),
         gains=state.gains.at[slot].set(new.gains),
         pending=pending,
+        cache=state.cache.reset(slot),
     )
 
 
@@ -175,17 +172,17 @@ def prefill(
     out = _run_target(weights, config, state, now, token_ids, index, causal)
     last = jnp.maximum(num_tokens - 1, 0)[:, None]
     hidden = jnp.take_along_axis(out.hidden_states, last[..., None], axis=1)
-    logits = target_model.logits(weights.target, hidden)
+    logits = target_model.logits(weights.target, config.target, hidden)
     end = now.seq_lens + num_tokens
     nodes = _single_nodes(state, now, slots, end - 1)
     drawn = _draw(now, nodes, logits, end[:, None], allowed)
     is_valid &= _has_run(drawn)
-    state = dataclasses.replace(state, pages=state.pages.write(out.kv, now.page_table, index, is_valid))
+    state = dataclasses.replace(state, cache=state.cache.write(out.new, now.page_table, index, is_valid, slots))
     if config.draft:
         assert weights.draft is not None
         assert out.aux_hidden_states is not None
         assert now.pending is not None
-        assert state.draft_pages is not None
+        assert state.draft_cache is not None
         # entry t consumes the feature of t - 1; the one before the chunk was left pending by the chunk before
         before = jnp.concatenate([now.pending.aux_hidden_states[:, :1], out.aux_hidden_states[:, :-1]], axis=1)
         kv = draft_model.draft_kv(
@@ -203,7 +200,7 @@ def prefill(
         aux = jnp.take_along_axis(out.aux_hidden_states, last[..., None], axis=1)
         state = dataclasses.replace(
             _write_aux(state, now, index, out.aux_hidden_states, is_valid),
-            draft_pages=state.draft_pages.write((kv,), now.page_table, index, is_valid & (index >= FIRST_ENTRY)),
+            draft_cache=state.draft_cache.write((kv,), now.page_table, index, is_valid & (index >= FIRST_ENTRY)),
             pending=_put_pending(state, slots, drawn, aux, jnp.ones(batch, jnp.int32)),
         )
     state = _emit(state, slots, end, drawn, is_last[:, None])
@@ -224,10 +221,10 @@ def decode(
     nodes = _single_nodes(state, now, slots, now.seq_lens)
     index = now.seq_lens[:, None]
     out = _run_target(weights, config, state, now, nodes.token_ids, index, jnp.ones((1, 1, 1), bool))
-    logits = target_model.logits(weights.target, out.hidden_states)
+    logits = target_model.logits(weights.target, config.target, out.hidden_states)
     drawn = _draw(now, nodes, logits, index + 1, allowed)
     is_kept = _has_run(drawn)
-    state = dataclasses.replace(state, pages=state.pages.write(out.kv, now.page_table, index, is_kept))
+    state = dataclasses.replace(state, cache=state.cache.write(out.new, now.page_table, index, is_kept, slots))
     if now.pending is not None:
         assert state.pending is not None
         assert out.aux_hidden_states is not None
@@ -250,17 +247,17 @@ def consume(weights: Weights, config: StepConfig, state: SlotState, slots: jax.A
     """Let the draft catch up with what plain steps have emitted; the root alone stays pending."""
     assert config.draft is not None
     assert weights.draft is not None
-    assert state.draft_pages is not None
+    assert state.draft_cache is not None
     now = _gather(state, slots, width=1)
     assert now.pending is not None
-    draft_pages, _ = catch_up(
-        weights.draft, config.draft, state.draft_pages, now.page_table, None, now.seq_lens, now.pending
+    draft_cache, _ = catch_up(
+        weights.draft, config.draft, state.draft_cache, now.page_table, None, now.seq_lens, now.pending
     )
     last = jnp.maximum(now.pending.count - 1, 0)[:, None]
     root = jnp.take_along_axis(now.pending.token_ids, last, axis=1)
     aux = jnp.take_along_axis(now.pending.aux_hidden_states, last[..., None], axis=1)
     pending = _put_pending(state, slots, root, aux, jnp.minimum(now.pending.count, 1))
-    return dataclasses.replace(state, draft_pages=draft_pages, pending=pending)
+    return dataclasses.replace(state, draft_cache=draft_cache, pending=pending)
 
 
 def speculate(
@@ -289,18 +286,18 @@ def propose_tree(
     if tree.uses_head:
         assert config.draft is not None
         assert weights.draft is not None
-        assert state.draft_pages is not None
+        assert state.draft_cache is not None
         assert now.pending is not None
         # no step leaves more pending than a tree's path; the caller has called `consume` after others
         pending = jax.tree.map(lambda x: x[:, : tree.depth + 1] if x.ndim > 1 else x, now.pending)
-        draft_pages, hidden = catch_up(
-            weights.draft, config.draft, state.draft_pages, now.page_table, now.read_table, now.seq_lens, pending
+        draft_cache, hidden = catch_up(
+            weights.draft, config.draft, state.draft_cache, now.page_table, now.read_table, now.seq_lens, pending
         )
         assert hidden is not None
-        state = dataclasses.replace(state, draft_pages=draft_pages)
+        state = dataclasses.replace(state, draft_cache=draft_cache)
         rows = now.rows if config.is_coupled else dataclasses.replace(now.rows, temperature=now.rows.temperature * 0)
         proposal = propose(
-            weights.draft, config.draft, tree, draft_pages, now.read_table, now.seq_lens, root_ids, hidden, rows
+            weights.draft, config.draft, tree, draft_cache, now.read_table, now.seq_lens, root_ids, hidden, rows
         )
     if tree.uses_lookup:
         history = state.history.at[slots].get(mode="clip")
@@ -334,7 +331,7 @@ def verify_tree(
     position_ids = now.seq_lens[:, None] + proposal.depths
     mask = ancestor_mask(proposal.parents, depth)
     out = _run_target(weights, config, state, now, proposal.token_ids, position_ids, mask)
-    logits = target_model.logits(weights.target, out.hidden_states)
+    logits = target_model.logits(weights.target, config.target, out.hidden_states)
     nodes = Nodes(proposal.token_ids, proposal.parents, proposal.depths, mask, _recent(state, now, slots, now.seq_lens))
     target_ids = _draw(now, nodes, logits, position_ids + 1, allowed)
     verdict = verify(proposal, target_ids, depth, jnp.minimum(now.rows.max_depth, tree.depth))
@@ -343,10 +340,10 @@ def verify_tree(
         return jnp.take_along_axis(x, verdict.path.reshape(*verdict.path.shape, *[1] * (x.ndim - 2)), axis=1)
 
     step = jnp.arange(depth + 1)
-    kv = tuple((along_path(k), along_path(v)) for k, v in out.kv)
+    new = jax.tree.map(along_path, out.new)
     is_kept = step <= verdict.n_accepted[:, None]
     index = now.seq_lens[:, None] + step
-    state = dataclasses.replace(state, pages=state.pages.write(kv, now.page_table, index, is_kept))
+    state = dataclasses.replace(state, cache=state.cache.write(new, now.page_table, index, is_kept, slots))
     n_emitted = verdict.n_accepted + 1
     if config.draft:
         assert out.aux_hidden_states is not None
@@ -377,6 +374,7 @@ class _Now:
 
     page_table: jax.Array  # [batch, max_pages], for writing
     read_table: jax.Array  # [batch, width], for attention
+    slots: jax.Array  # [batch]
     seq_lens: jax.Array
     pending: Pending | None
     rows: SamplerRows
@@ -390,10 +388,11 @@ def _gather(state: SlotState, slots: jax.Array, width: int) -> _Now:
     def take(x: jax.Array) -> jax.Array:
         return x.at[slots].get(mode="clip")
 
-    table = jnp.where(is_real[:, None], take(state.page_table), state.pages.num_pages)
+    table = jnp.where(is_real[:, None], take(state.page_table), state.cache.num_pages)
     return _Now(
         page_table=table,
         read_table=table[:, :width],
+        slots=slots,
         seq_lens=jnp.where(is_real, take(state.seq_lens), 0),
         pending=jax.tree.map(take, state.pending),
         rows=jax.tree.map(take, state.rows),
@@ -416,8 +415,8 @@ def _run_target(
         token_ids,
         position_ids,
         mask,
-        pages=state.pages,
-        prefix=Prefix(now.read_table, now.seq_lens, is_exact=config.verified_depth > 0),
+        cache=state.cache,
+        prefix=Prefix(now.read_table, now.seq_lens, is_exact=config.verified_depth > 0, slots=now.slots),
         aux_layers=config.aux_layers,
     )
 
@@ -502,9 +501,9 @@ def _write_aux(
 ) -> SlotState:
     """Keep the aux hidden states of every page's last entry: a later prefix hit goes on from there."""
     assert state.page_aux is not None
-    page_size = state.pages.page_size
+    page_size = state.cache.page_size
     column = index // page_size
     is_boundary = is_kept & (index % page_size == page_size - 1) & (column < now.page_table.shape[1])
     page = jnp.take_along_axis(now.page_table, jnp.minimum(column, now.page_table.shape[1] - 1), axis=1)
-    page = jnp.where(is_boundary, page, state.pages.num_pages)
+    page = jnp.where(is_boundary, page, state.cache.num_pages)
     return dataclasses.replace(state, page_aux=state.page_aux.at[page].set(aux_hidden_states, mode="drop"))

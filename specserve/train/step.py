@@ -54,7 +54,7 @@ def teach(
         params, config.target, rows.token_ids, rows.position_ids, mask, aux_layers=config.draft.aux_layers
     )
     assert out.aux_hidden_states is not None
-    logits = target_model.logits(params, out.hidden_states)
+    logits = target_model.logits(params, config.target, out.hidden_states)
     drafted = logits[..., vocab.target_ids]
     is_drafted = jnp.max(drafted, axis=-1) >= jnp.max(logits, axis=-1)
     best = jnp.where(is_drafted, argmax(drafted), -1)

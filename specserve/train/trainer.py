@@ -23,6 +23,7 @@ from specserve.errors import CheckpointError, ConfigError
 from specserve.models.config import DraftConfig
 from specserve.models.draft import DraftParams, draft_spec
 from specserve.models.params import init_params
+from specserve.models.rope import plain_rope
 from specserve.models.target import head_columns
 from specserve.speculative.tree import Tree
 from specserve.speculative.vocab import DraftVocab
@@ -69,7 +70,9 @@ def draft_config(settings: DraftSettings, target: Target, draft_vocab_size: int)
     """The head's shape: the target's where the settings say nothing. Raises ConfigError."""
     config = target.config
     num_heads = settings.num_heads or config.num_heads
-    num_kv_heads = settings.num_kv_heads or min(config.num_kv_heads, num_heads)
+    # beside latent attention a head is a plain one, with keys as wide as the target's own without position
+    head_dim = config.latent.nope_dim if config.latent else config.head_dim
+    num_kv_heads = settings.num_kv_heads or min(num_heads if config.latent else config.num_kv_heads, num_heads)
     if num_heads % num_kv_heads:
         raise ConfigError(f"draft.num_heads is {num_heads}, which {num_kv_heads} draft.num_kv_heads do not divide")
     aux_layers = settings.aux_layers or config.default_aux_layers
@@ -80,14 +83,14 @@ def draft_config(settings: DraftSettings, target: Target, draft_vocab_size: int)
         target_d_model=config.d_model,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
-        head_dim=config.head_dim,
+        head_dim=head_dim,
         d_ff=settings.d_ff or config.d_ff,
         vocab_size=config.vocab_size,
         draft_vocab_size=draft_vocab_size,
         max_len=config.max_len,
         aux_layers=aux_layers,
         norm_eps=config.norm_eps,
-        rope=config.rope,
+        rope=plain_rope(config.rope),
         norm_output=settings.norm_output,
         fc_norm=settings.fc_norm,
     )
@@ -97,7 +100,7 @@ def init_head(config: DraftConfig, target: Target, target_ids: np.ndarray, seed:
     """A fresh head whose output rows and final norm are the target's own."""
     params: DraftParams = init_params(draft_spec(config), jax.random.key(seed), config.dtype)
     columns = head_columns(target.params, jnp.asarray(target_ids)).astype(config.dtype)
-    norm = jnp.array(target.params.norm, config.dtype)
+    norm = jnp.array(target.params.norm + (1.0 if target.config.norm_offset else 0.0), config.dtype)
     return dataclasses.replace(params, head=columns, norm=norm)
 
 

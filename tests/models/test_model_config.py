@@ -4,7 +4,8 @@ import pytest
 import tiny
 
 from specserve.errors import ConfigError
-from specserve.models.config import ModelConfig, Rope, rope_from_hf, rope_to_hf
+from specserve.models.families import model_config
+from specserve.models.rope import Rope, rope_from_hf, rope_to_hf
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -28,7 +29,7 @@ LLAMA3 = {
 )
 def test_unsupported_configs_are_refused_by_name(changes: dict[str, object], words: str) -> None:
     with pytest.raises(ConfigError, match=words):
-        ModelConfig.from_hf_config(tiny.TARGET | changes, dtype="float32")
+        model_config(tiny.TARGET | changes, dtype="float32")
 
 
 def test_both_spellings_of_rope_read_alike() -> None:
@@ -42,7 +43,7 @@ def test_both_spellings_of_rope_read_alike() -> None:
 def test_default_taps_are_eagle3s() -> None:
     def taps(num_layers: int) -> tuple[int, int, int]:
         raw = tiny.TARGET | {"num_hidden_layers": num_layers}
-        return ModelConfig.from_hf_config(raw, dtype="float32").default_aux_layers
+        return model_config(raw, dtype="float32").default_aux_layers
 
     assert taps(32) == (1, 15, 28)  # Llama-3.1-8B, as SGLang names them
     assert taps(36) == (1, 17, 32)  # Qwen3-8B

@@ -28,7 +28,7 @@ def _check_parity(folder: Path) -> None:
     layers = np.concatenate([expected[f"layer_{i}"] for i in taps], axis=-1)
     for params in (target.params, fuse_for_cpu(target.params)):
         out = forward(params, target.config, token_ids, positions, tiny.causal(n), aux_layers=taps)
-        np.testing.assert_allclose(logits(params, out.hidden_states), expected["logits"], atol=1e-4)
+        np.testing.assert_allclose(logits(params, target.config, out.hidden_states), expected["logits"], atol=1e-4)
         np.testing.assert_allclose(np.asarray(out.aux_hidden_states), layers, atol=1e-4)
 
 

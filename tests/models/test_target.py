@@ -8,16 +8,15 @@ import numpy as np
 import tiny
 
 from specserve.checkpoints.load import Target
-from specserve.models.kv_pages import KVPages, Prefix
+from specserve.models.cache import Cache, Prefix
 from specserve.models.target import forward, head_columns, logits
 from specserve.speculative.tree import ancestor_mask
 
 PAGE_SIZE = 8
 
 
-def _pages(target: Target, num_pages: int) -> KVPages:
-    config = target.config
-    return KVPages.zeros(config.num_layers, num_pages, PAGE_SIZE, config.num_kv_heads, config.head_dim, "float32")
+def _cache(target: Target, num_pages: int) -> Cache:
+    return Cache.zeros(target.config, num_slots=2, num_pages=num_pages, page_size=PAGE_SIZE)
 
 
 def test_decoding_token_by_token_over_pages_equals_one_forward(tiny_target: Target, rng: np.random.Generator) -> None:
@@ -30,13 +29,13 @@ def test_decoding_token_by_token_over_pages_equals_one_forward(tiny_target: Targ
     positions = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (2, n))
     whole = forward(tiny_target.params, config, token_ids, positions, tiny.causal(n), aux_layers=taps)
     is_kept = positions[:, :5] < starts[:, None]
-    first = tuple((k[:, :5], v[:, :5]) for k, v in whole.kv)
-    pages = _pages(tiny_target, 8).write(first, table, positions[:, :5], is_kept)
+    first = jax.tree.map(lambda x: x[:, :5], whole.new)
+    cache = _cache(tiny_target, 8).write(first, table, positions[:, :5], is_kept)
     run = jax.jit(functools.partial(forward, tiny_target.params, config, aux_layers=taps))
     for step in range(n - 5):
         at = starts[:, None] + step
         now = jnp.take_along_axis(token_ids, at, axis=1)
-        out = run(now, at, jnp.ones((1, 1, 1), bool), pages=pages, prefix=Prefix(table, at[:, 0]))
+        out = run(now, at, jnp.ones((1, 1, 1), bool), cache=cache, prefix=Prefix(table, at[:, 0]))
         for got, expected in (
             (out.hidden_states, whole.hidden_states),
             (out.aux_hidden_states, whole.aux_hidden_states),
@@ -45,7 +44,7 @@ def test_decoding_token_by_token_over_pages_equals_one_forward(tiny_target: Targ
             assert expected is not None
             expected = np.take_along_axis(np.asarray(expected), np.asarray(at)[..., None], axis=1)
             np.testing.assert_allclose(got, expected, atol=1e-5)
-        pages = pages.write(out.kv, table, at, jnp.ones((2, 1), bool))
+        cache = cache.write(out.new, table, at, jnp.ones((2, 1), bool))
 
 
 def test_a_verified_tree_equals_its_paths_run_one_by_one(tiny_target: Target, rng: np.random.Generator) -> None:
@@ -60,17 +59,17 @@ def test_a_verified_tree_equals_its_paths_run_one_by_one(tiny_target: Target, rn
     positions = jnp.arange(n, dtype=jnp.int32)[None]
     table = jnp.asarray([[2, 0, 1]], jnp.int32)
     first = forward(params, config, jnp.asarray([prompt], jnp.int32), positions, tiny.causal(n))
-    pages = _pages(tiny_target, 3).write(first.kv, table, positions, jnp.ones((1, n), bool))
+    cache = _cache(tiny_target, 3).write(first.new, table, positions, jnp.ones((1, n), bool))
     out = forward(
         params,
         config,
         jnp.asarray([tokens], jnp.int32),
         jnp.asarray([depths], jnp.int32) + n,
         ancestor_mask(jnp.asarray([parents], jnp.int32), max(depths)),
-        pages=pages,
+        cache=cache,
         prefix=Prefix(table, jnp.asarray([n], jnp.int32)),
     )
-    got = np.asarray(logits(params, out.hidden_states))[0]
+    got = np.asarray(logits(params, config, out.hidden_states))[0]
     for node in range(8):
         path = [node]
         while path[0]:
@@ -82,5 +81,5 @@ def test_a_verified_tree_equals_its_paths_run_one_by_one(tiny_target: Target, rn
 def test_head_columns_are_columns_of_the_head(tiny_target: Target, rng: np.random.Generator) -> None:
     hidden = jnp.asarray(rng.standard_normal((3, tiny_target.config.d_model)), jnp.float32)
     chosen = jnp.asarray([5, 0, 63], jnp.int32)
-    expected = logits(tiny_target.params, hidden)[:, chosen]
+    expected = logits(tiny_target.params, tiny_target.config, hidden)[:, chosen]
     np.testing.assert_allclose(hidden @ head_columns(tiny_target.params, chosen), expected, atol=1e-5)

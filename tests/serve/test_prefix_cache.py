@@ -7,7 +7,7 @@ import pytest
 from engines import PAGE_SIZE, VOCAB, Ask, Fixed, Inbox, Reference, greedy, make_engine, run, serving, submit
 
 from specserve.serve.engine import Engine
-from specserve.serve.request import SamplingParams, SpeculationStats
+from specserve.serve.request import Delta, FinishReason, SamplingParams, SpeculationStats
 from specserve.serve.runner import Runner
 from specserve.speculative.tree import parse_speculation
 
@@ -103,14 +103,21 @@ def test_salts_share_nothing_with_others(engine: Engine) -> None:
     assert cached == [0, 0, 0, 40, 40, 40]
 
 
-def test_a_flush_forgets_also_what_runs(engine: Engine) -> None:
-    ask = Ask(PROMPT, greedy(40, ignore_eos=True))
-    _, inbox = submit(engine, ask)
-    inbox.wait_for_first()
-    engine.flush_cache()
-    inbox.wait()
-    assert _stats(run(engine, [ask])[0]).num_cached_tokens == 0
-    assert _stats(run(engine, [ask])[0]).num_cached_tokens == 40
+@pytest.mark.parametrize("length", [5, 41])  # no page of it is cached when the flush comes, or five
+def test_a_flush_forgets_also_what_runs(engine: Engine, length: int) -> None:
+    ask, inbox = Ask(PROMPT[:length], greedy(40, ignore_eos=True)), Inbox()
+
+    def flush_once(delta: Delta) -> None:
+        if not inbox.deltas:
+            engine.flush_cache()
+        inbox(delta)
+
+    engine.submit(ask.prompt, ask.params, flush_once)
+    assert inbox.wait().finish_reason == FinishReason.LENGTH
+    assert len(inbox.deltas) > 2, "it ended before the flush"
+    later = Ask((*ask.prompt, *inbox.token_ids), greedy(3))
+    cached = [_stats(run(engine, [later])[0]).num_cached_tokens for _ in range(2)]
+    assert cached == [0, (length + 40 - 1) // PAGE_SIZE * PAGE_SIZE]
 
 
 def test_without_a_cache_nothing_is_found(runner: Runner) -> None:

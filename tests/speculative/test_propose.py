@@ -12,8 +12,8 @@ import tiny
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
 from specserve.models.config import DraftConfig
-from specserve.models.draft import draft_logits
-from specserve.models.kv_pages import KVPages, Prefix
+from specserve.models.draft import draft_cache, draft_logits
+from specserve.models.cache import Cache, Prefix
 from specserve.speculative import propose as propose_room
 from specserve.speculative.propose import FIRST_ENTRY, Draft, Pending, catch_up, propose
 from specserve.speculative.sampling import SamplerRows
@@ -30,7 +30,7 @@ class World:
 
     draft: Draft
     head: Head
-    pages: KVPages
+    pages: Cache
     table: jax.Array
     seq_lens: jax.Array
     root_ids: jax.Array
@@ -52,7 +52,7 @@ def world(tiny_target: Target, tiny_head: Head) -> World:
         aux_hidden_states=jnp.asarray(rng.standard_normal((3, m, _aux_size(config))), jnp.float32),
         count=jnp.asarray(count),
     )
-    pages = KVPages.zeros(1, 3 * MAX_PAGES, PAGE_SIZE, config.num_kv_heads, config.head_dim, "float32")
+    pages = draft_cache(config, num_pages=3 * MAX_PAGES, page_size=PAGE_SIZE)
     table = jnp.asarray(rng.permutation(3 * MAX_PAGES).reshape(3, MAX_PAGES), jnp.int32)
     seq_lens = jnp.asarray(count)
     pages, hidden = catch_up(draft, config, pages, table, table, seq_lens, pending)
@@ -177,7 +177,7 @@ def test_catching_up_in_pieces_equals_catching_up_at_once(tiny_target: Target) -
     table = jnp.arange(MAX_PAGES, dtype=jnp.int32)[None]
 
     def run(cuts: list[int]) -> jax.Array:
-        pages = KVPages.zeros(1, MAX_PAGES, PAGE_SIZE, config.num_kv_heads, config.head_dim, "float32")
+        pages = draft_cache(config, num_pages=MAX_PAGES, page_size=PAGE_SIZE)
         hidden = jnp.zeros(())
         for start, stop in zip([0, *cuts], [*cuts, 9], strict=True):
             room = 9 - (stop - start)  # padded, as the state's pending rows are

@@ -102,7 +102,7 @@ class Slots:
 
 def _check_between_steps(slots: Slots) -> None:
     """The invariant that `step` states."""
-    state = jax.device_get(dataclasses.replace(slots.state, pages=None, draft_pages=None))
+    state = jax.device_get(dataclasses.replace(slots.state, cache=None, draft_cache=None))
     for slot, text in enumerate(slots.texts):
         assert state.seq_lens[slot] == len(text) - 1
         assert state.history[slot, : len(text)].tolist() == text

@@ -1,0 +1,180 @@
+"""Grouped-query attention, of targets and of the draft."""
+
+import jax
+import jax.numpy as jnp
+
+from specserve.kernels.attention import PagedPrefix, attend
+from specserve.kernels.matmul import Weight
+from specserve.models.config import DraftConfig, LayerKind, ModelConfig, Names
+from specserve.models.context import Context, Tables
+from specserve.models.layers import linear, norm_spec, rms_norm, side_by_side
+from specserve.models.params import Part, matrix, vector
+from specserve.models.rope import apply_rope
+from specserve.pytree import pytree
+
+KV = tuple[jax.Array, jax.Array]  # keys, values: [batch, n, kv_head, head_dim]
+
+
+@pytree
+class Attention:
+    q: Weight  # [d_in, head * head_dim]; with k and v None it holds all three side by side (`fuse_attention`)
+    k: Weight | None  # [d_in, kv_head * head_dim]
+    v: Weight | None  # [d_in, kv_head * head_dim]
+    o: Weight  # [head * head_dim, d_model]
+    q_bias: jax.Array | None
+    k_bias: jax.Array | None
+    v_bias: jax.Array | None
+    o_bias: jax.Array | None
+    q_norm: jax.Array | None  # [head_dim], or [head * head_dim]
+    k_norm: jax.Array | None  # [head_dim], or [kv_head * head_dim]
+    gate: Weight | None  # [d_in, head * head_dim]
+    gate_bias: jax.Array | None
+    sinks: jax.Array | None  # [head]
+
+
+def attention_spec(config: ModelConfig | DraftConfig, prefix: str, d_in: int) -> Attention:
+    """`d_in` is the width of the projections' input: d_model in a target, twice that in a draft."""
+    flags = config if isinstance(config, ModelConfig) else None
+    names = flags.names if flags else Names()
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    has_gate = flags is not None and flags.has_attention_gate
+    head_dim = config.head_dim
+    if names.qkv:
+        total = q_size + 2 * kv_size
+        q, k, v = [f"{prefix}.{names.qkv}"] * 3
+        q_part, k_part, v_part = (
+            Part(start, stop, total, total)
+            for start, stop in ((0, q_size), (q_size, q_size + kv_size), (q_size + kv_size, total))
+        )
+    else:
+        q, k, v = (f"{prefix}.{name}_proj" for name in "qkv")
+        # with a gate, each head has its query and then its gate in one tensor
+        q_part, k_part, v_part = Part(0, head_dim, 2 * head_dim, 2 * q_size) if has_gate else None, None, None
+    gate_part = Part(head_dim, 2 * head_dim, 2 * head_dim, 2 * q_size)
+    has_bias = flags is not None and flags.qkv_bias
+    offset = flags is not None and flags.norm_offset
+    norm_sizes = None
+    if flags is not None and flags.qk_norm:
+        norm_sizes = (head_dim, head_dim) if flags.qk_norm == "head" else (q_size, kv_size)
+    return Attention(
+        q=matrix(f"{q}.weight", d_in, q_size, ("embed", "heads"), part=q_part),
+        k=matrix(f"{k}.weight", d_in, kv_size, ("embed", "kv_heads"), part=k_part),
+        v=matrix(f"{v}.weight", d_in, kv_size, ("embed", "kv_heads"), part=v_part),
+        o=matrix(f"{prefix}.{names.o}.weight", q_size, config.d_model, ("heads", "embed")),
+        q_bias=vector(f"{q}.bias", q_size, "heads", init="zeros", part=q_part) if has_bias else None,
+        k_bias=vector(f"{k}.bias", kv_size, "kv_heads", init="zeros", part=k_part) if has_bias else None,
+        v_bias=vector(f"{v}.bias", kv_size, "kv_heads", init="zeros", part=v_part) if has_bias else None,
+        o_bias=vector(f"{prefix}.{names.o}.bias", config.d_model, init="zeros") if flags and flags.o_bias else None,
+        q_norm=norm_spec(f"{prefix}.{names.q_norm}", norm_sizes[0], offset=offset) if norm_sizes else None,
+        k_norm=norm_spec(f"{prefix}.{names.k_norm}", norm_sizes[1], offset=offset) if norm_sizes else None,
+        gate=matrix(f"{q}.weight", d_in, q_size, ("embed", "heads"), part=gate_part) if has_gate else None,
+        gate_bias=vector(f"{q}.bias", q_size, "heads", init="zeros", part=gate_part) if has_gate and has_bias else None,
+        sinks=vector(f"{prefix}.sinks", config.num_heads, "heads", init="zeros") if flags and flags.has_sinks else None,
+    )
+
+
+def fuse_attention(params: Attention) -> Attention:
+    """One product for q, k and v. Only for layers that project all three of the same tokens (`project_qkv`)."""
+    return Attention(
+        q=side_by_side(params.q, params.k, params.v),
+        k=None,
+        v=None,
+        o=params.o,
+        q_bias=side_by_side(params.q_bias, params.k_bias, params.v_bias),
+        k_bias=None,
+        v_bias=None,
+        o_bias=params.o_bias,
+        q_norm=params.q_norm,
+        k_norm=params.k_norm,
+        gate=params.gate,
+        gate_bias=params.gate_bias,
+        sinks=params.sinks,
+    )
+
+
+def mix(
+    params: Attention,
+    config: ModelConfig,
+    kind: LayerKind,
+    x: jax.Array,  # [batch, n, d_model], normed
+    seen: PagedPrefix | None,
+    context: Context,
+) -> tuple[jax.Array, KV]:
+    """What the layer adds to the residual, [batch, n, d_model], and the tokens' own keys and values."""
+    tables = context.local_rope if kind.is_local else context.rope
+    assert tables is not None, "a local layer without local rotary embeddings"
+    q, k, v = project_qkv(params, config, x, tables)
+    out = attend(
+        q,
+        k,
+        v,
+        context.mask,
+        seen,
+        scale=config.attention_scale or None,
+        softcap=config.attention_softcap,
+        sinks=params.sinks,
+        window=kind.window,
+        position_ids=context.position_ids,
+    ).reshape(*x.shape[:2], -1)
+    if params.gate is not None:
+        out = out * jax.nn.sigmoid(linear(x, params.gate, params.gate_bias))
+    return linear(out, params.o, params.o_bias), (k, v)
+
+
+def project_qkv(
+    params: Attention,
+    config: ModelConfig | DraftConfig,
+    x: jax.Array,  # [batch, n, d_in]
+    rope: Tables,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # q [batch, n, head, head_dim], k and v [batch, n, kv_head, head_dim]
+    if params.k is not None:
+        return project_q(params, config, x, rope), *project_kv(params, config, x, rope)
+    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    qkv = linear(x, params.q, params.q_bias)
+    q, k, v = jnp.split(qkv, (q_size, q_size + kv_size), axis=-1)
+    q = _finish(q, config.num_heads, params.q_norm, config, rope)
+    k = _finish(k, config.num_kv_heads, params.k_norm, config, rope)
+    return q, k, _by_head(v, config.num_kv_heads)
+
+
+def project_q(
+    params: Attention,
+    config: ModelConfig | DraftConfig,
+    x: jax.Array,  # [batch, n, d_in]
+    rope: Tables,
+) -> jax.Array:  # [batch, n, head, head_dim]
+    return _finish(linear(x, params.q, params.q_bias), config.num_heads, params.q_norm, config, rope)
+
+
+def project_kv(
+    params: Attention,
+    config: ModelConfig | DraftConfig,
+    x: jax.Array,  # [batch, n, d_in]
+    rope: Tables,
+) -> KV:
+    assert params.k is not None, "fused projections come together: use project_qkv"
+    assert params.v is not None
+    k = _finish(linear(x, params.k, params.k_bias), config.num_kv_heads, params.k_norm, config, rope)
+    return k, _by_head(linear(x, params.v, params.v_bias), config.num_kv_heads)
+
+
+def _finish(
+    x: jax.Array,  # [batch, n, size]
+    num_heads: int,
+    norm: jax.Array | None,
+    config: ModelConfig | DraftConfig,
+    rope: Tables,
+) -> jax.Array:  # [batch, n, head, head_dim]
+    """Norm and turn: queries and keys alike."""
+    offset = isinstance(config, ModelConfig) and config.norm_offset
+    over_all = norm is not None and norm.shape[0] == x.shape[-1]  # with one head it is the same
+    if norm is not None and over_all:
+        x = rms_norm(x, norm, config.norm_eps, offset=offset)
+    x = _by_head(x, num_heads)
+    if norm is not None and not over_all:
+        x = rms_norm(x, norm, config.norm_eps, offset=offset)
+    return apply_rope(x, rope, is_interleaved=config.rope.is_interleaved)
+
+
+def _by_head(x: jax.Array, num_heads: int) -> jax.Array:  # [batch, n, size] -> [batch, n, head, head_dim]
+    return x.reshape(*x.shape[:2], num_heads, -1)

@@ -1,0 +1,137 @@
+"""What committed tokens leave behind, layer by layer: keys and values in pages, or a recurrent state for each slot.
+
+A forward never writes: it reads what is committed and returns what its own tokens would leave. What is kept of that (all
+of a prefill chunk, the accepted path of a tree) is written once, by `write`. So compacting a tree costs no copy, a
+rejected node never touches a page or a state, and the buffers can be donated.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specserve.kernels.attention import PagedPrefix
+from specserve.models import recurrent
+from specserve.models.config import ModelConfig
+from specserve.models.recurrent import State
+from specserve.pytree import pytree, static
+
+LayerKV = tuple[jax.Array, jax.Array | None]  # keys, values: [batch, n, kv_head, head_dim]
+
+
+@pytree
+class Pages:
+    """One layer's keys and values, under the page table that all layers share."""
+
+    k: jax.Array  # [page, kv_head, head_dim, page_size], as `attend` wants it
+    v: jax.Array | None  # [page, kv_head, page_size, head_dim]; None: the values are the keys' first channels
+
+    @classmethod
+    def zeros(
+        cls, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: str, *, has_values: bool = True
+    ) -> "Pages":
+        shape = (num_pages, num_kv_heads, page_size, head_dim)
+        k = jnp.zeros((num_pages, num_kv_heads, head_dim, page_size), dtype)
+        return cls(k, jnp.zeros(shape, dtype) if has_values else None)
+
+    def write(self, new: LayerKV, page: jax.Array, offset: jax.Array) -> "Pages":
+        k, v = new
+        pages = self.k.at[page, :, :, offset].set(k.astype(self.k.dtype), mode="drop")
+        if self.v is None:
+            return Pages(pages, None)
+        assert v is not None
+        return Pages(pages, self.v.at[page, :, offset].set(v.astype(self.v.dtype), mode="drop"))
+
+
+@pytree
+class Prefix:
+    """Which committed entries of which sequences a forward sees."""
+
+    page_table: jax.Array  # [batch, pages] int32, as many as attention reads
+    lens: jax.Array  # [batch] int32
+    first: int = static(default=0)  # entries before this index are never visible
+    is_exact: bool = static(default=False)  # see `kernels.attention.PagedPrefix`
+    slots: jax.Array | None = None  # [batch] int32, whose states; needed where layers are recurrent
+
+
+@pytree
+class Cache:
+    layers: tuple[Pages | State, ...]
+    num_pages: int = static()
+    page_size: int = static()
+
+    @classmethod
+    def zeros(cls, config: ModelConfig, *, num_slots: int, num_pages: int, page_size: int) -> "Cache":
+        """For a target."""
+
+        def layer(i: int) -> Pages | State:
+            kind = config.kind(i)
+            if kind.mixer == "latent":
+                assert config.latent is not None
+                return Pages.zeros(
+                    num_pages, page_size, 1, config.latent.cache_dim, config.dtype, has_values=False
+                )
+            if kind.mixer == "attention":
+                return Pages.zeros(num_pages, page_size, config.num_kv_heads, config.head_dim, config.dtype)
+            return recurrent.init_state(config, kind, num_slots)
+
+        return cls(tuple(layer(i) for i in range(config.num_layers)), num_pages, page_size)
+
+    def layer(self, i: int, prefix: Prefix) -> PagedPrefix | State:
+        """What layer i sees of the committed sequences."""
+        layer = self.layers[i]
+        if isinstance(layer, Pages):
+            return PagedPrefix(layer.k, layer.v, prefix.page_table, prefix.lens, prefix.first, prefix.is_exact)
+        return _rows(layer, prefix.slots)
+
+    def write(
+        self,
+        new: tuple[Any, ...],  # one per layer, what the forward returned, leaves [batch, n, ...]
+        page_table: jax.Array,  # [batch, max_pages] int32
+        index: jax.Array,  # [batch, n] int32, the sequence index of each new entry
+        is_kept: jax.Array,  # [batch, n] bool; for recurrent layers the kept ones come first, in order
+        slots: jax.Array | None = None,  # [batch] int32, needed where layers are recurrent
+    ) -> "Cache":
+        """Commit the kept entries; the others, and those past the allocated pages, are dropped."""
+        page_slot = index // self.page_size
+        in_table = is_kept & (page_slot >= 0) & (page_slot < page_table.shape[1])
+        page = jnp.take_along_axis(page_table, jnp.clip(page_slot, 0, page_table.shape[1] - 1), axis=1)
+        page = jnp.where(in_table, page, self.num_pages)  # out of range: dropped by the scatter
+        offset = index % self.page_size
+
+        def commit(layer: Pages | State, entries: Any) -> Pages | State:
+            if isinstance(layer, Pages):
+                return layer.write(entries, page, offset)
+            assert slots is not None
+            rows = recurrent.advance(_rows(layer, slots), entries, is_kept)
+            return jax.tree.map(lambda all_rows, row: all_rows.at[slots].set(row, mode="drop"), layer, rows)
+
+        layers = tuple(commit(layer, entries) for layer, entries in zip(self.layers, new, strict=True))
+        return Cache(layers, self.num_pages, self.page_size)
+
+    def reset(self, slot: jax.Array) -> "Cache":
+        """A slot ([] int32) begins a new sequence: its recurrent states are those of nothing."""
+
+        def clear(layer: Pages | State) -> Pages | State:
+            return layer if isinstance(layer, Pages) else jax.tree.map(lambda x: x.at[slot].set(0), layer)
+
+        return Cache(tuple(clear(layer) for layer in self.layers), self.num_pages, self.page_size)
+
+
+def _rows(state: State, slots: jax.Array | None) -> State:
+    assert slots is not None, "recurrent layers need the slots"
+    return jax.tree.map(lambda x: x.at[slots].get(mode="clip"), state)
+
+
+def bytes_per_token(config: ModelConfig) -> int:
+    """Of the pages of all layers. Recurrent layers take none."""
+    size = 0
+    for i in range(config.num_layers):
+        mixer = config.kind(i).mixer
+        if mixer == "latent":
+            assert config.latent is not None
+            size += config.latent.cache_dim
+        elif mixer == "attention":
+            size += 2 * config.num_kv_heads * config.head_dim
+    return size * np.dtype(config.dtype).itemsize

@@ -1,0 +1,141 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): the cache holds one latent for each token,
+which all heads share, and never their keys and values.
+
+There are two forms of the same sum. Expanded: keys and values of every head are computed from the latents. Absorbed: the
+matrix that would expand the keys is applied to the query instead, and the one for the values to the result, so that
+attention runs over the latents themselves, as one KV head. The absorbed form is what a paged cache needs; the expanded
+one multiplies fewer numbers where nothing is committed and rows are long (training).
+"""
+
+import jax
+import jax.numpy as jnp
+
+from specserve.kernels.attention import PagedPrefix, attend
+from specserve.kernels.matmul import Weight
+from specserve.models.config import LayerKind, ModelConfig
+from specserve.models.context import Context
+from specserve.models.layers import linear, norm_spec, rms_norm
+from specserve.models.params import Part, matrix, vector
+from specserve.models.rope import apply_rope
+from specserve.pytree import pytree
+
+NORM_EPS = 1e-6  # of the two inner norms, whatever the model's own is
+
+
+@pytree
+class LatentAttention:
+    q_down: Weight | None  # [d_model, q_rank]; None: q takes the layer's input
+    q_down_bias: jax.Array | None
+    q_norm: jax.Array | None  # [q_rank]
+    q_nope: Weight  # [q_rank or d_model, head * nope_dim]
+    q_rope: Weight  # [q_rank or d_model, head * rope_dim]
+    kv_down: Weight  # [d_model, kv_rank + rope_dim]: the latent, and the key with position that all heads share
+    kv_down_bias: jax.Array | None
+    kv_norm: jax.Array  # [kv_rank]
+    k_up: jax.Array  # [kv_rank, head * nope_dim]
+    v_up: jax.Array  # [kv_rank, head * v_dim]
+    o: Weight  # [head * v_dim, d_model]
+    o_bias: jax.Array | None
+    gate: Weight | None  # [d_model, head]
+
+
+def latent_spec(config: ModelConfig, prefix: str) -> LatentAttention:
+    latent, d_model, num_heads = config.latent, config.d_model, config.num_heads
+    assert latent is not None
+    q_in = latent.q_rank or d_model
+    q = f"{prefix}.{'q_b_proj' if latent.q_rank else 'q_proj'}.weight"
+    q_dim, kv_dim = latent.nope_dim + latent.rope_dim, latent.nope_dim + latent.v_dim
+    q_total, kv_total = num_heads * q_dim, num_heads * kv_dim
+    nope, rope, rank = latent.nope_dim, latent.rope_dim, latent.kv_rank
+    kv_up = f"{prefix}.kv_b_proj.weight"
+    q_axes, up_axes = (None if latent.q_rank else "embed", "heads"), (None, "heads")
+    has_q_bias = config.qkv_bias and latent.q_rank > 0
+    return LatentAttention(
+        q_down=matrix(f"{prefix}.q_a_proj.weight", d_model, latent.q_rank, ("embed", None)) if latent.q_rank else None,
+        q_down_bias=vector(f"{prefix}.q_a_proj.bias", latent.q_rank, init="zeros") if has_q_bias else None,
+        q_norm=norm_spec(f"{prefix}.q_a_layernorm", latent.q_rank) if latent.q_rank else None,
+        q_nope=matrix(q, q_in, num_heads * nope, q_axes, part=Part(0, nope, q_dim, q_total)),
+        q_rope=matrix(q, q_in, num_heads * rope, q_axes, part=Part(nope, q_dim, q_dim, q_total)),
+        kv_down=matrix(f"{prefix}.kv_a_proj_with_mqa.weight", d_model, rank + rope, ("embed", None)),
+        kv_down_bias=vector(f"{prefix}.kv_a_proj_with_mqa.bias", rank + rope, init="zeros")
+        if config.qkv_bias
+        else None,
+        kv_norm=norm_spec(f"{prefix}.kv_a_layernorm", rank),
+        k_up=matrix(kv_up, rank, num_heads * nope, up_axes, part=Part(0, nope, kv_dim, kv_total)),
+        v_up=matrix(kv_up, rank, num_heads * latent.v_dim, up_axes, part=Part(nope, kv_dim, kv_dim, kv_total)),
+        o=matrix(f"{prefix}.{config.names.o}.weight", num_heads * latent.v_dim, d_model, ("heads", "embed")),
+        o_bias=vector(f"{prefix}.{config.names.o}.bias", d_model, init="zeros") if config.o_bias else None,
+        gate=matrix(f"{prefix}.g_proj.weight", d_model, num_heads, ("embed", "heads")) if latent.has_gate else None,
+    )
+
+
+def mix(
+    params: LatentAttention,
+    config: ModelConfig,
+    kind: LayerKind,
+    x: jax.Array,  # [batch, n, d_model], normed
+    seen: PagedPrefix | None,
+    context: Context,
+) -> tuple[jax.Array, tuple[jax.Array, None]]:
+    """What the layer adds to the residual, [batch, n, d_model], and the tokens' latents [batch, n, 1, cache_dim]."""
+    latent = config.latent
+    assert latent is not None
+    q_in = x
+    if params.q_down is not None:
+        assert params.q_norm is not None
+        q_in = rms_norm(linear(x, params.q_down, params.q_down_bias), params.q_norm, NORM_EPS)
+    is_interleaved = config.rope.is_interleaved
+    q_nope = _by_head(linear(q_in, params.q_nope), config.num_heads)
+    q_rope = _by_head(linear(q_in, params.q_rope), config.num_heads)
+    q_rope = apply_rope(q_rope, context.rope, is_interleaved=is_interleaved)
+    down = linear(x, params.kv_down, params.kv_down_bias)
+    compressed = rms_norm(down[..., : latent.kv_rank], params.kv_norm, NORM_EPS)[:, :, None]
+    k_rope = apply_rope(down[:, :, None, latent.kv_rank :], context.rope, is_interleaved=is_interleaved)
+    new = jnp.concatenate([compressed, k_rope], axis=-1)
+    if seen is None:
+        out = expanded(params, config, q_nope, q_rope, new, context)
+    else:
+        out = absorbed(params, config, q_nope, q_rope, new, seen, context)
+    if params.gate is not None:
+        out = out * jax.nn.sigmoid(linear(x, params.gate))[..., None]
+    return linear(out.reshape(*x.shape[:2], -1), params.o, params.o_bias), (new, None)
+
+
+def expanded(
+    params: LatentAttention,
+    config: ModelConfig,
+    q_nope: jax.Array,  # [batch, n, head, nope_dim]
+    q_rope: jax.Array,  # [batch, n, head, rope_dim]
+    new: jax.Array,  # [batch, n, 1, cache_dim]
+    context: Context,
+) -> jax.Array:  # [batch, n, head, v_dim]
+    """Over the new tokens alone."""
+    assert config.latent is not None
+    compressed, k_rope = jnp.split(new, (config.latent.kv_rank,), axis=-1)
+    k_nope = _by_head(compressed[:, :, 0] @ params.k_up, config.num_heads)
+    v = _by_head(compressed[:, :, 0] @ params.v_up, config.num_heads)
+    k = jnp.concatenate([k_nope, jnp.broadcast_to(k_rope, (*k_nope.shape[:3], k_rope.shape[-1]))], axis=-1)
+    q = jnp.concatenate([q_nope, q_rope], axis=-1)
+    return attend(q, k, v, context.mask, scale=config.attention_scale)
+
+
+def absorbed(
+    params: LatentAttention,
+    config: ModelConfig,
+    q_nope: jax.Array,  # as in `expanded`
+    q_rope: jax.Array,
+    new: jax.Array,
+    seen: PagedPrefix | None,
+    context: Context,
+) -> jax.Array:  # [batch, n, head, v_dim]
+    """Over committed latents and new ones."""
+    assert config.latent is not None
+    rank, num_heads = config.latent.kv_rank, config.num_heads
+    q = jnp.einsum("bnhd,rhd->bnhr", q_nope, params.k_up.reshape(rank, num_heads, -1))
+    q = jnp.concatenate([q, q_rope], axis=-1)
+    out = attend(q, new, new[..., :rank], context.mask, seen, scale=config.attention_scale)
+    return jnp.einsum("bnhr,rhd->bnhd", out, params.v_up.reshape(rank, num_heads, -1))
+
+
+def _by_head(x: jax.Array, num_heads: int) -> jax.Array:  # [batch, n, size] -> [batch, n, head, dim]
+    return x.reshape(*x.shape[:2], num_heads, -1)

@@ -1,0 +1,192 @@
+"""A mixture of experts in place of the MLP: who computes what (`route`), and the products (`moe`).
+
+All shapes are static: how many tokens an expert gets decides values, never shapes, so no routing compiles anything.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specserve.kernels.matmul import Weight, matmul_float32
+from specserve.models.config import Activation, Experts, ModelConfig
+from specserve.models.layers import Mlp, gated, linear, mlp, mlp_spec
+from specserve.models.params import ParamSpec, Part, matrix
+from specserve.pytree import pytree
+
+
+@pytree
+class Moe:
+    router: Weight  # [d_model, expert]
+    router_bias: jax.Array | None  # [expert]
+    correction: jax.Array | None  # [expert]
+    gate: jax.Array  # [expert, d_model, d_ff]
+    up: jax.Array  # [expert, d_model, d_ff]
+    down: jax.Array  # [expert, d_ff, d_model]
+    gate_bias: jax.Array | None  # [expert, d_ff]
+    up_bias: jax.Array | None  # [expert, d_ff]
+    down_bias: jax.Array | None  # [expert, d_model]
+    shared: Mlp | None
+    shared_gate: Weight | None  # [d_model, 1]
+
+
+def moe_spec(config: ModelConfig, prefix_of_layer: str) -> Moe:
+    experts, names = config.experts, config.names
+    assert experts is not None, "a layer with experts needs a config with experts"
+    prefix, n, d_model, d_ff = f"{prefix_of_layer}.{names.experts}", experts.num_experts, config.d_model, experts.d_ff
+    is_stacked = "{e}" not in names.expert_down  # as GPT-OSS: [expert, in, out], gate and up in alternate columns
+    gate, up, down = names.expert_gate, names.expert_up, names.expert_down
+    parts = (None, None)
+    if is_stacked:
+        gate = up = names.gate_up
+        parts = (Part(0, 1, 2, 2 * d_ff), Part(1, 2, 2, 2 * d_ff))
+
+    def weight(name: str, d_in: int, d_out: int, axes: tuple[str, str], part: Part | None = None) -> Any:
+        name = f"{prefix}.{name}" if is_stacked else f"{prefix}.{name}.weight"
+        return ParamSpec((n, d_in, d_out), ("experts", *axes), name, transpose=not is_stacked, part=part)
+
+    def bias(name: str, size: int, axis: str | None, part: Part | None = None) -> Any:
+        name = f"{prefix}.{name}_bias" if is_stacked else f"{prefix}.{name}.bias"
+        return ParamSpec((n, size), ("experts", axis), name, init="zeros", part=part) if experts.has_bias else None
+
+    def per_expert(name: str) -> Any:
+        return ParamSpec((n,), (None,), f"{prefix}.{name}", init="zeros")
+
+    shared = f"{prefix}.{names.shared}"
+    return Moe(
+        router=matrix(f"{prefix}.{names.router}.weight", d_model, n, ("embed", None)),
+        router_bias=per_expert(f"{names.router}.bias") if experts.has_router_bias else None,
+        correction=per_expert(names.correction) if experts.has_correction else None,
+        gate=weight(gate, d_model, d_ff, ("embed", "mlp"), parts[0]),
+        up=weight(up, d_model, d_ff, ("embed", "mlp"), parts[1]),
+        down=weight(down, d_ff, d_model, ("mlp", "embed")),
+        gate_bias=bias(gate, d_ff, "mlp", parts[0]),
+        up_bias=bias(up, d_ff, "mlp", parts[1]),
+        down_bias=bias(down, d_model, None),
+        shared=mlp_spec(config, shared, d_ff=experts.shared_d_ff) if experts.shared_d_ff else None,
+        shared_gate=matrix(f"{shared}_gate.weight", d_model, 1, ("embed", None)) if experts.has_shared_gate else None,
+    )
+
+
+def moe(params: Moe, config: ModelConfig, x: jax.Array) -> jax.Array:  # [..., d_model] -> [..., d_model]
+    """The chosen experts' outputs, weighed and summed, and what the shared expert adds to every token."""
+    assert config.experts is not None
+    rows = x.reshape(-1, x.shape[-1])
+    expert_ids, weights = route(params, config, rows)
+    y = choose_form(config.experts, len(rows))(params, config.activation, rows, expert_ids, weights)
+    if params.shared is not None:
+        shared = mlp(params.shared, rows, config.activation)
+        y = y + (shared if params.shared_gate is None else shared * jax.nn.sigmoid(linear(rows, params.shared_gate)))
+    return y.reshape(x.shape)
+
+
+def route(
+    params: Moe,
+    config: ModelConfig,
+    x: jax.Array,  # [token, d_model]
+) -> tuple[jax.Array, jax.Array]:  # expert_ids [token, top_k] int32, best first; weights [token, top_k] float32
+    """The experts of each token and their weights, computed in float32. Of equal scores the lower id goes first.
+
+    Scores are the softmax (Shazeer et al. 2017, arXiv 1701.06538, section 2.1) or the sigmoid (DeepSeek-V3, arXiv
+    2412.19437, equations 12 to 15) of the router's logits; the sigmoid's correction only chooses (equation 16), and
+    `renormalize` divides by the chosen scores' sum (equation 13).
+    """
+    experts = config.experts
+    assert experts is not None
+    logits = matmul_float32(x, params.router)
+    if params.router_bias is not None:
+        logits = logits + params.router_bias.astype(jnp.float32)
+    scores = jax.nn.sigmoid(logits) if experts.scoring == "sigmoid" else jax.nn.softmax(logits)
+    choice = scores if params.correction is None else scores + params.correction.astype(jnp.float32)
+    if experts.num_groups > 1:
+        choice = _within_best_groups(choice, experts)
+    expert_ids = jax.lax.top_k(choice, experts.top_k)[1]
+    weights = jnp.take_along_axis(scores, expert_ids, axis=-1)
+    # the softmax of the chosen logits (Mixtral, arXiv 2401.04088, section 2.1) is the softmax of all, renormalised
+    if experts.renormalize or experts.scoring == "softmax_of_top":
+        weights = weights / (weights.sum(-1, keepdims=True) + 1e-20)
+    return expert_ids, weights * experts.scale
+
+
+def _within_best_groups(choice: jax.Array, experts: Experts) -> jax.Array:  # [token, expert] -> [token, expert]
+    """-inf for the experts outside each token's best groups (DeepSeek-V2, arXiv 2405.04434, section 2.2.2; with the
+    two best experts' sum as a group's score: DeepSeek-V3, section 2.1.2). Not 0: corrected scores may be negative."""
+    grouped = choice.reshape(choice.shape[0], experts.num_groups, -1)
+    best = jax.lax.top_k(grouped, 1 if experts.group_score == "max" else 2)[0].sum(-1)  # [token, group]
+    group_ids = jax.lax.top_k(best, experts.top_groups)[1]
+    is_best = (group_ids[:, :, None] == jnp.arange(experts.num_groups)).any(axis=1)  # [token, group]
+    return jnp.where(is_best[:, :, None], grouped, -jnp.inf).reshape(choice.shape)
+
+
+# One formulation's product of rows with their experts' matrices (and bias): (rows, weight, bias) -> rows.
+Product = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
+
+
+def _expert_mlp(params: Moe, activation: Activation, x: jax.Array, product: Product) -> jax.Array:
+    gate, up = product(x, params.gate, params.gate_bias), product(x, params.up, params.up_bias)
+    return product(gated(gate, up, activation), params.down, params.down_bias)
+
+
+def all_experts(
+    params: Moe,
+    activation: Activation,
+    x: jax.Array,  # [token, d_model]
+    expert_ids: jax.Array,  # [token, top_k]
+    weights: jax.Array,  # [token, top_k]
+) -> jax.Array:  # [token, d_model]
+    """Every expert computes every token: reads all weights once, and computes expert / top_k times what is needed."""
+    num_experts = params.down.shape[0]
+
+    def product(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:  # x: [expert, token, d_in]
+        y = jnp.einsum("eti,eio->eto", x, weight)
+        return y if bias is None else y + bias[:, None]
+
+    # repeated so that experts are a batch dimension on both sides; else XLA's CPU backend transposes the weights
+    y = _expert_mlp(params, activation, jnp.broadcast_to(x, (num_experts, *x.shape)), product)
+    is_chosen = expert_ids[:, :, None] == jnp.arange(num_experts)
+    by_expert = jnp.where(is_chosen, weights[:, :, None], 0.0).sum(1)  # [token, expert]
+    return jnp.einsum("te,etd->td", by_expert, y.astype(jnp.float32)).astype(x.dtype)
+
+
+def sorted_by_expert(
+    params: Moe, activation: Activation, x: jax.Array, expert_ids: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """Tokens sorted by expert, and one ragged product: computes only what is needed, where the backend has a kernel."""
+    top_k, flat = expert_ids.shape[1], expert_ids.reshape(-1)
+    order = jnp.argsort(flat)
+    group_sizes = jnp.bincount(flat, length=params.down.shape[0])
+
+    def product(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:  # x: [token * top_k, d_in]
+        y = jax.lax.ragged_dot(x, weight, group_sizes)
+        return y if bias is None else y + bias[flat[order]]
+
+    y = _expert_mlp(params, activation, x[order // top_k], product)
+    return _weighed_sum(y[jnp.argsort(order)], weights).astype(x.dtype)
+
+
+def chosen_experts(
+    params: Moe, activation: Activation, x: jax.Array, expert_ids: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """The chosen experts' matrices are gathered for each token: for so few tokens that most experts stay unread."""
+    flat = expert_ids.reshape(-1)
+
+    def product(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:  # x: [token * top_k, d_in]
+        y = jnp.einsum("ri,rio->ro", x, weight[flat])
+        return y if bias is None else y + bias[flat]
+
+    y = _expert_mlp(params, activation, jnp.repeat(x, expert_ids.shape[1], axis=0), product)
+    return _weighed_sum(y, weights).astype(x.dtype)
+
+
+def _weighed_sum(y: jax.Array, weights: jax.Array) -> jax.Array:  # [token * top_k, d_model] -> [token, d_model] float32
+    return jnp.einsum("tk,tkd->td", weights, y.astype(jnp.float32).reshape(*weights.shape, -1))
+
+
+# (params, activation, x [token, d_model], expert_ids [token, top_k], weights [token, top_k]) -> [token, d_model]
+Form = Callable[[Moe, Activation, jax.Array, jax.Array, jax.Array], jax.Array]
+FORMS: tuple[Form, ...] = (all_experts, sorted_by_expert, chosen_experts)
+
+
+def choose_form(experts: Experts, num_tokens: int) -> Form:
+    return all_experts

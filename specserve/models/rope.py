@@ -1,0 +1,207 @@
+"""Rotary position embeddings (Su et al. 2021, arXiv 2104.09864) and the ways of stretching them over longer texts."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specserve.errors import ConfigError
+
+Kind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
+KINDS: tuple[Kind, ...] = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
+
+
+@dataclass(frozen=True)
+class Rope:
+    """Base, the part of a head that turns, and the scaling of the frequencies (as transformers names them)."""
+
+    theta: float = 10_000.0
+    kind: Kind = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0  # llama3
+    high_freq_factor: float = 4.0  # llama3
+    original_max_len: int = 8192  # all but default and linear
+    beta_fast: float = 32.0  # yarn
+    beta_slow: float = 1.0  # yarn
+    truncate: bool = True  # yarn
+    short_factors: tuple[float, ...] = ()  # longrope
+    long_factors: tuple[float, ...] = ()  # longrope
+    magnitude: float = 1.0  # of the turned vectors: yarn's and longrope's attention factor
+    rotary_dim: int = 0  # channels of a head that turn, from its first on; 0: all
+    is_interleaved: bool = False  # neighbours turn against each other, not the two halves
+    length: int = 0  # of the longest sequence, which dynamic and longrope go by; 0: within original_max_len
+
+    def for_length(self, length: int) -> "Rope":
+        """As vLLM does, the longest sequence that may be served decides, not the one at hand: keys that are committed
+        cannot be turned again."""
+        return dataclasses.replace(self, length=length) if self.kind in ("dynamic", "longrope") else self
+
+
+def plain_rope(rope: Rope) -> Rope:
+    """Of a draft head, whatever the target's: every loader of heads turns the two halves of the whole head."""
+    rope = dataclasses.replace(rope, rotary_dim=0, is_interleaved=False)
+    return Rope(rope.theta) if rope.kind == "longrope" else rope  # its factors are those of the target's channels
+
+
+def frequencies(rope: Rope, head_dim: int) -> np.ndarray:  # [rotary_dim // 2] float32
+    """Radians per position (transformers' modeling_rope_utils)."""
+    dim = rope.rotary_dim or head_dim
+    exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
+    theta = rope.theta
+    if rope.kind == "dynamic" and rope.length > rope.original_max_len:
+        stretch = rope.factor * rope.length / rope.original_max_len - (rope.factor - 1)
+        theta *= stretch ** (dim / (dim - 2))
+    plain = theta**-exponents
+    if rope.kind == "linear":
+        plain = plain / rope.factor
+    elif rope.kind == "llama3":
+        wavelength = 2 * math.pi / plain
+        span = rope.high_freq_factor - rope.low_freq_factor
+        smooth = np.clip((rope.original_max_len / wavelength - rope.low_freq_factor) / span, 0.0, 1.0)
+        plain = (1 - smooth) * plain / rope.factor + smooth * plain
+    elif rope.kind == "yarn":
+        plain = _yarn(rope, dim, plain)
+    elif rope.kind == "longrope":
+        is_long = rope.length > rope.original_max_len
+        plain = plain / np.asarray(rope.long_factors if is_long else rope.short_factors)
+    return plain.astype(np.float32)
+
+
+def _yarn(rope: Rope, dim: int, plain: np.ndarray) -> np.ndarray:
+    """YaRN (Peng et al. 2023, arXiv 2309.00071): fast channels as they are, slow ones stretched, a ramp between."""
+
+    def channel(num_turns: float) -> float:  # that turns so often over the original length
+        return dim * math.log(rope.original_max_len / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
+
+    low, high = channel(rope.beta_fast), channel(rope.beta_slow)
+    if rope.truncate:
+        low, high = math.floor(low), math.ceil(high)
+    low, high = max(low, 0), min(high, dim - 1)
+    stretched = np.clip((np.arange(dim // 2) - low) / max(high - low, 1e-3), 0.0, 1.0)
+    return plain * (1 - stretched) + plain / rope.factor * stretched
+
+
+def yarn_magnitude(factor: float, coefficient: float = 1.0) -> float:
+    """YaRN's attention factor, section 3.4; `coefficient` is DeepSeek's mscale."""
+    return 1.0 if factor <= 1 else 0.1 * coefficient * math.log(factor) + 1.0
+
+
+def rope_tables(
+    rope: Rope,
+    head_dim: int,
+    position_ids: jax.Array,  # [batch, seq] int32
+) -> tuple[jax.Array, jax.Array]:  # cos, sin: [batch, seq, 1, rotary_dim // 2] float32
+    angles = position_ids.astype(jnp.float32)[..., None, None] * frequencies(rope, head_dim)
+    return jnp.cos(angles) * rope.magnitude, jnp.sin(angles) * rope.magnitude
+
+
+def apply_rope(
+    x: jax.Array,  # [batch, seq, head, head_dim]
+    tables: tuple[jax.Array, jax.Array],
+    *,
+    is_interleaved: bool = False,
+) -> jax.Array:
+    """Turn the first channels of each head, as many as the tables have angles for, in float32: the first half of them
+    against the second (the Hugging Face convention) or each even one against the next."""
+    cos, sin = tables
+    rotary_dim = 2 * cos.shape[-1]
+    turned, rest = x[..., :rotary_dim].astype(jnp.float32), x[..., rotary_dim:]
+    if is_interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+    else:
+        first, second = jnp.split(turned, 2, axis=-1)
+    parts = first * cos - second * sin, second * cos + first * sin
+    turned = jnp.stack(parts, axis=-1).reshape(turned.shape) if is_interleaved else jnp.concatenate(parts, axis=-1)
+    turned = turned.astype(x.dtype)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
+
+
+def rope_from_hf(raw: Mapping[str, Any], where: str, *, head_dim: int = 0) -> Rope:
+    """Both spellings: `rope_parameters` (new) and `rope_theta` + `rope_scaling` (old). `head_dim` is needed where only
+    a part of a head turns (`partial_rotary_factor`, `rotary_dim`). Raises ConfigError."""
+    scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
+    theta = float(scaling.get("rope_theta", raw.get("rope_theta", 10_000.0)))
+    kind = scaling.get("rope_type", scaling.get("type", "default"))
+    share = float(scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)))
+    rotary_dim = int(raw.get("rotary_dim") or head_dim * share)
+    base = Rope(theta, rotary_dim=0 if rotary_dim == head_dim else rotary_dim)
+    if kind in ("default", "mrope"):  # mrope over text alone is the default
+        return base
+    if kind not in KINDS:
+        raise ConfigError(f"{where}: rope type {kind!r} is not one of {', '.join(KINDS)}")
+    try:
+        return _scaled(base, kind, scaling, raw)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ConfigError(f"{where}: rope of type {kind!r} lacks or misstates {error}") from None
+
+
+def _scaled(base: Rope, kind: Kind, scaling: Mapping[str, Any], raw: Mapping[str, Any]) -> Rope:
+    max_len = raw.get("max_position_embeddings")
+    stated = scaling.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    original = stated or max_len
+    factor = scaling.get("factor")
+    if factor is None:
+        if kind not in ("yarn", "longrope") or not stated or not max_len:
+            raise KeyError("factor")
+        factor = max_len / stated
+    rope = dataclasses.replace(base, kind=kind, factor=float(factor))
+    if kind == "linear":
+        return rope
+    if not original:
+        raise KeyError("original_max_position_embeddings")
+    if kind == "dynamic":  # stretches from where it was trained, whatever else is stated
+        return dataclasses.replace(rope, original_max_len=int(max_len or original))
+    rope = dataclasses.replace(rope, original_max_len=int(original))
+    if kind == "llama3":
+        return dataclasses.replace(
+            rope,
+            low_freq_factor=float(scaling["low_freq_factor"]),
+            high_freq_factor=float(scaling["high_freq_factor"]),
+        )
+    magnitude = scaling.get("attention_factor")
+    if kind == "longrope":
+        if magnitude is None:
+            stretch = max_len / stated if stated and max_len else rope.factor
+            magnitude = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+        return dataclasses.replace(
+            rope,
+            short_factors=tuple(float(f) for f in scaling["short_factor"]),
+            long_factors=tuple(float(f) for f in scaling["long_factor"]),
+            magnitude=float(magnitude),
+        )
+    if magnitude is None:
+        mscale, mscale_all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+        if mscale and mscale_all_dim:
+            magnitude = yarn_magnitude(rope.factor, mscale) / yarn_magnitude(rope.factor, mscale_all_dim)
+        else:
+            magnitude = yarn_magnitude(rope.factor)
+    return dataclasses.replace(
+        rope,
+        beta_fast=float(scaling.get("beta_fast") or 32),
+        beta_slow=float(scaling.get("beta_slow") or 1),
+        truncate=bool(scaling.get("truncate", True)),
+        magnitude=float(magnitude),
+    )
+
+
+def rope_to_hf(rope: Rope) -> dict[str, Any]:
+    """The `rope_scaling` value of config.json without its theta; empty for plain rotary embeddings."""
+    if rope.kind == "default":
+        return {}
+    out: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}
+    if rope.kind != "linear":
+        out["original_max_position_embeddings"] = rope.original_max_len
+    if rope.kind == "llama3":
+        out |= {"low_freq_factor": rope.low_freq_factor, "high_freq_factor": rope.high_freq_factor}
+    elif rope.kind == "yarn":
+        out |= {"beta_fast": rope.beta_fast, "beta_slow": rope.beta_slow, "truncate": rope.truncate}
+        out["attention_factor"] = rope.magnitude
+    elif rope.kind == "longrope":
+        out |= {"short_factor": list(rope.short_factors), "long_factor": list(rope.long_factors)}
+        out["attention_factor"] = rope.magnitude
+    return out
