@@ -72,7 +72,7 @@ def model_config(raw: Mapping[str, Any], *, dtype: str, where: str = "config.jso
         near = difflib.get_close_matches(str(family), FAMILIES, n=1)
         hint = f"; the nearest is {near[0]!r}" if near else ""
         raise ConfigError(f"{where}: model_type {family!r} is not one of {', '.join(FAMILIES)}{hint}")
-    keys = Keys(raw, where)
+    keys = Keys(DEFAULTS.get(family, {}) | dict(raw), where)
     flags = FAMILIES[family](keys)
     num_heads = keys.integer("num_attention_heads")
     d_model = keys.integer("hidden_size")
@@ -494,6 +494,9 @@ def _bailing(keys: Keys) -> Flags:
 
 
 def _bailing_moe(keys: Keys) -> Flags:
+    """Ling 1 and Ling 2 share the name; their routers differ."""
+    if keys.raw.get("score_function") == "sigmoid":
+        return _bailing_moe_v2(keys)
     return _bailing(keys) | {"experts": _bailing_experts(keys, has_correction=False)}
 
 
@@ -561,6 +564,16 @@ def _bailing_hybrid(keys: Keys) -> Flags:
         "names": dataclasses.replace(_BAILING, qkv=""),
     }
 
+
+# What published config.jsons leave to transformers' defaults, and nobody else would assume.
+DEFAULTS: dict[str, dict[str, Any]] = {
+    "gemma3_text": {
+        "vocab_size": 262_208,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "max_position_embeddings": 131_072,
+    }
+}
 
 FAMILIES: dict[str, Callable[[Keys], Flags]] = {
     "llama": _llama,
