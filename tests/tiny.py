@@ -14,8 +14,8 @@ from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target, to_numpy
 from specserve.checkpoints.tensors import write_json, write_tensors
 from specserve.models.config import DraftConfig, ModelConfig
-from specserve.models.families import model_config
 from specserve.models.draft import draft_spec
+from specserve.models.families import model_config
 from specserve.models.params import init_params
 from specserve.models.target import TargetParams, forward, logits, target_spec
 

@@ -37,6 +37,7 @@ from specserve.data.conversations import Conversation, load
 from specserve.data.loader import Loader
 from specserve.data.packing import Document, PackedRows, pack, tokenize
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
+from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.params import init_params, num_params
 from specserve.models.target import TargetParams, forward, logits, target_spec

@@ -1,8 +1,8 @@
 """What committed tokens leave behind, layer by layer: keys and values in pages, or a recurrent state for each slot.
 
-A forward never writes: it reads what is committed and returns what its own tokens would leave. What is kept of that (all
-of a prefill chunk, the accepted path of a tree) is written once, by `write`. So compacting a tree costs no copy, a
-rejected node never touches a page or a state, and the buffers can be donated.
+A forward never writes: it reads what is committed and returns what its own tokens would leave. What is kept of that
+(all of a prefill chunk, the accepted path of a tree) is written once, by `write`. So compacting a tree costs no copy,
+a rejected node never touches a page or a state, and the buffers can be donated.
 """
 
 from typing import Any
@@ -69,9 +69,7 @@ class Cache:
             kind = config.kind(i)
             if kind.mixer == "latent":
                 assert config.latent is not None
-                return Pages.zeros(
-                    num_pages, page_size, 1, config.latent.cache_dim, config.dtype, has_values=False
-                )
+                return Pages.zeros(num_pages, page_size, 1, config.latent.cache_dim, config.dtype, has_values=False)
             if kind.mixer == "attention":
                 return Pages.zeros(num_pages, page_size, config.num_kv_heads, config.head_dim, config.dtype)
             return recurrent.init_state(config, kind, num_slots)
@@ -81,9 +79,13 @@ class Cache:
     def layer(self, i: int, prefix: Prefix) -> PagedPrefix | State:
         """What layer i sees of the committed sequences."""
         layer = self.layers[i]
-        if isinstance(layer, Pages):
-            return PagedPrefix(layer.k, layer.v, prefix.page_table, prefix.lens, prefix.first, prefix.is_exact)
-        return _rows(layer, prefix.slots)
+        return self.attended(i, prefix) if isinstance(layer, Pages) else _rows(layer, prefix.slots)
+
+    def attended(self, i: int, prefix: Prefix) -> PagedPrefix:
+        """The same, of a layer that has pages."""
+        layer = self.layers[i]
+        assert isinstance(layer, Pages)
+        return PagedPrefix(layer.k, layer.v, prefix.page_table, prefix.lens, prefix.first, prefix.is_exact)
 
     def write(
         self,

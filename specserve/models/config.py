@@ -22,6 +22,7 @@ class LayerKind:
     window: int = 0  # tokens that a query sees, itself included; 0: all before it
     is_local: bool = False  # turns its heads by `local_rope`
     has_experts: bool = False
+    slope_scale: float = 1.0  # lightning: of the rates at which its heads forget
 
 
 @dataclass(frozen=True)
@@ -128,7 +129,7 @@ class ModelConfig:
     d_ff: int
     max_len: int
     norm_eps: float = 1e-6
-    rope: Rope = Rope()
+    rope: Rope = field(default=Rope())
     local_rope: Rope | None = None  # of layers that are `is_local`
     layers: tuple[LayerKind, ...] = ()  # empty: all of them LayerKind()
     qkv_bias: bool = False
@@ -188,7 +189,7 @@ class DraftConfig:
     max_len: int
     aux_layers: tuple[int, ...]  # target layers whose outputs are tapped, 0-based
     norm_eps: float = 1e-6
-    rope: Rope = Rope()
+    rope: Rope = field(default=Rope())
     has_embedding: bool = False  # its own token embedding; otherwise the target's is shared
     norm_before_residual: bool = False  # the residual is the normed hidden state
     fc_norm: bool = False  # EAGLE-3.1: an RMS norm on each tapped state

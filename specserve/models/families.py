@@ -201,7 +201,9 @@ def _glm(keys: Keys) -> Flags:
 
 
 def _glm4(keys: Keys) -> Flags:
-    names = Names(gate_up="gate_up_proj", attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm")
+    names = Names(
+        gate_up="gate_up_proj", attention_out_norm="post_self_attn_layernorm", mlp_out_norm="post_mlp_layernorm"
+    )
     return _glm(keys) | {"out_norms": True, "names": names}
 
 
@@ -508,6 +510,8 @@ def _bailing_moe_v2(keys: Keys) -> Flags:
 
 def _bailing_moe_linear(keys: Keys) -> Flags:
     flags = _bailing_moe_v2(keys)
+    keys.must_be("linear_silu", False)
+    keys.must_be("linear_rope", True)
     head_dim, group = flags["head_dim"], keys.integer("layer_group_size")
     n = keys.num_layers
     full_from = n // group * group  # as in Ring-linear: the layers after the last whole group attend in full
@@ -519,7 +523,9 @@ def _bailing_moe_linear(keys: Keys) -> Flags:
         has_qk_norm=flags["qk_norm"] == "head",
     )
     layers = tuple(
-        dataclasses.replace(kind, mixer="attention" if (i + 1) % group == 0 or i >= full_from else "lightning")
+        kind
+        if (i + 1) % group == 0 or i >= full_from
+        else dataclasses.replace(kind, mixer="lightning", slope_scale=1 - i / max(n - 1, 1) + 1e-5)
         for i, kind in enumerate(flags["layers"])
     )
     return flags | {"layers": layers, "lightning": lightning}

@@ -1,10 +1,10 @@
 """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): the cache holds one latent for each token,
 which all heads share, and never their keys and values.
 
-There are two forms of the same sum. Expanded: keys and values of every head are computed from the latents. Absorbed: the
-matrix that would expand the keys is applied to the query instead, and the one for the values to the result, so that
-attention runs over the latents themselves, as one KV head. The absorbed form is what a paged cache needs; the expanded
-one multiplies fewer numbers where nothing is committed and rows are long (training).
+There are two forms of the same sum. Expanded: keys and values of every head are computed from the latents. Absorbed:
+the matrix that would expand the keys is applied to the query instead, and the one for the values to the result, so
+that attention runs over the latents themselves, as one KV head. The absorbed form is what a paged cache needs; the
+expanded one multiplies fewer numbers where nothing is committed and rows are long (training).
 """
 
 import jax
@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from specserve.kernels.attention import PagedPrefix, attend
 from specserve.kernels.matmul import Weight
-from specserve.models.config import LayerKind, ModelConfig
+from specserve.models.config import ModelConfig
 from specserve.models.context import Context
 from specserve.models.layers import linear, norm_spec, rms_norm
 from specserve.models.params import Part, matrix, vector
@@ -72,7 +72,6 @@ def latent_spec(config: ModelConfig, prefix: str) -> LatentAttention:
 def mix(
     params: LatentAttention,
     config: ModelConfig,
-    kind: LayerKind,
     x: jax.Array,  # [batch, n, d_model], normed
     seen: PagedPrefix | None,
     context: Context,

@@ -69,12 +69,19 @@ def moe_spec(config: ModelConfig, prefix_of_layer: str) -> Moe:
     )
 
 
-def moe(params: Moe, config: ModelConfig, x: jax.Array) -> jax.Array:  # [..., d_model] -> [..., d_model]
-    """The chosen experts' outputs, weighed and summed, and what the shared expert adds to every token."""
+def moe(
+    params: Moe,
+    config: ModelConfig,
+    x: jax.Array,  # [..., d_model]
+    form: "Form | None" = None,
+) -> jax.Array:  # [..., d_model]
+    """The chosen experts' outputs, weighed and summed, and what the shared expert adds to every token. All forms
+    compute the same; the cheapest for so many tokens unless one is given."""
     assert config.experts is not None
     rows = x.reshape(-1, x.shape[-1])
     expert_ids, weights = route(params, config, rows)
-    y = choose_form(config.experts, len(rows))(params, config.activation, rows, expert_ids, weights)
+    form = form or choose_form(config.experts, len(rows))
+    y = form(params, config.activation, rows, expert_ids, weights)
     if params.shared is not None:
         shared = mlp(params.shared, rows, config.activation)
         y = y + (shared if params.shared_gate is None else shared * jax.nn.sigmoid(linear(rows, params.shared_gate)))

@@ -85,6 +85,16 @@ def is_spec(node: Any) -> bool:
     return isinstance(node, ParamSpec)
 
 
+PRODUCTS = frozenset(  # fields of parameters; others are looked up, or taken apart before they are multiplied by
+    ("q", "k", "v", "o", "gate", "up", "down", "head", "fc", "q_down", "q_nope", "q_rope", "kv_down")
+)
+
+
+def is_product(path: tuple[Any, ...]) -> bool:
+    """Whether rows are multiplied by the parameter at this path as it is (`jax.tree_util`'s paths)."""
+    return jax.tree_util.keystr(path[-1:], simple=True) in PRODUCTS
+
+
 def specs(tree: Any) -> list[ParamSpec]:
     """The leaves of a spec tree."""
     return jax.tree.leaves(tree, is_leaf=is_spec)

@@ -1,39 +1,47 @@
-"""Placeholder until the recurrent layers land."""
-
-from typing import Any
+"""The layers that keep a recurrent state instead of every token's keys and values: one door to both kinds."""
 
 import jax
 
+from specserve.kernels.recurrence import New, State, advance
+from specserve.models import delta, lightning
 from specserve.models.config import LayerKind, ModelConfig
-from specserve.pytree import pytree
+from specserve.models.context import Context
+from specserve.models.delta import DeltaNet, delta_spec
+from specserve.models.lightning import LightningAttention, lightning_spec
+
+__all__ = ["DeltaNet", "LightningAttention", "New", "State", "advance", "init_state", "mix", "spec"]
 
 
-@pytree
-class State:
-    pass
-
-
-@pytree
-class DeltaNet:
-    pass
-
-
-@pytree
-class LightningAttention:
-    pass
-
-
-def spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Any:
-    raise NotImplementedError
+def spec(config: ModelConfig, kind: LayerKind, prefix: str) -> DeltaNet | LightningAttention:
+    if kind.mixer == "delta":
+        assert config.delta is not None
+        return delta_spec(config, config.delta, prefix)
+    assert config.lightning is not None
+    return lightning_spec(config, config.lightning, prefix)
 
 
 def init_state(config: ModelConfig, kind: LayerKind, batch: int) -> State:
-    raise NotImplementedError
+    """Of sequences without a token."""
+    if kind.mixer == "delta":
+        assert config.delta is not None
+        return delta.init_state(config, config.delta, batch)
+    assert config.lightning is not None
+    return lightning.init_state(config.lightning, batch)
 
 
-def mix(params: Any, config: ModelConfig, kind: LayerKind, x: jax.Array, seen: Any, context: Any) -> Any:
-    raise NotImplementedError
-
-
-def advance(state: State, new: Any, is_kept: jax.Array) -> State:
-    raise NotImplementedError
+def mix(
+    params: DeltaNet | LightningAttention,
+    config: ModelConfig,
+    kind: LayerKind,
+    x: jax.Array,  # [batch, n, d_model], normed
+    seen: State | None,  # None: nothing is committed
+    context: Context,
+) -> tuple[jax.Array, New]:
+    """What the layer adds to the residual, [batch, n, d_model], and what the tokens would do to its state (`advance`).
+    Which masks it can take says `kernels.recurrence.recur`."""
+    seen = init_state(config, kind, x.shape[0]) if seen is None else seen
+    if isinstance(params, DeltaNet):
+        assert config.delta is not None
+        return delta.mix(params, config, config.delta, x, seen, context.mask)
+    assert config.lightning is not None
+    return lightning.mix(params, config, config.lightning, kind.slope_scale, x, seen, context)

@@ -144,10 +144,8 @@ def _layer(
     out, left = _mix(params.attention, config, kind, norm(x, params.attention_norm), seen, context)
     x = x + norm(out, params.attention_out_norm)
     normed = norm(x, params.mlp_norm)
-    if isinstance(params.mlp, Moe):
-        out = moe(params.mlp, config, normed)
-    else:
-        out = mlp(params.mlp, normed, config.activation)
+    block = params.mlp
+    out = moe(block, config, normed) if isinstance(block, Moe) else mlp(block, normed, config.activation)
     return x + norm(out, params.mlp_out_norm), left
 
 
@@ -162,7 +160,7 @@ def _mix(
     if isinstance(params, Attention):
         return attention.mix(params, config, kind, x, seen, context)
     if isinstance(params, LatentAttention):
-        return latent.mix(params, config, kind, x, seen, context)
+        return latent.mix(params, config, x, seen, context)
     return recurrent.mix(params, config, kind, x, seen, context)
 
 

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 
 CPU_CHUNKS, DEVICE_CHUNKS = (64, 256), (64, 256, 1024)  # prompt tokens per prefill program
 _FIRST_WIDTH, _WIDTH_GROWTH = 8, 4  # of the page-table widths; each costs a set of programs, each step reads < 4x
-CPU_ROWS, DEVICE_ROWS = 8, 512  # with a choice of trees, none makes a step of several sequences larger than this
+CPU_ROWS, DEVICE_ROWS = 8, 512  # with a choice of trees, none makes a step of several sequences larger than this,
+CPU_CHAIN, CPU_CHAIN_ROWS = 3, 64  # but for one chain on CPU, which pays in larger batches too (docs/log)
 RESERVED_MAPS = 6000  # memory maps that optional programs leave to others
 _PAGES_AT_ONCE = 32  # page-table entries that one call of `_extend` sets
 DETERMINISTIC_DEPTH = 7  # every step verifies a chain of this length, whatever was proposed
@@ -358,12 +359,13 @@ class Runner:
 
     def trees_for(self, batch_size: int) -> tuple[Tree | None, ...]:
         """The ways to make a step of this batch bucket that are compiled: the first always, the others if they fit."""
-        others = (
-            tree
-            for tree in self.trees[1:]
-            if tree is None or batch_size == 1 or batch_size * (1 + tree.num_nodes) <= self.max_rows
-        )
-        return (*self.trees[:1], *others)
+        return (*self.trees[:1], *(tree for tree in self.trees[1:] if tree is None or self._fits(tree, batch_size)))
+
+    def _fits(self, tree: Tree, batch_size: int) -> bool:
+        rows = batch_size * (1 + tree.num_nodes)
+        if batch_size == 1 or rows <= self.max_rows:
+            return True
+        return self.max_rows == CPU_ROWS and tree.num_nodes == CPU_CHAIN and rows <= CPU_CHAIN_ROWS
 
     def programs(self) -> list[Program]:
         """Every program, cheapest first: plain decoding can serve when those that are `is_plain` have run once."""

@@ -9,10 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from specserve.kernels.attention import attend
-from specserve.models.config import DraftConfig
-from specserve.models.draft import DraftParams, draft_inputs, draft_kv, draft_layer, draft_logits, fuse_features
 from specserve.models.attention import KV
 from specserve.models.cache import Cache, Prefix
+from specserve.models.config import DraftConfig
+from specserve.models.draft import DraftParams, draft_inputs, draft_kv, draft_layer, draft_logits, fuse_features
 from specserve.pytree import pytree
 from specserve.speculative import sampling
 from specserve.speculative.lookup import HEAD
@@ -76,7 +76,7 @@ def catch_up(
     root, (k, v) = jax.tree.map(
         lambda x: jnp.take_along_axis(x, last.reshape(-1, *[1] * (x.ndim - 1)), axis=1), (inputs, kv)
     )
-    seen = pages.layer(0, Prefix(read_table, seq_lens, FIRST_ENTRY))
+    seen = pages.attended(0, Prefix(read_table, seq_lens, FIRST_ENTRY))
     see_self = jnp.ones((1, 1, 1), bool)
     hidden = draft_layer(draft.params, config, root, lambda q: attend(q, k, v, see_self, seen))
     return pages, hidden
@@ -133,7 +133,7 @@ class _Expander:
         own = draft_kv(self.draft.params, self.config, inputs)
         k, v = (jnp.concatenate([seen, new], axis=1) for seen, new in zip(level.kv, own, strict=True))
         mask = _see_self(level.mask)
-        seen = self.pages.layer(0, self.prefix)
+        seen = self.pages.attended(0, self.prefix)
         hidden = draft_layer(self.draft.params, self.config, inputs, lambda q: attend(q, k, v, mask, seen))
         return hidden, (k, v)
 

@@ -18,8 +18,8 @@ import jax.numpy as jnp
 
 from specserve.models import draft as draft_model
 from specserve.models import target as target_model
-from specserve.models.config import DraftConfig, ModelConfig
 from specserve.models.cache import Cache, Prefix
+from specserve.models.config import DraftConfig, ModelConfig
 from specserve.models.target import TargetOutput, TargetParams
 from specserve.pytree import pytree
 from specserve.speculative import lookup, sampling

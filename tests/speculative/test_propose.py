@@ -11,9 +11,9 @@ import tiny
 
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
+from specserve.models.cache import Cache, Prefix
 from specserve.models.config import DraftConfig
 from specserve.models.draft import draft_cache, draft_logits
-from specserve.models.cache import Cache, Prefix
 from specserve.speculative import propose as propose_room
 from specserve.speculative.propose import FIRST_ENTRY, Draft, Pending, catch_up, propose
 from specserve.speculative.sampling import SamplerRows

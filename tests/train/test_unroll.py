@@ -11,8 +11,8 @@ from scipy.special import log_softmax
 
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
-from specserve.models.draft import draft_logits, token_embedding
 from specserve.models.cache import Prefix
+from specserve.models.draft import draft_logits, token_embedding
 from specserve.models.target import forward
 from specserve.speculative import step
 from specserve.speculative.propose import FIRST_ENTRY, Draft, Pending, _Expander, _Level, catch_up

@@ -1,0 +1,150 @@
+"""Gated delta-net layers: Qwen3-Next's, and Kimi delta attention as Ling 3 has it."""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specserve.kernels.matmul import Weight
+from specserve.kernels.recurrence import New, State, convolve, recur
+from specserve.models.config import Delta, ModelConfig
+from specserve.models.layers import linear, norm_spec, rms_norm
+from specserve.models.params import ParamSpec, Part, matrix, vector
+from specserve.pytree import pytree
+
+NORM_EPS = 1e-6  # of the norm of queries and keys, whatever the config says
+
+
+@pytree
+class DeltaNet:
+    q: Weight  # [d_model, k_head * k_dim]
+    k: Weight  # [d_model, k_head * k_dim]
+    v: Weight  # [d_model, head * v_dim]
+    gate: Weight  # [d_model, head * v_dim], of the output
+    beta: Weight  # [d_model, head]
+    decay: Weight  # [d_model, head], or by channel [d_model, head * k_dim]
+    conv: tuple[jax.Array, ...]  # each [channel, 1, width]: one for q, k and v side by side, or one for each
+    decay_bias: jax.Array  # [head], or [head * k_dim]
+    log_rate: jax.Array  # [head]
+    norm: jax.Array  # [v_dim]
+    o: Weight  # [head * v_dim, d_model]
+
+
+def delta_spec(config: ModelConfig, delta: Delta, prefix: str) -> DeltaNet:
+    return _kimi_spec(config, delta, prefix) if delta.by_channel else _qwen_spec(config, delta, prefix)
+
+
+def _qwen_spec(config: ModelConfig, delta: Delta, prefix: str) -> DeltaNet:
+    """Two tensors hold six projections, key head by key head: its q, its k, and v and z of the value heads that share
+    it; and these heads' b and a."""
+    heads, axes = delta.num_v_heads, ("embed", "heads")
+    share, v_size = heads // delta.num_k_heads, heads * delta.v_dim
+    k_size = delta.num_k_heads * delta.k_dim
+    bounds = (0, delta.k_dim, 2 * delta.k_dim, 2 * delta.k_dim + share * delta.v_dim)
+    period = bounds[-1] + share * delta.v_dim
+
+    def wide(i: int, size: int) -> Any:
+        part = Part(bounds[i], (*bounds, period)[i + 1], period, delta.num_k_heads * period)
+        return matrix(f"{prefix}.in_proj_qkvz.weight", config.d_model, size, axes, part=part)
+
+    def narrow(i: int) -> Any:
+        part = Part(i * share, (i + 1) * share, 2 * share, 2 * heads)
+        return matrix(f"{prefix}.in_proj_ba.weight", config.d_model, heads, axes, part=part)
+
+    return DeltaNet(
+        q=wide(0, k_size),
+        k=wide(1, k_size),
+        v=wide(2, v_size),
+        gate=wide(3, v_size),
+        beta=narrow(0),
+        decay=narrow(1),
+        conv=(_conv_spec(f"{prefix}.conv1d", 2 * k_size + v_size, delta.conv_width, None),),
+        decay_bias=vector(f"{prefix}.dt_bias", heads, "heads"),
+        log_rate=vector(f"{prefix}.A_log", heads, "heads", init="zeros"),
+        norm=norm_spec(f"{prefix}.norm", delta.v_dim),
+        o=matrix(f"{prefix}.out_proj.weight", v_size, config.d_model, ("heads", "embed")),
+    )
+
+
+def _kimi_spec(config: ModelConfig, delta: Delta, prefix: str) -> DeltaNet:
+    heads, axes = delta.num_v_heads, ("embed", "heads")
+    k_size, v_size = heads * delta.k_dim, heads * delta.v_dim
+
+    def project(name: str, size: int) -> Any:
+        return matrix(f"{prefix}.{name}_proj.weight", config.d_model, size, axes)
+
+    return DeltaNet(
+        q=project("q", k_size),
+        k=project("k", k_size),
+        v=project("v", v_size),
+        gate=project("g", v_size),
+        beta=project("b", heads),
+        decay=project("f", k_size),
+        conv=tuple(
+            _conv_spec(f"{prefix}.{name}_conv1d", size, delta.conv_width, "heads")
+            for name, size in (("q", k_size), ("k", k_size), ("v", v_size))
+        ),
+        decay_bias=vector(f"{prefix}.dt_bias", k_size, "heads"),
+        log_rate=vector(f"{prefix}.A_log", heads, "heads", init="zeros"),
+        norm=norm_spec(f"{prefix}.o_norm", delta.v_dim),
+        o=matrix(f"{prefix}.{config.names.o}.weight", v_size, config.d_model, ("heads", "embed")),
+    )
+
+
+def _conv_spec(name: str, size: int, width: int, axis: str | None) -> Any:
+    return ParamSpec((size, 1, width), (axis, None, None), f"{name}.weight")
+
+
+def init_state(config: ModelConfig, delta: Delta, batch: int) -> State:
+    k_size, v_size = delta.num_k_heads * delta.k_dim, delta.num_v_heads * delta.v_dim
+    matrix = jnp.zeros((batch, delta.num_v_heads, delta.k_dim, delta.v_dim), jnp.float32)
+    inputs = (jnp.zeros((batch, delta.conv_width - 1, size), config.dtype) for size in (k_size, k_size, v_size))
+    return State(matrix, tuple(inputs))
+
+
+def mix(
+    params: DeltaNet,
+    config: ModelConfig,
+    delta: Delta,
+    x: jax.Array,  # [batch, n, d_model], normed
+    seen: State,
+    mask: jax.Array,  # [batch or 1, n, n] bool
+) -> tuple[jax.Array, New]:
+    """What the layer adds to the residual, [batch, n, d_model], and what the tokens would do to its state."""
+    inputs = tuple(linear(x, weight) for weight in (params.q, params.k, params.v))
+    conv = params.conv
+    if len(conv) == 1:
+        k_size = delta.num_k_heads * delta.k_dim
+        conv = jnp.split(conv[0], (k_size, 2 * k_size))
+    q, k, v = (
+        _by_head(jax.nn.silu(convolve(new, weight, committed, mask)), dim)
+        for new, weight, committed, dim in zip(
+            inputs, conv, seen.conv, (delta.k_dim, delta.k_dim, delta.v_dim), strict=True
+        )
+    )
+    q, k = _unit(q) * delta.k_dim**-0.5, _unit(k)
+    beta = jax.nn.sigmoid(linear(x, params.beta).astype(jnp.float32))
+    log_decay = _log_decay(params, delta, linear(x, params.decay).astype(jnp.float32))
+    out, u = recur(q, k, v, log_decay, beta, seen.matrix, mask)
+    gate = _by_head(linear(x, params.gate).astype(jnp.float32), delta.v_dim)
+    out = rms_norm(out, params.norm, config.norm_eps) * (jax.nn.sigmoid if delta.by_channel else jax.nn.silu)(gate)
+    out = out.reshape(*x.shape[:2], -1).astype(x.dtype)
+    return linear(out, params.o), New(k, u, log_decay, inputs)
+
+
+def _log_decay(params: DeltaNet, delta: Delta, raw: jax.Array) -> jax.Array:  # -> [batch, n, head, 1 or k_dim]
+    """-rate softplus(raw + bias) (arXiv 2412.06464, as Mamba-2 has it), or a sigmoid of the same scale between
+    `decay_bound` and 0 (Ling 3)."""
+    rate = jnp.exp(params.log_rate.astype(jnp.float32))[:, None]
+    raw = _by_head(raw + params.decay_bias.astype(jnp.float32), delta.k_dim if delta.by_channel else 1)
+    if delta.decay_bound:
+        return delta.decay_bound * jax.nn.sigmoid(rate * raw)
+    return -rate * jax.nn.softplus(raw)
+
+
+def _unit(x: jax.Array) -> jax.Array:
+    return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)
+
+
+def _by_head(x: jax.Array, dim: int) -> jax.Array:  # [batch, n, head * dim] -> [batch, n, head, dim]
+    return x.reshape(*x.shape[:2], -1, dim)

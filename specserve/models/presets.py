@@ -1,0 +1,80 @@
+"""Presets: names that people type for targets, with the hub id, the facts of config.json and the head to train.
+
+They stand in targets/presets.json: `config` holds what decides shapes and arithmetic under config.json's own keys, and
+`draft` the settings of the head where they are not the target's own. Sizes are computed from the facts, never stated.
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from specserve.models.config import ModelConfig
+from specserve.models.families import model_config
+from specserve.models.params import specs
+from specserve.models.target import target_spec
+
+PRESETS_FILE = Path(__file__).parent.parent / "targets" / "presets.json"
+DRAFT_VOCAB_SIZE = 32_000  # of a recommended head, as the published ones have
+
+
+@dataclass(frozen=True)
+class TargetSize:
+    """How many parameters a target has."""
+
+    total: int
+    active: int  # of these, what one token needs: all but the experts that it is not sent to
+
+    @property
+    def bf16_bytes(self) -> int:
+        return 2 * self.total
+
+
+@dataclass(frozen=True)
+class HeadSize:
+    """What a head's cost depends on."""
+
+    d_model: int
+    d_ff: int
+    vocab_size: int  # of the draft
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A target by the name that people type."""
+
+    name: str
+    hub_id: str
+    facts: Mapping[str, Any]  # of its config.json
+    draft: Mapping[str, int]  # `draft` settings of a training run, where they are not the target's own
+
+    def config(self) -> ModelConfig:
+        return model_config(self.facts, dtype="bfloat16", where=f"preset {self.name}")
+
+    def head_size(self) -> HeadSize:
+        """Of the head that its recipe trains."""
+        config = self.config()
+        d_ff = self.draft.get("d_ff", config.d_ff)
+        return HeadSize(config.d_model, d_ff, min(config.vocab_size, DRAFT_VOCAB_SIZE))
+
+
+def target_size(config: ModelConfig) -> TargetSize:
+    """By shape arithmetic; nothing is allocated."""
+    total = active = 0
+    for spec in specs(target_spec(config)):
+        size = math.prod(spec.shape)
+        total += size
+        if config.experts and spec.axes[0] == "experts":  # stacked, of which a token uses top_k
+            size = size // config.experts.num_experts * config.experts.top_k
+        active += size
+    return TargetSize(total, active)
+
+
+def _read(file: Path) -> dict[str, Preset]:
+    raw = json.loads(file.read_text(encoding="utf-8"))
+    return {name: Preset(name, row["hub_id"], row["config"], row.get("draft", {})) for name, row in raw.items()}
+
+
+PRESETS = _read(PRESETS_FILE)
