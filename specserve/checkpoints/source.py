@@ -6,27 +6,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specserve.errors import CheckpointError, ConfigError
+from specserve.models.presets import PRESETS
 
 BUNDLED = "pydoc"
 BUNDLED_FOLDER = Path(__file__).parent.parent / "targets" / "pydoc"
 BUNDLED_HEAD_FOLDER = Path(__file__).parent.parent / "targets" / "pydoc-eagle3"
 
-PRESETS = {
-    "llama-3.1-8b": "meta-llama/Llama-3.1-8B-Instruct",
-    "llama-3.2-1b": "meta-llama/Llama-3.2-1B-Instruct",
-    "llama-3.2-3b": "meta-llama/Llama-3.2-3B-Instruct",
-    "llama-3.3-70b": "meta-llama/Llama-3.3-70B-Instruct",
-    "qwen2.5-0.5b": "Qwen/Qwen2.5-0.5B-Instruct",
-    "qwen2.5-7b": "Qwen/Qwen2.5-7B-Instruct",
-    "qwen3-0.6b": "Qwen/Qwen3-0.6B",
-    "qwen3-1.7b": "Qwen/Qwen3-1.7B",
-    "qwen3-4b": "Qwen/Qwen3-4B",
-    "qwen3-8b": "Qwen/Qwen3-8B",
-    "qwen3-14b": "Qwen/Qwen3-14B",
-    "qwen3-32b": "Qwen/Qwen3-32B",
-    "deepseek-r1-distill-llama-8b": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B",
-    "deepseek-r1-distill-qwen-7b": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B",
-}
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
 
@@ -45,14 +30,14 @@ def resolve_target(text: str) -> TargetSource:
     if path.is_dir():
         return TargetSource(str(path.resolve()), path.resolve())
     if text in PRESETS:
-        return TargetSource(text, _download(text, PRESETS[text]))
+        return TargetSource(text, _download(text, PRESETS[text].hub_id))
     if _HUB_ID.fullmatch(text) and not text.startswith((".", "/", "~")):
         return TargetSource(text, _download(text, text))
-    near = difflib.get_close_matches(text, [BUNDLED, *PRESETS], n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else ""
+    near = difflib.get_close_matches(text.lower(), [BUNDLED, *PRESETS], n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else "."
     raise ConfigError(
-        f"--target {text!r} is no folder here, no hub id (owner/name) and no preset{hint} Presets: "
-        f"{', '.join([BUNDLED, *PRESETS])}"
+        f"--target {text!r} is no folder here, no hub id (owner/name) and no preset{hint} `specserve targets` lists "
+        "the presets"
     )
 
 

@@ -5,7 +5,7 @@ import sys
 import typer
 
 from specserve import __version__
-from specserve.cli import bench, data, evaluate, quickstart, serve, train
+from specserve.cli import bench, data, evaluate, quickstart, serve, targets, train
 from specserve.errors import SpecServeError
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app.command("quickstart")(quickstart.quickstart)
 app.command("train")(train.train)
 app.command("serve")(serve.serve)
 app.command("eval")(evaluate.evaluate)
+app.command("targets")(targets.targets)
 app.add_typer(bench.app, name="bench")
 app.add_typer(data.app, name="data")
 

@@ -1,0 +1,122 @@
+"""`specserve targets`: which targets have a name here, and what they need."""
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.table import Table
+
+    from specserve.models.presets import HeadSize
+
+
+@dataclass(frozen=True)
+class Row:
+    """A target as it is listed."""
+
+    name: str
+    hub_id: str | None  # None: it is bundled
+    family: str
+    parameters: int
+    active_parameters: int
+    bf16_bytes: int
+    head: "HeadSize"  # recommended, or bundled
+    recipe: str  # in the repository
+
+    @property
+    def origin(self) -> str:
+        return self.hub_id or "bundled"
+
+    @property
+    def size(self) -> tuple[str, str]:
+        """Parameters, and how many of them a token needs where that is not all."""
+        is_sparse = self.active_parameters < self.parameters
+        return _short(self.parameters), f"{_short(self.active_parameters)} active" if is_sparse else ""
+
+    @property
+    def memory(self) -> str:
+        return _short(self.bf16_bytes, " MB", " GB", " TB")
+
+    @property
+    def head_shape(self) -> tuple[str, str]:
+        return f"{self.head.d_model} x {self.head.d_ff}", f"{self.head.vocab_size:,}"
+
+
+def targets(
+    as_json: Annotated[bool, typer.Option("--json", help="A JSON list instead of a table.")] = False,
+) -> None:
+    """List the targets that have a name here: their size, memory in bfloat16, the head to train and its recipe."""
+    rows = _rows()
+    if as_json:
+        print(json.dumps([asdict(row) for row in rows], indent=2))
+        return
+    from rich.console import Console
+
+    console = Console()
+    wide = _wide_table(rows)
+    fits = console.measure(wide, options=console.options.update(max_width=1000)).maximum <= console.width
+    console.print(wide if fits else _narrow_table(rows))
+    console.print(
+        "head: d_model x d_ff and draft vocabulary, as recipes/TARGET.yaml trains it. "
+        "Sizes follow from each config.json; memory is that of the weights alone.",
+        style="dim",
+        highlight=False,
+    )
+
+
+def _rows() -> list[Row]:
+    from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, BUNDLED_HEAD_FOLDER
+    from specserve.checkpoints.tensors import read_json
+    from specserve.models.config import ModelConfig
+    from specserve.models.families import model_config
+    from specserve.models.presets import PRESETS, HeadSize, target_size
+
+    def row(name: str, hub_id: str | None, config: ModelConfig, head: HeadSize) -> Row:
+        size = target_size(config)
+        recipe = f"recipes/{name}.yaml"
+        return Row(name, hub_id, config.family, size.total, size.active, size.bf16_bytes, head, recipe)
+
+    bundled = model_config(read_json(BUNDLED_FOLDER / "config.json"), dtype="bfloat16")
+    head = read_json(BUNDLED_HEAD_FOLDER / "config.json")
+    bundled_head = HeadSize(*(int(str(head[key])) for key in ("hidden_size", "intermediate_size", "draft_vocab_size")))
+    presets = [row(preset.name, preset.hub_id, preset.config(), preset.head_size()) for preset in PRESETS.values()]
+    return [row(BUNDLED, None, bundled, bundled_head), *presets]
+
+
+def _wide_table(rows: Sequence[Row]) -> "Table":
+    table = _table("target", "from", "family", "parameters", "", "bf16", "head", "", "recipe", right=(3, 4, 5, 6, 7))
+    for row in rows:
+        table.add_row(row.name, row.origin, row.family, *row.size, row.memory, *row.head_shape, row.recipe)
+    return table
+
+
+def _narrow_table(rows: Sequence[Row]) -> "Table":
+    """Two lines for each, and no recipe: it is named after the target."""
+    table = _table("target, family\nfrom", "parameters", "bf16", "head", right=(1, 2, 3))
+    for row in rows:
+        name = f"[bold]{row.name}[/] {row.family}\n[dim]{row.origin}[/]"
+        table.add_row(name, "\n".join(row.size), row.memory, "\n".join(row.head_shape))
+    return table
+
+
+def _table(*columns: str, right: Sequence[int]) -> "Table":
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for i, name in enumerate(columns):
+        table.add_column(name, justify="right" if i in right else "left", overflow="fold")
+    return table
+
+
+def _short(value: float, million: str = "M", billion: str = "B", trillion: str = "T") -> str:
+    """Three significant digits and a unit."""
+    scale, unit = next(
+        (scale, unit)
+        for scale, unit in ((1e12, trillion), (1e9, billion), (1e6, million))
+        if value >= 0.9995 * scale or unit == million
+    )
+    return f"{value / scale:#.3g}".rstrip(".") + unit

@@ -1,0 +1,83 @@
+"""`specserve targets` and the recipes: they say the same, and a recipe is settings that a run takes."""
+
+import json
+from pathlib import Path
+
+import pytest
+import yaml
+from typer.testing import CliRunner
+
+from specserve import config
+from specserve.checkpoints.load import Target
+from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, BUNDLED_HEAD_FOLDER
+from specserve.cli.main import app
+from specserve.models.presets import PRESETS, HeadSize
+from specserve.speculative.tree import parse_speculation
+from specserve.train.settings import TrainRun
+from specserve.train.trainer import draft_config
+
+RECIPES = Path(__file__).parent.parent.parent / "recipes"
+NAMES = [BUNDLED, *PRESETS]
+
+
+def listed(*arguments: str, columns: int = 80) -> str:
+    result = CliRunner().invoke(app, ["targets", *arguments], env={"COLUMNS": str(columns)})
+    assert result.exit_code == 0, result.output
+    return result.stdout
+
+
+@pytest.fixture(scope="module")
+def rows() -> dict[str, dict]:
+    return {row["name"]: row for row in json.loads(listed("--json"))}
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_trains_the_head_that_is_listed(name: str, rows: dict[str, dict], pydoc_target: Target) -> None:
+    file = RECIPES / f"{name}.yaml"
+    assert rows[name]["recipe"] == f"recipes/{file.name}"
+    run = config.resolve(TrainRun, file=file)
+    assert run.target == name
+    assert parse_speculation(run.speculation) is not None
+    assert run.train.max_steps
+    target = Target(PRESETS[name].config(), None, (), Path()) if name in PRESETS else pydoc_target
+    head = draft_config(run.draft, target, run.draft.vocab_size)
+    assert rows[name]["head"] == {"d_model": head.d_model, "d_ff": head.d_ff, "vocab_size": head.draft_vocab_size}
+    if name in PRESETS:
+        assert PRESETS[name].head_size() == HeadSize(**rows[name]["head"])
+        assert {key: getattr(run.draft, key) for key in PRESETS[name].draft} == PRESETS[name].draft
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_recipe_repeats_no_default(name: str) -> None:
+    stated = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
+    defaults = {leaf.name: leaf.default for leaf in config.leaves(TrainRun)}
+    for section, value in stated.items():
+        for key, inner in value.items() if isinstance(value, dict) else [("", value)]:
+            leaf = f"{section}.{key}".rstrip(".")
+            assert inner != defaults[leaf] or leaf == "target", f"{leaf} is the default"
+
+
+def test_every_target_has_a_recipe_and_every_recipe_a_target(rows: dict[str, dict]) -> None:
+    assert list(rows) == NAMES
+    assert {file.stem for file in RECIPES.iterdir()} == set(NAMES)
+
+
+def test_the_bundled_target_is_listed_as_it_ships(rows: dict[str, dict]) -> None:
+    row, head = rows[BUNDLED], json.loads((BUNDLED_HEAD_FOLDER / "config.json").read_text())
+    assert row["hub_id"] is None
+    weights = (BUNDLED_FOLDER / "model.safetensors").stat().st_size
+    assert row["bf16_bytes"] == pytest.approx(weights, rel=0.001)  # the file has a header, too
+    assert row["head"]["vocab_size"] == head["draft_vocab_size"]
+
+
+@pytest.mark.parametrize("columns", [80, 200])
+def test_nothing_is_cut_in_a_terminal(columns: int, rows: dict[str, dict]) -> None:
+    text = listed(columns=columns)
+    lines = text.splitlines()
+    assert max(map(len, lines)) <= columns
+    for row in rows.values():
+        line = next(line for line in lines if line.startswith(f"{row['name']} "))
+        assert row["family"] in line
+        assert row["hub_id"] is None or row["hub_id"] in text
+        assert (row["recipe"] in line) == (columns == 200)
+    assert "30.5B  3.35B active" in text if columns == 200 else "3.35B active" in text

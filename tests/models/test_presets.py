@@ -1,0 +1,114 @@
+"""Presets: what is computed from their facts is what their publishers say, and their names lead to their hub ids."""
+
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+
+from specserve.checkpoints.source import resolve_target
+from specserve.errors import ConfigError
+from specserve.models.presets import PRESETS, target_size
+
+# Billions of parameters: of the model card or paper, or of the published safetensors where the card rounds more. Text
+# alone, without layers for multi-token prediction, and a tied matrix counted once.
+PUBLISHED = {
+    "llama-3.1-8b": 8.03,
+    "llama-3.2-1b": 1.24,
+    "llama-3.2-3b": 3.21,
+    "llama-3.3-70b": 70.6,
+    "deepseek-r1-distill-llama-8b": 8.03,
+    "deepseek-r1-distill-llama-70b": 70.6,
+    "deepseek-r1-distill-qwen-1.5b": 1.78,
+    "deepseek-r1-distill-qwen-7b": 7.62,
+    "deepseek-r1-distill-qwen-14b": 14.8,
+    "deepseek-r1-distill-qwen-32b": 32.8,
+    "qwen2.5-0.5b": 0.494,
+    "qwen2.5-1.5b": 1.54,
+    "qwen2.5-3b": 3.09,
+    "qwen2.5-7b": 7.61,
+    "qwen2.5-14b": 14.7,
+    "qwen2.5-32b": 32.5,
+    "qwen2.5-72b": 72.7,
+    "qwen3-0.6b": 0.596,
+    "qwen3-1.7b": 1.72,
+    "qwen3-4b": 4.02,
+    "qwen3-8b": 8.19,
+    "qwen3-14b": 14.8,
+    "qwen3-32b": 32.8,
+    "qwen3-30b-a3b": 30.5,
+    "qwen3-235b-a22b": 235,
+    "qwen3-coder-30b-a3b": 30.5,
+    "qwen3-next-80b-a3b": 80,
+    "mistral-7b": 7.25,
+    "mixtral-8x7b": 46.7,
+    "gemma-2-2b": 2.61,
+    "gemma-2-9b": 9.24,
+    "gemma-2-27b": 27.2,
+    "gemma-3-1b": 1.00,
+    "gemma-3-4b": 3.88,
+    "gemma-3-12b": 11.77,
+    "gemma-3-27b": 27.0,
+    "gpt-oss-20b": 20.9,
+    "gpt-oss-120b": 116.8,
+    "deepseek-v2-lite": 15.7,
+    "deepseek-v3": 671,
+    "deepseek-r1": 671,
+    "kimi-k2": 1026,
+    "glm-4-9b": 9.40,
+    "glm-4-9b-0414": 9.40,
+    "glm-4.5-air": 106,
+    "glm-4.5": 355,
+    "glm-4.6": 355,
+    "glm-4.7": 355,
+    "glm-4.7-flash": 30,
+    "minimax-m2": 229,
+    "ling-mini-2.0": 16.26,
+    "ring-mini-2.0": 16.26,
+    "ling-flash-2.0": 103,
+    "ring-mini-linear-2.0": 16.4,
+}
+# What a token needs, where the publisher counts as we do (embedding and head included)...
+PUBLISHED_ACTIVE = {
+    "qwen3-235b-a22b": 22.2,
+    "mixtral-8x7b": 12.9,
+    "ling-mini-2.0": 1.43,
+    "ling-flash-2.0": 6.1,
+    "ring-mini-linear-2.0": 1.6,
+}
+# ...or without the embedding, of which a token reads one row
+PUBLISHED_ACTIVE_WITHOUT_EMBEDDING = {"gpt-oss-20b": 3.61, "gpt-oss-120b": 5.13, "deepseek-v3": 36.6, "kimi-k2": 31.7}
+
+
+def test_every_preset_has_its_published_size() -> None:
+    got = {name: target_size(preset.config()).total / 1e9 for name, preset in PRESETS.items()}
+    assert got == pytest.approx(PUBLISHED, rel=0.01)
+
+
+def test_a_token_needs_all_but_the_experts_that_it_is_not_sent_to() -> None:
+    sizes = {name: target_size(PRESETS[name].config()) for name in PUBLISHED}
+    got = {name: sizes[name].active / 1e9 for name in PUBLISHED_ACTIVE}
+    assert got == pytest.approx(PUBLISHED_ACTIVE, rel=0.01)
+    for name, published in PUBLISHED_ACTIVE_WITHOUT_EMBEDDING.items():
+        config = PRESETS[name].config()
+        assert (sizes[name].active - config.vocab_size * config.d_model) / 1e9 == pytest.approx(published, rel=0.01)
+    has_experts = {name: preset.config().experts is not None for name, preset in PRESETS.items()}
+    assert {name: size.active < size.total for name, size in sizes.items()} == has_experts
+
+
+def test_a_preset_is_downloaded_under_its_hub_id(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked = []
+    monkeypatch.chdir(tmp_path)  # a folder of a preset's name would go first
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", lambda hub_id, **_: asked.append(hub_id) or str(tmp_path))
+    for name in PRESETS:
+        source = resolve_target(name)
+        assert (source.name, source.folder) == (name, tmp_path)
+    assert asked == [preset.hub_id for preset in PRESETS.values()]
+    assert all(hub_id.count("/") == 1 for hub_id in asked)
+
+
+@pytest.mark.parametrize(
+    ("typed", "meant"), [("qwen3-8x", "qwen3-8b"), ("Qwen3-8B", "qwen3-8b"), ("glm4.5", "glm-4.5")]
+)
+def test_a_near_miss_is_named(typed: str, meant: str) -> None:
+    with pytest.raises(ConfigError, match=f"did you mean '{meant}'"):
+        resolve_target(typed)
