@@ -59,7 +59,7 @@ def load_head(folder: Path, target: Target, *, dtype: str) -> Head:
             f"{target.folder} has {target.config.vocab_size} and {target.config.d_model}. Give the target it was "
             "trained for (--target)"
         )
-    maps = dict(tensors.read([name for name in (dialects.D2T, dialects.T2D) if name in names]))
+    maps = {name: tensors.read(name) for name in (dialects.D2T, dialects.T2D) if name in names}
     target_ids = dialects.vocab_from_tensors(maps.get(dialects.D2T), maps.get(dialects.T2D), config, str(folder))
     reason = "read as the draft vocabulary"
     skipped: dict[str, str] = {dialects.D2T: reason, dialects.T2D: reason}

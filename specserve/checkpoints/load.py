@@ -1,26 +1,45 @@
-"""A model folder to parameters on devices. Every tensor of a checkpoint is used, or skipped for a stated reason."""
+"""A model folder to parameters on devices. Every tensor of a checkpoint is used, or skipped for a stated reason.
 
+Tensors are read one by one, and of each a device's slice at a time, straight from the file: the host holds little more
+than one tensor, and no device holds what is not its own.
+"""
+
+import dataclasses
 import logging
 import re
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
 
-from specserve.checkpoints.tensors import TensorFolder, read_json
+from specserve.checkpoints import quantized
+from specserve.checkpoints.quantized import DEFAULT_BLOCK, LazyQuantized, LazyTensor, open_weight, stored_block
+from specserve.checkpoints.tensors import Index, TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
+from specserve.kernels.matmul import EightBits, QuantizedMatrix, quantize
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
-from specserve.models.params import ParamSpec, is_spec, specs
+from specserve.models.params import ParamSpec, Part, is_product, is_spec, specs
 from specserve.models.target import TargetParams, target_spec
 
 logger = logging.getLogger(__name__)
 Tree = TypeVar("Tree")
 
-_ROTARY_BUFFER = re.compile(r"(.*\.)?rotary_emb\.inv_freq$")
+# What becomes of the matrices that rows are multiplied by: of the dtype that is computed in, as they are stored (so in
+# 8 bits where the checkpoint is), or quantised here.
+Quantization = Literal["none", "stored", "int8", "fp8"]
+
+_SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": "rotary buffers, computed here", **quantized.SKIPPED}
+_PREDICTS_FURTHER = frozenset(  # families whose checkpoints append layers of multi-token prediction to the model's own
+    ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "bailing_moe_v2", "bailing_moe_linear", "bailing_hybrid")
+)
+_OTHER_SENSES = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector|audio_tower)\..*"
 
 
 @dataclass(frozen=True)
@@ -33,13 +52,53 @@ class Target:
     folder: Path
 
 
-def load_target(folder: Path, *, dtype: str) -> Target:
+def load_target(
+    folder: Path,
+    *,
+    dtype: str,
+    quantization: Quantization = "none",
+    shardings: Callable[[TargetParams], TargetParams] | None = None,  # from the specs to where each parameter lives
+) -> Target:
     """Load a Hugging Face folder. Raises ConfigError or CheckpointError."""
     raw = read_json(folder / "config.json")
-    config = model_config(raw, dtype=dtype, where=str(folder / "config.json"))
-    skipped = {"lm_head.weight": "tied to the embedding"} if config.tie_embeddings else {}
-    params = load_params(target_spec(config), TensorFolder(folder), dtype, skipped=skipped)
+    where = str(folder / "config.json")
+    config = model_config(raw, dtype=dtype, where=where)
+    tensors = TensorFolder(folder)
+    rename = _renamer(tensors.names())
+    spec = target_spec(config)
+    params = load_params(
+        spec,
+        tensors,
+        dtype,
+        shardings=shardings(spec) if shardings else None,
+        skipped=_skipped(config, raw, rename),
+        rename=rename,
+        quantization=quantization,
+        block=stored_block(raw, where),
+    )
     return Target(config, params, eos_ids(folder, raw), folder)
+
+
+def _renamer(names: frozenset[str]) -> Callable[[str], str]:
+    """From the names of a text model to those of the checkpoint, which may hold it within a multimodal one."""
+    if any(name.startswith("language_model.model.") for name in names):
+        return lambda name: f"language_model.{name}"
+    if any(name.startswith("model.language_model.") for name in names):
+        return lambda name: re.sub(r"^model\.", "model.language_model.", name)
+    return lambda name: name
+
+
+def _skipped(config: ModelConfig, raw: Mapping[str, Any], rename: Callable[[str], str]) -> dict[str, str]:
+    """Tensors of a target's checkpoint that its forward does not need, as patterns, and why."""
+    skipped = {_OTHER_SENSES: "of a model that also sees or hears; text alone is served"}
+    if config.tie_embeddings:
+        skipped[re.escape(rename("lm_head.weight"))] = "tied to the embedding"
+    further = {r"mtp\..*"} if config.family == "qwen3_next" else set()
+    if config.family in _PREDICTS_FURTHER:
+        count = raw.get("num_nextn_predict_layers")
+        for i in range(config.num_layers, config.num_layers + (1 if count is None else count)):
+            further.add(re.escape(rename(config.names.layer.format(i=i))) + r"\..*")
+    return skipped | dict.fromkeys(further, "layers of multi-token prediction")
 
 
 def eos_ids(folder: Path, raw_config: dict[str, object]) -> tuple[int, ...]:
@@ -57,41 +116,197 @@ def load_params(
     tensors: TensorFolder,
     dtype: str,
     *,
-    skipped: dict[str, str] | None = None,  # checkpoint tensor -> why it is not wanted
+    shardings: Tree | None = None,  # a jax.sharding.Sharding for each leaf; None: all on the default device
+    skipped: Mapping[str, str] | None = None,  # pattern of checkpoint tensors -> why they are not wanted
     rename: Callable[[str], str] = lambda name: name,  # our name -> the checkpoint's
+    quantization: Quantization = "none",
+    block: tuple[int, int] = DEFAULT_BLOCK,  # outputs and inputs that share a scale, where scales are by block
 ) -> Tree:
-    """Read every leaf of the spec tree, cast to `dtype`. Raises CheckpointError that lists all that does not fit."""
-    wanted = {rename(spec.name): spec for spec in specs(spec_tree)}
-    _check(wanted, tensors, skipped or {})
-    loaded: dict[str, jax.Array] = {}
-    for name, value in tensors.read(list(wanted)):
-        array = value.T if wanted[name].transpose else value
-        loaded[name] = jax.device_put(np.ascontiguousarray(array.astype(dtype)))
-    return jax.tree.map(lambda spec: loaded[rename(spec.name)], spec_tree, is_leaf=is_spec)
+    """Read every leaf of the spec tree, cast to `dtype` or quantised. Raises CheckpointError that lists all that does
+    not fit, before anything is read."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(spec_tree, is_leaf=is_spec)
+    places: Sequence[Sharding | None] = jax.tree.leaves(shardings) if shardings is not None else [None] * len(leaves)
+    opened = _open_all([spec for _, spec in leaves], tensors, {**_SKIPPED, **(skipped or {})}, rename, block)
+    loaded = []
+    for (path, spec), weights, place in zip(leaves, opened, places, strict=True):
+        how = quantization if is_product(path) else "none"
+        loaded.append(_load(spec, weights, np.dtype(dtype), place, how))
+    return jax.tree.unflatten(structure, loaded)
 
 
-def _check(wanted: dict[str, ParamSpec], tensors: TensorFolder, skipped: dict[str, str]) -> None:
-    names = tensors.names()
-    problems = [f"{name} is missing" for name in sorted(wanted.keys() - names)]
-    for name in sorted(names - wanted.keys()):
-        if name in skipped:
-            logger.debug("%s: %s is skipped (%s)", tensors.folder, name, skipped[name])
-        elif not _ROTARY_BUFFER.match(name):
-            problems.append(f"{name} is not part of this architecture")
-    for name in sorted(wanted.keys() & names):
-        got, expected = tensors.shape(name), wanted[name].stored_shape
-        if got != expected:
-            problems.append(f"{tensors.file(name).name}: {name} has shape {got}, config.json says {expected}")
+def _open_all(
+    wanted: Sequence[ParamSpec],
+    tensors: TensorFolder,
+    skipped: Mapping[str, str],
+    rename: Callable[[str], str],
+    block: tuple[int, int],
+) -> list[list[LazyTensor | LazyQuantized]]:
+    """The stored tensors of every parameter. Raises CheckpointError unless all is there, and nothing else is."""
+    problems: list[str] = []
+    used: set[str] = set()
+    opened = []
+    for spec in wanted:
+        opened.append([])
+        for name in map(rename, spec.names):
+            used.add(name)
+            try:
+                weight, made_of = open_weight(tensors, name, block)
+            except CheckpointError as error:
+                problems.append(str(error))
+                continue
+            used |= set(made_of)
+            opened[-1].append(weight)
+            got, expected = (
+                (weight.values.shape, _outputs_first(spec).stored_shape)
+                if isinstance(weight, LazyQuantized)
+                else (weight.shape, spec.stored_shape)
+            )
+            if got != expected:
+                where = tensors.file(made_of[0]).name
+                problems.append(f"{where}: {name} has shape {got}, config.json says {expected}")
+    problems += _account_for(tensors.names() - used, tensors.folder, skipped)
     if problems:
-        shown = "; ".join(problems[:8]) + (f"; and {len(problems) - 8} more" if len(problems) > 8 else "")
-        raise CheckpointError(f"{tensors.folder}: {shown}. Is config.json the config of another model?")
+        raise CheckpointError(
+            f"{tensors.folder}: {listed(list(dict.fromkeys(problems)))}. Is config.json the config of another model?"
+        )
+    return opened
+
+
+def _account_for(names: frozenset[str], folder: Path, skipped: Mapping[str, str]) -> list[str]:
+    """Say which tensors are not loaded, and why. Those without a reason are problems."""
+    reasons = {name: [why for pattern, why in skipped.items() if re.fullmatch(pattern, name)] for name in names}
+    counts = Counter(why[0] for why in reasons.values() if why)
+    if counts:
+        counted = ", ".join(f"{count} ({why})" for why, count in sorted(counts.items()))
+        logger.info("%s: tensors that are not loaded: %s", folder, counted)
+    return [f"{name} is not part of this architecture" for name in sorted(names) if not reasons[name]]
+
+
+def _load(
+    spec: ParamSpec,
+    weights: Sequence[LazyTensor | LazyQuantized],
+    dtype: np.dtype,
+    place: Sharding | None,
+    how: Quantization,
+) -> jax.Array | QuantizedMatrix:
+    """One parameter, from the stored tensors that it is made of."""
+    kept = [weight for weight in weights if isinstance(weight, LazyQuantized)]
+    if kept:
+        spec = _outputs_first(spec)
+    if how == "stored" and len(kept) == len(weights):
+        values = in_memory(spec, [weight.values for weight in kept])
+        num_blocks = kept[0].scale.shape[-1]
+        scale_spec = dataclasses.replace(spec, shape=(*spec.shape[:-2], num_blocks, spec.shape[-1]))
+        scale = in_memory(scale_spec, [weight.scale for weight in kept])
+        return QuantizedMatrix(_put(values, place), _put(scale, _place_of_scale(place, scale)), kept[0].block)
+    dense = [weight.dense(dtype) if isinstance(weight, LazyQuantized) else weight for weight in weights]
+    array = _put(_cast(in_memory(spec, dense), dtype), place)
+    return quantize(array, how) if how in ("int8", "fp8") else array
+
+
+def _outputs_first(spec: ParamSpec) -> ParamSpec:
+    """Where quantised weights are stored, their outputs come first, also where others keep [in, out]."""
+    return dataclasses.replace(spec, transpose=True)
+
+
+def in_memory(spec: ParamSpec, stored: Sequence[LazyTensor]) -> LazyTensor:
+    """A parameter as the model takes it, from the stored tensors that its spec names: experts stacked, its own outputs
+    picked, inputs first."""
+
+    def read(index: Index) -> np.ndarray:
+        rest = index[1:] if spec.is_per_expert else index
+        if spec.part:
+            rest = (*rest[:-1], _places(spec.part, rest[-1]))
+        if spec.transpose:
+            rest = (*rest[:-2], rest[-1], rest[-2])
+        if not spec.is_per_expert:
+            value = stored[0].read(rest)
+        else:
+            value = np.stack([expert.read(rest) for expert in stored[index[0]]])
+        return value.swapaxes(-1, -2) if spec.transpose else value
+
+    return LazyTensor(spec.shape, stored[0].dtype, read)
+
+
+def _places(part: Part, outputs: slice) -> slice | np.ndarray:
+    """Where some of a parameter's outputs stand among those of the stored tensor."""
+    width = part.stop - part.start
+    numbers = np.arange(outputs.start, outputs.stop)
+    places = numbers // width * part.period + part.start + numbers % width
+    is_run = places[-1] - places[0] == len(places) - 1
+    return slice(int(places[0]), int(places[-1]) + 1) if is_run else places
+
+
+def _cast(tensor: LazyTensor, dtype: np.dtype) -> LazyTensor:
+    return LazyTensor(tensor.shape, dtype, lambda index: tensor.read(index).astype(dtype, copy=False))
+
+
+def _put(tensor: LazyTensor, place: Sharding | None) -> jax.Array:
+    """Read to devices, each slice once, whichever devices hold it. Returns when it is there: else the host would pile
+    up tensors that wait for their transfer."""
+    if place is None:
+        return jax.device_put(tensor.read(tuple(slice(0, size) for size in tensor.shape))).block_until_ready()
+    devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+    for device, index in place.addressable_devices_indices_map(tensor.shape).items():
+        assert index is not None
+        bounds = tuple(axis.indices(size)[:2] for axis, size in zip(index, tensor.shape, strict=True))
+        devices.setdefault(bounds, []).append(device)
+    shards = []
+    for bounds, holders in devices.items():
+        value = tensor.read(tuple(slice(*bound) for bound in bounds))
+        shards += [jax.device_put(value, device) for device in holders]
+    return jax.make_array_from_single_device_arrays(tensor.shape, place, shards).block_until_ready()
+
+
+def _place_of_scale(place: Sharding | None, scale: LazyTensor) -> Sharding | None:
+    """As its values are spread, but whole along the inputs, of which it has few."""
+    if not isinstance(place, NamedSharding):
+        return place
+    axes = [*place.spec, *[None] * (len(scale.shape) - len(place.spec))]
+    axes[-2] = None
+    return NamedSharding(place.mesh, PartitionSpec(*axes))
+
+
+def quantize_params(params: Tree, to: EightBits) -> Tree:
+    """Loaded parameters with 8-bit weights in place of the matrices that rows are multiplied by; embeddings, norms,
+    routers and vectors stay. `load_params` does the same tensor by tensor, which needs less memory.
+
+    Qwix (github.com/google/qwix) rounds the same way, and quantises models of Flax: its entry for parameters alone
+    takes nested dicts beside a Flax model's abstract parameters, and importing it imports Flax. What is left to write
+    without it are the few lines of `kernels.matmul.quantize`.
+    """
+
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
+    return jax.tree.unflatten(structure, [quantize(leaf, to) if is_product(path) else leaf for path, leaf in leaves])
+
+
+def check_weights(params: Any, spec_tree: Any, where: str) -> None:
+    """Raises CheckpointError that names every tensor with a value that is not a number, or is infinite."""
+    wanted, structure = jax.tree.flatten(spec_tree, is_leaf=is_spec)
+    weights = structure.flatten_up_to(params)
+    wrong = [name for spec, weight in zip(wanted, weights, strict=True) for name in _not_finite(spec, weight)]
+    if wrong:
+        raise CheckpointError(f"{where}: not a number or infinite: {listed(wrong)}; copy or download the weights again")
+
+
+def _not_finite(spec: ParamSpec, weight: jax.Array | QuantizedMatrix) -> list[str]:
+    inner = tuple(range(1, len(spec.shape))) if spec.is_per_expert else None
+    floats = [leaf for leaf in jax.tree.leaves(weight) if jnp.issubdtype(leaf.dtype, jnp.floating)]
+    is_finite = np.all([np.atleast_1d(jnp.isfinite(leaf).all(inner)) for leaf in floats], axis=0)
+    return [name for name, is_fine in zip(spec.names, is_finite, strict=True) if not is_fine]
 
 
 def to_numpy(params: Any, spec_tree: Any, dtype: str) -> dict[str, np.ndarray]:
     """Parameters under their checkpoint names, in the checkpoint's layout: the inverse of `load_params`."""
-    leaves = zip(specs(spec_tree), jax.tree.leaves(params), strict=True)
-    out = {}
-    for spec, leaf in leaves:
+    out: dict[str, np.ndarray] = {}
+    for spec, leaf in zip(specs(spec_tree), jax.tree.leaves(params), strict=True):
         value = np.asarray(leaf).astype(dtype)
-        out[spec.name] = value.T if spec.transpose else value
+        value = value.swapaxes(-1, -2) if spec.transpose else value
+        for name, tensor in zip(spec.names, value if spec.is_per_expert else [value], strict=True):
+            if spec.part is None:
+                out[name] = tensor
+                continue
+            whole = out.setdefault(name, np.zeros(spec.stored_shape, dtype))
+            places = _places(spec.part, slice(0, spec.shape[-1]))
+            whole[(..., places, slice(None)) if spec.transpose else (..., places)] = tensor
     return out

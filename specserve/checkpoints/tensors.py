@@ -1,70 +1,190 @@
-"""Safetensors on disk: reading named tensors from one file or a sharded folder, and writing them atomically."""
+"""Safetensors on disk: reading named tensors, whole or by slice, from one file or a sharded folder, and writing them
+atomically.
+
+A file's header is its own claim, so it is held against the file's size before anything is allocated or mapped.
+"""
 
 import json
+import math
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-import ml_dtypes  # noqa: F401  registers bfloat16 and float8 with NumPy, which safetensors asks for by name
+import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from specserve.errors import CheckpointError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
+DTYPES: dict[str, np.dtype] = {
+    name: np.dtype(dtype)
+    for name, dtype in (
+        ("F64", np.float64),
+        ("F32", np.float32),
+        ("F16", np.float16),
+        ("BF16", ml_dtypes.bfloat16),
+        ("F8_E4M3", ml_dtypes.float8_e4m3fn),
+        ("F8_E5M2", ml_dtypes.float8_e5m2),
+        ("F8_E8M0", ml_dtypes.float8_e8m0fnu),
+        ("I64", np.int64),
+        ("I32", np.int32),
+        ("I16", np.int16),
+        ("I8", np.int8),
+        ("U64", np.uint64),
+        ("U32", np.uint32),
+        ("U16", np.uint16),
+        ("U8", np.uint8),
+        ("BOOL", np.bool_),
+    )
+}
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+# Of each axis a slice with start and stop, of a weight's outputs also an array of places. Nothing: all of it.
+Index = tuple[Any, ...]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """Where a tensor lies."""
+
+    file: Path
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    offset: int  # of its first byte in the file
 
 
 class TensorFolder:
-    """The tensors of a checkpoint folder, read one at a time. Opening checks every header against its file."""
+    """The tensors of a checkpoint folder, read by slice. Opening checks every header against its file."""
 
     def __init__(self, folder: Path) -> None:
         """Raises CheckpointError if there are no weights, or a shard is missing, truncated or not safetensors."""
         self.folder = folder
-        self._file_of: dict[str, Path] = {}
-        for path in _weight_files(folder):
-            try:
-                with safe_open(path, framework="numpy") as tensors:
-                    names = list(tensors.keys())
-            except (SafetensorError, OSError) as error:
-                raise CheckpointError(
-                    f"{path}: not a whole safetensors file ({error}); copy or download it again"
-                ) from error
-            for name in names:
-                self._file_of[name] = path
+        if (folder / SINGLE_FILE).is_file():
+            self._entries = _read_header(folder / SINGLE_FILE)
+        elif (folder / INDEX_FILE).is_file():
+            self._entries = _read_shards(folder)
+        else:
+            raise CheckpointError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; is this a model folder?")
 
     def names(self) -> frozenset[str]:
-        return frozenset(self._file_of)
+        return frozenset(self._entries)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        with safe_open(self._file_of[name], framework="numpy") as tensors:
-            return tuple(tensors.get_slice(name).get_shape())
+        return self._entries[name].shape
+
+    def dtype(self, name: str) -> np.dtype:
+        return self._entries[name].dtype
 
     def file(self, name: str) -> Path:
-        return self._file_of[name]
+        return self._entries[name].file
 
-    def read(self, names: Iterator[str] | list[str]) -> Iterator[tuple[str, np.ndarray]]:
-        """Yield the tensors one by one, file by file, so that at most one lies in host memory beside its consumer's."""
-        by_file: dict[Path, list[str]] = {}
-        for name in names:
-            by_file.setdefault(self._file_of[name], []).append(name)
-        for path, wanted in by_file.items():
-            with safe_open(path, framework="numpy") as tensors:
-                for name in wanted:
-                    yield name, tensors.get_tensor(name)
+    def read(self, name: str, index: Index = ()) -> np.ndarray:
+        """A slice of a tensor, in memory of its own. Of the file only the pages under the slice are touched."""
+        entry = self._entries[name]
+        if 0 in entry.shape:  # nothing to map
+            return np.empty(entry.shape, entry.dtype)[index]
+        mapped = np.memmap(entry.file, entry.dtype, "r", entry.offset, entry.shape)
+        return np.array(mapped[index])
 
 
-def _weight_files(folder: Path) -> list[Path]:
-    if (folder / SINGLE_FILE).is_file():
-        return [folder / SINGLE_FILE]
-    if (folder / INDEX_FILE).is_file():
-        names = sorted(set(json.loads((folder / INDEX_FILE).read_text())["weight_map"].values()))
-        missing = [name for name in names if not (folder / name).is_file()]
-        if missing:
-            raise CheckpointError(f"{folder}: {INDEX_FILE} names {', '.join(missing)}, which is not there")
-        return [folder / name for name in names]
-    raise CheckpointError(f"{folder}: no {SINGLE_FILE} and no {INDEX_FILE}; is this a model folder?")
+def listed(problems: Sequence[str], limit: int = 8) -> str:
+    """All that is wrong in one line, or as much of it as a line takes."""
+    more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
+    return "; ".join(problems[:limit]) + more
+
+
+def _read_shards(folder: Path) -> dict[str, Entry]:
+    """The tensors that the index names, each where the index says that it is, and no others."""
+    stated = read_json(folder / INDEX_FILE).get("weight_map")
+    if not isinstance(stated, dict) or not all(isinstance(file, str) for file in stated.values()):
+        raise CheckpointError(f"{folder / INDEX_FILE}: weight_map must say the file of every tensor")
+    files = sorted(set(stated.values()))
+    if strays := [file for file in files if Path(file).name != file]:
+        raise CheckpointError(f"{folder / INDEX_FILE}: {', '.join(strays)} is not in the model's folder")
+    if missing := [file for file in files if not (folder / file).is_file()]:
+        raise CheckpointError(f"{folder}: {INDEX_FILE} names {', '.join(missing)}, which is not there")
+    shards = {file: _read_header(folder / file) for file in files}
+    found = {(name, file) for file, entries in shards.items() for name in entries}
+    lost, unknown = stated.items() - found, found - stated.items()
+    places = dict(unknown)
+    problems = [f"{name} should be in {file}, it is in {places.get(name, 'no file')}" for name, file in sorted(lost)]
+    moved = {name for name, _ in lost}
+    problems += [
+        f"{name} is also in {file}" if name in stated else f"{name} in {file} is not mentioned"
+        for name, file in sorted(unknown)
+        if name not in moved
+    ]
+    if problems:
+        raise CheckpointError(f"{folder / INDEX_FILE}: {listed(problems)}; copy or download the folder again")
+    return {name: shards[file][name] for name, file in stated.items()}
+
+
+class _Unsound(Exception):
+    """Why a file is no whole safetensors file."""
+
+
+def _read_header(path: Path) -> dict[str, Entry]:
+    try:
+        with path.open("rb") as stream:
+            size = os.fstat(stream.fileno()).st_size
+            length = int.from_bytes(stream.read(8), "little")
+            if size < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+                raise _Unsound(f"its header claims {length:,} bytes, the file has {size:,}")
+            header = json.loads(stream.read(length), object_pairs_hook=_unique)
+        if not isinstance(header, dict):
+            raise _Unsound("its header is no JSON object")
+        header.pop("__metadata__", None)
+        begin = 8 + length
+        return _entries(path, header, begin, size - begin)
+    except (_Unsound, OSError, ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path}: not a whole safetensors file ({error}); copy or download it again") from None
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise _Unsound("its header names a tensor twice")
+    return found
+
+
+def _entries(path: Path, header: Mapping[str, Any], begin: int, size: int) -> dict[str, Entry]:
+    """The tensors of a file with `size` bytes of data, which they must fill without overlap or hole."""
+    spans = []
+    for name, stated in header.items():
+        dtype, shape, (first, end) = _parse(name, stated)
+        spans.append((first, end, name, Entry(path, dtype, shape, begin + first)))
+    expected, before = 0, "the header"
+    for first, end, name, _ in sorted(spans, key=lambda span: span[:3]):
+        if first != expected:
+            what = "overlaps" if first < expected else "leaves a hole after"
+            raise _Unsound(f"{name} {what} {before}: it begins at byte {first:,} of the data, expected {expected:,}")
+        expected, before = end, name
+    if expected != size:
+        raise _Unsound(f"its tensors take {expected:,} bytes, the file holds {size:,}")
+    return {name: entry for _, _, name, entry in spans}
+
+
+def _parse(name: str, stated: Any) -> tuple[np.dtype, tuple[int, ...], tuple[int, int]]:
+    """A tensor's dtype, shape and first and last byte in the data, checked against each other."""
+    try:
+        dtype_name, shape, (first, end) = stated["dtype"], tuple(stated["shape"]), stated["data_offsets"]
+    except (TypeError, KeyError, ValueError):
+        raise _Unsound(f"{name} lacks dtype, shape or data_offsets") from None
+    if any(type(number) is not int or number < 0 for number in (*shape, first, end)):
+        raise _Unsound(f"{name} has shape {list(shape)} and data_offsets {[first, end]}, not counts")
+    dtype = DTYPES.get(dtype_name) if isinstance(dtype_name, str) else None
+    if dtype is None:
+        raise _Unsound(f"{name} has dtype {dtype_name}, which is not one of {', '.join(DTYPES)}")
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if end - first != num_bytes:
+        raise _Unsound(
+            f"{name} is {dtype_name} of shape {list(shape)}, {num_bytes:,} bytes, its data_offsets span {end - first:,}"
+        )
+    return dtype, shape, (first, end)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
