@@ -14,6 +14,7 @@ BUNDLED_HEAD_FOLDER = Path(__file__).parent.parent / "targets" / "pydoc-eagle3"
 
 _HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_COPIES = ["*/*", "consolidated*"]  # the same weights again, as others lay them out
 
 
 @dataclass(frozen=True)
@@ -45,7 +46,7 @@ def _download(text: str, hub_id: str) -> Path:
     from huggingface_hub import snapshot_download  # heavy, and offline users never need it
 
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=_FILES))
+        return Path(snapshot_download(hub_id, allow_patterns=_FILES, ignore_patterns=_COPIES))  # shows a progress bar
     except Exception as error:  # the hub client raises a dozen types for "cannot reach it" and "no such model"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         folder = Path("models") / hub_id.rsplit("/", 1)[-1]

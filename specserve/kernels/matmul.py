@@ -6,8 +6,8 @@ speculative step verifies, at half of it or less: its kernel strides through wid
 columns stream: 4 rows through them cost what one row costs through the plain matrix (docs/log). One row, and dozens,
 are served as well by the plain matrix, so plain decoding and training keep it.
 
-Quantised matrices are multiplied in x's dtype, which holds 8-bit values exactly, and the scale is applied to the
-float32 product, so nothing is rounded but the values themselves.
+Quantised matrices are multiplied in x's dtype, which holds 8-bit values exactly, and scales are applied to the float32
+product; only where scales are by block and rows are many is the plain matrix made first.
 """
 
 from typing import Literal
@@ -89,7 +89,8 @@ def dequantize(weight: jax.Array | QuantizedMatrix, dtype: jnp.dtype) -> jax.Arr
 
 
 def matmul(x: jax.Array, weight: Weight) -> jax.Array:  # [..., d_in] @ [d_in, d_out] -> [..., d_out]
-    """x @ weight, in x's dtype."""
+    """x @ weight, in x's dtype. Of experts' matrices each has rows of its own: [expert, ..., d_in] @ [expert, d_in,
+    d_out]."""
     if isinstance(weight, BlockedMatrix):
         return _blocked(x, weight)
     if isinstance(weight, QuantizedMatrix):
@@ -106,19 +107,21 @@ def matmul_float32(x: jax.Array, weight: Weight) -> jax.Array:
     return jnp.matmul(x, weight, preferred_element_type=jnp.float32)
 
 
-def _quantized(x: jax.Array, weight: QuantizedMatrix) -> jax.Array:
-    num_blocks, d_out = weight.scale.shape
-    rows = x.reshape(-1, x.shape[-1])
+def _quantized(x: jax.Array, weight: QuantizedMatrix) -> jax.Array:  # float32
+    *stack, d_in, d_out = weight.shape
+    num_blocks = weight.scale.shape[-2]
+    rows = x.reshape(*stack, -1, d_in)
+    num_rows = rows.shape[-2]
     if num_blocks == 1:
-        y = jnp.matmul(rows, weight.values.astype(x.dtype), preferred_element_type=jnp.float32) * weight.scale
-    elif len(rows) >= weight.block or x.shape[-1] % weight.block:
-        # products by block would be larger than the plain matrix
+        values = weight.values.astype(x.dtype)
+        y = jnp.matmul(rows, values, preferred_element_type=jnp.float32) * weight.scale
+    elif num_rows >= weight.block or d_in % weight.block:  # products by block would be larger than the plain matrix
         y = jnp.matmul(rows, dequantize(weight, x.dtype), preferred_element_type=jnp.float32)
     else:
-        by_block = rows.reshape(len(rows), num_blocks, weight.block)
-        values = weight.values.reshape(num_blocks, weight.block, d_out).astype(x.dtype)
-        products = jnp.einsum("rbi,bio->bro", by_block, values, preferred_element_type=jnp.float32)
-        y = (products * weight.scale[:, None]).sum(0)
+        by_block = rows.reshape(*stack, num_rows, num_blocks, weight.block)
+        values = weight.values.reshape(*stack, num_blocks, weight.block, d_out).astype(x.dtype)
+        products = jnp.einsum("...rbi,...bio->...rbo", by_block, values, preferred_element_type=jnp.float32)
+        y = jnp.einsum("...rbo,...bo->...ro", products, weight.scale)
     return y.reshape(*x.shape[:-1], d_out)
 
 

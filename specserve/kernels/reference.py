@@ -3,7 +3,7 @@
 import numpy as np
 
 from specserve.kernels.attention import PagedPrefix
-from specserve.kernels.matmul import BlockedMatrix
+from specserve.kernels.matmul import BlockedMatrix, QuantizedMatrix
 
 
 def attend(
@@ -47,9 +47,14 @@ def attend_rollout(
     )
 
 
-def matmul(x: np.ndarray, weight: BlockedMatrix) -> np.ndarray:  # [..., d_in] -> [..., d_out]
-    """`matmul.matmul` of a blocked matrix: put together again, then multiplied."""
-    return x @ np.concatenate(list(np.asarray(weight.blocks)), axis=1)
+def matmul(x: np.ndarray, weight: BlockedMatrix | QuantizedMatrix) -> np.ndarray:  # [..., d_in] -> [..., d_out]
+    """`matmul.matmul` of a matrix that was cut or quantised: put together again, then multiplied."""
+    if isinstance(weight, BlockedMatrix):
+        return x @ np.concatenate(list(np.asarray(weight.blocks)), axis=1)
+    plain = np.asarray(weight.values).astype(np.float32)
+    for i in range(plain.shape[0]):
+        plain[i] *= np.asarray(weight.scale)[i // weight.block]
+    return x @ plain
 
 
 def _committed(prefix: PagedPrefix, b: int) -> tuple[np.ndarray, np.ndarray]:  # each [seen, kv_head, head_dim]

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 
 from specserve.checkpoints.source import BUNDLED_FOLDER, resolve_target
 from specserve.errors import CheckpointError, ConfigError
@@ -34,3 +35,19 @@ def test_names_that_nobody_knows_are_refused(text: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(huggingface_hub, "snapshot_download", None)
     with pytest.raises(ConfigError, match="--target"):
         resolve_target(text)
+
+
+def test_of_a_repository_the_weights_are_fetched_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Some hold them again in a folder or a file of another layout."""
+    asked: dict[str, list[str]] = {}
+
+    def fetch(hub_id: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        asked.update(allow=allow_patterns, ignore=ignore_patterns)
+        return str(tmp_path)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    assert resolve_target("openai/gpt-oss-20b").folder == tmp_path
+    wanted = ["config.json", "generation_config.json", "model-00001-of-00002.safetensors", "chat_template.jinja"]
+    others = ["original/model.safetensors", "metal/model.bin", "consolidated.safetensors", "README.md"]
+    kept = filter_repo_objects(wanted + others, allow_patterns=asked["allow"], ignore_patterns=asked["ignore"])
+    assert list(kept) == wanted

@@ -1,11 +1,23 @@
-"""A blocked matrix multiplies like the matrix that was cut."""
+"""A blocked matrix multiplies like the matrix that was cut, a quantised one like its values times its scales."""
 
+import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 import pytest
 
 from specserve.kernels import reference
-from specserve.kernels.matmul import BLOCK_COLUMNS, BlockedMatrix, block, matmul, matmul_float32
+from specserve.kernels.matmul import (
+    BLOCK_COLUMNS,
+    BlockedMatrix,
+    EightBits,
+    QuantizedMatrix,
+    block,
+    dequantize,
+    matmul,
+    matmul_float32,
+    quantize,
+)
 
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])
@@ -35,3 +47,68 @@ def test_logits_of_bfloat16_are_accumulated_in_float32(rng: np.random.Generator)
     out = matmul_float32(x, weight)
     assert out.dtype == jnp.float32
     np.testing.assert_allclose(out, np.asarray(x, np.float32) @ np.asarray(weight, np.float32), atol=1e-3)
+
+
+def _quantized(rng: np.random.Generator, d_in: int, block: int, dtype: type) -> QuantizedMatrix:
+    values = rng.integers(-100, 100, (d_in, 12)).astype(np.float32).astype(dtype)
+    scale = rng.uniform(0.001, 0.01, (-(-d_in // block), 12)).astype(np.float32)
+    return QuantizedMatrix(jnp.asarray(values), jnp.asarray(scale), block)
+
+
+@pytest.mark.parametrize("dtype", [np.int8, ml_dtypes.float8_e4m3fn])
+@pytest.mark.parametrize("block", [32, 8, 16, 12])  # one scale for each output; blocks; blocks that do not divide 32
+@pytest.mark.parametrize("rows", [(1,), (2, 3), (2, 1, 9)])
+def test_quantized_product_matches_reference(
+    rng: np.random.Generator, rows: tuple[int, ...], block: int, dtype: type
+) -> None:
+    weight = _quantized(rng, 32, block, dtype)
+    x = rng.standard_normal((*rows, 32)).astype(np.float32)
+    for product in (matmul, matmul_float32):
+        np.testing.assert_allclose(product(jnp.asarray(x), weight), reference.matmul(x, weight), atol=1e-4)
+    np.testing.assert_allclose(x @ dequantize(weight, jnp.float32), reference.matmul(x, weight), atol=1e-4)
+
+
+@pytest.mark.parametrize("block", [32, 8])
+@pytest.mark.parametrize("num_rows", [3, 20])
+def test_experts_multiply_each_their_own_rows(rng: np.random.Generator, num_rows: int, block: int) -> None:
+    experts = [_quantized(rng, 32, block, np.int8) for _ in range(3)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *experts)
+    x = jnp.asarray(rng.standard_normal((3, num_rows, 32)), jnp.float32)
+    expected = np.stack([matmul(rows, expert) for rows, expert in zip(x, experts, strict=True)])
+    np.testing.assert_allclose(matmul(x, stacked), expected, atol=1e-5)
+    np.testing.assert_allclose(x @ dequantize(stacked, jnp.float32), expected, atol=1e-5)
+
+
+def test_products_of_bfloat16_rows_are_scaled_in_float32(rng: np.random.Generator) -> None:
+    """8-bit values are bfloat16 values, so the product differs from float32's in the rounding of x alone."""
+    weight = _quantized(rng, 512, 512, np.int8)
+    x = jnp.asarray(rng.standard_normal((3, 512)), jnp.bfloat16)
+    expected = reference.matmul(np.asarray(x, np.float32), weight)
+    np.testing.assert_allclose(matmul_float32(x, weight), expected, rtol=1e-5, atol=1e-3)
+    assert matmul(x, weight).dtype == jnp.bfloat16
+
+
+@pytest.mark.parametrize("to", ["int8", "fp8"])
+@pytest.mark.parametrize("shape", [(40, 24), (3, 40, 24)])
+def test_quantized_elements_keep_their_bound(rng: np.random.Generator, to: EightBits, shape: tuple[int, ...]) -> None:
+    weight = rng.standard_normal(shape).astype(np.float32) * np.exp(rng.standard_normal(shape[-1]) * 3)
+    weight[..., 5] = 0
+    quantized = quantize(jnp.asarray(weight, jnp.float32), to)
+    largest = np.abs(weight).max(-2, keepdims=True)
+    step = {"int8": largest / 254, "fp8": np.maximum(np.abs(weight) / 16, largest / 448 / 1024)}[to]
+    error = np.abs(np.asarray(dequantize(quantized, jnp.float32)) - weight)
+    assert (error <= step * (1 + 1e-5)).all()
+    assert error.max() > 0
+    assert quantized.values.dtype.itemsize == 1
+
+
+def test_outputs_side_by_side_and_picked_are_quantized_leaf_by_leaf(rng: np.random.Generator) -> None:
+    """What fuses projections and warm-starts a draft's head."""
+    left, right = (_quantized(rng, 32, 8, np.int8) for _ in range(2))
+    x = jnp.asarray(rng.standard_normal((3, 32)), jnp.float32)
+    both = jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=-1), left, right)
+    expected = np.concatenate([matmul(x, left), matmul(x, right)], axis=-1)
+    np.testing.assert_allclose(matmul(x, both), expected, atol=1e-5)
+    ids = jnp.asarray([5, 0, 20])
+    picked = jax.tree.map(lambda leaf: leaf[:, ids], both)
+    np.testing.assert_allclose(matmul(x, picked), expected[:, ids], atol=1e-5)

@@ -1,0 +1,261 @@
+"""Checkpoints of 8 and 4 bits: every layout against its description in NumPy, dequantised and kept, whole and spread;
+and targets that are quantised at load, within a stated bound."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import tiny
+
+from specserve import mesh
+from specserve.checkpoints.load import Target, load_params, load_target, quantize_params
+from specserve.checkpoints.quantized import stored_block
+from specserve.checkpoints.source import BUNDLED_FOLDER
+from specserve.checkpoints.tensors import TensorFolder, write_tensors
+from specserve.errors import CheckpointError
+from specserve.kernels.matmul import EightBits, QuantizedMatrix, dequantize, matmul
+from specserve.models.params import ParamSpec, Part, matrix, vector
+
+Tensors = dict[str, np.ndarray]
+D_IN, D_OUT = 20, 24
+SPEC = {"norm": vector("norm", D_IN), "o": matrix("o.weight", D_IN, D_OUT, ("heads", "mlp"))}
+FP8, INT8 = ml_dtypes.float8_e4m3fn, np.int8
+
+
+def _eight_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
+    return rng.integers(-100, 100, shape).astype(np.float32).astype(dtype)
+
+
+def _scales(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.uniform(0.001, 0.01, shape).astype(np.float32)
+
+
+def _load(folder: Path, tensors: Tensors, spec: Any = SPEC, **options: Any) -> Any:
+    write_tensors(folder / "model.safetensors", tensors)
+    return load_params(spec, TensorFolder(folder), "float32", **options)
+
+
+@pytest.mark.parametrize("dtype", [FP8, ml_dtypes.float8_e5m2, INT8])
+@pytest.mark.parametrize(
+    ("suffix", "shape", "block"),
+    [
+        ("_scale_inv", (3, 3), (8, 8)),  # DeepSeek's, here of 8; 20 inputs are no multiple
+        ("_scale_inv", (3, 5), (8, 4)),
+        ("_scale", (5, 2), (5, 10)),  # compressed-tensors by block; 24 outputs are no multiple
+        ("_scale", (D_OUT, 1), (128, 128)),  # fbgemm's, and compressed-tensors by channel
+        ("_scale", (D_OUT,), (128, 128)),
+        ("_scale", (1,), (128, 128)),  # compressed-tensors by tensor
+        ("_scale", (), (128, 128)),
+        ("_scale_inv", (1, 1), (128, 128)),
+    ],
+)
+def test_a_weight_is_its_values_times_its_scales(
+    tmp_path: Path, rng: np.random.Generator, dtype: Any, suffix: str, shape: tuple[int, ...], block: tuple[int, int]
+) -> None:
+    values, scale = _eight_bits(rng, (D_OUT, D_IN), dtype), _scales(rng, *shape)
+    norm = rng.standard_normal(D_IN).astype(np.float32)
+    tensors = {"o.weight": values, f"o.weight{suffix}": scale, "norm": norm, "o.input_scale": np.ones(1, np.float32)}
+    expected = np.zeros((D_IN, D_OUT), np.float32)
+    for row in range(D_OUT):
+        for column in range(D_IN):
+            where = scale.reshape(-1)
+            if scale.size == D_OUT:
+                factor = where[row]
+            elif scale.size == 1:
+                factor = where[0]
+            else:
+                factor = scale[row // block[0], column // block[1]]
+            expected[column, row] = np.float32(values[row, column]) * factor
+    dense = _load(tmp_path, tensors, block=block)
+    np.testing.assert_array_equal(dense["o"], expected)
+    np.testing.assert_array_equal(dense["norm"], norm)
+    kept = _load(tmp_path, tensors, block=block, quantization="stored")
+    assert isinstance(kept["o"], QuantizedMatrix)
+    assert kept["o"].values.dtype == dtype
+    np.testing.assert_array_equal(dequantize(kept["o"], jnp.dtype("float32")), expected)
+    assert kept["norm"].dtype == np.float32
+
+
+def test_kept_and_dequantised_weights_multiply_alike(tmp_path: Path, rng: np.random.Generator) -> None:
+    spec = {"o": matrix("o.weight", 256, 384, ("heads", "mlp"))}
+    values = _eight_bits(rng, (384, 256), FP8)
+    for name, shape in (("_scale_inv", (3, 2)), ("_scale", (384, 1))):
+        tensors = {"o.weight": values, f"o.weight{name}": _scales(rng, *shape)}
+        kept, dense = (_load(tmp_path, tensors, spec, quantization=how)["o"] for how in ("stored", "none"))
+        x = jnp.asarray(rng.standard_normal((3, 256)), jnp.float32)
+        np.testing.assert_allclose(matmul(x, kept), matmul(x, dense), rtol=1e-5, atol=1e-4)
+
+
+E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
+
+
+def _fp4(rng: np.random.Generator, *rows: int, groups: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Blocks, scales, and what they mean: [..., out, in]."""
+    blocks = rng.integers(0, 256, (*rows, groups, 16), dtype=np.uint8)
+    scales = rng.integers(118, 131, (*rows, groups), dtype=np.uint8)
+    meant = np.zeros((*rows, groups, 32), np.float32)
+    for place, byte in np.ndenumerate(blocks):
+        power = 2.0 ** (int(scales[place[:-1]]) - 127)
+        meant[(*place[:-1], 2 * place[-1])] = E2M1[byte & 15] * power
+        meant[(*place[:-1], 2 * place[-1] + 1)] = E2M1[byte >> 4] * power
+    return blocks, scales, meant.reshape(*rows, -1)
+
+
+FP4_SPEC = {  # of GPT-OSS: gate and up in alternate outputs
+    "gate": ParamSpec((3, 64, 5), ("experts", "embed", "mlp"), "experts.gate_up", part=Part(0, 1, 2, 10)),
+    "up": ParamSpec((3, 64, 5), ("experts", "embed", "mlp"), "experts.gate_up", part=Part(1, 2, 2, 10)),
+    "down": ParamSpec((3, 32, 64), ("experts", "mlp", "embed"), "experts.down"),
+}
+
+
+def test_mxfp4_means_what_its_table_says(tmp_path: Path, rng: np.random.Generator) -> None:
+    gate_up, down = _fp4(rng, 3, 10, groups=2), _fp4(rng, 3, 64, groups=1)
+    gate_up[0][0, 0, 0] = np.arange(16) * 16 + np.arange(16)[::-1]  # every value, in either half of a byte
+    tensors = {
+        "experts.gate_up_blocks": gate_up[0],
+        "experts.gate_up_scales": gate_up[1],
+        "experts.down_blocks": down[0],
+        "experts.down_scales": down[1],
+    }
+    halves = np.stack([np.arange(16)[::-1], np.arange(16)], axis=1).reshape(-1)
+    gate_up[2][0, 0, :32] = np.array(E2M1, np.float32)[halves] * 2.0 ** (int(gate_up[1][0, 0, 0]) - 127)
+    expected = {
+        "gate": gate_up[2][:, ::2].swapaxes(1, 2),
+        "up": gate_up[2][:, 1::2].swapaxes(1, 2),
+        "down": down[2].swapaxes(1, 2),
+    }
+    dense = _load(tmp_path, tensors, FP4_SPEC)
+    kept = _load(tmp_path, tensors, FP4_SPEC, quantization="stored")
+    for name, value in expected.items():
+        np.testing.assert_array_equal(dense[name], value)
+        np.testing.assert_array_equal(dequantize(kept[name], jnp.dtype("float32")), value)
+        assert kept[name].values.dtype == np.int8
+
+
+@pytest.mark.parametrize("quantization", ["none", "stored"])
+@pytest.mark.parametrize(("tensor", "expert"), [(4, 1), (2, 2)])
+def test_a_spread_load_is_the_whole_one(
+    tmp_path: Path, rng: np.random.Generator, quantization: str, tensor: int, expert: int
+) -> None:
+    """Blocks that a device's slice begins or ends within, experts of 4 and of 8 bits, outputs that are picked."""
+    blocks, scales, _ = _fp4(rng, 4, 8, groups=2)
+    spec = {
+        "o": matrix("o.weight", D_IN, D_OUT, ("heads", "embed")),
+        "q": matrix("q.weight", D_IN, 16, ("embed", "heads"), part=Part(1, 5, 6, D_OUT)),
+        "up": ParamSpec((4, D_IN, D_OUT), ("experts", "embed", "mlp"), "{e}.up", transpose=True),
+        "down": ParamSpec((4, 64, 8), ("experts", "mlp", "embed"), "down"),
+    }
+    tensors: Tensors = {"down_blocks": blocks, "down_scales": scales}
+    for name in ("o.weight", "q.weight", *(f"{e}.up" for e in range(4))):
+        tensors |= {name: _eight_bits(rng, (D_OUT, D_IN), FP8), f"{name}_scale_inv": _scales(rng, 4, 3)}
+    options: dict[str, Any] = {"block": (7, 8), "quantization": quantization}
+    whole = _load(tmp_path, tensors, spec, **options)
+    devices = mesh.make_mesh(tensor=tensor, expert=expert)
+    shardings = {name: mesh.sharding(devices, each.axes) for name, each in spec.items()}
+    spread = _load(tmp_path, tensors, spec, shardings=shardings, **options)
+    for name in spec:
+        for one, other in zip(jax.tree.leaves(whole[name]), jax.tree.leaves(spread[name]), strict=True):
+            np.testing.assert_array_equal(np.asarray(one).view(np.uint8), np.asarray(other).view(np.uint8))
+        values = spread[name].values if quantization == "stored" else spread[name]
+        assert values.sharding == shardings[name]
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"o.weight_scale": None}, "o.weight is float8_e4m3fn, but there is no o.weight_scale_inv and no"),
+        (
+            {"o.weight_scale": np.ones((2, 2), np.float32)},
+            r"has shape \(2, 2\), expected one scale, \(24, 1\) or \(1, 1\)",
+        ),
+        (
+            {"o.weight": np.ones((D_IN, D_OUT), FP8), "o.weight_scale": np.ones(1)},
+            r"shape \(20, 24\), config.json says",
+        ),
+        ({"o.weight": np.ones((D_OUT, D_IN), np.uint8)}, "o.weight is uint8, expected a float, or a matrix of int8"),
+        ({"norm": np.ones(D_IN, np.int8)}, "norm is int8, expected a float"),
+        ({"o.weight_zero_point": np.ones((D_OUT, 1), np.int8)}, "o.weight_zero_point is not part of"),
+    ],
+)
+def test_quantised_tensors_that_do_not_fit_are_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    tensors = {
+        "o.weight": np.ones((D_OUT, D_IN), FP8),
+        "o.weight_scale": np.ones((D_OUT, 1), np.float32),
+        "norm": np.ones(D_IN, np.float32),
+    } | changes
+    with pytest.raises(CheckpointError, match=words):
+        _load(tmp_path, {name: value for name, value in tensors.items() if value is not None})
+
+
+def _compressed(**weights: Any) -> dict[str, Any]:
+    kind = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
+    return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": kind | weights}}}
+
+
+def test_the_blocks_of_scales_are_as_config_json_says() -> None:
+    for stated, block in (
+        (None, (128, 128)),
+        ({"quant_method": "fp8", "weight_block_size": [64, 32]}, (64, 32)),
+        ({"quant_method": "fp8", "weight_block_size": None}, (128, 128)),
+        ({"quant_method": "fbgemm_fp8"}, (128, 128)),
+        ({"quant_method": "mxfp4"}, (128, 128)),
+        (_compressed(), (128, 128)),
+        (_compressed(strategy="block", block_structure=[16, 8]), (16, 8)),
+    ):
+        assert stored_block({"quantization_config": stated}, "config.json") == block
+
+
+@pytest.mark.parametrize(
+    ("stated", "words"),
+    [
+        ({"quant_method": "awq"}, "quantised by 'awq'"),
+        ({"bits": 4}, "quantised by None"),
+        (_compressed(num_bits=4), "of 4 bits by channel"),
+        (_compressed(strategy="group"), "of 8 bits by group"),
+        (_compressed(symmetric=False), "asymmetric"),
+        (_compressed() | {"format": "pack-quantized"}, "pack-quantized"),
+    ],
+)
+def test_quantisations_that_are_not_read_are_refused_by_name(stated: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        stored_block({"quantization_config": stated}, "config.json")
+
+
+# Largest difference of a logit of the bundled target from float32's, and its root mean square, both over the standard
+# deviation of its logits.
+BOUNDS: dict[EightBits, tuple[float, float]] = {"int8": (0.1, 0.02), "fp8": (0.4, 0.08)}
+
+
+@pytest.mark.parametrize("to", ["int8", "fp8"])
+def test_a_target_quantised_at_load_keeps_its_bound(pydoc_target: Target, to: EightBits) -> None:
+    quantized = load_target(BUNDLED_FOLDER, dtype="float32", quantization=to)
+    again = quantize_params(pydoc_target.params, to)
+    for one, other in zip(jax.tree.leaves(quantized.params), jax.tree.leaves(again), strict=True):
+        assert one.dtype == other.dtype
+        np.testing.assert_array_equal(np.asarray(one).view(np.uint8), np.asarray(other).view(np.uint8))
+
+    def plain(leaf: Any) -> Any:
+        return dequantize(leaf, jnp.dtype("float32"))
+
+    is_quantized = lambda node: isinstance(node, QuantizedMatrix)  # noqa: E731
+    dense = jax.tree.map(plain, quantized.params, is_leaf=is_quantized)
+    kept = {
+        jax.tree_util.keystr(path[-1:], simple=True)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(quantized.params, is_leaf=is_quantized)
+        if not is_quantized(leaf)
+    }
+    assert kept == {"embedding", "attention_norm", "mlp_norm", "norm", "q_norm", "k_norm"}
+
+    token_ids = np.random.default_rng(1).integers(0, pydoc_target.config.vocab_size, 64)
+    exact = tiny.target_logits(pydoc_target, token_ids)
+    got = tiny.target_logits(quantized, token_ids)
+    same = tiny.target_logits(Target(quantized.config, dense, quantized.eos_ids, quantized.folder), token_ids)
+    np.testing.assert_allclose(got, same, atol=1e-4)
+    difference = (got - exact) / exact.std()
+    largest, typical = BOUNDS[to]
+    assert np.abs(difference).max() < largest
+    assert np.sqrt((difference**2).mean()) < typical
