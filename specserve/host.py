@@ -25,6 +25,15 @@ def free_memory_maps() -> int | None:
         return None
 
 
+def free_memory() -> int:
+    """Bytes that processes may take before the host swaps, or fails."""
+    try:
+        lines = Path("/proc/meminfo").read_text().splitlines()
+        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def cache_folder() -> Path:
     """The user's folder for what can be made again: compiled programs, measured costs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specserve"

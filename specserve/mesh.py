@@ -1,8 +1,13 @@
-"""Devices: the mesh, the table from logical axes to mesh axes, what the hardware implies (dtype), and where compiled
-programs are kept.
+"""Devices: the mesh, the table from logical axes to mesh axes, what the hardware implies (dtype, memory), and where
+compiled programs are kept.
 
 Models name logical axes ("heads", "mlp", "vocab", ...); only this file knows what they are spread over.
 """
+
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import jax
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
@@ -22,6 +27,41 @@ LOGICAL_TO_MESH: dict[str | None, str | None] = {
     "batch": "data",
 }
 
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
+
+
+class Size(NamedTuple):
+    """Something that a mesh must be able to cut into equal parts."""
+
+    axis: str  # logical
+    what: str
+    number: int
+
+
+class HasAxes(Protocol):
+    """What a parameter's spec says of its place."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def axes(self) -> tuple[str | None, ...]: ...
+
+
+def parse_mesh(text: str) -> Mesh | None:
+    """`data=2,tensor=4,expert=1`, in any order; an axis that is not named is 1. None where that is one device. Raises
+    ConfigError."""
+    sizes: dict[str, int] = {}
+    for part in filter(None, text.replace(" ", "").split(",")):
+        name, _, size = part.partition("=")
+        if name not in MESH_AXES or name in sizes or not size.isdecimal() or int(size) < 1:
+            expected = ", ".join(f"{axis}=N" for axis in MESH_AXES)
+            raise ConfigError(
+                f"--mesh {text}: got {part!r}, expected {expected}, each at most once and N a number of at least 1"
+            )
+        sizes[name] = int(size)
+    return make_mesh(**sizes) if math.prod(sizes.values()) > 1 else None
+
 
 def make_mesh(data: int = 1, tensor: int = 1, expert: int = 1) -> Mesh:
     """A mesh with Auto axes over the first data * tensor * expert devices. Raises ConfigError when they are too few."""
@@ -35,9 +75,82 @@ def make_mesh(data: int = 1, tensor: int = 1, expert: int = 1) -> Mesh:
     return jax.make_mesh((data, tensor, expert), MESH_AXES, (AxisType.Auto,) * 3, devices=devices)
 
 
+def describe_mesh(mesh: Mesh) -> str:
+    return ",".join(f"{name}={size}" for name, size in mesh.shape.items())
+
+
+def check_divides(mesh: Mesh, sizes: Sequence[Size]) -> None:
+    """Raises ConfigError unless the mesh cuts all of these into equal parts, and no axis of it goes without use."""
+    for name, parts in mesh.shape.items():
+        own = [size for size in sizes if LOGICAL_TO_MESH[size.axis] == name]
+        uneven = ", ".join(f"{size.number} {size.what}" for size in own if size.number % parts)
+        if uneven:
+            possible = math.gcd(*(size.number for size in own))
+            raise ConfigError(
+                f"--mesh {describe_mesh(mesh)}: the target has {uneven}, which {name}={parts} does not divide; "
+                f"{name} may be {_divisors(possible)}"
+            )
+        if parts > 1 and not own and name != LOGICAL_TO_MESH["batch"]:
+            raise ConfigError(f"--mesh {describe_mesh(mesh)}: the target has nothing that {name}={parts} would spread")
+
+
+def _divisors(number: int) -> str:
+    *most, last = [str(i) for i in range(1, number + 1) if number % i == 0]
+    return f"{', '.join(most)} or {last}" if most else last
+
+
+def _num_parts(mesh: Mesh, axis: str | None) -> int:
+    """Into how many parts the mesh cuts a logical axis."""
+    name = LOGICAL_TO_MESH[axis]
+    return mesh.shape[name] if name else 1
+
+
 def sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
     """Where an array with these logical axes lives."""
     return NamedSharding(mesh, PartitionSpec(*(LOGICAL_TO_MESH[axis] for axis in axes)))
+
+
+def fitting(
+    mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], units: Mapping[str, int] | None = None
+) -> NamedSharding:
+    """The same for an array of this shape: an axis is whole on every device where its size does not divide, or the
+    number of its `units` (of "heads", say, each of which is several entries long)."""
+
+    def divides(axis: str | None, size: int) -> bool:
+        parts = _num_parts(mesh, axis)
+        return size % parts == 0 and (units or {}).get(axis or "", parts) % parts == 0
+
+    return sharding(mesh, tuple(axis if divides(axis, size) else None for axis, size in zip(axes, shape, strict=True)))
+
+
+def shardings(spec_tree: Any, mesh: Mesh, units: Mapping[str, int] | None = None) -> Any:
+    """Where each parameter of a spec tree lives: the tree with a NamedSharding for each leaf (`HasAxes`)."""
+
+    def place(spec: HasAxes) -> NamedSharding:
+        return fitting(mesh, spec.axes, spec.shape, units)
+
+    return jax.tree.map(place, spec_tree)
+
+
+def on_mesh(mesh: Mesh | None, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
+    """A function to trace, in which `jax.sharding.get_abstract_mesh` tells what it is compiled for."""
+    if mesh is None:
+        return function
+
+    @functools.wraps(function)
+    def traced(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
+        with jax.sharding.use_abstract_mesh(mesh.abstract_mesh):
+            return function(*args, **kwargs)
+
+    return traced
+
+
+def free_memory(mesh: Mesh | None = None) -> int:
+    """Bytes that are free on each device of the mesh, or on the first; on CPU devices share what the host has."""
+    devices = list(mesh.devices.flat) if mesh is not None else jax.devices()[:1]
+    stats = [device.memory_stats() for device in devices if device.process_index == jax.process_index()]
+    known = [entry["bytes_limit"] - entry["bytes_in_use"] for entry in stats if entry and "bytes_limit" in entry]
+    return min(known) if known else host.free_memory() // len(devices)
 
 
 def default_dtype() -> str:

@@ -1,8 +1,8 @@
-"""The set-up of every test: four CPU devices, strict dtype promotion, tiny models, and the bundled one."""
+"""The set-up of every test: eight CPU devices, strict dtype promotion, tiny models, and the bundled one."""
 
 import os
 
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=4".strip()
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the laws hold on accelerators too; run there with JAX_PLATFORMS=...
 
 import jax

@@ -1,10 +1,18 @@
-"""A mesh over the test's four devices, and one that does not fit."""
+"""Meshes over the test's eight devices, what is spread over them, and what does not fit."""
+
+from dataclasses import dataclass
 
 import jax
 import pytest
 
 from specserve.errors import ConfigError
-from specserve.mesh import make_mesh, sharding
+from specserve.mesh import Size, check_divides, fitting, free_memory, make_mesh, parse_mesh, sharding, shardings
+
+
+@dataclass(frozen=True)
+class Spec:
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
 
 
 def test_logical_axes_spread_over_the_mesh() -> None:
@@ -13,6 +21,57 @@ def test_logical_axes_spread_over_the_mesh() -> None:
     assert {shard.data.shape for shard in array.addressable_shards} == {(8, 3)}
 
 
-def test_a_mesh_larger_than_the_machine_is_refused() -> None:
-    with pytest.raises(ConfigError, match="needs 8 devices, this machine has 4"):
-        make_mesh(data=4, tensor=2)
+def test_what_does_not_divide_is_whole_everywhere() -> None:
+    mesh = make_mesh(tensor=4, expert=2)
+    assert fitting(mesh, ("embed", "vocab"), (6, 12)) == sharding(mesh, (None, "vocab"))
+    assert fitting(mesh, ("embed", "vocab"), (6, 13)) == sharding(mesh, (None, None))
+    tree = {
+        "q": Spec((6, 32), ("embed", "heads")),
+        "k": Spec((6, 16), ("embed", "kv_heads")),
+        "up": Spec((6, 4, 8), ("experts", "embed", "mlp")),
+    }
+    # 16 divides, and yet no device would have a whole one of two KV heads
+    places = shardings(tree, mesh, {"heads": 4, "kv_heads": 2})
+    assert places == {
+        "q": sharding(mesh, (None, "heads")),
+        "k": sharding(mesh, (None, None)),
+        "up": sharding(mesh, ("experts", None, "mlp")),
+    }
+
+
+def test_meshes_are_read_in_any_order() -> None:
+    mesh = parse_mesh("expert=2, tensor=4")
+    assert mesh is not None
+    assert dict(mesh.shape) == {"data": 1, "tensor": 4, "expert": 2}
+    assert parse_mesh("") is parse_mesh("tensor=1,data=1") is None, "one device needs no mesh"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("model=2", "--mesh model=2: got 'model=2', expected data=N, tensor=N, expert=N"),
+        ("tensor", "got 'tensor', expected"),
+        ("tensor=two", "got 'tensor=two', expected .* N a number of at least 1"),
+        ("tensor=0", "got 'tensor=0', expected"),
+        ("tensor=2,tensor=4", "got 'tensor=4', expected .* each at most once"),
+        ("data=3,tensor=3", "data=3,tensor=3,expert=1 needs 9 devices, this machine has 8"),
+    ],
+)
+def test_a_mesh_that_cannot_be_is_refused(text: str, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        parse_mesh(text)
+
+
+def test_sizes_that_a_mesh_does_not_divide_are_refused_together() -> None:
+    sizes = [Size("heads", "attention heads", 12), Size("mlp", "channels", 20), Size("mlp", "others", 16)]
+    check_divides(make_mesh(data=2, tensor=4), sizes)
+    with pytest.raises(ConfigError, match="has 12 attention heads, 20 channels, which tensor=8 does not.* 1, 2 or 4$"):
+        check_divides(make_mesh(tensor=8), sizes)
+    with pytest.raises(ConfigError, match="nothing that expert=2 would spread"):
+        check_divides(make_mesh(expert=2), sizes)
+
+
+def test_devices_share_the_memory_of_their_host() -> None:
+    """On CPU."""
+    assert 2**20 < free_memory() < 2**50
+    assert free_memory(make_mesh(tensor=8)) < free_memory() / 4

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from jax.sharding import Mesh
 
 from specserve.checkpoints import dialects
 from specserve.checkpoints.load import Target, load_params, to_numpy
@@ -13,6 +14,7 @@ from specserve.checkpoints.tensors import SINGLE_FILE, TensorFolder, read_json, 
 from specserve.errors import CheckpointError
 from specserve.models.config import DraftConfig
 from specserve.models.draft import DraftParams, draft_spec
+from specserve.models.sharding import place_draft
 
 NOTES_FILE = "specserve.json"
 
@@ -46,8 +48,9 @@ def save_head(folder: Path, head: Head, target: Target, *, dtype: str, notes: di
     write_json(folder / NOTES_FILE, notes)
 
 
-def load_head(folder: Path, target: Target, *, dtype: str) -> Head:
-    """Read a head for this target. Raises ConfigError or CheckpointError, also when it belongs to another target."""
+def load_head(folder: Path, target: Target, *, dtype: str, mesh: Mesh | None = None) -> Head:
+    """Read a head for this target, over whose mesh it is spread too. Raises ConfigError or CheckpointError, also when
+    it belongs to another target."""
     tensors = TensorFolder(folder)
     names = tensors.names()
     where = str(folder / "config.json")
@@ -64,7 +67,9 @@ def load_head(folder: Path, target: Target, *, dtype: str) -> Head:
     reason = "read as the draft vocabulary"
     skipped: dict[str, str] = {dialects.D2T: reason, dialects.T2D: reason}
     rename = dialects.renamer(names)
-    params = load_params(draft_spec(config), tensors, dtype, skipped=skipped, rename=rename)
+    spec = draft_spec(config)
+    places = place_draft(config, spec, mesh) if mesh is not None else None
+    params = load_params(spec, tensors, dtype, shardings=places, skipped=skipped, rename=rename)
     return Head(config, params, target_ids)
 
 

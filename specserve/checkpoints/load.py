@@ -16,7 +16,7 @@ from typing import Any, Literal, TypeVar
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
 from specserve.checkpoints import quantized
 from specserve.checkpoints.quantized import DEFAULT_BLOCK, LazyQuantized, LazyTensor, open_weight, stored_block
@@ -26,6 +26,7 @@ from specserve.kernels.matmul import EightBits, QuantizedMatrix, quantize
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.params import ParamSpec, Part, is_product, is_spec, specs
+from specserve.models.sharding import check_fits, place_target
 from specserve.models.target import TargetParams, target_spec
 
 logger = logging.getLogger(__name__)
@@ -57,20 +58,23 @@ def load_target(
     *,
     dtype: str,
     quantization: Quantization = "none",
-    shardings: Callable[[TargetParams], TargetParams] | None = None,  # from the specs to where each parameter lives
+    mesh: Mesh | None = None,  # what the parameters are spread over; None: the default device
 ) -> Target:
-    """Load a Hugging Face folder. Raises ConfigError or CheckpointError."""
+    """Load a Hugging Face folder. Raises ConfigError or CheckpointError, before anything is read where the target
+    cannot be spread like that or is larger than the memory."""
     raw = read_json(folder / "config.json")
     where = str(folder / "config.json")
     config = model_config(raw, dtype=dtype, where=where)
     tensors = TensorFolder(folder)
     rename = _renamer(tensors.names())
     spec = target_spec(config)
+    places = place_target(config, spec, mesh) if mesh is not None else None
+    check_fits(str(folder), spec, places, mesh, dtype, None if quantization == "none" else "int8")
     params = load_params(
         spec,
         tensors,
         dtype,
-        shardings=shardings(spec) if shardings else None,
+        shardings=places,
         skipped=_skipped(config, raw, rename),
         rename=rename,
         quantization=quantization,

@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import jax
-import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
 from specserve.kernels.matmul import Weight, block
+from specserve.mesh import fitting
 from specserve.models.draft import DraftParams, token_embedding
 from specserve.models.target import TargetParams, fuse_for_cpu
 from specserve.speculative.propose import Draft
@@ -37,15 +38,17 @@ class Layouts:
         return self.narrow if num_rows in NARROW_ROWS else self.wide
 
 
-def make_layouts(target: Target, head: Head | None) -> Layouts:
+def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) -> Layouts:
     """Parameters as the steps take them. On CPU the layout follows the number of rows of a step: one row, or dozens,
-    stream plain matrices best, a few stream blocked ones (see `kernels.matmul`)."""
-    is_cpu = jax.default_backend() == "cpu"
+    stream plain matrices best, a few stream blocked ones (see `kernels.matmul`). What is spread over a mesh stays as
+    it was loaded."""
+    is_cpu = jax.default_backend() == "cpu" and mesh is None
     params = fuse_for_cpu(target.params) if is_cpu else target.params
     draft = None
     if head is not None:
         embedding = token_embedding(head.params, target.params.embedding)
-        draft = Draft(head.params, DraftVocab(jnp.asarray(head.target_ids)), embedding)
+        target_ids = jax.device_put(head.target_ids, fitting(mesh, (), ()) if mesh else None)
+        draft = Draft(head.params, DraftVocab(target_ids), embedding)
     wide = Weights(params, draft)
     if not is_cpu or sum(leaf.nbytes for leaf in jax.tree.leaves(wide)) > NARROW_BYTES:
         return Layouts(wide, wide)

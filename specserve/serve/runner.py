@@ -13,14 +13,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh, NamedSharding
 
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
 from specserve.host import free_memory_maps
+from specserve.mesh import on_mesh
 from specserve.serve.layouts import make_layouts
 from specserve.serve.options import sampler_rows
+from specserve.serve.placement import Placement
 from specserve.serve.request import SamplingParams
 from specserve.speculative import lookup, step
 from specserve.speculative.sampling import SamplerRows, TokenRows
@@ -96,6 +98,7 @@ class Runner:
         is_deterministic: bool = False,
         is_coupled: bool = True,
         has_constrained: bool = True,
+        mesh: Mesh | None = None,  # that the parameters are spread over
     ) -> None:
         """`trees` are the ways to make a step, None being plain decoding; the head is used where one of them asks for
         it. Without `has_constrained` the programs that token masks need are not compiled."""
@@ -110,7 +113,7 @@ class Runner:
         )
         self.trees = tuple(trees)
         self._left_out: set[str] = set()
-        self.has_constrained = has_constrained
+        self.has_constrained, self.place = has_constrained, Placement(mesh)
         self.is_deterministic, self._accepts_nothing = is_deterministic, False
         deepest = max((tree.depth for tree in trees if tree is not None), default=0)
         if is_deterministic:
@@ -127,7 +130,7 @@ class Runner:
             is_coupled=is_coupled,
             verified_depth=DETERMINISTIC_DEPTH if is_deterministic else 0,
         )
-        self.layouts = make_layouts(target, head if uses_head else None)
+        self.layouts = make_layouts(target, head if uses_head else None, mesh)
         self.max_pages = -(-max_model_len // page_size)
         self.max_rows = CPU_ROWS if jax.default_backend() == "cpu" else DEVICE_ROWS
         self.chunks = CPU_CHUNKS if jax.default_backend() == "cpu" else DEVICE_CHUNKS
@@ -135,32 +138,41 @@ class Runner:
         self.widths = page_widths(self.max_pages)
         if is_deterministic:
             self.chunks, self.batch_sizes, self.widths = self.chunks[:1], (num_slots,), (self.max_pages,)
-        self._blank_tokens = jax.device_put(TokenRows.zeros(1, target.config.vocab_size))
-        self._everything_allowed = jax.device_put(np.full((1, 1, -(-target.config.vocab_size // 8)), 255, np.uint8))
+        self._blank_tokens = self.place.put(TokenRows.zeros(1, target.config.vocab_size))
+        self._everything_allowed = self.place.put(np.full((1, 1, -(-target.config.vocab_size // 8)), 255, np.uint8))
         self._initial_gains = np.asarray(lookup.initial_gains(1))[0]
-        # function objects of their own: jit's cache belongs to the function, and runners must not share it
-        bind = functools.partial
-        self._admit = jax.jit(bind(_admit, self.config), donate_argnums=0)
-        self._extend = jax.jit(bind(_extend), donate_argnums=0)
-        self._remember = jax.jit(bind(_remember), donate_argnums=0)
-        self._prefill = jax.jit(bind(_prefill, self.config), donate_argnums=1, static_argnames=("chunk", "width"))
-        self._consume = jax.jit(bind(_consume, self.config), donate_argnums=1)
-        self._decode = jax.jit(bind(_decode, self.config), donate_argnums=1, static_argnames="width")
-        self._speculate = jax.jit(bind(_speculate, self.config), donate_argnums=1, static_argnames=("tree", "width"))
-        self._propose = jax.jit(bind(_propose, self.config), donate_argnums=1, static_argnames=("tree", "width"))
-        self._verify = jax.jit(bind(_verify, self.config), donate_argnums=1, static_argnames=("tree", "width"))
+        self._init_state = functools.partial(
+            step.init_state,
+            self.config,
+            num_slots=num_slots,
+            num_pages=num_pages,
+            page_size=page_size,
+            max_pages=self.max_pages,
+        )
+        state, whole = self.place.state(jax.eval_shape(self._init_state)), self.place.whole
+        if mesh is not None:  # the cache must not be whole on one device, not for a moment
+            self._init_state = jax.jit(self._init_state, out_shardings=state)
+
+        def bind(function: Callable[..., Any]) -> Callable[..., Any]:
+            # function objects of their own: jit's cache belongs to the function, and runners must not share it
+            return functools.partial(on_mesh(mesh, function), self.config)
+
+        both, chunked, grown = (state, whole), ("chunk", "width"), ("tree", "width")
+        self._admit = jax.jit(bind(_admit), donate_argnums=0, out_shardings=state)
+        self._extend = jax.jit(bind(_extend), donate_argnums=0, out_shardings=whole)
+        self._remember = jax.jit(bind(_remember), donate_argnums=0, out_shardings=state)
+        self._consume = jax.jit(bind(_consume), donate_argnums=1, out_shardings=state)
+        self._prefill = jax.jit(bind(_prefill), donate_argnums=1, static_argnames=chunked, out_shardings=both)
+        self._decode = jax.jit(bind(_decode), donate_argnums=1, static_argnames="width", out_shardings=both)
+        self._speculate = jax.jit(bind(_speculate), donate_argnums=1, static_argnames=grown, out_shardings=both)
+        self._propose = jax.jit(bind(_propose), donate_argnums=1, static_argnames=grown, out_shardings=both)
+        self._verify = jax.jit(bind(_verify), donate_argnums=1, static_argnames=grown, out_shardings=both)
         self.reset()
-        self._state_shape = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), self.state)
+        self._state_shape = jax.tree.map(_shape, self.state)
 
     def reset(self) -> None:
         """Forget every sequence and every cached page: after a device error the donated buffers are gone."""
-        self.state = step.init_state(
-            self.config,
-            num_slots=self.num_slots,
-            num_pages=self.num_pages,
-            page_size=self.page_size,
-            max_pages=self.max_pages,
-        )
+        self.state = self._init_state()
         # what the host can say without reading: upper bounds, the last one belongs to padding
         self._lens = [0] * (self.num_slots + 1)
         self._pending = [1] * (self.num_slots + 1)
@@ -199,7 +211,7 @@ class Runner:
             rows = dataclasses.replace(rows, max_depth=nothing)
         cached: Any = np.int32(num_cached)
         new = Admission(page_row, history, cached, rows, tokens or self._blank_tokens, gains)
-        self.state = self._admit(self.state, _scalar(slot), jax.device_put(new))
+        self.state = self._admit(self.state, self.place.scalar(slot), self.place.put(new))
         self._lens[slot] = num_cached
         self._pending[slot] = 1
         self._generation[slot] += 1
@@ -210,7 +222,7 @@ class Runner:
             entries = np.full((3, _PAGES_AT_ONCE), self.num_slots, np.int32)
             part = np.array(new_pages[start : start + _PAGES_AT_ONCE], np.int32).T
             entries[:, : part.shape[1]] = part
-            table = self._extend(self.state.page_table, jax.device_put(entries))
+            table = self._extend(self.state.page_table, self.place.put(entries))
             self.state = dataclasses.replace(self.state, page_table=table)
 
     def prefill(
@@ -234,13 +246,13 @@ class Runner:
     def _run_prefill(
         self, slot: int, num_tokens: int, is_last: bool, chunk: int, width: int, allowed: np.ndarray | None = None
     ) -> StepResult:
-        bits = self._everything_allowed if allowed is None else jax.device_put(np.packbits(allowed[None], axis=-1))
+        bits = self._everything_allowed if allowed is None else self.place.put(np.packbits(allowed[None], axis=-1))
         self.state, result = self._prefill(
             self.layouts.wide,
             self.state,
-            _slot_array((slot,)),
-            _slot_array((num_tokens,)),
-            _flag(is_last),
+            self.place.slots((slot,)),
+            self.place.slots((num_tokens,)),
+            self.place.flag(is_last),
             bits,
             chunk=chunk,
             width=width,
@@ -261,7 +273,7 @@ class Runner:
             nothing = np.zeros((len(slots), 1), np.int32)
             return nothing, nothing, None
         self.state, proposal = self._propose(
-            self.layout_for(len(padded), tree), self.state, _slot_array(padded), tree=tree, width=self.max_pages
+            self.layout_for(len(padded), tree), self.state, self.place.slots(padded), tree=tree, width=self.max_pages
         )
         return np.asarray(proposal.token_ids)[: len(slots)], np.asarray(proposal.parents)[: len(slots)], proposal
 
@@ -278,7 +290,7 @@ class Runner:
         padded = self._pad(slots)
         bits = np.full((len(padded), allowed.shape[1], -(-allowed.shape[2] // 8)), 255, np.uint8)
         bits[: len(slots)] = np.packbits(allowed, axis=-1)
-        result = self._run_verify(padded, tree, proposal, jax.device_put(bits))
+        result = self._run_verify(padded, tree, proposal, self.place.put(bits))
         return self._handle(slots, tree, result, has_logprobs=has_logprobs)
 
     def remember(self, slot: int, num_prompt: int) -> None:
@@ -286,7 +298,7 @@ class Runner:
         if any(tree is not None and tree.uses_recall for tree in self.trees):
             start = max(num_prompt, self._lens[slot] - lookup.RECALL_LENGTH)
             row = self._num_remembered % lookup.RECALL_ROWS
-            self.state = self._remember(self.state, _scalar(slot), _scalar(start), _scalar(row))
+            self.state = self._remember(self.state, *map(self.place.scalar, (slot, start, row)))
             self._num_remembered += 1
 
     def _prepare(self, slots: Sequence[int], tree: Tree | None) -> int:
@@ -295,7 +307,7 @@ class Runner:
             room = self.config.max_pending - 1 if tree is None else tree.depth + 1
             if max(self._pending[slot] for slot in slots) > room:
                 padded = self._pad(slots)
-                self.state = self._consume(self.layout_for(len(padded), tree), self.state, _slot_array(padded))
+                self.state = self._consume(self.layout_for(len(padded), tree), self.state, self.place.slots(padded))
                 for slot in slots:
                     self._pending[slot] = 1
         return self.width_of(slots)
@@ -330,7 +342,7 @@ class Runner:
         return (*slots, *[self.num_slots] * (self.batch_size_of(len(slots)) - len(slots)))
 
     def _run_step(self, padded: tuple[int, ...], tree: Tree | None, width: int) -> StepResult:
-        layout, slots = self.layout_for(len(padded), tree), _slot_array(padded)
+        layout, slots = self.layout_for(len(padded), tree), self.place.slots(padded)
         if tree is None:
             self.state, result = self._decode(layout, self.state, slots, None, width=width)
         else:
@@ -340,7 +352,7 @@ class Runner:
     def _run_verify(
         self, padded: tuple[int, ...], tree: Tree | None, proposal: Proposal | None, bits: jax.Array
     ) -> StepResult:
-        layout, slots, width = self.layout_for(len(padded), tree), _slot_array(padded), self.max_pages
+        layout, slots, width = self.layout_for(len(padded), tree), self.place.slots(padded), self.max_pages
         if tree is None:
             self.state, result = self._decode(layout, self.state, slots, bits, width=width)
         else:
@@ -420,7 +432,7 @@ class Runner:
         return next((tree for tree in self.trees_for(batch_size) if tree is not None), None)
 
     def _compile_step(self, size: int, tree: Tree | None, width: int) -> None:
-        slots = jax.ShapeDtypeStruct((size,), jnp.int32)
+        slots = _shape(self.place.slots((self.num_slots,) * size))
         layout = self.layout_for(size, tree)
         if tree is None:
             self._decode.lower(layout, self._state_shape, slots, None, width=width).compile()
@@ -428,7 +440,7 @@ class Runner:
             self._speculate.lower(layout, self._state_shape, slots, tree=tree, width=width).compile()
 
     def _warm_consume(self, size: int, layout: Weights) -> None:
-        self.state = self._consume(layout, self.state, _slot_array((self.num_slots,) * size))
+        self.state = self._consume(layout, self.state, self.place.slots((self.num_slots,) * size))
 
     def _warm_constrained(self, size: int, tree: Tree | None) -> StepResult:
         vocab = self.config.target.vocab_size
@@ -437,11 +449,11 @@ class Runner:
         if tree is not None:
             layout = self.layout_for(size, tree)
             self.state, proposal = self._propose(
-                layout, self.state, _slot_array(padded), tree=tree, width=self.max_pages
+                layout, self.state, self.place.slots(padded), tree=tree, width=self.max_pages
             )
             nodes = 1 + (self.config.verified_depth or tree.num_nodes)
         bits = np.full((size, nodes, -(-vocab // 8)), 255, np.uint8)
-        return self._run_verify(padded, tree, proposal, jax.device_put(bits))
+        return self._run_verify(padded, tree, proposal, self.place.put(bits))
 
     def warmup(self) -> Iterator[str]:
         """Compile every program, yielding a name after each."""
@@ -470,20 +482,9 @@ class Runner:
         return sum(program._cache_size() for program in jitted)
 
 
-@functools.lru_cache(maxsize=4096)
-def _slot_array(slots: tuple[int, ...]) -> jax.Array:
-    """The same slots run step after step: their array is made once, and a step then sends nothing to the device."""
-    return jax.device_put(np.array(slots, np.int32))
-
-
-@functools.lru_cache(maxsize=4096)
-def _scalar(value: int) -> jax.Array:
-    return jax.device_put(np.int32(value))
-
-
-@functools.lru_cache(maxsize=2)
-def _flag(value: bool) -> jax.Array:
-    return jax.device_put(np.array([value]))
+def _shape(x: jax.Array) -> jax.ShapeDtypeStruct:
+    place = x.sharding if isinstance(x.sharding, NamedSharding) else None
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
 
 def page_widths(max_pages: int) -> tuple[int, ...]:
@@ -498,12 +499,12 @@ def _admit(_config: StepConfig, state: SlotState, slot: jax.Array, new: Admissio
     return step.admit(state, slot, new)
 
 
-def _extend(page_table: jax.Array, entries: jax.Array) -> jax.Array:
+def _extend(_config: StepConfig, page_table: jax.Array, entries: jax.Array) -> jax.Array:
     """`entries` [3, n]: slot, column and page; a slot out of range is padding."""
     return page_table.at[entries[0], entries[1]].set(entries[2], mode="drop")
 
 
-def _remember(state: SlotState, slot: jax.Array, start: jax.Array, row: jax.Array) -> SlotState:
+def _remember(_config: StepConfig, state: SlotState, slot: jax.Array, start: jax.Array, row: jax.Array) -> SlotState:
     return step.remember(state, slot, start, row)
 
 

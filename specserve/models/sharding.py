@@ -1,0 +1,94 @@
+"""How a model is spread over a mesh: which sizes must divide, where its parameters and caches live, and whether they
+fit. What the logical axes are spread over is the business of `mesh`."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from specserve.errors import ConfigError
+from specserve.mesh import Size, check_divides, describe_mesh, fitting, free_memory, shardings
+from specserve.models.cache import Cache, Pages
+from specserve.models.config import DraftConfig, ModelConfig
+from specserve.models.draft import DraftParams
+from specserve.models.params import ParamSpec, is_product, is_spec, num_params
+from specserve.models.recurrent import State
+from specserve.models.target import TargetParams
+
+
+def place_target(config: ModelConfig, spec: TargetParams, mesh: Mesh) -> TargetParams:
+    """Where each parameter lives. KV heads and vocabularies that do not divide are whole on every device; anything else
+    is a ConfigError."""
+    sizes = _sizes(config)
+    check_divides(mesh, sizes)
+    heads = math.gcd(*(size.number for size in sizes if size.axis == "heads"))
+    return shardings(spec, mesh, {"heads": heads, "kv_heads": config.num_kv_heads})
+
+
+def place_draft(config: DraftConfig, spec: DraftParams, mesh: Mesh) -> DraftParams:
+    """Where each parameter of a head lives; what does not divide is whole on every device."""
+    return shardings(spec, mesh, {"heads": config.num_heads, "kv_heads": config.num_kv_heads})
+
+
+def place_cache(cache: Any, mesh: Mesh) -> Any:
+    """Where the arrays of a `Cache` live: heads are spread as those of the layers are, and everything else is whole on
+    every device."""
+
+    def place(layer: Pages | State) -> Pages | State:
+        if isinstance(layer, Pages):
+            return jax.tree.map(lambda x: fitting(mesh, (None, "kv_heads", None, None), x.shape), layer)
+        conv = tuple(fitting(mesh, (None, None, "heads"), x.shape) for x in layer.conv)
+        return dataclasses.replace(
+            layer, matrix=fitting(mesh, (None, "heads", None, None), layer.matrix.shape), conv=conv
+        )
+
+    return Cache(tuple(map(place, cache.layers)), cache.num_pages, cache.page_size)
+
+
+def check_fits(
+    what: str, spec: Any, places: Any | None, mesh: Mesh | None, dtype: str, product_dtype: str | None = None
+) -> None:
+    """Raises ConfigError when a device has less free memory than its part of the parameters takes, those that rows are
+    multiplied by being of `product_dtype` where one is given."""
+    leaves: list[tuple[Any, ParamSpec]] = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_spec)[0]
+    sizes = [np.dtype(product_dtype or dtype if is_product(path) else dtype).itemsize for path, _ in leaves]
+    shapes = [leaf.shape for _, leaf in leaves]
+    parts = shapes
+    if places is not None:
+        parts = [place.shard_shape(shape) for place, shape in zip(jax.tree.leaves(places), shapes, strict=True)]
+    whole, needed = (
+        sum(size * math.prod(shape) for size, shape in zip(sizes, found, strict=True)) for found in (shapes, parts)
+    )
+    free = free_memory(mesh)
+    if needed > free:
+        spread = "all of that on one device"
+        if mesh is not None:
+            spread = f"{needed / 1e9:,.1f} GB of that on each device of --mesh {describe_mesh(mesh)}"
+        raise ConfigError(
+            f"{what}: {num_params(spec):,} parameters take {whole / 1e9:,.1f} GB, {spread}, where "
+            f"{free / 1e9:,.1f} GB are free; spread them over more devices (--mesh tensor=N), or take a smaller target"
+        )
+
+
+def _sizes(config: ModelConfig) -> list[Size]:
+    kinds = [config.kind(i) for i in range(config.num_layers)]
+    mixers = {kind.mixer for kind in kinds}
+    found = []
+    if mixers & {"attention", "latent"}:
+        found.append(Size("heads", "attention heads", config.num_heads))
+    if config.delta is not None:
+        found.append(Size("heads", "key heads of delta layers", config.delta.num_k_heads))
+        found.append(Size("heads", "value heads of delta layers", config.delta.num_v_heads))
+    if config.lightning is not None:
+        found.append(Size("heads", "heads of lightning layers", config.lightning.num_heads))
+    if not all(kind.has_experts for kind in kinds):
+        found.append(Size("mlp", "channels in an MLP", config.d_ff))
+    if config.experts is not None:
+        found.append(Size("experts", "experts", config.experts.num_experts))
+        found.append(Size("mlp", "channels in an expert", config.experts.d_ff))
+        if config.experts.shared_d_ff:
+            found.append(Size("mlp", "channels in a shared expert", config.experts.shared_d_ff))
+    return found
