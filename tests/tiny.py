@@ -17,6 +17,7 @@ from specserve.models.config import DraftConfig, ModelConfig
 from specserve.models.draft import draft_spec
 from specserve.models.families import model_config
 from specserve.models.params import init_params
+from specserve.models.rope import Rope
 from specserve.models.target import TargetParams, forward, logits, target_spec
 
 TARGET: dict[str, Any] = {
@@ -34,6 +35,9 @@ TARGET: dict[str, Any] = {
     "eos_token_id": 2,
     "tie_word_embeddings": False,
 }
+
+
+PLAIN_ROPE = Rope()  # of a head beside a target that turns in its own way
 
 
 def write_target(folder: Path, raw: dict[str, Any], seed: int) -> None:

@@ -280,6 +280,10 @@ class Engine:
 
     def _new_scheduler(self) -> Scheduler:
         runner, options = self.runner, self.options
+        is_caching = options.is_caching
+        if is_caching and runner.config.target.is_recurrent:
+            logger.info("no prefix cache: %s has recurrent layers, whose state no page keeps", self.model_name)
+            is_caching = False
         return Scheduler(
             runner.num_slots,
             PagePool(runner.num_pages, runner.page_size),
@@ -287,7 +291,7 @@ class Engine:
             max_step=runner.max_step,
             cache_lag=runner.cache_lag,
             prefill_tokens=options.prefill_tokens,
-            is_caching=options.is_caching,
+            is_caching=is_caching,
             prefers_cached=options.prefers_cached,
             is_deterministic=runner.is_deterministic,
         )

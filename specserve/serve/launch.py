@@ -132,20 +132,13 @@ def make_engine(
         options=EngineOptions(
             max_queue=run.max_queue,
             prefill_tokens=run.prefill_tokens,
-            is_caching=_can_cache(models, run),
+            is_caching=run.prefix_cache,
             prefers_cached=run.schedule == "longest-prefix",
             watchdog_seconds=run.watchdog_seconds,
         ),
         late_programs=late,
         on_compiled=lambda: _make_controller(models, runner, on_warmup) if is_auto else None,
     )
-
-
-def _can_cache(models: Models, run: ServeRun) -> bool:
-    if run.prefix_cache and models.target.config.is_recurrent:
-        logger.info("the prefix cache is off: %s has recurrent layers, whose state is not kept by page", models.name)
-        return False
-    return run.prefix_cache
 
 
 def _make_controller(models: Models, runner: Runner, on_warmup: Callable[[int, int, str], None]) -> Controller:

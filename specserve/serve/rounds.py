@@ -48,6 +48,7 @@ class Flight:
     tree: Tree | None
     is_step: bool
     most: int
+    shape: tuple[int, int] = (0, 0)  # of a step: batch size and width
 
 
 @dataclass
@@ -85,6 +86,7 @@ class Rounds:
         self.flights: deque[list[Flight]] = deque()
         self.counters = Counters()
         self.wait_start = 0.0  # when the thread began to wait for a step; 0: it does not
+        self._last_landing = 0.0  # when the step before was read, if the device went on without a pause; 0: it did not
         self._tokenizer, self._eos_ids = tokenizer, eos_ids
         self._on_admitted, self._on_end = on_admitted, on_end
 
@@ -133,16 +135,18 @@ class Rounds:
 
     def _step(self, decode: list[Active]) -> Flight:
         slots = [active.sequence.slot for active in decode]
+        shape = self.runner.batch_size_of(len(slots)), self.runner.width_of(slots)
         has_logprobs = any(active.sequence.request.params.logprobs is not None for active in decode)
         if any(active.sequence.request.token_mask for active in decode):
             tree, handle = self._constrained_step(decode, slots, has_logprobs)
         else:
             tree = self._choose(decode, slots)
-            handle = self.runner.step(slots, tree, has_logprobs=has_logprobs)
+            is_following = not self.is_choosing or self.controller.is_following
+            handle = self.runner.step(slots, tree, has_logprobs=has_logprobs, is_following=is_following)
         self.counters.steps[describe(tree)] += 1
         most = 1 + (tree.depth if tree else 0)
         rows = [(active, active.sequence.epoch) for active in decode]
-        return Flight(handle, rows, tree, is_step=True, most=most)
+        return Flight(handle, rows, tree, is_step=True, most=most, shape=shape)
 
     def _choose(self, decode: list[Active], slots: list[int]) -> Tree | None:
         batch_size = self.runner.batch_size_of(len(slots))
@@ -239,8 +243,13 @@ class Rounds:
             self.wait_start = time.monotonic()
             start = time.perf_counter()
             result = flight.handle.read()
-            self.counters.wait_seconds += time.perf_counter() - start
+            now = time.perf_counter()
+            self.counters.wait_seconds += now - start
             self.wait_start = 0.0
+            if flight.is_step and len(flights) == 1 and self._last_landing:
+                self.controller.observe_seconds(*flight.shape, flight.tree, now - self._last_landing)
+            # the next step began when this one ended, if it was on its way already
+            self._last_landing = now if len(flights) == 1 and self.flights else 0.0
             for row, (active, epoch) in enumerate(flight.rows):
                 sequence = active.sequence
                 if not self._is_current(active) or sequence.epoch != epoch:

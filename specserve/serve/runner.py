@@ -259,9 +259,12 @@ class Runner:
         )
         return result
 
-    def step(self, slots: Sequence[int], tree: Tree | None, *, has_logprobs: bool = False) -> StepHandle:
-        """Dispatch one step for these slots, with one of `trees`."""
-        result = self._run_step(self._pad(slots), tree, self._prepare(slots, tree))
+    def step(
+        self, slots: Sequence[int], tree: Tree | None, *, has_logprobs: bool = False, is_following: bool = True
+    ) -> StepHandle:
+        """Dispatch one step for these slots, with one of `trees`. Where the draft need not follow, plain steps do not
+        wait for it (`speculative.step.decode`)."""
+        result = self._run_step(self._pad(slots), tree, self._prepare(slots, tree, is_following=is_following))
         return self._handle(slots, tree, result, has_logprobs=has_logprobs)
 
     def propose(self, slots: Sequence[int], tree: Tree | None) -> tuple[np.ndarray, np.ndarray, Proposal | None]:
@@ -301,9 +304,9 @@ class Runner:
             self.state = self._remember(self.state, *map(self.place.scalar, (slot, start, row)))
             self._num_remembered += 1
 
-    def _prepare(self, slots: Sequence[int], tree: Tree | None) -> int:
+    def _prepare(self, slots: Sequence[int], tree: Tree | None, *, is_following: bool = True) -> int:
         """Let the draft catch up where this step could not hold what is pending; returns the width of the step."""
-        if self.config.draft and slots:
+        if self.config.draft and slots and (tree is not None or is_following):
             room = self.config.max_pending - 1 if tree is None else tree.depth + 1
             if max(self._pending[slot] for slot in slots) > room:
                 padded = self._pad(slots)
@@ -316,7 +319,7 @@ class Runner:
         most = 1 + (tree.depth if tree else 0)
         for slot in slots:
             self._lens[slot] += most
-            self._pending[slot] = self._pending[slot] + 1 if tree is None else most
+            self._pending[slot] = min(self._pending[slot] + 1, self.config.max_pending) if tree is None else most
         generations = [self._generation[slot] for slot in slots]
 
         def on_read(n_accepted: np.ndarray) -> None:

@@ -215,8 +215,9 @@ def decode(
     width: int,  # pages of each sequence that attention reads; all that is committed must lie in them
     allowed: jax.Array | None = None,  # [batch, 1, bytes] uint8, see `sampling.constrain`
 ) -> tuple[SlotState, StepResult]:
-    """Plain decoding: one token for each slot. With a head, the token joins those that the draft has yet to consume;
-    there must be room for it (`StepConfig.max_pending`, `consume`)."""
+    """Plain decoding: one token for each slot. With a head, the token joins those that the draft has yet to consume.
+    Where they are as many as fit (`StepConfig.max_pending`), the oldest is forgotten: the draft will go without an
+    entry for it, which costs acceptance and never a token, unless `consume` runs before."""
     now = _gather(state, slots, width)
     nodes = _single_nodes(state, now, slots, now.seq_lens)
     index = now.seq_lens[:, None]
@@ -228,15 +229,21 @@ def decode(
     if now.pending is not None:
         assert state.pending is not None
         assert out.aux_hidden_states is not None
-        place = slots, now.pending.count
+        room = config.max_pending
+        is_full = now.pending.count >= room
+        place = jnp.minimum(now.pending.count, room - 1)[:, None] == jnp.arange(room)  # [batch, room]
+        kept = jax.tree.map(
+            lambda x: jnp.where(is_full.reshape(-1, *[1] * (x.ndim - 1)), jnp.roll(x, -1, axis=1), x),
+            (now.pending.token_ids, now.pending.aux_hidden_states),
+        )
         state = dataclasses.replace(
             _write_aux(state, now, index, out.aux_hidden_states, is_kept),
-            pending=Pending(
-                token_ids=state.pending.token_ids.at[place].set(drawn[:, 0], mode="drop"),
-                aux_hidden_states=state.pending.aux_hidden_states.at[place].set(
-                    out.aux_hidden_states[:, 0], mode="drop"
-                ),
-                count=state.pending.count.at[slots].set(now.pending.count + 1, mode="drop"),
+            pending=_put_pending(
+                state,
+                slots,
+                jnp.where(place, drawn, kept[0]),
+                jnp.where(place[..., None], out.aux_hidden_states, kept[1]),
+                jnp.minimum(now.pending.count + 1, room),
             ),
         )
     state = _emit(state, slots, now.seq_lens + 1, drawn, jnp.ones_like(is_kept))

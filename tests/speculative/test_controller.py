@@ -192,3 +192,34 @@ def test_a_tree_is_credited_with_what_it_accepts_over_a_chain() -> None:
     assert controller.expected_tokens(estimate, wide) > before[wide]
     assert controller.expected_tokens(estimate, other) == before[other]
     assert math.isfinite(controller.expected_tokens(estimate, wide))
+
+
+def test_costs_follow_what_steps_take_in_service() -> None:
+    """At start a chain of four seems cheap; served, it takes 1.7 times that, and one of two is the better."""
+    costs = {(1, WIDTH, None): 1.0, (1, WIDTH, chain(2)): 1.4, (1, WIDTH, chain(4)): 1.6}
+    controller = Controller(costs, prior=(0.8,))
+    estimates, trees = [controller.start(None)], [None, chain(2), chain(4)]
+    assert controller.choose(estimates, trees, 1, WIDTH) == chain(4)
+    assert controller.speedup(estimates, 1, WIDTH, chain(4)) == pytest.approx(3.3616 / 1.6)
+    for _ in range(40):
+        tree = controller.choose(estimates, trees, 1, WIDTH)
+        controller.observe_seconds(1, WIDTH, tree, costs[1, WIDTH, tree] * (1.7 if tree == chain(4) else 1.0))
+    assert controller.choose(estimates, trees, 1, WIDTH) == chain(2)
+
+
+def test_one_slow_step_says_little() -> None:
+    costs = {(1, WIDTH, None): 1.0, (1, WIDTH, chain(2)): 1.4}
+    controller = Controller(costs, prior=(0.8,))
+    for _ in range(20):
+        controller.observe_seconds(1, WIDTH, chain(2), 1.4)
+    controller.observe_seconds(1, WIDTH, chain(2), 140.0)
+    assert controller.choose([controller.start(None)], [None, chain(2)], 1, WIDTH) == chain(2)
+    assert controller.is_following
+
+
+def test_a_draft_far_from_paying_is_not_followed() -> None:
+    costs = {(1, WIDTH, None): 1.0, (1, WIDTH, chain(1)): 1.2}
+    useless, near = Controller(costs, prior=(0.02,)), Controller(costs, prior=(0.19,))
+    for controller, is_following in ((useless, False), (near, True)):
+        assert controller.choose([controller.start(None)], [None, chain(1)], 1, WIDTH) is None
+        assert controller.is_following == is_following

@@ -12,6 +12,7 @@ import tiny
 
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
+from specserve.models.cache import Pages
 from specserve.models.draft import token_embedding
 from specserve.models.target import forward
 from specserve.speculative import lookup, step
@@ -208,11 +209,36 @@ def test_the_draft_is_where_it_would_be_had_it_always_speculated(
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
+def test_a_draft_that_need_not_follow_costs_no_token(
+    tiny_target: Target, tiny_head: Head, rng: np.random.Generator
+) -> None:
+    """More plain steps than `pending` holds: the latest tokens stay there, and what is proposed later is verified."""
+    slots = Slots(tiny_target, tiny_head, parse_speculation("chain:3"), _rows(COUPLED))
+    plain = Slots(tiny_target, None, None, _rows(COUPLED))
+    for slot, prompt in enumerate(_prompts(rng)):
+        slots.admit(slot, prompt)
+        plain.admit(slot, prompt)
+    for _ in range(2 * slots.config.max_pending):
+        slots.decode((0, 1, 2))
+        _check_between_steps(slots)
+    assert slots.state.pending is not None
+    assert slots.state.pending.count.tolist() == [slots.config.max_pending] * NUM_SLOTS
+    slots.consume((0, 1, 2))
+    for _ in range(4):
+        slots.speculate((0, 1, 2))
+        _check_between_steps(slots)
+    while len(plain.texts[0]) < max(len(text) for text in slots.texts):
+        plain.decode((0, 1, 2))
+    for text, expected in zip(slots.texts, plain.texts, strict=True):
+        assert text == expected[: len(text)]
+
+
 def _draft_entries(slots: Slots) -> list[np.ndarray]:
     """The committed keys and values, entry by entry, of all slots."""
-    state, found = slots.state, []
-    assert state.draft_pages is not None
-    k, v = np.asarray(state.draft_pages.k[0]), np.asarray(state.draft_pages.v[0])
+    assert slots.state.draft_cache is not None
+    [pages] = slots.state.draft_cache.layers
+    assert isinstance(pages, Pages)
+    found, k, v = [], np.asarray(pages.k), np.asarray(pages.v)
     for slot, text in enumerate(slots.texts):
         for index in range(FIRST_ENTRY, len(text)):
             page, offset = slots.table[slot, index // PAGE_SIZE], index % PAGE_SIZE

@@ -1,0 +1,100 @@
+"""Speculation changes no token of any architecture: experts, latents, windows, recurrent states. Through the engine, in
+mixed batches with preemptions, over plain steps, chains and trees in any order, against plain decoding alone."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+import tiny
+from engines import MAX_LEN, VOCAB, Ask, Dice, Reference, greedy, make_engine, make_runner, run, serving
+
+from specserve.checkpoints.load import Target
+from specserve.models.families import model_config
+from specserve.models.params import init_params, is_spec
+from specserve.models.target import TargetParams, target_spec
+from specserve.serve.request import SamplingParams
+
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+ROUTED: dict[str, Any] = EXPERTS | {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+}
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+WINDOWS: dict[str, Any] = {"sliding_window": 11, "num_hidden_layers": 4}
+CASES: dict[str, dict[str, Any]] = {
+    "dense": {"model_type": "glm4"},
+    "experts": {"model_type": "qwen3_moe", "num_experts": 8, **EXPERTS},
+    "latents": {"model_type": "deepseek_v3", **ROUTED, **LATENT},
+    "windows and softcaps": {"model_type": "gemma2", "query_pre_attn_scalar": 8, "hidden_activation": None, **WINDOWS},
+    "windows and sinks": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS},
+    "delta nets": {
+        "model_type": "qwen3_next",
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "full_attention_interval": 3,
+        **EXPERTS,
+    },
+    "delta nets by channel": {
+        "model_type": "bailing_hybrid",
+        "layer_group_size": 3,
+        "short_conv_kernel_size": 3,
+        **ROUTED,
+        **LATENT,
+    },
+}
+
+
+def _target(changes: dict[str, Any]) -> Target:
+    """Random, with weights large enough that every part has a say."""
+    config = model_config(tiny.TARGET | changes, dtype="float32")
+    spec = target_spec(config)
+    params: TargetParams = init_params(spec, jax.random.key(3), "float32")
+    keys = iter(jax.random.split(jax.random.key(4), 10_000))
+
+    def stir(leaf: jax.Array) -> jax.Array:
+        return leaf + 0.3 * jax.random.normal(next(keys), leaf.shape) if leaf.ndim == 1 else leaf * 1.2
+
+    assert jax.tree.structure(spec, is_leaf=is_spec) == jax.tree.structure(params)
+    params = jax.tree.map(stir, params)
+    if params.head is not None:
+        params = dataclasses.replace(params, head=params.head * 1.5)
+    return Target(config, params, (2,), Path("tiny"))
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_speculation_changes_no_token_of(case: str, rng: np.random.Generator) -> None:
+    target = _target(CASES[case])
+    head = tiny.random_head(target.config, seed=1, num_kv_heads=2, head_dim=8, rope=tiny.PLAIN_ROPE)
+    runner = make_runner(target, head, "off", "head+suffix:3", "tree:3x3x9", num_slots=3, has_constrained=False)
+    list(runner.warmup())
+    asks = []
+    for i, length in enumerate((1, 16, 37, 20, 9)):
+        prompt = tuple(rng.integers(3, VOCAB, length).tolist())
+        sampled = SamplingParams(max_tokens=MAX_LEN // 2, temperature=0.7, seed=i, ignore_eos=True)
+        asks.append(Ask(prompt, sampled if i % 2 else greedy(MAX_LEN // 2, ignore_eos=True, seed=0)))
+    asks.append(Ask((*asks[2].prompt, 5), asks[2].params))  # begins as another does
+    reference = Reference(target)
+    with serving(make_engine(runner, Dice(0), num_pages=18)) as engine, reference.engine:
+        inboxes = run(engine, asks)
+        for ask, inbox in zip(asks, inboxes, strict=True):
+            reference.check(ask, inbox)
+        stats = [inbox.wait().stats for inbox in inboxes]
+        assert engine.stats().num_preemptions > 0, "nobody had to give up its pages"
+    assert sum(sum(each.accepted_per_depth) for each in stats if each) > 10, "nothing was accepted"
