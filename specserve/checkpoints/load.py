@@ -35,6 +35,7 @@ Tree = TypeVar("Tree")
 # What becomes of the matrices that rows are multiplied by: of the dtype that is computed in, as they are stored (so in
 # 8 bits where the checkpoint is), or quantised here.
 Quantization = Literal["none", "stored", "int8", "fp8"]
+QUANTIZATIONS: tuple[Quantization, ...] = ("none", "stored", "int8", "fp8")
 
 _SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": "rotary buffers, computed here", **quantized.SKIPPED}
 _PREDICTS_FURTHER = frozenset(  # families whose checkpoints append layers of multi-token prediction to the model's own
@@ -59,6 +60,7 @@ def load_target(
     dtype: str,
     quantization: Quantization = "none",
     mesh: Mesh | None = None,  # what the parameters are spread over; None: the default device
+    is_checked: bool = False,  # every value must be a number
 ) -> Target:
     """Load a Hugging Face folder. Raises ConfigError or CheckpointError, before anything is read where the target
     cannot be spread like that or is larger than the memory."""
@@ -80,6 +82,8 @@ def load_target(
         quantization=quantization,
         block=stored_block(raw, where),
     )
+    if is_checked:
+        check_weights(params, spec, str(folder))
     return Target(config, params, eos_ids(folder, raw), folder)
 
 

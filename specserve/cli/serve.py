@@ -16,7 +16,7 @@ def serve(run: ServeRun) -> None:
     if run.warmup_only:
         run = replace(run, early_ready=False)  # everything is to be compiled before the end
     listener = bind_listener(run.host, run.port)  # a taken port is said before minutes of loading
-    models = load_models(run.target, run.draft)
+    models = load_models(run.target, run.draft, quantization=run.quantization, is_checked=run.check_weights)
     with warmup_bar() as on_warmup:
         engine = make_engine(models, run, on_warmup)
     if run.warmup_only:

@@ -5,12 +5,13 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
 import jax
 import numpy as np
 
 from specserve.checkpoints.head import Head, load_head, read_notes
-from specserve.checkpoints.load import Target, load_target
+from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, load_target
 from specserve.checkpoints.source import BUNDLED, BUNDLED_HEAD_FOLDER, resolve_target
 from specserve.errors import ConfigError
 from specserve.mesh import default_dtype
@@ -46,7 +47,14 @@ class Models:
     head_acceptance: Sequence[float] = ()  # by depth, from the head's own evaluation; unknown where empty
 
 
-def load_models(target: str, draft: str, *, has_tokenizer: bool = True) -> Models:
+def load_models(
+    target: str,
+    draft: str,
+    *,
+    has_tokenizer: bool = True,
+    quantization: Quantization | Literal[""] = "",  # of the target; empty: as when the head was trained
+    is_checked: bool = False,  # every weight must be a number
+) -> Models:
     """Find and load target and head; the head's notes know its target. Raises ConfigError or CheckpointError."""
     folder = _head_folder(target, draft)
     name = target
@@ -56,7 +64,16 @@ def load_models(target: str, draft: str, *, has_tokenizer: bool = True) -> Model
             raise ConfigError(f"{folder} does not say which target it was trained for; give it with --target")
         name = str(notes.get("target", BUNDLED))
     source = resolve_target(name)
-    loaded = load_target(source.folder, dtype=default_dtype())
+    stated = notes.get("quantization", "none")
+    own_quantization = quantization or (stated if stated in QUANTIZATIONS else "none")
+    loaded = load_target(source.folder, dtype=default_dtype(), quantization=own_quantization, is_checked=is_checked)
+    if folder and own_quantization != stated:
+        logger.warning(
+            "%s was trained against a target with quantization %s and is served with %s: its acceptance will be lower",
+            folder,
+            stated,
+            own_quantization,
+        )
     head = load_head(folder, loaded, dtype=default_dtype()) if folder else None
     own = fingerprint(source.folder)
     trained_on = notes.get("target_fingerprint")

@@ -24,6 +24,8 @@ from specserve.tokenizer import Tokenizer
 class EngineSettings(TypedDict, total=False):
     """The settings of `specserve serve` that concern the engine; see docs/serving.md."""
 
+    quantization: str
+    check_weights: bool
     max_slots: int
     max_model_len: int
     page_size: int
@@ -112,7 +114,13 @@ class LLM:
         run = config.resolve(ServeRun, arguments=given)
         host.keep_freed_memory()
         use_compilation_cache()
-        models = load_models(run.target, run.draft, has_tokenizer=bool(tokenizer))
+        models = load_models(
+            run.target,
+            run.draft,
+            has_tokenizer=bool(tokenizer),
+            quantization=run.quantization,
+            is_checked=run.check_weights,
+        )
         with warmup_bar(is_shown=progress) as on_warmup:
             self.engine = make_engine(models, run, on_warmup)
         self._progress = progress

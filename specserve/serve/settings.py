@@ -1,6 +1,7 @@
 """The settings of a server: one schema for YAML, `--set` and flags (see `config`)."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from specserve.config import setting
 
@@ -11,6 +12,12 @@ class ServeRun:
 
     target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
     draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")
+    quantization: Literal["", "none", "stored", "int8", "fp8"] = setting(
+        "",
+        help="8-bit weights of the target: int8 or fp8 rounds them at load, stored keeps a checkpoint's own, none "
+        "restores floats; empty: as the head was trained, else none",
+    )
+    check_weights: bool = setting(False, help="refuse a target with weights that are not numbers (reads them all)")
     speculation: str = setting(
         "auto",
         help="auto, off, chain:K, tree:DEPTHxTOPKxNODES, static:WIDTHxWIDTHx..., ngram:K (prompt lookup) or suffix:K",

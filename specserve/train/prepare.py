@@ -28,7 +28,9 @@ def prepare(run: TrainRun) -> Trainer:
     if tree is None:
         raise ConfigError("speculation is off; acceptance is measured with a chain or a tree, such as chain:3")
     source = resolve_target(run.target)
-    target = load_target(source.folder, dtype=default_dtype())
+    target = load_target(
+        source.folder, dtype=default_dtype(), quantization=run.quantization, is_checked=run.check_weights
+    )
     tokenizer = Tokenizer.load(source.folder)
     rows, counts = load_rows(run, tokenizer, target.config.vocab_size)
     size = run.draft.vocab_size or min(target.config.vocab_size // 2, 32_000)
@@ -52,6 +54,7 @@ def prepare(run: TrainRun) -> Trainer:
     notes = {
         "target": source.name,
         "target_fingerprint": provenance.fingerprint(source.folder),
+        "quantization": run.quantization,
         "data": run.data.source,
     }
     return Trainer(run, target, data, notes)

@@ -57,6 +57,10 @@ class TrainRun:
     """Everything that `specserve train` can be told."""
 
     target: str = setting("pydoc", help="preset, Hugging Face folder or hub id")
+    quantization: Literal["none", "stored", "int8", "fp8"] = setting(
+        "none", help="8-bit weights of the target, as it will be served (see serve)"
+    )
+    check_weights: bool = setting(False, help="refuse a target with weights that are not numbers (reads them all)")
     output: str = setting("ckpt", help="folder for the head, its state and its metrics")
     speculation: str = setting("chain:3", help="how acceptance is measured while training")
     data: DataSettings = field(default_factory=DataSettings)
