@@ -1,4 +1,4 @@
-"""Checkpoints that need no file: every tensor is drawn from its name and shape, far from the values that hide a feature."""
+"""Checkpoints that need no file: a tensor is drawn from its name and shape, far from values that hide what it does."""
 
 import math
 import zlib

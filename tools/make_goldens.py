@@ -7,6 +7,7 @@ are drawn from the tensors' names and shapes, by the tool as by the tests (tests
 import json
 import sys
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,10 @@ def build(folder: Path, seed: int) -> tuple[Any, dict[str, tuple[int, ...]]]:
         config = transformers.AutoConfig.from_pretrained(path)
         transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
         with safe_open(path / "model.safetensors", framework="numpy") as tensors:
-            shapes = {name: tuple(tensors.get_slice(name).get_shape()) for name in tensors.keys()}  # noqa: SIM118
+            shapes = {
+                _published(name, tensors.keys()): tuple(tensors.get_slice(name).get_shape())
+                for name in tensors.keys()  # noqa: SIM118
+            }
         (path / "config.json").write_text(json.dumps(raw))
         seeded.write_weights(path, shapes, seed)
         model, report = transformers.AutoModelForCausalLM.from_pretrained(
@@ -46,6 +50,13 @@ def build(folder: Path, seed: int) -> tuple[Any, dict[str, tuple[int, ...]]]:
     if problems:
         raise ValueError(f"{folder.name}: transformers does not load what it saves: {problems}")
     return model.eval(), shapes
+
+
+def _published(name: str, names: Collection[str]) -> str:
+    """transformers saves all of Ling 3's output projections as `dense`; the published linear layers have an `o_proj`,
+    which it loads as well."""
+    is_linear = name.replace(".dense.", ".o_norm.") in names
+    return name.replace(".attention.dense.", ".attention.o_proj.") if is_linear else name
 
 
 def compute(model: Any, token_ids: np.ndarray) -> tuple[np.ndarray, np.ndarray]:  # [batch, n]

@@ -87,7 +87,7 @@ def _kimi_spec(config: ModelConfig, delta: Delta, prefix: str) -> DeltaNet:
         decay_bias=vector(f"{prefix}.dt_bias", k_size, "heads"),
         log_rate=vector(f"{prefix}.A_log", heads, "heads", init="zeros"),
         norm=norm_spec(f"{prefix}.o_norm", delta.v_dim),
-        o=matrix(f"{prefix}.{config.names.o}.weight", v_size, config.d_model, ("heads", "embed")),
+        o=matrix(f"{prefix}.o_proj.weight", v_size, config.d_model, ("heads", "embed")),
     )
 
 

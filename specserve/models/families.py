@@ -55,7 +55,7 @@ class Keys:
         """Refuse what is not built, rather than compute something else. A missing key is fine."""
         got = self.raw.get(key)
         if got is not None and got not in values:
-            allowed = " or ".join(repr(value) for value in values)
+            allowed = " or ".join(repr(value) for value in values or (None,))
             raise ConfigError(f"{self.where}: {key} is {got!r}; specserve computes only {allowed}")
 
     @property
@@ -76,7 +76,7 @@ def model_config(raw: Mapping[str, Any], *, dtype: str, where: str = "config.jso
     flags = FAMILIES[family](keys)
     num_heads = keys.integer("num_attention_heads")
     d_model = keys.integer("hidden_size")
-    head_dim = keys.integer("head_dim", max(d_model // num_heads, 1))
+    head_dim = flags.get("head_dim") or keys.integer("head_dim", max(d_model // num_heads, 1))
     if "activation" not in flags:
         keys.must_be("hidden_act", "silu")
     base: Flags = {
@@ -89,7 +89,7 @@ def model_config(raw: Mapping[str, Any], *, dtype: str, where: str = "config.jso
         "dtype": dtype,
     }
     if "rope" not in flags:
-        base["rope"] = rope_from_hf(raw, where, head_dim=head_dim)
+        base["rope"] = rope_from_hf(keys.raw, where, head_dim=head_dim)
     config = ModelConfig(
         family=family,
         vocab_size=keys.integer("vocab_size"),
@@ -112,16 +112,17 @@ def _mistral(keys: Keys) -> Flags:
     return {"layers": (LayerKind(window=keys.integer("sliding_window", 0, least=0)),) * keys.num_layers}
 
 
-def _qwen_windows(keys: Keys) -> list[int]:
-    """Sliding windows of Qwen2 to Qwen3, which hold from layer `max_window_layers` on where they are switched on."""
-    n = keys.num_layers
+def _qwen_windows(keys: Keys, *, alternate: bool = False) -> list[int]:
+    """Sliding windows of Qwen, where they are switched on: from layer `max_window_layers` on, or in every second layer
+    before it."""
+    n, first = keys.num_layers, keys.integer("max_window_layers", 28, least=0)
     if not keys.flag("use_sliding_window"):
         return [0] * n
-    window, first = keys.integer("sliding_window", 4096), keys.integer("max_window_layers", n, least=0)
+    window = keys.integer("sliding_window", 0, least=0)
     types = keys.strings("layer_types", n)
     if types is not None:
         return [window if kind == "sliding_attention" else 0 for kind in types]
-    return [window if i >= first else 0 for i in range(n)]
+    return [window if (i < first and i % 2 == 0 if alternate else i >= first) else 0 for i in range(n)]
 
 
 def _qwen2(keys: Keys) -> Flags:
@@ -156,18 +157,14 @@ def _gemma(keys: Keys) -> Flags:
 
 def _alternating(keys: Keys, pattern: int) -> list[int]:
     """A window in every layer but each `pattern`-th."""
-    n, window = keys.num_layers, keys.integer("sliding_window", 4096)
+    n, window = keys.num_layers, keys.integer("sliding_window", 0, least=0)
     default = ["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(n)]
     types = keys.strings("layer_types", n) or default
     return [window if kind == "sliding_attention" else 0 for kind in types]
 
 
 def _gemma2(keys: Keys) -> Flags:
-    softcaps = {
-        "attention_softcap": keys.number("attn_logit_softcapping", 50.0),
-        "logit_softcap": keys.number("final_logit_softcapping", 30.0),
-    }
-    return _gemma(keys) | softcaps | {"layers": tuple(LayerKind(window=w) for w in _alternating(keys, 2))}
+    return _gemma(keys) | {"layers": tuple(LayerKind(window=w) for w in _alternating(keys, 2))}
 
 
 def _gemma3(keys: Keys) -> Flags:
@@ -177,8 +174,8 @@ def _gemma3(keys: Keys) -> Flags:
     if "full_attention" in nested or "sliding_attention" in nested:
         full, local = nested.get("full_attention") or {}, nested.get("sliding_attention") or {}
     else:
-        full, local = {"rope_theta": raw.get("rope_theta", 1e6), **(raw.get("rope_scaling") or nested)}, {}
-    full = {"rope_theta": 1e6} | full
+        full, local = raw.get("rope_scaling") or nested, {}
+    full = {"rope_theta": raw.get("rope_theta", 1e6)} | full
     local = {"rope_theta": raw.get("rope_local_base_freq", 1e4)} | local
     windows = _alternating(keys, keys.integer("sliding_window_pattern", 6))
     return flags | {
@@ -216,8 +213,10 @@ def _sparse_layers(keys: Keys, windows: list[int]) -> tuple[LayerKind, ...]:
 
 
 def _qwen_experts(keys: Keys, *, renormalize: bool, shared: int = 0) -> Experts:
+    # published as `num_experts`; transformers writes Qwen3-MoE's as `num_local_experts`
+    name = "num_local_experts" if "num_local_experts" in keys.raw else "num_experts"
     return Experts(
-        num_experts=keys.integer("num_experts"),
+        num_experts=keys.integer(name),
         top_k=keys.integer("num_experts_per_tok"),
         d_ff=keys.integer("moe_intermediate_size"),
         renormalize=keys.flag("norm_topk_prob", renormalize),
@@ -227,21 +226,16 @@ def _qwen_experts(keys: Keys, *, renormalize: bool, shared: int = 0) -> Experts:
 
 
 def _qwen2_moe(keys: Keys) -> Flags:
-    n = keys.num_layers
-    windows = _qwen_windows(keys)
-    if any(windows) and not keys.raw.get("layer_types"):
-        first = keys.integer("max_window_layers", n, least=0)
-        windows = [max(windows) if (i + 1) % 2 and i < first else 0 for i in range(n)]
     return {
         "qkv_bias": keys.flag("qkv_bias", True),
-        "layers": _sparse_layers(keys, windows),
+        "layers": _sparse_layers(keys, _qwen_windows(keys, alternate=True)),
         "experts": _qwen_experts(keys, renormalize=False, shared=keys.integer("shared_expert_intermediate_size", 5632)),
         "names": Names(shared="shared_expert"),
     }
 
 
 def _qwen3_moe(keys: Keys) -> Flags:
-    window = keys.integer("sliding_window", 4096) if keys.flag("use_sliding_window") else 0
+    window = keys.integer("sliding_window", 0, least=0) if keys.flag("use_sliding_window") else 0
     bias = keys.flag("attention_bias")
     return {
         "qk_norm": "head",
@@ -326,30 +320,28 @@ def _gpt_oss(keys: Keys) -> Flags:
     }
 
 
-def _latent(keys: Keys, *, q_rank: int, has_gate: bool = False) -> Latent:
-    return Latent(
+def _deepseek(keys: Keys) -> Flags:
+    """What DeepSeek-V2 and its heirs share: latent attention and first dense layers."""
+    latent = Latent(
         kv_rank=keys.integer("kv_lora_rank"),
         nope_dim=keys.integer("qk_nope_head_dim"),
         rope_dim=keys.integer("qk_rope_head_dim"),
         v_dim=keys.integer("v_head_dim"),
-        q_rank=q_rank,
-        has_gate=has_gate,
+        q_rank=keys.integer("q_lora_rank", 0, least=0),
     )
-
-
-def _deepseek(keys: Keys) -> Flags:
-    """What DeepSeek-V2 and its heirs share: latent attention and first dense layers."""
-    latent = _latent(keys, q_rank=keys.integer("q_lora_rank", 0, least=0))
     n, dense = keys.num_layers, keys.integer("first_k_dense_replace", 0, least=0)
+    # all of the part with position turns, whatever the config says of a head
+    stated = dict(keys.raw.get("rope_parameters") or keys.raw.get("rope_scaling") or {})
+    stated |= {"partial_rotary_factor": 1.0}
     rope = rope_from_hf(
-        {**keys.raw, "partial_rotary_factor": 1.0, "rotary_dim": None}, keys.where, head_dim=latent.rope_dim
+        {**keys.raw, "rope_parameters": stated, "rotary_dim": None}, keys.where, head_dim=latent.rope_dim
     )
     keys.must_be("moe_layer_freq", 1)
+    keys.must_be("mlp_bias", False)
     types = keys.strings("mlp_layer_types", n)
     sparse = [kind == "sparse" for kind in types] if types else [i >= dense for i in range(n)]
     bias = keys.flag("attention_bias")
     # DeepSeek scales the softmax by the square of YaRN's attention factor
-    stated = keys.raw.get("rope_parameters") or keys.raw.get("rope_scaling") or {}
     mscale_all_dim = float(stated.get("mscale_all_dim") or 0)
     stretch = yarn_magnitude(rope.factor, mscale_all_dim) if rope.kind == "yarn" and mscale_all_dim else 1.0
     return {
@@ -361,7 +353,6 @@ def _deepseek(keys: Keys) -> Flags:
         "attention_scale": (latent.nope_dim + latent.rope_dim) ** -0.5 * stretch**2,
         "qkv_bias": bias,
         "o_bias": bias,
-        "mlp_bias": keys.flag("mlp_bias"),
     }
 
 
@@ -384,13 +375,11 @@ def _routed(keys: Keys, *, scoring: Literal["softmax", "sigmoid"], group_score: 
 
 def _deepseek_v2(keys: Keys) -> Flags:
     keys.must_be("topk_method", "greedy", "group_limited_greedy")
+    keys.must_be("norm_topk_prob", False)  # transformers ignores it, DeepSeek's own code renormalises
     experts = _routed(keys, scoring="softmax", group_score="max")
     if keys.raw.get("topk_method", "greedy") == "greedy":
         experts = dataclasses.replace(experts, num_groups=1, top_groups=1)
-    flags = _deepseek(keys)
-    # V2 keeps YaRN's factor out of the softmax in transformers, and within it in its own code; both agree where
-    # mscale equals mscale_all_dim, as in every published checkpoint
-    return flags | {"experts": dataclasses.replace(experts, renormalize=False)}
+    return _deepseek(keys) | {"experts": experts}
 
 
 def _deepseek_v3(keys: Keys) -> Flags:
@@ -482,6 +471,8 @@ def _bailing_experts(keys: Keys, *, has_correction: bool) -> Experts:
 
 def _bailing(keys: Keys) -> Flags:
     """What Ling and Ring share."""
+    keys.must_be("norm_head", False)
+    keys.must_be("use_sliding_window", False)
     n, dense = keys.num_layers, keys.integer("first_k_dense_replace", 0, least=0)
     head_dim = keys.integer("head_dim", keys.integer("hidden_size") // keys.integer("num_attention_heads"))
     return {
@@ -545,14 +536,21 @@ def _bailing_hybrid(keys: Keys) -> Flags:
         if raw.get(ours) is None and raw.get(theirs) is not None:
             raw[ours] = raw[theirs]
     keys = Keys(raw, keys.where)
-    n, group, width = keys.num_layers, keys.integer("layer_group_size"), keys.integer("head_dim")
+    keys.must_be("gated_attention_proj_granularity_type", "head_wise")
+    keys.must_be("no_kda_lora", True)
+    keys.must_be("attention_bias", False)
+    for key in ("use_mla_nope", "use_nGPT", "value_norm", "up_proj_norm", "scale_router_input", "use_bias"):
+        keys.must_be(key, False)
+    for key in ("expert_swiglu_limit_list", "share_expert_swiglu_limit_list"):
+        keys.must_be(key)
+    n, group, width = keys.num_layers, keys.integer("layer_group_size"), keys.integer("head_dim", 128)
     default = ["full_attention" if (i + 1) % group == 0 else "linear_attention" for i in range(n)]
     types = keys.strings("layer_types", n) or default
     flags = _deepseek(keys)
     num_heads = keys.integer("num_attention_heads")
     return flags | {
         "max_len": keys.integer("max_position_embeddings", 2048),
-        "latent": _latent(keys, q_rank=0, has_gate=True),
+        "latent": dataclasses.replace(flags["latent"], has_gate=True),
         "experts": _routed(keys, scoring="sigmoid", group_score="top2"),
         "delta": Delta(
             num_heads,
@@ -571,14 +569,30 @@ def _bailing_hybrid(keys: Keys) -> Flags:
     }
 
 
-# What published config.jsons leave to transformers' defaults, and nobody else would assume.
+# What published config.jsons leave to transformers' defaults, and nobody else would assume. A null is not a default: it
+# switches a window or a softcap off.
 DEFAULTS: dict[str, dict[str, Any]] = {
+    "mistral": {"sliding_window": 4096},
+    "qwen2": {"sliding_window": 4096},
+    "qwen3": {"sliding_window": 4096, "head_dim": 128},
+    "gemma2": {"sliding_window": 4096, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
     "gemma3_text": {
         "vocab_size": 262_208,
         "num_attention_heads": 8,
         "num_key_value_heads": 4,
         "max_position_embeddings": 131_072,
-    }
+        "sliding_window": 4096,
+    },
+    "glm": {"rms_norm_eps": 1.5625e-7},
+    "glm4": {"rms_norm_eps": 1.5625e-7},
+    "mixtral": {"rope_theta": 1e6, "rms_norm_eps": 1e-5},
+    "qwen2_moe": {"sliding_window": 4096},
+    "qwen3_moe": {"sliding_window": 4096},
+    "gpt_oss": {"sliding_window": 128, "rope_theta": 150_000.0, "rms_norm_eps": 1e-5},
+    "glm4_moe": {"rms_norm_eps": 1e-5},
+    "glm4_moe_lite": {"rms_norm_eps": 1e-5},
+    "minimax_m2": {"rope_theta": 5e6, "head_dim": 128},
+    "bailing_hybrid": {"rope_theta": 6e6, "first_k_dense_replace": 2, "layer_group_size": 6},
 }
 
 FAMILIES: dict[str, Callable[[Keys], Flags]] = {

@@ -142,7 +142,7 @@ def rope_from_hf(raw: Mapping[str, Any], where: str, *, head_dim: int = 0) -> Ro
 
 def _scaled(base: Rope, kind: Kind, scaling: Mapping[str, Any], raw: Mapping[str, Any]) -> Rope:
     max_len = raw.get("max_position_embeddings")
-    stated = scaling.get("original_max_position_embeddings") or raw.get("original_max_position_embeddings")
+    stated = raw.get("original_max_position_embeddings") or scaling.get("original_max_position_embeddings")
     original = stated or max_len
     factor = scaling.get("factor")
     if factor is None:
@@ -166,8 +166,7 @@ def _scaled(base: Rope, kind: Kind, scaling: Mapping[str, Any], raw: Mapping[str
     magnitude = scaling.get("attention_factor")
     if kind == "longrope":
         if magnitude is None:
-            stretch = max_len / stated if stated and max_len else rope.factor
-            magnitude = 1.0 if stretch <= 1 else math.sqrt(1 + math.log(stretch) / math.log(original))
+            magnitude = 1.0 if rope.factor <= 1 else math.sqrt(1 + math.log(rope.factor) / math.log(original))
         return dataclasses.replace(
             rope,
             short_factors=tuple(float(f) for f in scaling["short_factor"]),

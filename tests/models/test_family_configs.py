@@ -1,0 +1,135 @@
+"""config.json of every family: transformers' config classes (which need no torch) and ours read the same from it,
+whichever way it is spelled and whatever it leaves out; and what is not built is refused.
+"""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import bailing
+import pytest
+import transformers
+
+from specserve.errors import ConfigError
+from specserve.models.config import LayerKind, ModelConfig
+from specserve.models.families import model_config
+
+TESTS = Path(__file__).parent.parent
+CONFIGS = {path.parent.name: json.loads(path.read_text()) for path in sorted(TESTS.glob("goldens/*/config.json"))}
+SAME_AS = {"kimi_k2": "deepseek_v3"}
+# left out of a config.json, these take the family's defaults
+DEFAULTED = (
+    "sliding_window",
+    "layer_types",
+    "max_window_layers",
+    "attn_logit_softcapping",
+    "final_logit_softcapping",
+    "query_pre_attn_scalar",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "rope_local_base_freq",
+    "sliding_window_pattern",
+    "partial_rotary_factor",
+    "rms_norm_eps",
+    "attention_bias",
+    "mlp_bias",
+    "tie_word_embeddings",
+    "rope_interleave",
+    "use_qk_norm",
+    "norm_topk_prob",
+    "decoder_sparse_step",
+    "mlp_only_layers",
+    "full_attention_interval",
+    "kda_safe_gate",
+    "kda_lower_bound",
+    "layer_group_size",
+)
+
+
+def _read(raw: dict[str, Any]) -> ModelConfig:
+    return model_config(raw, dtype="float32")
+
+
+def _as_transformers_writes(raw: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """The new spelling, with every default filled in."""
+    named = raw | {"model_type": SAME_AS.get(raw["model_type"], raw["model_type"])}
+    (folder / "config.json").write_text(json.dumps(named))
+    out = transformers.AutoConfig.from_pretrained(folder).to_dict() | {"model_type": raw["model_type"]}
+    if raw["model_type"] == "bailing_hybrid":  # transformers overwrites it, and could not read again what it writes
+        out["head_dim"] = raw["head_dim"]
+    return out
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_both_spellings_read_alike(case: str, tmp_path: Path) -> None:
+    raw = CONFIGS[case]
+    assert _read(_as_transformers_writes(raw, tmp_path)) == _read(raw)
+
+
+@pytest.mark.parametrize("case", CONFIGS)
+def test_what_is_left_out_is_as_transformers_assumes(case: str, tmp_path: Path) -> None:
+    raw = {key: value for key, value in CONFIGS[case].items() if key not in DEFAULTED}
+    assert _read(_as_transformers_writes(raw, tmp_path)) == _read(raw)
+
+
+def test_ling_2_goes_by_the_name_of_ling_1() -> None:
+    raw = bailing.CASES["ling-2"]
+    assert _read(raw | {"model_type": "bailing_moe"}) == replace(_read(raw), family="bailing_moe")
+    assert _read(bailing.CASES["ling-1"]).experts != _read(raw).experts
+
+
+def test_a_null_switches_off() -> None:
+    assert _read(CONFIGS["mistral"] | {"sliding_window": None}).layers == (LayerKind(),) * 3
+    gemma = _read(CONFIGS["gemma2"] | {"attn_logit_softcapping": None, "final_logit_softcapping": None})
+    assert (gemma.attention_softcap, gemma.logit_softcap) == (0.0, 0.0)
+
+
+def test_position_turns_all_of_what_mla_keeps_for_it() -> None:
+    """Published configs of Ling 3 state for a whole head what `qk_rope_head_dim` says already."""
+    nested = {"rope_parameters": {"rope_type": "default", "rope_theta": 1000.0, "partial_rotary_factor": 0.5}}
+    raw = CONFIGS["ling-3"]
+    assert _read(raw | nested | {"partial_rotary_factor": 0.5, "rotary_dim": 4}) == _read(raw)
+
+
+def test_the_text_half_of_a_multimodal_config() -> None:
+    """Published Gemma 3 leaves most of it to defaults."""
+    text = {"model_type": "gemma3_text", "hidden_size": 2560, "intermediate_size": 10240, "num_hidden_layers": 34}
+    config = _read({"model_type": "gemma3", "text_config": text | {"sliding_window": 1024}})
+    assert (config.vocab_size, config.num_heads, config.num_kv_heads, config.head_dim) == (262_208, 8, 4, 256)
+    assert [i for i, kind in enumerate(config.layers) if not kind.window] == [5, 11, 17, 23, 29]
+    assert config.tie_embeddings
+
+
+@pytest.mark.parametrize(
+    ("case", "changes", "words"),
+    [
+        ("llama-llama3", {"hidden_act": "gelu"}, "hidden_act"),
+        ("llama-llama3", {"model_type": "lama"}, "nearest is 'llama'"),
+        ("llama-llama3", {"rope_scaling": {"rope_type": "proportional"}}, "proportional"),
+        ("llama-llama3", {"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
+        ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation"),
+        ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
+        ("qwen3-windows-biased", {"layer_types": ["full_attention"]}, "one entry for each of 3 layers"),
+        ("qwen3-moe", {"num_experts": None}, "num_experts is missing"),
+        ("gpt-oss", {"swiglu_limit": 5.0}, "swiglu_limit"),
+        ("deepseek-v2", {"topk_method": "noaux_tc"}, "topk_method"),
+        ("deepseek-v2", {"norm_topk_prob": True}, "norm_topk_prob"),
+        ("deepseek-v3", {"scoring_func": "softmax"}, "scoring_func"),
+        ("deepseek-v3", {"moe_layer_freq": 2}, "moe_layer_freq"),
+        ("minimax-m2", {"scoring_func": "softmax"}, "scoring_func"),
+        ("ling-3", {"gated_attention_proj_granularity_type": "element_wise"}, "granularity"),
+        ("ling-3", {"no_kda_lora": False}, "no_kda_lora"),
+        ("ling-3", {"expert_swiglu_limit_list": [7.0]}, "computes only None"),
+    ],
+)
+def test_what_is_not_built_is_refused_by_name(case: str, changes: dict[str, Any], words: str) -> None:
+    with pytest.raises(ConfigError, match=words):
+        _read(CONFIGS[case] | changes)
+
+
+@pytest.mark.parametrize("changes", [{"norm_head": True}, {"linear_silu": True}, {"score_function": "softmax"}])
+def test_what_ring_linear_lacks_is_refused_by_name(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=next(iter(changes))):
+        _read(bailing.CASES["ring-linear"] | changes)
