@@ -88,5 +88,7 @@ def fuse_mlp(params: Mlp) -> Mlp:
 
 
 def side_by_side(*parts: Any) -> Any:
-    """Plain matrices or vectors joined along their outputs; None where there are none (a projection without bias)."""
-    return None if parts[0] is None else jnp.concatenate(parts, axis=-1)
+    """Matrices or vectors joined along their outputs; None where there are none (a projection without bias)."""
+    if parts[0] is None:
+        return None
+    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=-1), *parts)  # of quantised ones also the scales

@@ -9,11 +9,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specserve.kernels.matmul import Weight, matmul_float32
+from specserve.kernels.matmul import QuantizedMatrix, Weight, dequantize, matmul, matmul_float32
 from specserve.models.config import Activation, Experts, ModelConfig
 from specserve.models.layers import Mlp, gated, linear, mlp, mlp_spec
 from specserve.models.params import ParamSpec, Part, matrix
 from specserve.pytree import pytree
+
+Matrices = jax.Array | QuantizedMatrix  # one for each expert
 
 
 @pytree
@@ -21,9 +23,9 @@ class Moe:
     router: Weight  # [d_model, expert]
     router_bias: jax.Array | None  # [expert]
     correction: jax.Array | None  # [expert]
-    gate: jax.Array  # [expert, d_model, d_ff]
-    up: jax.Array  # [expert, d_model, d_ff]
-    down: jax.Array  # [expert, d_ff, d_model]
+    gate: Matrices  # [expert, d_model, d_ff]
+    up: Matrices  # [expert, d_model, d_ff]
+    down: Matrices  # [expert, d_ff, d_model]
     gate_bias: jax.Array | None  # [expert, d_ff]
     up_bias: jax.Array | None  # [expert, d_ff]
     down_bias: jax.Array | None  # [expert, d_model]
@@ -127,7 +129,7 @@ def _within_best_groups(choice: jax.Array, experts: Experts) -> jax.Array:  # [t
 
 
 # One formulation's product of rows with their experts' matrices (and bias): (rows, weight, bias) -> rows.
-Product = Callable[[jax.Array, jax.Array, jax.Array | None], jax.Array]
+Product = Callable[[jax.Array, Matrices, jax.Array | None], jax.Array]
 
 
 def _expert_mlp(params: Moe, activation: Activation, x: jax.Array, product: Product) -> jax.Array:
@@ -145,8 +147,8 @@ def all_experts(
     """Every expert computes every token: reads all weights once, and computes expert / top_k times what is needed."""
     num_experts = params.down.shape[0]
 
-    def product(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:  # x: [expert, token, d_in]
-        y = jnp.einsum("eti,eio->eto", x, weight)
+    def product(x: jax.Array, weight: Matrices, bias: jax.Array | None) -> jax.Array:  # x: [expert, token, d_in]
+        y = matmul(x, weight)
         return y if bias is None else y + bias[:, None]
 
     # repeated so that experts are a batch dimension on both sides; else XLA's CPU backend transposes the weights
@@ -164,8 +166,8 @@ def sorted_by_expert(
     order = jnp.argsort(flat)
     group_sizes = jnp.bincount(flat, length=params.down.shape[0])
 
-    def product(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:  # x: [token * top_k, d_in]
-        y = jax.lax.ragged_dot(x, weight, group_sizes)
+    def product(x: jax.Array, weight: Matrices, bias: jax.Array | None) -> jax.Array:  # x: [token * top_k, d_in]
+        y = jax.lax.ragged_dot(x, dequantize(weight, x.dtype), group_sizes)
         return y if bias is None else y + bias[flat[order]]
 
     y = _expert_mlp(params, activation, x[order // top_k], product)
@@ -178,8 +180,9 @@ def chosen_experts(
     """The chosen experts' matrices are gathered for each token: for so few tokens that most experts stay unread."""
     flat = expert_ids.reshape(-1)
 
-    def product(x: jax.Array, weight: jax.Array, bias: jax.Array | None) -> jax.Array:  # x: [token * top_k, d_in]
-        y = jnp.einsum("ri,rio->ro", x, weight[flat])
+    def product(x: jax.Array, weight: Matrices, bias: jax.Array | None) -> jax.Array:  # x: [token * top_k, d_in]
+        chosen = dequantize(jax.tree.map(lambda leaf: leaf[flat], weight), x.dtype)
+        y = jnp.einsum("ri,rio->ro", x, chosen)
         return y if bias is None else y + bias[flat]
 
     y = _expert_mlp(params, activation, jnp.repeat(x, expert_ids.shape[1], axis=0), product)

@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specserve.kernels.matmul import Weight, matmul_float32
+from specserve.kernels.matmul import BlockedMatrix, Weight, dequantize, matmul_float32
 from specserve.models import attention, latent, recurrent
 from specserve.models.attention import Attention, attention_spec, fuse_attention
 from specserve.models.cache import Cache, Prefix
@@ -175,8 +175,10 @@ def logits(params: TargetParams, config: ModelConfig, hidden_states: jax.Array) 
 
 def head_columns(params: TargetParams, token_ids: jax.Array) -> jax.Array:  # [d_model, len(token_ids)]
     """The output head restricted to some tokens: what a draft's head is warm-started from."""
-    assert params.head is None or isinstance(params.head, jax.Array), "other layouts are for serving only"
-    return params.embedding[token_ids].T if params.head is None else params.head[:, token_ids]
+    if params.head is None:
+        return params.embedding[token_ids].T
+    assert not isinstance(params.head, BlockedMatrix), "blocked parameters are for serving only"
+    return dequantize(jax.tree.map(lambda leaf: leaf[:, token_ids], params.head), params.embedding.dtype)
 
 
 def fuse_for_cpu(params: TargetParams) -> TargetParams:

@@ -1,19 +1,25 @@
 """From stored tensors to parameters: whatever way a checkpoint keeps them, on one device or spread over several, and
 nothing is missing, left over, or read that is not needed."""
 
+import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
+import jax
 import ml_dtypes
 import numpy as np
 import pytest
+import tiny
 
 from specserve import mesh
-from specserve.checkpoints.load import check_weights, load_params, to_numpy
-from specserve.checkpoints.tensors import TensorFolder, write_tensors
+from specserve.checkpoints.load import check_weights, load_params, load_target, to_numpy
+from specserve.checkpoints.tensors import TensorFolder, write_json, write_tensors
 from specserve.errors import CheckpointError
-from specserve.models.params import ParamSpec, Part, embedding_table, matrix, vector
+from specserve.models.families import model_config
+from specserve.models.params import ParamSpec, Part, embedding_table, matrix, specs, vector
+from specserve.models.target import target_spec
 
 Tensors = dict[str, np.ndarray]
 EXPERTS, D_IN, D_OUT = 4, 8, 12
@@ -175,3 +181,98 @@ def test_weights_that_are_no_numbers_are_named(tmp_path: Path, tensors: Tensors,
     loaded["norm"] = loaded["norm"].at[0].set(value)
     with pytest.raises(CheckpointError, match=r"^here: .*: experts\.3\.up; norm; copy"):
         check_weights(loaded, SPEC, "here")
+
+
+GOLDENS = Path(__file__).parent.parent / "goldens"
+
+
+def _write_family(folder: Path, family: str, rng: np.random.Generator) -> tuple[dict[str, Any], Tensors]:
+    """A checkpoint with the tensors that the family's specs name, of values that tell them apart."""
+    raw = json.loads((GOLDENS / family / "config.json").read_text())
+    tensors: Tensors = {}
+    for spec in specs(target_spec(model_config(raw, dtype="bfloat16"))):
+        for name in spec.names:
+            tensors[name] = rng.standard_normal(spec.stored_shape).astype(ml_dtypes.bfloat16)
+    write_json(folder / "config.json", raw)
+    write_tensors(folder / "model.safetensors", tensors)
+    return raw, tensors
+
+
+@pytest.mark.parametrize("family", sorted(path.name for path in GOLDENS.iterdir()))
+def test_a_saved_target_of_every_family_is_the_loaded_one_bit_for_bit(
+    tmp_path: Path, rng: np.random.Generator, family: str
+) -> None:
+    tensors = _write_family(tmp_path, family, rng)[1]
+    target = load_target(tmp_path, dtype="bfloat16")
+    saved = to_numpy(target.params, target_spec(target.config), "bfloat16")
+    assert saved.keys() == tensors.keys()
+    for name, value in tensors.items():
+        _assert_same_bits(saved[name], value)
+
+
+@pytest.mark.parametrize(
+    ("family", "extra", "reason"),
+    [
+        ("deepseek-v3", "model.layers.{n}.eh_proj.weight", "multi-token prediction"),
+        ("glm4-moe", "model.layers.{n}.mlp.experts.3.up_proj.weight", "multi-token prediction"),
+        ("qwen3-next", "mtp.layers.0.self_attn.q_proj.weight", "multi-token prediction"),
+        ("qwen3-tied", "lm_head.weight", "tied to the embedding"),
+        ("llama-llama3", "model.layers.0.self_attn.rotary_emb.inv_freq", "rotary buffers"),
+    ],
+)
+def test_what_a_forward_does_not_need_is_skipped_and_nothing_else(
+    tmp_path: Path, rng: np.random.Generator, caplog: pytest.LogCaptureFixture, family: str, extra: str, reason: str
+) -> None:
+    raw, tensors = _write_family(tmp_path, family, rng)
+    write_json(tmp_path / "config.json", raw | {"num_nextn_predict_layers": 1})
+    extra = extra.format(n=raw["num_hidden_layers"])
+    one = np.zeros(1, np.float32)
+    write_tensors(tmp_path / "model.safetensors", tensors | {extra: one})
+    with caplog.at_level(logging.INFO):
+        load_target(tmp_path, dtype="bfloat16")
+    assert re.search(rf"not loaded: 1 \([^)]*{reason}", caplog.text)
+    stray = f"model.layers.{raw['num_hidden_layers'] + 1}.eh_proj.weight"
+    write_tensors(tmp_path / "model.safetensors", tensors | {extra: one, stray: one})
+    with pytest.raises(CheckpointError, match=f"{re.escape(stray)} is not part of this architecture"):
+        load_target(tmp_path, dtype="bfloat16")
+
+
+@pytest.mark.parametrize(("own", "theirs"), [("", "language_model."), ("model.", "model.language_model.")])
+def test_the_text_model_of_a_multimodal_one_is_loaded(
+    tmp_path: Path, rng: np.random.Generator, caplog: pytest.LogCaptureFixture, own: str, theirs: str
+) -> None:
+    raw, tensors = _write_family(tmp_path, "gemma3", rng)
+    alone = load_target(tmp_path, dtype="bfloat16")
+    wrapped = {re.sub(f"^{own}", theirs, name): value for name, value in tensors.items()}
+    wrapped["vision_tower.encoder.weight"] = np.zeros(1, np.float32)
+    write_tensors(tmp_path / "model.safetensors", wrapped)
+    write_json(tmp_path / "config.json", {"model_type": "gemma3", "text_config": raw})
+    with caplog.at_level(logging.INFO):
+        within = load_target(tmp_path, dtype="bfloat16")
+    assert "1 (of a model that also sees or hears" in caplog.text
+    for one, other in zip(jax.tree.leaves(alone.params), jax.tree.leaves(within.params), strict=True):
+        _assert_same_bits(one, other)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"hidden_size": 64}, r"has shape \(64, 32\), config.json says \(64, 64\).*config of another model\?"),
+        ({"num_hidden_layers": 5}, r"model\.layers\.5\.\S* is not part of this architecture"),
+        ({"num_hidden_layers": 7}, r"model\.layers\.6\.\S* is missing"),
+        ({"vocab_size": 128}, r"model.embed_tokens.weight has shape \(64, 32\), config.json says \(128, 32\)"),
+        ({"model_type": "llama"}, r"q_norm.weight is not part of this architecture"),
+    ],
+)
+def test_the_config_of_another_model_is_refused(tmp_path: Path, changes: dict[str, Any], words: str) -> None:
+    tiny.write_target(tmp_path, tiny.TARGET, seed=0)
+    write_json(tmp_path / "config.json", tiny.TARGET | changes)
+    with pytest.raises(CheckpointError, match=words) as error:
+        load_target(tmp_path, dtype="float32")
+    assert len(str(error.value)) < 2000
+
+
+def test_every_end_of_text_is_known(tmp_path: Path) -> None:
+    tiny.write_target(tmp_path, tiny.TARGET, seed=0)
+    write_json(tmp_path / "generation_config.json", {"eos_token_id": [7, 2, 9]})
+    assert load_target(tmp_path, dtype="float32").eos_ids == (7, 2, 9)

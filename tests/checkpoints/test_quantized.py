@@ -1,6 +1,9 @@
 """Checkpoints of 8 and 4 bits: every layout against its description in NumPy, dequantised and kept, whole and spread;
 and targets that are quantised at load, within a stated bound."""
 
+import dataclasses
+import functools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -9,17 +12,23 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
+import seeded
 import tiny
 
 from specserve import mesh
 from specserve.checkpoints.load import Target, load_params, load_target, quantize_params
 from specserve.checkpoints.quantized import stored_block
 from specserve.checkpoints.source import BUNDLED_FOLDER
-from specserve.checkpoints.tensors import TensorFolder, write_tensors
+from specserve.checkpoints.tensors import TensorFolder, write_json, write_tensors
 from specserve.errors import CheckpointError
 from specserve.kernels.matmul import EightBits, QuantizedMatrix, dequantize, matmul
-from specserve.models.params import ParamSpec, Part, matrix, vector
+from specserve.models import moe
+from specserve.models.config import ModelConfig
+from specserve.models.families import model_config
+from specserve.models.params import ParamSpec, Part, matrix, specs, vector
+from specserve.models.target import TargetParams, forward, fuse_for_cpu, logits, target_spec
 
+GOLDENS = Path(__file__).parent.parent / "goldens"
 Tensors = dict[str, np.ndarray]
 D_IN, D_OUT = 20, 24
 SPEC = {"norm": vector("norm", D_IN), "o": matrix("o.weight", D_IN, D_OUT, ("heads", "mlp"))}
@@ -225,6 +234,18 @@ def test_quantisations_that_are_not_read_are_refused_by_name(stated: dict[str, A
         stored_block({"quantization_config": stated}, "config.json")
 
 
+def _is_quantized(node: Any) -> bool:
+    return isinstance(node, QuantizedMatrix)
+
+
+def _plain(node: Any) -> Any:
+    return dequantize(node, jnp.dtype("float32"))
+
+
+def _dequantized(target: Target) -> Target:
+    return dataclasses.replace(target, params=jax.tree.map(_plain, target.params, is_leaf=_is_quantized))
+
+
 # Largest difference of a logit of the bundled target from float32's, and its root mean square, both over the standard
 # deviation of its logits.
 BOUNDS: dict[EightBits, tuple[float, float]] = {"int8": (0.1, 0.02), "fp8": (0.4, 0.08)}
@@ -237,25 +258,66 @@ def test_a_target_quantised_at_load_keeps_its_bound(pydoc_target: Target, to: Ei
     for one, other in zip(jax.tree.leaves(quantized.params), jax.tree.leaves(again), strict=True):
         assert one.dtype == other.dtype
         np.testing.assert_array_equal(np.asarray(one).view(np.uint8), np.asarray(other).view(np.uint8))
-
-    def plain(leaf: Any) -> Any:
-        return dequantize(leaf, jnp.dtype("float32"))
-
-    is_quantized = lambda node: isinstance(node, QuantizedMatrix)  # noqa: E731
-    dense = jax.tree.map(plain, quantized.params, is_leaf=is_quantized)
     kept = {
         jax.tree_util.keystr(path[-1:], simple=True)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(quantized.params, is_leaf=is_quantized)
-        if not is_quantized(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(quantized.params, is_leaf=_is_quantized)
+        if not _is_quantized(leaf)
     }
     assert kept == {"embedding", "attention_norm", "mlp_norm", "norm", "q_norm", "k_norm"}
 
     token_ids = np.random.default_rng(1).integers(0, pydoc_target.config.vocab_size, 64)
     exact = tiny.target_logits(pydoc_target, token_ids)
     got = tiny.target_logits(quantized, token_ids)
-    same = tiny.target_logits(Target(quantized.config, dense, quantized.eos_ids, quantized.folder), token_ids)
+    same = tiny.target_logits(_dequantized(quantized), token_ids)
     np.testing.assert_allclose(got, same, atol=1e-4)
     difference = (got - exact) / exact.std()
     largest, typical = BOUNDS[to]
     assert np.abs(difference).max() < largest
     assert np.sqrt((difference**2).mean()) < typical
+
+
+@functools.partial(jax.jit, static_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
+def _logits(params: TargetParams, config: ModelConfig, token_ids: jax.Array) -> jax.Array:
+    n = token_ids.shape[1]
+    out = forward(params, config, token_ids, jnp.arange(n, dtype=jnp.int32)[None], tiny.causal(n))
+    return logits(params, config, out.hidden_states)
+
+
+@pytest.mark.parametrize("family", ["deepseek-v3", "gpt-oss", "qwen3-next"])
+def test_every_product_takes_a_quantised_weight(tmp_path: Path, family: str) -> None:
+    """Latent attention, experts with and without biases, shared experts, gates, recurrent layers; fused as on CPU."""
+    raw = json.loads((GOLDENS / family / "config.json").read_text())
+    wanted = specs(target_spec(model_config(raw, dtype="float32")))
+    seeded.write_weights(tmp_path, {name: spec.stored_shape for spec in wanted for name in spec.names}, seed=0)
+    write_json(tmp_path / "config.json", raw)
+    quantized = load_target(tmp_path, dtype="float32", quantization="int8")
+    token_ids = jnp.arange(12, dtype=jnp.int32)[None]
+    got = _logits(fuse_for_cpu(quantized.params), quantized.config, token_ids)
+    same = _logits(_dequantized(quantized).params, quantized.config, token_ids)
+    np.testing.assert_allclose(got, same, atol=1e-4)
+
+
+@pytest.mark.parametrize("form", moe.FORMS)
+def test_every_form_of_the_experts_takes_quantised_weights(rng: np.random.Generator, form: moe.Form) -> None:
+    def draw(*shape: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal(shape), jnp.float32)
+
+    plain = moe.Moe(
+        router=draw(16, 4),
+        router_bias=None,
+        correction=None,
+        gate=draw(4, 16, 8),
+        up=draw(4, 16, 8),
+        down=draw(4, 8, 16),
+        gate_bias=draw(4, 8),
+        up_bias=draw(4, 8),
+        down_bias=draw(4, 16),
+        shared=None,
+        shared_gate=None,
+    )
+    params = quantize_params(plain, "int8")
+    assert isinstance(params.down, QuantizedMatrix)
+    dense = jax.tree.map(_plain, params, is_leaf=_is_quantized)
+    x, expert_ids = draw(6, 16), jnp.asarray(rng.permuted(np.tile(np.arange(4), (6, 1)), axis=1)[:, :2])
+    rest = (x, expert_ids, jnp.full((6, 2), 0.5))
+    np.testing.assert_allclose(form(params, "silu", *rest), form(dense, "silu", *rest), atol=1e-4)
