@@ -99,15 +99,20 @@ def _divisors(number: int) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _num_parts(mesh: Mesh, axis: str | None) -> int:
+def num_parts(mesh: Mesh | None, axis: str | None) -> int:
     """Into how many parts the mesh cuts a logical axis."""
     name = LOGICAL_TO_MESH[axis]
-    return mesh.shape[name] if name else 1
+    return mesh.shape[name] if mesh is not None and name else 1
 
 
 def sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
     """Where an array with these logical axes lives."""
     return NamedSharding(mesh, PartitionSpec(*(LOGICAL_TO_MESH[axis] for axis in axes)))
+
+
+def whole(mesh: Mesh | None) -> NamedSharding | None:
+    """On every device of the mesh; without one, where JAX puts it."""
+    return None if mesh is None else sharding(mesh, ())
 
 
 def fitting(
@@ -117,7 +122,7 @@ def fitting(
     number of its `units` (of "heads", say, each of which is several entries long)."""
 
     def divides(axis: str | None, size: int) -> bool:
-        parts = _num_parts(mesh, axis)
+        parts = num_parts(mesh, axis)
         return size % parts == 0 and (units or {}).get(axis or "", parts) % parts == 0
 
     return sharding(mesh, tuple(axis if divides(axis, size) else None for axis, size in zip(axes, shape, strict=True)))

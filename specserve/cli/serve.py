@@ -10,13 +10,20 @@ from specserve.serve.settings import ServeRun
 def serve(run: ServeRun) -> None:
     """Serve a target with a draft head over HTTP. Without arguments: the bundled target with the bundled head."""
     from specserve.cli.progress import console, warmup_bar
+    from specserve.mesh import parse_mesh
     from specserve.serve.api import HttpServer, bind_listener, create_app
     from specserve.serve.launch import load_models, make_engine
 
     if run.warmup_only:
         run = replace(run, early_ready=False)  # everything is to be compiled before the end
     listener = bind_listener(run.host, run.port)  # a taken port is said before minutes of loading
-    models = load_models(run.target, run.draft, quantization=run.quantization, is_checked=run.check_weights)
+    models = load_models(
+        run.target,
+        run.draft,
+        quantization=run.quantization,
+        is_checked=run.check_weights,
+        mesh=parse_mesh(run.mesh),
+    )
     with warmup_bar() as on_warmup:
         engine = make_engine(models, run, on_warmup)
     if run.warmup_only:

@@ -9,7 +9,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from specserve.kernels.attention import PagedPrefix
 from specserve.models import recurrent
@@ -124,16 +123,3 @@ class Cache:
 def _rows(state: State, slots: jax.Array | None) -> State:
     assert slots is not None, "recurrent layers need the slots"
     return jax.tree.map(lambda x: x.at[slots].get(mode="clip"), state)
-
-
-def bytes_per_token(config: ModelConfig) -> int:
-    """Of the pages of all layers. Recurrent layers take none."""
-    size = 0
-    for i in range(config.num_layers):
-        mixer = config.kind(i).mixer
-        if mixer == "latent":
-            assert config.latent is not None
-            size += config.latent.cache_dim
-        elif mixer == "attention":
-            size += 2 * config.num_kv_heads * config.head_dim
-    return size * np.dtype(config.dtype).itemsize

@@ -3,6 +3,7 @@ fit. What the logical axes are spread over is the business of `mesh`."""
 
 import dataclasses
 import math
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -13,7 +14,7 @@ from specserve.errors import ConfigError
 from specserve.mesh import Size, check_divides, describe_mesh, fitting, free_memory, shardings
 from specserve.models.cache import Cache, Pages
 from specserve.models.config import DraftConfig, ModelConfig
-from specserve.models.draft import DraftParams
+from specserve.models.draft import DraftParams, draft_cache
 from specserve.models.params import ParamSpec, is_product, is_spec, num_params
 from specserve.models.recurrent import State
 from specserve.models.target import TargetParams
@@ -48,20 +49,28 @@ def place_cache(cache: Any, mesh: Mesh) -> Any:
     return Cache(tuple(map(place, cache.layers)), cache.num_pages, cache.page_size)
 
 
+def bytes_per_token(target: ModelConfig, draft: DraftConfig | None, mesh: Mesh | None = None) -> int:
+    """What a token takes in the paged caches of target and head, on each device. Recurrent layers take nothing."""
+
+    def one_token() -> list[Cache]:
+        caches = [Cache.zeros(target, num_slots=0, num_pages=1, page_size=1)]
+        return [*caches, draft_cache(draft, num_pages=1, page_size=1)] if draft else caches
+
+    caches = jax.eval_shape(one_token)
+    places = [place_cache(cache, mesh) for cache in caches] if mesh is not None else None
+    leaves = jax.tree.leaves(caches)
+    return _num_bytes([leaf.shape for leaf in leaves], [leaf.dtype.itemsize for leaf in leaves], places)
+
+
 def check_fits(
     what: str, spec: Any, places: Any | None, mesh: Mesh | None, dtype: str, product_dtype: str | None = None
 ) -> None:
     """Raises ConfigError when a device has less free memory than its part of the parameters takes, those that rows are
     multiplied by being of `product_dtype` where one is given."""
     leaves: list[tuple[Any, ParamSpec]] = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_spec)[0]
-    sizes = [np.dtype(product_dtype or dtype if is_product(path) else dtype).itemsize for path, _ in leaves]
+    itemsizes = [np.dtype(product_dtype or dtype if is_product(path) else dtype).itemsize for path, _ in leaves]
     shapes = [leaf.shape for _, leaf in leaves]
-    parts = shapes
-    if places is not None:
-        parts = [place.shard_shape(shape) for place, shape in zip(jax.tree.leaves(places), shapes, strict=True)]
-    whole, needed = (
-        sum(size * math.prod(shape) for size, shape in zip(sizes, found, strict=True)) for found in (shapes, parts)
-    )
+    whole, needed = _num_bytes(shapes, itemsizes, None), _num_bytes(shapes, itemsizes, places)
     free = free_memory(mesh)
     if needed > free:
         spread = "all of that on one device"
@@ -69,8 +78,16 @@ def check_fits(
             spread = f"{needed / 1e9:,.1f} GB of that on each device of --mesh {describe_mesh(mesh)}"
         raise ConfigError(
             f"{what}: {num_params(spec):,} parameters take {whole / 1e9:,.1f} GB, {spread}, where "
-            f"{free / 1e9:,.1f} GB are free; spread them over more devices (--mesh tensor=N), or take a smaller target"
+            f"{free / 1e9:,.1f} GB are free; spread them over more devices (--mesh tensor=N), or take 8-bit weights "
+            "(--quantization int8)"
         )
+
+
+def _num_bytes(shapes: Sequence[tuple[int, ...]], itemsizes: Sequence[int], places: Any | None) -> int:
+    """Of the parts that each device has."""
+    if places is not None:
+        shapes = [place.shard_shape(shape) for place, shape in zip(jax.tree.leaves(places), shapes, strict=True)]
+    return sum(itemsize * math.prod(shape) for itemsize, shape in zip(itemsizes, shapes, strict=True))
 
 
 def _sizes(config: ModelConfig) -> list[Size]:

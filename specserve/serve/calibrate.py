@@ -32,6 +32,7 @@ def cost_file(models_fingerprint: str, runner: Runner) -> Path:
         specserve.__version__,
         jax.__version__,
         jax.devices()[0].device_kind,
+        str(runner.place),
         models_fingerprint,
         str((runner.page_size, runner.num_slots, runner.max_pages, runner.config)),
         *[program.name for program in runner.programs()],

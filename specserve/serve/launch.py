@@ -1,22 +1,20 @@
 """From the settings of a server to an engine: which target, which head, how large a cache."""
 
 import logging
-import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
 import jax
-import numpy as np
+from jax.sharding import Mesh
 
 from specserve.checkpoints.head import Head, load_head, read_notes
 from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, load_target
 from specserve.checkpoints.source import BUNDLED, BUNDLED_HEAD_FOLDER, resolve_target
 from specserve.errors import ConfigError
-from specserve.mesh import default_dtype
-from specserve.models import cache
-from specserve.models.config import DraftConfig, ModelConfig
+from specserve.mesh import default_dtype, free_memory, num_parts
+from specserve.models.sharding import bytes_per_token
 from specserve.provenance import fingerprint
 from specserve.serve.calibrate import cost_file, describe_costs, step_costs
 from specserve.serve.engine import Engine, EngineOptions
@@ -45,6 +43,7 @@ class Models:
     fingerprint: str = ""  # of the target's weights
     head_fingerprint: str = ""
     head_acceptance: Sequence[float] = ()  # by depth, from the head's own evaluation; unknown where empty
+    mesh: Mesh | None = None  # what both are spread over; None: one device
 
 
 def load_models(
@@ -54,6 +53,7 @@ def load_models(
     has_tokenizer: bool = True,
     quantization: Quantization | Literal[""] = "",  # of the target; empty: as when the head was trained
     is_checked: bool = False,  # every weight must be a number
+    mesh: Mesh | None = None,  # what to spread both over
 ) -> Models:
     """Find and load target and head; the head's notes know its target. Raises ConfigError or CheckpointError."""
     folder = _head_folder(target, draft)
@@ -66,7 +66,8 @@ def load_models(
     source = resolve_target(name)
     stated = notes.get("quantization", "none")
     own_quantization = quantization or (stated if stated in QUANTIZATIONS else "none")
-    loaded = load_target(source.folder, dtype=default_dtype(), quantization=own_quantization, is_checked=is_checked)
+    dtype = default_dtype()
+    loaded = load_target(source.folder, dtype=dtype, quantization=own_quantization, mesh=mesh, is_checked=is_checked)
     if folder and own_quantization != stated:
         logger.warning(
             "%s was trained against a target with quantization %s and is served with %s: its acceptance will be lower",
@@ -74,7 +75,7 @@ def load_models(
             stated,
             own_quantization,
         )
-    head = load_head(folder, loaded, dtype=default_dtype()) if folder else None
+    head = load_head(folder, loaded, dtype=dtype, mesh=mesh) if folder else None
     own = fingerprint(source.folder)
     trained_on = notes.get("target_fingerprint")
     if trained_on and trained_on != own:
@@ -92,6 +93,7 @@ def load_models(
         own,
         fingerprint(folder) if folder else "",
         notes.get("acceptance", {}).get("accept_rate", ()),
+        mesh,
     )
 
 
@@ -122,6 +124,11 @@ def make_engine(
         raise ConfigError(f"--max-model-len {longest}: the target's context is {models.target.config.max_len}")
     if longest < 2:
         raise ConfigError("--max-model-len must be at least 2: one token to ask, one to answer")
+    parts = num_parts(models.mesh, "batch")
+    if run.max_slots % parts:
+        raise ConfigError(
+            f"--max-slots {run.max_slots}: they are spread over data={parts}, so make it a multiple of that"
+        )
     runner = Runner(
         models.target,
         models.head,
@@ -133,6 +140,7 @@ def make_engine(
         is_deterministic=run.deterministic,
         is_coupled=is_coupled,
         has_constrained=run.constrained,
+        mesh=models.mesh,
     )
     programs = runner.programs()
     late = [program for program in programs if run.early_ready and not program.is_plain]
@@ -205,8 +213,9 @@ def _num_pages(models: Models, run: ServeRun, longest: int) -> int:
         return -(-run.cache_tokens // run.page_size)
     if not (run.cache_gb or run.cache_fraction):
         return -(-run.max_slots * longest // run.page_size)
-    available = int(run.cache_gb * 1e9) if run.cache_gb else int(run.cache_fraction * free_memory())
-    per_page = bytes_per_token(models.target.config, models.head.config if models.head else None) * run.page_size
+    available = int(run.cache_gb * 1e9) if run.cache_gb else int(run.cache_fraction * free_memory(models.mesh))
+    draft = models.head.config if models.head else None
+    per_page = bytes_per_token(models.target.config, draft, models.mesh) * run.page_size
     pages = available // per_page
     if pages < 1:
         raise ConfigError(
@@ -214,18 +223,3 @@ def _num_pages(models: Models, run: ServeRun, longest: int) -> int:
             "raise --cache-gb or --cache-fraction, or lower --page-size"
         )
     return pages
-
-
-def bytes_per_token(target: ModelConfig, draft: DraftConfig | None) -> int:
-    """Of keys and values in the paged cache, the draft's layer included."""
-
-    own = 2 * draft.num_kv_heads * draft.head_dim * np.dtype(draft.dtype).itemsize if draft else 0
-    return cache.bytes_per_token(target) + own
-
-
-def free_memory() -> int:
-    """Bytes that are free on the first device, or on the host where the device is the CPU."""
-    stats = jax.devices()[0].memory_stats()
-    if stats and "bytes_limit" in stats:
-        return stats["bytes_limit"] - stats["bytes_in_use"]
-    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

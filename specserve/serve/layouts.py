@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
 from specserve.kernels.matmul import Weight, block
-from specserve.mesh import fitting
+from specserve.mesh import whole
 from specserve.models.draft import DraftParams, token_embedding
 from specserve.models.target import TargetParams, fuse_for_cpu
 from specserve.speculative.propose import Draft
@@ -47,7 +47,7 @@ def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) ->
     draft = None
     if head is not None:
         embedding = token_embedding(head.params, target.params.embedding)
-        target_ids = jax.device_put(head.target_ids, fitting(mesh, (), ()) if mesh else None)
+        target_ids = jax.device_put(head.target_ids, whole(mesh))
         draft = Draft(head.params, DraftVocab(target_ids), embedding)
     wide = Weights(params, draft)
     if not is_cpu or sum(leaf.nbytes for leaf in jax.tree.leaves(wide)) > NARROW_BYTES:

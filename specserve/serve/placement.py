@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from specserve.mesh import fitting
+from specserve.mesh import fitting, whole
 from specserve.models.sharding import place_cache
 from specserve.speculative.step import SlotState
 
@@ -22,7 +22,7 @@ class Placement:
 
     @property
     def whole(self) -> NamedSharding | None:
-        return None if self.mesh is None else fitting(self.mesh, (), ())
+        return whole(self.mesh)
 
     def put(self, host: Any) -> Any:
         """A pytree of NumPy arrays, whole."""

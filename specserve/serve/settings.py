@@ -17,6 +17,9 @@ class ServeRun:
         help="8-bit weights of the target: int8 or fp8 rounds them at load, stored keeps a checkpoint's own, none "
         "restores floats; empty: as the head was trained, else none",
     )
+    mesh: str = setting(
+        "", help="devices to spread the models over, by axis, such as data=2,tensor=4,expert=1; empty: one device"
+    )
     check_weights: bool = setting(False, help="refuse a target with weights that are not numbers (reads them all)")
     speculation: str = setting(
         "auto",

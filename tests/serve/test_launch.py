@@ -92,7 +92,7 @@ def test_deterministic_chains_of_every_source_are_taken(models: Models) -> None:
 
 def test_cache_sizes(models: Models, headless: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tokens are pages, rounded up; bytes are pages, rounded down; else every slot has its whole context."""
-    monkeypatch.setattr(launch, "free_memory", lambda: 10**6)
+    monkeypatch.setattr(launch, "free_memory", lambda _mesh: 10**6)
     per_token = 2 * 2 * 8 * 4  # keys and values of 2 heads of 8 float32 numbers, for each layer
     assert launch.bytes_per_token(models.target.config, models.head.config if models.head else None) == 7 * per_token
     assert launch.bytes_per_token(headless.target.config, None) == 6 * per_token
@@ -171,7 +171,7 @@ class _FakeRunner(SimpleNamespace):
     """Programs that take as long as they say, on a clock of their own."""
 
     def __init__(self, seconds: dict[tuple[int, int, Tree | None], float], clock: list[float]) -> None:
-        super().__init__(state=jnp.zeros(1), page_size=4, num_slots=2, max_pages=8, config="config")
+        super().__init__(state=jnp.zeros(1), page_size=4, num_slots=2, max_pages=8, config="config", place="here")
         self.seconds, self.clock, self.ran = seconds, clock, []
 
     def programs(self) -> list[Program]:
@@ -258,12 +258,18 @@ def test_the_file_depends_on_what_costs_depend_on(runner: Any, monkeypatch: pyte
     assert tmp_path in first.parents
     assert cost_file("target head", runner) == first
     others = {cost_file("another head", runner)}
-    for name, value in (("page_size", 8), ("num_slots", 4), ("config", "another"), ("seconds", {(1, 8, None): 1.0})):
+    for name, value in (
+        ("page_size", 8),
+        ("num_slots", 4),
+        ("config", "another"),
+        ("place", "mesh"),
+        ("seconds", {(1, 8, None): 1.0}),
+    ):
         before = getattr(runner, name)
         setattr(runner, name, value)
         others.add(cost_file("target head", runner))
         setattr(runner, name, before)
-    assert len(others | {first}) == 6
+    assert len(others | {first}) == 7
 
 
 def test_costs_in_one_line() -> None:
