@@ -12,7 +12,7 @@ from specserve.data.conversations import Conversation
 from specserve.data.loader import Loader
 from specserve.data.packing import Document, PackedRows, pack, tokenize
 from specserve.errors import ConfigError
-from specserve.mesh import default_dtype
+from specserve.mesh import default_dtype, parse_mesh
 from specserve.speculative.tree import parse_speculation
 from specserve.speculative.vocab import choose_draft_vocab, coverage
 from specserve.tokenizer import Tokenizer
@@ -28,8 +28,9 @@ def prepare(run: TrainRun) -> Trainer:
     if tree is None:
         raise ConfigError("speculation is off; acceptance is measured with a chain or a tree, such as chain:3")
     source = resolve_target(run.target)
+    mesh = parse_mesh(run.mesh)
     target = load_target(
-        source.folder, dtype=default_dtype(), quantization=run.quantization, is_checked=run.check_weights
+        source.folder, dtype=default_dtype(), quantization=run.quantization, mesh=mesh, is_checked=run.check_weights
     )
     tokenizer = Tokenizer.load(source.folder)
     rows, counts = load_rows(run, tokenizer, target.config.vocab_size)
@@ -57,7 +58,7 @@ def prepare(run: TrainRun) -> Trainer:
         "quantization": run.quantization,
         "data": run.data.source,
     }
-    return Trainer(run, target, data, notes)
+    return Trainer(run, target, data, notes, mesh)
 
 
 def load_rows(run: TrainRun, tokenizer: Tokenizer, vocab_size: int) -> tuple[PackedRows, np.ndarray]:

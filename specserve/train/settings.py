@@ -60,6 +60,9 @@ class TrainRun:
     quantization: Literal["none", "stored", "int8", "fp8"] = setting(
         "none", help="8-bit weights of the target, as it will be served (see serve)"
     )
+    mesh: str = setting(
+        "", help="devices to spread the target over, by axis, such as tensor=4,expert=1; empty: one device (see serve)"
+    )
     check_weights: bool = setting(False, help="refuse a target with weights that are not numbers (reads them all)")
     output: str = setting("ckpt", help="folder for the head, its state and its metrics")
     speculation: str = setting("chain:3", help="how acceptance is measured while training")

@@ -7,7 +7,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
+from jax.sharding import Mesh
 
+from specserve.mesh import on_mesh, whole
 from specserve.models import target as target_model
 from specserve.models.config import DraftConfig, ModelConfig
 from specserve.models.draft import DraftParams, token_embedding
@@ -62,7 +64,7 @@ def teach(
 
 
 def make_step(
-    config: LossConfig, optimizer: optax.GradientTransformation
+    config: LossConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
 ) -> Callable[[TrainState, TargetParams, DraftVocab, Rows, jax.Array], tuple[TrainState, StepMetrics]]:
     """The jitted step; the state is donated. Its last argument scales the learning rate."""
 
@@ -91,4 +93,4 @@ def make_step(
         n_tokens = jnp.sum(rows.loss_mask, dtype=jnp.int32)
         return new, StepMetrics(loss, metrics, optax.tree.norm(gradient), n_tokens)
 
-    return jax.jit(step, donate_argnums=0)
+    return jax.jit(on_mesh(mesh, step), donate_argnums=0, out_shardings=whole(mesh))

@@ -13,6 +13,7 @@ from typing import Any, TextIO
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from specserve import provenance
 from specserve.checkpoints.head import Head, save_head
@@ -20,6 +21,7 @@ from specserve.checkpoints.load import Target
 from specserve.checkpoints.train_state import StateStore
 from specserve.data.loader import Loader
 from specserve.errors import CheckpointError, ConfigError
+from specserve.mesh import fitting, whole
 from specserve.models.config import DraftConfig
 from specserve.models.draft import DraftParams, draft_spec
 from specserve.models.params import init_params
@@ -107,7 +109,14 @@ def init_head(config: DraftConfig, target: Target, target_ids: np.ndarray, seed:
 class Trainer:
     """Runs the steps, measures acceptance, saves the state, exports the head."""
 
-    def __init__(self, run: TrainRun, target: Target, data: TrainingData, notes: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        run: TrainRun,
+        target: Target,
+        data: TrainingData,
+        notes: dict[str, Any],
+        mesh: Mesh | None = None,  # what the target is spread over; the head is whole on every device
+    ) -> None:
         if not run.train.max_steps and not run.train.max_minutes:
             raise ConfigError("train.max_steps and train.max_minutes are both 0; give one of them")
         self.run, self.target, self.data, self.notes = run, target, data, notes
@@ -116,15 +125,16 @@ class Trainer:
         self.config = draft_config(run.draft, target, len(data.target_ids))
         loss = LossConfig(target.config, self.config, self.settings.rollout, self.settings.rollout_decay)
         optimizer = make_optimizer(self.settings)
-        self._step = make_step(loss, optimizer)
+        self._mesh = mesh
+        self._step = make_step(loss, optimizer, mesh)
         self._meter = (
             AcceptanceMeter(target, self.config, data.eval_tree, data.eval_prompts, max_new_tokens=data.eval_max_tokens)
             if data.eval_prompts
             else None
         )
         params = init_head(self.config, target, data.target_ids, self.settings.seed)
-        self.state = TrainState(params, optimizer.init(params), jnp.int32(0))  # type: ignore[arg-type]
-        self._vocab = DraftVocab(jnp.asarray(data.target_ids))
+        state = TrainState(params, optimizer.init(params), jnp.int32(0))  # type: ignore[arg-type]
+        self.state, self._vocab = jax.device_put((state, DraftVocab(jnp.asarray(data.target_ids))), whole(mesh))
         self._store = StateStore(self.output / STATE_FOLDER)
         self._tokens, self._seconds = 0, 0.0  # of earlier sessions of the run, after a resume
         self.step = 0
@@ -172,9 +182,9 @@ class Trainer:
         unread: deque[tuple[int, int, StepMetrics]] = deque()
         while (share := self._share()) < 1:
             batch = self.data.loader.next_batch()
-            rows = Rows(
-                *(jnp.asarray(x) for x in (batch.token_ids, batch.loss_mask, batch.document_ids, batch.position_ids))
-            )
+            arrays = batch.token_ids, batch.loss_mask, batch.document_ids, batch.position_ids
+            place = fitting(self._mesh, ("batch", None), batch.token_ids.shape) if self._mesh else None
+            rows = Rows(*jax.device_put(arrays, place))
             scale = jnp.float32(learning_rate_scale(share, settings.warmup_share))
             self.state, metrics = self._step(self.state, self.target.params, self._vocab, rows, scale)
             self.step += 1
