@@ -57,10 +57,11 @@ def load_head(folder: Path, target: Target, *, dtype: str, mesh: Mesh | None = N
     raw = read_json(folder / "config.json")
     config = dialects.draft_config_from_hf(raw, target.config, names, dtype=dtype, where=where)
     if (config.vocab_size, config.target_d_model) != (target.config.vocab_size, target.config.d_model):
+        trained_for = read_notes(folder).get("target", "the one that it was trained for")
         raise CheckpointError(
             f"{folder}: a head for a target with vocabulary {config.vocab_size} and width {config.target_d_model}; "
-            f"{target.folder} has {target.config.vocab_size} and {target.config.d_model}. Give the target it was "
-            "trained for (--target)"
+            f"{target.folder} has {target.config.vocab_size} and {target.config.d_model}. Give its own target "
+            f"(--target), {trained_for}"
         )
     maps = {name: tensors.read(name) for name in (dialects.D2T, dialects.T2D) if name in names}
     target_ids = dialects.vocab_from_tensors(maps.get(dialects.D2T), maps.get(dialects.T2D), config, str(folder))

@@ -237,6 +237,19 @@ def test_what_a_forward_does_not_need_is_skipped_and_nothing_else(
         load_target(tmp_path, dtype="bfloat16")
 
 
+@pytest.mark.parametrize("count", [0, 2])
+def test_as_many_layers_of_multi_token_prediction_are_skipped_as_there_are(
+    tmp_path: Path, rng: np.random.Generator, count: int
+) -> None:
+    raw, tensors = _write_family(tmp_path, "deepseek-v3", rng)
+    write_json(tmp_path / "config.json", raw | {"num_nextn_predict_layers": count})
+    further = [f"model.layers.{raw['num_hidden_layers'] + i}.eh_proj.weight" for i in range(3)]
+    write_tensors(tmp_path / "model.safetensors", tensors | dict.fromkeys(further, np.zeros(1, np.float32)))
+    with pytest.raises(CheckpointError, match="not part of this architecture") as error:
+        load_target(tmp_path, dtype="bfloat16")
+    assert [name in str(error.value) for name in further] == [i >= count for i in range(3)]
+
+
 @pytest.mark.parametrize(("own", "theirs"), [("", "language_model."), ("model.", "model.language_model.")])
 def test_the_text_model_of_a_multimodal_one_is_loaded(
     tmp_path: Path, rng: np.random.Generator, caplog: pytest.LogCaptureFixture, own: str, theirs: str
