@@ -170,7 +170,7 @@ def sum_loss(
     mask = visible_within_documents(batch.document_ids)
     out = forward(compute, model, batch.token_ids, batch.position_ids, mask)
     losses = optax.softmax_cross_entropy_with_integer_labels(
-        logits(compute, out.hidden_states[:, :-1]), batch.token_ids[:, 1:]
+        logits(compute, model, out.hidden_states[:, :-1]), batch.token_ids[:, 1:]
     )
     same = (batch.document_ids[:, 1:] == batch.document_ids[:, :-1]) & (batch.document_ids[:, 1:] > 0)
     weights = same.astype(jnp.float32)

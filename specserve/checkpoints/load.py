@@ -37,9 +37,21 @@ Tree = TypeVar("Tree")
 Quantization = Literal["none", "stored", "int8", "fp8"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "stored", "int8", "fp8")
 
-_SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": "rotary buffers, computed here", **quantized.SKIPPED}
+TIED, AS_VOCABULARY = "tied to the embedding", "read as the draft vocabulary"
+_COMPUTED = "rotary buffers, computed here"
+_NOT_MISSED = frozenset((TIED, AS_VOCABULARY, _COMPUTED))  # reasons that nobody needs to hear of
+_SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED, **quantized.SKIPPED}
 _PREDICTS_FURTHER = frozenset(  # families whose checkpoints append layers of multi-token prediction to the model's own
-    ("deepseek_v3", "kimi_k2", "glm4_moe", "glm4_moe_lite", "bailing_moe_v2", "bailing_moe_linear", "bailing_hybrid")
+    (
+        "deepseek_v3",
+        "kimi_k2",
+        "glm4_moe",
+        "glm4_moe_lite",
+        "bailing_moe",
+        "bailing_moe_v2",
+        "bailing_moe_linear",
+        "bailing_hybrid",
+    )
 )
 _OTHER_SENSES = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector|audio_tower)\..*"
 
@@ -100,7 +112,7 @@ def _skipped(config: ModelConfig, raw: Mapping[str, Any], rename: Callable[[str]
     """Tensors of a target's checkpoint that its forward does not need, as patterns, and why."""
     skipped = {_OTHER_SENSES: "of a model that also sees or hears; text alone is served"}
     if config.tie_embeddings:
-        skipped[re.escape(rename("lm_head.weight"))] = "tied to the embedding"
+        skipped[re.escape(rename("lm_head.weight"))] = TIED
     further = {r"mtp\..*"} if config.family == "qwen3_next" else set()
     if config.family in _PREDICTS_FURTHER:
         count = raw.get("num_nextn_predict_layers")
@@ -186,7 +198,8 @@ def _account_for(names: frozenset[str], folder: Path, skipped: Mapping[str, str]
     counts = Counter(why[0] for why in reasons.values() if why)
     if counts:
         counted = ", ".join(f"{count} ({why})" for why, count in sorted(counts.items()))
-        logger.info("%s: tensors that are not loaded: %s", folder, counted)
+        level = logging.DEBUG if counts.keys() <= _NOT_MISSED else logging.INFO
+        logger.log(level, "%s: tensors that are not loaded: %s", folder, counted)
     return [f"{name} is not part of this architecture" for name in sorted(names) if not reasons[name]]
 
 

@@ -21,8 +21,9 @@ LLAMA3 = {
     [
         ({"model_type": "qwen33"}, "qwen3"),
         ({"hidden_act": "gelu"}, "hidden_act"),
-        ({"use_sliding_window": True}, "sliding"),
-        ({"rope_scaling": {"type": "yarn", "factor": 2.0}}, "yarn"),
+        ({"use_sliding_window": "yes"}, "true or false"),
+        ({"rope_scaling": {"type": "spiral", "factor": 2.0}}, "spiral"),
+        ({"rope_scaling": {"type": "llama3", "factor": 2.0}}, "llama3.*low_freq_factor"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"vocab_size": "many"}, "vocab_size must be a positive integer"),
     ],

@@ -142,9 +142,11 @@ def test_an_eos_inside_an_accepted_path_ends_the_sequence_there(
     for eos in sorted(set(answer)):
         told = [[*answer, *[eos] * 9][at : at + 3] for at in range(1, len(answer) + 6, 3)]  # it runs ahead
 
-        def accept_two(slots: list[int], tree: Tree | None, *, has_logprobs: bool, told: list = told) -> _Told:
+        def accept_two(
+            slots: list[int], tree: Tree | None, *, has_logprobs: bool, is_following: bool, told: list = told
+        ) -> _Told:
             assert len(slots) == 1
-            assert (tree, has_logprobs) == (TREE, False)
+            assert (tree, has_logprobs, is_following) == (TREE, False, True)
             return _Told(told.pop(0))
 
         monkeypatch.setattr(runner, "step", accept_two)

@@ -20,7 +20,7 @@ from fakes import FakeEngine
 
 models = types.SimpleNamespace(name="fake")
 sys.modules["specserve.serve.launch"] = types.SimpleNamespace(
-    load_models=lambda target, draft: models, make_engine=lambda models, run, on_warmup: FakeEngine()
+    load_models=lambda target, draft, **settings: models, make_engine=lambda models, run, on_warmup: FakeEngine()
 )
 from specserve.cli.main import main
 

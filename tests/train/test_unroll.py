@@ -100,10 +100,10 @@ def test_rollout_step_k_equals_servings_kth_draft_step(
         state, _ = step.prefill(weights, step_config, state, slots, length[None], is_last, n, 8)
         assert state.pending is not None
         pending = Pending(ahead[None, :1], state.pending.aux_hidden_states[:, :1], state.pending.count)
-        assert state.draft_pages is not None
+        assert state.draft_cache is not None
         assert weights.draft is not None
         pages, hidden = catch_up(
-            weights.draft, config, state.draft_pages, state.page_table, state.page_table, state.seq_lens, pending
+            weights.draft, config, state.draft_cache, state.page_table, state.page_table, state.seq_lens, pending
         )
         prefix = Prefix(state.page_table, state.seq_lens + 1, FIRST_ENTRY)
         expand = _Expander(weights.draft, config, pages, prefix, greedy)
