@@ -26,6 +26,9 @@ from specserve.pytree import pytree
 
 MAX_TREE = 257  # tokens of a call that may be any tree: a root and the most nodes that are speculated
 BLOCK = 64  # tokens of longer calls that are computed together
+ROWS = 16  # of these whose decays by channel are held at once
+
+Decay = tuple[jax.Array, jax.Array]  # coarse and fine part: [count, batch, head, size, 1 or k_dim]
 
 
 @pytree
@@ -70,43 +73,51 @@ def recur(
         x = jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(batch, count, size, x.shape[2], -1)
         return x.transpose(1, 0, 3, 2, 4)
 
-    q, k = (_for_each_head(x, num_heads, axis=2) for x in (q, k))
+    q, k = (_for_each_head(x, num_heads) for x in (q, k))
     q, k, v, log_decay = blocks(q), blocks(k), blocks(v), blocks(log_decay)
     pairs = jnp.pad(mask, ((0, 0), (0, pad), (0, pad))).reshape(-1, count, size, count, size)
     sees = pairs[:, ids, :, ids]  # [count, batch or 1, size, size], within each block
-    carries = pairs[:, ids, :, ids - 1, -1] | (ids == 0)[:, None, None]  # [count, batch or 1, size]: sees what came in
+    # [count, batch or 1, size]: does a token see the state at its block's start?
+    enters = pairs[:, ids, :, ids - 1, -1] | (ids == 0)[:, None, None]
 
-    decay = _matmul(sees[:, :, None].astype(jnp.float32), log_decay)  # along the path, from the block's beginning on
-    entering = jnp.where(carries[:, :, None, :, None], jnp.exp(decay), 0.0)  # how much of the incoming state is left
-    reads = _products(q, k, decay, sees)
-    from_state = jnp.zeros_like(k)
+    decay = _along_paths(log_decay, sees)
+    left = jnp.where(enters[:, :, None, :, None], jnp.exp(sum(decay)), 0.0)  # of the state at the block's start
+    reads, overlaps = _products(q, k, decay, sees)
+    erases = None
     if beta is not None:
         weight = blocks(beta[..., None])
-        overlaps = _products(k, k, decay, sees & ~np.eye(size, dtype=bool))
-        system = jnp.eye(size) + weight * overlaps
-        known = jnp.concatenate([weight * v, weight * k * entering], axis=-1)
-        solved = jax.lax.linalg.triangular_solve(system, known, left_side=True, lower=True, unit_diagonal=True)
-        v, from_state = jnp.split(solved, (v.shape[-1],), axis=-1)  # u = v - from_state S
-
-    def read(matrix: jax.Array, block: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:
-        q, _, v, from_state, _, reads, entering, _, _ = block
-        u = v - _matmul(from_state, matrix) if beta is not None else v
-        return _matmul(q * entering, matrix) + _matmul(reads, u), u
-
-    def step(matrix: jax.Array, block: tuple[jax.Array, ...]) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        _, k, _, _, log_decay, _, _, sees, carries = block
-        out, u = read(matrix, block)
-        kept = jnp.where(carries[:, -1, None, None, None], matrix, 0.0)
-        return _absorb(kept, k, u, log_decay, sees[:, -1]), (out, u)
-
-    together = (q, k, v, from_state, log_decay, reads, entering, sees, carries)
-    if count == 1:
-        out, u = read(matrix, tuple(x[0] for x in together))
-        out, u = out[None], u[None]
-    else:
-        _, (out, u) = jax.lax.scan(step, matrix, together)
+        known = jnp.concatenate([weight * v, weight * k * left], axis=-1)
+        # of this system the solver reads what is below the diagonal
+        solved = jax.lax.linalg.triangular_solve(
+            weight * overlaps, known, left_side=True, lower=True, unit_diagonal=True
+        )
+        v, erases = jnp.split(solved, (v.shape[-1],), axis=-1)
+    block = _Block(q * left, k, v, erases, log_decay, reads, sees[:, :, -1], enters[:, :, -1])
+    _, (out, u) = jax.lax.scan(_step, matrix, block, unroll=count == 1)
     out, u = (x.transpose(1, 0, 3, 2, 4).reshape(batch, count * size, num_heads, -1)[:, :n] for x in (out, u))
     return out, u
+
+
+@pytree
+class _Block:
+    """What of a block does not depend on the state at its start."""
+
+    q: jax.Array  # [batch, head, size, k_dim], decayed from the block's start on; 0 where the start is not seen
+    k: jax.Array  # [batch, head, size, k_dim]
+    v: jax.Array  # [batch, head, size, v_dim]
+    erases: jax.Array | None  # [batch, head, size, k_dim]: u = v - erases S
+    log_decay: jax.Array  # [batch, head, size, 1 or k_dim]
+    reads: jax.Array  # [batch, head, size, size]
+    path: jax.Array  # [batch or 1, size]: what the last token sees
+    is_open: jax.Array  # [batch or 1]: whether the last token sees the block's start
+
+
+def _step(matrix: jax.Array, block: _Block) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """The state after a block's last token, and every token's o and u."""
+    u = block.v if block.erases is None else block.v - _matmul(block.erases, matrix)
+    out = _matmul(block.q, matrix) + _matmul(block.reads, u)
+    matrix = jnp.where(block.is_open[:, None, None, None], matrix, 0.0)
+    return _absorb(matrix, block.k, u, block.log_decay, block.path), (out, u)
 
 
 def convolve(
@@ -135,7 +146,7 @@ def advance(
     is_kept: jax.Array,  # [batch, m] bool; the kept tokens come first, each the child of the one before
 ) -> State:
     """The state after the kept tokens, as if they had been run one by one. The others leave no trace."""
-    k = _for_each_head(new.k, new.u.shape[2], axis=2)
+    k = _for_each_head(new.k, new.u.shape[2])
     k, u, log_decay = (x.transpose(0, 2, 1, 3) for x in (k, new.u, new.log_decay))
     num_kept = jnp.sum(is_kept, axis=1, dtype=jnp.int32)
 
@@ -162,23 +173,44 @@ def _absorb(
     return jnp.exp(to_end[:, :, 0])[..., None] * matrix + written
 
 
-def _products(
-    x: jax.Array,  # [count, batch, head, size, k_dim]
-    k: jax.Array,  # [count, batch, head, size, k_dim]
-    decay: jax.Array,  # [count, batch, head, size, 1 or k_dim], along the path
+def _along_paths(
+    log_decay: jax.Array,  # [count, batch, head, size, 1 or k_dim]
     sees: jax.Array,  # [count, batch or 1, size, size]
-) -> jax.Array:  # [count, batch, head, size, size]
-    """x_i k_j, decayed on the way from j to i, where i sees j, and 0 elsewhere."""
-    if decay.shape[-1] == 1:
-        from_to = jnp.where(sees[:, :, None], decay - decay.swapaxes(-1, -2), -jnp.inf)
-        return _matmul(x, k.swapaxes(-1, -2)) * jnp.exp(from_to)
-    # one fused loop: nothing of the size of size * size * k_dim is ever stored
-    from_to = jnp.where(sees[:, :, None, :, :, None], decay[..., :, None, :] - decay[..., None, :, :], -jnp.inf)
-    return jnp.sum(x[..., :, None, :] * k[..., None, :, :] * jnp.exp(from_to), axis=-1)
+) -> Decay:
+    """Each token's log decay since the block's start. Differences between neighbours are what matters, and may be small
+    against the sums: these are kept in two parts, of which the coarse one is exact in float32."""
+    log_decay = jnp.maximum(log_decay, -88.0)  # nothing is left after that anyway, and MAX_TREE of them sum exactly
+    coarse = jnp.round(log_decay * 512.0) / 512.0
+    path = sees[:, :, None].astype(jnp.float32)
+    return _matmul(path, coarse), _matmul(path, log_decay - coarse)
 
 
-def _for_each_head(x: jax.Array, num_heads: int, *, axis: int) -> jax.Array:
-    return jnp.repeat(x, num_heads // x.shape[axis], axis=axis)
+def _products(
+    q: jax.Array,  # [count, batch, head, size, k_dim]
+    k: jax.Array,  # [count, batch, head, size, k_dim]
+    decay: Decay,
+    sees: jax.Array,  # [count, batch or 1, size, size]
+) -> tuple[jax.Array, jax.Array]:  # each [count, batch, head, size, size]
+    """q_i k_j and k_i k_j, decayed on the way from j to i, where i sees j, and 0 elsewhere."""
+    if decay[0].shape[-1] == 1:
+        from_to = sum(part - part.swapaxes(-1, -2) for part in decay)
+        rate = jnp.exp(jnp.where(sees[:, :, None], from_to, -jnp.inf))
+        return _matmul(q, k.swapaxes(-1, -2)) * rate, _matmul(k, k.swapaxes(-1, -2)) * rate
+
+    def row(i: tuple[jax.Array, ...]) -> tuple[jax.Array, jax.Array]:  # the same without the axis of i
+        q_i, k_i, coarse_i, fine_i, sees_i = i
+        from_to = sum(own[..., None, :] - part for own, part in zip((coarse_i, fine_i), decay, strict=True))
+        arrived = k * jnp.exp(jnp.where(sees_i[:, :, None, :, None], from_to, -jnp.inf))
+        return jnp.sum(q_i[..., None, :] * arrived, axis=-1), jnp.sum(k_i[..., None, :] * arrived, axis=-1)
+
+    # size * size * k_dim numbers are too many to hold at once
+    rows = tuple(jnp.moveaxis(x, -2, 0) for x in (q, k, *decay, sees))
+    reads, overlaps = jax.lax.map(row, rows, batch_size=ROWS)
+    return jnp.moveaxis(reads, 0, -2), jnp.moveaxis(overlaps, 0, -2)
+
+
+def _for_each_head(k: jax.Array, num_heads: int) -> jax.Array:  # [batch, n, k_head, k_dim] -> [batch, n, head, k_dim]
+    return jnp.repeat(k, num_heads // k.shape[2], axis=2)
 
 
 def _matmul(x: jax.Array, y: jax.Array) -> jax.Array:
