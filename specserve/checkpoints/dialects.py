@@ -1,11 +1,12 @@
 """EAGLE-3 heads as others write them. The only file that knows `d2t`, `t2d` and the spellings of layer ids.
 
-SGLang (our own layout): tensors `midlayer.*`, layer ids name the OUTPUT of layer i. vLLM and speculators: tensors
-`layers.0.*`, layer ids name the INPUT of layer i + 1. The same taps, one apart.
+SGLang (our own layout) and sglang-jax: tensors `midlayer.*`, layer ids name the OUTPUT of layer i. vLLM and
+speculators: tensors `layers.0.*`, layer ids name the INPUT of layer i + 1. The same taps, one apart.
 """
 
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
 
 import numpy as np
 
@@ -13,71 +14,114 @@ from specserve.errors import CheckpointError, ConfigError
 from specserve.models.config import DraftConfig, ModelConfig
 from specserve.models.rope import rope_from_hf, rope_to_hf
 
-ARCHITECTURE = "LlamaForCausalLMEagle3"
+Dialect = Literal["sglang", "vllm", "speculators", "sglang-jax"]
+DIALECTS: tuple[Dialect, ...] = ("sglang", "vllm", "speculators", "sglang-jax")
+
+ARCHITECTURES = {
+    "sglang": "LlamaForCausalLMEagle3",
+    "vllm": "LlamaForCausalLMEagle3",
+    "speculators": "Eagle3DraftModel",
+    "sglang-jax": "LlamaForCausalLMEagle3",
+}
 D2T, T2D = "d2t", "t2d"
-_FLAGS = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
+EMBEDDING = "embed_tokens.weight"
+TAP_IDS = "eagle_aux_hidden_state_layer_ids"
+FLAGS = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
+REQUIRED = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "draft_vocab_size")
+SPECULATIVE_TOKENS = 3  # what a speculators config suggests to vLLM; a flag of the server overrides it
+_D2T_NAMES = (D2T, "draft_id_to_target_id")
+_NO_TAPS = (0, 1, 2)  # three of a target that nobody named
 
 
 def is_input_named(names: frozenset[str]) -> bool:
-    """Whether the tensors are named as vLLM and speculators name them."""
-    return any(name.startswith("layers.0.") for name in names)
+    """Whether the layer's tensors are named as vLLM and speculators name them."""
+    return any(name.removeprefix("model.").startswith("layers.0.") for name in names)
 
 
-def renamer(names: frozenset[str]) -> Any:
-    """From our tensor names to the folder's."""
-    if is_input_named(names):
-        return lambda name: name.replace("midlayer.", "layers.0.", 1)
-    return lambda name: name
+def dialect_of(raw: Mapping[str, Any], names: frozenset[str]) -> Dialect:
+    """Which flavour a head is written in. SGLang's and sglang-jax's are one."""
+    if "transformer_layer_config" in raw or "speculators_model_type" in raw:
+        return "speculators"
+    return "vllm" if is_input_named(names) else "sglang"
+
+
+def renamer(names: frozenset[str]) -> Callable[[str], str]:
+    """From our tensor names to the folder's, which may put `model.` before all but the head."""
+
+    def rename(name: str) -> str:
+        spelled = name.replace("midlayer.", "layers.0.", 1) if is_input_named(names) else name
+        spellings = (spelled, f"model.{spelled}", *(_D2T_NAMES if name == D2T else ()))
+        return next((spelling for spelling in spellings if spelling in names), spelled)
+
+    return rename
+
+
+def flat_config(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """A head's config.json without nesting: speculators keeps the layer's settings, NVIDIA some flags, in an inner
+    object. Heads of SpecForge's early days call the draft vocabulary truncated."""
+    eagle = raw.get("eagle_config") or {}
+    flat = {**(raw.get("transformer_layer_config") or {}), **raw}
+    flat |= {flag: eagle[flag] for flag in FLAGS if flag in eagle}
+    if flat.get("draft_vocab_size") is None and "truncated_vocab_size" in flat:
+        flat["draft_vocab_size"] = flat["truncated_vocab_size"]
+    return flat
+
+
+def tap_ids(raw: Mapping[str, Any]) -> list[int]:
+    """The layer ids as they are written; none where the taps are the default."""
+    return list((raw.get("eagle_config") or {}).get(TAP_IDS) or raw.get(TAP_IDS) or ())
 
 
 def draft_config_from_hf(
-    raw: Mapping[str, Any], target: ModelConfig, names: frozenset[str], *, dtype: str, where: str
+    raw: Mapping[str, Any], target: ModelConfig | None, names: frozenset[str], *, dtype: str, where: str
 ) -> DraftConfig:
-    """Read a head's config.json against its target. Raises ConfigError."""
-    if "transformer_layer_config" in raw:  # speculators nests what the others keep flat
-        raw = {**raw["transformer_layer_config"], **raw}
-    required = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "draft_vocab_size")
-    if missing := [key for key in required if key not in raw]:
+    """Read a head's config.json against its target. Without one the taps are only as many as they should be. Raises
+    ConfigError."""
+    raw = flat_config(raw)
+    if missing := [key for key in REQUIRED if raw.get(key) is None]:
         raise ConfigError(f"{where}: {', '.join(missing)} missing; is this the config.json of an EAGLE-3 head?")
     if raw.get("num_hidden_layers", 1) != 1:
         raise ConfigError(f"{where}: num_hidden_layers is {raw['num_hidden_layers']}, an EAGLE-3 head has 1")
-    eagle = raw.get("eagle_config") or {}
-    ids = eagle.get("eagle_aux_hidden_state_layer_ids") or raw.get("eagle_aux_hidden_state_layer_ids")
-    if ids and is_input_named(names):
-        ids = [i - 1 for i in ids]
-    aux_layers = tuple(ids) if ids else target.default_aux_layers
-    if any(not 0 <= i < target.num_layers for i in aux_layers):
+    shift = 0 if dialect_of(raw, names) == "sglang" else 1
+    ids = tuple(i - shift for i in tap_ids(raw))
+    aux_layers = ids or (target.default_aux_layers if target else _NO_TAPS)
+    if target and any(not 0 <= i < target.num_layers for i in aux_layers):
         raise ConfigError(f"{where}: taps layers {aux_layers}, the target has layers 0..{target.num_layers - 1}")
     num_heads = raw["num_attention_heads"]
     return DraftConfig(
         d_model=raw["hidden_size"],
-        target_d_model=raw.get("target_hidden_size") or target.d_model,
+        target_d_model=raw.get("target_hidden_size") or (target.d_model if target else raw["hidden_size"]),
         num_heads=num_heads,
         num_kv_heads=raw.get("num_key_value_heads") or num_heads,
         head_dim=raw.get("head_dim") or raw["hidden_size"] // num_heads,
         d_ff=raw["intermediate_size"],
         vocab_size=raw["vocab_size"],
         draft_vocab_size=raw["draft_vocab_size"],
-        max_len=raw.get("max_position_embeddings") or target.max_len,
+        max_len=raw.get("max_position_embeddings") or (target.max_len if target else 2048),
         aux_layers=aux_layers,
         norm_eps=raw.get("rms_norm_eps", 1e-6),
         rope=rope_from_hf(raw, where),
-        has_embedding="embed_tokens.weight" in names,
+        has_embedding=renamer(names)(EMBEDDING) in names,
         dtype=dtype,
-        **{flag: bool(raw.get(flag, False)) for flag in _FLAGS},
+        **{flag: bool(raw.get(flag, False)) for flag in FLAGS},
     )
 
 
 def draft_config_to_hf(
-    config: DraftConfig, target: ModelConfig, *, dtype: str, bos_id: int | None, eos_id: int | None
+    config: DraftConfig,
+    target: ModelConfig,
+    *,
+    dtype: str,
+    bos_id: int | None,
+    eos_id: int | None,
+    dialect: Dialect = "sglang",
+    target_name: str = "",
+    target_architectures: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """config.json of a head in the SGLang layout, with both spellings of the rotary settings."""
-    scaling = rope_to_hf(config.rope)
-    out: dict[str, Any] = {
-        "architectures": [ARCHITECTURE],
+    """config.json of a head, with both spellings of the rotary settings. Only speculators names the target."""
+    layer: dict[str, Any] = {
         "model_type": "llama",
         "hidden_size": config.d_model,
-        "target_hidden_size": config.target_d_model,
         "intermediate_size": config.d_ff,
         "num_hidden_layers": 1,
         "num_attention_heads": config.num_heads,
@@ -86,22 +130,76 @@ def draft_config_to_hf(
         "hidden_act": "silu",
         "rms_norm_eps": config.norm_eps,
         "vocab_size": config.vocab_size,
-        "draft_vocab_size": config.draft_vocab_size,
         "max_position_embeddings": config.max_len,
-        "rope_theta": config.rope.theta,
-        "rope_scaling": scaling or None,
-        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": config.rope.theta},
+        **rope_keys(config),
         "attention_bias": False,
         "tie_word_embeddings": False,
         "torch_dtype": dtype,
         "bos_token_id": bos_id,
         "eos_token_id": eos_id,
     }
-    out |= {flag: True for flag in _FLAGS if getattr(config, flag)}
-    if target.num_layers < 5 or config.aux_layers != target.default_aux_layers:
-        ids = list(config.aux_layers)
-        out["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": ids}
-    return out
+    head = {
+        "architectures": [ARCHITECTURES[dialect]],
+        "target_hidden_size": config.target_d_model,
+        "draft_vocab_size": config.draft_vocab_size,
+    }
+    flags = {flag: getattr(config, flag) for flag in FLAGS}
+    output_ids = list(config.aux_layers)
+    input_ids = [i + 1 for i in output_ids]
+    has_default_taps = target.num_layers >= 5 and config.aux_layers == target.default_aux_layers
+    if dialect == "speculators":  # whose readers assume other flags than plain EAGLE-3's where one is left out
+        method = {"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS}
+        return {
+            **head,
+            "speculators_model_type": "eagle3",
+            **flags,
+            TAP_IDS: input_ids,
+            "embed_requires_grad": False,
+            "tie_word_embeddings": False,
+            "torch_dtype": dtype,
+            "transformer_layer_config": layer,
+            "speculators_config": {
+                "algorithm": "eagle3",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+                "verifier": {"name_or_path": target_name, "architectures": list(target_architectures)},
+            },
+        }
+    out = {**head, **layer} | {flag: True for flag, value in flags.items() if value}
+    if has_default_taps:  # left out, because readers count them differently
+        return out
+    if dialect == "vllm":
+        return out | {TAP_IDS: input_ids, "num_aux_hidden_states": len(input_ids)}
+    return out | {"eagle_config": {"use_aux_hidden_state": True, TAP_IDS: output_ids}}
+
+
+def rope_keys(config: DraftConfig) -> dict[str, Any]:
+    """Both spellings of the rotary settings: what older readers look for, and newer ones."""
+    scaling = rope_to_hf(config.rope)
+    return {
+        "rope_theta": config.rope.theta,
+        "rope_scaling": scaling or None,
+        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": config.rope.theta},
+    }
+
+
+def unknown_to(dialect: Dialect, config: DraftConfig) -> list[str]:
+    """What of a head the engine that a flavour is for does not compute, as its public code reads today."""
+    if dialect != "sglang-jax":
+        return []
+    used = [flag for flag in FLAGS if getattr(config, flag)]
+    if config.has_embedding:
+        used.append("an embedding of its own")
+    if len(config.aux_layers) != 3:
+        used.append(f"{len(config.aux_layers)} taps")
+    return used
+
+
+def name_tensors(tensors: Mapping[str, np.ndarray], dialect: Dialect) -> dict[str, np.ndarray]:
+    """Tensors with our names under those of a flavour."""
+    if dialect in ("sglang", "sglang-jax"):
+        return dict(tensors)
+    return {name.replace("midlayer.", "layers.0.", 1): value for name, value in tensors.items()}
 
 
 def vocab_to_tensors(target_ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
@@ -110,6 +208,65 @@ def vocab_to_tensors(target_ids: np.ndarray, vocab_size: int) -> dict[str, np.nd
     is_drafted = np.zeros(vocab_size, bool)
     is_drafted[target_ids] = True
     return {D2T: target_ids.astype(np.int64) - draft_ids, T2D: is_drafted}
+
+
+Reading = Literal["offset", "absolute", "identity", "mask", "unsound"]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the tables of a head, as they were found, say that its draft rows stand for."""
+
+    reading: Reading  # what was in d2t; without one: all tokens, or what t2d says
+    target_ids: np.ndarray | None  # [draft_vocab] int64, in the order of the rows; None: they say nothing
+    agrees: bool  # t2d is there and names the same tokens
+
+    @property
+    def is_sorted(self) -> bool:
+        return self.target_ids is not None and bool((np.diff(self.target_ids) > 0).all())
+
+
+def read_vocab(d2t: np.ndarray | None, t2d: np.ndarray | None, draft_vocab_size: int, vocab_size: int) -> Vocabulary:
+    """Make sense of tables that may be wrong. Offsets are what the format says: they are read as ids only where they
+    cannot be offsets, or where t2d says so."""
+    masked = np.flatnonzero(t2d) if t2d is not None and t2d.shape == (vocab_size,) else None
+
+    def found(reading: Reading, target_ids: np.ndarray | None) -> Vocabulary:
+        agrees = masked is not None and target_ids is not None and np.array_equal(masked, np.sort(target_ids))
+        return Vocabulary(reading, target_ids, agrees)
+
+    if d2t is None:
+        if draft_vocab_size == vocab_size:
+            return found("identity", np.arange(vocab_size, dtype=np.int64))
+        if masked is not None and len(masked) == draft_vocab_size:
+            return found("mask", masked)
+        return found("unsound", None)
+    stored = d2t.astype(np.int64)
+    if stored.shape != (draft_vocab_size,):
+        return found("unsound", None)
+    readings = [found("offset", stored + np.arange(draft_vocab_size)), found("absolute", stored)]
+    for in_order in (True, False):
+        fitting = [
+            each
+            for each in readings
+            if each.target_ids is not None
+            and is_sound(each.target_ids if in_order else np.sort(each.target_ids), draft_vocab_size, vocab_size)
+        ]
+        chosen = [each for each in fitting if each.agrees] or fitting
+        if chosen and (in_order or len(chosen) == 1):
+            return chosen[0]
+    return found("unsound", None)
+
+
+def is_sound(target_ids: np.ndarray, draft_vocab_size: int, vocab_size: int) -> bool:
+    """Whether these can be the target ids of the draft rows: as many, sorted, unique and in range."""
+    return (
+        target_ids.shape == (draft_vocab_size,)
+        and draft_vocab_size > 0
+        and bool((np.diff(target_ids) > 0).all())
+        and target_ids[0] >= 0
+        and target_ids[-1] < vocab_size
+    )
 
 
 def vocab_from_tensors(
@@ -121,16 +278,11 @@ def vocab_from_tensors(
             raise CheckpointError(f"{where}: d2t is missing and the draft vocabulary is not the target's")
         return np.arange(config.vocab_size, dtype=np.int32)
     target_ids = d2t.astype(np.int64) + np.arange(len(d2t))
-    is_sound = (
-        len(d2t) == config.draft_vocab_size
-        and (np.diff(target_ids) > 0).all()
-        and target_ids[0] >= 0
-        and target_ids[-1] < config.vocab_size
-    )
-    if not is_sound:
+    if not is_sound(target_ids, config.draft_vocab_size, config.vocab_size):
         raise CheckpointError(
             f"{where}: d2t does not hold {config.draft_vocab_size} offsets to sorted, unique target ids below "
-            f"{config.vocab_size}; it may hold absolute ids instead of offsets (target_id = i + d2t[i])"
+            f"{config.vocab_size}; it may hold absolute ids instead of offsets (target_id = i + d2t[i]). "
+            f"`specserve inspect {where}` says which, and mends it"
         )
     if t2d is not None and not np.array_equal(np.flatnonzero(t2d), target_ids):
         raise CheckpointError(f"{where}: t2d and d2t name different tokens; nonzero(t2d) must be i + d2t[i]")

@@ -5,7 +5,7 @@ import sys
 import typer
 
 from specserve import __version__
-from specserve.cli import bench, data, evaluate, quickstart, serve, targets, train
+from specserve.cli import bench, checkpoints, data, evaluate, quickstart, serve, targets, train
 from specserve.errors import SpecServeError
 
 app = typer.Typer(
@@ -21,6 +21,9 @@ app.command("train")(train.train)
 app.command("serve")(serve.serve)
 app.command("eval")(evaluate.evaluate)
 app.command("targets")(targets.targets)
+app.command("export")(checkpoints.export)
+app.command("import")(checkpoints.import_)
+app.command("inspect")(checkpoints.inspect)
 app.add_typer(bench.app, name="bench")
 app.add_typer(data.app, name="data")
 

@@ -1,0 +1,170 @@
+"""Heads to and from other people's folders: written in any dialect, read from any into our own layout."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specserve.checkpoints import dialects, doctor
+from specserve.checkpoints.dialects import Dialect
+from specserve.checkpoints.head import NOTES_FILE, Head, load_head, read_notes
+from specserve.checkpoints.load import Target, eos_ids, to_numpy
+from specserve.checkpoints.tensors import SINGLE_FILE, TensorFolder, listed, read_json, write_json, write_tensors
+from specserve.errors import CheckpointError
+from specserve.models.draft import draft_spec
+from specserve.models.families import model_config
+from specserve.models.target import target_spec
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """What was done on the way in."""
+
+    head: Head
+    dialect: Dialect
+    changes: tuple[str, ...]
+
+
+def describe_target(folder: Path) -> Target:
+    """A target as a head's files must fit it, without its weights: in their place stand the specs. The config.json is
+    enough. Raises ConfigError or CheckpointError."""
+    raw = read_json(folder / "config.json")
+    config = model_config(raw, dtype="float32", where=str(folder / "config.json"))
+    return Target(config, target_spec(config), eos_ids(folder, raw), folder)
+
+
+def export_head(
+    folder: Path,
+    output: Path,
+    target: Target,
+    *,
+    target_name: str,
+    dialect: Dialect,
+    dtype: str = "",  # of the file; empty: as it is stored
+    is_forced: bool = False,
+) -> Head:
+    """Write a head as another engine reads it, beside what was noted of it. Raises ConfigError or CheckpointError."""
+    check_output(folder, output, is_forced=is_forced)
+    dtype = dtype or doctor.stored_dtype(TensorFolder(folder))
+    head = load_head(folder, target, dtype=dtype)
+    tensors, raw = head_files(head, target, dialect=dialect, dtype=dtype, target_name=target_name)
+    notes = read_notes(folder)
+    write_folder(output, lambda partial: write_head(partial, tensors, raw, notes))
+    return head
+
+
+def import_head(
+    folder: Path,
+    output: Path,
+    target: Target,
+    *,
+    target_name: str,
+    dtype: str = "",
+    is_forced: bool = False,
+) -> Imported:
+    """Read a head from any dialect, mend what can be mended without guessing, and write it in our own layout. Raises
+    CheckpointError that lists what cannot."""
+    check_output(folder, output, is_forced=is_forced)
+    found = doctor.examine(folder, target)
+    if hopeless := [finding for finding in found.errors if finding.fix is None]:
+        told = listed([f"{finding.where}: {finding.what} ({finding.got})" for finding in hopeless])
+        raise CheckpointError(f"{folder}: {told}; `specserve inspect {folder}` says how to mend it")
+    dtype = dtype or doctor.stored_dtype(TensorFolder(folder))
+    changes = list(found.changes)
+    with tempfile.TemporaryDirectory() as scratch:
+        write_head(Path(scratch), *found.mended(), {})
+        head = load_head(Path(scratch), target, dtype=dtype)
+    shared = target_embedding(target, dtype) if head.params.embedding is not None else None
+    if shared is not None and np.array_equal(np.asarray(head.params.embedding), shared):
+        head = replace(head, config=replace(head.config, has_embedding=False))
+        head = replace(head, params=replace(head.params, embedding=None))
+        changes.append("embed_tokens.weight is the target's own embedding, so it is shared instead of stored")
+    tensors, raw = head_files(head, target, dialect="sglang", dtype=dtype, target_name=target_name)
+    notes = read_notes(folder) | {"target": target_name, "imported": {"dialect": found.dialect, "changes": changes}}
+    write_folder(output, lambda partial: write_head(partial, tensors, raw, notes))
+    return Imported(head, found.dialect, tuple(changes))
+
+
+def head_files(
+    head: Head, target: Target, *, dialect: Dialect, dtype: str, target_name: str
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The tensors and the config.json of a head in a dialect."""
+    tensors = to_numpy(head.params, draft_spec(head.config), dtype)
+    if dialect == "speculators" and head.params.embedding is None:
+        embedding = target_embedding(target, dtype)
+        if embedding is None:
+            raise CheckpointError(
+                f"{target.folder}: no token embedding, which a head for speculators brings along; "
+                "give a target folder with its weights (--target)"
+            )
+        tensors[dialects.EMBEDDING] = embedding
+    tensors |= dialects.vocab_to_tensors(head.target_ids, head.config.vocab_size)
+    raw_target = read_json(target.folder / "config.json")
+    bos, architectures = raw_target.get("bos_token_id"), raw_target.get("architectures")
+    raw = dialects.draft_config_to_hf(
+        head.config,
+        target.config,
+        dtype=dtype,
+        bos_id=bos if isinstance(bos, int) else None,
+        eos_id=target.eos_ids[0] if target.eos_ids else None,
+        dialect=dialect,
+        target_name=target_name,
+        target_architectures=architectures if isinstance(architectures, list) else (),
+    )
+    return dialects.name_tensors(tensors, dialect), raw
+
+
+def target_embedding(target: Target, dtype: str) -> np.ndarray | None:  # [vocab, d_model]
+    """The target's token embedding as a head in `dtype` would store it; None where its weights are not there."""
+    try:
+        tensors = TensorFolder(target.folder)
+    except CheckpointError:
+        return None
+    ending = target.config.names.embedding.removeprefix("model.")
+    shape = (target.config.vocab_size, target.config.d_model)
+    matches = [name for name in sorted(tensors.names()) if f".{name}".endswith(f".{ending}")]
+    return next((tensors.read(name).astype(dtype) for name in matches if tensors.shape(name) == shape), None)
+
+
+def check_output(folder: Path, output: Path, *, is_forced: bool) -> None:
+    """Raises CheckpointError where something would be overwritten that nobody said could be."""
+    if output.resolve() == folder.resolve():
+        raise CheckpointError(f"{output} is the folder that is read; give another one with --output")
+    if output.exists() and not output.is_dir():
+        raise CheckpointError(f"{output} is a file; give a folder with --output")
+    if output.is_dir() and any(output.iterdir()) and not is_forced:
+        raise CheckpointError(f"{output} is not empty; give another folder with --output, or --force to write into it")
+
+
+def write_head(folder: Path, tensors: Mapping[str, np.ndarray], raw: Mapping[str, Any], notes: dict[str, Any]) -> None:
+    write_tensors(folder / SINGLE_FILE, tensors)
+    write_json(folder / "config.json", raw)
+    if notes:
+        write_json(folder / NOTES_FILE, notes)
+
+
+def write_folder(output: Path, write: Callable[[Path], None]) -> None:
+    """All of a folder or nothing of it: it is written beside, then renamed. In a folder with other files each file is
+    replaced whole, and what is not written stays. Raises CheckpointError when there is no room or no right to write."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+        try:
+            write(partial)
+            if output.is_dir() and any(output.iterdir()):
+                for file in partial.iterdir():
+                    os.replace(file, output / file.name)
+            else:
+                partial.chmod(0o755)
+                os.replace(partial, output)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"{output}: cannot be written ({error})") from error

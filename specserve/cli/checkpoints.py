@@ -1,0 +1,196 @@
+"""`specserve export`, `import` and `inspect`: heads from and for other engines, and what is wrong with them."""
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from specserve.checkpoints.doctor import Finding, Report
+    from specserve.checkpoints.load import Target
+
+Flavour = Literal["sglang", "vllm", "speculators", "sglang-jax"]
+Dtype = Literal["", "bfloat16", "float16", "float32"]
+TARGET_HELP = "Preset, folder or hub id; left out: the one that the head was trained for. Its config.json is enough."
+
+
+def export(
+    folder: Annotated[Path, typer.Argument(help="A head: what `specserve train` wrote, or any that `serve` takes.")],
+    to: Annotated[Flavour, typer.Option("--to", help="The engine that is to read it.")],
+    output: Annotated[Path | None, typer.Option(help="Folder to write; left out: FOLDER-TO.")] = None,
+    target: Annotated[str, typer.Option(help=TARGET_HELP)] = "",
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights; left out: as they are stored.")] = "",
+    force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
+) -> None:
+    """Write a head as another engine reads it. Its weights, rounded by nobody, stay bit for bit."""
+    from specserve.checkpoints import dialects, exchange
+
+    folder = _existing(folder)
+    name, described = _target(folder, target)
+    output = output or folder.with_name(f"{folder.resolve().name}-{to}")
+    head = exchange.export_head(folder, output, described, target_name=name, dialect=to, dtype=dtype, is_forced=force)
+    console = _console()
+    for what in dialects.unknown_to(to, head.config):
+        console.print(f"[yellow]warning:[/] {to} does not compute {what}: it will accept less", highlight=False)
+    console.print(f"{output}: for {to}", highlight=False)
+
+
+def import_(
+    folder: Annotated[Path, typer.Argument(help="A head as SGLang, vLLM, speculators, SpecForge or EAGLE have it.")],
+    target: Annotated[str, typer.Option(help=TARGET_HELP)] = "",
+    output: Annotated[Path, typer.Option(help="Folder to write, for `serve --draft` and for training.")] = Path("ckpt"),
+    dtype: Annotated[Dtype, typer.Option(help="Of the weights; left out: as they are stored.")] = "",
+    force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
+) -> None:
+    """Read a head from elsewhere and write it as ours. What is wrong and can be mended without guessing is mended."""
+    from specserve.checkpoints import exchange
+
+    folder = _existing(folder)
+    name, described = _target(folder, target)
+    found = exchange.import_head(folder, output, described, target_name=name, dtype=dtype, is_forced=force)
+    console = _console()
+    for change in found.changes:
+        console.print(f"[green]mended:[/] {change}", highlight=False)
+    config = found.head.config
+    console.print(
+        f"{output}: read as {found.dialect}, taps {config.aux_layers}, draft vocabulary {config.draft_vocab_size:,} of "
+        f"{config.vocab_size:,}; next: [bold]specserve serve --draft {output}[/]",
+        highlight=False,
+    )
+
+
+def inspect(
+    folder: Annotated[Path, typer.Argument(help="A head in any layout.")],
+    target: Annotated[str, typer.Option(help=TARGET_HELP)] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
+    fix: Annotated[Path | None, typer.Option(help="Write a mended copy to this folder.")] = None,
+    force: Annotated[bool, typer.Option("--force", help="With --fix: into a folder that is not empty.")] = False,
+) -> None:
+    """Say what is wrong with a head's files, what it costs and how to mend it. Exit status 1 where there are errors."""
+    from specserve.checkpoints import doctor, exchange
+    from specserve.checkpoints.head import read_notes
+
+    folder = _existing(folder)
+    described = _target(folder, target)[1] if target or "target" in read_notes(folder) else None
+    report = doctor.examine(folder, described)
+    after: Report | None = None
+    if fix is not None:
+        exchange.check_output(folder, fix, is_forced=force)
+        tensors, raw = report.mended()
+        notes = read_notes(folder)
+        exchange.write_folder(fix, lambda partial: exchange.write_head(partial, tensors, raw, notes))
+        after = doctor.examine(fix, described)
+    if as_json:
+        told = report.to_json()
+        if after:
+            told |= {"changes": report.changes, "mended": after.to_json()}
+        print(json.dumps(told, indent=2))
+    else:
+        _show(report, has_target=described is not None)
+        if after:
+            _show_mended(report, after)
+    if (after or report).errors:
+        raise typer.Exit(1)
+
+
+def _existing(folder: Path) -> Path:
+    from specserve.errors import ConfigError
+
+    folder = folder.expanduser()
+    if not folder.is_dir():
+        raise ConfigError(f"{folder}: no such folder; expected one with config.json and model.safetensors")
+    return folder
+
+
+def _target(folder: Path, name: str) -> "tuple[str, Target]":
+    """The target that was asked for, or that the head's notes name."""
+    from specserve.checkpoints.exchange import describe_target
+    from specserve.checkpoints.head import read_notes
+    from specserve.checkpoints.source import resolve_target
+    from specserve.errors import ConfigError
+
+    name = name or str(read_notes(folder).get("target", ""))
+    if not name:
+        raise ConfigError(f"{folder} does not say which target it was trained for; give it with --target")
+    source = resolve_target(name)
+    return source.name, describe_target(source.folder)
+
+
+def _console() -> "Console":
+    from rich.console import Console
+
+    return Console(soft_wrap=True)
+
+
+def _show(report: "Report", *, has_target: bool) -> None:
+    from rich.box import SIMPLE_HEAD
+    from rich.console import Console
+    from rich.table import Table
+
+    console = Console(highlight=False)
+    console.print(f"[bold]{report.folder}[/]")
+    facts = Table.grid(padding=(0, 2))
+    for name, value in report.facts.items():
+        facts.add_row(f"[dim]{name}[/]", value)
+    console.print(facts)
+    table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
+    table.add_column("tensor", overflow="fold")
+    table.add_column("shape", justify="right")
+    table.add_column("dtype")
+    for name, shape, dtype in report.tensors:
+        table.add_row(name, " x ".join(f"{size}" for size in shape), dtype)
+    console.print()
+    console.print(table)
+    console.print()
+    for finding in report.findings:
+        _show_finding(console, finding)
+    if not has_target:
+        console.print("[dim]no target given (--target): taps, rotary settings, lengths and tokens went unchecked[/]")
+    num_errors = len(report.errors)
+    num_warnings = len(report.findings) - num_errors
+    if report.findings:
+        console.print(f"[bold]{_count(num_errors, 'error')}, {_count(num_warnings, 'warning')}[/]")
+    else:
+        console.print("[bold green]nothing is wrong with it[/]")
+
+
+def _show_finding(console: "Console", finding: "Finding") -> None:
+    from rich.markup import escape
+    from rich.padding import Padding
+    from rich.table import Table
+
+    color = "red" if finding.level == "error" else "yellow"
+    console.print(f"[bold {color}]{finding.level}[/] [bold]{escape(finding.what)}[/] [dim]{finding.code}[/]")
+    how = finding.mend + (" (--fix does)" if finding.fix else " (by hand)")
+    grid = Table.grid(padding=(0, 1))
+    for name, value in (
+        ("where", finding.where),
+        ("expected", finding.expected),
+        ("got", finding.got),
+        ("so", finding.consequence),
+        ("to mend", how),
+    ):
+        grid.add_row(f"[dim]{name}[/]", escape(value))
+    console.print(Padding(grid, (0, 0, 1, 2)))
+
+
+def _show_mended(report: "Report", after: "Report") -> None:
+    from rich.console import Console
+    from rich.markup import escape
+
+    console = Console(highlight=False)
+    console.print()
+    console.print(f"[bold]{after.folder}[/]: a mended copy")
+    for change in report.changes:
+        console.print(f"  [green]changed[/] {escape(change)}")
+    for finding in after.findings:
+        console.print(f"  [yellow]left[/] {escape(finding.where)}: {escape(finding.what)}")
+    if not report.changes:
+        console.print("  nothing could be mended without guessing" if report.findings else "  nothing was to be mended")
+
+
+def _count(count: int, noun: str) -> str:
+    return f"{count} {noun}" + ("" if count == 1 else "s")
