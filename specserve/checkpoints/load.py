@@ -18,11 +18,17 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
-from specserve.checkpoints import quantized
-from specserve.checkpoints.quantized import DEFAULT_BLOCK, LazyQuantized, LazyTensor, open_weight, stored_block
+from specserve.checkpoints.quantized import (
+    DEFAULT_BLOCK,
+    UNUSED_SCALES,
+    LazyQuantized,
+    LazyTensor,
+    open_weight,
+    stored_block,
+)
 from specserve.checkpoints.tensors import Index, TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
-from specserve.kernels.matmul import EightBits, QuantizedMatrix, quantize
+from specserve.kernels.matmul import EightBits, QuantizedMatrix, dequantize, quantize
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.params import ParamSpec, Part, is_product, is_spec, specs
@@ -40,7 +46,7 @@ QUANTIZATIONS: tuple[Quantization, ...] = ("none", "stored", "int8", "fp8")
 TIED, AS_VOCABULARY = "tied to the embedding", "read as the draft vocabulary"
 _COMPUTED = "rotary buffers, computed here"
 _NOT_MISSED = frozenset((TIED, AS_VOCABULARY, _COMPUTED))  # reasons that nobody needs to hear of
-_SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED, **quantized.SKIPPED}
+_SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED, **UNUSED_SCALES}
 _PREDICTS_FURTHER = frozenset(  # families whose checkpoints append layers of multi-token prediction to the model's own
     (
         "deepseek_v3",
@@ -53,6 +59,9 @@ _PREDICTS_FURTHER = frozenset(  # families whose checkpoints append layers of mu
         "bailing_hybrid",
     )
 )
+# compiled, so that nothing of a parameter's size is made on the way
+_dequantize = jax.jit(dequantize, static_argnames="dtype")
+_quantize = jax.jit(quantize, static_argnames="to")
 _OTHER_SENSES = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector|audio_tower)\..*"
 
 
@@ -164,7 +173,7 @@ def _open_all(
     """The stored tensors of every parameter. Raises CheckpointError unless all is there, and nothing else is."""
     problems: list[str] = []
     used: set[str] = set()
-    opened = []
+    opened: list[list[LazyTensor | LazyQuantized]] = []
     for spec in wanted:
         opened.append([])
         for name in map(rename, spec.names):
@@ -184,6 +193,8 @@ def _open_all(
             if got != expected:
                 where = tensors.file(made_of[0]).name
                 problems.append(f"{where}: {name} has shape {got}, config.json says {expected}")
+        if len({weight.layout for weight in opened[-1]}) > 1:
+            problems.append(f"{spec.name} is not stored alike for every expert")
     problems += _account_for(tensors.names() - used, tensors.folder, skipped)
     if problems:
         raise CheckpointError(
@@ -205,24 +216,29 @@ def _account_for(names: frozenset[str], folder: Path, skipped: Mapping[str, str]
 
 def _load(
     spec: ParamSpec,
-    weights: Sequence[LazyTensor | LazyQuantized],
+    weights: Sequence[LazyTensor | LazyQuantized],  # all of them plain, or all quantised
     dtype: np.dtype,
     place: Sharding | None,
     how: Quantization,
 ) -> jax.Array | QuantizedMatrix:
     """One parameter, from the stored tensors that it is made of."""
-    kept = [weight for weight in weights if isinstance(weight, LazyQuantized)]
-    if kept:
-        spec = _outputs_first(spec)
-    if how == "stored" and len(kept) == len(weights):
-        values = in_memory(spec, [weight.values for weight in kept])
-        num_blocks = kept[0].scale.shape[-1]
-        scale_spec = dataclasses.replace(spec, shape=(*spec.shape[:-2], num_blocks, spec.shape[-1]))
-        scale = in_memory(scale_spec, [weight.scale for weight in kept])
-        return QuantizedMatrix(_put(values, place), _put(scale, _place_of_scale(place, scale)), kept[0].block)
-    dense = [weight.dense(dtype) if isinstance(weight, LazyQuantized) else weight for weight in weights]
-    array = _put(_cast(in_memory(spec, dense), dtype), place)
-    return quantize(array, how) if how in ("int8", "fp8") else array
+    if quantized := [weight for weight in weights if isinstance(weight, LazyQuantized)]:
+        matrix = _put_quantized(_outputs_first(spec), quantized, place)
+        if how == "stored":
+            return matrix
+        array = _dequantize(matrix, dtype)
+    else:
+        plain = [weight for weight in weights if isinstance(weight, LazyTensor)]
+        array = _put(_cast(in_memory(spec, plain), dtype), place)
+    return _quantize(array, how) if how in ("int8", "fp8") else array
+
+
+def _put_quantized(spec: ParamSpec, weights: Sequence[LazyQuantized], place: Sharding | None) -> QuantizedMatrix:
+    values = in_memory(spec, [weight.values for weight in weights])
+    num_blocks = weights[0].scale.shape[-1]
+    scale_spec = dataclasses.replace(spec, shape=(*spec.shape[:-2], num_blocks, spec.shape[-1]))
+    scale = in_memory(scale_spec, [weight.scale for weight in weights])
+    return QuantizedMatrix(_put(values, place), _put(scale, _place_of_scale(place, scale)), weights[0].block)
 
 
 def _outputs_first(spec: ParamSpec) -> ParamSpec:
@@ -292,13 +308,13 @@ def quantize_params(params: Tree, to: EightBits) -> Tree:
     """Loaded parameters with 8-bit weights in place of the matrices that rows are multiplied by; embeddings, norms,
     routers and vectors stay. `load_params` does the same tensor by tensor, which needs less memory.
 
-    Qwix (github.com/google/qwix) rounds the same way, and quantises models of Flax: its entry for parameters alone
-    takes nested dicts beside a Flax model's abstract parameters, and importing it imports Flax. What is left to write
-    without it are the few lines of `kernels.matmul.quantize`.
+    Qwix (github.com/google/qwix) does it for models of Flax: its entry for parameters alone takes nested dicts beside a
+    Flax model's abstract parameters, and importing it imports Flax. What is left to write without it are the few lines
+    of `kernels.matmul.quantize`, which give the bits that Qwix's arrays have in fp8; its int8 divides by 127.5.
     """
 
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    return jax.tree.unflatten(structure, [quantize(leaf, to) if is_product(path) else leaf for path, leaf in leaves])
+    return jax.tree.unflatten(structure, [_quantize(leaf, to) if is_product(path) else leaf for path, leaf in leaves])
 
 
 def check_weights(params: Any, spec_tree: Any, where: str) -> None:

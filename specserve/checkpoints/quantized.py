@@ -25,7 +25,7 @@ from specserve.errors import CheckpointError
 FLOATS = frozenset(np.dtype(dtype) for dtype in (np.float64, np.float32, np.float16, ml_dtypes.bfloat16))
 EIGHT_BITS = frozenset(np.dtype(dtype) for dtype in (ml_dtypes.float8_e4m3fn, ml_dtypes.float8_e5m2, np.int8))
 DEFAULT_BLOCK = (128, 128)  # outputs, inputs
-SKIPPED = {  # tensors of quantised checkpoints that weights alone do not need
+UNUSED_SCALES = {  # patterns of tensors -> why weights do not need them
     r".*\.(input_scale|input_scale_ub|activation_scale)": "scales of activations, which are not quantised here",
     r".*\.[qkv]_scale": "scales of an 8-bit cache",
 }
@@ -43,6 +43,10 @@ class LazyTensor:
     dtype: np.dtype
     read: Callable[[Index], np.ndarray]  # whole indices: one for each axis
 
+    @property
+    def layout(self) -> object:
+        return None  # plain
+
 
 @dataclass(frozen=True)
 class LazyQuantized:
@@ -52,26 +56,10 @@ class LazyQuantized:
     scale: LazyTensor  # [..., out, in_blocks] float32
     block: int
 
-    def dense(self, dtype: np.dtype) -> LazyTensor:
-        """values * scale, computed in float32."""
-
-        def read(index: Index) -> np.ndarray:
-            if len(index) == 2:
-                return self._product(index).astype(dtype)
-            experts, *rest = index
-            products = (self._product((slice(e, e + 1), *rest)) for e in range(experts.start, experts.stop))
-            return np.concatenate([product.astype(dtype) for product in products])
-
-        return LazyTensor(self.values.shape, dtype, read)
-
-    def _product(self, index: Index) -> np.ndarray:
-        inputs = index[-1]
-        blocks = _blocks(inputs, self.block)
-        scale = self.scale.read((*index[:-1], blocks))
-        if scale.shape[-1] > 1:
-            offset = inputs.start - blocks.start * self.block
-            scale = np.repeat(scale, self.block, axis=-1)[..., offset : offset + inputs.stop - inputs.start]
-        return self.values.read(index).astype(np.float32) * scale
+    @property
+    def layout(self) -> object:
+        """Matrices of one layout can be stacked."""
+        return self.values.dtype, self.scale.shape, self.block
 
 
 def stored_block(raw: Mapping[str, Any], where: str) -> tuple[int, int]:

@@ -10,7 +10,7 @@ Quantised matrices are multiplied in x's dtype, which holds 8-bit values exactly
 product; only where scales are by block and rows are many is the plain matrix made first.
 """
 
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -35,7 +35,7 @@ class BlockedMatrix:
 @pytree
 class QuantizedMatrix:
     """A [d_in, d_out] matrix, or one for each expert: values times scales. Each output has a scale for every `block`
-    inputs, so that matrices are put side by side, and columns picked, leaf by leaf."""
+    inputs, so that matrices are put side by side, and experts or outputs picked, leaf by leaf."""
 
     values: jax.Array  # [..., d_in, d_out] int8 or float8
     scale: jax.Array  # [..., d_in / block rounded up, d_out] float32
@@ -45,9 +45,12 @@ class QuantizedMatrix:
     def shape(self) -> tuple[int, ...]:
         return self.values.shape
 
-    @property
-    def ndim(self) -> int:
-        return self.values.ndim
+    def __len__(self) -> int:
+        return len(self.values)
+
+    def __getitem__(self, index: Any) -> "QuantizedMatrix":
+        """Some experts, or some outputs; inputs stay together."""
+        return QuantizedMatrix(self.values[index], self.scale[index], self.block)
 
 
 Weight = jax.Array | BlockedMatrix | QuantizedMatrix

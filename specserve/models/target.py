@@ -178,7 +178,7 @@ def head_columns(params: TargetParams, token_ids: jax.Array) -> jax.Array:  # [d
     if params.head is None:
         return params.embedding[token_ids].T
     assert not isinstance(params.head, BlockedMatrix), "blocked parameters are for serving only"
-    return dequantize(jax.tree.map(lambda leaf: leaf[:, token_ids], params.head), params.embedding.dtype)
+    return dequantize(params.head[:, token_ids], params.embedding.dtype)
 
 
 def fuse_for_cpu(params: TargetParams) -> TargetParams:

@@ -228,7 +228,7 @@ def test_what_a_forward_does_not_need_is_skipped_and_nothing_else(
     extra = extra.format(n=raw["num_hidden_layers"])
     one = np.zeros(1, np.float32)
     write_tensors(tmp_path / "model.safetensors", tensors | {extra: one})
-    with caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.DEBUG):
         load_target(tmp_path, dtype="bfloat16")
     assert re.search(rf"not loaded: 1 \([^)]*{reason}", caplog.text)
     stray = f"model.layers.{raw['num_hidden_layers'] + 1}.eh_proj.weight"

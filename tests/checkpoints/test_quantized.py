@@ -200,6 +200,17 @@ def test_quantised_tensors_that_do_not_fit_are_refused(tmp_path: Path, changes: 
         _load(tmp_path, {name: value for name, value in tensors.items() if value is not None})
 
 
+def test_experts_that_are_stored_in_different_ways_are_refused(tmp_path: Path, rng: np.random.Generator) -> None:
+    spec = {"up": ParamSpec((2, D_IN, D_OUT), ("experts", "embed", "mlp"), "{e}.up", transpose=True)}
+    tensors = {f"{e}.up": _eight_bits(rng, (D_OUT, D_IN), FP8) for e in range(2)}
+    tensors |= {"0.up_scale": _scales(rng, D_OUT, 1), "1.up_scale": _scales(rng, 1)}
+    _load(tmp_path, tensors, spec)  # one scale for all outputs is one for each
+    tensors["1.up"] = tensors["1.up"].astype(np.float32)
+    del tensors["1.up_scale"]
+    with pytest.raises(CheckpointError, match=r"\{e\}\.up is not stored alike for every expert"):
+        _load(tmp_path, tensors, spec)
+
+
 def _compressed(**weights: Any) -> dict[str, Any]:
     kind = {"num_bits": 8, "type": "float", "strategy": "channel", "symmetric": True}
     return {"quant_method": "compressed-tensors", "config_groups": {"group_0": {"weights": kind | weights}}}
