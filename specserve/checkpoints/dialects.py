@@ -28,6 +28,7 @@ EMBEDDING = "embed_tokens.weight"
 TAP_IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
 REQUIRED = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "draft_vocab_size")
+_OPTIONAL = ("target_hidden_size", "num_key_value_heads", "head_dim", "max_position_embeddings")
 SPECULATIVE_TOKENS = 3  # what a speculators config suggests to vLLM; a flag of the server overrides it
 _D2T_NAMES = (D2T, "draft_id_to_target_id")
 _NO_TAPS = (0, 1, 2)  # three of a target that nobody named
@@ -58,18 +59,35 @@ def renamer(names: frozenset[str]) -> Callable[[str], str]:
 
 def flat_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     """A head's config.json without nesting: speculators keeps the layer's settings, NVIDIA some flags, in an inner
-    object. Heads of SpecForge's early days call the draft vocabulary truncated."""
-    eagle = raw.get("eagle_config") or {}
-    flat = {**(raw.get("transformer_layer_config") or {}), **raw}
+    object. Heads of SpecForge's early days call the draft vocabulary truncated. Raises ConfigError."""
+    eagle = _inner(raw, "eagle_config")
+    flat = {**_inner(raw, "transformer_layer_config"), **raw}
     flat |= {flag: eagle[flag] for flag in FLAGS if flag in eagle}
     if flat.get("draft_vocab_size") is None and "truncated_vocab_size" in flat:
         flat["draft_vocab_size"] = flat["truncated_vocab_size"]
     return flat
 
 
+def _inner(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    value = raw.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"config.json: {key} must be an object, got {value!r}")
+    return value
+
+
 def tap_ids(raw: Mapping[str, Any]) -> list[int]:
-    """The layer ids as they are written; none where the taps are the default."""
-    return list((raw.get("eagle_config") or {}).get(TAP_IDS) or raw.get(TAP_IDS) or ())
+    """The layer ids as they are written; none where the taps are the default. Raises ConfigError."""
+    ids = _inner(raw, "eagle_config").get(TAP_IDS) or raw.get(TAP_IDS) or []
+    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+        raise ConfigError(f"config.json: {TAP_IDS} must list layers, got {ids!r}")
+    return ids
+
+
+def bad_keys(flat: Mapping[str, Any]) -> list[str]:
+    """Keys that the shapes follow from, and that are no counts, or missing where nothing else tells them."""
+    given = {key: flat.get(key) for key in (*REQUIRED, *_OPTIONAL)}
+    is_count = {key: type(value) is int and value > 0 for key, value in given.items()}
+    return [key for key, value in given.items() if not is_count[key] and (key in REQUIRED or value is not None)]
 
 
 def draft_config_from_hf(
@@ -80,6 +98,9 @@ def draft_config_from_hf(
     raw = flat_config(raw)
     if missing := [key for key in REQUIRED if raw.get(key) is None]:
         raise ConfigError(f"{where}: {', '.join(missing)} missing; is this the config.json of an EAGLE-3 head?")
+    if wrong := bad_keys(raw):
+        told = ", ".join(f"{key} is {raw[key]!r}" for key in wrong)
+        raise ConfigError(f"{where}: {told}; expected positive whole numbers")
     if raw.get("num_hidden_layers", 1) != 1:
         raise ConfigError(f"{where}: num_hidden_layers is {raw['num_hidden_layers']}, an EAGLE-3 head has 1")
     shift = 0 if dialect_of(raw, names) == "sglang" else 1

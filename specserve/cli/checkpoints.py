@@ -9,8 +9,9 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specserve.checkpoints.doctor import Finding, Report
+    from specserve.checkpoints.doctor import Report
     from specserve.checkpoints.load import Target
+    from specserve.checkpoints.patient import Finding
 
 Flavour = Literal["sglang", "vllm", "speculators", "sglang-jax"]
 Dtype = Literal["", "bfloat16", "float16", "float32"]
@@ -163,7 +164,7 @@ def _show_finding(console: "Console", finding: "Finding") -> None:
     from rich.table import Table
 
     color = "red" if finding.level == "error" else "yellow"
-    console.print(f"[bold {color}]{finding.level}[/] [bold]{escape(finding.what)}[/] [dim]{finding.code}[/]")
+    console.print(f"[bold {color}]{finding.level}[/] {finding.code}: [bold]{escape(finding.what)}[/]")
     how = finding.mend + (" (--fix does)" if finding.fix else " (by hand)")
     grid = Table.grid(padding=(0, 1))
     for name, value in (
@@ -180,14 +181,18 @@ def _show_finding(console: "Console", finding: "Finding") -> None:
 def _show_mended(report: "Report", after: "Report") -> None:
     from rich.console import Console
     from rich.markup import escape
+    from rich.padding import Padding
+    from rich.table import Table
 
     console = Console(highlight=False)
     console.print()
     console.print(f"[bold]{after.folder}[/]: a mended copy")
+    grid = Table.grid(padding=(0, 1))
     for change in report.changes:
-        console.print(f"  [green]changed[/] {escape(change)}")
+        grid.add_row("[green]changed[/]", escape(change))
     for finding in after.findings:
-        console.print(f"  [yellow]left[/] {escape(finding.where)}: {escape(finding.what)}")
+        grid.add_row("[yellow]left[/]", escape(f"{finding.where}: {finding.what}"))
+    console.print(Padding(grid, (0, 0, 0, 2)))
     if not report.changes:
         console.print("  nothing could be mended without guessing" if report.findings else "  nothing was to be mended")
 

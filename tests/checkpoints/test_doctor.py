@@ -1,6 +1,8 @@
 """The draft doctor: each planted defect is found under its own name, what can be mended without guessing comes back
 as the head it was, and a healthy head is left in peace."""
 
+import contextlib
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from specserve.checkpoints.exchange import describe_target, export_head, write_h
 from specserve.checkpoints.head import Head, load_head, save_head
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import BUNDLED_FOLDER, BUNDLED_HEAD_FOLDER
+from specserve.errors import SpecServeError
 
 Raw = dict[str, Any]
 Plant = Callable[[Raw, Tensors], object]
@@ -219,3 +222,28 @@ def test_the_shipped_head_is_healthy_and_its_tokens_are_watched(tmp_path: Path) 
     assert [(finding.code, finding.level) for finding in found] == [("eos", "warning")]
     assert f"{len(lost)} missing" in found[0].got
     assert "'<|" in found[0].got, "a token is shown as text"
+
+
+def test_whatever_is_in_the_files_the_doctor_does_not_stumble(tmp_path: Path, described: Target, head: Head) -> None:
+    """Every key and every tensor replaced by junk: a report, or one line that names what is wrong, never a crash."""
+    folder, targets = tmp_path / "head", itertools.cycle((described, None))
+    write(folder, head, described, "speculators")
+    raw, tensors = json.loads((folder / "config.json").read_text()), load_file(folder / "model.safetensors")
+
+    def examine() -> None:
+        with contextlib.suppress(SpecServeError):
+            report = doctor.examine(folder, next(targets))
+            report.mended()
+            json.dumps(report.to_json())
+
+    for place in (raw, *(value for value in raw.values() if isinstance(value, dict))):
+        for key, kept in list(place.items()):
+            for junk in ("x", [1, "a"], {"rope_type": "yarn"}):
+                place[key] = junk
+                (folder / "config.json").write_text(json.dumps(raw))
+                examine()
+            place[key] = kept
+    (folder / "config.json").write_text(json.dumps(raw))
+    for name in tensors:
+        save_file(tensors | {name: np.zeros((3, 3), np.int32)}, folder / "model.safetensors")
+        examine()

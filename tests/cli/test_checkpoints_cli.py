@@ -1,0 +1,94 @@
+"""`specserve export`, `import` and `inspect` as they are typed: what they write serves, what they say fits a terminal,
+and their exit status says whether something is wrong."""
+
+import json
+import shutil
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+from click.testing import Result
+from safetensors.numpy import load_file, save_file
+from typer.testing import CliRunner
+
+from specserve.checkpoints.source import BUNDLED_HEAD_FOLDER
+from specserve.cli.main import app
+from specserve.errors import CheckpointError, ConfigError, SpecServeError
+
+BITS = np.dtype(ml_dtypes.bfloat16)  # safetensors finds it once it is registered
+
+
+def run(*arguments: object, columns: int = 80) -> Result:
+    return CliRunner().invoke(app, list(map(str, arguments)), env={"COLUMNS": str(columns)})
+
+
+def refused(*arguments: object) -> SpecServeError:
+    error = run(*arguments).exception
+    assert isinstance(error, SpecServeError)
+    return error
+
+
+@pytest.fixture
+def sick(tmp_path: Path) -> Path:
+    """The shipped head with two defects that can be mended."""
+    folder = tmp_path / "sick"
+    shutil.copytree(BUNDLED_HEAD_FOLDER, folder)
+    tensors = load_file(folder / "model.safetensors")
+    tensors["d2t"] = tensors["d2t"] + np.arange(len(tensors["d2t"]))
+    save_file(tensors, folder / "model.safetensors")
+    raw = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(raw | {"max_position_embeddings": 2048}))
+    return folder
+
+
+@pytest.mark.parametrize("flavour", ["sglang", "vllm", "speculators", "sglang-jax"])
+def test_the_shipped_head_goes_out_and_comes_back(tmp_path: Path, flavour: str) -> None:
+    """Nothing but the two folders is needed: the head's notes know its target, there and back."""
+    out = run("export", BUNDLED_HEAD_FOLDER, "--to", flavour, "--output", tmp_path / "out")
+    assert out.exit_code == 0, out.output
+    assert ("sglang-jax does not compute fc_norm" in out.output) == (flavour == "sglang-jax")
+    assert run("inspect", tmp_path / "out").exit_code == 0
+    back = run("import", tmp_path / "out", "--output", tmp_path / "back")
+    assert back.exit_code == 0, back.output
+    assert f"specserve serve --draft {tmp_path / 'back'}" in back.output.replace("\n", "")
+    assert (tmp_path / "back" / "config.json").read_text() == (BUNDLED_HEAD_FOLDER / "config.json").read_text()
+    ours, theirs = load_file(BUNDLED_HEAD_FOLDER / "model.safetensors"), load_file(tmp_path / "back/model.safetensors")
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert value.dtype == theirs[name].dtype
+        np.testing.assert_array_equal(value.view(np.uint8), theirs[name].view(np.uint8))
+
+
+def test_a_sick_head_is_told_and_mended(sick: Path, tmp_path: Path) -> None:
+    told = json.loads(run("inspect", sick, "--json").stdout)
+    assert [finding["code"] for finding in told["findings"]] == ["absolute-d2t", "max-positions"]
+    assert run("inspect", sick).exit_code == 1
+    fixed = run("inspect", sick, "--fix", tmp_path / "mended")
+    assert fixed.exit_code == 0, fixed.output
+    assert fixed.output.count("changed") == 2
+    assert run("inspect", tmp_path / "mended", "--json").exit_code == 0
+    mended, healthy = tmp_path / "mended" / "model.safetensors", BUNDLED_HEAD_FOLDER / "model.safetensors"
+    np.testing.assert_array_equal(load_file(mended)["d2t"], load_file(healthy)["d2t"])
+    again = run("inspect", sick, "--fix", tmp_path / "mended")
+    assert isinstance(again.exception, CheckpointError), "a folder with files in it is not overwritten"
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_nothing_is_wider_than_the_terminal(sick: Path, tmp_path: Path, columns: int) -> None:
+    text = run("inspect", sick, "--fix", tmp_path / "mended", columns=columns).output
+    assert max(map(len, text.splitlines())) <= columns
+    for word in ("midlayer.post_attention_layernorm.weight", "768 x 512", "absolute-d2t", "--fix does", "2 errors"):
+        assert word in text
+
+
+def test_what_is_missing_is_named_with_the_way_out(sick: Path, tmp_path: Path) -> None:
+    (sick / "specserve.json").unlink()
+    error = refused("import", sick, "--output", tmp_path / "out")
+    assert isinstance(error, ConfigError)
+    assert "--target" in str(error)
+    assert "no such folder" in str(refused("inspect", tmp_path / "nowhere"))
+    unchecked = run("inspect", sick)
+    assert unchecked.exit_code == 1
+    assert "no target given (--target)" in unchecked.output
+    assert run("inspect", sick, "--target", "pydoc").output.count("error ") == 2
