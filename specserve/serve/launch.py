@@ -70,7 +70,7 @@ def load_models(
     loaded = load_target(source.folder, dtype=dtype, quantization=own_quantization, mesh=mesh, is_checked=is_checked)
     if folder and own_quantization != stated:
         logger.warning(
-            "%s was trained against a target with quantization %s and is served with %s: its acceptance will be lower",
+            "%s was trained against a target with quantization %s and is served with %s: its acceptance may be lower",
             folder,
             stated,
             own_quantization,
