@@ -6,11 +6,11 @@ Models name logical axes ("heads", "mlp", "vocab", ...); only this file knows wh
 
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import jax
-from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from specserve import host
 from specserve.errors import ConfigError
@@ -99,7 +99,7 @@ def _divisors(number: int) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def num_parts(mesh: Mesh | None, axis: str | None) -> int:
+def num_parts(mesh: Mesh | AbstractMesh | None, axis: str | None) -> int:
     """Into how many parts the mesh cuts a logical axis."""
     name = LOGICAL_TO_MESH[axis]
     return mesh.shape[name] if mesh is not None and name else 1
@@ -148,6 +148,44 @@ def on_mesh(mesh: Mesh | None, function: Callable[Arguments, Result]) -> Callabl
             return function(*args, **kwargs)
 
     return traced
+
+
+def traced_mesh() -> AbstractMesh | None:
+    """What the function that is being traced is compiled for, where `on_mesh` says it."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return None if mesh.empty else mesh
+
+
+def partition(axes: tuple[str | None, ...], cut: Collection[str]) -> PartitionSpec:
+    """How an array with these logical axes enters `sum_over_parts`."""
+    return PartitionSpec(*(LOGICAL_TO_MESH[axis] if axis in cut else None for axis in axes))
+
+
+def sum_over_parts(
+    function: Callable[..., jax.Array],
+    cut: Collection[str],  # logical axes
+    partitions: Any,  # of the first argument's arrays, see `partition`
+    arguments: tuple[Any, ...],  # of which the first is cut, and the others are whole
+) -> jax.Array:
+    """The sum over all devices that have another part of these logical axes: each calls the function with its own part
+    of the first argument. Within it `part_index` tells which."""
+    names = {name for axis in cut if (name := LOGICAL_TO_MESH[axis])}
+
+    def own(*arguments: Any) -> jax.Array:
+        return jax.lax.psum(function(*arguments), tuple(names))
+
+    in_specs = (partitions, *[PartitionSpec()] * (len(arguments) - 1))
+    # unchecked: some of JAX's own functions, such as `searchsorted`, do not pass the check
+    return jax.shard_map(own, in_specs=in_specs, out_specs=PartitionSpec(), axis_names=names, check_vma=False)(
+        *arguments
+    )
+
+
+def part_index(axis: str) -> jax.Array:  # [] int32
+    """Which part of a logical axis a device has, within `sum_over_parts`."""
+    name = LOGICAL_TO_MESH[axis]
+    assert name is not None
+    return jax.lax.axis_index(name)
 
 
 def free_memory(mesh: Mesh | None = None) -> int:

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tiny
+from jax.sharding import Mesh
 
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
@@ -165,6 +166,7 @@ def make_runner(
     num_slots: int = NUM_SLOTS,
     chunk: int = 16,  # so that most prompts take a few
     has_constrained: bool = True,
+    mesh: Mesh | None = None,
 ) -> Runner:
     """One batch size, one width and one chunk: every other costs programs, and programs are most of a test's time."""
     trees = [parse_speculation(text) for text in speculations]
@@ -177,6 +179,7 @@ def make_runner(
         page_size=PAGE_SIZE,
         num_pages=num_slots * MAX_LEN // PAGE_SIZE,
         has_constrained=has_constrained,
+        mesh=mesh,
     )
     runner.batch_sizes, runner.widths, runner.chunks = (num_slots,), runner.widths[-1:], (chunk,)
     runner.max_rows = 1024

@@ -1,0 +1,62 @@
+"""A mixture of experts over a mesh: experts, and the channels of each, are cut, and every device adds its own part."""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specserve.kernels.matmul import QuantizedMatrix
+from specserve.mesh import num_parts, part_index, partition, sum_over_parts, traced_mesh
+from specserve.models.params import ParamSpec, is_spec
+
+# (experts, x [token, d_model], expert_ids [token, top_k], weights [token, top_k]) -> [token, d_model]
+Compute = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def in_parts(
+    compute: Compute,
+    spec: Any,  # of the experts
+    experts: Any,  # a pytree with `down` and `down_bias`, every array of which begins with the axis of the experts
+    x: jax.Array,  # [token, d_model]
+    expert_ids: jax.Array,  # [token, top_k]
+    weights: jax.Array,  # [token, top_k]
+) -> jax.Array:  # [token, d_model]
+    """`compute` on every device's own experts, and one sum of [token, d_model]; without a mesh just `compute`. The id
+    of an expert that is elsewhere is one past the last, and its weight 0.
+
+    Left alone, XLA would sum each expert's output over the devices before it is weighed, and fetch matrices of other
+    devices for products that pick theirs.
+    """
+    mesh, cut = traced_mesh(), ["experts"]
+    if _has_whole_blocks(experts.down, num_parts(mesh, "mlp")):
+        cut.append("mlp")
+    if all(num_parts(mesh, axis) == 1 for axis in cut):
+        return compute(experts, x, expert_ids, weights)
+
+    def own(experts: Any, x: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
+        num_experts = experts.down.shape[0]
+        expert_ids = expert_ids - part_index("experts") * num_experts
+        is_own = (expert_ids >= 0) & (expert_ids < num_experts)
+        if "mlp" in cut and experts.down_bias is not None:  # which is added once
+            bias = jnp.where(part_index("mlp") == 0, experts.down_bias, 0)
+            experts = dataclasses.replace(experts, down_bias=bias)
+        return compute(experts, x, jnp.where(is_own, expert_ids, num_experts), jnp.where(is_own, weights, 0.0))
+
+    def partitions(spec: ParamSpec, weight: Any) -> Any:
+        if not isinstance(weight, QuantizedMatrix):
+            return partition(spec.axes, cut)
+        scale_axes = spec.axes if weight.scale.shape[-2] > 1 else (*spec.axes[:-2], None, spec.axes[-1])
+        values, scale = partition(spec.axes, cut), partition(scale_axes, cut)
+        return dataclasses.replace(weight, values=values, scale=scale)
+
+    specs = jax.tree.map(partitions, spec, experts, is_leaf=is_spec)
+    return sum_over_parts(own, cut, specs, (experts, x, expert_ids, weights))
+
+
+def _has_whole_blocks(weight: Any, num_parts: int) -> bool:
+    """Whether so many equal parts of a matrix's inputs have whole blocks of its scales each; else XLA cuts it."""
+    if not isinstance(weight, QuantizedMatrix) or weight.scale.shape[-2] == 1:
+        return True
+    return weight.shape[-2] % (num_parts * weight.block) == 0

@@ -1,0 +1,31 @@
+"""Serving over a mesh: tokens are those of one device, whatever is spread over what, and nothing is sent twice."""
+
+import numpy as np
+import pytest
+from engines import MAX_LEN, VOCAB, Ask, Dice, Reference, greedy, make_engine, make_runner, run, serving
+from spread import CASES, head_of, mesh_of, spread_head, spread_target, target_of
+
+from specserve.serve.request import SamplingParams
+
+QUICK = [("dense", "data=2,tensor=4", "tree:2x2x4"), ("latents", "data=2,tensor=2,expert=2", "chain:2")]
+
+
+@pytest.mark.parametrize(
+    ("model", "text", "ways"),
+    [*QUICK, *(pytest.param(*case, "off chain:2 tree:2x3x6", marks=pytest.mark.slow) for case in CASES)],
+)
+def test_a_mesh_changes_no_token(model: str, text: str, ways: str, rng: np.random.Generator) -> None:
+    """Of plain steps, chains and trees in any order, greedy and sampled, in mixed batches. Nothing compiles late."""
+    mesh = mesh_of(text)
+    target, head = spread_target(model, mesh), spread_head(model, mesh)
+    runner = make_runner(target, head, *ways.split(), has_constrained=False, mesh=mesh)
+    list(runner.warmup())
+    asks = []
+    for i, length in enumerate((1, 16, 37, 20, 9)):
+        sampled = SamplingParams(max_tokens=MAX_LEN // 2, temperature=0.7, seed=i, ignore_eos=True)
+        params = sampled if i % 2 else greedy(MAX_LEN // 2, ignore_eos=True, seed=0)
+        asks.append(Ask(tuple(rng.integers(3, VOCAB, length).tolist()), params))
+    reference = Reference(target_of(model))
+    with serving(make_engine(runner, Dice(0))) as engine, reference.engine:
+        for ask, inbox in zip(asks, run(engine, asks), strict=True):
+            reference.check(ask, inbox)

@@ -1,0 +1,88 @@
+"""Tiny models whose sizes eight devices divide, on one device and over a mesh."""
+
+import functools
+from pathlib import Path
+from typing import Any
+
+import jax
+import tiny
+from jax.sharding import Mesh
+
+from specserve.checkpoints.head import Head
+from specserve.checkpoints.load import Target
+from specserve.mesh import parse_mesh
+from specserve.models.draft import draft_spec
+from specserve.models.families import model_config
+from specserve.models.params import init_params
+from specserve.models.sharding import place_draft, place_target
+from specserve.models.target import target_spec
+
+DENSE: dict[str, Any] = tiny.TARGET | {"num_attention_heads": 8, "num_hidden_layers": 2}  # of two KV heads
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+LATENTS: dict[str, Any] = {
+    "model_type": "deepseek_v3",
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "first_k_dense_replace": 1,
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+DELTA_NETS: dict[str, Any] = {
+    "model_type": "qwen3_next",
+    "num_experts": 4,
+    "shared_expert_intermediate_size": 16,
+    "linear_num_key_heads": 4,
+    "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "full_attention_interval": 2,
+}
+MODELS: dict[str, dict[str, Any]] = {
+    "dense": DENSE,
+    "experts": DENSE | EXPERTS | {"model_type": "qwen3_moe", "num_experts": 8},
+    "latents": DENSE | EXPERTS | LATENTS,
+    "delta nets": DENSE | EXPERTS | DELTA_NETS,
+}
+ANY_MODEL = ("data=2", "tensor=2", "tensor=4", "tensor=8")
+WITH_EXPERTS = ("expert=2", "expert=4", "data=2,tensor=2,expert=2")
+CASES = [
+    (model, mesh)
+    for model in MODELS
+    for mesh in (*ANY_MODEL, *(WITH_EXPERTS if model != "dense" else ()))
+    if (model, mesh) != ("delta nets", "tensor=8")  # of four key heads
+]
+
+
+def mesh_of(text: str) -> Mesh:
+    mesh = parse_mesh(text)
+    assert mesh is not None
+    return mesh
+
+
+@functools.cache
+def target_of(model: str) -> Target:
+    """On one device."""
+    config = model_config(MODELS[model], dtype="float32")
+    return Target(config, init_params(target_spec(config), jax.random.key(0), "float32"), (2,), Path(model))
+
+
+@functools.cache
+def head_of(model: str) -> Head:
+    return tiny.random_head(target_of(model).config, seed=1, num_kv_heads=2, head_dim=8, rope=tiny.PLAIN_ROPE)
+
+
+def spread_target(model: str, mesh: Mesh) -> Target:
+    target = target_of(model)
+    params = jax.device_put(target.params, place_target(target.config, target_spec(target.config), mesh))
+    return Target(target.config, params, target.eos_ids, target.folder)
+
+
+def spread_head(model: str, mesh: Mesh) -> Head:
+    head = head_of(model)
+    params = jax.device_put(head.params, place_draft(head.config, draft_spec(head.config), mesh))
+    return Head(head.config, params, head.target_ids)
