@@ -220,17 +220,24 @@ def check_dtypes(patient: Patient) -> Iterator[Finding]:
             "`specserve import --dtype` writes all in one",
         )
     stated = str(patient.flat.get("torch_dtype") or patient.flat.get("dtype") or "").removeprefix("torch.")
+    key, other = ("dtype", "torch_dtype") if patient.dialect == "speculators" else ("torch_dtype", "dtype")
+
+    def set_dtype(mended: Copy) -> None:
+        for place in (mended.raw, mended.layer):
+            place.pop(other, None)
+            place[key] = found[0]
+
     if stated not in found and len(found) == 1:
         yield Finding(
             "dtype",
             "warning",
             "the dtype is not stated" if not stated else "another dtype is stated than the weights have",
-            f"{CONFIG}: torch_dtype",
+            f"{CONFIG}: {key}",
             found[0],
             stated or "nothing",
             "engines then load the head in float32 or in the target's dtype",
             "state that of the weights",
-            put("torch_dtype", found[0], everywhere=True),
+            set_dtype,
         )
 
 

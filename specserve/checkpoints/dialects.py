@@ -169,6 +169,7 @@ def draft_config_to_hf(
     input_ids = [i + 1 for i in output_ids]
     has_default_taps = target.num_layers >= 5 and config.aux_layers == target.default_aux_layers
     if dialect == "speculators":  # whose readers assume other flags than plain EAGLE-3's where one is left out
+        layer["dtype"] = layer.pop("torch_dtype")  # they came after transformers renamed it
         method = {"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS}
         return {
             **head,
@@ -177,7 +178,7 @@ def draft_config_to_hf(
             TAP_IDS: input_ids,
             "embed_requires_grad": False,
             "tie_word_embeddings": False,
-            "torch_dtype": dtype,
+            "dtype": dtype,
             "transformer_layer_config": layer,
             "speculators_config": {
                 "algorithm": "eagle3",

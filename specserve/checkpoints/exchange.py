@@ -12,11 +12,10 @@ import numpy as np
 
 from specserve.checkpoints import dialects, doctor
 from specserve.checkpoints.dialects import Dialect
-from specserve.checkpoints.head import NOTES_FILE, Head, load_head, read_notes
-from specserve.checkpoints.load import Target, eos_ids, to_numpy
+from specserve.checkpoints.head import NOTES_FILE, Head, head_files, load_head, read_notes
+from specserve.checkpoints.load import Target, eos_ids
 from specserve.checkpoints.tensors import SINGLE_FILE, TensorFolder, listed, read_json, write_json, write_tensors
 from specserve.errors import CheckpointError
-from specserve.models.draft import draft_spec
 from specserve.models.families import model_config
 from specserve.models.target import target_spec
 
@@ -54,7 +53,15 @@ def export_head(
     check_output(folder, output, is_forced=is_forced)
     dtype = dtype or doctor.stored_dtype(TensorFolder(folder))
     head = load_head(folder, target, dtype=dtype)
-    tensors, raw = head_files(head, target, dialect=dialect, dtype=dtype, target_name=target_name)
+    tensors, raw = head_files(head, target, dtype=dtype, dialect=dialect, target_name=target_name)
+    if dialect == "speculators" and head.params.embedding is None:
+        embedding = target_embedding(target, dtype)
+        if embedding is None:
+            raise CheckpointError(
+                f"{target.folder}: no token embedding, which a head for speculators brings along; "
+                "give a target folder with its weights (--target)"
+            )
+        tensors[dialects.EMBEDDING] = embedding
     notes = read_notes(folder)
     write_folder(output, lambda partial: write_head(partial, tensors, raw, notes))
     return head
@@ -86,39 +93,10 @@ def import_head(
         head = replace(head, config=replace(head.config, has_embedding=False))
         head = replace(head, params=replace(head.params, embedding=None))
         changes.append("embed_tokens.weight is the target's own embedding, so it is shared instead of stored")
-    tensors, raw = head_files(head, target, dialect="sglang", dtype=dtype, target_name=target_name)
+    tensors, raw = head_files(head, target, dtype=dtype)
     notes = read_notes(folder) | {"target": target_name, "imported": {"dialect": found.dialect, "changes": changes}}
     write_folder(output, lambda partial: write_head(partial, tensors, raw, notes))
     return Imported(head, found.dialect, tuple(changes))
-
-
-def head_files(
-    head: Head, target: Target, *, dialect: Dialect, dtype: str, target_name: str
-) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The tensors and the config.json of a head in a dialect."""
-    tensors = to_numpy(head.params, draft_spec(head.config), dtype)
-    if dialect == "speculators" and head.params.embedding is None:
-        embedding = target_embedding(target, dtype)
-        if embedding is None:
-            raise CheckpointError(
-                f"{target.folder}: no token embedding, which a head for speculators brings along; "
-                "give a target folder with its weights (--target)"
-            )
-        tensors[dialects.EMBEDDING] = embedding
-    tensors |= dialects.vocab_to_tensors(head.target_ids, head.config.vocab_size)
-    raw_target = read_json(target.folder / "config.json")
-    bos, architectures = raw_target.get("bos_token_id"), raw_target.get("architectures")
-    raw = dialects.draft_config_to_hf(
-        head.config,
-        target.config,
-        dtype=dtype,
-        bos_id=bos if isinstance(bos, int) else None,
-        eos_id=target.eos_ids[0] if target.eos_ids else None,
-        dialect=dialect,
-        target_name=target_name,
-        target_architectures=architectures if isinstance(architectures, list) else (),
-    )
-    return dialects.name_tensors(tensors, dialect), raw
 
 
 def target_embedding(target: Target, dtype: str) -> np.ndarray | None:  # [vocab, d_model]

@@ -1,6 +1,7 @@
 """Draft heads on disk: written in the SGLang layout, read from any dialect, with `specserve.json` beside the weights
 to remember the target and what was measured."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,8 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specserve.checkpoints import dialects
-from specserve.checkpoints.load import Target, load_params, to_numpy
+from specserve.checkpoints.dialects import Dialect
+from specserve.checkpoints.load import AS_VOCABULARY, Target, load_params, to_numpy
 from specserve.checkpoints.tensors import SINGLE_FILE, TensorFolder, read_json, write_json, write_tensors
 from specserve.errors import CheckpointError
 from specserve.models.config import DraftConfig
@@ -32,20 +34,31 @@ def save_head(folder: Path, head: Head, target: Target, *, dtype: str, notes: di
     """Write config.json, model.safetensors and specserve.json. `dtype` is that of the file; a head saved in its own
     dtype loads back bit for bit."""
     folder.mkdir(parents=True, exist_ok=True)
+    tensors, raw = head_files(head, target, dtype=dtype)
+    write_tensors(folder / SINGLE_FILE, tensors)
+    write_json(folder / "config.json", raw)
+    write_json(folder / NOTES_FILE, notes)
+
+
+def head_files(
+    head: Head, target: Target, *, dtype: str, dialect: Dialect = "sglang", target_name: str = ""
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The tensors and the config.json of a head in a dialect."""
     tensors = to_numpy(head.params, draft_spec(head.config), dtype)
     tensors |= dialects.vocab_to_tensors(head.target_ids, head.config.vocab_size)
     raw_target = read_json(target.folder / "config.json")
-    bos = raw_target.get("bos_token_id")
+    bos, architectures = raw_target.get("bos_token_id"), raw_target.get("architectures")
     raw = dialects.draft_config_to_hf(
         head.config,
         target.config,
         dtype=dtype,
         bos_id=bos if isinstance(bos, int) else None,
         eos_id=target.eos_ids[0] if target.eos_ids else None,
+        dialect=dialect,
+        target_name=target_name,
+        target_architectures=architectures if isinstance(architectures, list) else (),
     )
-    write_tensors(folder / SINGLE_FILE, tensors)
-    write_json(folder / "config.json", raw)
-    write_json(folder / NOTES_FILE, notes)
+    return dialects.name_tensors(tensors, dialect), raw
 
 
 def load_head(folder: Path, target: Target, *, dtype: str, mesh: Mesh | None = None) -> Head:
@@ -63,11 +76,11 @@ def load_head(folder: Path, target: Target, *, dtype: str, mesh: Mesh | None = N
             f"{target.folder} has {target.config.vocab_size} and {target.config.d_model}. Give its own target "
             f"(--target), {trained_for}"
         )
-    maps = {name: tensors.read(name) for name in (dialects.D2T, dialects.T2D) if name in names}
-    target_ids = dialects.vocab_from_tensors(maps.get(dialects.D2T), maps.get(dialects.T2D), config, str(folder))
-    reason = "read as the draft vocabulary"
-    skipped: dict[str, str] = {dialects.D2T: reason, dialects.T2D: reason}
     rename = dialects.renamer(names)
+    tables = {name: rename(name) for name in (dialects.D2T, dialects.T2D)}
+    maps = {name: tensors.read(stored) for name, stored in tables.items() if stored in names}
+    target_ids = dialects.vocab_from_tensors(maps.get(dialects.D2T), maps.get(dialects.T2D), config, str(folder))
+    skipped = {re.escape(stored): AS_VOCABULARY for stored in tables.values()}
     spec = draft_spec(config)
     places = place_draft(config, spec, mesh) if mesh is not None else None
     params = load_params(spec, tensors, dtype, shardings=places, skipped=skipped, rename=rename)

@@ -98,11 +98,17 @@ def inspect(
 
 
 def _existing(folder: Path) -> Path:
-    from specserve.errors import ConfigError
+    from specserve.errors import CheckpointError, ConfigError
 
     folder = folder.expanduser()
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; expected one with config.json and model.safetensors")
+    if (folder / "pytorch_model.bin").is_file() and not list(folder.glob("*.safetensors")):
+        raise CheckpointError(
+            f"{folder}: pytorch_model.bin is a pickle, which can run code when opened. Convert it where torch is, "
+            'in that folder: python -c "import torch, safetensors.torch as s; s.save_file({k: v.contiguous() for k, v '
+            "in torch.load('pytorch_model.bin', weights_only=True).items()}, 'model.safetensors')\""
+        )
     return folder
 
 

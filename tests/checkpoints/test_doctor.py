@@ -4,6 +4,7 @@ as the head it was, and a healthy head is left in peace."""
 import contextlib
 import itertools
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -108,11 +109,12 @@ MENDABLE: list[tuple[set[str], Plant]] = [
     ({"tied"}, put(tie_word_embeddings=True)),
     ({"norm-flag"}, lambda raw, tensors: raw.update(fc_norm=False)),
     ({"norm-flag"}, drop("norm_before_fc")),
-    ({"dtype"}, drop("torch_dtype")),
+    ({"dtype"}, drop("torch_dtype", "dtype")),
     ({"dtype"}, lambda raw, tensors: raw.update(torch_dtype="bfloat16")),
     ({"max-positions"}, put(max_position_embeddings=100)),
     ({"max-positions"}, drop("max_position_embeddings")),
     ({"rope-spellings"}, put(rope_theta=500_000.0)),
+    ({"rope-spellings"}, put(rope_parameters={"rope_type": "default", "rope_theta": 500_000.0})),
     ({"rope-spellings"}, put(rope_parameters={"rope_type": "yarn"})),
     ({"rope-missing"}, drop("rope_theta", "rope_scaling", "rope_parameters")),
 ]
@@ -149,6 +151,7 @@ HOPELESS: list[tuple[str, Plant]] = [
     ("t2d-disagrees", change("t2d", lambda t2d: ~t2d)),
     ("config-keys", drop("hidden_size")),
     ("layers", put(num_hidden_layers=2)),
+    ("rope-spellings", put(rope_theta=2e5, rope_parameters={"rope_type": "default", "rope_theta": 5e5})),
     ("taps-range", lambda raw, tensors: raw["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[0, 2, 6])),
     ("vocabulary-size", both(put(vocab_size=65), change("t2d", lambda t2d: np.append(t2d, False)))),
 ]
@@ -247,3 +250,14 @@ def test_whatever_is_in_the_files_the_doctor_does_not_stumble(tmp_path: Path, de
     for name in tensors:
         save_file(tensors | {name: np.zeros((3, 3), np.int32)}, folder / "model.safetensors")
         examine()
+
+
+def test_every_finding_is_in_the_documents() -> None:
+    root = Path(__file__).parent.parent.parent
+    source = "".join(
+        (root / "specserve/checkpoints" / f"checks_{name}.py").read_text() for name in ("files", "meaning")
+    )
+    codes = set(re.findall(r'(?:Finding\(|^        \()\s*"([a-z0-9-]+)"', source, re.M))
+    assert len(codes) > 30
+    documented = set(re.findall(r"`([a-z0-9-]+)`", (root / "docs" / "checkpoints.md").read_text()))
+    assert codes <= documented

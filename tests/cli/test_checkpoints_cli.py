@@ -8,9 +8,8 @@ from pathlib import Path
 import ml_dtypes
 import numpy as np
 import pytest
-from click.testing import Result
 from safetensors.numpy import load_file, save_file
-from typer.testing import CliRunner
+from typer.testing import CliRunner, Result
 
 from specserve.checkpoints.source import BUNDLED_HEAD_FOLDER
 from specserve.cli.main import app
@@ -92,3 +91,5 @@ def test_what_is_missing_is_named_with_the_way_out(sick: Path, tmp_path: Path) -
     assert unchecked.exit_code == 1
     assert "no target given (--target)" in unchecked.output
     assert run("inspect", sick, "--target", "pydoc").output.count("error ") == 2
+    (sick / "model.safetensors").rename(sick / "pytorch_model.bin")
+    assert "weights_only=True" in str(refused("import", sick, "--target", "pydoc")), "no pickle is opened here"
