@@ -65,7 +65,7 @@ def test_a_mesh_that_cannot_be_is_refused(text: str, message: str) -> None:
 def test_sizes_that_a_mesh_does_not_divide_are_refused_together() -> None:
     sizes = [Size("heads", "attention heads", 12), Size("mlp", "channels", 20), Size("mlp", "others", 16)]
     check_divides(make_mesh(data=2, tensor=4), sizes)
-    with pytest.raises(ConfigError, match="has 12 attention heads, 20 channels, which tensor=8 does not.* 1, 2 or 4$"):
+    with pytest.raises(ConfigError, match=r"has 12 attention heads, 20 channels, which tensor=8 does not.* 1, 2 or 4$"):
         check_divides(make_mesh(tensor=8), sizes)
     with pytest.raises(ConfigError, match="nothing that expert=2 would spread"):
         check_divides(make_mesh(expert=2), sizes)

@@ -49,9 +49,7 @@ def quickstart(
     # what fits the minutes is read: tokenising all of pydoc would take a tenth of them
     data = DataSettings(source="pydoc", max_conversations=max(600, int(6000 * minutes)), eval_prompts=8)
     draft = DraftSettings(vocab_size=3072, d_ff=768, fc_norm=True, norm_output=True)
-    run = TrainRun(
-        target=BUNDLED, output=str(output), speculation=SPECULATION, data=data, draft=draft, train=settings
-    )
+    run = TrainRun(target=BUNDLED, output=str(output), speculation=SPECULATION, data=data, draft=draft, train=settings)
     with console.status("reading the functions and docstrings installed here"):
         trainer = prepare(run)
     with TrainingBar(trainer) as bar:

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 from engines import MAX_LEN, VOCAB, Ask, Dice, Reference, greedy, make_engine, make_runner, run, serving
-from spread import CASES, head_of, mesh_of, spread_head, spread_target, target_of
+from spread import CASES, mesh_of, spread_head, spread_target, target_of
 
 from specserve.serve.request import SamplingParams
 
