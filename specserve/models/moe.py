@@ -3,6 +3,7 @@
 All shapes are static: how many tokens an expert gets decides values, never shapes, so no routing compiles anything.
 """
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ import jax.numpy as jnp
 
 from specserve.kernels.matmul import QuantizedMatrix, Weight, dequantize, matmul, matmul_float32
 from specserve.models.config import Activation, Experts, ModelConfig
+from specserve.models.expert_parts import in_parts
 from specserve.models.layers import Mlp, gated, linear, mlp, mlp_spec
 from specserve.models.params import ParamSpec, Part, matrix
 from specserve.pytree import pytree
@@ -85,11 +87,19 @@ def moe(
     rows = x.reshape(-1, x.shape[-1])
     expert_ids, weights = route(params, config, rows)
     form = form or choose_form(config.experts, len(rows))
-    y = form(params, config.activation, rows, expert_ids, weights)
+
+    def compute(experts: Moe, rows: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
+        return form(experts, config.activation, rows, expert_ids, weights)
+
+    y = in_parts(compute, _experts_alone(moe_spec(config, "")), _experts_alone(params), rows, expert_ids, weights)
     if params.shared is not None:
         shared = mlp(params.shared, rows, config.activation)
         y = y + (shared if params.shared_gate is None else shared * jax.nn.sigmoid(linear(rows, params.shared_gate)))
     return y.reshape(x.shape)
+
+
+def _experts_alone(params: Moe) -> Moe:
+    return dataclasses.replace(params, router=None, router_bias=None, correction=None, shared=None, shared_gate=None)
 
 
 def route(
