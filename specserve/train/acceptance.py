@@ -9,9 +9,11 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
 from specserve.errors import DataError
+from specserve.mesh import on_mesh, whole
 from specserve.models.config import DraftConfig
 from specserve.models.draft import DraftParams, token_embedding
 from specserve.speculative import step
@@ -53,6 +55,7 @@ class AcceptanceMeter:
         prompts: Sequence[Sequence[int]],
         *,
         max_new_tokens: int,
+        mesh: Mesh | None = None,  # what the target is spread over
     ) -> None:
         """Compiles on first use, for all prompts as one batch."""
         if not prompts:
@@ -62,8 +65,12 @@ class AcceptanceMeter:
         self._config = StepConfig(target.config, config, tree.depth)
         longest = max(map(len, prompts))
         self._max_pages = -(-(longest + max_new_tokens + tree.depth + 1) // PAGE_SIZE)
-        self._prefill = jax.jit(functools.partial(_prefill, self._config), donate_argnums=1, static_argnames="chunk")
-        self._step = jax.jit(functools.partial(_step, self._config, tree), donate_argnums=1)
+        prefill = functools.partial(on_mesh(mesh, _prefill), self._config)
+        # over a mesh a part of the state may be made in one place and returned in another: nothing to reuse there
+        donated = () if mesh is not None else (1,)
+        self._prefill = jax.jit(prefill, donate_argnums=donated, static_argnames="chunk", out_shardings=whole(mesh))
+        run = functools.partial(on_mesh(mesh, _step), self._config, tree)
+        self._step = jax.jit(run, donate_argnums=donated, out_shardings=whole(mesh))
 
     def measure(self, params: DraftParams, target_ids: np.ndarray) -> Acceptance:
         embedding = token_embedding(params, self._target.params.embedding)

@@ -127,11 +127,10 @@ class Trainer:
         optimizer = make_optimizer(self.settings)
         self._mesh = mesh
         self._step = make_step(loss, optimizer, mesh)
-        self._meter = (
-            AcceptanceMeter(target, self.config, data.eval_tree, data.eval_prompts, max_new_tokens=data.eval_max_tokens)
-            if data.eval_prompts
-            else None
-        )
+        self._meter = None
+        if data.eval_prompts:
+            tree, prompts, longest = data.eval_tree, data.eval_prompts, data.eval_max_tokens
+            self._meter = AcceptanceMeter(target, self.config, tree, prompts, max_new_tokens=longest, mesh=mesh)
         params = init_head(self.config, target, data.target_ids, self.settings.seed)
         state = TrainState(params, optimizer.init(params), jnp.int32(0))  # type: ignore[arg-type]
         self.state, self._vocab = jax.device_put((state, DraftVocab(jnp.asarray(data.target_ids))), whole(mesh))

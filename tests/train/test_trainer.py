@@ -9,12 +9,14 @@ from pathlib import Path
 import jax
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 
 from specserve.checkpoints.head import Head, load_head, read_notes
-from specserve.checkpoints.load import Target
+from specserve.checkpoints.load import Target, load_target
 from specserve.data.loader import Loader
 from specserve.data.packing import Document, pack
 from specserve.errors import CheckpointError, ConfigError
+from specserve.mesh import make_mesh
 from specserve.speculative.tree import chain
 from specserve.train.optimizer import learning_rate_scale
 from specserve.train.settings import DraftSettings, TrainRun, TrainSettings
@@ -43,7 +45,9 @@ class Killed(Exception):
     """What stands for a lost machine."""
 
 
-def _trainer(output: Path, target: Target, *, prompts: list[list[int]] | None = None, **changes: object) -> Trainer:
+def _trainer(
+    output: Path, target: Target, *, prompts: list[list[int]] | None = None, mesh: Mesh | None = None, **changes: object
+) -> Trainer:
     """A run over random text of few tokens, so that there is something to learn: which tokens never come."""
     rng = np.random.default_rng(0)
     documents = [Document(rng.integers(0, 64, 30).astype(np.int32), np.ones(30, bool)) for _ in range(16)]
@@ -61,7 +65,7 @@ def _trainer(output: Path, target: Target, *, prompts: list[list[int]] | None = 
         eval_tree=chain(2),
         eval_max_tokens=12,
     )
-    return Trainer(run, target, data, {"target": "tiny"})
+    return Trainer(run, target, data, {"target": "tiny"}, mesh)
 
 
 def _log(output: Path) -> list[dict[str, object]]:
@@ -144,6 +148,25 @@ def test_a_stopped_run_resumes_on_the_same_curve(
         assert other == curve
     else:  # the steps that were running when the interrupt came are not in the log
         assert set(other) <= set(curve)
+
+
+def test_a_target_over_a_mesh_teaches_the_same(
+    finished: tuple[Path, list[Progress]], tmp_path: Path, tiny_target: Target
+) -> None:
+    """The head is whole on every device."""
+    output, _ = finished
+    mesh = make_mesh(data=2, tensor=4)
+    target = load_target(tiny_target.folder, dtype="float32", mesh=mesh)
+    trainer = _trainer(tmp_path, target, prompts=[[1, 2, 3], [4] * 9], mesh=mesh, max_steps=10)
+    trainer.train()
+    for leaf in jax.tree.leaves(trainer.state):
+        assert leaf.sharding.is_fully_replicated
+        assert leaf.sharding.num_devices == 8
+    for row, alone in zip(_log(tmp_path), _log(output), strict=True):
+        assert row["step"] == alone["step"]
+        assert row["rollout_loss" if row["loss"] else "tau"] == pytest.approx(
+            alone["rollout_loss" if row["loss"] else "tau"], abs=1e-3
+        )
 
 
 def _assert_same(head: Head, other: Head) -> None:
