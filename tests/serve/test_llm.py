@@ -87,6 +87,8 @@ def test_nothing_runs_before_everything_is_sound(llm: LLM, prompts: object, para
 
 @pytest.mark.skipif(threading.current_thread() is not threading.main_thread(), reason="signals reach the main thread")
 def test_an_interrupt_cancels_and_the_next_call_works(llm: LLM) -> None:
+    # in the background of a shell, processes are born deaf to it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     expected = llm.generate(PROMPTS[0], _greedy(8))
 
     def interrupt() -> None:
