@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import jax
 
 from specserve.models.config import Experts, ModelConfig
-from specserve.models.moe import FORMS, choose_form, moe, moe_spec
+from specserve.models.moe import FORMS, Form, choose_form, moe, moe_spec
 from specserve.models.params import init_params
 
 SHAPES = (  # d_model, experts
@@ -33,22 +33,23 @@ def measure_moe(
     shapes: Sequence[tuple[int, Experts]] = SHAPES,
     token_counts: Sequence[int] = TOKEN_COUNTS,
     *,
+    forms: Sequence[Form] = FORMS,
     repeats: int = 25,
     dtype: str = "float32",
 ) -> Iterator[MoeTimes]:
-    """The forms take turns, call by call. Every turn has other tokens, hence other experts: as in a model, whose other
-    layers leave nothing of this one in the caches."""
+    """The forms take turns, call by call, in alternating order. Every turn has other tokens, hence other experts: as in
+    a model, whose other layers leave nothing of this one in the caches."""
     compute = jax.jit(moe, static_argnums=(1, 3))
     for d_model, experts in shapes:
         config = ModelConfig("bench", 1, d_model, 1, 1, 1, d_model, experts.d_ff, 1, experts=experts, dtype=dtype)
         params = init_params(moe_spec(config, "layer"), jax.random.key(0), dtype)
         for num_tokens in token_counts:
             turns = list(jax.random.normal(jax.random.key(1), (repeats, num_tokens, d_model), dtype))
-            times: dict[str, list[float]] = {form.__name__: [] for form in FORMS}
-            for form in FORMS:
+            times: dict[str, list[float]] = {form.__name__: [] for form in forms}
+            for form in forms:
                 compute(params, config, turns[0], form).block_until_ready()  # compiles
-            for x in turns:
-                for form in FORMS:
+            for i, x in enumerate(turns):
+                for form in forms[:: 1 if i % 2 else -1]:
                     if sum(times[form.__name__]) < PATIENCE:
                         start = time.perf_counter()
                         compute(params, config, x, form).block_until_ready()

@@ -183,7 +183,7 @@ def sorted_by_expert(
         return y if bias is None else y + bias[sorted_ids]
 
     y = _expert_mlp(params, activation, x[order // expert_ids.shape[1]], product)
-    y = jnp.where((sorted_ids < num_experts)[:, None], y, 0)
+    y = jnp.where((sorted_ids < num_experts)[:, None], y, 0)  # a kernel may leave rows past the last group unset
     return _weighed_sum(y[jnp.argsort(order)], weights).astype(x.dtype)
 
 
@@ -199,8 +199,8 @@ def by_blocks(
     n_blocks = -(-counts // size)  # [expert]
     ends = jnp.cumsum(n_blocks)
     first_slots, first_pairs = (ends - n_blocks) * size, jnp.cumsum(counts) - counts
+    # pairs whose expert is elsewhere follow the last expert's: they fill up its block or are dropped
     slots = first_slots[sorted_ids] + jnp.arange(len(flat)) - first_pairs[sorted_ids]
-    slots = jnp.where(sorted_ids < num_experts, slots, num_blocks * size)
     token_of_slot = jnp.full(num_blocks * size, num_tokens).at[slots].set(order // top_k, mode="drop")
     rows = x.at[token_of_slot].get(mode="fill", fill_value=0).reshape(num_blocks, size, -1)
     expert_of_block = jnp.searchsorted(ends, jnp.arange(num_blocks), side="right")  # num_experts: an unused block
