@@ -14,14 +14,17 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-from specserve.errors import CheckpointError, DataError, RequestError
+from specserve.errors import CheckpointError, ConfigError, DataError, RequestError
 
 log = logging.getLogger(__name__)
 
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
-TEMPLATE_VARIABLES = frozenset({"tools", "documents"})  # parameters of transformers that reach the template
+TEMPLATE_VARIABLES = frozenset({"documents"})  # parameters of transformers that reach the template
 THINKING_SWITCH = "enable_thinking"  # the variable by which templates of hybrid models are told not to reason
 THINK, END_THINK = "<think>", "</think>"
+REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # what templates call the reasoning of a message
+PROBE = "zqprobe"  # a word that no template writes of itself
+_PROBE_CALL = {"id": "1", "type": "function", "function": {"name": PROBE, "arguments": {PROBE: 1}}}
 PLACEHOLDER = "\ue000"  # a private character: no answer holds it
 REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no UTF-8 (yet)
 
@@ -32,9 +35,12 @@ class Tokenizer:
     Threads may share it for everything but `encode_chat`: transformers tracks generation tags in the template itself.
     """
 
-    def __init__(self, backend: Any, end_ids: Collection[int] = ()) -> None:
+    def __init__(
+        self, backend: Any, end_ids: Collection[int] = (), template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
         """`backend` is a transformers tokenizer, `end_ids` what else than its EOS ends a turn; use `load`."""
         self._backend = backend
+        self.template_kwargs = dict(template_kwargs or {})  # of every chat that sets no others
         self._vocab_size = len(backend)
         added = backend.added_tokens_decoder.items()  # special without having a name, as Gemma's <end_of_turn> is
         self._special_ids = frozenset(backend.all_special_ids).union(i for i, token in added if token.special)
@@ -43,8 +49,10 @@ class Tokenizer:
         self._reserved_names = frozenset(options).union(["messages"]) - TEMPLATE_VARIABLES
 
     @classmethod
-    def load(cls, folder: Path) -> "Tokenizer":
-        """Read the tokenizer of a Hugging Face model folder. Raises CheckpointError; never looks on the network."""
+    def load(cls, folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> "Tokenizer":
+        """Read the tokenizer of a Hugging Face model folder; every chat that it renders gets `template_kwargs` where
+        it sets no others. Raises CheckpointError, and ConfigError for a variable that cannot be set or that the chat
+        template does not read; never looks on the network."""
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder; expected a model folder with a tokenizer.json")
         auto_tokenizer = _import_auto_tokenizer()
@@ -53,7 +61,9 @@ class Tokenizer:
             backend = auto_tokenizer.from_pretrained(str(folder), local_files_only=True, model_max_length=2**62)
         except Exception as error:  # transformers raises whatever its parsers raise
             raise CheckpointError(f"{folder}: cannot read the tokenizer: {error}") from error
-        return cls(backend, _end_ids(folder))
+        tokenizer = cls(backend, _end_ids(folder), template_kwargs)
+        tokenizer.check_template_kwargs(tokenizer.template_kwargs)
+        return tokenizer
 
     @property
     def vocab_size(self) -> int:
@@ -79,7 +89,35 @@ class Tokenizer:
 
     def template_mentions(self, word: str) -> bool:
         """Whether the chat template's source holds `word`: a variable it reads, a tag it knows."""
-        return self.has_chat_template and word in self._backend.get_chat_template()
+        return any(word in source for source in self._sources)
+
+    def check_template_kwargs(self, template_kwargs: Mapping[str, Any]) -> None:
+        """Raises ConfigError for a variable that cannot be set or that the chat template does not read."""
+        for name in template_kwargs:
+            if name in self._reserved_names:
+                raise ConfigError(f"template_kwargs cannot set {name}: the name is reserved")
+            if not self.reads_variable(name):
+                raise ConfigError(f"template_kwargs sets {name}, which the target's chat template does not read")
+
+    def reads_variable(self, name: str) -> bool:
+        """Whether the chat template's source holds `name` as a word of its own."""
+        return any(re.search(rf"\b{re.escape(name)}\b", source) for source in self._sources)
+
+    @cached_property
+    def reads_tools(self) -> bool:
+        """Whether the chat template writes down the tools that it is given."""
+        tool = {"name": PROBE, "description": PROBE, "parameters": {"type": "object", "properties": {}}}
+        return self._writes_probe([{"role": "user", "content": "1"}], [{"type": "function", "function": tool}])
+
+    @property
+    def reads_reasoning(self) -> bool:
+        """Whether the chat template knows reasoning: in a field of its own, or in tags within the content."""
+        return self._reads_reasoning_apart or self.template_mentions(END_THINK)
+
+    @cached_property
+    def _reads_reasoning_apart(self) -> bool:
+        answer = {"role": "assistant", "content": "1", **dict.fromkeys(REASONING_NAMES, PROBE)}
+        return self._writes_probe([{"role": "user", "content": "1"}, answer])
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         """Token ids of plain text. Raises RequestError on a lone surrogate, which no UTF-8 text can hold."""
@@ -97,45 +135,51 @@ class Tokenizer:
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Token ids of a chat, up to where the assistant's answer begins.
 
-        The template writes the special tokens, BOS included, so none are added. `template_kwargs` become template
-        variables; they cannot replace the template. Raises RequestError when the model has no chat template, the
-        template rejects the messages, or a variable has a reserved name.
+        The template writes the special tokens, BOS included, so none are added. The arguments of tool calls are
+        mappings; a template that wants them as text gets text. `template_kwargs` become template variables, and win
+        over those of `load`; they cannot replace the template. Raises RequestError when the model has no chat template,
+        the template rejects the messages, or a variable has a reserved name.
         """
-        template_kwargs = template_kwargs or {}
-        if reserved := sorted(self._reserved_names.intersection(template_kwargs)):
-            raise RequestError(
-                f"chat_template_kwargs cannot set {', '.join(reserved)}: the name is reserved",
-                param="chat_template_kwargs",
-            )
-        return self.encode(self._render(messages, add_generation_prompt, template_kwargs), add_special_tokens=False)
+        kwargs = self._variables(tools, template_kwargs)
+        messages = self._as_template_takes(messages)
+        return self.encode(self._render(messages, add_generation_prompt, kwargs), add_special_tokens=False)
 
     def encode_chat(
-        self, messages: Sequence[Mapping[str, Any]], *, template_kwargs: Mapping[str, Any] | None = None
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        template_kwargs: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], list[bool]]:
         """Token ids of a whole chat and its loss mask: True for what the assistant itself writes in this rendering.
+        `tools` and `template_kwargs` are as in `render_chat`.
 
         That begins where the generation prompt ends, and ends with the token that ends the turn, also where that is
         the next role's. The spans come from the template's `{% generation %}` tags, else from what each assistant
         message adds to the rendered chat. Where a template leaves the reasoning out of earlier answers, the answer
         alone is learned; where it does so even for the last one, that one is kept whole, as it was generated.
-        Raises DataError for messages that the template rejects, or whose answers cannot be told from the rest.
+        Raises DataError for messages that the template rejects, whose answers cannot be told from the rest, or whose
+        tool calls the template does not write.
         """
-        template_kwargs = template_kwargs or {}
         try:
-            if GENERATION_TAG.search(self._backend.get_chat_template() if self.has_chat_template else ""):
-                encoded = self._apply_template(
-                    messages, **template_kwargs, return_assistant_tokens_mask=True, return_dict=True
-                )
+            kwargs = self._variables(tools, template_kwargs)
+            messages = self._as_template_takes(messages)
+            template = self._backend.get_chat_template(tools=kwargs["tools"]) if self.has_chat_template else ""
+            if GENERATION_TAG.search(template):
+                encoded = self._apply_template(messages, **kwargs, return_assistant_tokens_mask=True, return_dict=True)
                 token_ids, loss_mask = encoded["input_ids"], [bool(bit) for bit in encoded["assistant_masks"]]
             else:
-                token_ids, loss_mask = self._encode_by_prefixes(messages, template_kwargs)
-            return self._end_turns(token_ids, loss_mask)
+                token_ids, loss_mask = self._encode_by_prefixes(messages, kwargs)
         except RequestError as error:
             raise DataError(str(error)) from error
+        token_ids, loss_mask = self._end_turns(token_ids, loss_mask)
+        self._check_calls(messages, token_ids, loss_mask)
+        return token_ids, loss_mask
 
     def template_token_ids(self) -> frozenset[int]:
         """Every id that a draft vocabulary must hold: special and added tokens, EOS, the template's own text."""
@@ -148,6 +192,63 @@ class Tokenizer:
             except RequestError as error:
                 log.debug("chat template rejects roles %s: %s", [m["role"] for m in messages], error)
         return frozenset(token_ids)
+
+    @cached_property
+    def _sources(self) -> tuple[str, ...]:
+        """Every chat template of the model: some have another one for chats with tools."""
+        template = self._backend.chat_template or ()
+        return (template,) if isinstance(template, str) else tuple(dict(template).values())
+
+    def _variables(
+        self, tools: Sequence[Mapping[str, Any]] | None, template_kwargs: Mapping[str, Any] | None
+    ) -> dict[str, Any]:
+        """All that the template is given beside messages. Raises RequestError for reserved names."""
+        if reserved := sorted(self._reserved_names.intersection(template_kwargs or ())):
+            raise RequestError(
+                f"chat_template_kwargs cannot set {', '.join(reserved)}: the name is reserved",
+                param="chat_template_kwargs",
+            )
+        return {**self.template_kwargs, **(template_kwargs or {}), "tools": list(tools) if tools else None}
+
+    # What templates differ in about tool calls and reasoning.
+
+    def _as_template_takes(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """The messages, with tool calls and the last one's reasoning in the form in which this template writes them."""
+        taken = list(messages)
+        if any(turn.get("tool_calls") for turn in messages) and self._splices_arguments:
+            taken = [_with_argument_text(turn) if turn.get("tool_calls") else turn for turn in messages]
+        reasoning = next((taken[-1][name] for name in REASONING_NAMES if taken[-1].get(name)), "") if taken else ""
+        if reasoning and not self._reads_reasoning_apart and self.template_mentions(END_THINK):
+            # Templates such as DeepSeek R1's know it within the content alone, and leave it out of earlier answers.
+            content = f"{THINK}\n{reasoning}\n{END_THINK}\n\n{taken[-1].get('content') or ''}"
+            taken[-1] = {**taken[-1], "content": content}
+        return taken
+
+    @cached_property
+    def _splices_arguments(self) -> bool:
+        """Whether the template adds a call's arguments to its text as they are, as DeepSeek's do, where others write a
+        mapping as JSON or item by item."""
+        chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}]
+        return not self._writes_probe(chat) and self._writes_probe([chat[0], _with_argument_text(chat[1])])
+
+    def _writes_probe(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> bool:
+        try:
+            return PROBE in self._render(messages, False, self._variables(tools, None))
+        except RequestError:
+            return False
+
+    def _check_calls(
+        self, messages: Sequence[Mapping[str, Any]], token_ids: Sequence[int], loss_mask: Sequence[bool]
+    ) -> None:
+        """Raises DataError where a call is not among what the assistant says: the rest would train on a hole."""
+        names = [call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()]
+        if not names:
+            return
+        said = self.decode([i for i, bit in zip(token_ids, loss_mask, strict=True) if bit], skip_special_tokens=False)
+        if lost := [name for name in names if name not in said]:
+            raise DataError(f"the chat template does not write the tool call of {lost[0]!r:.60}")
 
     def _render(
         self, messages: Sequence[Mapping[str, Any]], add_generation_prompt: bool, template_kwargs: Mapping[str, Any]
@@ -281,7 +382,8 @@ class Tokenizer:
         """What the template writes after an answer only when something follows, if that ends a turn."""
         probe = [{"role": role, "content": "1"} for role in ("user", "assistant", "user")]
         try:
-            text, upto = self._render(probe, False, {}), self._render(probe[:2], False, {})
+            kwargs = self.template_kwargs
+            text, upto = self._render(probe, False, kwargs), self._render(probe[:2], False, kwargs)
         except RequestError:
             return None
         following = self.encode(text[len(upto) :], add_special_tokens=False) if text.startswith(upto) else []
@@ -351,6 +453,15 @@ class IncrementalDecoder:
         if num_left > 2 * self.NUM_HELD:
             self._window, self._num_context = tail, 0
             self._num_emitted -= num_chars - num_left
+
+
+def _with_argument_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The message, the arguments of its calls as JSON text."""
+    calls = []
+    for call in message["tool_calls"]:
+        arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)
+        calls.append({**call, "function": {**call["function"], "arguments": arguments}})
+    return {**message, "tool_calls": calls}
 
 
 def _import_auto_tokenizer() -> Any:

@@ -45,7 +45,7 @@ def runs(case: dict[str, Any]) -> list[list[Any]]:
 def test_what_bears_loss(key):
     name, case = CASES[key]
     tokenizer, kwargs = TOKENIZERS[name], case.get("template_kwargs")
-    token_ids, loss_mask = tokenizer.encode_chat(case["messages"], template_kwargs=kwargs)
+    token_ids, loss_mask = tokenizer.encode_chat(case["messages"], tools=case.get("tools"), template_kwargs=kwargs)
     _, wanted_ids, wanted_mask = expected(case)
     assert runs(case) == case["tokens"], "run this file to write the tokens again"
     assert wanted_ids == case["token_ids"]
@@ -84,8 +84,8 @@ def test_nothing_that_is_asked_bears_loss_and_every_answer_does(name, turns, has
 def test_no_chat_has_a_second_bos(name):
     tokenizer = TOKENIZERS[name]
     bos = tokenizer.bos_token_id
-    for messages in (case["messages"] for case in FAMILIES[name]["cases"]):
-        token_ids, _ = tokenizer.encode_chat(messages)
+    for case in FAMILIES[name]["cases"]:
+        token_ids, _ = tokenizer.encode_chat(case["messages"], tools=case.get("tools"))
         assert bos is None or token_ids.count(bos) == 1
     if FAMILIES[name]["adds_bos"]:
         assert tokenizer.encode("hi")[0] == bos  # the tokenizer would have
@@ -97,13 +97,15 @@ def test_an_answer_is_learned_from_where_its_prompt_ends(name):
     tokenizer = TOKENIZERS[name]
     for case in FAMILIES[name]["cases"]:
         *asked, answer = case["messages"]
-        if "</think>" in answer["content"] or any("thinking" in message for message in asked):
+        is_forgotten = any("thinking" in message or "reasoning_content" in message for message in asked)
+        if "</think>" in answer["content"] or "reasoning_content" in answer or is_forgotten:
             continue
         kwargs = case.get("template_kwargs") or {}
         if tokenizer.template_mentions("enable_thinking"):
             kwargs = {"enable_thinking": False}  # the mode whose answers have no reasoning
-        token_ids, loss_mask = tokenizer.encode_chat(case["messages"], template_kwargs=kwargs)
-        prompt = tokenizer.render_chat(asked, template_kwargs=kwargs)
+        tools = case.get("tools")
+        token_ids, loss_mask = tokenizer.encode_chat(case["messages"], tools=tools, template_kwargs=kwargs)
+        prompt = tokenizer.render_chat(asked, tools=tools, template_kwargs=kwargs)
         if name == "deepseek-r1" and asked[-1]["role"] != "tool":
             prompt = prompt[:-2]  # its prompts begin reasoning, which this answer does not have
         assert token_ids[: len(prompt)] == prompt

@@ -12,8 +12,8 @@ from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 import specserve
-from specserve.errors import CheckpointError, DataError, RequestError
-from specserve.tokenizer import IncrementalDecoder, Tokenizer
+from specserve.errors import CheckpointError, ConfigError, DataError, RequestError
+from specserve.tokenizer import REASONING_NAMES, IncrementalDecoder, Tokenizer
 
 FOLDER = Path(specserve.__file__).parent / "targets" / "pydoc"
 TOKENIZER = Tokenizer.load(FOLDER)
@@ -183,6 +183,83 @@ def test_draft_vocabulary_pins_everything_the_template_writes():
     assert set(whole) - set(content) <= pinned
     assert {0, 1, 2} <= pinned
     assert not set(content) & pinned
+
+
+CALL = {"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}
+TOOL_CHAT = [
+    {"role": "user", "content": "one"},
+    {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL, CALL]},
+    {"role": "tool", "content": "result"},
+    {"role": "assistant", "content": "two", "reasoning_content": "so"},
+]
+_HEAD = "{% for t in tools or [] %}{{ t | tojson }}{% endfor %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+_TAIL = "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+CALLING_TEMPLATES = {
+    "as JSON": "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name }}{{ c.function.arguments | tojson }}{% endfor %}<|im_end|>\n",
+    "item by item": "{% if m.reasoning %}<think>{{ m.reasoning }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name ~ '{' }}"
+    "{% for k, v in c.function.arguments.items() %}{{ k | tojson ~ ': ' ~ v }}{% endfor %}{{ '}' }}{% endfor %}"
+    "<|im_end|>\n",
+    "spliced in": "{% if m.thinking %}<think>{{ m.thinking }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}{{ c.function.name + c.function.arguments }}{% endfor %}<|im_end|>\n",
+}
+CALLING_TEMPLATES["with tags"] = (
+    "{% if m.role == 'assistant' %}{% generation %}" + CALLING_TEMPLATES["as JSON"] + "{% endgeneration %}"
+    "{% else %}{{ m.content }}<|im_end|>\n{% endif %}"
+)
+
+
+@pytest.mark.parametrize("body", CALLING_TEMPLATES.values(), ids=CALLING_TEMPLATES)
+def test_calls_and_reasoning_bear_loss_and_results_and_tools_do_not(body):
+    """In whatever form the template writes a call: what is learned is what it writes for the turn."""
+    tokenizer = with_template(_HEAD + body + _TAIL)
+    named = [
+        {**m, **dict.fromkeys(REASONING_NAMES, m["reasoning_content"])} if "reasoning_content" in m else m
+        for m in TOOL_CHAT
+    ]
+    token_ids, loss_mask = tokenizer.encode_chat(named, tools=[{"name": "add"}])
+    said = "".join(
+        tokenizer.decode([i], skip_special_tokens=False) if bit else "\0"
+        for i, bit in zip(token_ids, loss_mask, strict=True)
+    )
+    turns = [turn for turn in said.split("\0") if turn]
+    assert turns == ['<think>hm</think>add{"a": 1}add{"a": 1}<|im_end|>', "<think>so</think>two<|im_end|>"]
+    whole = tokenizer.decode(token_ids, skip_special_tokens=False)
+    assert whole.startswith('{"name": "add"}<|im_start|>user\none<|im_end|>')
+    assert "result" in whole
+    for i, turn in zip((1, 3), turns, strict=True):
+        prompt = tokenizer.render_chat(named[:i], tools=[{"name": "add"}])
+        assert whole.startswith(tokenizer.decode(prompt, skip_special_tokens=False) + turn)
+
+
+def test_a_call_that_the_template_does_not_write_is_refused():
+    for template in (TOKENIZER._backend.chat_template, _HEAD + "{{ m.content }}<|im_end|>\n" + _TAIL):
+        tokenizer = with_template(template)
+        with pytest.raises(DataError, match="does not write the tool call of 'add'"):
+            tokenizer.encode_chat(TOOL_CHAT[:2], tools=[{"name": "add"}])
+
+
+def test_what_a_template_reads():
+    tokenizer = with_template(_HEAD + CALLING_TEMPLATES["as JSON"] + "{{ enable_thinking }}" + _TAIL)
+    assert tokenizer.reads_tools
+    assert tokenizer.reads_reasoning
+    assert (tokenizer.reads_variable("enable_thinking"), tokenizer.reads_variable("thinking")) == (True, False)
+    assert (TOKENIZER.reads_tools, TOKENIZER.reads_reasoning) == (False, False)
+    assert not with_template("").reads_tools
+
+
+def test_a_chats_own_variables_win_over_those_of_the_tokenizer():
+    backend = with_template("{{ a }}{{ b }}{% for m in messages %}{{ m.content }}<|im_end|>{% endfor %}")._backend
+    tokenizer = Tokenizer(backend, template_kwargs={"a": 1, "b": 2})
+    assert tokenizer.decode(tokenizer.render_chat(chat("x"))) == "12x"
+    assert tokenizer.decode(tokenizer.render_chat(chat("x"), template_kwargs={"b": 3})) == "13x"
+    tokenizer.check_template_kwargs({"a": 1})
+    for name in ("tools", "tokenize", "c"):
+        with pytest.raises(ConfigError, match=name):
+            tokenizer.check_template_kwargs({name: 1})
+    with pytest.raises(DataError, match="cannot set tokenize"):
+        tokenizer.encode_chat(chat("x", "y"), template_kwargs={"tokenize": False})
 
 
 def test_bad_inputs_are_named():

@@ -41,6 +41,9 @@ class RegenerateRun:
     enable_thinking: Literal["", "true", "false"] = setting(
         "", help="what the chat template is told of reasoning; empty: nothing"
     )
+    template_kwargs: tuple[str, ...] = setting(
+        (), help="variables of the chat template, as data.template_kwargs of `train`"
+    )
     cut: Literal["keep", "drop"] = setting("keep", help="answers that end at max_tokens")
     quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the target, as of `serve`")
     mesh: str = setting("", help="devices to spread the models over, as of `serve`")
@@ -60,17 +63,23 @@ def regenerate(run: RegenerateRun) -> None:
 
     from specserve.cli.progress import bar_columns, console, warmup_bar
     from specserve.data import dataset, sources
-    from specserve.data.conversations import Columns
+    from specserve.data.conversations import Columns, parse_template_kwargs
     from specserve.eval import regenerate as eval_regenerate
     from specserve.eval.regenerate import Account, Manner
     from specserve.mesh import SERVING_AXES, parse_mesh
     from specserve.serve.launch import load_models, make_engine
     from specserve.serve.settings import ServeRun
+    from specserve.tokenizer import THINKING_SWITCH
 
     if weighted := [entry for entry in run.source if sources.parse_entry(entry)[1] != 1]:
         raise ConfigError(f"--source {weighted[0]}: every question is asked once, so give no weights")
     mixture = sources.load_mixture(run.source, Columns.parse(run.columns), needs_answers=False)
     rows = [row for source in dataset.draw(mixture, run.count, run.seed) for row in source.train]
+    template_kwargs = parse_template_kwargs(run.template_kwargs)
+    if run.enable_thinking and THINKING_SWITCH in template_kwargs:
+        raise ConfigError(f"--enable-thinking and --template-kwargs both set {THINKING_SWITCH}; give one of them")
+    if run.enable_thinking:
+        template_kwargs[THINKING_SWITCH] = run.enable_thinking == "true"
     manner = Manner(
         max_tokens=run.max_tokens,
         temperature=run.temperature,
@@ -78,7 +87,7 @@ def regenerate(run: RegenerateRun) -> None:
         top_k=run.top_k,
         seed=run.seed,
         thinking=run.thinking,
-        enable_thinking={"": None, "true": True, "false": False}[run.enable_thinking],
+        template_kwargs=template_kwargs,
         cut=run.cut,
     )
     mesh = parse_mesh(run.mesh, SERVING_AXES)

@@ -36,6 +36,7 @@ class MixtureRun:
     columns: tuple[str, ...] = setting(
         (), help="what the columns hold: messages=COLUMN, or prompt=COLUMN,response=COLUMN, or text=COLUMN"
     )
+    template_kwargs: tuple[str, ...] = setting((), help="variables of the chat template, as data.template_kwargs")
     max_conversations: int = setting(0, help="use only so many, drawn by the seed; 0: all", ge=0)
     seq_len: int = setting(256, help="tokens per row", ge=8)
     vocab_size: int = setting(0, help="draft vocabulary; 0: half the target's, at most 32,000", ge=0)
@@ -73,6 +74,7 @@ def load(run: MixtureRun) -> Prepared:
     from specserve.checkpoints.load import eos_ids
     from specserve.checkpoints.source import resolve_target
     from specserve.checkpoints.tensors import read_json
+    from specserve.data.conversations import parse_template_kwargs
     from specserve.models.families import model_config
     from specserve.tokenizer import Tokenizer
     from specserve.train.prepare import draft_vocab, load_data
@@ -81,8 +83,14 @@ def load(run: MixtureRun) -> Prepared:
     folder = resolve_target(run.target).folder
     raw = read_json(folder / "config.json")
     vocab_size = model_config(raw, dtype="float32").vocab_size
-    tokenizer = Tokenizer.load(folder)
-    data = DataSettings(run.source, run.columns, run.max_conversations, run.workers, eval_prompts=0)
+    tokenizer = Tokenizer.load(folder, parse_template_kwargs(run.template_kwargs))
+    data = DataSettings(
+        source=run.source,
+        columns=run.columns,
+        max_conversations=run.max_conversations,
+        workers=run.workers,
+        eval_prompts=0,
+    )
     train = TrainRun(target=run.target, data=data, train=TrainSettings(seq_len=run.seq_len, seed=run.seed))
     dataset, _ = load_data(train, tokenizer, folder, vocab_size)
     return Prepared(

@@ -1,17 +1,20 @@
 """What a data set holds, row by row: chats in the dialects people have them in, plain documents, ready token ids.
 
-Knows nothing of files or hubs (see `sources`). A row that cannot be used raises `BadRowError` with the reason, which
+What a chat says reaches its template: text, reasoning, tools and their calls, and the template's own variables. Knows
+nothing of files or hubs (see `sources`). A row that cannot be used raises `BadRowError` with the reason, which
 `sources` counts and reports with its line number; nothing is dropped silently.
 """
 
 import hashlib
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
 
 from specserve.errors import ConfigError
+from specserve.tokenizer import REASONING_NAMES
 
 Split = Literal["train", "held-out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -33,21 +36,42 @@ ROLES = {
     "tool": "tool",
 }
 TEXT_ROLE = "text"  # the one message of a plain document, which no template touches
+MESSAGE_FIELDS = frozenset(
+    {"role", "from", "content", "value", "tool_calls", "tool_call_id", "name", "function_call", *REASONING_NAMES}
+)
 
 
 @dataclass(frozen=True)
 class Message:
+    """One turn, with everything that chat templates read of it."""
+
     role: str  # system, user, assistant, tool; or text, for a plain document
-    content: str
+    content: str  # empty only beside tool calls, or where a tool gave nothing back
+    reasoning: str = ""
+    tool_calls: str = ""  # JSON of [{"type": "function", "function": {"name": .., "arguments": {..}}, ..}, ..]
+    tool_call_id: str = ""
+    name: str = ""
+
+    def as_dict(self) -> dict[str, Any]:
+        """The turn as chat templates want it, its reasoning under each of the names that they give it."""
+        turn: dict[str, Any] = dict.fromkeys(REASONING_NAMES, self.reasoning)
+        turn |= {"tool_calls": json.loads(self.tool_calls or "null"), "tool_call_id": self.tool_call_id}
+        turn |= {"name": self.name}
+        return {"role": self.role, "content": self.content} | {name: value for name, value in turn.items() if value}
 
 
 @dataclass(frozen=True)
 class Conversation:
-    """A chat whose assistant messages are to be learned, or a plain document that is learned as a whole."""
+    """A chat whose assistant messages are to be learned, or a plain document that is learned as a whole.
+
+    What has a structure is kept as JSON text, so that conversations can be compared, hashed and written as they are.
+    """
 
     messages: tuple[Message, ...]
     category: str  # the data set's own label ("source", "writing", ...); "" when it has none
     source: str  # where it came from: a file and line, or a module name
+    tools: str = ""  # JSON of the list that the template is given; empty: none
+    template_kwargs: str = ""  # JSON of the row's own template variables, which win over those of the run
 
     @property
     def is_document(self) -> bool:
@@ -58,7 +82,7 @@ class Conversation:
         """The conversation up to where the assistant first speaks."""
         roles = [message.role for message in self.messages]
         end = roles.index("assistant") if "assistant" in roles else len(roles)
-        return Conversation(self.messages[:end], self.category, self.source)
+        return replace(self, messages=self.messages[:end])
 
     @property
     def key(self) -> str:
@@ -66,9 +90,17 @@ class Conversation:
         asked = [message.content for message in self.question.messages if message.role == "user"]
         return _digest(asked or [message.content for message in self.messages])
 
-    def as_dicts(self) -> list[dict[str, str]]:
+    def as_dicts(self) -> list[dict[str, Any]]:
         """The messages as chat templates want them."""
-        return [{"role": message.role, "content": message.content} for message in self.messages]
+        return [message.as_dict() for message in self.messages]
+
+    def tool_dicts(self) -> list[dict[str, Any]]:
+        """The tools as chat templates want them."""
+        return json.loads(self.tools) if self.tools else []
+
+    def variables(self) -> dict[str, Any]:
+        """The row's own template variables."""
+        return json.loads(self.template_kwargs) if self.template_kwargs else {}
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,12 +126,13 @@ class Columns:
     prompt: str = ""
     response: str = ""
     text: str = ""
-    category: str = ""  # used where a row has it
+    category: str = ""  # used where a row has it, as is the next
+    tools: str = ""
 
     @classmethod
     def parse(cls, entries: Sequence[str]) -> "Columns":
         """From `messages=conversation`, or `prompt=question` with `response=answer`, or `text=body`; `category=topic`
-        with any. Raises ConfigError."""
+        and `tools=functions` with any. Raises ConfigError."""
         given: dict[str, str] = {}
         for entry in entries:
             name, _, column = entry.partition("=")
@@ -109,10 +142,10 @@ class Columns:
                     "in prompt=question,response=answer"
                 )
             given[name] = column
-        if entries and given.keys() - {"category"} not in ({"messages"}, {"prompt", "response"}, {"text"}):
+        if entries and given.keys() - {"category", "tools"} not in ({"messages"}, {"prompt", "response"}, {"text"}):
             raise ConfigError(
                 f"data.columns: {', '.join(entries)}; expected messages=COLUMN, or prompt=COLUMN and response=COLUMN, "
-                "or text=COLUMN, and category=COLUMN with any of these"
+                "or text=COLUMN, and category=COLUMN and tools=COLUMN with any of these"
             )
         return cls(**given)
 
@@ -123,7 +156,11 @@ class Columns:
 
     def rename(self, row: Mapping[str, Any]) -> dict[str, Any]:
         """A row that fits, in the names that `parse_row` reads."""
-        renamed: dict[str, Any] = {"category": row.get(self.category) or ""}
+        renamed: dict[str, Any] = {
+            "category": row.get(self.category) or "",
+            "tools": row.get(self.tools or "tools"),
+            "chat_template_kwargs": row.get("chat_template_kwargs"),
+        }
         if self.messages:
             return renamed | {"messages": row[self.messages]}
         if self.text:
@@ -133,6 +170,23 @@ class Columns:
 
 
 NO_COLUMNS = Columns()
+
+
+def parse_template_kwargs(entries: Sequence[str]) -> dict[str, Any]:
+    """Template variables from `enable_thinking=false`: each value is read as JSON, and is text where it is none.
+    Raises ConfigError."""
+    given: dict[str, Any] = {}
+    for entry in entries:
+        name, equals, text = entry.partition("=")
+        if not equals or not name.isidentifier() or name in given:
+            raise ConfigError(
+                f"data.template_kwargs: {entry!r}; expected NAME=VALUE, each name once, as in enable_thinking=false"
+            )
+        try:
+            given[name] = json.loads(text)
+        except (ValueError, RecursionError):
+            given[name] = text
+    return given
 
 
 @dataclass(frozen=True)
@@ -168,7 +222,8 @@ def split_of(row: Row) -> Split:
 
 def parse_row(row: Any, source: str, vocab_size: int | None = None, *, needs_answers: bool = True) -> Row:
     """One row: ready token ids (`input_ids`, `loss_mask`), ShareGPT (`conversations` of from/value), OpenAI (`messages`
-    or `conversations` of role/content) or a plain document (`text`). A column that is null is as good as not there.
+    or `conversations` of role/content) or a plain document (`text`). A chat may have `tools` and
+    `chat_template_kwargs`. A column that is null is as good as not there, and what has a structure may be JSON text.
 
     Token ids are checked against `vocab_size` where it is given. A chat must have an answer to learn from, unless only
     its questions are wanted. Raises BadRowError.
@@ -185,10 +240,24 @@ def parse_row(row: Any, source: str, vocab_size: int | None = None, *, needs_ans
         turns = _parse_turns(filled.get("messages", filled.get("conversations")))
         if needs_answers and not any(message.role == "assistant" for message in turns):
             raise BadRowError("no assistant message")
-        return Conversation(turns, category, source)
+        tools = _objects(filled.get("tools"), "tools")
+        kwargs = _object(filled.get("chat_template_kwargs"), "chat_template_kwargs")
+        return Conversation(turns, category, source, *map(_to_json, (tools, kwargs)))
     if "text" in filled:
         return Conversation((Message(TEXT_ROLE, _text(filled["text"], "text")),), category, source)
     raise BadRowError("none of the fields conversations, messages, text, input_ids")
+
+
+def unread_fields(row: Mapping[str, Any]) -> set[str]:
+    """Names of fields of the row's messages that say something and that no chat template is given."""
+    turns = row.get("messages") or row.get("conversations")
+    return {
+        str(name)
+        for turn in (turns if isinstance(turns, list) else ())
+        if isinstance(turn, Mapping)
+        for name, value in turn.items()
+        if name not in MESSAGE_FIELDS and value not in (None, "", [], {})
+    }
 
 
 def _parse_tokens(row: Mapping[str, Any], category: str, source: str, vocab_size: int | None) -> TokenRow:
@@ -222,17 +291,95 @@ def _parse_turn(turn: object) -> Message:
     role, content = _either(turn, "role", "from"), _either(turn, "content", "value")
     if not isinstance(role, str) or role.lower() not in ROLES:
         raise BadRowError(f"unknown role {role!r:.40}")
-    return Message(ROLES[role.lower()], _text(content, "a message's content"))
+    if turn.get("function_call"):
+        raise BadRowError("a message has a function_call; give it as tool_calls")
+    role = ROLES[role.lower()]
+    reasoning = _reasoning(turn)
+    calls = [_parse_call(call) for call in _objects(turn.get("tool_calls"), "tool_calls")]
+    if role != "assistant" and (calls or reasoning):
+        raise BadRowError(f"a message of the {role} has {'tool_calls' if calls else 'reasoning'}")
+    content = _content(content, may_be_null=bool(calls), may_be_empty=bool(calls) or role == "tool")
+    return Message(role, content, reasoning, _to_json(calls), _label(turn, "tool_call_id"), _label(turn, "name"))
+
+
+def _label(turn: Mapping[Any, Any], name: str) -> str:
+    return "" if turn.get(name) is None else _text(turn[name], f"a message's {name}", may_be_empty=True)
+
+
+def _content(value: Any, *, may_be_null: bool, may_be_empty: bool) -> str:
+    """The text of a message. Parts are joined as the server joins them."""
+    if value is None and may_be_null:
+        return ""
+    if isinstance(value, list):
+        if not all(isinstance(part, Mapping) and part.get("type") == "text" for part in value):
+            raise BadRowError("a message's content has parts that are not text")
+        value = "\n".join(_text(part.get("text"), "a part of a message", may_be_empty=True) for part in value)
+    return _text(value, "a message's content", may_be_empty=may_be_empty)
+
+
+def _reasoning(turn: Mapping[Any, Any]) -> str:
+    given = [turn[name] for name in REASONING_NAMES if turn.get(name) is not None]
+    texts = {_text(value, "a message's reasoning", may_be_empty=True) for value in given} - {""}
+    if len(texts) > 1:
+        raise BadRowError(f"a message has several reasonings, in {' and '.join(REASONING_NAMES)}")
+    return next(iter(texts), "")
+
+
+def _parse_call(call: Mapping[str, Any]) -> dict[str, Any]:
+    """OpenAI's form of a call, its arguments as the mapping that templates iterate over, whatever else it has kept.
+    A call without the wrapping, of a name and arguments alone, is wrapped."""
+    own = {name: value for name, value in call.items() if value is not None}
+    if "function" not in own:
+        bare = {name: own.pop(name, None) for name in ("name", "arguments")}
+        own |= {"type": "function", "function": bare}
+    function = own["function"]
+    if not isinstance(function, Mapping) or not isinstance(function.get("name"), str) or not function["name"]:
+        raise BadRowError("a tool call has no function name")
+    own["function"] = {**function, "arguments": _object(function.get("arguments"), "a tool call's arguments")}
+    own.setdefault("type", "function")
+    return own
+
+
+def _objects(value: Any, what: str) -> list[Mapping[str, Any]]:
+    """A list of objects, given as such or as JSON text; null and empty text are the empty list."""
+    value = _from_json(value, what) if isinstance(value, str) and value else value or []
+    if not isinstance(value, list) or not all(isinstance(item, Mapping) for item in value):
+        raise BadRowError(f"{what} is not a list of objects")
+    return value
+
+
+def _object(value: Any, what: str) -> Mapping[str, Any]:
+    """An object, given as such or as JSON text; null and empty text are the empty one."""
+    value = _from_json(value, what) if isinstance(value, str) and value else value or {}
+    if not isinstance(value, Mapping):
+        raise BadRowError(f"{what} is not an object")
+    return value
+
+
+def _from_json(text: str, what: str) -> Any:
+    try:
+        return json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise BadRowError(f"{what} is not JSON") from error
+
+
+def _to_json(value: Any) -> str:
+    """Empty for what is empty."""
+    try:
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False) if value else ""
+    except (TypeError, ValueError, RecursionError) as error:  # dates and bytes of a table, NaN
+        raise BadRowError(f"a value is not JSON: {error}") from error
+    return _text(text, "a tool or its call", may_be_empty=True)
 
 
 def _either(turn: Mapping[Any, Any], name: str, other: str) -> Any:
     return turn[name] if turn.get(name) is not None else turn.get(other)
 
 
-def _text(value: Any, what: str) -> str:
+def _text(value: Any, what: str, *, may_be_empty: bool = False) -> str:
     if not isinstance(value, str):
         raise BadRowError(f"{what} is not text")
-    if not value.strip():
+    if not value.strip() and not may_be_empty:
         raise BadRowError(f"{what} is empty")
     if not value.isascii() and any("\ud800" <= char <= "\udfff" for char in value):
         raise BadRowError(f"{what} has a lone surrogate")

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import logging
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice, zip_longest
@@ -88,11 +89,15 @@ def tokenize_source(
     max_len: int,
     workers: int = 0,
 ) -> SourceTokens:
-    """The source's training rows, tokenised or read from the cache. What is cut or left out is counted and logged.
+    """The source's training rows, tokenised or read from the cache. What is cut or left out is counted and logged, and
+    what rows say that the chat template does not read.
 
     Raises DataError when nothing is left.
     """
     conversations = [row for row in source.train if isinstance(row, Conversation)]
+    if unread := _unread(conversations, tokenizer):
+        counts = ", ".join(f"{what} (of {count})" for what, count in unread.most_common())
+        log.warning("%s: conversations say what the chat template does not read: %s", source.name, counts)
     ready = [row for row in source.train if isinstance(row, TokenRow)]
     parts = [_cut(ready, max_len)]
     if conversations:
@@ -160,6 +165,17 @@ def write_rows(parts: Sequence[tuple[Split, SourceTokens]], path: Path) -> int:
     return sum(len(source.tokenized.documents) for _, source in parts)
 
 
+def _unread(conversations: Sequence[Conversation], tokenizer: Tokenizer) -> Counter[str]:
+    """What conversations say that their chat template does not write down, and of how many that is so."""
+    unread: Counter[str] = Counter()
+    for conversation in conversations:
+        unread["tools"] += bool(conversation.tools) and not tokenizer.reads_tools
+        has_reasoning = any(message.reasoning for message in conversation.messages)
+        unread["reasoning"] += has_reasoning and not tokenizer.reads_reasoning
+        unread.update(name for name in conversation.variables() if not tokenizer.reads_variable(name))
+    return +unread
+
+
 def _cut(ready: Sequence[TokenRow], max_len: int) -> TokenizedDocuments:
     """Rows that are token ids already, cut to `max_len` as chats are: behind the last answer that fits, if one does."""
     ends = [turn_end(row.loss_mask, max_len) for row in ready]
@@ -192,7 +208,7 @@ def _question_ids(row: Row, tokenizer: Tokenizer) -> list[int]:
     if row.is_document:
         return []
     try:
-        return tokenizer.render_chat(row.question.as_dicts())
+        return tokenizer.render_chat(row.question.as_dicts(), tools=row.tool_dicts(), template_kwargs=row.variables())
     except RequestError as error:
         log.debug("%s: %s", row.source, error)
         return []

@@ -9,7 +9,8 @@ import json
 import logging
 import math
 import re
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from specserve.data.conversations import (
     parse_row,
     report,
     split_of,
+    unread_fields,
 )
 from specserve.errors import ConfigError, DataError
 
@@ -176,6 +178,7 @@ def _read(name: str, columns: Columns, vocab_size: int | None, needs_answers: bo
     label, numbered, mapping, is_users = _open(name, columns)
     rows: list[Row] = []
     problems: list[RowProblem] = []
+    unread: Counter[str] = Counter()
     num_mapped, seen = 0, ()
     for number, raw in numbered:
         try:
@@ -185,11 +188,15 @@ def _read(name: str, columns: Columns, vocab_size: int | None, needs_answers: bo
                 if mapping.fit(row):
                     num_mapped += 1
                     row = mapping.rename(row)
+                unread.update(unread_fields(row))
             rows.append(parse_row(row, f"{label}:{number}", vocab_size, needs_answers=needs_answers))
         except BadRowError as error:
             problems.append(RowProblem(number, str(error)))
     if problems:
         log.warning("%s: %s", name, report(problems))
+    if unread:
+        counts = ", ".join(f"{field} (in {count} rows)" for field, count in unread.most_common())
+        log.warning("%s: fields of messages that are not read: %s", name, counts)
     if not rows:
         hint = f"; its columns are {', '.join(seen)}: say what they hold with data.columns" if seen and is_users else ""
         raise DataError(f"{name}: no usable row; {report(problems) if problems else 'there is none'}{hint}")
@@ -231,7 +238,7 @@ def _hub_rows(name: str, dataset: HubDataset, split: str) -> Iterator[tuple[int,
             f"data.source {name}: {dataset.hub_id} could not be loaded ({reason}). Where the hub cannot be reached, "
             f"download the data set elsewhere ({dataset.homepage}) and give its files: {_file_hint(dataset)}"
         ) from error
-    yield from enumerate(rows, start=1)
+    yield from ((number, _without_nulls(row)) for number, row in enumerate(rows, start=1))
 
 
 def _file_hint(dataset: HubDataset) -> str:
@@ -269,9 +276,20 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
     try:
         with parquet.ParquetFile(path) as file:
             for batch in file.iter_batches():
-                yield from batch.to_pylist()
+                yield from map(_without_nulls, batch.to_pylist())
     except ArrowException as error:
         raise DataError(f"{path}: not a parquet file that can be read: {error}") from error
+
+
+def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
+    """A table's row without the nulls inside its values: a table gives every call and schema the fields of all."""
+
+    def clean(value: Any) -> Any:
+        if isinstance(value, Mapping):
+            return {name: clean(item) for name, item in value.items() if item is not None}
+        return [clean(item) for item in value] if isinstance(value, list) else value
+
+    return {name: clean(value) for name, value in row.items()}
 
 
 def _decode(line: bytes) -> Any:

@@ -1,7 +1,7 @@
 """Tokenised conversations, made by several processes where there are many and kept on disk for the next run.
 
-The key of a file is the content that it came of: the conversations, the tokenizer's files with the chat template, the
-longest length, and the code that tokenises. A file that is damaged is made again.
+The key of a file is the content that it came of: the conversations, the tokenizer's files with the chat template and
+what its variables are set to, the longest length, and the code that tokenises. A file that is damaged is made again.
 """
 
 import hashlib
@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 
 import specserve.tokenizer
+from specserve.data import conversations as rows
 from specserve.data import documents
 from specserve.data.conversations import Conversation
 from specserve.data.documents import Document, TokenizedDocuments, join, tokenize_part
@@ -30,7 +31,9 @@ log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 CONFIG_FILES = ("config.json", "generation_config.json")  # which ids end a turn
-CODE = (Path(documents.__file__), Path(specserve.tokenizer.__file__))  # what decides about ids and masks
+CODE = tuple(
+    Path(str(module.__file__)) for module in (rows, documents, specserve.tokenizer)
+)  # what decides about ids and masks
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
 PART = 1000  # conversations that a worker takes at a time
 MIN_PARTS = 10  # so many before workers are worth their start: seconds, each
@@ -45,7 +48,7 @@ def tokenize_cached(
 ) -> TokenizedDocuments:
     """`tokenize_part` of all the conversations, read from the cache when the same was asked before. `workers`
     processes share the work, 0 for one per core; where there is little to do this process does it alone."""
-    path = cache_folder() / "tokens" / f"{_key(conversations, folder, max_len)}.npz"
+    path = cache_folder() / "tokens" / f"{_key(conversations, tokenizer, folder, max_len)}.npz"
     if (found := _read(path)) is not None:
         log.debug("%d documents from %s", len(found.documents), path)
         return found
@@ -89,15 +92,18 @@ def _work(conversations: Sequence[Conversation]) -> TokenizedDocuments:
 _job: tuple[Tokenizer, int]  # of a worker process
 
 
-def _key(conversations: Sequence[Conversation], folder: Path, max_len: int) -> str:
+def _key(conversations: Sequence[Conversation], tokenizer: Tokenizer, folder: Path, max_len: int) -> str:
     digest = hashlib.sha256()
-    for piece in _key_pieces(conversations, folder, max_len):
+    for piece in _key_pieces(conversations, tokenizer, folder, max_len):
         digest.update(len(piece).to_bytes(8, "little") + piece)
     return digest.hexdigest()[:32]
 
 
-def _key_pieces(conversations: Sequence[Conversation], folder: Path, max_len: int) -> Iterator[bytes]:
+def _key_pieces(
+    conversations: Sequence[Conversation], tokenizer: Tokenizer, folder: Path, max_len: int
+) -> Iterator[bytes]:
     yield str(max_len).encode()
+    yield json.dumps(tokenizer.template_kwargs, sort_keys=True).encode()
     for name in LIBRARIES:
         yield f"{name} {importlib.metadata.version(name)}".encode()
     for file in CODE:
@@ -107,10 +113,9 @@ def _key_pieces(conversations: Sequence[Conversation], folder: Path, max_len: in
         yield file.name.encode()
         yield file.read_bytes()
     for conversation in conversations:
-        yield b"conversation"
+        yield repr((conversation.tools, conversation.template_kwargs)).encode()
         for message in conversation.messages:
-            yield message.role.encode()
-            yield message.content.encode()
+            yield repr(message).encode()  # every field that it has
 
 
 def _write(path: Path, tokenized: TokenizedDocuments) -> None:

@@ -13,17 +13,17 @@ import os
 import queue
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
-from specserve.data.conversations import Row, TokenRow
+from specserve.data.conversations import Conversation, Row, TokenRow
 from specserve.errors import CapacityError, ConfigError, DataError, RequestError
 from specserve.serve.completion import Collector, Completion
 from specserve.serve.engine import Engine
 from specserve.serve.request import FinishReason, Request, SamplingParams
-from specserve.tokenizer import END_THINK, THINK, THINKING_SWITCH, Tokenizer
+from specserve.tokenizer import END_THINK, THINK, Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -45,18 +45,13 @@ class Manner:
     top_p: float = 1.0
     top_k: int = 0
     seed: int = 0
-    thinking: Keep = "keep"  # in the rows; whether there is any is up to the target and `enable_thinking`
-    enable_thinking: bool | None = None  # what the chat template is told; None: nothing
+    thinking: Keep = "keep"  # in the rows; whether there is any is up to the target and its template's variables
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)  # a row's own win
     cut: Keep = "keep"  # answers that end at max_tokens
-
-    @property
-    def template_kwargs(self) -> dict[str, Any]:
-        return {} if self.enable_thinking is None else {THINKING_SWITCH: self.enable_thinking}
 
     def check(self, tokenizer: Tokenizer) -> None:
         """Raises ConfigError for what this target's chat template does not know."""
-        if self.enable_thinking is not None and not tokenizer.template_mentions(THINKING_SWITCH):
-            raise ConfigError(f"the target's chat template has no {THINKING_SWITCH}; leave it empty")
+        tokenizer.check_template_kwargs(self.template_kwargs)
         if self.thinking == "keep" and tokenizer.template_mentions(FINAL_CHANNEL):
             raise ConfigError(
                 f"the target reasons in channels and rows hold reasoning in {THINK} tags, which its chat template does "
@@ -114,8 +109,9 @@ class _Job:
 
     key: str
     row: Row
-    asked: list[list[dict[str, str]]]  # for each answer to come, the messages before it
-    messages: list[dict[str, str]] = field(default_factory=list)
+    asked: list[list[dict[str, Any]]]  # for each answer to come, the messages before it
+    template_kwargs: dict[str, Any]
+    messages: list[dict[str, Any]] = field(default_factory=list)
     finish_reasons: list[str] = field(default_factory=list)
     prompt: list[int] = field(default_factory=list)
 
@@ -135,8 +131,8 @@ def regenerate(
     on_answer: Callable[[Account], None] = lambda _account: None,
 ) -> Account:
     """Append one row per conversation to `output` as it is done: `messages` with every answer given anew, each to the
-    answers before it, and `id`, `category`, `source`, `sample`, `finish_reasons`. The settings stand beside it, in
-    `<output>.settings.json`.
+    answers before it, the `chat_template_kwargs` that they were given under, and `id`, `category`, `source`, `sample`,
+    `finish_reasons`. The settings stand beside it, in `<output>.settings.json`.
 
     Rows that are there already are not made again. Raises ConfigError for settings that make no sense, DataError when
     the file holds rows of other settings or nothing can be asked; CapacityError when the engine stops.
@@ -147,7 +143,7 @@ def regenerate(
     settings = dataclasses.asdict(manner) | {"target": target, "max_model_len": engine.max_model_len}
     account = Account()
     with _RowFile(output, settings) as file:
-        jobs = _jobs(rows, samples, file.done, account)
+        jobs = _jobs(rows, manner, samples, file.done, account)
         if not jobs and not account.num_there:
             raise DataError(f"nothing can be asked: {_list(account.left_out) or 'there are no rows'}")
         _Run(engine, manner, file, account, on_answer).answer(jobs)
@@ -204,7 +200,7 @@ class _Run:
         job.messages += job.asked.pop(0)
         manner = self._manner
         try:
-            job.prompt = self._tokenizer.render_chat(job.messages, template_kwargs=manner.template_kwargs)
+            job.prompt = self._tokenizer.render_chat(job.messages, template_kwargs=job.template_kwargs)
             room = self._engine.max_model_len - len(job.prompt)
             if room < 1:
                 raise _Refused(ASKED_TOO_LONG)
@@ -273,14 +269,18 @@ class _Run:
         if said[-1] in self._engine.eos_ids:
             said.pop()  # the template writes its own
         try:
-            found, _ = self._tokenizer.encode_chat([*job.messages, {"role": "assistant", "content": content}])
+            answered = [*job.messages, {"role": "assistant", "content": content}]
+            found, _ = self._tokenizer.encode_chat(answered, template_kwargs=job.template_kwargs)
         except DataError:
             return False
         return found[: len(said)] == said
 
     def _write(self, job: _Job) -> None:
         sample = int(job.key.partition("-")[2])
-        row = {"id": job.key, "messages": job.messages, "category": job.row.category, "source": job.row.source}
+        row: dict[str, Any] = {"id": job.key, "messages": job.messages}
+        if job.template_kwargs:  # training renders the row as its answers were asked for
+            row["chat_template_kwargs"] = job.template_kwargs
+        row |= {"category": job.row.category, "source": job.row.source}
         self._file.write(row | {"sample": sample, "finish_reasons": job.finish_reasons})
         self._account.num_rows += 1
 
@@ -370,34 +370,39 @@ def split_reasoning(text: str, *, is_begun: bool = False) -> tuple[str, str]:
     return reasoning, answer
 
 
-def _jobs(rows: Iterable[Row], samples: int, done: set[str], account: Account) -> list[_Job]:
+def _jobs(rows: Iterable[Row], manner: Manner, samples: int, done: set[str], account: Account) -> list[_Job]:
     """What is still to be asked, each question once; what cannot be is counted."""
     jobs: dict[str, _Job] = {}
     for row in rows:
         if isinstance(row, TokenRow):
             raise DataError(f"{row.source} holds token ids, of which no question can be made; give what they came of")
-        asked, reason = _asked(row.as_dicts())
+        asked, reason = _asked(row)
         if reason:
             account.left_out[reason] += 1
             continue
+        kwargs = {**manner.template_kwargs, **row.variables()}
+        question = [asked, row.variables()] if row.template_kwargs else [asked]
         for sample in range(samples):
-            key = f"{_digest(asked)}-{sample}"
+            key = f"{_digest(*question)}-{sample}"
             if key in done:
                 account.num_there += 1
             elif key in jobs:
                 account.left_out["asked before"] += 1
             else:
-                jobs[key] = _Job(key, row, [list(turn) for turn in asked])
+                jobs[key] = _Job(key, row, [list(turn) for turn in asked], kwargs)
     return list(jobs.values())
 
 
-def _asked(messages: Sequence[dict[str, str]]) -> tuple[list[list[dict[str, str]]], str]:
+def _asked(row: Conversation) -> tuple[list[list[dict[str, Any]]], str]:
     """What stands before each answer, or why nothing can be asked."""
-    roles = {message["role"] for message in messages}
-    if "tool" in roles:
+    if any(message.role == "tool" for message in row.messages):
         return [], "holds results of tools, which another answer might not call"
-    turns: list[list[dict[str, str]]] = [[]]
-    for message in messages:
+    if any(message.tool_calls for message in row.messages):
+        return [], "calls tools, which the text of an answer cannot hold"
+    if row.tools:
+        return [], "offers tools, which the text of an answer cannot call"
+    turns: list[list[dict[str, Any]]] = [[]]
+    for message in row.as_dicts():
         if message["role"] != "assistant":
             turns[-1].append(message)
         elif any(asked["role"] == "user" for asked in turns[-1]):

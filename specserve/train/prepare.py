@@ -12,7 +12,7 @@ from specserve import processes, provenance
 from specserve.checkpoints.load import load_target
 from specserve.checkpoints.source import BUNDLED, resolve_target
 from specserve.data import dataset, pydoc, sources
-from specserve.data.conversations import Columns
+from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.data.dataset import Dataset, Prompt
 from specserve.data.loader import Loader
 from specserve.errors import ConfigError
@@ -49,7 +49,7 @@ def prepare(run: TrainRun, folder: RunFolder) -> Trainer:
         is_checked=run.check_weights,
         has_layers=not run.features.capture,
     )
-    tokenizer = Tokenizer.load(source.folder)
+    tokenizer = Tokenizer.load(source.folder, parse_template_kwargs(run.data.template_kwargs))
     loaded, prompts = load_data(run, tokenizer, source.folder, target.config.vocab_size)
     rows, counts = loaded.rows, loaded.counts
     head = earlier_head(run.init_from, run.draft, target) if run.init_from else None

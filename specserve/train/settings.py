@@ -17,6 +17,9 @@ class DataSettings:
     columns: tuple[str, ...] = setting(
         (), help="what a hub data set's columns hold: messages=COLUMN, or prompt=COLUMN,response=COLUMN, or text=COLUMN"
     )
+    template_kwargs: tuple[str, ...] = setting(
+        (), help="variables of the chat template, such as enable_thinking=false; a row's own chat_template_kwargs win"
+    )
     max_conversations: int = setting(0, help="use only so many, drawn by train.seed; 0: all", ge=0)
     workers: int = setting(0, help="processes that tokenise; 0: one per core", ge=0)
     eval_prompts: int = setting(24, help="held-out prompts for the acceptance measured while training", ge=0)

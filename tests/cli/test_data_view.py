@@ -1,6 +1,8 @@
 """What `data prepare` and `data inspect` show: the text of a row as it is, coloured by what training does with it."""
 
 import io
+import json
+import shutil
 
 import numpy as np
 import pytest
@@ -15,6 +17,7 @@ from specserve.cli.data_view import (
     PrepareRun,
     coloured,
     histogram,
+    load,
     prepare,
     summary,
 )
@@ -88,6 +91,29 @@ def test_the_histogram_counts_every_document(prepared):
 def test_an_output_that_cannot_be_a_source_or_is_one_is_refused_at_once(output, message):
     with pytest.raises(ConfigError, match=message):
         prepare(PrepareRun(source=("a.jsonl=2",), output=output))
+
+
+@pytest.mark.parametrize(("entry", "message"), [("odd=1", "sets odd, which .* does not read"), ("tools=1", "reserved")])
+def test_variables_that_the_template_does_not_read_are_refused(entry, message):
+    with pytest.raises(ConfigError, match=message):
+        load(PrepareRun(template_kwargs=(entry,)))
+
+
+def test_variables_reach_the_template(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    folder, chats = tmp_path / "target", tmp_path / "chats.jsonl"
+    shutil.copytree(BUNDLED_FOLDER, folder)
+    template = folder / "chat_template.jinja"
+    template.write_text("{{ greeting }}" + template.read_text())
+    rows = [
+        {"messages": [{"role": "user", "content": f"q{i}"}, {"role": "assistant", "content": "a"}]} for i in range(9)
+    ]
+    rows[0]["chat_template_kwargs"] = {"greeting": "own"}  # type: ignore[assignment]
+    chats.write_text("\n".join(map(json.dumps, rows)))
+    prepared = load(PrepareRun(target=str(folder), source=(str(chats),), template_kwargs=("greeting=hello",)))
+    documents = prepared.dataset.reports[0].tokens.tokenized.documents
+    begins = [prepared.tokenizer.decode(document.token_ids.tolist()).partition("user")[0] for document in documents]
+    assert [begin.strip() for begin in begins] == ["own", *["hello"] * (len(documents) - 1)]
 
 
 def test_rows_that_cannot_be_written_are_an_error(prepared, tmp_path):

@@ -1,5 +1,8 @@
 """Every format of a row reads to the same conversation; a row that cannot be used says why."""
 
+import json
+from typing import Any
+
 import numpy as np
 import pytest
 
@@ -12,8 +15,10 @@ from specserve.data.conversations import (
     RowProblem,
     TokenRow,
     parse_row,
+    parse_template_kwargs,
     report,
     split_of,
+    unread_fields,
 )
 from specserve.errors import ConfigError
 
@@ -34,6 +39,13 @@ DIALECTS = [
         "conversations": [{"role": None, "from": m.role, "value": m.content} for m in EXPECTED],
     },
 ]
+CHAT = [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]
+
+
+def _calls(*calls: Any) -> dict[str, Any]:
+    return {"messages": [CHAT[0], {"role": "assistant", "content": None, "tool_calls": list(calls)}]}
+
+
 BAD_ROWS = [
     ([1], "not a JSON object"),
     ({}, "none of the fields conversations, messages, text, input_ids"),
@@ -43,6 +55,35 @@ BAD_ROWS = [
     ({"messages": [{"role": "wizard", "content": "q"}]}, "unknown role 'wizard'"),
     ({"messages": [{"role": "assistant", "content": None}]}, "a message's content is not text"),
     ({"messages": [{"role": "assistant", "content": " "}]}, "a message's content is empty"),
+    ({"messages": [{"role": "user", "content": []}]}, "a message's content is empty"),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        "a message's content has parts that are not text",
+    ),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "a part of a message is not text"),
+    ({"messages": [{"role": "tool", "content": None}]}, "a message's content is not text"),
+    ({"messages": [{"role": "tool", "content": "2", "tool_call_id": 7}]}, "a message's tool_call_id is not text"),
+    ({"messages": [{"role": "user", "content": "q", "thinking": "hm"}]}, "a message of the user has reasoning"),
+    (
+        {"messages": [{"role": "assistant", "content": "a", "thinking": "hm", "reasoning": "so"}]},
+        "a message has several reasonings, in reasoning_content and reasoning and thinking",
+    ),
+    ({"messages": [{"role": "assistant", "content": "a", "reasoning": 3}]}, "a message's reasoning is not text"),
+    (
+        {"messages": [{"role": "assistant", "content": None, "function_call": {"name": "f"}}]},
+        "a message has a function_call; give it as tool_calls",
+    ),
+    (_calls({"function": "f"}), "a tool call has no function name"),
+    (_calls({"arguments": {}}), "a tool call has no function name"),
+    (_calls({"function": {"name": "f", "arguments": "{"}}), "a tool call's arguments is not JSON"),
+    (_calls({"function": {"name": "f", "arguments": "[1]"}}), "a tool call's arguments is not an object"),
+    (_calls("f"), "tool_calls is not a list of objects"),
+    (_calls({"name": "f", "arguments": {"a": "\ud800"}}), "a tool or its call has a lone surrogate"),
+    (_calls({"name": "f", "arguments": {"a": float("nan")}}), "a value is not JSON: .*"),
+    ({"messages": CHAT, "tools": {"name": "f"}}, "tools is not a list of objects"),
+    ({"messages": CHAT, "tools": "f"}, "tools is not JSON"),
+    ({"messages": CHAT, "tools": [{"name": b"f"}]}, "a value is not JSON: .*"),
+    ({"messages": CHAT, "chat_template_kwargs": [1]}, "chat_template_kwargs is not an object"),
     ({"text": "\ud800"}, "text has a lone surrogate"),
     ({"text": "t", "category": 3}, "category is not text"),
     ({"input_ids": [1, 2.0], "loss_mask": [0, 1]}, "input_ids is not a list of integers"),
@@ -89,6 +130,82 @@ def test_report_counts_by_reason_and_shows_five_lines():
     assert report(problems) == "8 rows left out: empty: 7 (line 1, 2, 3, 4, 5, ...); odd: 1 (line 9)"
 
 
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 1, "b": "é"}}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object", "default": None}}}]
+WITH_TOOLS = {
+    "messages": [
+        {"role": "user", "content": "one\ntwo", "name": "ann"},
+        {"role": "assistant", "content": "", "reasoning_content": "hm", "tool_calls": [CALL]},
+        {"role": "tool", "content": "", "tool_call_id": "c1", "name": "add"},
+        {"role": "assistant", "content": "so"},
+    ],
+    "tools": TOOLS,
+    "chat_template_kwargs": {"enable_thinking": False},
+}
+
+
+def _with(turn: int, **fields: Any) -> dict[str, Any]:
+    messages = [{**message, **(fields if i == turn else {})} for i, message in enumerate(WITH_TOOLS["messages"])]
+    return WITH_TOOLS | {"messages": messages}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        WITH_TOOLS,
+        WITH_TOOLS | {"tools": json.dumps(TOOLS), "chat_template_kwargs": '{"enable_thinking": false}'},
+        _with(0, content=[{"type": "text", "text": "one"}, {"type": "text", "text": "two"}]),
+        _with(1, content=None, tool_calls=json.dumps([CALL])),
+        _with(1, tool_calls=[{**CALL, "function": {"name": "add", "arguments": '{"a": 1, "b": "é"}'}}]),
+        _with(1, tool_calls=[{"id": "c1", "name": "add", "arguments": {"a": 1, "b": "é"}}]),
+        _with(1, reasoning_content=None, thinking="hm", reasoning=""),
+        _with(3, tool_calls=[], reasoning="", name=None, tool_call_id=None),
+    ],
+)
+def test_what_a_row_says_reaches_the_template_in_every_dialect(row):
+    conversation = parse_row(row, "d:1")
+    assert isinstance(conversation, Conversation)
+    thought = {"reasoning_content": "hm", "reasoning": "hm", "thinking": "hm"}
+    user, call, result, answer = WITH_TOOLS["messages"]
+    assert conversation.as_dicts() == [user, call | thought, result, answer]
+    assert conversation.tool_dicts() == TOOLS
+    assert conversation.variables() == {"enable_thinking": False}
+    assert conversation == parse_row(WITH_TOOLS, "d:1")
+    assert len({conversation, parse_row(WITH_TOOLS, "d:1")}) == 1
+    question = conversation.question
+    assert (question.as_dicts(), question.tools, question.template_kwargs) == (
+        [user],
+        conversation.tools,
+        conversation.template_kwargs,
+    )
+    plain = parse_row({"messages": [{"role": "user", "content": "one\ntwo"}, answer]}, "d:1")
+    assert conversation.key == plain.key
+
+
+def test_a_call_without_arguments_has_none():
+    for arguments in (None, "", {}, "{}"):
+        row = parse_row(_calls({"function": {"name": "f", "arguments": arguments}}), "d:1")
+        assert isinstance(row, Conversation)
+        assert row.as_dicts()[1]["tool_calls"] == [{"function": {"name": "f", "arguments": {}}, "type": "function"}]
+
+
+def test_fields_that_say_something_and_are_not_read_are_named():
+    row = _with(1, weight=0, markdown=None, annotations=[], refusal="")
+    assert unread_fields(row | {"id": 3}) == {"weight"}
+    assert unread_fields({"conversations": [{"from": "human", "value": "q", "lang": "en"}, 3]}) == {"lang"}
+    assert unread_fields({"text": "t"}) == unread_fields({"messages": 3}) == unread_fields(WITH_TOOLS) == set()
+
+
+def test_template_kwargs_are_json_or_text():
+    entries = ["enable_thinking=false", "reasoning_effort=high", "n=2", "empty=", "equation=a=b"]
+    expected = {"enable_thinking": False, "reasoning_effort": "high", "n": 2, "empty": "", "equation": "a=b"}
+    assert parse_template_kwargs(entries) == expected
+    assert parse_template_kwargs(()) == {}
+    for bad in (["enable_thinking"], ["=1"], ["a b=1"], ["a=1", "a=2"]):
+        with pytest.raises(ConfigError, match=r"data\.template_kwargs"):
+            parse_template_kwargs(bad)
+
+
 @pytest.mark.parametrize(
     ("entries", "row", "expected"),
     [
@@ -98,6 +215,12 @@ def test_report_counts_by_reason_and_shows_five_lines():
             {"q": "q", "a": "a", "topic": "t"},
             Conversation(EXPECTED[1:], "t", "d:1"),
         ),
+        (
+            ["messages=chat", "tools=functions"],
+            {"chat": CHAT, "functions": '[{"name": "f"}]', "chat_template_kwargs": {"n": 2}},
+            Conversation(EXPECTED[1:], "", "d:1", '[{"name": "f"}]', '{"n": 2}'),
+        ),
+        (["messages=chat"], {"chat": CHAT, "tools": []}, Conversation(EXPECTED[1:], "", "d:1")),
         (["text=body", "category=topic"], {"body": "b"}, Conversation((Message("text", "b"),), "", "d:1")),
     ],
 )

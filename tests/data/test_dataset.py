@@ -4,12 +4,13 @@ import shutil
 from dataclasses import replace
 from pathlib import Path
 
+import chats as chat_families
 import numpy as np
 import pytest
 
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.data import dataset, pydoc, token_cache
-from specserve.data.conversations import Conversation, Message, Row, TokenRow
+from specserve.data.conversations import Conversation, Message, Row, TokenRow, parse_row
 from specserve.data.dataset import build, draw, held_out_prompts, tokenize_source, write_rows
 from specserve.data.documents import TokenizedDocuments, tokenize_part
 from specserve.data.sources import SourceRows, load_mixture
@@ -85,6 +86,17 @@ def test_whatever_the_ids_depend_on_is_in_the_key(pydoc_tokenizer, cache, tmp_pa
     template = copy / "chat_template.jinja"
     template.write_text(template.read_text().replace("<|im_start|>", "<|im_start|> "))
     assert files_after(rows, copy) == 7
+    [first] = (row for row in rows[:1] if isinstance(row, Conversation))
+    said = [{"tools": '[{"name": "f"}]'}, {"template_kwargs": '{"n": 1}'}, {"template_kwargs": '{"n": 2}'}]
+    assert [files_after([replace(first, **fields)]) for fields in said] == [8, 9, 10]
+    call = '[{"type": "function", "function": {"name": "is", "arguments": {}}}]'
+    fields = ({"reasoning": "r"}, {"tool_calls": call}, {"tool_call_id": "r"}, {"name": "r"})
+    for number, own in enumerate(fields, start=11):
+        answer = replace(first.messages[1], **own)
+        assert files_after([replace(first, messages=(first.messages[0], answer))]) == number
+    quiet = Tokenizer(pydoc_tokenizer._backend, template_kwargs={"enable_thinking": False})
+    tokenize_cached(rows, quiet, BUNDLED_FOLDER, 64)
+    assert len(list(cache.iterdir())) == 15
 
 
 def test_a_damaged_file_is_made_again(pydoc_tokenizer, cache, caplog):
@@ -201,6 +213,31 @@ def test_held_out_prompts_take_turns_and_ask_only_what_can_be_asked(pydoc_tokeni
         held_out_prompts([replace(first, held_out=first.held_out[::-1]), second], pydoc_tokenizer, 6, max_len=40)
         == prompts
     )
+
+
+def test_prompts_and_documents_are_rendered_with_the_rows_tools_and_variables(caplog):
+    """Those of the run fill in what a row does not say, and what the template does not read is counted."""
+    qwen = chat_families.load("qwen2.5")
+    quiet = Tokenizer(chat_families.load("qwen3")._backend, template_kwargs={"enable_thinking": False})
+    turns = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "yo", "thinking": "hm"}]
+    row = parse_row({"messages": turns, "tools": [{"name": "add"}]}, "d:1")
+    loud = parse_row({"messages": turns, "chat_template_kwargs": {"enable_thinking": True, "odd": 1}}, "d:2")
+
+    def asked(row: Row, tokenizer: Tokenizer) -> str:
+        [prompt] = held_out_prompts([replace(source([]), held_out=(row,))], tokenizer, 1, max_len=99)
+        return tokenizer.decode(prompt.token_ids, skip_special_tokens=False)
+
+    assert '<tools>\n{"name": "add"}\n</tools>' in asked(row, qwen)
+    assert asked(row, quiet).endswith("assistant\n<think>\n\n</think>\n\n")
+    assert asked(loud, quiet).endswith("assistant\n")
+    [document] = tokenize_part([row], qwen, 99).documents
+    assert '{"name": "add"}' in qwen.decode(document.token_ids.tolist())
+    [document] = tokenize_part([loud], quiet, 99).documents
+    assert "hm" in quiet.decode(document.token_ids[document.loss_mask].tolist())
+    tokenize_source(source([row, loud]), quiet, BUNDLED_FOLDER, max_len=99)
+    assert "does not read: tools (of 1), odd (of 1)" in caplog.text
+    tokenize_source(source([row, loud]), qwen, BUNDLED_FOLDER, max_len=99)
+    assert "does not read: reasoning (of 2), enable_thinking (of 1), odd (of 1)" in caplog.text
 
 
 def test_pydocs_prompts_are_the_ones_it_spreads_over_modules(pydoc_tokenizer, monkeypatch):

@@ -1,6 +1,7 @@
 """Every named data set reads in its own layout, files in theirs, and what one source holds out none trains on."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import datasets
@@ -165,6 +166,33 @@ def test_files_of_every_kind_read_to_the_same(tmp_path):
     found = [load_mixture([str(tmp_path / f"d.{kind}")])[0] for kind in ("jsonl", "json", "parquet")]
     assert contents(found[0].train) == contents(found[1].train) == contents(found[2].train)
     assert contents(found[0].held_out) == contents(found[1].held_out) == contents(found[2].held_out)
+
+
+def test_a_table_says_of_tools_what_lines_say(tmp_path):
+    """Where every call has every other's arguments, null."""
+
+    def call(number: int) -> dict:
+        call = {"type": "function", "function": {"name": f"f{number % 2}", "arguments": {f"a{number % 2}": number}}}
+        answer = {"role": "assistant", "content": None, "tool_calls": [call], "thinking": "hm" if number % 3 else None}
+        turns = [{"role": "user", "content": f"q{number}"}, answer, {"role": "tool", "content": "2"}]
+        return {"messages": turns, "tools": [{"name": f"f{number % 2}", "parameters": {f"a{number % 2}": "integer"}}]}
+
+    rows = [call(i) for i in range(30)]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "d.parquet")
+    table, lines = (
+        load_mixture([name])[0] for name in (str(tmp_path / "d.parquet"), write(tmp_path / "d.jsonl", rows))
+    )
+    assert [replace(row, source="") for row in table.train] == [replace(row, source="") for row in lines.train]
+    assert all(row.tools and row.as_dicts()[1]["tool_calls"] for row in lines.train)
+
+
+def test_fields_that_are_not_read_are_named_once(tmp_path, caplog):
+    rows = [chat(i) for i in range(30)]
+    for row in rows[:3]:
+        row["messages"][1] |= {"weight": 0, "refusal": None}
+    load_mixture([write(tmp_path / "d.jsonl", rows)])
+    [message] = [record.getMessage() for record in caplog.records]
+    assert message.endswith("d.jsonl: fields of messages that are not read: weight (in 3 rows)")
 
 
 def test_bad_rows_are_counted_with_their_line_numbers(tmp_path, caplog):

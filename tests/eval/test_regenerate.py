@@ -7,6 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ import chats
 import numpy as np
 import pytest
 
-from specserve.data.conversations import Conversation, Message, TokenRow
+from specserve.data.conversations import Conversation, Message, TokenRow, parse_row
 from specserve.data.documents import tokenize
 from specserve.data.sources import load_mixture
 from specserve.errors import CapacityError, ConfigError, DataError
@@ -190,6 +191,44 @@ def test_what_cannot_be_answered_is_counted(tmp_path):
         regenerate(Scripted("qwen3", echo), [tokens], tmp_path / "p.jsonl", EXACT)
 
 
+def test_rows_with_tools_are_left_out_and_counted(tmp_path):
+    call = {"role": "assistant", "content": None, "tool_calls": [{"name": "add", "arguments": {"a": 1}}]}
+    question, answer = {"role": "user", "content": "q"}, {"role": "assistant", "content": "a", "reasoning": "hm"}
+    raw = [
+        {"messages": [question, call]},
+        {"messages": [question, call, {"role": "tool", "content": "2"}, answer]},
+        {"messages": [question, answer], "tools": [{"name": "add"}]},
+        {"messages": [question, answer]},
+    ]
+    rows = [parse_row(row, "d:1") for row in raw]
+    account = regenerate(Scripted("qwen3", echo), rows, tmp_path / "o.jsonl", EXACT)
+    assert account.left_out == {
+        "calls tools, which the text of an answer cannot hold": 1,
+        "holds results of tools, which another answer might not call": 1,
+        "offers tools, which the text of an answer cannot call": 1,
+    }
+    [[asked, answered]] = read(tmp_path / "o.jsonl").values()
+    assert (asked, set(answered)) == (question, {"role", "content"})
+
+
+def test_a_row_is_trained_on_under_the_variables_it_was_answered_under(tmp_path):
+    """GLM's switch marks every question, so an answer without it would be to another prompt."""
+    engine, output = Scripted("glm-4.5", lambda prompt, seed: "\nyo"), tmp_path / "o.jsonl"
+    quiet = Manner(max_tokens=40, template_kwargs={"enable_thinking": False})
+    own = '{"enable_thinking": true}'
+    account = regenerate(engine, [ask("hi", "old"), replace(ask("hi", "old"), template_kwargs=own)], output, quiet)
+    assert sorted("/nothink" in prompt for prompt in engine.prompts) == [False, True]
+    assert account.num_exact == 1  # the one that was asked to reason has not
+    [source] = load_mixture([str(output)])
+    rows = [row for row in (*source.train, *source.held_out) if isinstance(row, Conversation)]
+    assert sorted(row.variables()["enable_thinking"] for row in rows) == [False, True]
+    for row in rows:
+        [document] = tokenize([row], engine.tokenizer, 100).documents
+        text = engine.tokenizer.decode(document.token_ids.tolist(), skip_special_tokens=False)
+        assert any(text.startswith(prompt.partition("<|assistant|>")[0]) for prompt in engine.prompts)
+        assert ("/nothink" in text) != row.variables()["enable_thinking"]
+
+
 @pytest.mark.parametrize("cut", ["keep", "drop"])
 def test_answers_cut_by_max_tokens(tmp_path, cut):
     def reply(prompt: str, seed: int) -> str:
@@ -223,11 +262,11 @@ def test_reasoning_that_does_not_end_makes_no_row(tmp_path):
 
 def test_the_template_is_told_of_reasoning(tmp_path):
     engine = Scripted("qwen3", lambda prompt, seed: "yo")
-    quiet = Manner(max_tokens=40, enable_thinking=False)
+    quiet = Manner(max_tokens=40, template_kwargs={"enable_thinking": False})
     account = regenerate(engine, [ask("hi", "old")], tmp_path / "o.jsonl", quiet)
     assert engine.prompts[0].endswith("<think>\n\n</think>\n\n")
     assert account.num_exact == 1
-    with pytest.raises(ConfigError, match="no enable_thinking"):
+    with pytest.raises(ConfigError, match="does not read"):
         regenerate(Scripted("gemma-3", echo), [ask("hi", "old")], tmp_path / "p.jsonl", quiet)
     with pytest.raises(ConfigError, match="the same answer 2 times"):
         regenerate(engine, [ask("hi", "old")], tmp_path / "p.jsonl", EXACT, samples=2)

@@ -82,6 +82,10 @@ def test_settings_may_change_or_are_refused(tmp_path: Path) -> None:
         ({"loss": "lk", "seed": 1}, ["train.loss was ce, now it is lk", "train.seed was 0, now it is 1"]),
         ({"batch_size": 8}, ["train.batch_size was 4, now it is 8"]),
         ({"quantization": "int8"}, ["quantization was none, now it is int8"]),
+        (
+            {"data": DataSettings(template_kwargs=("enable_thinking=false",))},
+            ["data.template_kwargs was (), now it is ('enable_thinking=false',)"],
+        ),
         ({"data": DataSettings(source=("gsm8k",))}, ["data.source was ('pydoc',), now it is ('gsm8k',)"]),
     ):
         with pytest.raises(ConfigError, match=re.escape(f"another one: {'; '.join(names)}. Go on with")):
