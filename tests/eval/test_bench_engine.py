@@ -14,7 +14,6 @@ from specserve.eval.report import bench_lines, bench_table, coupling_table
 from specserve.eval.step_times import read_bandwidth
 from specserve.serve import launch
 from specserve.serve.launch import Models
-from specserve.speculative.tree import DynamicTree
 
 PLAN = Plan(concurrencies=(1, 2), temperatures=(0.0, 1.0), num_rounds=2, num_requests=3, max_tokens=12)
 ARMS = ("chain:2", "auto")
@@ -32,7 +31,7 @@ def report(models: Models, tmp_path_factory: pytest.TempPathFactory) -> BenchRep
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("costs")))
         patch.setattr(launch, "AUTO_CHAINS", (2,))  # few programs to compile
-        patch.setattr(launch, "AUTO_TREES_CPU", (DynamicTree(2, 2, 3),))
+        patch.setattr(launch, "AUTO_TREES_CPU", ())
         report = run_bench(
             models,
             ARMS,

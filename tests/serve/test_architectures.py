@@ -34,7 +34,7 @@ LATENT: dict[str, Any] = {
     "qk_rope_head_dim": 4,
     "v_head_dim": 8,
 }
-WINDOWS: dict[str, Any] = {"sliding_window": 11, "num_hidden_layers": 4}
+WINDOWS: dict[str, Any] = {"sliding_window": 11}
 CASES: dict[str, dict[str, Any]] = {
     "dense": {"model_type": "glm4"},
     "experts": {"model_type": "qwen3_moe", "num_experts": 8, **EXPERTS},
@@ -75,7 +75,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 def _target(changes: dict[str, Any]) -> Target:
     """Random, with weights large enough that every part has a say."""
-    config = model_config(tiny.TARGET | changes, dtype="float32")
+    config = model_config(tiny.TARGET | {"num_hidden_layers": 4} | changes, dtype="float32")
     spec = target_spec(config)
     params: TargetParams = init_params(spec, jax.random.key(3), "float32")
     keys = iter(jax.random.split(jax.random.key(4), 10_000))

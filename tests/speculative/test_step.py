@@ -26,6 +26,22 @@ PAGE_SIZE, MAX_PAGES, CHUNK = 4, 16, 8
 NUM_SLOTS = 3
 
 
+class Programs:
+    """Every call that a state goes through, compiled when it is first made."""
+
+    def __init__(self, config: StepConfig, tree: Tree | None) -> None:
+        width = MAX_PAGES
+        self.admit = jax.jit(step.admit)
+        self.prefill = jax.jit(lambda weights, *args: step.prefill(weights, config, *args, CHUNK, width))
+        self.decode = jax.jit(lambda weights, *args: step.decode(weights, config, *args, width))
+        self.consume = jax.jit(lambda weights, *args: step.consume(weights, config, *args))
+        self.speculate = jax.jit(lambda weights, *args: step.speculate(weights, config, tree, *args, width))
+        self.propose = jax.jit(lambda weights, *args: step.propose_tree(weights, config, tree, *args, width))
+
+
+_programs = functools.cache(Programs)
+
+
 class Slots:
     """A state of three slots and its programs: every slot has pages of its own, in a muddled order."""
 
@@ -43,13 +59,7 @@ class Slots:
             self.config, num_slots=NUM_SLOTS, num_pages=num_pages, page_size=PAGE_SIZE, max_pages=MAX_PAGES
         )
         self.texts: list[list[int]] = [[] for _ in range(NUM_SLOTS)]
-        config, width = self.config, MAX_PAGES
-        self._admit = jax.jit(step.admit)
-        self._prefill = jax.jit(lambda weights, *args: step.prefill(weights, config, *args, CHUNK, width))
-        self._decode = jax.jit(lambda weights, *args: step.decode(weights, config, *args, width))
-        self._consume = jax.jit(lambda weights, *args: step.consume(weights, config, *args))
-        self._speculate = jax.jit(lambda weights, *args: step.speculate(weights, config, tree, *args, width))
-        self._propose = jax.jit(lambda weights, *args: step.propose_tree(weights, config, tree, *args, width))
+        self.programs = _programs(self.config, tree)
 
     def admit(self, slot: int, prompt: list[int], cached: tuple[int, ...] = (), stride: int = CHUNK) -> None:
         """Prefill a prompt, of which some pages are there already, in chunks of at most `stride` tokens."""
@@ -66,13 +76,13 @@ class Slots:
             tokens=TokenRows.zeros(1, self.config.target.vocab_size),
             gains=lookup.initial_gains(1)[0],
         )
-        self.state = self._admit(self.state, jnp.int32(slot), new)
+        self.state = self.programs.admit(self.state, jnp.int32(slot), new)
         self.texts[slot] = list(prompt)
         for start in range(len(cached) * PAGE_SIZE, len(prompt), stride):
             num = min(stride, len(prompt) - start)
             is_last = start + num == len(prompt)
             args = jnp.asarray([slot], jnp.int32), jnp.asarray([num], jnp.int32), jnp.asarray([is_last])
-            self.state, result = self._prefill(self.weights, self.state, *args)
+            self.state, result = self.programs.prefill(self.weights, self.state, *args)
             if is_last:
                 self.texts[slot].append(int(result.counts[0, 2]))
 
@@ -80,16 +90,16 @@ class Slots:
         return jnp.asarray([*slots, *[NUM_SLOTS] * (NUM_SLOTS - len(slots))], jnp.int32)
 
     def decode(self, slots: tuple[int, ...]) -> None:
-        self.state, result = self._decode(self.weights, self.state, self._padded(slots))
+        self.state, result = self.programs.decode(self.weights, self.state, self._padded(slots))
         for row, slot in enumerate(slots):
             self.texts[slot].append(int(result.counts[row, 2]))
 
     def consume(self, slots: tuple[int, ...]) -> None:
-        self.state = self._consume(self.weights, self.state, self._padded(slots))
+        self.state = self.programs.consume(self.weights, self.state, self._padded(slots))
 
     def speculate(self, slots: tuple[int, ...]) -> list[int]:
         """Returns how many proposed tokens were accepted."""
-        self.state, result = self._speculate(self.weights, self.state, self._padded(slots))
+        self.state, result = self.programs.speculate(self.weights, self.state, self._padded(slots))
         counts = np.asarray(result.counts)
         for row, slot in enumerate(slots):
             self.texts[slot] += counts[row, 2 : 3 + counts[row, 0]].tolist()
@@ -97,16 +107,19 @@ class Slots:
 
     def propose(self) -> Proposal:
         """After which the draft has caught up."""
-        self.state, proposal = self._propose(self.weights, self.state, self._padded((0, 1, 2)))
+        self.state, proposal = self.programs.propose(self.weights, self.state, self._padded((0, 1, 2)))
         return proposal
 
 
-HEADS = {"one layer": {}, "two layers": {"num_layers": 2, "d_model": 24, "has_embedding": True}}
+DEEP = {"num_layers": 2, "d_model": 24, "has_embedding": True}
+DRAFTS = {"one layer, tree:3x2x6": ({}, "tree:3x2x6"), "two layers, chain:3": (DEEP, "chain:3")}
 
 
-@pytest.fixture(params=HEADS.values(), ids=list(HEADS))
-def head(request: pytest.FixtureRequest, tiny_target: Target) -> Head:
-    return tiny.random_head(tiny_target.config, seed=1, **request.param)
+@pytest.fixture(params=DRAFTS.values(), ids=list(DRAFTS))
+def drafted(request: pytest.FixtureRequest, tiny_target: Target) -> tuple[Head, Tree | None]:
+    """A head and what it proposes."""
+    shape, speculation = request.param
+    return tiny.random_head(tiny_target.config, seed=1, **shape), parse_speculation(speculation)
 
 
 def _check_between_steps(slots: Slots) -> None:
@@ -182,12 +195,11 @@ def _recalls(slots: Slots, prompt: list[int], length: int) -> None:
     assert steps < (length - len(prompt)) / 2, "an answer that is known is accepted in strides"
 
 
-@pytest.mark.parametrize("speculation", ["chain:3", "tree:3x2x6"])
 def test_the_draft_is_where_it_would_be_had_it_always_speculated(
-    tiny_target: Target, head: Head, rng: np.random.Generator, speculation: str
+    tiny_target: Target, drafted: tuple[Head, Tree | None], rng: np.random.Generator
 ) -> None:
     """Plain steps, catching up in between or not, and then the same draft entries and the same proposals."""
-    tree, prompts = parse_speculation(speculation), _prompts(rng)
+    (head, tree), prompts = drafted, _prompts(rng)
     always = Slots(tiny_target, head, tree, _rows(COUPLED, max_depth=(0, 2, UNBOUNDED)))
     mixed = Slots(tiny_target, head, tree, _rows(COUPLED))
     for slot, prompt in enumerate(prompts):
@@ -217,9 +229,11 @@ def test_the_draft_is_where_it_would_be_had_it_always_speculated(
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-def test_a_draft_that_need_not_follow_costs_no_token(tiny_target: Target, head: Head, rng: np.random.Generator) -> None:
+def test_a_draft_that_need_not_follow_costs_no_token(
+    tiny_target: Target, drafted: tuple[Head, Tree | None], rng: np.random.Generator
+) -> None:
     """More plain steps than `pending` holds: the latest tokens stay there, and what is proposed later is verified."""
-    slots = Slots(tiny_target, head, parse_speculation("chain:3"), _rows(COUPLED))
+    slots = Slots(tiny_target, *drafted, _rows(COUPLED))
     plain = Slots(tiny_target, None, None, _rows(COUPLED))
     for slot, prompt in enumerate(_prompts(rng)):
         slots.admit(slot, prompt)
@@ -268,11 +282,12 @@ def _check_pages(target: Target, slots: Slots) -> None:
             np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=f"slot {slot}, page {column}")
 
 
-def test_a_prefix_hit_drafts_like_a_miss(tiny_target: Target, head: Head, rng: np.random.Generator) -> None:
+def test_a_prefix_hit_drafts_like_a_miss(
+    tiny_target: Target, drafted: tuple[Head, Tree | None], rng: np.random.Generator
+) -> None:
     """A prompt that begins with another's text, answer included: the pages hold it, and `page_aux` the state to go on
     from, so that draft entries and proposals are the same."""
-    tree, prompts = parse_speculation("chain:3"), _prompts(rng)
-    slots = Slots(tiny_target, head, tree)
+    prompts, slots = _prompts(rng), Slots(tiny_target, *drafted)
     slots.admit(2, prompts[2])
     while len(slots.texts[2]) < 30:
         slots.speculate((2,))
@@ -289,9 +304,11 @@ def test_a_prefix_hit_drafts_like_a_miss(tiny_target: Target, head: Head, rng: n
         np.testing.assert_allclose(each[:num], each[num : 2 * num], atol=1e-5)
 
 
-def test_a_prompt_in_other_chunks_is_drafted_alike(tiny_target: Target, head: Head, rng: np.random.Generator) -> None:
+def test_a_prompt_in_other_chunks_is_drafted_alike(
+    tiny_target: Target, drafted: tuple[Head, Tree | None], rng: np.random.Generator
+) -> None:
     """Layers above the first see what those below found in earlier chunks."""
-    slots, prompt = Slots(tiny_target, head, parse_speculation("chain:3")), rng.integers(0, 64, 23).tolist()
+    slots, prompt = Slots(tiny_target, *drafted), rng.integers(0, 64, 23).tolist()
     for slot, stride in enumerate((CHUNK, 5, 1)):
         slots.admit(slot, prompt, stride=stride)
     proposal = slots.propose()
