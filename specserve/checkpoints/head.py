@@ -32,12 +32,17 @@ class Head:
 
 def save_head(folder: Path, head: Head, target: Target, *, dtype: str, notes: dict[str, Any]) -> None:
     """Write config.json, model.safetensors and specserve.json. `dtype` is that of the file; a head saved in its own
-    dtype loads back bit for bit."""
-    folder.mkdir(parents=True, exist_ok=True)
+    dtype loads back bit for bit. Raises CheckpointError when there is no room or no right to write."""
     tensors, raw = head_files(head, target, dtype=dtype)
-    write_tensors(folder / SINGLE_FILE, tensors)
-    write_json(folder / "config.json", raw)
-    write_json(folder / NOTES_FILE, notes)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(folder / SINGLE_FILE, tensors)
+        write_json(folder / "config.json", raw)
+        write_json(folder / NOTES_FILE, notes)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: the head cannot be written ({error}); make room, and go on with --resume"
+        ) from error
 
 
 def head_files(

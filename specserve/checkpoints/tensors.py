@@ -14,6 +14,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from specserve.errors import CheckpointError
@@ -188,9 +189,13 @@ def _parse(name: str, stated: Any) -> tuple[np.dtype, tuple[int, ...], tuple[int
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write one safetensors file; a reader sees the old file or the new one, never half of it."""
+    """Write one safetensors file; a reader sees the old file or the new one, never half of it. Raises OSError."""
     partial = path.with_name(path.name + ".partial")
-    save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, partial, {"format": "pt"})
+    try:
+        save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, partial, {"format": "pt"})
+    except SafetensorError as error:  # what the library makes of a full disk
+        partial.unlink(missing_ok=True)
+        raise OSError(f"{partial}: {error}") from error
     partial.chmod(0o644)  # the library makes it readable by its owner alone
     os.replace(partial, path)
 

@@ -2,6 +2,7 @@
 does not fit is refused by name."""
 
 import json
+import resource
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -72,6 +73,21 @@ def test_export_then_import_is_bit_exact(
     assert tensors["d2t"].dtype == np.int64
     assert tensors["t2d"].dtype == bool
     assert {value.dtype.name for name, value in tensors.items() if name not in ("d2t", "t2d")} == {dtype}
+
+
+def test_a_full_disk_is_said_and_leaves_the_head_that_was_there(
+    folder: Path, tiny_head: Head, tiny_target: Target
+) -> None:
+    before = {file.name: file.read_bytes() for file in folder.iterdir()}
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, hard))  # Python ignores the signal: writing more fails
+    try:
+        with pytest.raises(CheckpointError, match=r"cannot be written .*File too large.*make room.*--resume") as error:
+            save_head(folder, tiny_head, tiny_target, dtype="float32", notes={})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert str(error.value).startswith(str(folder))
+    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
 
 
 def test_a_float32_head_is_rounded_to_bfloat16_once(tmp_path: Path, tiny_head: Head, tiny_target: Target) -> None:
