@@ -51,6 +51,8 @@ class BenchRun:
 @command(BenchRun)
 def engine(run: BenchRun) -> None:
     """Measure plain decoding, fixed speculations and `auto` on the same questions in one process, in turns."""
+    from rich.markup import escape
+
     from specserve.checkpoints.source import resolve_target
     from specserve.checkpoints.tensors import write_json
     from specserve.cli.progress import console
@@ -71,7 +73,7 @@ def engine(run: BenchRun) -> None:
     if run.output:
         facts = {"target": models.name, "draft": run.draft or "bundled", "settings": asdict(run)}
         write_json(Path(run.output), {**facts, **report.to_json(), "provenance": collect()})
-        console.print(f"report written to {run.output}")
+        console.print(f"report written to {escape(run.output)}")
 
 
 def _prompts(run: BenchRun, models: "Models", plan: "Plan") -> list[list[int]]:
@@ -165,6 +167,7 @@ class TrainBenchRun:
 def train(run: TrainBenchRun) -> None:
     """Measure a training step against the naive formulation on the same conversations and shapes, in turns."""
     import numpy as np
+    from rich.markup import escape
     from rich.progress import Progress
 
     from specserve.checkpoints.load import load_target
@@ -210,7 +213,7 @@ def train(run: TrainBenchRun) -> None:
         found["memory"] = [asdict(cell) for cell in cells]
     if run.output:
         write_json(Path(run.output), {**found, "provenance": collect()})
-        console.print(f"report written to {run.output}")
+        console.print(f"report written to {escape(run.output)}")
 
 
 @dataclass(frozen=True)

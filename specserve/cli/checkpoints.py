@@ -1,6 +1,7 @@
 """`specserve export`, `import` and `inspect`: heads from and for other engines, and what is wrong with them."""
 
 import json
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
@@ -27,6 +28,8 @@ def export(
     force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
 ) -> None:
     """Write a head as another engine reads it. Its weights, rounded by nobody, stay bit for bit."""
+    from rich.markup import escape
+
     from specserve.checkpoints import dialects, exchange
 
     folder = _existing(folder)
@@ -36,7 +39,7 @@ def export(
     console = _console()
     for what in dialects.unknown_to(to, head.config):
         console.print(f"[yellow]warning:[/] {to} does not compute {what}: it will accept less", highlight=False)
-    console.print(f"{output}: for {to}", highlight=False)
+    console.print(f"{escape(str(output))}: for {to}", highlight=False)
 
 
 def import_(
@@ -47,6 +50,8 @@ def import_(
     force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
 ) -> None:
     """Read a head from elsewhere and write it as ours. What is wrong and can be mended without guessing is mended."""
+    from rich.markup import escape
+
     from specserve.checkpoints import exchange
 
     folder = _existing(folder)
@@ -54,11 +59,12 @@ def import_(
     found = exchange.import_head(folder, output, described, target_name=name, dtype=dtype, is_forced=force)
     console = _console()
     for change in found.changes:
-        console.print(f"[green]mended:[/] {change}", highlight=False)
+        console.print(f"[green]mended:[/] {escape(change)}", highlight=False)
     config = found.head.config
     console.print(
-        f"{output}: read as {found.dialect}, taps {config.aux_layers}, draft vocabulary {config.draft_vocab_size:,} of "
-        f"{config.vocab_size:,}; next: [bold]specserve serve --draft {output}[/]",
+        f"{escape(str(output))}: read as {found.dialect}, taps {config.aux_layers}, draft vocabulary "
+        f"{config.draft_vocab_size:,} of {config.vocab_size:,}; next: "
+        f"[bold]specserve serve --draft {escape(shlex.quote(str(output)))}[/]",
         highlight=False,
     )
 
@@ -135,20 +141,21 @@ def _console() -> "Console":
 def _show(report: "Report", *, has_target: bool) -> None:
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
+    from rich.markup import escape
     from rich.table import Table
 
     console = Console(highlight=False)
-    console.print(f"[bold]{report.folder}[/]")
+    console.print(f"[bold]{escape(str(report.folder))}[/]")
     facts = Table.grid(padding=(0, 2))
     for name, value in report.facts.items():
-        facts.add_row(f"[dim]{name}[/]", value)
+        facts.add_row(f"[dim]{name}[/]", escape(value))
     console.print(facts)
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 2, 0, 0))
     table.add_column("tensor", overflow="fold")
     table.add_column("shape", justify="right")
     table.add_column("dtype")
     for name, shape, dtype in report.tensors:
-        table.add_row(name, " x ".join(f"{size}" for size in shape), dtype)
+        table.add_row(escape(name), " x ".join(f"{size}" for size in shape), dtype)
     console.print()
     console.print(table)
     console.print()
@@ -192,7 +199,7 @@ def _show_mended(report: "Report", after: "Report") -> None:
 
     console = Console(highlight=False)
     console.print()
-    console.print(f"[bold]{after.folder}[/]: a mended copy")
+    console.print(f"[bold]{escape(str(after.folder))}[/]: a mended copy")
     grid = Table.grid(padding=(0, 1))
     for change in report.changes:
         grid.add_row("[green]changed[/]", escape(change))

@@ -1,5 +1,6 @@
 """`specserve data`: training data."""
 
+import shlex
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -59,6 +60,7 @@ class RegenerateRun:
 @command(RegenerateRun)
 def regenerate(run: RegenerateRun) -> None:
     """Have the target answer the questions of a data set itself: what it says is what a draft must predict."""
+    from rich.markup import escape
     from rich.progress import Progress
 
     from specserve.cli.progress import bar_columns, console, warmup_bar
@@ -117,6 +119,6 @@ def regenerate(run: RegenerateRun) -> None:
             target=models.fingerprint,
             on_answer=on_answer,
         )
-    console.print(account.describe(), highlight=False, soft_wrap=True)
-    next_command = f"specserve train --target {run.target} --source {run.output}"
-    console.print(f"the rows are in {run.output}; next: [bold]{next_command}[/]", soft_wrap=True)
+    console.print(escape(account.describe()), highlight=False, soft_wrap=True)
+    next_command = f"specserve train --target {shlex.quote(run.target)} --source {shlex.quote(run.output)}"
+    console.print(f"the rows are in {escape(run.output)}; next: [bold]{escape(next_command)}[/]", soft_wrap=True)

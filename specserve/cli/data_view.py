@@ -100,6 +100,8 @@ def load(run: MixtureRun) -> Prepared:
 
 def prepare(run: PrepareRun) -> None:
     """Read, tokenise and pack a mixture once, into the cache that training reads; account for every row of it."""
+    from rich.markup import escape
+
     from specserve.cli.progress import console
     from specserve.data.dataset import tokenize_source, write_rows
     from specserve.data.sources import parse_entry
@@ -123,9 +125,8 @@ def prepare(run: PrepareRun) -> None:
             tokens = tokenize_source(held_out, tokenizer, folder, max_len=run.seq_len, workers=run.workers)
             parts.append(("held-out", tokens))
     num_rows = write_rows(parts, Path(run.output))
-    console.print(
-        f"{num_rows:,} rows of token ids in {run.output}; next: [bold]specserve train --source {run.output}[/]"
-    )
+    output = escape(run.output)
+    console.print(f"{num_rows:,} rows of token ids in {output}; next: [bold]specserve train --source {output}[/]")
 
 
 def inspect(run: InspectRun) -> None:
@@ -156,6 +157,7 @@ def inspect(run: InspectRun) -> None:
 
 def summary(prepared: Prepared) -> "Table":
     """One column per source and one for the mixture; measures are the lines, so that it fits a narrow terminal."""
+    from rich.markup import escape
     from rich.table import Table
 
     from specserve.speculative.vocab import coverage
@@ -164,7 +166,7 @@ def summary(prepared: Prepared) -> "Table":
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", style="dim")
     for report in reports:
-        table.add_column(_short(report.tokens.source.name), justify="right", overflow="fold")
+        table.add_column(escape(_short(report.tokens.source.name)), justify="right", overflow="fold")
     if len(reports) > 1:
         table.add_column("mixture", justify="right")
     columns = [_measures(report) for report in reports]

@@ -26,6 +26,7 @@ class EvalRun:
 @command(EvalRun)
 def evaluate(run: EvalRun) -> None:
     """Measure tau, acceptance by depth and category, and plain against speculative tokens/s in one run."""
+    from rich.markup import escape
     from rich.progress import Progress
 
     from specserve.checkpoints.tensors import write_json
@@ -82,4 +83,4 @@ def evaluate(run: EvalRun) -> None:
         steps = times.to_json() if times else {}
         steps["host_ms"] = 1e3 * host.host_seconds / max(1, host.num_steps)
         write_json(Path(run.output), {**found.to_json(), "step": steps, "provenance": collect()})
-        console.print(f"report written to {run.output}")
+        console.print(f"report written to {escape(run.output)}")

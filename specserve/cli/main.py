@@ -6,6 +6,7 @@ import typer
 
 from specserve import __version__
 from specserve.cli import bench, checkpoints, data, evaluate, quickstart, serve, targets, train
+from specserve.cli.options import show_error
 from specserve.errors import SpecServeError
 
 app = typer.Typer(
@@ -40,9 +41,7 @@ def main() -> None:
     try:
         app()
     except SpecServeError as error:
-        from rich.console import Console
-
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        show_error(error)
         sys.exit(2)
 
 

@@ -1,4 +1,4 @@
-"""What commands share: settings as flags, and start-up (logging, compilation cache)."""
+"""What commands share: settings as flags, start-up (logging, compilation cache), and how an error is said."""
 
 import inspect
 from collections.abc import Callable
@@ -8,6 +8,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 
 from specserve import config, host, log
+from specserve.errors import SpecServeError
 
 Schema = TypeVar("Schema")
 
@@ -47,3 +48,11 @@ def start(log_level: str = "info") -> None:
     from specserve.mesh import use_compilation_cache  # heavy
 
     use_compilation_cache()
+
+
+def show_error(error: SpecServeError) -> None:
+    """One line on stderr, whatever brackets a path or an advice in it has."""
+    from rich.console import Console
+    from rich.markup import escape
+
+    Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)

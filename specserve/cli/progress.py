@@ -123,7 +123,7 @@ def _arms_table(found: dict[str, Any]) -> Table:
     table.add_column("tau", justify="right")
     table.add_column("acceptance by depth")
     for name, arm in found["arms"].items():
-        table.add_row(name, *_row(arm))
+        table.add_row(escape(name), *_row(arm))
         if len(arm["by_source"]) > 1:
             for source, own in arm["by_source"].items():
                 table.add_row(f"  {escape(source)}", *_row(own), style="dim")

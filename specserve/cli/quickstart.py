@@ -1,6 +1,7 @@
 """`specserve quickstart`: the whole loop on the bundled target, offline, in minutes."""
 
 import json
+import shlex
 import urllib.request
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,6 +26,8 @@ def quickstart(
 ) -> None:
     """Train a head on the bundled target, evaluate it on held-out prompts, serve it, and ask it something."""
     start(log_level)
+    from rich.markup import escape
+
     from specserve.checkpoints.source import BUNDLED, BUNDLED_HEAD_FOLDER
     from specserve.cli.progress import TrainingBar, console
     from specserve.eval.acceptance import Report
@@ -75,7 +78,7 @@ def quickstart(
     console.rule("4. result")
     console.print(summary_table(rows, f"held-out pydoc, {SPECULATION}, greedy, one stream"))
     console.print("go on with:")
-    shown = output if output.is_absolute() else f"./{output}"
+    shown = escape(shlex.quote(str(output) if output.is_absolute() else f"./{output}"))
     console.print(f"  [bold]specserve serve --draft {shown}[/]")
     console.print(f"  [bold]specserve eval --draft {shown} --bench pydoc[/]")
 

@@ -9,6 +9,8 @@ from specserve.serve.settings import ServeRun
 @command(ServeRun)
 def serve(run: ServeRun) -> None:
     """Serve a target with a draft head over HTTP. Without arguments: the bundled target with the bundled head."""
+    from rich.markup import escape
+
     from specserve.cli.progress import console, warmup_bar
     from specserve.mesh import SERVING_AXES, parse_mesh
     from specserve.serve.api import HttpServer, bind_listener, create_app
@@ -42,7 +44,7 @@ def serve(run: ServeRun) -> None:
             on_drain=drain,
         )
         console.print(
-            f"{models.name} with speculation {engine.speculation} on [bold]{server.url}/v1[/], "
+            f"{escape(models.name)} with speculation {engine.speculation} on [bold]{server.url}/v1[/], "
             f"{run.max_slots} slots of {engine.max_model_len} tokens. Ctrl-C stops"
         )
         server.run()

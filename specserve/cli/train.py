@@ -1,9 +1,10 @@
 """`specserve train`: a draft head for a target."""
 
 import os
+import shlex
 import traceback
 
-from specserve.cli.options import command
+from specserve.cli.options import command, show_error
 from specserve.errors import SpecServeError
 from specserve.train.settings import TrainRun
 
@@ -29,6 +30,8 @@ def train(run: TrainRun) -> None:
 
 
 def _train(run: TrainRun) -> None:
+    from rich.markup import escape
+
     from specserve import processes
     from specserve.cli.progress import TrainingBar, console
     from specserve.train.observers import observing
@@ -44,17 +47,19 @@ def _train(run: TrainRun) -> None:
             with TrainingBar(trainer) as bar:
                 last = trainer.train([bar.update, *observers])
     if last.ending.startswith("stopped"):
-        settings = folder.path / SETTINGS_FILE
-        console.print(f"{last.ending} at step {last.step}; go on with specserve train --config {settings} --resume")
+        settings = escape(shlex.quote(str(folder.path / SETTINGS_FILE)))
+        console.print(
+            f"{last.ending} at step {last.step}; go on with specserve train --config {settings} --resume",
+            highlight=False,
+            soft_wrap=True,
+        )
     else:
-        bar.summary(f"specserve serve --draft {run.output}")
+        bar.summary(f"specserve serve --draft {shlex.quote(run.output)}")
 
 
 def _report(error: Exception) -> None:
     """Now, for nothing else comes after it."""
-    from rich.console import Console
-
     if isinstance(error, SpecServeError):
-        Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {error}", highlight=False)
+        show_error(error)
     else:
         traceback.print_exception(error)

@@ -4,6 +4,7 @@ import statistics
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
+from rich.markup import escape
 from rich.table import Table
 
 from specserve.eval.acceptance import Report, Tally
@@ -19,7 +20,7 @@ def summary_table(rows: Sequence[tuple[str, Report]], title: str) -> Table:
     table = _table(title, ("head",), names)
     for name, report in rows:
         table.add_row(
-            name,
+            escape(name),
             f"{report.tally.tau:.2f}",
             _by_depth(report.tally),
             f"{report.plain.tokens_per_second:.0f}",
@@ -37,7 +38,7 @@ def _by_depth(tally: Tally) -> str:
 def category_table(report: Report) -> Table:
     table = _table("by category", ("category",), ("tau", "acceptance by depth", "steps"))
     for name, tally in sorted(report.by_category.items()):
-        table.add_row(name, f"{tally.tau:.2f}", _by_depth(tally), str(tally.num_steps))
+        table.add_row(escape(name), f"{tally.tau:.2f}", _by_depth(tally), str(tally.num_steps))
     return table
 
 
@@ -106,7 +107,7 @@ def bench_lines(report: BenchReport) -> list[str]:
 
 
 def _table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in texts:
         table.add_column(name, no_wrap=True)
     for name in numbers:

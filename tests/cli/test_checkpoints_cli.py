@@ -82,6 +82,18 @@ def test_nothing_is_wider_than_the_terminal(sick: Path, tmp_path: Path, columns:
         assert word in text
 
 
+def test_brackets_in_a_folder_are_shown_as_they_are(sick: Path, tmp_path: Path) -> None:
+    sick = sick.rename(tmp_path / "sick[bold]")
+    out = tmp_path / "x[" / "y]"  # "[/y]" closes what nobody opened
+    for done, folder in (
+        (run("inspect", sick, "--fix", out, columns=500), out),
+        (run("import", sick, "--output", out, "--force"), out),
+        (run("export", out, "--to", "vllm", "--output", sick / "[/z]"), sick / "[/z]"),
+    ):
+        assert done.exit_code == 0, done.output
+        assert str(folder) in done.output
+
+
 def test_what_is_missing_is_named_with_the_way_out(sick: Path, tmp_path: Path) -> None:
     (sick / "specserve.json").unlink()
     error = refused("import", sick, "--output", tmp_path / "out")

@@ -7,6 +7,9 @@ from pathlib import Path
 
 import pytest
 
+from specserve.cli.options import show_error
+from specserve.errors import ConfigError
+
 
 def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
@@ -42,6 +45,18 @@ def test_wrong_input_is_one_line_that_names_the_fix(arguments: tuple[str, ...], 
     assert done.stderr.startswith("error: ")
     assert expected in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_brackets_in_a_path_or_an_advice_are_said_as_they_are(tmp_path: Path) -> None:
+    """They are no markup of the terminal's."""
+    done = run("train", "--output", "out[/y]", "--resume", cwd=tmp_path)
+    assert (done.returncode, done.stderr[:6]) == (2, "error:")
+    assert "out[/y]" in done.stderr
+
+
+def test_the_advice_to_install_an_extra_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
+    show_error(ConfigError("not installed; pip install 'specserve[wandb]'"))
+    assert capsys.readouterr().err == "error: not installed; pip install 'specserve[wandb]'\n"
 
 
 def test_unreachable_hub_names_the_folder_for_the_weights(tmp_path: Path) -> None:
