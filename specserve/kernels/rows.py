@@ -139,14 +139,26 @@ def _by_block(
     fitting = max(1, SCORES_AT_ONCE // (batch * num_kv_heads * group * k.shape[1]))
     if fitting >= n:
         return block(q, queries, k, v, keys, sinks)
-    length = max(size for size in range(1, fitting + 1) if n % size == 0)
+    length = part_length(n, fitting)
+    if missing := -n % length:
+        q = jnp.pad(q, [(0, 0)] * 3 + [(0, missing), (0, 0)])
+        queries = _Slots(jnp.pad(queries.ids, ((0, 0), (0, missing))), jnp.pad(queries.index, (0, missing)))
 
     def one(start: jax.Array) -> tuple[jax.Array, jax.Array]:
         part = jax.lax.dynamic_slice_in_dim(q, start, length, axis=3)
         return block(part, queries.cut(start, length), k, v, keys, sinks)
 
     out, lse = jax.lax.map(one, jnp.arange(0, n, length))  # [block, batch, kv_head, group, length, ...]
-    return jnp.moveaxis(out, 0, 3).reshape(*q.shape[:4], -1), jnp.moveaxis(lse, 0, 3).reshape(q.shape[:4])
+    out, lse = jnp.moveaxis(out, 0, 3).reshape(*q.shape[:4], -1), jnp.moveaxis(lse, 0, 3).reshape(q.shape[:4])
+    return out[:, :, :, :n], lse[:, :, :, :n]
+
+
+def part_length(n: int, most: int) -> int:
+    """How long parts of n are, `most` at most, so that they are not many: equal ones, where a divisor of n is more than
+    half of that; else as few as may be, of which the last has less than one place for each part to fill up."""
+    most = min(most, n)
+    divisor = max(size for size in range(1, most + 1) if n % size == 0)
+    return divisor if 2 * divisor > most else -(-n // -(-n // most))
 
 
 def _block(

@@ -11,7 +11,7 @@ from specserve.models.config import DraftConfig, ModelConfig
 from specserve.models.target import TargetParams
 from specserve.pytree import pytree, static
 from specserve.speculative.vocab import DraftVocab
-from specserve.train.slots import HiddenStates, chunk_length
+from specserve.train.slots import HiddenStates, chunk_length, cut_slots, join_slots
 
 Format = Literal["int8", "int4", "fp8"]
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}  # of a code
@@ -102,8 +102,8 @@ def make_features(
         rest = jnp.maximum(jnp.sum(p, axis=-1) - jnp.sum(probs, axis=-1), 0.0)
         return TopK(draft_ids.astype(id_dtype), probs.astype(jnp.float16), rest.astype(jnp.float16), best >= 0)
 
-    teacher = jax.lax.map(teach, hidden_states.reshape(-1, length, d_model))
-    return Features(codes, scale, jax.tree.map(lambda x: x.reshape(batch, seq, *x.shape[2:]), teacher), how)
+    teacher = jax.lax.map(teach, cut_slots(hidden_states, length))
+    return Features(codes, scale, jax.tree.map(lambda x: join_slots(x, (batch, seq)), teacher), how)
 
 
 def bytes_per_slot(target: ModelConfig, draft: DraftConfig, how: Format, top_k: int) -> tuple[int, int]:

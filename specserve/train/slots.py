@@ -10,11 +10,13 @@ vocabulary before the first gradient, and the acceptance another pass.
 
 import dataclasses
 import functools
+import math
 from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from specserve.kernels.rows import part_length
 from specserve.mesh import num_parts, over_parts, partition, sum_parts, traced_mesh
 from specserve.models import target as target_model
 from specserve.models.config import DraftConfig, ModelConfig
@@ -143,14 +145,13 @@ def _in_chunks(
     states, weights, teacher = slots
     batch, seq = weights.shape[1:]
     length = chunk_length(batch * seq, num_logits, jax.default_backend())
-
-    def cut(x: jax.Array) -> jax.Array:  # [batch, seq, ...] -> [chunk, slot, ...]
-        return x.reshape(-1, length, *x.shape[2:])
-
+    weights = weights.reshape(len(states), -1)
+    if missing := -batch * seq % length:
+        weights = jnp.pad(weights, ((0, 0), (0, missing)))
     chunks = (
-        jax.tree.map(cut, states),
+        [cut_slots(x, length) for x in states],
         weights.reshape(len(states), -1, length).swapaxes(0, 1),
-        jax.tree.map(cut, teacher),
+        jax.tree.map(lambda x: cut_slots(x, length), teacher),
     )
 
     def add(carry: Any, chunk: Any) -> tuple[Any, list[jax.Array]]:
@@ -163,13 +164,25 @@ def _in_chunks(
         jax.tree.map(jnp.zeros_like, head),
     )
     (value, sums, of_head), of_states = jax.lax.scan(add, zero, chunks)
-    return value, sums, of_head, [x.reshape(batch, seq, -1) for x in of_states]
+    return value, sums, of_head, [join_slots(x, (batch, seq)) for x in of_states]
 
 
 def chunk_length(num_slots: int, num_logits: int, backend: str) -> int:
     """Slots whose logits, so many for each, are there at once."""
     budget = LOGITS_AT_ONCE.get(backend, DEFAULT_LOGITS_AT_ONCE)
-    return max(size for size in range(1, min(max(1, budget // num_logits), num_slots) + 1) if num_slots % size == 0)
+    return part_length(num_slots, max(1, budget // num_logits))
+
+
+def cut_slots(x: jax.Array, length: int) -> jax.Array:  # [batch, seq, ...] -> [chunk, length, ...]
+    """The last chunk is filled up with the last slot, of which anything can be computed that can be of the others."""
+    x = x.reshape(-1, *x.shape[2:])
+    if missing := -len(x) % length:
+        x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), mode="edge")
+    return x.reshape(-1, length, *x.shape[1:])
+
+
+def join_slots(x: jax.Array, shape: tuple[int, int]) -> jax.Array:  # [chunk, length, ...] -> [batch, seq, ...]
+    return x.reshape(-1, *x.shape[2:])[: math.prod(shape)].reshape(*shape, *x.shape[2:])
 
 
 @jax.custom_vjp

@@ -7,7 +7,7 @@ import pytest
 
 from specserve.kernels import reference, rows
 from specserve.kernels.attention import attend
-from specserve.kernels.rows import Documents, attend_rollout, attend_rows
+from specserve.kernels.rows import Documents, attend_rollout, attend_rows, part_length
 from specserve.mesh import make_mesh, on_mesh, whole
 
 
@@ -26,22 +26,23 @@ def _inputs(rng: np.random.Generator, seq: int) -> tuple[jax.Array, jax.Array, j
     )
 
 
-@pytest.mark.parametrize("cut", ["whole", "segments", "blocks", "devices"])
+@pytest.mark.parametrize("cut", ["whole", "segments", "blocks", "uneven", "devices"])
 @pytest.mark.parametrize("options", [{}, {"softcap": 3.0, "window": 7, "scale": 0.5, "sinks": True}])
 def test_rows_equal_dense_attention_and_its_gradient(
     rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, cut: str, options: dict
 ) -> None:
-    if cut in ("segments", "blocks"):
-        monkeypatch.setattr(rows, "MIN_SEGMENT", 12)
-    if cut in ("blocks", "devices"):
-        monkeypatch.setattr(rows, "SCORES_AT_ONCE", 2 * 4 * 40 * 5)
+    if cut != "whole":
+        monkeypatch.setattr(rows, "MIN_SEGMENT", 17 if cut == "uneven" else 12)
+    if cut in ("blocks", "uneven", "devices"):
+        monkeypatch.setattr(rows, "SCORES_AT_ONCE", 2 * 4 * 40 * 4)
     mesh = make_mesh(data=2, sequence=4) if cut == "devices" else None
-    q, k, v, documents = _inputs(rng, 40)
+    seq = 41 if cut == "uneven" else 40
+    q, k, v, documents = _inputs(rng, seq)
     options = dict(options)
     if options.get("sinks"):
         options["sinks"] = _normal(rng, 4)
-    position_ids = jnp.broadcast_to(jnp.arange(40), (2, 40)) if options.get("window") else None
-    weights = _normal(rng, 2, 40, 4, 6)
+    position_ids = jnp.broadcast_to(jnp.arange(seq), (2, seq)) if options.get("window") else None
+    weights = _normal(rng, 2, seq, 4, 6)
 
     def by_rows(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
         out, _ = attend_rows(q, k, v, documents, **options)
@@ -57,6 +58,17 @@ def test_rows_equal_dense_attention_and_its_gradient(
     np.testing.assert_allclose(out, expected_out, atol=2e-6)
     for mine, other in zip(got, expected, strict=True):
         np.testing.assert_allclose(mine, other, atol=1e-5)
+
+
+def test_no_length_falls_into_many_parts() -> None:
+    """Less than twice as many as there must be, and powers of two into equal ones, of which nothing is thrown away."""
+    for n in (*range(1, 300), 2048, 2053, 2056, 4096, 8191):
+        for most in (1, 2, 7, 64, 100, 250, 1048):
+            length = part_length(n, most)
+            assert length <= most
+            count = -(-n // length)
+            assert count < 2 * -(-n // most)
+            assert count * length - n < (1 if n.bit_count() == 1 else count)
 
 
 def test_no_array_has_queries_times_keys(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
