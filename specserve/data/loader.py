@@ -21,7 +21,6 @@ class Batch:
     loss_mask: np.ndarray  # bool [batch, seq]
     document_ids: np.ndarray  # int32 [batch, seq]; 0 = padding
     position_ids: np.ndarray  # int32 [batch, seq]
-    source_ids: np.ndarray  # int32 [batch]
     row_ids: np.ndarray  # int64 [batch], of the data
 
 
@@ -38,7 +37,7 @@ class Loader:
         assert seed >= 0
         assert 0 <= shard[0] < shard[1]
         if not len(rows):
-            raise DataError("there are no rows to load")
+            raise DataError("there are no rows to load: the data bears no loss; give other data (--source)")
         if batch_size % shard[1]:
             raise ConfigError(f"train.batch_size is {batch_size}, which {shard[1]} processes cannot share evenly")
         self._rows = rows
@@ -51,15 +50,6 @@ class Loader:
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))  # the epoch whose order is kept, and it
         self._digest = _digest(rows)
 
-    @property
-    def epoch(self) -> float:
-        """Passes over the mixture so far."""
-        return float(self._position / self._epoch_size)
-
-    @property
-    def batches_per_epoch(self) -> float:
-        return float(self._epoch_size / self._batch_size)
-
     def next_batch(self) -> Batch:
         """This process's share of the next batch."""
         index, count = self._shard
@@ -68,9 +58,8 @@ class Loader:
         at = np.array([self._row_at(position) for position in range(begin, begin + share)])
         self._position += self._batch_size
         rows = self._rows
-        source_ids = np.searchsorted(rows.source_starts, at, side="right").astype(np.int32) - 1
         arrays = rows.token_ids[at], rows.loss_mask[at], rows.document_ids[at], rows.position_ids[at]
-        return Batch(*arrays, source_ids, row_ids=at)
+        return Batch(*arrays, row_ids=at)
 
     def state(self) -> dict[str, int]:
         """All that `restore` needs, as plain integers; the same on every process."""

@@ -72,8 +72,6 @@ def test_half_a_source_is_another_half_in_the_next_epoch():
     first, second = set(firsts(loader, 1)), set(firsts(loader, 1))
     assert len(first) == len(second) == 5
     assert not first & second
-    assert loader.epoch == 2.0
-    assert loader.batches_per_epoch == 1.0
 
 
 def test_every_epoch_has_every_row_once_in_a_new_order():
@@ -81,12 +79,6 @@ def test_every_epoch_has_every_row_once_in_a_new_order():
     seen = np.reshape(firsts(loader, 5), (2, 10))
     assert np.array_equal(np.sort(seen, axis=1), [np.arange(1, 11)] * 2)
     assert not np.array_equal(seen[0], seen[1])
-    assert loader.epoch == 2.0
-
-
-def test_a_batch_names_the_source_of_each_row():
-    batch = Loader(make_rows([6, 4, 3]), 13, seed=1).next_batch()
-    assert np.array_equal(batch.source_ids, np.digitize(batch.token_ids[:, 0], [7, 11]))
 
 
 def test_a_loader_refuses_the_state_of_other_data_and_uneven_shards():
@@ -95,7 +87,7 @@ def test_a_loader_refuses_the_state_of_other_data_and_uneven_shards():
     for other in (*(Loader(rows, 2, seed=0) for rows in others), Loader(make_rows([4]), 2, seed=1)):
         with pytest.raises(DataError, match="cannot resume"):
             loader.restore(other.state())
-    with pytest.raises(DataError, match="no rows"):
+    with pytest.raises(DataError, match=r"no rows.*--source"):
         Loader(pack([], SEQ_LEN), 2, seed=0)
     with pytest.raises(ConfigError, match="batch_size is 4, which 3 processes"):
         Loader(make_rows([4]), 4, seed=0, shard=(0, 3))
