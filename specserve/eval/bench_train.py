@@ -15,7 +15,7 @@ from specserve.checkpoints.load import Target
 from specserve.data.documents import Document
 from specserve.data.loader import Loader
 from specserve.data.packing import pack
-from specserve.eval.naive_training import NaiveTrainer, naive_loss, padded_batches
+from specserve.eval.naive_training import NaiveTrainer, batches_of_every_length, naive_loss, padded_batches
 from specserve.models.config import DraftConfig, ModelConfig
 from specserve.models.draft import draft_spec
 from specserve.models.params import is_spec
@@ -25,16 +25,19 @@ from specserve.train.flops import step_flops
 from specserve.train.head import draft_config, init_head
 from specserve.train.optimizer import make_optimizer
 from specserve.train.settings import DraftSettings, TrainSettings
+from specserve.train.speed import matmul_peak
 from specserve.train.step import LossConfig, StepMetrics, TrainState, loss_config, make_step
 from specserve.train.unroll import Rows
-
-PEAK_SIZE = 2048  # of the square matrices whose product tells the peak
 
 
 class Arm(Protocol):
     """One way to train."""
 
     name: str
+
+    def warm_up(self) -> None:
+        """Compile all that `run` may need."""
+        ...
 
     def run(self, num_steps: int) -> tuple[int, int]:
         """Take so many steps and wait for them: how many loss-bearing tokens and how many slots they had."""
@@ -81,6 +84,9 @@ class PackedArm:
         self._step, self._target, self._loader = make_step(config, optimizer), target.params, loader
         self._vocab = DraftVocab(jnp.asarray(target_ids))
 
+    def warm_up(self) -> None:
+        self.run(2)
+
     def run(self, num_steps: int) -> tuple[int, int]:
         num_useful = num_slots = 0
         unread: StepMetrics | None = None
@@ -113,6 +119,12 @@ class NaiveArm:
         vocab = DraftVocab(jnp.asarray(target_ids))
         self._trainer = NaiveTrainer(config, make_optimizer(settings), params, target.params, vocab)
         self._batches = padded_batches(documents, settings.batch_size, settings.seq_len, settings.seed)
+        self._every_length = batches_of_every_length(documents, settings.batch_size, settings.seq_len)
+
+    def warm_up(self) -> None:
+        for rows in self._every_length:
+            self._trainer.step(rows)
+        jax.block_until_ready(self._trainer.params)
 
     def run(self, num_steps: int) -> tuple[int, int]:
         num_useful = num_slots = 0
@@ -145,13 +157,13 @@ def run_bench(
         NaiveArm(config, settings, target, target_ids, documents),
     ]
     for arm in arms:
-        arm.run(2 if isinstance(arm, PackedArm) else 8)  # the naive arm has a program for every length
+        arm.warm_up()
     report = TrainBenchReport({arm.name: ArmResult() for arm in arms}, 0.0, rows.padding_share)
     peaks: list[float] = []
     flops = step_flops(config.target, config.draft, config.rollout, batch=1, seq=settings.seq_len).total.useful
     for i in range(rounds):
         for arm in arms if i % 2 == 0 else arms[::-1]:
-            peaks.append(matmul_peak())
+            peaks.append(matmul_peak(config.target.dtype))
             begin = time.perf_counter()
             num_useful, num_slots = arm.run(steps)
             seconds = time.perf_counter() - begin
@@ -162,21 +174,6 @@ def run_bench(
         report = TrainBenchReport(report.arms, statistics.median(peaks) / 1e9, rows.padding_share)
         on_round(report)
     return report
-
-
-def matmul_peak() -> float:
-    """Floating point operations per second of a large product in float32, the best of three."""
-    x = jnp.ones((PEAK_SIZE, PEAK_SIZE), jnp.float32)
-    _square(x).block_until_ready()
-    times = []
-    for _ in range(3):
-        begin = time.perf_counter()
-        _square(x).block_until_ready()
-        times.append(time.perf_counter() - begin)
-    return 2 * PEAK_SIZE**3 / min(times)
-
-
-_square = jax.jit(lambda x: x @ x)
 
 
 @dataclass(frozen=True)

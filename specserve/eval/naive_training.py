@@ -46,9 +46,18 @@ def padded_batches(documents: Sequence[Document], batch_size: int, max_len: int,
         yield _padded(chosen, max_len)
 
 
+def batches_of_every_length(documents: Sequence[Document], batch_size: int, max_len: int) -> list[Rows]:
+    """One for each length that `padded_batches` can come to."""
+    by_length = {_length(document, max_len): document for document in documents}
+    return [_padded([document] * batch_size, max_len) for document in by_length.values()]
+
+
+def _length(longest: Document, max_len: int) -> int:
+    return min(max_len, max(MIN_BUCKET, 1 << (len(longest) - 1).bit_length()))
+
+
 def _padded(documents: Sequence[Document], max_len: int) -> Rows:
-    longest = min(max_len, max(map(len, documents)))
-    seq = min(max_len, max(MIN_BUCKET, 1 << (longest - 1).bit_length()))
+    seq = _length(max(documents, key=len), max_len)
     token_ids, loss_mask = np.zeros((len(documents), seq), np.int32), np.zeros((len(documents), seq), bool)
     document_ids = np.zeros((len(documents), seq), np.int32)
     for row, document in enumerate(documents):

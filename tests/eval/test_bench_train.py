@@ -1,13 +1,14 @@
 """The training benchmark measures what it says: both arms learn the same, and memory is the compiler's account."""
 
 import dataclasses
+from typing import Any
 
 import numpy as np
 import pytest
 
 from specserve.checkpoints.load import Target
 from specserve.data.documents import Document
-from specserve.eval.bench_train import memory_cells, run_bench
+from specserve.eval.bench_train import NaiveArm, bench_config, memory_cells, run_bench
 from specserve.eval.naive_training import padded_batches
 from specserve.train.settings import DraftSettings, TrainSettings
 
@@ -37,6 +38,18 @@ def test_both_arms_are_measured_on_the_same_conversations(tiny_target: Target) -
         assert all(0 < useful < slots for useful, slots in zip(arm.useful, arm.slots, strict=True))
     assert len(report.ratios) == 2
     assert report.to_json()["ratio_median"] > 0
+
+
+def test_every_length_is_compiled_before_the_clock_runs(tiny_target: Target) -> None:
+    """One of 40 conversations is longer than the others, and the first batches are without it."""
+    documents = _documents([20] * 39 + [100])
+    settings = dataclasses.replace(SETTINGS, seq_len=128)
+    config = bench_config(settings, tiny_target.config, 48)
+    arm = NaiveArm(config, settings, tiny_target, np.arange(48), documents)
+    arm.warm_up()
+    gradient: Any = arm._trainer.gradient
+    assert gradient._cache_size() == 2
+    assert {next(arm._batches).token_ids.shape[1] for _ in range(20)} == {64, 128}
 
 
 def test_the_naive_arm_pads_to_powers_of_two() -> None:
