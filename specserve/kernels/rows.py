@@ -9,6 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import AbstractMesh, Mesh
 
 from specserve.mesh import num_parts, over_parts, part_index, partition, traced_mesh
 from specserve.pytree import pytree
@@ -16,7 +17,7 @@ from specserve.pytree import pytree
 NEG_INF = -1e30  # finite: a slot that sees nothing must stay free of NaN
 NUM_SEGMENTS = 8  # queries are cut into at most so many runs, each of which sees only the keys up to its own end
 MIN_SEGMENT = 128  # shorter runs cost more in dispatch than the keys they save
-SCORES_AT_ONCE = 1 << 25  # of all rows and heads: 128 MB in float32
+SCORES_AT_ONCE = 1 << 25  # of all rows and heads that a device has: 128 MB in float32
 
 # q [batch, kv_head, group, n, head_dim], its slots, k, v [batch, m, kv_head, ...], their slots, sinks
 # -> [batch, kv_head, group, n, v_dim] and [batch, kv_head, group, n]
@@ -136,7 +137,9 @@ def _by_block(
 ) -> tuple[jax.Array, jax.Array]:
     """As many queries at once as there may be scores."""
     batch, num_kv_heads, group, n, _ = q.shape
-    fitting = max(1, SCORES_AT_ONCE // (batch * num_kv_heads * group * k.shape[1]))
+    mesh = traced_mesh()
+    num_heads = on_each_device(mesh, "kv_heads", num_kv_heads) * group
+    fitting = max(1, SCORES_AT_ONCE // (on_each_device(mesh, "batch", batch) * num_heads * k.shape[1]))
     if fitting >= n:
         return block(q, queries, k, v, keys, sinks)
     length = part_length(n, fitting)
@@ -151,6 +154,12 @@ def _by_block(
     out, lse = jax.lax.map(one, jnp.arange(0, n, length))  # [block, batch, kv_head, group, length, ...]
     out, lse = jnp.moveaxis(out, 0, 3).reshape(*q.shape[:4], -1), jnp.moveaxis(lse, 0, 3).reshape(q.shape[:4])
     return out[:, :, :, :n], lse[:, :, :, :n]
+
+
+def on_each_device(mesh: Mesh | AbstractMesh | None, axis: str, size: int) -> int:
+    """How many of so many a device has: all, where the mesh does not divide them."""
+    parts = num_parts(mesh, axis)
+    return size // parts if size % parts == 0 else size
 
 
 def part_length(n: int, most: int) -> int:

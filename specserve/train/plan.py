@@ -257,16 +257,18 @@ class _Activations:
         if experts and any(config.kind(i).has_experts for i in range(config.num_layers)):
             width = max(width, experts.top_k * (3 * experts.d_ff + 2 * config.d_model) + 3 * experts.shared_d_ff)
         width //= num_parts(self.mesh, "mlp")
-        return self.slots * (4 * config.d_model + width) * _itemsize(config.dtype) + self.scores(config.num_heads)
+        return self.slots * (4 * config.d_model + width) * _itemsize(config.dtype) + self.scores(config)
 
     def draft_layer(self) -> int:
         """A layer's results and their gradients."""
         draft = self.draft
         width = 6 * draft.d_model + 2 * draft.num_heads * draft.head_dim + 6 * draft.d_ff
-        return self.slots * width * _itemsize(draft.dtype) + self.scores(draft.num_heads)
+        return self.slots * width * _itemsize(draft.dtype) + self.scores(draft)
 
-    def scores(self, num_heads: int) -> int:
+    def scores(self, config: ModelConfig | DraftConfig) -> int:
         """A block of attention's scores and weights in float32."""
+        num_kv_heads = rows.on_each_device(self.mesh, "kv_heads", config.num_kv_heads)
+        num_heads = num_kv_heads * config.num_heads // config.num_kv_heads
         length = max(rows.MIN_SEGMENT, -(-self.run.train.seq_len // rows.NUM_SEGMENTS))
         a_segment = self.slots * num_heads * length
         return 2 * 4 * min(a_segment, max(rows.SCORES_AT_ONCE, num_heads * self.run.train.seq_len))

@@ -1,5 +1,7 @@
 """Attention of packed rows equals the dense one, in values and gradients, however it is cut."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -69,6 +71,30 @@ def test_no_length_falls_into_many_parts() -> None:
             count = -(-n // length)
             assert count < 2 * -(-n // most)
             assert count * length - n < (1 if n.bit_count() == 1 else count)
+
+
+@pytest.mark.parametrize(
+    ("axes", "alone"),
+    [
+        ({"data": 4, "tensor": 2}, {}),
+        ({"data": 2, "sequence": 4}, {"sequence": 4}),
+        ({"tensor": 8}, {}),  # does not divide the heads that have keys of their own
+    ],
+)
+def test_a_device_computes_as_many_blocks_as_its_own_rows_and_heads_need(
+    monkeypatch: pytest.MonkeyPatch, axes: dict[str, int], alone: dict[str, int]
+) -> None:
+    monkeypatch.setattr(rows, "SCORES_AT_ONCE", 1 << 16)
+
+    def num_blocks(axes: dict[str, int], batch: int, kv_heads: int) -> int:
+        shapes = ((batch, 512, 2 * kv_heads, 8), (batch, 512, kv_heads, 8), (batch, 512, kv_heads, 8))
+        arrays = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in shapes]
+        documents = Documents(jax.ShapeDtypeStruct((batch, 512), jnp.int32))
+        run = on_mesh(make_mesh(**axes) if axes else None, attend_rows)
+        return sum(map(int, re.findall(r"length=(\d+)", str(jax.make_jaxpr(run)(*arrays, documents)))))
+
+    batch, kv_heads = 8 // axes.get("data", 1), 4 // (axes.get("tensor", 1) if axes != {"tensor": 8} else 1)
+    assert num_blocks(axes, 8, 4) == num_blocks(alone, batch, kv_heads) > 4
 
 
 def test_no_array_has_queries_times_keys(rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
