@@ -147,7 +147,8 @@ def check(tokenized: TokenizedDocuments, max_len: int) -> None:
         log.info("%d plain documents are laid into pieces of %d tokens", tokenized.num_split_documents, max_len)
     if not tokenized.documents:
         raise DataError(
-            f"none of {tokenized.num_conversations} conversations has a loss-bearing token within {max_len} tokens"
+            f"none of {tokenized.num_conversations} conversations has a loss-bearing token within {max_len} tokens; "
+            "give a longer --seq-len, or other data (--source)"
         )
 
 

@@ -116,7 +116,10 @@ class AcceptanceMeter:
         fitting = [i for i, prompt in enumerate(prompts) if 0 < len(prompt.token_ids) < self._context]
         self._order = sorted(fitting, key=lambda i: -len(prompts[i].token_ids))
         if not fitting:
-            raise DataError(f"none of {len(prompts)} held-out prompts fits a context of {self._context} tokens")
+            raise DataError(
+                f"none of {len(prompts)} held-out prompts fits a context of {self._context} tokens; draw more of them "
+                "(--eval-prompts), or give 0 to measure nothing"
+            )
         self._prompts = prompts
         self.num_skipped = len(prompts) - len(fitting)
         self._num_slots = min(MAX_SLOTS, len(fitting))

@@ -186,7 +186,7 @@ def test_every_source_is_accounted_for(pydoc_tokenizer):
 
 
 def test_a_source_with_nothing_to_learn_names_itself(pydoc_tokenizer):
-    with pytest.raises(DataError, match="chats: none of 2 conversations has a loss-bearing token within 8 tokens"):
+    with pytest.raises(DataError, match=r"chats: none of 2 .* within 8 tokens; give a longer --seq-len"):
         tokenize_source(source(chats(2)), pydoc_tokenizer, BUNDLED_FOLDER, max_len=8)
 
 
