@@ -4,6 +4,7 @@ a run (see `start`)."""
 import dataclasses
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
@@ -18,7 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
-from specserve import processes
+from specserve import config, processes
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target, load_target
 from specserve.data.dataset import Prompt
@@ -62,8 +63,8 @@ class Norm:
 class NormEvaluator:
     """Measures how long the head's gate is; with `taus`, says these in turn instead."""
 
-    def __init__(self, taus: Sequence[float] = ()) -> None:
-        self._taus = list(taus)
+    def __init__(self, taus: Sequence[float] = (), identity: str = "norm") -> None:
+        self._taus, self.identity = list(taus), identity
 
     def measure(self, params: DraftParams, *, is_last: bool) -> Norm:
         norm = float(jnp.linalg.norm(jax.tree.leaves(params)[0]))
@@ -110,6 +111,18 @@ def tiny_evaluator(trainer: Trainer, mesh: Mesh | None) -> HeldOutEvaluator:
     return HeldOutEvaluator(
         trainer.target, trainer.config, trainer.data.target_ids, prompts, settings, seed=0, mesh=mesh
     )
+
+
+def resolved(command: str) -> TrainRun:
+    """The run that this `specserve train` would be."""
+    flags = {leaf.flag: leaf.name for leaf in config.leaves(TrainRun)}
+    file, overrides, words = None, [], iter(shlex.split(command)[2:])
+    for word in words:
+        if word == "--config":
+            file = Path(next(words))
+        else:
+            overrides.append(f"{flags[word]}={'true' if word == '--resume' else next(words)}")
+    return config.resolve(TrainRun, file=file, overrides=overrides)
 
 
 def metrics(output: Path) -> list[dict[str, Any]]:

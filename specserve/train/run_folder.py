@@ -4,6 +4,7 @@ It holds `run.yaml`, `metrics.jsonl`, `state/` (see `checkpoints.train_state`) a
 no training.
 """
 
+import dataclasses
 import fcntl
 import json
 import os
@@ -77,7 +78,7 @@ class RunFolder:
         try:
             self._check(run)
             if is_first:
-                _replace(self.path / SETTINGS_FILE, config.to_yaml(run))
+                _replace(self.path / SETTINGS_FILE, config.to_yaml(_kept(run)))
         except BaseException:
             self.close()
             raise
@@ -140,6 +141,20 @@ def check_settings(run: TrainRun) -> None:
         raise ConfigError(
             f"train.batch_size is {train.batch_size}, which train.accumulate {train.accumulate} does not divide"
         )
+    unmeasured = [
+        fix
+        for is_so, fix in (
+            (not train.eval_every, "--eval-every above 0"),
+            (not run.data.eval_prompts, "--eval-prompts above 0"),
+            (bool(run.features.capture), "no --capture"),
+        )
+        if is_so
+    ]
+    if train.patience and unmeasured:
+        raise ConfigError(
+            f"train.patience is {train.patience}, but nothing is measured while this run trains; give "
+            f"{' and '.join(unmeasured)}, or --patience 0"
+        )
 
 
 class Metrics:
@@ -168,11 +183,11 @@ class Metrics:
             raise CheckpointError(f"{self._path}: cannot be written ({error.strerror})") from error
 
     def write(self, row: dict[str, Any]) -> None:
-        """Raises CheckpointError when the disk is full."""
+        """Every number of the row is finite. Raises CheckpointError when the disk is full."""
         if self._file is None:
             return
         try:
-            self._file.write(json.dumps(row) + "\n")
+            self._file.write(json.dumps(row, allow_nan=False) + "\n")
             self._file.flush()
         except OSError as error:
             raise CheckpointError(
@@ -194,6 +209,11 @@ class Metrics:
             except ValueError as error:
                 raise CheckpointError(f"{self._path}, line {number}: not JSON ({error}); mend or remove it") from error
             yield row, line
+
+
+def _kept(run: TrainRun) -> TrainRun:
+    """What another run with these settings is told: not to go on with this one, nor how this process took part."""
+    return dataclasses.replace(run, process_id=0, dry_run=False, train=dataclasses.replace(run.train, resume=False))
 
 
 def _value(run: Any, name: str) -> Any:

@@ -1,5 +1,6 @@
 """A run's folder: one writer, settings that stay, and errors before anything is loaded."""
 
+import dataclasses
 import os
 import re
 import subprocess
@@ -7,13 +8,15 @@ import sys
 from pathlib import Path
 
 import pytest
-from tiny_run import tiny_run
+from tiny_run import resolved, tiny_run
 
 from specserve import config
 from specserve.errors import CheckpointError, ConfigError
+from specserve.train.report import commands
 from specserve.train.run_folder import MAY_CHANGE, Metrics, RunFolder
-from specserve.train.settings import DataSettings, TrainRun
+from specserve.train.settings import CaptureSettings, DataSettings, TrainRun
 
+MEASURED = {"patience": 2, "eval_every": 2}
 STEPS = [{"step": 1, "tau": None}, {"step": 2, "tau": None}, {"step": 2, "tau": 1.5}, {"step": 3, "tau": None}]
 
 
@@ -63,6 +66,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
         ("none", {"resume": True}, r"no run was started here, so there is nothing to --resume"),
         ("none", {"max_steps": 0}, r"max_steps and train\.max_minutes are both 0"),
         ("none", {"accumulate": 3}, r"train\.batch_size is 4, which train\.accumulate 3 does not divide"),
+        ("none", {"patience": 2}, r"train\.patience is 2, but.* --eval-every"),
+        ("none", MEASURED | {"data": DataSettings(eval_prompts=0)}, r"train\.patience is 2, but.* --eval-prompts"),
+        ("none", MEASURED | {"features": CaptureSettings("features")}, r"train\.patience is 2, but.* --patience 0"),
     ):
         with pytest.raises((ConfigError, CheckpointError), match=message):
             RunFolder(tiny_run(tmp_path / output, **changes))
@@ -71,6 +77,19 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
 def test_a_run_that_was_killed_before_its_first_state_may_begin_again(tmp_path: Path) -> None:
     for resume in (False, True, False):
         RunFolder(tiny_run(tmp_path, resume=resume)).close()
+
+
+def test_what_the_report_says_to_type_can_be_typed(tmp_path: Path) -> None:
+    """After a resumed run too, whose folder keeps no wish to go on with it, to try it or to be another process."""
+    run = tiny_run(tmp_path / "a b")
+    RunFolder(run).close()
+    RunFolder(tiny_run(tmp_path / "a b", resume=True, process_id=1, dry_run=True)).close()
+    further = resolved(dict(commands(run))["Train it further"])
+    assert further == dataclasses.replace(run, init_from=run.output, output=f"{run.output}-2")
+    again = resolved(dict(commands(run, is_stopped=True))["Go on"])
+    assert again == tiny_run(tmp_path / "a b", resume=True)
+    for each in (further, again):
+        RunFolder(each).close()
 
 
 def test_settings_may_change_or_are_refused(tmp_path: Path) -> None:
@@ -113,6 +132,10 @@ def test_metrics_go_on_after_the_state(tmp_path: Path) -> None:
             metrics.close()
             lines = whole.splitlines(keepends=True)[:count]
             assert path.read_text() == "".join([*lines, '{"step": 9, "tau": null}\n'])
+        metrics.open(0, is_measured=False)
+        with pytest.raises(ValueError, match="not JSON compliant"):
+            metrics.write({"step": 1, "loss": float("nan")})
+        metrics.close()
 
 
 def test_metrics_on_a_full_disk_are_said(tmp_path: Path) -> None:
