@@ -23,6 +23,7 @@ from specserve.train import capture
 from specserve.train.acceptance import arms
 from specserve.train.evaluation import HeldOutEvaluator
 from specserve.train.head import draft_config, earlier_head
+from specserve.train.plan import check_length, find_config
 from specserve.train.report import summarize
 from specserve.train.run_folder import RunFolder
 from specserve.train.settings import TrainRun, TrainSettings
@@ -37,6 +38,7 @@ def prepare(run: TrainRun, folder: RunFolder) -> Trainer:
     """Load everything a run needs. Raises ConfigError, CheckpointError or DataError."""
     arms(run.eval.speculation, run.eval.temperature)  # what cannot be measured is refused before anything is loaded
     source = resolve_target(run.target)
+    check_length(run.train, find_config(str(source.folder))[0])
     mesh = parse_mesh(run.mesh)
     check_batch(run.train, mesh)
     shape = run.train.batch_size, run.train.seq_len
