@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 WIDTH, HEIGHT = 360, 216
-LEFT, RIGHT, TOP, BOTTOM = 44, 10, 10, 24  # margins
+LEFT, RIGHT, TOP, BOTTOM = 44, 10, 10, 24  # margins, the left one at least
+LETTER, GAP = 6.6, 6  # of the widest digit at the labels' size, and from label to chart
 MAX_POINTS = 240  # of a drawn line; more of them are averaged in groups
 MAX_DOTS = 40  # of a line whose single points are marked
 
@@ -44,6 +45,7 @@ class Chart:
     lines: tuple[Line, ...]
     x_ticks: tuple[Tick, ...]
     y_ticks: tuple[Tick, ...]
+    left: float = LEFT  # margin, in which the widest label fits
     band: str = ""  # an SVG polygon's points
     note: str = ""
     columns: tuple[str, ...] = ()
@@ -62,9 +64,11 @@ def line_chart(
     """Axes fit what is drawn. Points need not be finite: those that are not are left out."""
     drawn = [Series(s.name, _thin(_finite(s.points)), s.is_dotted, s.is_dashed) for s in series]
     points = [point for s in drawn for point in s.points] + [(x, y) for x, *ys in band for y in ys]
-    x_axis = Axis([x for x, _ in points], LEFT, WIDTH - RIGHT)
     y_values = [y for _, y in points] + ([0.0] if y_from_zero else [])
     y_axis = Axis(y_values, HEIGHT - BOTTOM, TOP, is_rounded=True)
+    y_ticks = y_axis.ticks(4)
+    left = max(LEFT, GAP + LETTER * max(len(tick.label) for tick in y_ticks))
+    x_axis = Axis([x for x, _ in points], left, WIDTH - RIGHT)
     columns, rows = _table(x_name, [s for s in series if not s.is_dashed])
     edge = [(x, low) for x, low, _ in band] + [(x, high) for x, _, high in reversed(band)]
     return Chart(
@@ -72,7 +76,8 @@ def line_chart(
         x_name=x_name,
         lines=tuple(_line(s, x_axis, y_axis) for s in drawn if s.points),
         x_ticks=x_axis.ticks(4),
-        y_ticks=y_axis.ticks(4),
+        y_ticks=y_ticks,
+        left=left,
         band=" ".join(f"{x_axis(x):.1f},{y_axis(y):.1f}" for x, y in edge),
         note=note,
         columns=columns,
