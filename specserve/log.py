@@ -14,7 +14,8 @@ HANDLER_NAME = "specserve"
 def setup(level: str = "info") -> None:
     """Send the package's log to stderr: in colour on a terminal, as plain lines with a date elsewhere.
 
-    May be called again, to change the level. Other libraries keep their own loggers. Raises ConfigError.
+    May be called again, to change the level. Other libraries keep their own loggers, and what has a handler of its own
+    is not printed by a root handler too. Raises ConfigError.
     """
     if level.lower() not in LEVELS:
         raise ConfigError(f"log level must be one of {', '.join(LEVELS)}, got {level!r}")
@@ -24,7 +25,8 @@ def setup(level: str = "info") -> None:
         handler = _make_handler()
         handler.name = HANDLER_NAME
         logger.addHandler(handler)
-        logger.propagate = False  # else a root handler of some library prints every line twice
+        for each in (logger, logging.getLogger("huggingface_hub")):
+            each.propagate = False  # else a root handler of some library prints every line twice
 
 
 def _make_handler() -> logging.Handler:

@@ -14,7 +14,11 @@ def ours():
     before = (logger.handlers[:], logger.level, logger.propagate)
     root_handlers = logging.root.handlers[:]
     logger.handlers.clear()  # a command that another test ran may have set it up
+    hub = logging.getLogger("huggingface_hub")
+    hub_before = (hub.handlers[:], hub.propagate)
+    hub.propagate = True
     yield logger
+    hub.handlers[:], hub.propagate = hub_before
     logger.handlers[:], logger.level, logger.propagate = before
     logging.root.handlers[:] = root_handlers
 
@@ -34,3 +38,11 @@ def test_setup_prints_each_line_once_to_stderr(ours, capfd):
     assert "hidden" not in err
     with pytest.raises(ConfigError, match="debug, info, warning, error"):
         log.setup("loud")
+
+
+def test_the_hub_s_client_which_has_a_handler_is_not_printed_by_the_root_s_too(ours, capfd):
+    logging.getLogger("huggingface_hub").handlers[:] = [logging.StreamHandler()]
+    logging.getLogger().addHandler(logging.StreamHandler())  # as some library might do
+    log.setup()
+    logging.getLogger("huggingface_hub.utils").warning("retrying")
+    assert capfd.readouterr().err.count("retrying") == 1
