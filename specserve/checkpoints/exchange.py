@@ -114,11 +114,11 @@ def target_embedding(target: Target, dtype: str) -> np.ndarray | None:  # [vocab
 def check_output(folder: Path, output: Path, *, is_forced: bool) -> None:
     """Raises CheckpointError where something would be overwritten that nobody said could be."""
     if output.resolve() == folder.resolve():
-        raise CheckpointError(f"{output} is the folder that is read; give another one with --output")
+        raise CheckpointError(f"{output} is the folder that is read; give another folder to write")
     if output.exists() and not output.is_dir():
-        raise CheckpointError(f"{output} is a file; give a folder with --output")
+        raise CheckpointError(f"{output} is a file; give a folder to write")
     if output.is_dir() and any(output.iterdir()) and not is_forced:
-        raise CheckpointError(f"{output} is not empty; give another folder with --output, or --force to write into it")
+        raise CheckpointError(f"{output} is not empty; give another folder to write, or --force to write into it")
 
 
 def write_head(folder: Path, tensors: Mapping[str, np.ndarray], raw: Mapping[str, Any], notes: dict[str, Any]) -> None:
