@@ -12,8 +12,9 @@ BUNDLED = "pydoc"
 BUNDLED_FOLDER = Path(__file__).parent.parent / "targets" / "pydoc"
 BUNDLED_HEAD_FOLDER = Path(__file__).parent.parent / "targets" / "pydoc-eagle3"
 
-_HUB_ID = re.compile(r"[\w.-]+/[\w.-]+")
-_FILES = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.txt"]
+_HUB_ID = re.compile(r"(?!.*(--|\.\.))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b", re.ASCII)
+_WEIGHTS = "*.safetensors"
+_FILES = ["*.json", _WEIGHTS, "*.jinja", "*.model", "*.txt"]
 _COPIES = ["*/*", "consolidated*"]  # the same weights again, as others lay them out
 
 
@@ -23,17 +24,23 @@ class TargetSource:
     folder: Path
 
 
-def resolve_target(text: str) -> TargetSource:
-    """Find or download a target. Raises ConfigError for a name nobody knows, CheckpointError for an unreachable hub."""
+def is_hub_id(text: str) -> bool:
+    """owner/name as the hub allows it, which neither ./name nor ../name is."""
+    return _HUB_ID.fullmatch(text) is not None and not text.endswith(".git")
+
+
+def resolve_target(text: str, *, needs_weights: bool = True) -> TargetSource:
+    """Find or download a target; without weights: what its config, tokenizer and chat template take. Raises ConfigError
+    for a name nobody knows, CheckpointError for an unreachable hub."""
     if text == BUNDLED:
         return TargetSource(BUNDLED, BUNDLED_FOLDER)
     path = Path(text).expanduser()
     if path.is_dir():
         return TargetSource(str(path.resolve()), path.resolve())
     if text in PRESETS:
-        return TargetSource(text, _download(text, PRESETS[text].hub_id))
-    if _HUB_ID.fullmatch(text) and not text.startswith((".", "/", "~")):
-        return TargetSource(text, _download(text, text))
+        return TargetSource(text, _download(text, PRESETS[text].hub_id, needs_weights=needs_weights))
+    if is_hub_id(text):
+        return TargetSource(text, _download(text, text, needs_weights=needs_weights))
     near = difflib.get_close_matches(text.lower(), [BUNDLED, *PRESETS], n=1)
     hint = f"; did you mean {near[0]!r}?" if near else "."
     raise ConfigError(
@@ -47,21 +54,23 @@ def resolve_head(text: str, option: str) -> Path:
     path = Path(text).expanduser()
     if path.is_dir():
         return path.resolve()
-    if _HUB_ID.fullmatch(text) and not text.startswith((".", "/", "~")):
+    if is_hub_id(text):
         return _download(text, text, option)
     raise ConfigError(f"{option} {text!r} is no folder here and no hub id (owner/name)")
 
 
-def _download(text: str, hub_id: str, option: str = "--target") -> Path:
+def _download(text: str, hub_id: str, option: str = "--target", *, needs_weights: bool = True) -> Path:
     from huggingface_hub import snapshot_download  # heavy, and offline users never need it
 
+    left_out = _COPIES if needs_weights else [*_COPIES, _WEIGHTS]
     try:
-        return Path(snapshot_download(hub_id, allow_patterns=_FILES, ignore_patterns=_COPIES))  # shows a progress bar
+        return Path(snapshot_download(hub_id, allow_patterns=_FILES, ignore_patterns=left_out))  # shows a progress bar
     except Exception as error:  # the hub client raises a dozen types for "cannot reach it" and "no such model"
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        files = f"config.json, {_WEIGHTS}, tokenizer files" if needs_weights else "config.json, tokenizer files"
         folder = Path("models") / hub_id.rsplit("/", 1)[-1]
         raise CheckpointError(
             f"{option} {text}: {hub_id} is not in the local cache and the model hub could not serve it ({reason}). "
-            f"Where it can be had, download {hub_id} (config.json, *.safetensors, tokenizer files) into a folder, "
+            f"Where it can be had, download {hub_id} ({files}) into a folder, "
             f"put that here as {folder} and run again with {option} {folder}"
         ) from error

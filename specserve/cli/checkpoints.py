@@ -33,7 +33,7 @@ def export(
     from specserve.checkpoints import dialects, exchange
 
     folder = _existing(folder)
-    name, described = _target(folder, target)
+    name, described = _target(folder, target, needs_weights=to == "speculators" and not _has_embedding(folder))
     output = output or folder.with_name(f"{folder.resolve().name}-{to}")
     head = exchange.export_head(folder, output, described, target_name=name, dialect=to, dtype=dtype, is_forced=force)
     console = _console()
@@ -55,7 +55,7 @@ def import_(
     from specserve.checkpoints import exchange
 
     folder = _existing(folder)
-    name, described = _target(folder, target)
+    name, described = _target(folder, target, needs_weights=_has_embedding(folder))
     found = exchange.import_head(folder, output, described, target_name=name, dtype=dtype, is_forced=force)
     console = _console()
     for change in found.changes:
@@ -79,9 +79,18 @@ def inspect(
     """Say what is wrong with a head's files, what it costs and how to mend it. Exit status 1 where there are errors."""
     from specserve.checkpoints import doctor, exchange
     from specserve.checkpoints.head import read_notes
+    from specserve.errors import SpecServeError
 
     folder = _existing(folder)
-    described = _target(folder, target)[1] if target or "target" in read_notes(folder) else None
+    noted = str(read_notes(folder).get("target", ""))
+    described, unchecked = None, "no target given (--target)"
+    if target or noted:
+        try:
+            described = _target(folder, target, needs_weights=False)[1]
+        except SpecServeError:
+            if target:
+                raise
+            unchecked = f"its target, {noted}, cannot be read here (--target)"
     report = doctor.examine(folder, described)
     after: Report | None = None
     if fix is not None:
@@ -91,12 +100,12 @@ def inspect(
         exchange.write_folder(fix, lambda partial: exchange.write_head(partial, tensors, raw, notes))
         after = doctor.examine(fix, described)
     if as_json:
-        told = report.to_json()
+        told = report.to_json() | {"unchecked": "" if described else unchecked}
         if after:
             told |= {"changes": report.changes, "mended": after.to_json()}
         print(json.dumps(told, indent=2))
     else:
-        _show(report, has_target=described is not None)
+        _show(report, "" if described else unchecked)
         if after:
             _show_mended(report, after)
     if (after or report).errors:
@@ -118,7 +127,16 @@ def _existing(folder: Path) -> Path:
     return folder
 
 
-def _target(folder: Path, name: str) -> "tuple[str, Target]":
+def _has_embedding(folder: Path) -> bool:
+    """Whether the head brings one along. On the way in it is compared with the target's, on the way out to where every
+    head has one a missing one is the target's: of the target's weights nothing else is ever read."""
+    from specserve.checkpoints.dialects import EMBEDDING
+    from specserve.checkpoints.tensors import TensorFolder
+
+    return any(name.endswith(EMBEDDING) for name in TensorFolder(folder).names())
+
+
+def _target(folder: Path, name: str, *, needs_weights: bool) -> "tuple[str, Target]":
     """The target that was asked for, or that the head's notes name."""
     from specserve.checkpoints.exchange import describe_target
     from specserve.checkpoints.head import read_notes
@@ -128,7 +146,7 @@ def _target(folder: Path, name: str) -> "tuple[str, Target]":
     name = name or str(read_notes(folder).get("target", ""))
     if not name:
         raise ConfigError(f"{folder} does not say which target it was trained for; give it with --target")
-    source = resolve_target(name)
+    source = resolve_target(name, needs_weights=needs_weights)
     return source.name, describe_target(source.folder)
 
 
@@ -138,7 +156,8 @@ def _console() -> "Console":
     return Console(soft_wrap=True)
 
 
-def _show(report: "Report", *, has_target: bool) -> None:
+def _show(report: "Report", unchecked: str) -> None:
+    """`unchecked` says why there is no target, where there is none."""
     from rich.box import SIMPLE_HEAD
     from rich.console import Console
     from rich.markup import escape
@@ -161,8 +180,8 @@ def _show(report: "Report", *, has_target: bool) -> None:
     console.print()
     for finding in report.findings:
         _show_finding(console, finding)
-    if not has_target:
-        console.print("[dim]no target given (--target): taps, rotary settings, lengths and tokens went unchecked[/]")
+    if unchecked:
+        console.print(f"[dim]{escape(unchecked)}: taps, rotary settings, lengths and tokens went unchecked[/]")
     num_errors = len(report.errors)
     num_warnings = len(report.findings) - num_errors
     if report.findings:

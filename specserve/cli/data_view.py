@@ -1,5 +1,6 @@
 """`specserve data prepare` and `inspect`: a mixture as training will see it, made and shown."""
 
+import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
@@ -80,7 +81,7 @@ def load(run: MixtureRun) -> Prepared:
     from specserve.train.prepare import draft_vocab, load_data
     from specserve.train.settings import DataSettings, TrainRun, TrainSettings
 
-    folder = resolve_target(run.target).folder
+    folder = resolve_target(run.target, needs_weights=False).folder
     raw = read_json(folder / "config.json")
     vocab_size = model_config(raw, dtype="float32").vocab_size
     tokenizer = Tokenizer.load(folder, parse_template_kwargs(run.template_kwargs))
@@ -125,8 +126,9 @@ def prepare(run: PrepareRun) -> None:
             tokens = tokenize_source(held_out, tokenizer, folder, max_len=run.seq_len, workers=run.workers)
             parts.append(("held-out", tokens))
     num_rows = write_rows(parts, Path(run.output))
-    output = escape(run.output)
-    console.print(f"{num_rows:,} rows of token ids in {output}; next: [bold]specserve train --source {output}[/]")
+    next_command = f"specserve train --source {shlex.quote(run.output)}"
+    told = f"{num_rows:,} rows of token ids in {escape(run.output)}; next: [bold]{escape(next_command)}[/]"
+    console.print(told, soft_wrap=True)
 
 
 def inspect(run: InspectRun) -> None:

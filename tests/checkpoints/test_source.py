@@ -5,9 +5,10 @@ from pathlib import Path
 
 import huggingface_hub
 import pytest
-from huggingface_hub.utils import filter_repo_objects
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import filter_repo_objects, validate_repo_id
 
-from specserve.checkpoints.source import BUNDLED_FOLDER, resolve_target
+from specserve.checkpoints.source import BUNDLED_FOLDER, is_hub_id, resolve_target
 from specserve.errors import CheckpointError, ConfigError
 
 
@@ -52,6 +53,22 @@ def test_of_a_repository_the_weights_are_fetched_once(monkeypatch: pytest.Monkey
     others = ["original/model.safetensors", "metal/model.bin", "consolidated.safetensors", "README.md"]
     kept = filter_repo_objects(wanted + others, allow_patterns=asked["allow"], ignore_patterns=asked["ignore"])
     assert list(kept) == wanted
+    resolve_target("openai/gpt-oss-20b", needs_weights=False)
+    kept = filter_repo_objects(wanted + others, allow_patterns=asked["allow"], ignore_patterns=asked["ignore"])
+    assert list(kept) == [name for name in wanted if not name.endswith(".safetensors")]
+
+
+@pytest.mark.parametrize("text", ["./model", "../model", "a/b/c", "a/.b", "a/b-", "a--b/c", "a/b..c", "a/b.git", "ä/b"])
+def test_an_id_is_the_hub_s_exactly_where_the_hub_says_so(text: str) -> None:
+    assert not is_hub_id(text)
+    with pytest.raises(HFValidationError):
+        validate_repo_id(text)
+
+
+def test_hub_ids_are_those_that_the_hub_takes() -> None:
+    for text in ("Qwen/Qwen3-8B", "a_b/c.d-e", "_a/b_"):
+        validate_repo_id(text)
+        assert is_hub_id(text)
 
 
 def test_offline_the_cache_is_used_and_nothing_is_asked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -5,13 +5,15 @@ import json
 import shutil
 from pathlib import Path
 
+import huggingface_hub
 import ml_dtypes
 import numpy as np
 import pytest
+from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner, Result
 
-from specserve.checkpoints.source import BUNDLED_HEAD_FOLDER
+from specserve.checkpoints.source import BUNDLED_FOLDER, BUNDLED_HEAD_FOLDER
 from specserve.cli.main import app
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 
@@ -92,6 +94,47 @@ def test_brackets_in_a_folder_are_shown_as_they_are(sick: Path, tmp_path: Path) 
     ):
         assert done.exit_code == 0, done.output
         assert str(folder) in done.output
+
+
+def test_a_target_that_is_not_here_goes_unchecked_and_that_is_said(tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    shutil.copytree(BUNDLED_HEAD_FOLDER, head)
+    notes = json.loads((head / "specserve.json").read_text())
+    (head / "specserve.json").write_text(json.dumps(notes | {"target": "/gone/target"}))
+    done = run("inspect", head, columns=200)
+    assert done.exit_code == 0, done.output
+    assert "its target, /gone/target, cannot be read here (--target)" in done.output
+    assert "/gone/target" in json.loads(run("inspect", head, "--json").stdout)["unchecked"]
+    assert "/gone/target" in str(refused("inspect", head, "--target", "/gone/target"))
+
+
+@pytest.mark.parametrize("brings_embedding", [False, True])
+def test_of_a_target_on_the_hub_the_weights_are_fetched_for_its_embedding_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, brings_embedding: bool
+) -> None:
+    asked: list[bool] = []
+
+    def fetch(_hub_id: str, *, allow_patterns: list[str], ignore_patterns: list[str]) -> str:
+        kept = filter_repo_objects(
+            ["model.safetensors"], allow_patterns=allow_patterns, ignore_patterns=ignore_patterns
+        )
+        asked.append(any(kept))
+        return str(BUNDLED_FOLDER)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
+    head = BUNDLED_HEAD_FOLDER
+    if brings_embedding:
+        head = tmp_path / "head"
+        run("export", BUNDLED_HEAD_FOLDER, "--to", "speculators", "--output", head)
+    for arguments, is_needed in (
+        (("inspect", head), False),
+        (("export", head, "--to", "vllm", "--output", tmp_path / "vllm"), False),
+        (("export", head, "--to", "speculators", "--output", tmp_path / "speculators"), not brings_embedding),
+        (("import", head, "--output", tmp_path / "back"), brings_embedding),
+    ):
+        asked.clear()
+        done = run(*arguments, "--target", "owner/name")
+        assert (done.exit_code, asked) == (0, [is_needed]), done.output
 
 
 def test_what_is_missing_is_named_with_the_way_out(sick: Path, tmp_path: Path) -> None:
