@@ -18,10 +18,13 @@ that a node got in a tree is the u that it would get on its path: to commit a pa
 again.
 """
 
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from specserve.kernels.rows import Documents
 from specserve.pytree import pytree
 
 MAX_TREE = 257  # tokens of a call that may be any tree: a root and the most nodes that are speculated
@@ -56,18 +59,20 @@ def recur(
     log_decay: jax.Array,  # [batch, n, head, 1 or k_dim] float32, at most 0
     beta: jax.Array | None,  # [batch, n, head] float32; None: u = v
     matrix: jax.Array,  # [batch, head, k_dim, v_dim] float32, committed; every token sees it
-    mask: jax.Array,  # [batch or 1, n, n] bool: a token's ancestors and itself; a parent stands before its children
+    # [batch or 1, n, n] bool: a token's ancestors and itself; a parent stands before its children
+    mask: jax.Array | Documents,
 ) -> tuple[jax.Array, jax.Array]:  # o and u: [batch, n, head, v_dim] float32
     """The recurrence of the module docstring along every path. Head h reads k_head h // (head / k_head).
 
     Up to MAX_TREE tokens may form any tree. Longer rows are computed in blocks, the state handed on from block to
-    block, and must be documents one after another. Within a block the delta rule is a triangular system (the WY form,
-    section 3.3); decays are exponentials of differences, never ratios of exponentials, so that none overflows.
+    block, and must be documents one after another: said as `Documents`, nothing takes n by n. Within a block the delta
+    rule is a triangular system (the WY form, section 3.3); decays are exponentials of differences, never ratios of
+    exponentials, so that none overflows.
     """
     batch, n, num_heads, _ = v.shape
     size = n if n <= MAX_TREE else BLOCK
     count = -(-n // size)
-    ids, pad = np.arange(count), count * size - n
+    pad = count * size - n
 
     def blocks(x: jax.Array) -> jax.Array:  # [batch, n, head, dim] -> [count, batch, head, size, dim]
         x = jnp.pad(x, ((0, 0), (0, pad), (0, 0), (0, 0))).reshape(batch, count, size, x.shape[2], -1)
@@ -75,10 +80,7 @@ def recur(
 
     q, k = (_for_each_head(x, num_heads) for x in (q, k))
     q, k, v, log_decay = blocks(q), blocks(k), blocks(v), blocks(log_decay)
-    pairs = jnp.pad(mask, ((0, 0), (0, pad), (0, pad))).reshape(-1, count, size, count, size)
-    sees = pairs[:, ids, :, ids]  # [count, batch or 1, size, size], within each block
-    # [count, batch or 1, size]: does a token see the state at its block's start?
-    enters = pairs[:, ids, :, ids - 1, -1] | (ids == 0)[:, None, None]
+    sees, enters = _by_block(mask, count, size)
 
     decay = _along_paths(log_decay, sees)
     left = jnp.where(enters[:, :, None, :, None], jnp.exp(sum(decay)), 0.0)  # of the state at the block's start
@@ -120,24 +122,48 @@ def _step(matrix: jax.Array, block: _Block) -> tuple[jax.Array, tuple[jax.Array,
     return _absorb(matrix, block.k, u, block.log_decay, block.path), (out, u)
 
 
+def _by_block(
+    mask: jax.Array | Documents, count: int, size: int
+) -> tuple[jax.Array, jax.Array]:  # [count, batch or 1, size, size] and [count, batch or 1, size]
+    """Whom a token sees within its block, and whether it sees the state at the block's start."""
+    blocks = np.arange(count)
+    is_first = (blocks == 0)[:, None, None]
+    if isinstance(mask, Documents):
+        ids = jnp.pad(mask.ids, ((0, 0), (0, count * size - mask.ids.shape[1])), constant_values=-1)
+        ids = ids.reshape(-1, count, size).swapaxes(0, 1)
+        sees = Documents(ids.reshape(-1, size)).dense().reshape(*ids.shape, size)
+        return sees, (ids == ids[blocks - 1, :, -1:]) | is_first
+    pad = count * size - mask.shape[1]
+    pairs = jnp.pad(mask, ((0, 0), (0, pad), (0, pad))).reshape(-1, count, size, count, size)
+    return pairs[:, blocks, :, blocks], pairs[:, blocks, :, blocks - 1, -1] | is_first
+
+
 def convolve(
     x: jax.Array,  # [batch, n, channel]
     weight: jax.Array,  # [channel, 1, width]; the last column weighs the token itself
     seen: jax.Array,  # [batch, width - 1, channel], committed
-    mask: jax.Array,  # as in `recur`
+    mask: jax.Array | Documents,  # as in `recur`
 ) -> jax.Array:  # [batch, n, channel] float32
     """A causal convolution of each channel over the last `width` tokens of every path."""
     width = weight.shape[-1]
     inputs = jnp.concatenate([seen, x], axis=1)
-    depth = jnp.sum(mask, axis=-1, dtype=jnp.int32)  # [batch or 1, n], the token itself included
-    distance = depth[:, :, None] - depth[:, None]
+    depth, ancestor = _lineage(mask)
     out = x.astype(jnp.float32) * weight[:, 0, -1].astype(jnp.float32)
     for back in range(1, width):
-        ancestor = jnp.argmax(mask & (distance == back), axis=-1)
-        index = jnp.where(depth > back, width - 1 + ancestor, width - 2 - back + depth)
+        index = jnp.where(depth > back, width - 1 + ancestor(back), width - 2 - back + depth)
         term = jnp.take_along_axis(inputs, index[..., None], axis=1)
         out = out + term.astype(jnp.float32) * weight[:, 0, -1 - back].astype(jnp.float32)
     return out
+
+
+def _lineage(mask: jax.Array | Documents) -> tuple[jax.Array, Callable[[int], jax.Array]]:
+    """How many tokens a path has up to each, itself included: [batch or 1, n]; and which stands so many before it on
+    the path, if any does."""
+    if isinstance(mask, Documents):
+        return mask.depths(), lambda back: jnp.arange(mask.ids.shape[1]) - back
+    depth = jnp.sum(mask, axis=-1, dtype=jnp.int32)
+    distance = depth[:, :, None] - depth[:, None]
+    return depth, lambda back: jnp.argmax(mask & (distance == back), axis=-1)
 
 
 def advance(

@@ -35,6 +35,12 @@ class Documents:
         index = jnp.arange(self.ids.shape[1])
         return (index[:, None] >= index) & (self.ids[:, :, None] == self.ids[:, None])
 
+    def depths(self) -> jax.Array:  # [batch, seq] int32
+        """How many tokens of its document there are up to a token, itself included. They must stand together."""
+        index = jnp.arange(self.ids.shape[1])
+        is_first = jnp.pad(self.ids[:, 1:] != self.ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
+        return index + 1 - jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
+
 
 @pytree
 class _Slots:

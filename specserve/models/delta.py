@@ -7,6 +7,7 @@ import jax.numpy as jnp
 
 from specserve.kernels.matmul import Weight
 from specserve.kernels.recurrence import New, State, convolve, recur
+from specserve.kernels.rows import Documents
 from specserve.models.config import Delta, ModelConfig
 from specserve.models.layers import linear, norm_spec, rms_norm
 from specserve.models.params import ParamSpec, Part, matrix, vector
@@ -108,7 +109,7 @@ def mix(
     delta: Delta,
     x: jax.Array,  # [batch, n, d_model], normed
     seen: State,
-    mask: jax.Array,  # [batch or 1, n, n] bool
+    mask: jax.Array | Documents,  # [batch or 1, n, n] bool
 ) -> tuple[jax.Array, New]:
     """What the layer adds to the residual, [batch, n, d_model], and what the tokens would do to its state."""
     inputs = tuple(linear(x, weight) for weight in (params.q, params.k, params.v))

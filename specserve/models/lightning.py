@@ -10,7 +10,6 @@ import numpy as np
 
 from specserve.kernels.matmul import Weight
 from specserve.kernels.recurrence import New, State, recur
-from specserve.kernels.rows import Documents
 from specserve.models.config import Lightning, ModelConfig
 from specserve.models.context import Context
 from specserve.models.layers import linear, norm_spec, rms_norm
@@ -74,7 +73,7 @@ def mix(
     slope_scale: float,
     x: jax.Array,  # [batch, n, d_model], normed
     seen: State,
-    context: Context,  # with a dense mask
+    context: Context,
 ) -> tuple[jax.Array, New]:
     """What the layer adds to the residual, [batch, n, d_model], and what the tokens would do to its state."""
 
@@ -87,7 +86,6 @@ def mix(
     k = apply_rope(heads(params.k, params.k_bias, params.k_norm), tables).astype(jnp.float32)
     v = heads(params.v, params.v_bias).astype(jnp.float32)
     decay = jnp.asarray(-slope_scale * slopes(lightning.num_heads), jnp.float32)
-    assert not isinstance(context.mask, Documents)
     log_decay = jnp.broadcast_to(decay[:, None], (*x.shape[:2], lightning.num_heads, 1))
     out, u = recur(q * lightning.head_dim**-0.5, k, v, log_decay, None, seen.matrix, context.mask)
     groups = (lightning.num_norm_groups, -1)

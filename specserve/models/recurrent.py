@@ -1,11 +1,8 @@
 """The layers that keep a recurrent state instead of every token's keys and values: one door to both kinds."""
 
-import dataclasses
-
 import jax
 
 from specserve.kernels.recurrence import New, State, advance
-from specserve.kernels.rows import Documents
 from specserve.models import delta, lightning
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.context import Context
@@ -43,10 +40,8 @@ def mix(
     """What the layer adds to the residual, [batch, n, d_model], and what the tokens would do to its state (`advance`).
     Which masks it can take says `kernels.recurrence.recur`."""
     seen = init_state(config, kind, x.shape[0]) if seen is None else seen
-    mask = context.mask.dense() if isinstance(context.mask, Documents) else context.mask
-    context = dataclasses.replace(context, mask=mask)
     if isinstance(params, DeltaNet):
         assert config.delta is not None
-        return delta.mix(params, config, config.delta, x, seen, mask)
+        return delta.mix(params, config, config.delta, x, seen, context.mask)
     assert config.lightning is not None
     return lightning.mix(params, config, config.lightning, kind.slope_scale, x, seen, context)

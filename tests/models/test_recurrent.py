@@ -2,6 +2,8 @@
 
 import dataclasses
 import functools
+import math
+import re
 from typing import Any
 
 import jax
@@ -12,14 +14,16 @@ import tiny
 
 from specserve.kernels import reference
 from specserve.kernels.recurrence import BLOCK, MAX_TREE, recur
+from specserve.kernels.rows import Documents
 from specserve.models import recurrent
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.context import Context
 from specserve.models.families import model_config
 from specserve.models.lightning import slopes
-from specserve.models.params import ParamSpec, is_spec, specs
+from specserve.models.params import ParamSpec, abstract, is_spec, specs
 from specserve.models.recurrent import DeltaNet, LightningAttention, New, State
 from specserve.models.rope import rope_tables
+from specserve.models.target import TargetParams, forward, target_spec
 from specserve.speculative.tree import MAX_NODES
 
 BASE: dict[str, Any] = {
@@ -312,12 +316,28 @@ def test_packed_documents_equal_each_alone(layer: Layer) -> None:
     n = len(documents)
     mask = np.asarray(tiny.causal(n)) & (documents[:, None] == documents)
     x = _inputs(2, n)
-    out, _ = layer.run(x, np.repeat(mask.sum(axis=-1, dtype=np.int32), 2, axis=0), mask, layer.zero(2))
+    depths = np.repeat(mask.sum(axis=-1, dtype=np.int32), 2, axis=0)
+    out, new = layer.run(x, depths, mask, layer.zero(2))
+    by_documents = layer.run(x, depths, Documents(jnp.asarray(np.tile(documents, (2, 1)), jnp.int32)), layer.zero(2))
+    jax.tree.map(_same, by_documents, (out, new))
     for b in range(2):
         for d in range(len(lengths)):
             chosen = documents == d
             expected, _ = _plain(layer, x[b, chosen], _row(layer.zero(2), b))
             _same(np.asarray(out)[b, chosen], expected)
+
+
+@pytest.mark.parametrize("raw", FLAVOURS.values(), ids=FLAVOURS)
+def test_no_array_of_packed_rows_has_tokens_times_tokens(raw: dict[str, Any]) -> None:
+    config, n = model_config(raw, dtype="float32"), 1024
+    ids = jax.ShapeDtypeStruct((1, n), jnp.int32)
+
+    def run(params: TargetParams, ids: jax.Array) -> jax.Array:
+        return forward(params, config, ids, ids, Documents(ids)).hidden_states
+
+    program = str(jax.make_jaxpr(run)(abstract(target_spec(config), "float32"), ids))
+    largest = max(math.prod(map(int, shape.split(","))) for shape in re.findall(r"\[(\d+(?:,\d+)*)\]", program))
+    assert n * config.d_model <= largest < n * n
 
 
 def test_rows_of_a_batch_have_masks_and_paths_of_their_own(layer: Layer) -> None:
