@@ -165,8 +165,13 @@ class Trainer:
         self._place = place_rows(mesh, shape)
         self._shard = processes.shard_of(self._place, shape)
         self._step = make_step(loss, optimizer, mesh)
-        params = head.params if head else init_head(self.config, target, data.target_ids, self.settings.seed)
-        state = TrainState(params, optimizer.init(params), jnp.int32(0))  # type: ignore[arg-type]
+        # the first step takes the arrays of its state for its own, so an earlier head's are copied
+        params: Any = (
+            jax.tree.map(jnp.array, head.params)
+            if head
+            else init_head(self.config, target, data.target_ids, self.settings.seed)
+        )
+        state = TrainState(params, optimizer.init(params), jnp.int32(0))
         self.state = jax.device_put(state, place_state(self.config, optimizer, mesh))
         if features:  # from here on the embedding is all that is needed of the target
             self.target = dataclasses.replace(target, params=dataclasses.replace(target.params, head=None))

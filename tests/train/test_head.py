@@ -136,6 +136,8 @@ def test_a_run_goes_on_from_an_earlier_head(tmp_path: Path, tiny_target: Target)
     for ours, theirs in zip(jax.tree.leaves(trainer.state.params), jax.tree.leaves(begun), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     trainer.train()
+    for ours, theirs in zip(jax.tree.leaves(head.params), jax.tree.leaves(begun), strict=True):
+        np.testing.assert_array_equal(ours, theirs)
     first, second = _losses(tmp_path / "first"), _losses(tmp_path / "second")
     assert abs(second[0] - first[-1]) < 0.2 * (first[0] - first[-1])
     assert np.mean(second) < np.mean(first[-3:])
