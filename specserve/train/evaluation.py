@@ -1,5 +1,6 @@
 """The held-out prompts of a run, measured in all the ways that its settings ask for."""
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +22,7 @@ class Evaluation:
 
     arms: tuple[Measured, ...]
     num_skipped: int  # prompts that do not fit the context
+    identity: str  # of the evaluator
 
     @property
     def tau(self) -> float:
@@ -33,6 +35,7 @@ class Evaluation:
             "accept_rate": list(first.accept_rate),
             "arms": {found.arm.name: _arm_json(found) for found in self.arms},
             "skipped_prompts": self.num_skipped,
+            "measurement": self.identity,
         }
 
 
@@ -53,6 +56,9 @@ class HeldOutEvaluator:
         """Raises ConfigError where an arm cannot be measured, DataError where no prompt fits the context."""
         self._arms = arms(settings.speculation, settings.temperature)
         self._target_ids = target_ids
+        asked = str([(prompt.source, tuple(prompt.token_ids)) for prompt in prompts])
+        digest = hashlib.sha256(asked.encode()).hexdigest()[:8]
+        self.identity = f"{self._arms[0].name}, {settings.eval_tokens} tokens, {len(prompts)} prompts ({digest})"
         self._meter = AcceptanceMeter(
             target, config, self._arms, prompts, max_new_tokens=settings.eval_tokens, seed=seed, mesh=mesh
         )
@@ -60,7 +66,7 @@ class HeldOutEvaluator:
     def measure(self, params: DraftParams, *, is_last: bool) -> Evaluation:
         chosen = self._arms if is_last else self._arms[:1]
         found = tuple(self._meter.measure(params, self._target_ids, arm) for arm in chosen)
-        return Evaluation(found, self._meter.num_skipped)
+        return Evaluation(found, self._meter.num_skipped, self.identity)
 
 
 def _arm_json(found: Measured) -> dict[str, Any]:

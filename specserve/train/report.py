@@ -48,14 +48,15 @@ def render(report: Report) -> str:
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
     environment.filters["number"] = number
     steps = [row for row in report.rows if row["loss"] is not None]
-    measured = [row for row in report.rows if row["tau"] is not None]
+    all_measured = [row for row in report.rows if row["tau"] is not None]
+    measured = comparable(all_measured)
     curve = tau_curve(report.run, measured)
     return environment.get_template(TEMPLATE).render(
         run=report.run,
         notes=report.notes,
         ending=report.ending,
         tiles=_tiles(steps, measured),
-        charts=_charts(steps, measured, curve),
+        charts=_charts(steps, measured, curve, num_others=len(all_measured) - len(measured)),
         outlook=outlook(curve),
         measured=measured[-1] if measured else None,
         depth=_depth(measured),
@@ -66,9 +67,14 @@ def render(report: Report) -> str:
     )
 
 
+def comparable(measured: Sequence[Row]) -> list[Row]:
+    """Those that measured what the last one did; a resumed run may measure something else than before."""
+    return [row for row in measured if row.get("measurement") == measured[-1].get("measurement")]
+
+
 def tau_curve(run: TrainRun, measured: Sequence[Row]) -> PowerLaw | None:
     """The forecast's curve over loss-bearing tokens, where there is one."""
-    by_tokens = {row["tokens"]: row["tau"] for row in measured if row["tokens"]}
+    by_tokens = {row["tokens"]: row["tau"] for row in comparable(measured) if row["tokens"]}
     tree = parse_speculation(run.eval.speculation[0])
     assert tree is not None
     return forecast.fit(list(by_tokens), list(by_tokens.values()), longest=1.0 + tree.depth)
@@ -157,7 +163,7 @@ def _tiles(steps: Sequence[Row], measured: Sequence[Row]) -> list[tuple[str, str
     return tiles
 
 
-def _charts(steps: Sequence[Row], measured: Sequence[Row], curve: PowerLaw | None) -> list[Chart]:
+def _charts(steps: Sequence[Row], measured: Sequence[Row], curve: PowerLaw | None, *, num_others: int) -> list[Chart]:
     def by_rollout(key: str) -> list[Series]:
         count = max((len(row.get(key, ())) for row in steps), default=0)
         points = [tuple((row["step"], row[key][k]) for row in steps if len(row.get(key, ())) > k) for k in range(count)]
@@ -167,7 +173,7 @@ def _charts(steps: Sequence[Row], measured: Sequence[Row], curve: PowerLaw | Non
         return [Series(name, tuple((row["step"], row[key]) for row in steps if row.get(key) is not None))]
 
     charts = [
-        _tau_chart(measured, curve),
+        _tau_chart(measured, curve, num_others),
         line_chart("Loss by rollout step", "step", by_rollout("rollout_loss"), note="nats, over the draft vocabulary"),
         line_chart(
             "Accuracy by rollout step",
@@ -187,7 +193,7 @@ def _charts(steps: Sequence[Row], measured: Sequence[Row], curve: PowerLaw | Non
     return [chart for chart in charts if chart.lines]
 
 
-def _tau_chart(measured: Sequence[Row], curve: PowerLaw | None) -> Chart:
+def _tau_chart(measured: Sequence[Row], curve: PowerLaw | None, num_others: int) -> Chart:
     points = tuple((row["tokens"], row["tau"]) for row in measured)
     series, band = [Series("tau", points, is_dotted=True)], []
     if curve is not None:
@@ -197,6 +203,8 @@ def _tau_chart(measured: Sequence[Row], curve: PowerLaw | None) -> Chart:
         series.append(Series("forecast", tuple((x, curve.at(x).expected) for x in fitted), is_dashed=True))
         band = [(x, at.low, at.high) for x in ahead for at in [curve.at(x)]]
     note = "tokens per target forward on held-out prompts"
+    if num_others:
+        note += f"; {num_others} earlier measurements, of something else, are left out"
     return line_chart("Tau", "tokens", series, band=band, note=note)
 
 

@@ -4,7 +4,8 @@ What plugs in:
 
 * An `Evaluator` measures a head: `measure(params, is_last=...)`, called by every process alike, the last one after the
   last step. By the `tau` of what it returns the best head is chosen and the run ends early (`train.patience`); the
-  entries of its `to_json` stand in `metrics.jsonl` and in the notes of the exported head.
+  entries of its `to_json` stand in `metrics.jsonl` and in the notes of the exported head. Only taus of one `identity`
+  are compared.
 * An `Observer` is called with a `Progress`, on the first process alone: for every logged step (`loss` and its
   companions), for every measurement (`evaluation`), and once when all is written (`ending`). `Progress.row()` is the
   line of `metrics.jsonl`. It sees the run and changes nothing; what it raises ends the run as a crash would.
@@ -17,6 +18,7 @@ later, all that belongs to it is there, and what is there beyond it is cut off o
 import dataclasses
 import hashlib
 import logging
+import shlex
 import signal
 import threading
 import time
@@ -45,7 +47,7 @@ from specserve.speculative.vocab import DraftVocab
 from specserve.train.capture import FeatureFolder
 from specserve.train.head import draft_config, init_head
 from specserve.train.optimizer import learning_rate_scale, make_optimizer
-from specserve.train.run_folder import Metrics, RunFolder
+from specserve.train.run_folder import SETTINGS_FILE, Metrics, RunFolder
 from specserve.train.settings import TrainRun, TrainSettings
 from specserve.train.speed import Speed, Stopwatch
 from specserve.train.step import StepMetrics, TrainState, loss_config, make_step, place_rows, place_state
@@ -69,6 +71,11 @@ class Evaluation(Protocol):
 
 class Evaluator(Protocol):
     """Measures heads by the code that serves them."""
+
+    @property
+    def identity(self) -> str:
+        """What is measured, in words; no two measurements that cannot be compared have the same."""
+        ...
 
     def measure(self, params: DraftParams, *, is_last: bool) -> Evaluation:
         """The last measurement of a run may take more time than the others."""
@@ -130,11 +137,20 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class Best:
-    """The best head so far, by measured tau."""
+    """The best head so far, by measured tau. Patience counts by measurements on the way alone: a run that is prolonged
+    had no end there."""
 
     step: int = 0
     tau: float = 0.0  # 0: nothing was measured
+    on_the_way: float = 0.0  # the best tau before the end
     num_worse: int = 0  # measurements in a row since then
+
+    def after(self, step: int, tau: float, *, is_last: bool) -> "Best":
+        best = Best(step, tau, self.on_the_way, self.num_worse) if tau > self.tau or step == self.step else self
+        if is_last:
+            return best
+        num_worse = 0 if tau > self.on_the_way else self.num_worse + 1
+        return dataclasses.replace(best, on_the_way=max(tau, self.on_the_way), num_worse=num_worse)
 
 
 class Trainer:
@@ -232,7 +248,14 @@ class Trainer:
                     )
             self.data.loader.restore(extra["data"])
             self.step = int(self.state.step)
-            self._tokens, self.best, self._measured = extra["tokens"], Best(**extra["best"]), extra["measured"]
+            self._tokens = extra["tokens"]
+            if extra["measurement"] == self._measurement:
+                self.best, self._measured = Best(**extra["best"]), extra["measured"]
+            else:
+                logger.warning(
+                    "what is measured now is %s, before it was %s: the best head is chosen anew",
+                    *(self._measurement or "nothing", extra["measurement"] or "nothing"),
+                )
             self._start -= extra["milliseconds"] / 1000
             logger.info("going on from step %d", self.step)
         elif self.settings.resume:
@@ -243,6 +266,10 @@ class Trainer:
         """What settings do not tell apart: the files behind a name."""
         vocabulary = hashlib.sha256(self.data.target_ids.tobytes()).hexdigest()[:16]
         return {"target": self.notes.get("target_fingerprint", ""), "source": vocabulary}
+
+    @property
+    def _measurement(self) -> str:
+        return self.evaluator.identity if self.evaluator else ""
 
     def _look_around(self) -> None:
         """What time it is, and whether to stop, once per step, and on all processes alike."""
@@ -298,8 +325,9 @@ class Trainer:
                 (metrics.loss, metrics.rollout, metrics.gradient_norm, metrics.n_tokens)
             )
             self._tokens += int(n_tokens)
-            if not np.isfinite(loss):
-                raise ConfigError(f"the loss is {loss} at step {step}; lower train.lr (now {self.settings.lr})")
+            for name, value in (("loss", loss), ("gradient norm", norm)):
+                if not np.isfinite(value):
+                    raise ConfigError(self._diverged(f"the {name} is {value} at step {step}"))
             if step % self.settings.log_every and step != 1:
                 continue
             self._tell(
@@ -315,6 +343,23 @@ class Trainer:
                     speed=self._stopwatch.lap(step, self._tokens),
                 )
             )
+
+    def _diverged(self, what: str) -> str:
+        """What to do about it: a resumed run keeps its rate, and the newest state may be past mending."""
+        settings, output = self.settings, str(self.output)
+        rates = f"train.lr ({settings.lr:g})", "--lr LOWER"
+        if settings.optimizer == "muon":
+            rates = f"{rates[0]} or train.muon_lr ({settings.muon_lr:g})", f"{rates[1]} --muon-lr LOWER"
+        best = (
+            f"; with --init-from {shlex.quote(output)} it begins from the head in there, of step {self.best.step}, "
+            f"whose tau is {self.best.tau:.2f}"
+            if self.best.step
+            else ""
+        )
+        return (
+            f"{what}: {rates[0]} is too high. Begin another run with a lower one, `specserve train --config "
+            f"{shlex.quote(f'{output}/{SETTINGS_FILE}')} {rates[1]} --output {shlex.quote(f'{output}-2')}`{best}"
+        )
 
     def _now(self) -> Progress:
         return Progress(self.step, time.monotonic() - self._start, self._share, self._tokens)
@@ -335,12 +380,11 @@ class Trainer:
         self._tell(dataclasses.replace(self._now(), evaluation=evaluation, is_last=is_last))
         if not is_last:
             self._measured = self.step
-        if evaluation.tau <= self.best.tau and self.step != self.best.step:
-            self.best = dataclasses.replace(self.best, num_worse=self.best.num_worse + 1)
-            return False
-        self.best = Best(self.step, evaluation.tau)
-        self._export(evaluation)
-        return True
+        self.best = self.best.after(self.step, evaluation.tau, is_last=is_last)
+        is_best = self.best.step == self.step
+        if is_best:
+            self._export(evaluation)
+        return is_best
 
     def _save(self) -> None:
         """Begin to save the state, after all that belongs to it; training goes on meanwhile."""
@@ -355,6 +399,7 @@ class Trainer:
             "milliseconds": round((time.monotonic() - self._start) * 1000),
             "best": dataclasses.asdict(self.best),
             "measured": self._measured,
+            "measurement": self._measurement,
             "identity": self._identity(),
         }
         self._store.save(self.step, self.state, extra, best_step=self.best.step)

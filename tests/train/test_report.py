@@ -1,5 +1,6 @@
 """The report: what it says, that it needs nobody, and that users' data stays text in it."""
 
+import dataclasses
 import json
 import re
 from html.parser import HTMLParser
@@ -186,6 +187,17 @@ def test_the_forecast_speaks_only_of_a_curve(report: Report) -> None:
     assert double.startswith("With as many samples again (200k tokens), tau 2.23 is expected")
     assert tenfold.startswith("With ten times as many samples in all (1M tokens), tau 2.38 is expected")
     assert outlook(tau_curve(report.run, measured[:3])) == []
+
+
+def test_what_was_measured_otherwise_is_left_out_and_counted(report: Report) -> None:
+    """A resumed run may measure with other prompts or another arm: those taus are no points of the same curve."""
+    others = [_measurement(step, 2.9) | {"measurement": "chain:7"} for step in (5, 10)]
+    measured = [row for row in report.rows if row["tau"] is not None]
+    assert outlook(tau_curve(report.run, [*others, *measured])) == outlook(tau_curve(report.run, measured))
+    page = render(dataclasses.replace(report, rows=[*others, *report.rows]))
+    assert "2 earlier measurements, of something else, are left out" in page
+    assert "best 2.90" not in page
+    assert "earlier measurements" not in render(report)
 
 
 def test_charts_fit_their_frame_and_keep_their_values() -> None:

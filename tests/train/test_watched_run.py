@@ -161,7 +161,9 @@ def test_the_bar_tells_what_happens(finished: Path, monkeypatch: pytest.MonkeyPa
     screen = io.StringIO()
     monkeypatch.setattr(progress, "console", Console(file=screen, force_terminal=is_terminal, width=120))
     found = Acceptance(100, (50, 25))
-    measured = Evaluation(tuple(Measured(Arm(*name), found, {"a": found, "b[i]": found}) for name in PAIRS), 0)
+    measured = Evaluation(
+        tuple(Measured(Arm(*name), found, {"a": found, "b[i]": found}) for name in PAIRS), 0, "chain:2"
+    )
     speed = Speed(1234.0, 2345.0, 0.42, 3_200_000_000, 1_500_000_000)
     told = Told(tiny_run(finished, eval=EVAL), finished, Best(4, 2.5))
     with progress.TrainingBar(told) as bar:  # type: ignore[arg-type]
