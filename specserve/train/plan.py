@@ -12,7 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
-from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, resolve_head
+from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, is_hub_id, resolve_head
 from specserve.checkpoints.tensors import read_json
 from specserve.errors import ConfigError
 from specserve.kernels import rows
@@ -143,7 +143,7 @@ def find_config(name: str) -> tuple[ModelConfig, str]:
         return PRESETS[name].config(), f"preset {name} ({PRESETS[name].hub_id})"
     from huggingface_hub import try_to_load_from_cache
 
-    cached = try_to_load_from_cache(name, "config.json") if name.count("/") == 1 else None
+    cached = try_to_load_from_cache(name, "config.json") if is_hub_id(name) else None
     if isinstance(cached, str):
         return model_config(read_json(Path(cached)), dtype=DTYPE, where=cached), cached
     raise ConfigError(

@@ -187,7 +187,8 @@ def test_a_config_is_found_without_weights_and_without_a_network(tmp_path: Path,
     write_json(tmp_path / "config.json", tiny.TARGET)
     assert find_config(str(tmp_path))[0].num_layers == tiny_target.config.num_layers
     assert find_config("pydoc")[0].family == "qwen3"
-    with pytest.raises(ConfigError, match="a dry run asks no hub"):
-        find_config("nobody/nothing")
+    for name in ("nobody/nothing", "./nothing", "../nothing", "nobody/.git"):
+        with pytest.raises(ConfigError, match="a dry run asks no hub"):
+            find_config(name)
     with pytest.raises(ConfigError, match="tensor may be"):
         make_plan(TrainRun(target="qwen3-8b", mesh="tensor=3"))
