@@ -1,14 +1,21 @@
 """The command line as users type it: it answers at once, and what is wrong is said in one line with the fix."""
 
 import os
+import shlex
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from specserve.cli import train
 from specserve.cli.options import show_error
 from specserve.errors import ConfigError
+from specserve.train import prepare
+from specserve.train.run_folder import SETTINGS_FILE
+from specserve.train.settings import TrainRun
+from specserve.train.trainer import Progress
 
 
 def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -57,6 +64,19 @@ def test_brackets_in_a_path_or_an_advice_are_said_as_they_are(tmp_path: Path) ->
 def test_the_advice_to_install_an_extra_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
     show_error(ConfigError("not installed; pip install 'specserve[wandb]'"))
     assert capsys.readouterr().err == "error: not installed; pip install 'specserve[wandb]'\n"
+
+
+def test_the_command_that_goes_on_with_a_run_can_be_pasted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """On one line however narrow the output, and whatever the folder is called."""
+    stopped = SimpleNamespace(train=lambda _observers: Progress(7, 1.0, 0.5, 0, ending="stopped by SIGTERM"))
+    monkeypatch.setattr(prepare, "prepare", lambda _run, _folder: stopped)
+    monkeypatch.setenv("COLUMNS", "40")
+    output = tmp_path / "a [b] folder"
+    train._train(TrainRun(output=str(output)))
+    command = capsys.readouterr().out.splitlines()[-1].partition("go on with ")[2]
+    assert shlex.split(command) == ["specserve", "train", "--config", str(output / SETTINGS_FILE), "--resume"]
 
 
 def test_unreachable_hub_names_the_folder_for_the_weights(tmp_path: Path) -> None:
