@@ -21,15 +21,20 @@ class ProcessError(SpecServeError):
     """Another process of the run is gone."""
 
 
+def check(coordinator: str, num_processes: int, process_id: int) -> None:
+    """Raises ConfigError where these cannot be the settings of one of several processes, or of a lone one."""
+    if not coordinator and (num_processes != 1 or process_id):
+        raise ConfigError("num_processes and process_id need a coordinator: host:port of the first one, or auto")
+    if process_id >= num_processes and coordinator not in ("", "auto"):
+        raise ConfigError(f"process_id is {process_id}, of {num_processes} processes it is 0 to {num_processes - 1}")
+
+
 def join(coordinator: str, num_processes: int, process_id: int) -> None:
     """Become one of several processes; call it before anything asks for devices. Without a coordinator's address there
     is nothing to do. Raises ConfigError."""
+    check(coordinator, num_processes, process_id)
     if not coordinator:
-        if num_processes != 1 or process_id:
-            raise ConfigError("num_processes and process_id need a coordinator: host:port of the first one, or auto")
         return
-    if process_id >= num_processes and coordinator != "auto":
-        raise ConfigError(f"process_id is {process_id}, of {num_processes} processes it is 0 to {num_processes - 1}")
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # between CPUs; accelerators have their own
     is_told = coordinator != "auto"
     try:

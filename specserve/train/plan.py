@@ -12,6 +12,7 @@ import jax
 import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
+from specserve import processes
 from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, is_hub_id, resolve_head
 from specserve.checkpoints.tensors import read_json
 from specserve.errors import ConfigError
@@ -25,12 +26,12 @@ from specserve.models.presets import PRESETS, TargetSize, target_size
 from specserve.models.sharding import place_draft, place_target
 from specserve.models.target import TargetParams, target_spec
 from specserve.train import moments, slots
+from specserve.train.checks import check_settings, check_target
 from specserve.train.features import bytes_per_slot
 from specserve.train.flops import StepFlops, step_flops
 from specserve.train.head import draft_config, earlier_config
 from specserve.train.optimizer import make_optimizer
-from specserve.train.run_folder import check_settings
-from specserve.train.settings import TrainRun, TrainSettings
+from specserve.train.settings import TrainRun
 from specserve.train.unroll import Rollout
 
 DTYPE, BACKEND = "bfloat16", "gpu"  # a plan is for accelerators, wherever it is made
@@ -102,8 +103,9 @@ class Plan:
 def make_plan(run: TrainRun) -> Plan:
     """Raises ConfigError or CheckpointError, as the run itself would."""
     check_settings(run)
+    processes.check(run.coordinator, run.num_processes, run.process_id)
     target, config_from = find_config(run.target)
-    check_length(run.train, target)
+    check_target(run.train, run.draft, target)
     if run.init_from:
         draft = earlier_config(resolve_head(run.init_from, "--init-from"), run.draft, target, run.target)
     else:
@@ -150,15 +152,6 @@ def find_config(name: str) -> tuple[ModelConfig, str]:
         f"--target {name!r}: a dry run asks no hub, and there is no such folder or preset, nor a config.json of it in "
         "the hub's cache; give a folder that holds its config.json"
     )
-
-
-def check_length(settings: TrainSettings, target: ModelConfig) -> None:
-    """Raises ConfigError where rows are longer than what the target can read."""
-    if settings.seq_len > target.max_len:
-        raise ConfigError(
-            f"train.seq_len is {settings.seq_len}, more than the positions of the target, {target.max_len}; lower "
-            "--seq-len to that"
-        )
 
 
 def _mesh(sizes: dict[str, int]) -> Mesh:

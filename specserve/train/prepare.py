@@ -6,7 +6,6 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from jax.sharding import Mesh
 
 from specserve import processes, provenance
 from specserve.checkpoints.load import load_target
@@ -16,17 +15,17 @@ from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.data.dataset import Dataset, Prompt
 from specserve.data.loader import Loader
 from specserve.errors import ConfigError
-from specserve.mesh import default_dtype, num_parts, parse_mesh
+from specserve.mesh import default_dtype, parse_mesh
 from specserve.speculative.vocab import choose_draft_vocab, coverage
 from specserve.tokenizer import Tokenizer
 from specserve.train import capture
-from specserve.train.acceptance import arms
+from specserve.train.checks import check_target
 from specserve.train.evaluation import HeldOutEvaluator
 from specserve.train.head import draft_config, earlier_head
-from specserve.train.plan import check_length, find_config
+from specserve.train.plan import find_config
 from specserve.train.report import summarize
 from specserve.train.run_folder import RunFolder
-from specserve.train.settings import TrainRun, TrainSettings
+from specserve.train.settings import TrainRun
 from specserve.train.speed import make_stopwatch
 from specserve.train.step import place_rows
 from specserve.train.trainer import Trainer, TrainingData
@@ -36,11 +35,11 @@ logger = logging.getLogger(__name__)
 
 def prepare(run: TrainRun, folder: RunFolder) -> Trainer:
     """Load everything a run needs. Raises ConfigError, CheckpointError or DataError."""
-    arms(run.eval.speculation, run.eval.temperature)  # what cannot be measured is refused before anything is loaded
     source = resolve_target(run.target)
-    check_length(run.train, find_config(str(source.folder))[0])
+    check_target(run.train, run.draft, find_config(str(source.folder))[0])
     mesh = parse_mesh(run.mesh)
-    check_batch(run.train, mesh)
+    if mesh is None and jax.process_count() > 1:
+        raise ConfigError(f"{jax.process_count()} processes need a mesh over their devices, such as --mesh data=N")
     shape = run.train.batch_size, run.train.seq_len
     shard = processes.shard_of(place_rows(mesh, shape), shape)
     target = load_target(
@@ -102,21 +101,6 @@ def prepare(run: TrainRun, folder: RunFolder) -> Trainer:
         features=features,
         mesh=mesh,
     )
-
-
-def check_batch(settings: TrainSettings, mesh: Mesh | None) -> None:
-    """Raises ConfigError where the mesh cannot share a batch out evenly, or a process of several has no part of it."""
-    if mesh is None and jax.process_count() > 1:
-        raise ConfigError(f"{jax.process_count()} processes need a mesh over their devices, such as --mesh data=N")
-    part = settings.batch_size // settings.accumulate
-    for axis, what, size in (
-        ("batch", "train.batch_size / train.accumulate", part),
-        ("sequence", "train.seq_len", settings.seq_len),
-    ):
-        if size % num_parts(mesh, axis):
-            raise ConfigError(
-                f"{what} is {size}, no multiple of the mesh's {num_parts(mesh, axis)}; change one of them"
-            )
 
 
 def draft_vocab(

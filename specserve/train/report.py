@@ -150,7 +150,8 @@ def _tiles(steps: Sequence[Row], measured: Sequence[Row]) -> list[tuple[str, str
     if steps:
         last = steps[-1]
         tiles.append(("loss", f"{last['loss']:.3f}", f"from {steps[0]['loss']:.3f}"))
-        tiles.append(("steps", f"{last['step']:,}", f"{number(last['tokens'])} tokens learned from"))
+        end = max((*steps, *measured), key=lambda row: row["step"])  # between two logged steps, where it was measured
+        tiles.append(("steps", f"{end['step']:,}", f"{number(end['tokens'])} tokens learned from"))
         seconds = max(row["seconds"] for row in (*steps, *measured))
         tiles.append(("time", duration(seconds), "measuring and compiling included"))
     fast = [row for row in steps if "tokens_per_second" in row]

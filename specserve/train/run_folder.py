@@ -16,6 +16,7 @@ from typing import Any, TextIO
 from specserve import config
 from specserve.checkpoints.tensors import SINGLE_FILE
 from specserve.errors import CheckpointError, ConfigError
+from specserve.train.checks import check_settings
 from specserve.train.settings import TrainRun
 
 METRICS_FILE = "metrics.jsonl"
@@ -68,6 +69,8 @@ class RunFolder:
         try:
             if self.path.exists() and not self.path.is_dir():
                 raise ConfigError(f"{self.path} is a file; give another --output")
+            if run.train.resume and not (self.path / SETTINGS_FILE).is_file():
+                raise ConfigError(f"{self.path}: no run was started here, so there is nothing to --resume")
             self.path.mkdir(parents=True, exist_ok=True)
             if is_first:
                 self._lock = _locked(self.path / LOCK_FILE)
@@ -116,8 +119,6 @@ class RunFolder:
             if (self.path / SINGLE_FILE).exists() and not settings.is_file():
                 raise ConfigError(f"{self.path} holds weights that no run here has written; give another --output")
             return
-        if not settings.is_file():
-            raise ConfigError(f"{self.path}: no run was started here, so there is nothing to --resume")
         before = config.resolve(TrainRun, file=settings)
         different = [
             f"{leaf.name} was {old}, now it is {new}"
@@ -130,31 +131,6 @@ class RunFolder:
                 f"{'; '.join(different)}. Go on with `--config {settings} --resume`, or begin a new run from this head "
                 f"(--init-from {self.path} and another --output)"
             )
-
-
-def check_settings(run: TrainRun) -> None:
-    """What can be refused before anything is loaded. Raises ConfigError."""
-    train = run.train
-    if not train.max_steps and not train.max_minutes:
-        raise ConfigError("train.max_steps and train.max_minutes are both 0; give one of them")
-    if train.batch_size % train.accumulate:
-        raise ConfigError(
-            f"train.batch_size is {train.batch_size}, which train.accumulate {train.accumulate} does not divide"
-        )
-    unmeasured = [
-        fix
-        for is_so, fix in (
-            (not train.eval_every, "--eval-every above 0"),
-            (not run.data.eval_prompts, "--eval-prompts above 0"),
-            (bool(run.features.capture), "no --capture"),
-        )
-        if is_so
-    ]
-    if train.patience and unmeasured:
-        raise ConfigError(
-            f"train.patience is {train.patience}, but nothing is measured while this run trains; give "
-            f"{' and '.join(unmeasured)}, or --patience 0"
-        )
 
 
 class Metrics:

@@ -26,8 +26,6 @@ from specserve.train import slots
 from specserve.train.flops import step_flops
 from specserve.train.optimizer import make_optimizer
 from specserve.train.plan import Plan, find_config, make_plan
-from specserve.train.prepare import prepare
-from specserve.train.run_folder import RunFolder
 from specserve.train.settings import CaptureSettings, DraftSettings, TrainRun, TrainSettings
 from specserve.train.step import LossConfig, TrainState, make_step
 from specserve.train.unroll import Rollout, Rows
@@ -169,18 +167,6 @@ def test_a_plan_follows_the_settings() -> None:
     cached = _plan(run, features=CaptureSettings(capture="features"))
     assert cached.flops.target.executed == 0
     assert _part(cached, "target's weights") == 2 * 151_936 * 4096
-
-
-def test_rows_that_the_target_cannot_read_are_refused(tmp_path: Path, tiny_target: Target) -> None:
-    """By a plan and by the run, before its weights are read."""
-    run = TrainRun(str(tiny_target.folder), output=str(tmp_path), train=TrainSettings(seq_len=513))
-    message = r"train\.seq_len is 513.*positions of the target, 512; lower --seq-len"
-    with pytest.raises(ConfigError, match=message):
-        make_plan(run)
-    with RunFolder(run) as folder, pytest.raises(ConfigError, match=message):
-        prepare(run, folder)
-    with pytest.raises(ConfigError, match="patience"):
-        _plan(run, train=TrainSettings(patience=1, eval_every=0))
 
 
 def test_a_config_is_found_without_weights_and_without_a_network(tmp_path: Path, tiny_target: Target) -> None:

@@ -1,0 +1,70 @@
+"""What a run asks for that cannot be, refused before anything is loaded: by the run and by its dry run alike."""
+
+from specserve.data.conversations import Columns, parse_template_kwargs
+from specserve.data.sources import parse_entry
+from specserve.errors import ConfigError
+from specserve.mesh import mesh_sizes
+from specserve.models.config import ModelConfig
+from specserve.train.acceptance import arms
+from specserve.train.settings import DraftSettings, TrainRun, TrainSettings
+
+
+def check_settings(run: TrainRun) -> None:
+    """What no target and no device could mend. Raises ConfigError."""
+    train = run.train
+    if not train.max_steps and not train.max_minutes:
+        raise ConfigError("train.max_steps and train.max_minutes are both 0; give one of them")
+    if train.batch_size % train.accumulate:
+        raise ConfigError(
+            f"train.batch_size is {train.batch_size}, which train.accumulate {train.accumulate} does not divide"
+        )
+    _check_shares(train, run.mesh)
+    _check_patience(run)
+    arms(run.eval.speculation, run.eval.temperature)
+    Columns.parse(run.data.columns)
+    parse_template_kwargs(run.data.template_kwargs)
+    for entry in run.data.source:
+        parse_entry(entry)
+
+
+def check_target(train: TrainSettings, draft: DraftSettings, target: ModelConfig) -> None:
+    """Raises ConfigError where rows are longer than what the target can read, or the draft vocabulary is larger than
+    the target's."""
+    if train.seq_len > target.max_len:
+        raise ConfigError(
+            f"train.seq_len is {train.seq_len}, more than the positions of the target, {target.max_len}; lower "
+            "--seq-len to that"
+        )
+    if draft.vocab_size > target.vocab_size:
+        raise ConfigError(
+            f"draft.vocab_size is {draft.vocab_size}, the target has {target.vocab_size} tokens; lower --vocab-size to "
+            "that"
+        )
+
+
+def _check_shares(train: TrainSettings, mesh: str) -> None:
+    """A mesh shares batches and rows out evenly."""
+    sizes = mesh_sizes(mesh)
+    for axis, what, size in (
+        ("data", "train.batch_size / train.accumulate", train.batch_size // train.accumulate),
+        ("sequence", "train.seq_len", train.seq_len),
+    ):
+        if size % sizes.get(axis, 1):
+            raise ConfigError(f"{what} is {size}, no multiple of --mesh {axis}={sizes[axis]}; change one of them")
+
+
+def _check_patience(run: TrainRun) -> None:
+    unmeasured = [
+        fix
+        for is_so, fix in (
+            (not run.train.eval_every, "--eval-every above 0"),
+            (not run.data.eval_prompts, "--eval-prompts above 0"),
+            (bool(run.features.capture), "no --capture"),
+        )
+        if is_so
+    ]
+    if run.train.patience and unmeasured:
+        raise ConfigError(
+            f"train.patience is {run.train.patience}, but nothing is measured while this run trains; give "
+            f"{' and '.join(unmeasured)}, or --patience 0"
+        )

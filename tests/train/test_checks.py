@@ -1,0 +1,65 @@
+"""What cannot be is refused before anything is loaded or written, by a run and by its dry run in the same words."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tiny_run import tiny_run
+
+from specserve.checkpoints.load import Target
+from specserve.errors import ConfigError
+from specserve.train.plan import make_plan
+from specserve.train.prepare import prepare
+from specserve.train.run_folder import RunFolder
+from specserve.train.settings import CaptureSettings, DataSettings, DraftSettings, EvalSettings
+
+MEASURED = {"patience": 2, "eval_every": 2}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"max_steps": 0}, r"max_steps and train\.max_minutes are both 0"),
+        ({"accumulate": 3}, r"train\.batch_size is 4, which train\.accumulate 3 does not divide"),
+        ({"mesh": "data=3"}, r"train\.batch_size / train\.accumulate is 4, no multiple of --mesh data=3"),
+        ({"mesh": "data=4", "accumulate": 2}, r"train\.accumulate is 2, no multiple of --mesh data=4"),
+        ({"mesh": "sequence=5"}, r"train\.seq_len is 32, no multiple of --mesh sequence=5"),
+        ({"mesh": "rows=2"}, r"--mesh rows=2: got 'rows=2', expected data=N"),
+        ({"patience": 2}, r"train\.patience is 2, but.* --eval-every"),
+        (MEASURED | {"data": DataSettings(eval_prompts=0)}, r"train\.patience is 2, but.* --eval-prompts"),
+        (MEASURED | {"features": CaptureSettings("features")}, r"train\.patience is 2, but.* --patience 0"),
+        ({"eval": EvalSettings(speculation=("chains:3",))}, r"chains:3"),
+        ({"eval": EvalSettings(temperature=())}, r"eval\.temperature need at least one value"),
+        ({"data": DataSettings(columns=("foo=bar",))}, r"data\.columns: 'foo=bar'"),
+        ({"data": DataSettings(source=("gsm8k=0",))}, r"data\.source: 'gsm8k=0'"),
+        ({"data": DataSettings(template_kwargs=("thinking",))}, r"data\.template_kwargs"),
+    ],
+)
+def test_settings_that_nothing_could_mend(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    run = tiny_run(tmp_path / "run", **changes)
+    with pytest.raises(ConfigError, match=message):
+        RunFolder(run)
+    assert not (tmp_path / "run").exists()
+    with pytest.raises(ConfigError, match=message):
+        make_plan(run)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seq_len": 513}, r"train\.seq_len is 513.*positions of the target, 512; lower --seq-len"),
+        ({"draft": DraftSettings(vocab_size=65)}, r"draft\.vocab_size is 65, the target has 64 tokens; lower --vocab"),
+    ],
+)
+def test_more_than_the_target_has(tmp_path: Path, tiny_target: Target, changes: dict[str, Any], message: str) -> None:
+    run = tiny_run(tmp_path, target=str(tiny_target.folder), **changes)
+    with pytest.raises(ConfigError, match=message):
+        make_plan(run)
+    with RunFolder(run) as folder, pytest.raises(ConfigError, match=message):
+        prepare(run, folder)
+
+
+def test_a_process_that_cannot_be_one_of_them() -> None:
+    """The run itself is told when it joins the others."""
+    with pytest.raises(ConfigError, match="need a coordinator"):
+        make_plan(tiny_run(Path("run"), process_id=3))
