@@ -173,7 +173,7 @@ def test_a_report_of_a_run_that_hardly_began(report: Report, kept: str) -> None:
 
 def test_a_run_that_ends_between_two_logged_steps_is_reported_to_its_end(report: Report) -> None:
     page = Page(render(Report(report.run, report.notes, [_step(1), _measurement(4, 1.5, True)], "finished", {})))
-    assert "4k tokens learned from" in " ".join(page.text)
+    assert f"{number(4000)} tokens learned from" in " ".join(page.text)
 
 
 def test_sources_add_up_to_the_whole(data_summary: dict[str, Any]) -> None:
