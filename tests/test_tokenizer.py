@@ -13,7 +13,8 @@ from transformers import PreTrainedTokenizerFast
 
 import specserve
 from specserve.errors import CheckpointError, ConfigError, DataError, RequestError
-from specserve.tokenizer import REASONING_NAMES, IncrementalDecoder, Tokenizer
+from specserve.serve.decoder import IncrementalDecoder
+from specserve.tokenizer import REASONING_NAMES, Tokenizer
 
 FOLDER = Path(specserve.__file__).parent / "targets" / "pydoc"
 TOKENIZER = Tokenizer.load(FOLDER)

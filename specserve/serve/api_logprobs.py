@@ -7,13 +7,13 @@ from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any, Protocol
 
+from specserve.serve.decoder import REPLACEMENT
 from specserve.serve.interface import TokenizerLike
 from specserve.serve.request import TokenLogprobs
 
 Json = dict[str, Any]
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's floor
-REPLACEMENT = "\ufffd"  # what a decoder writes for bytes that are no character (yet)
 MAX_TOKENS_PER_CHAR = 4  # UTF-8 has at most four bytes a character
 
 

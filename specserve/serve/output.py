@@ -1,7 +1,8 @@
 """From a sequence's new token ids to what its client gets: where it ends, and which text is certain."""
 
+from specserve.serve.decoder import IncrementalDecoder
 from specserve.serve.request import Delta, FinishReason, Request
-from specserve.tokenizer import IncrementalDecoder, Tokenizer
+from specserve.tokenizer import Tokenizer
 
 
 class OutputStream:
