@@ -135,5 +135,8 @@ def load_data(
     questions = (sources.SourceRows(sources.PYDOC, 1.0, (), ()),) if run.target == BUNDLED else mixture
     prompts = dataset.held_out_prompts(questions, tokenizer, run.data.eval_prompts, max_len=max_len)
     if run.data.eval_prompts and not prompts:
-        logger.warning("no held-out question of at most %d tokens: acceptance cannot be measured", max_len)
+        lack = f"no held-out question of at most {max_len} tokens: acceptance cannot be measured"
+        if run.train.patience:
+            raise ConfigError(f"{lack}, which --patience needs; raise --seq-len, give a larger source, or --patience 0")
+        logger.warning(lack)
     return dataset.build(tokens, seq_len=max_len, vocab_size=vocab_size), prompts

@@ -1,5 +1,6 @@
 """What cannot be is refused before anything is loaded or written, by a run and by its dry run in the same words."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -7,9 +8,11 @@ import pytest
 from tiny_run import tiny_run
 
 from specserve.checkpoints.load import Target
+from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.errors import ConfigError
+from specserve.tokenizer import Tokenizer
 from specserve.train.plan import make_plan
-from specserve.train.prepare import prepare
+from specserve.train.prepare import load_data, prepare
 from specserve.train.run_folder import RunFolder
 from specserve.train.settings import CaptureSettings, DataSettings, DraftSettings, EvalSettings
 
@@ -57,6 +60,15 @@ def test_more_than_the_target_has(tmp_path: Path, tiny_target: Target, changes: 
         make_plan(run)
     with RunFolder(run) as folder, pytest.raises(ConfigError, match=message):
         prepare(run, folder)
+
+
+def test_patience_needs_a_question_that_can_be_asked(tmp_path: Path, pydoc_tokenizer: Tokenizer) -> None:
+    """Plain documents ask none. That shows only in the data, and is no reason to train on without an end."""
+    source = tmp_path / "plain.jsonl"
+    source.write_text("".join(json.dumps({"text": f"plain words {number}"}) + "\n" for number in range(200)))
+    run = tiny_run(tmp_path, target=str(tmp_path), data=DataSettings((str(source),), workers=1), **MEASURED)
+    with pytest.raises(ConfigError, match=r"no held-out question of at most 32 tokens.*--patience 0"):
+        load_data(run, pydoc_tokenizer, BUNDLED_FOLDER, 8192)
 
 
 def test_a_process_that_cannot_be_one_of_them() -> None:
