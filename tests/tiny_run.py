@@ -144,6 +144,7 @@ def start(
     told["changes"] = changes
     cache = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     kept = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"} if cache else {}
+    kept["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(jax.config.read("jax_disable_most_optimizations"))
     return subprocess.Popen(
         [sys.executable, __file__, json.dumps(told)],
         env={**os.environ, **kept, **(environment or {})},

@@ -107,11 +107,12 @@ def bench_lines(report: BenchReport) -> list[str]:
 
 
 def _table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
+    """In a narrow terminal the widest columns are folded, such as the names of folders; nothing is cut off."""
     table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in texts:
-        table.add_column(name, no_wrap=True)
+        table.add_column(name, overflow="fold")
     for name in numbers:
-        table.add_column(name, justify="right", no_wrap=True)
+        table.add_column(name, justify="right", overflow="fold")
     return table
 
 

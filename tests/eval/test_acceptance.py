@@ -4,15 +4,17 @@ import json
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
 from specserve.data.conversations import Conversation, Message
 from specserve.errors import DataError
-from specserve.eval.acceptance import Report, evaluate
+from specserve.eval.acceptance import Arm, Report, Tally, evaluate
 from specserve.eval.engines import EnginePair, engine_pair
 from specserve.eval.prompts import Question, load_questions
 from specserve.eval.regenerate import Manner, regenerate
+from specserve.eval.report import summary_table
 from specserve.eval.step_times import measure_steps
 from specserve.serve.launch import Models
 from specserve.tokenizer import Tokenizer
@@ -68,6 +70,22 @@ def _regeneration_is_the_same_with_speculation(pair: EnginePair, folder: Path) -
         account = regenerate(pair.speculative, asked, speculative, manner)
         assert (account.num_there, account.num_rows) == (1, 3)
         assert sorted(speculative.read_text().splitlines()) == sorted(plain.read_text().splitlines())
+
+
+def test_no_number_of_a_table_is_cut_off_in_a_narrow_terminal() -> None:
+    """Names of folders may be folded there."""
+    tally = Tally(num_steps=1000, accepted=[612, 401, 233, 187, 151, 109, 71])
+    report = Report("pydoc", "chain:7", 0.0, 1, tally=tally, speedups=[1.23], num_answers=24, num_identical=24)
+    report.plain, report.speculative = Arm(6_000, 60.0), Arm(6_000, 48.0)
+    console = Console(width=80)
+    folder = "/home/someone/experiments/heads/pydoc-muon-1.5e-3-rollout-3"
+    with console.capture() as capture:
+        console.print(summary_table([(folder, report)], "pydoc, chain:7"))
+    words = capture.get().split()
+    rates = [f"{rate:.2f}" for rate in tally.accept_rate]
+    for word in ("2.76", "100", "125", "1.23x", "24/24", *rates):
+        assert word in words
+    assert "…" not in capture.get()
 
 
 def test_question_files(tmp_path: Path) -> None:

@@ -44,6 +44,7 @@ def report(models: Models, tmp_path_factory: pytest.TempPathFactory) -> BenchRep
     return report
 
 
+@pytest.mark.slow
 def test_every_arm_answers_the_same(report: BenchReport) -> None:
     assert report.num_late_compiles == 0
     assert report.num_different == 0
@@ -71,6 +72,7 @@ def _spans(per_token: list[float], num_tokens: int) -> float:
     return sum(per_token) / len(per_token) * (num_tokens - len(per_token))
 
 
+@pytest.mark.slow
 def test_the_rest_of_the_report(report: BenchReport, models: Models) -> None:
     (coupling,) = report.couplings
     assert (coupling.arm, coupling.temperature) == ("chain:2", 1.0)

@@ -61,6 +61,7 @@ def test_the_naive_arm_pads_to_powers_of_two() -> None:
     assert tokens <= {79, 109, 9 + 256, 170, 70 + 256, 100 + 256}
 
 
+@pytest.mark.slow
 def test_memory_is_less_than_the_naive_steps(tiny_target: Target) -> None:
     """Rollout steps that are computed again take memory one at a time."""
     settings = dataclasses.replace(SETTINGS, rollout=8)

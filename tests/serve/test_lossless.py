@@ -79,7 +79,7 @@ def plain(pydoc_target: Target, pydoc_tokenizer: Tokenizer, prompts: list[list[i
     return together
 
 
-@pytest.fixture(scope="module", params=["chain:3", "static:3x2x1", "tree:3x3x8"])
+@pytest.fixture(scope="module", params=["chain:3", pytest.param("static:3x2x1", marks=pytest.mark.slow), "tree:3x3x8"])
 def speculative_engine(
     request: pytest.FixtureRequest, pydoc_target: Target, pydoc_head: Head, pydoc_tokenizer: Tokenizer
 ) -> Iterator[Engine]:

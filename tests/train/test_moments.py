@@ -165,6 +165,7 @@ def _curve(output: Path, target: Target, kind: str, *, is_killed: bool = False) 
     return np.array([row["loss"] for row in rows])
 
 
+@pytest.mark.slow
 def test_training_hardly_notices_eight_bits_and_never_the_host(tmp_path: Path, tiny_target: Target) -> None:
     """In 8 bits the curve stays within 1% of what it is in float32, from the host it is the same; after a kill, too."""
     plain = _curve(tmp_path / "float32", tiny_target, "float32")
