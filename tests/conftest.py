@@ -31,10 +31,10 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
-def pytest_runtest_setup(item: pytest.Item) -> None:
+def pytest_runtest_setup(item: pytest.Function) -> None:
     """Programs over tiny models compile without LLVM's own optimiser, which takes longer than they run: the graph, its
     fusions and its memory are the same. The bundled target runs as users run it."""
-    is_tiny = "pydoc_target" not in getattr(item, "fixturenames", ())
+    is_tiny = "pydoc_target" not in item.fixturenames
     jax.config.update("jax_disable_most_optimizations", is_tiny and jax.default_backend() == "cpu")
 
 

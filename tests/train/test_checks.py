@@ -63,7 +63,7 @@ def test_more_than_the_target_has(tmp_path: Path, tiny_target: Target, changes: 
 
 
 def test_patience_needs_a_question_that_can_be_asked(tmp_path: Path, pydoc_tokenizer: Tokenizer) -> None:
-    """Plain documents ask none. That shows only in the data, and is no reason to train on without an end."""
+    """Plain documents ask none. That shows only in the data; patience could then never end the run."""
     source = tmp_path / "plain.jsonl"
     source.write_text("".join(json.dumps({"text": f"plain words {number}"}) + "\n" for number in range(200)))
     run = tiny_run(tmp_path, target=str(tmp_path), data=DataSettings((str(source),), workers=1), **MEASURED)
