@@ -142,8 +142,11 @@ def start(
     first head is, `step 5` after step 5."""
     told = {"target": str(target.folder), "output": str(output), "death": death, "is_measured": is_measured}
     told["changes"] = changes
+    # programs are kept apart from the tests' own: one that is killed while it writes leaves half an entry, over which
+    # every later eviction in the tests' folder would fall
     cache = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
-    kept = {"JAX_COMPILATION_CACHE_DIR": cache, "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"} if cache else {}
+    kept = {"JAX_COMPILATION_CACHE_DIR": f"{cache}-runs", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
+    kept = kept if cache else {}
     kept["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(jax.config.read("jax_disable_most_optimizations"))
     return subprocess.Popen(
         [sys.executable, __file__, json.dumps(told)],

@@ -90,7 +90,7 @@ def _target(changes: dict[str, Any]) -> Target:
     return Target(config, params, (2,), Path("tiny"))
 
 
-BROADEST = ("windows and sinks", "delta nets")  # latents are in test_sharded; the others take minutes more
+BROADEST = ("delta nets",)  # latents are in test_sharded; the others take minutes more
 
 
 @pytest.mark.parametrize(

@@ -7,12 +7,17 @@ from spread import CASES, mesh_of, spread_head, spread_target, target_of
 
 from specserve.serve.request import SamplingParams
 
-QUICK = [("dense", "data=2,tensor=4", "tree:2x2x4"), ("latents", "data=2,tensor=2,expert=2", "chain:2")]
+QUICK = ("latents", "data=2,tensor=2,expert=2", "chain:2")
+DENSE = ("dense", "data=2,tensor=4", "tree:2x2x4")
 
 
 @pytest.mark.parametrize(
     ("model", "text", "ways"),
-    [*QUICK, *(pytest.param(*case, "off chain:2 tree:2x3x6", marks=pytest.mark.slow) for case in CASES)],
+    [
+        QUICK,
+        pytest.param(*DENSE, marks=pytest.mark.slow),
+        *(pytest.param(*case, "off chain:2 tree:2x3x6", marks=pytest.mark.slow) for case in CASES),
+    ],
 )
 def test_a_mesh_changes_no_token(model: str, text: str, ways: str, rng: np.random.Generator) -> None:
     """Of plain steps, chains and trees in any order, greedy and sampled, in mixed batches. Nothing compiles late."""
