@@ -36,6 +36,7 @@ QUESTIONS = [
 ]
 
 
+@pytest.mark.slow
 def test_arms_agree_and_the_books_balance(pair: EnginePair, tmp_path: Path) -> None:
     """One test for one pair of engines: an engine starts once."""
     with pair:

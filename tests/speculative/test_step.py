@@ -112,10 +112,13 @@ class Slots:
 
 
 DEEP = {"num_layers": 2, "d_model": 24, "has_embedding": True}
-DRAFTS = {"one layer, tree:3x2x6": ({}, "tree:3x2x6"), "two layers, chain:3": (DEEP, "chain:3")}
+DRAFTS = [
+    pytest.param((DEEP, "tree:3x2x6"), id="two layers, tree:3x2x6"),
+    pytest.param(({}, "chain:3"), id="one layer, chain:3", marks=pytest.mark.slow),
+]
 
 
-@pytest.fixture(params=DRAFTS.values(), ids=list(DRAFTS))
+@pytest.fixture(params=DRAFTS)
 def drafted(request: pytest.FixtureRequest, tiny_target: Target) -> tuple[Head, Tree | None]:
     """A head and what it proposes."""
     shape, speculation = request.param
