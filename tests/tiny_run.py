@@ -142,8 +142,8 @@ def start(
     first head is, `step 5` after step 5."""
     told = {"target": str(target.folder), "output": str(output), "death": death, "is_measured": is_measured}
     told["changes"] = changes
-    # programs are kept apart from the tests' own: one that is killed while it writes leaves half an entry, over which
-    # every later eviction in the tests' folder would fall
+    # in a cache of its own: eviction from the tests' reads each entry's time of access, which a process that knows no
+    # bound, or is killed while it writes, does not leave
     cache = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     kept = {"JAX_COMPILATION_CACHE_DIR": f"{cache}-runs", "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2"}
     kept = kept if cache else {}

@@ -19,7 +19,7 @@ from specserve.serve.runner import Runner
 from specserve.speculative.tree import parse_speculation
 from specserve.tokenizer import Tokenizer
 
-NUM_TOKENS = 64  # from any prompt four pages on
+NUM_TOKENS = 96  # from any prompt six pages on
 ALONE = (0, 3)  # a greedy and a sampled request
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, seed=0, ignore_eos=True)
 
