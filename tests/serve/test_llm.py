@@ -106,6 +106,7 @@ def test_an_interrupt_cancels_and_the_next_call_works(llm: LLM) -> None:
     assert llm.engine.stats().num_running + llm.engine.stats().num_waiting == 0
 
 
+@pytest.mark.slow
 def test_the_bundled_pair_chats_and_speculation_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     chats = [[{"role": "user", "content": f"What does `{name}` do?"}] for name in ("json.dumps", "os.path.join")]
     with LLM(speculation="chain:3", max_slots=2, max_model_len=256) as llm:

@@ -87,7 +87,8 @@ def speculative_engine(
         yield engine
 
 
-@pytest.mark.parametrize("quality", ["trained", "random"])
+# a head that knows nothing speculates in test_options, too
+@pytest.mark.parametrize("quality", ["trained", pytest.param("random", marks=pytest.mark.slow)])
 def test_speculative_output_equals_plain_output(
     request: pytest.FixtureRequest,
     speculative_engine: Engine,
