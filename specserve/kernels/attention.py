@@ -8,7 +8,9 @@ by their document ids instead (`rows`).
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
+from specserve.kernels import native
 from specserve.kernels.rows import NEG_INF, Documents, attend_rows
 from specserve.pytree import pytree, static
 
@@ -68,8 +70,7 @@ def attend(
     The softmax runs in float32 over [prefix | new keys]. `scale` is head_dim ** -0.5 unless given; `softcap` bounds the
     scores by cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118, section 2); `sinks` are a logit for each head that
     takes part in the softmax and has no value (GPT-OSS); with a `window` a query sees only the last so many tokens,
-    itself included. A query that sees no key at all returns the mean of its new values, which callers must treat as
-    padding.
+    itself included. A query that sees no key at all returns finite values, which callers must treat as padding.
     """
     batch, n, num_heads, head_dim = q.shape
     num_kv_heads, v_dim = v.shape[2:]
@@ -78,6 +79,8 @@ def attend(
         assert prefix is None, "packed rows follow nothing"
         return attend_rows(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, window=window)[0]
     assert mask.shape[-2:] == (n, k.shape[1]), f"mask {mask.shape} for {n} queries and {k.shape[1]} new keys"
+    if prefix is not None and native.serves(q, k, prefix.k_pages):
+        return _native(q, k, v, mask, prefix, scale or head_dim**-0.5, softcap, sinks, window, position_ids)
     # the query heads of a KV head are rows of one product: [batch, kv_head, group * n, head_dim]
     group = num_heads // num_kv_heads
     q = (q * (scale or head_dim**-0.5)).reshape(batch, n, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
@@ -99,6 +102,39 @@ def attend(
     else:
         out = _merge_paged(q, scores, v, prefix, rule)
     return out.reshape(batch, num_kv_heads, group, n, v_dim).transpose(0, 3, 1, 2, 4).reshape(batch, n, num_heads, -1)
+
+
+def _native(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    prefix: PagedPrefix,
+    scale: float,
+    softcap: float,
+    sinks: jax.Array | None,
+    window: int,
+    position_ids: jax.Array | None,
+) -> jax.Array:  # [batch, n, head, v_dim]
+    """One call that reads the pages where they are. It adds over the keys in the order of the sequence, whichever of
+    them are new, so every prefix is exact."""
+    out = jax.ffi.ffi_call("specserve_attend", jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), jnp.float32))
+    return out(
+        q,
+        k,
+        v,
+        mask,
+        prefix.k_pages,
+        jnp.zeros(0, jnp.float32) if prefix.v_pages is None else prefix.v_pages,
+        prefix.page_table,
+        prefix.lens,
+        jnp.zeros(0, jnp.int32) if position_ids is None else position_ids,
+        jnp.zeros(0, jnp.float32) if sinks is None else sinks.astype(jnp.float32),
+        scale=np.float32(scale),
+        softcap=np.float32(softcap),
+        first=np.int64(prefix.first),
+        window=np.int64(window),
+    )
 
 
 def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:

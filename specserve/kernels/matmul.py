@@ -1,35 +1,54 @@
-"""The door to weight products: `matmul`. A weight is a plain matrix, the same matrix cut into blocks for CPUs, or a
-matrix of 8-bit values with scales.
+"""The door to weight products: `matmul`. A weight is a plain matrix, a matrix of 8-bit values with scales, or, for
+serving on a CPU, a matrix packed for the native kernel or cut into blocks for XLA.
 
-XLA's CPU backend multiplies one row by a matrix at the speed of memory, but two to a dozen rows, which is what a
-speculative step verifies, at half of it or less: its kernel strides through wide rows. Contiguous blocks of 64
-columns stream: 4 rows through them cost what one row costs through the plain matrix (docs/log). One row, and dozens,
-are served as well by the plain matrix, so plain decoding and training keep it.
+The native kernel (`kernels.native`) streams the panels of a packed matrix at the speed of memory, whatever the number
+of rows. It widens bfloat16 and 8-bit values in registers and adds in float32, in an order that does not depend on the
+rows of the call: a token's row is the same to the bit in a plain step, in a tree and in a prompt. Where the kernel was
+not built, XLA multiplies. Its own kernel strides through the rows of a wide matrix; contiguous blocks of columns may be
+faster for few rows, by a factor that differs between processors, so their width is timed where they run
+(`serve.layouts`).
 
 Quantised matrices are multiplied in x's dtype, which holds 8-bit values exactly, and scales are applied to the float32
 product; only where scales are by block and rows are many is the plain matrix made first.
 """
 
+import math
 from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
+import ml_dtypes
 import numpy as np
 
+from specserve.kernels import native
 from specserve.pytree import pytree, static
-
-BLOCK_COLUMNS = 64  # measured: 48 and 96 columns are 10% slower, 32 and 128 60%, 16 sixteen times
 
 
 @pytree
 class BlockedMatrix:
-    """A [d_in, d_out] matrix as contiguous column blocks."""
+    """A [d_in, d_out] matrix as contiguous blocks of columns."""
 
-    blocks: jax.Array  # [d_out / BLOCK_COLUMNS, d_in, BLOCK_COLUMNS]
+    blocks: jax.Array  # [block, d_in, columns]
 
     @property
     def shape(self) -> tuple[int, int]:
-        return self.blocks.shape[1], self.blocks.shape[0] * BLOCK_COLUMNS
+        num_blocks, d_in, columns = self.blocks.shape
+        return d_in, num_blocks * columns
+
+
+@pytree
+class PackedMatrix:
+    """A [d_in, d_out] matrix, or one for each expert, as the native kernel reads it: in panels of as many outputs as
+    its registers hold, each panel contiguous (see `native/kernels.h` for the order within one)."""
+
+    panels: jax.Array  # [..., panel, d_in, width] float32, bfloat16 or int8
+    scale: jax.Array | None  # [..., d_in / block rounded up, d_out] float32
+    d_out: int = static()
+    block: int = static(default=0)  # inputs that share a scale; 0: all of them
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return *self.panels.shape[:-3], self.panels.shape[-2], self.d_out
 
 
 @pytree
@@ -53,18 +72,42 @@ class QuantizedMatrix:
         return QuantizedMatrix(self.values[index], self.scale[index], self.block)
 
 
-Weight = jax.Array | BlockedMatrix | QuantizedMatrix
+Weight = jax.Array | BlockedMatrix | PackedMatrix | QuantizedMatrix
 EightBits = Literal["int8", "fp8"]
 
 
-def block(weight: jax.Array) -> Weight:
-    """Cut a [d_in, d_out] matrix into blocks; a width that is no multiple of the block stays whole."""
+def block(weight: jax.Array, columns: int) -> Weight:
+    """Cut a [d_in, d_out] matrix into blocks; one whose width is no multiple of the block stays whole."""
     d_in, d_out = weight.shape
-    if d_out % BLOCK_COLUMNS:
+    if d_out % columns:
         return weight
     # on the host: a device transpose would hold a third copy
-    blocks = np.asarray(weight).reshape(d_in, -1, BLOCK_COLUMNS).transpose(1, 0, 2)
+    blocks = np.asarray(weight).reshape(d_in, -1, columns).transpose(1, 0, 2)
     return BlockedMatrix(jnp.asarray(np.ascontiguousarray(blocks)))
+
+
+def pack(weight: jax.Array | QuantizedMatrix) -> PackedMatrix:
+    """Lay a matrix [..., d_in, d_out] out for the native kernel, exactly: float32 values that are all bfloat16 numbers,
+    as those of published checkpoints are, are kept in bfloat16, which halves what a product reads. So are float8 values
+    of quantised matrices."""
+    scale, block_size = None, 0
+    if isinstance(weight, QuantizedMatrix):
+        values, scale, block_size = np.asarray(weight.values), weight.scale, weight.block
+        if values.dtype != np.int8:
+            values = values.astype(ml_dtypes.bfloat16)
+    else:
+        values = np.asarray(weight)
+        if values.dtype == np.float32 and not (values.view(np.uint32) & 0xFFFF).any():
+            values = values.astype(ml_dtypes.bfloat16)
+    *stack, d_in, d_out = values.shape
+    width = native.panel_width()
+    num_panels = -(-d_out // width)
+    padded = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, num_panels * width - d_out)])
+    lanes = 4 // values.dtype.itemsize  # outputs that share 32 bits
+    panels = padded.reshape(*stack, d_in, num_panels, lanes, width // lanes)
+    panels = np.moveaxis(np.moveaxis(panels, -3, -4), -2, -1)  # [..., panel, d_in, width / lanes, lanes]
+    panels = np.ascontiguousarray(panels).reshape(*stack, num_panels, d_in, width)
+    return PackedMatrix(jnp.asarray(panels), scale, d_out, block_size)
 
 
 def quantize(weight: jax.Array, to: EightBits) -> QuantizedMatrix:
@@ -94,6 +137,8 @@ def dequantize(weight: jax.Array | QuantizedMatrix, dtype: jnp.dtype) -> jax.Arr
 def matmul(x: jax.Array, weight: Weight) -> jax.Array:  # [..., d_in] @ [d_in, d_out] -> [..., d_out]
     """x @ weight, in x's dtype. Of experts' matrices each has rows of its own: [expert, ..., d_in] @ [expert, d_in,
     d_out]."""
+    if isinstance(weight, PackedMatrix):
+        return _packed(x, weight).astype(x.dtype)
     if isinstance(weight, BlockedMatrix):
         return _blocked(x, weight)
     if isinstance(weight, QuantizedMatrix):
@@ -103,11 +148,35 @@ def matmul(x: jax.Array, weight: Weight) -> jax.Array:  # [..., d_in] @ [d_in, d
 
 def matmul_float32(x: jax.Array, weight: Weight) -> jax.Array:
     """The same product with a float32 result, for logits."""
+    if isinstance(weight, PackedMatrix):
+        return _packed(x, weight)
     if isinstance(weight, BlockedMatrix):
         return _blocked(x, weight).astype(jnp.float32)
     if isinstance(weight, QuantizedMatrix):
         return _quantized(x, weight)
     return jnp.matmul(x, weight, preferred_element_type=jnp.float32)
+
+
+def matmul_by_expert(x: jax.Array, weight: PackedMatrix, expert_ids: jax.Array) -> jax.Array:
+    """Each row times the matrix of its own expert, in x's dtype: x [row, d_in], weight [expert, d_in, d_out] and
+    expert_ids [row] int32 -> [row, d_out]. Each matrix that any row asks for is read once. The result is 0 where the id
+    is none of the experts'."""
+    return _multiply_packed(x, weight, expert_ids).astype(x.dtype)
+
+
+def _packed(x: jax.Array, weight: PackedMatrix) -> jax.Array:  # float32
+    expert_ids = jnp.zeros(0, jnp.int32)
+    if len(weight.shape) == 3:
+        rows_of_each = math.prod(x.shape[1:-1])
+        expert_ids = jnp.repeat(jnp.arange(weight.shape[0], dtype=jnp.int32), rows_of_each)
+    return _multiply_packed(x.reshape(-1, x.shape[-1]), weight, expert_ids).reshape(*x.shape[:-1], weight.d_out)
+
+
+def _multiply_packed(x: jax.Array, weight: PackedMatrix, expert_ids: jax.Array) -> jax.Array:  # [row, d_out] float32
+    panels = weight.panels.reshape(-1, *weight.panels.shape[-3:])
+    scale = jnp.zeros(0, jnp.float32) if weight.scale is None else weight.scale
+    call = jax.ffi.ffi_call("specserve_matmul", jax.ShapeDtypeStruct((x.shape[0], weight.d_out), jnp.float32))
+    return call(x.astype(jnp.float32), expert_ids, panels, scale, block=np.int64(weight.block))
 
 
 def _quantized(x: jax.Array, weight: QuantizedMatrix) -> jax.Array:  # float32

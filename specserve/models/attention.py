@@ -5,11 +5,11 @@ import jax.numpy as jnp
 
 from specserve.kernels.attention import PagedPrefix, attend
 from specserve.kernels.matmul import Weight
+from specserve.kernels.rowwise import apply_rope, rms_norm
 from specserve.models.config import DraftConfig, LayerKind, ModelConfig, Names
 from specserve.models.context import Context, Tables
-from specserve.models.layers import linear, norm_spec, rms_norm, side_by_side
+from specserve.models.layers import linear, norm_spec, side_by_side
 from specserve.models.params import Part, matrix, vector
-from specserve.models.rope import apply_rope
 from specserve.pytree import pytree
 
 KV = tuple[jax.Array, jax.Array]  # keys, values: [batch, n, kv_head, head_dim]

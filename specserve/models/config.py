@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from specserve.errors import ConfigError
+from specserve.kernels.rowwise import Activation
 from specserve.models.rope import Rope
 
 Mixer = Literal["attention", "latent", "delta", "lightning"]
-Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
 
 
 @dataclass(frozen=True)

@@ -11,10 +11,11 @@ import jax
 import jax.numpy as jnp
 
 from specserve.kernels.matmul import Weight, matmul_float32
+from specserve.kernels.rowwise import rms_norm
 from specserve.models.attention import KV, Attention, attention_spec, project_kv, project_q
 from specserve.models.cache import Cache, Pages
 from specserve.models.config import DraftConfig
-from specserve.models.layers import Mlp, linear, mlp, mlp_spec, rms_norm
+from specserve.models.layers import Mlp, linear, mlp, mlp_spec
 from specserve.models.params import embedding_table, matrix, vector
 from specserve.models.rope import rope_tables
 from specserve.pytree import pytree

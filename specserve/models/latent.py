@@ -12,11 +12,11 @@ import jax.numpy as jnp
 
 from specserve.kernels.attention import PagedPrefix, attend
 from specserve.kernels.matmul import Weight
+from specserve.kernels.rowwise import apply_rope, rms_norm
 from specserve.models.config import ModelConfig
 from specserve.models.context import Context
-from specserve.models.layers import linear, norm_spec, rms_norm
+from specserve.models.layers import linear, norm_spec
 from specserve.models.params import Part, matrix, vector
-from specserve.models.rope import apply_rope
 from specserve.pytree import pytree
 
 NORM_EPS = 1e-6  # of the two inner norms, whatever the model's own is

@@ -9,7 +9,8 @@ import jax
 import jax.numpy as jnp
 
 from specserve.kernels.matmul import Weight, matmul
-from specserve.models.config import Activation, DraftConfig, ModelConfig
+from specserve.kernels.rowwise import Activation, gated
+from specserve.models.config import DraftConfig, ModelConfig
 from specserve.models.params import Part, matrix, vector
 from specserve.pytree import pytree
 
@@ -47,37 +48,16 @@ def norm_spec(name: str, size: int, *, offset: bool = False) -> Any:
     return vector(f"{name}.weight", size, init="zeros" if offset else "ones")
 
 
-def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, offset: bool = False) -> jax.Array:
-    """Root-mean-square norm over the last axis, computed in float32, returned in x's dtype. With `offset` the weight
-    is a difference from 1, as Gemma keeps it."""
-    x32 = x.astype(jnp.float32)
-    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
-    if offset:
-        return (x32 * scale * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
-    return (x32 * scale).astype(x.dtype) * weight.astype(x.dtype)
-
-
 def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
     """x [..., d_in] @ weight [d_in, d_out] (+ bias [d_out])."""
     y = matmul(x, weight)
     return y if bias is None else y + bias
 
 
-def gated(gate: jax.Array, up: jax.Array, activation: Activation = "silu") -> jax.Array:
-    """act(gate) * up. The clamped form is GPT-OSS's: gate * sigmoid(1.702 gate) * (up + 1), both bounded by 7."""
-    if activation == "clamped_swiglu":
-        gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
-        return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1.0)
-    return (jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
-
-
 def mlp(params: Mlp, x: jax.Array, activation: Activation = "silu") -> jax.Array:  # [..., d_model] -> [..., d_model]
     """down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202)."""
     gate = linear(x, params.gate, params.gate_bias)
-    if params.up is None:
-        gate, up = jnp.split(gate, 2, axis=-1)
-    else:
-        up = linear(x, params.up, params.up_bias)
+    up = None if params.up is None else linear(x, params.up, params.up_bias)
     return linear(gated(gate, up, activation), params.down, params.down_bias)
 
 

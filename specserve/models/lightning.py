@@ -10,11 +10,11 @@ import numpy as np
 
 from specserve.kernels.matmul import Weight
 from specserve.kernels.recurrence import New, State, recur
+from specserve.kernels.rowwise import apply_rope, rms_norm
 from specserve.models.config import Lightning, ModelConfig
 from specserve.models.context import Context
-from specserve.models.layers import linear, norm_spec, rms_norm
+from specserve.models.layers import linear, norm_spec
 from specserve.models.params import Part, matrix, vector
-from specserve.models.rope import apply_rope
 from specserve.pytree import pytree
 
 

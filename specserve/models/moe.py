@@ -10,16 +10,25 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specserve.kernels.matmul import QuantizedMatrix, Weight, dequantize, matmul, matmul_float32
-from specserve.models.config import Activation, Experts, ModelConfig
+from specserve.kernels.matmul import (
+    PackedMatrix,
+    QuantizedMatrix,
+    Weight,
+    dequantize,
+    matmul,
+    matmul_by_expert,
+    matmul_float32,
+)
+from specserve.kernels.rowwise import Activation, gated
+from specserve.models.config import Experts, ModelConfig
 from specserve.models.expert_parts import in_parts
-from specserve.models.layers import Mlp, gated, linear, mlp, mlp_spec
+from specserve.models.layers import Mlp, linear, mlp, mlp_spec
 from specserve.models.params import ParamSpec, Part, matrix, vector
 from specserve.pytree import pytree
 
 ALL_EXPERTS_TOKENS = 128  # on accelerators: up to so many tokens every expert computes all of them
 
-Matrices = jax.Array | QuantizedMatrix  # one for each expert
+Matrices = jax.Array | PackedMatrix | QuantizedMatrix  # one for each expert
 
 
 @pytree
@@ -86,7 +95,8 @@ def moe(
     assert config.experts is not None
     rows = x.reshape(-1, x.shape[-1])
     expert_ids, weights = route(params, config, rows)
-    form = form or choose_form(config.experts, len(rows))
+    if form is None:
+        form = by_rows if isinstance(params.down, PackedMatrix) else choose_form(config.experts, len(rows))
 
     def compute(experts: Moe, rows: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
         return form(experts, config.activation, rows, expert_ids, weights)
@@ -179,6 +189,7 @@ def sorted_by_expert(
     sorted_ids, counts = flat[order], jnp.bincount(flat, length=num_experts)
 
     def product(x: jax.Array, weight: Matrices, bias: jax.Array | None) -> jax.Array:  # x: [token * top_k, d_in]
+        assert not isinstance(weight, PackedMatrix), "packed experts multiply row by row"
         y = jax.lax.ragged_dot(x, dequantize(weight, x.dtype), counts)
         return y if bias is None else y + bias[sorted_ids]
 
@@ -218,6 +229,21 @@ def by_blocks(
 
     y = jax.lax.map(compute, (rows, expert_of_block)).reshape(num_blocks * size, -1)
     y = y.at[slots[jnp.argsort(order)]].get(mode="fill", fill_value=0)
+    return _weighed_sum(y, weights).astype(x.dtype)
+
+
+def by_rows(
+    params: Moe, activation: Activation, x: jax.Array, expert_ids: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """Packed experts, whose kernel sorts the rows by itself: the needed work only, each chosen matrix read once."""
+    flat = expert_ids.reshape(-1).astype(jnp.int32)
+
+    def product(x: jax.Array, weight: Matrices, bias: jax.Array | None) -> jax.Array:  # x: [token * top_k, d_in]
+        assert isinstance(weight, PackedMatrix)
+        y = matmul_by_expert(x, weight, flat)
+        return y if bias is None else y + bias.at[flat].get(mode="fill", fill_value=0)
+
+    y = _expert_mlp(params, activation, jnp.repeat(x, expert_ids.shape[1], axis=0), product)
     return _weighed_sum(y, weights).astype(x.dtype)
 
 

@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from specserve.errors import ConfigError
+from specserve.kernels.rowwise import cos_sin
 
 Kind = Literal["default", "linear", "dynamic", "yarn", "longrope", "llama3"]
 KINDS: tuple[Kind, ...] = ("default", "linear", "dynamic", "yarn", "longrope", "llama3")
@@ -96,29 +96,7 @@ def rope_tables(
     head_dim: int,
     position_ids: jax.Array,  # [batch, seq] int32
 ) -> tuple[jax.Array, jax.Array]:  # cos, sin: [batch, seq, 1, rotary_dim // 2] float32
-    angles = position_ids.astype(jnp.float32)[..., None, None] * frequencies(rope, head_dim)
-    return jnp.cos(angles) * rope.magnitude, jnp.sin(angles) * rope.magnitude
-
-
-def apply_rope(
-    x: jax.Array,  # [batch, seq, head, head_dim]
-    tables: tuple[jax.Array, jax.Array],
-    *,
-    is_interleaved: bool = False,
-) -> jax.Array:
-    """Turn the first channels of each head, as many as the tables have angles for, in float32: the first half of them
-    against the second (the Hugging Face convention) or each even one against the next."""
-    cos, sin = tables
-    rotary_dim = 2 * cos.shape[-1]
-    turned, rest = x[..., :rotary_dim].astype(jnp.float32), x[..., rotary_dim:]
-    if is_interleaved:
-        first, second = turned[..., ::2], turned[..., 1::2]
-    else:
-        first, second = jnp.split(turned, 2, axis=-1)
-    parts = first * cos - second * sin, second * cos + first * sin
-    turned = jnp.stack(parts, axis=-1).reshape(turned.shape) if is_interleaved else jnp.concatenate(parts, axis=-1)
-    turned = turned.astype(x.dtype)
-    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
+    return cos_sin(position_ids, frequencies(rope, head_dim), rope.magnitude)
 
 
 def rope_from_hf(raw: Mapping[str, Any], where: str, *, head_dim: int = 0) -> Rope:

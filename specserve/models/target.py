@@ -11,13 +11,14 @@ import jax.numpy as jnp
 
 from specserve.kernels.matmul import BlockedMatrix, Weight, dequantize, matmul_float32
 from specserve.kernels.rows import Documents
+from specserve.kernels.rowwise import rms_norm
 from specserve.models import attention, latent, recurrent
 from specserve.models.attention import Attention, attention_spec, fuse_attention
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.context import Context
 from specserve.models.latent import LatentAttention, latent_spec
-from specserve.models.layers import Mlp, fuse_mlp, mlp, mlp_spec, norm_spec, rms_norm
+from specserve.models.layers import Mlp, fuse_mlp, mlp, mlp_spec, norm_spec
 from specserve.models.moe import Moe, moe, moe_spec
 from specserve.models.params import embedding_table, matrix
 from specserve.models.recurrent import DeltaNet, LightningAttention

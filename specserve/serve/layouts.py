@@ -1,47 +1,60 @@
 """The weights as compiled steps take them. On CPU the layout of a matrix decides how fast few rows pass through it."""
 
 import dataclasses
+import logging
+import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
-from specserve.kernels.matmul import Weight, block
+from specserve.kernels import native
+from specserve.kernels.matmul import QuantizedMatrix, Weight, block, matmul, pack
 from specserve.mesh import whole
 from specserve.models.draft import DraftParams, token_embedding
+from specserve.models.params import is_product
 from specserve.models.target import TargetParams, fuse_for_cpu
 from specserve.speculative.propose import Draft
 from specserve.speculative.step import Weights
 from specserve.speculative.vocab import DraftVocab
 
+logger = logging.getLogger(__name__)
+
 Params = TypeVar("Params", TargetParams, DraftParams)
 
-NARROW_ROWS = range(2, 9)  # steps of so many rows run on blocked matrices on CPU (docs/log)
-PRODUCTS = frozenset(  # fields of parameters; others are looked up, or taken apart before they are multiplied by
-    ("q", "k", "v", "o", "gate", "up", "down", "head", "fc", "q_down", "q_nope", "q_rope", "kv_down")
-)
-NARROW_BYTES = 2**30  # of weights; where they are larger, memory for a second copy of them is dearer than time
+FEW_ROWS = 8
+BLOCK_COLUMNS = 64
+COPIED_BYTES = 2**30  # of weights; where they are larger, memory for a second copy of them is dearer than time
+TIMED_BYTES = 2**28  # of matrices that the choice is timed on: more than caches hold
+TIMED_ROUNDS = 5
 
 
 @dataclass(frozen=True)
 class Layouts:
-    """The weights as programs take them: `narrow` for steps of few rows on CPU, `wide` for the others."""
+    """The weights as programs take them, by the rows of a step: the nodes of all its sequences together. Layouts that
+    would be alike are the same object."""
 
-    wide: Weights
-    narrow: Weights
+    one: Weights  # steps of one row
+    few: Weights  # up to FEW_ROWS
+    many: Weights  # and more: prompts too
 
     def for_rows(self, num_rows: int) -> Weights:
-        """What a step of so many rows, nodes of all sequences together, takes."""
-        return self.narrow if num_rows in NARROW_ROWS else self.wide
+        return self.one if num_rows == 1 else self.few if num_rows <= FEW_ROWS else self.many
+
+    @property
+    def distinct(self) -> tuple[Weights, ...]:
+        return tuple({id(weights): weights for weights in (self.one, self.few, self.many)}.values())
 
 
 def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) -> Layouts:
-    """Parameters as the steps take them. On CPU the layout follows the number of rows of a step: one row, or dozens,
-    stream plain matrices best, a few stream blocked ones (see `kernels.matmul`). What is spread over a mesh stays as
-    it was loaded."""
+    """Parameters as the steps take them. On one CPU device they are packed for the native kernel, whose layout serves
+    any number of rows; where it was not built, XLA's products get the layouts that are fastest here for one row and for
+    a few. What is spread over a mesh, or lies on an accelerator, stays as it was loaded."""
     is_cpu = jax.default_backend() == "cpu" and mesh is None
     params = fuse_for_cpu(target.params) if is_cpu else target.params
     draft = None
@@ -49,18 +62,70 @@ def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) ->
         embedding = token_embedding(head.params, target.params.embedding)
         target_ids = jax.device_put(head.target_ids, whole(mesh))
         draft = Draft(head.params, DraftVocab(target_ids), embedding)
-    wide = Weights(params, draft)
-    if not is_cpu or sum(leaf.nbytes for leaf in jax.tree.leaves(wide)) > NARROW_BYTES:
-        return Layouts(wide, wide)
-    narrow_draft = None if draft is None else dataclasses.replace(draft, params=_block_matrices(draft.params))
-    return Layouts(wide, Weights(_block_matrices(params), narrow_draft))
+    plain = Weights(params, draft)
+    if not is_cpu:
+        return Layouts(plain, plain, plain)
+    if native.is_available():
+        packed = _with_products(plain, pack)
+        return Layouts(packed, packed, packed)
+    if sum(leaf.nbytes for leaf in jax.tree.leaves(plain)) > COPIED_BYTES:
+        return Layouts(plain, plain, plain)
+    made: dict[int, Weights] = {0: plain}
+
+    def cut(columns: int) -> Weights:
+        if columns not in made:
+            made[columns] = _with_products(plain, lambda leaf: _cut(leaf, columns))
+        return made[columns]
+
+    one, few = (_fastest_columns(plain, rows) for rows in (1, FEW_ROWS // 2))
+    return Layouts(cut(one), cut(few), plain)
 
 
-def _block_matrices(params: Params) -> Params:
-    """Block the matrices that rows are multiplied by as they are (`kernels.matmul`)."""
+def _with_products(weights: Weights, change: Callable[[jax.Array | QuantizedMatrix], Weight]) -> Weights:
+    """The same weights with other matrices where rows are multiplied by them as they are (`kernels.matmul`)."""
 
-    def cut(path: tuple, leaf: jax.Array) -> Weight:
-        is_product = jax.tree_util.keystr(path[-1:], simple=True) in PRODUCTS
-        return block(leaf) if leaf.ndim == 2 and is_product else leaf
+    def in_tree(params: Params) -> Params:
+        def leaf(path: tuple, leaf: jax.Array | QuantizedMatrix) -> Weight:
+            return change(leaf) if is_product(path) and len(leaf.shape) >= 2 else leaf
 
-    return jax.tree_util.tree_map_with_path(cut, params)
+        return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
+
+    draft = weights.draft and dataclasses.replace(weights.draft, params=in_tree(weights.draft.params))
+    return Weights(in_tree(weights.target), draft)
+
+
+# How a matrix may be cut: whole (0), in two halves so that a batched product takes two cores, or in narrow blocks.
+_HALVES = -1
+_CANDIDATES = (0, _HALVES, BLOCK_COLUMNS)
+
+
+def _cut(leaf: jax.Array | QuantizedMatrix, columns: int) -> Weight:
+    if isinstance(leaf, QuantizedMatrix) or leaf.ndim != 2 or not columns:
+        return leaf
+    return block(leaf, leaf.shape[1] // 2 if columns == _HALVES else columns)
+
+
+def _fastest_columns(weights: Weights, num_rows: int) -> int:
+    """Which cut multiplies so many rows fastest on this machine: timed, since it differs between processors by a factor
+    of two either way. The candidates take turns, and the least disturbed round of each counts."""
+    matrices: list[jax.Array] = []
+    for path, leaf in jax.tree_util.tree_leaves_with_path(weights.target):
+        if is_product(path) and leaf.ndim == 2 and sum(m.nbytes for m in matrices) < TIMED_BYTES:
+            matrices.append(leaf)
+    run = jax.jit(lambda cut: [matmul(jnp.ones((num_rows, matrix.shape[0]), jnp.float32), matrix) for matrix in cut])
+    least = dict.fromkeys(_CANDIDATES, float("inf"))
+    cuts = {columns: [_cut(matrix, columns) for matrix in matrices] for columns in _CANDIDATES}
+    for turn in range(1 + TIMED_ROUNDS):  # the first compiles
+        for columns, cut in cuts.items():
+            begin = time.perf_counter()
+            jax.block_until_ready(run(cut))
+            if turn:
+                least[columns] = min(least[columns], time.perf_counter() - begin)
+    best = min(least, key=least.__getitem__)
+    names = {0: "plain", _HALVES: "halves"}
+    logger.info(
+        "XLA's products of %d rows: %s",
+        num_rows,
+        ", ".join(f"{names.get(columns, f'{columns} columns')} {t * 1e3:.1f} ms" for columns, t in least.items()),
+    )
+    return best

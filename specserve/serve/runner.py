@@ -249,7 +249,7 @@ class Runner:
     ) -> StepResult:
         bits = self._everything_allowed if allowed is None else self.place.put(np.packbits(allowed[None], axis=-1))
         self.state, result = self._prefill(
-            self.layouts.wide,
+            self.layouts.many,
             self.state,
             self.place.slots((slot,)),
             self.place.slots((num_tokens,)),
@@ -404,10 +404,9 @@ class Runner:
                     compile_it = functools.partial(self._compile_step, size, tree, width)
                     shape = size, width, tree
                     found.append(Program(name, tree is None, run, compile_it, shape, tree not in self.trees[:1]))
-        layouts = {id(layout): layout for layout in (self.layouts.narrow, self.layouts.wide)}.values()
         for size in self.batch_sizes:
             if self.config.draft and len(self.trees) > 1:  # one tree alone never leaves more than it can take
-                for layout in layouts:
+                for layout in self.layouts.distinct:
                     run = functools.partial(self._warm_consume, size, layout)
                     found.append(Program(f"catching up for {size}", True, run))
             if self.has_constrained:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from specserve.kernels import native
 from specserve.models import draft as draft_model
 from specserve.models import target as target_model
 from specserve.models.cache import Cache, Prefix
@@ -150,6 +151,7 @@ def admit(state: SlotState, slot: jax.Array, new: Admission) -> SlotState:
     )
 
 
+@native.serving
 def prefill(
     weights: Weights,
     config: StepConfig,
@@ -206,6 +208,7 @@ def prefill(
     return state, _result(now, logits, drawn, jnp.zeros(batch, jnp.int32))
 
 
+@native.serving
 def decode(
     weights: Weights,
     config: StepConfig,
@@ -249,6 +252,7 @@ def decode(
     return state, _result(now, logits, drawn, jnp.zeros_like(now.seq_lens))
 
 
+@native.serving
 def consume(weights: Weights, config: StepConfig, state: SlotState, slots: jax.Array) -> SlotState:
     """Let the draft catch up with what plain steps have emitted; the root alone stays pending."""
     assert config.draft is not None
@@ -280,6 +284,7 @@ def speculate(
     return verify_tree(weights, config, tree, state, slots, proposal, width)
 
 
+@native.serving
 def propose_tree(
     weights: Weights, config: StepConfig, tree: Tree, state: SlotState, slots: jax.Array, width: int
 ) -> tuple[SlotState, Proposal]:
@@ -321,6 +326,7 @@ def propose_tree(
     return state, pad_chain(proposal, config.verified_depth) if config.verified_depth else proposal
 
 
+@native.serving
 def verify_tree(
     weights: Weights,
     config: StepConfig,

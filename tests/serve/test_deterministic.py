@@ -102,6 +102,6 @@ def test_every_way_to_step_is_of_one_shape(tiny_target: Target, tiny_head: Head)
         assert tree is not None
         propose = functools.partial(step.propose_tree, config=runner.config, tree=tree, width=runner.max_pages)
         slots = jax.ShapeDtypeStruct((NUM_SLOTS,), np.int32)
-        _, proposal = jax.eval_shape(propose, runner.layouts.wide, state=runner.state, slots=slots)
+        _, proposal = jax.eval_shape(propose, runner.layouts.many, state=runner.state, slots=slots)
         shapes.add(proposal.token_ids.shape)
     assert shapes == {(NUM_SLOTS, 1 + DETERMINISTIC_DEPTH)}

@@ -1,0 +1,342 @@
+// The kernels as XLA's custom calls: checks, the choice of the instruction set, and the sharing of work among the
+// threads of XLA's own pool.
+
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <condition_variable>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <numeric>
+#include <string>
+#include <vector>
+
+#include "kernels.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace ffi = xla::ffi;
+
+namespace specserve {
+namespace {
+
+const Kernels* choose() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
+      __builtin_cpu_supports("avx512vl")) {
+    return kernels_avx512();
+  }
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
+    return kernels_avx2();
+  }
+  return nullptr;
+#elif defined(__aarch64__)
+  return kernels_neon();
+#else
+  return nullptr;
+#endif
+}
+
+const Kernels* kernels() {
+  static const Kernels* chosen = choose();
+  return chosen;
+}
+
+// Units of work that are handed out one after another. The caller takes part, and waits only for units that another
+// thread has begun: a thread that wakes up late finds nothing left, so no call waits for the operating system.
+struct Shared {
+  Shared(int64_t units, int64_t step, std::function<void(int64_t, int64_t)> run)
+      : units(units), step(step), run(std::move(run)) {}
+  const int64_t units, step;
+  const std::function<void(int64_t, int64_t)> run;
+  std::atomic<int64_t> next{0}, done{0};
+  std::mutex mutex;
+  std::condition_variable all_done;
+
+  void work() {
+    while (true) {
+      const int64_t begin = next.fetch_add(step);
+      if (begin >= units) return;
+      const int64_t end = std::min(units, begin + step);
+      run(begin, end);
+      if (done.fetch_add(end - begin) + (end - begin) == units) {
+        std::lock_guard<std::mutex> lock(mutex);
+        all_done.notify_all();
+      }
+    }
+  }
+
+  void wait() {
+    // what is left takes microseconds: look a while before sleeping
+    for (int i = 0; i < 20000 && done.load() < units; ++i) {
+#if defined(__x86_64__)
+      __builtin_ia32_pause();
+#endif
+    }
+    std::unique_lock<std::mutex> lock(mutex);
+    all_done.wait(lock, [&] { return done.load() == units; });
+  }
+};
+
+void share(ffi::ThreadPool& pool, int64_t units, int64_t work_per_unit, std::function<void(int64_t, int64_t)> run) {
+  constexpr int64_t kWorthAThread = 1 << 14;  // multiplications, some microseconds: what waking a thread costs
+  const int64_t threads = std::min({pool.num_threads(), units, units * work_per_unit / kWorthAThread});
+  if (threads <= 1) return run(0, units);
+  auto shared = std::make_shared<Shared>(units, std::max<int64_t>(1, units / (threads * 8)), std::move(run));
+  for (int64_t i = 1; i < threads; ++i) pool.Schedule([shared] { shared->work(); });
+  shared->work();
+  shared->wait();
+}
+
+ffi::Error refuse(const std::string& why) { return ffi::Error(ffi::ErrorCode::kInvalidArgument, why); }
+
+template <class T, class Buffer>
+const T* data_or_null(const Buffer& buffer) {
+  return buffer.element_count() ? reinterpret_cast<const T*>(buffer.untyped_data()) : nullptr;
+}
+
+ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> group, ffi::AnyBuffer panels,
+                  ffi::Buffer<ffi::F32> scale, ffi::Result<ffi::Buffer<ffi::F32>> y, int64_t block) {
+  const Kernels* chosen = kernels();
+  if (!chosen) return refuse("no kernel for this processor");
+  const auto x_dims = x.dimensions(), dims = panels.dimensions(), y_dims = y->dimensions();
+  if (x_dims.size() != 2 || dims.size() != 4 || y_dims.size() != 2) return refuse("ranks of a product");
+  Matmul call = {};
+  call.x = x.typed_data();
+  call.group = data_or_null<int32_t>(group);
+  call.panels = panels.untyped_data();
+  call.scale = data_or_null<float>(scale);
+  call.y = y->typed_data();
+  call.rows = x_dims[0], call.d_in = x_dims[1], call.d_out = y_dims[1], call.groups = dims[0];
+  call.block = block > 0 ? block : std::max<int64_t>(1, call.d_in);
+  const int64_t num_panels = (call.d_out + chosen->panel_width - 1) / chosen->panel_width;
+  if (dims[1] != num_panels || dims[2] != call.d_in || dims[3] != chosen->panel_width || y_dims[0] != call.rows) {
+    return refuse("shapes of a product");
+  }
+  switch (panels.element_type()) {
+    case ffi::F32: call.format = Format::kFloat32; break;
+    case ffi::BF16: call.format = Format::kBfloat16; break;
+    case ffi::S8: call.format = Format::kInt8; break;
+    default: return refuse("dtype of a packed matrix");
+  }
+  // rows by group, each group's in their own order
+  std::vector<int32_t> order(call.rows);
+  std::vector<int64_t> start(call.groups + 1, 0);
+  if (call.group) {
+    for (int64_t r = 0; r < call.rows; ++r) {
+      if (0 <= call.group[r] && call.group[r] < call.groups) {
+        ++start[call.group[r] + 1];
+      } else {
+        std::fill_n(call.y + r * call.d_out, call.d_out, 0.0f);
+      }
+    }
+    std::partial_sum(start.begin(), start.end(), start.begin());
+    std::vector<int64_t> place(start.begin(), start.end() - 1);
+    for (int64_t r = 0; r < call.rows; ++r) {
+      if (0 <= call.group[r] && call.group[r] < call.groups) order[place[call.group[r]]++] = static_cast<int32_t>(r);
+    }
+  } else {
+    std::iota(order.begin(), order.end(), 0);
+    std::fill(start.begin() + 1, start.end(), call.rows);
+  }
+  call.order = order.data(), call.start = start.data();
+  struct Part {
+    int64_t group, begin, end;
+  };
+  std::vector<Part> parts;
+  for (int64_t g = 0; g < call.groups; ++g) {
+    for (int64_t begin = start[g]; begin < start[g + 1]; begin += chosen->row_block) {
+      parts.push_back({g, begin, std::min(start[g + 1], begin + chosen->row_block)});
+    }
+  }
+  const int64_t rows_at_once = std::min<int64_t>(call.rows, chosen->row_block);
+  // panels of one part follow each other, so that a thread reads memory in order
+  share(pool, static_cast<int64_t>(parts.size()) * num_panels, rows_at_once * call.d_in * chosen->panel_width,
+        [&call, &parts, num_panels, chosen](int64_t begin, int64_t end) {
+          for (int64_t unit = begin; unit < end; ++unit) {
+            const Part& part = parts[unit / num_panels];
+            chosen->matmul(call, part.group, unit % num_panels, part.begin, part.end);
+          }
+        });
+  return ffi::Error::Success();
+}
+
+ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi::F32> k, ffi::Buffer<ffi::F32> v,
+                  ffi::Buffer<ffi::PRED> mask, ffi::Buffer<ffi::F32> k_pages, ffi::Buffer<ffi::F32> v_pages,
+                  ffi::Buffer<ffi::S32> page_table, ffi::Buffer<ffi::S32> lens, ffi::Buffer<ffi::S32> positions,
+                  ffi::Buffer<ffi::F32> sinks, ffi::Result<ffi::Buffer<ffi::F32>> out, float scale, float softcap,
+                  int64_t first, int64_t window) {
+  const Kernels* chosen = kernels();
+  if (!chosen) return refuse("no kernel for this processor");
+  const auto q_dims = q.dimensions(), v_dims = v.dimensions(), page_dims = k_pages.dimensions();
+  if (q_dims.size() != 4 || v_dims.size() != 4 || page_dims.size() != 4) return refuse("ranks of attention");
+  Attend call = {};
+  call.q = q.typed_data(), call.k = k.typed_data(), call.v = v.typed_data();
+  call.mask = reinterpret_cast<const uint8_t*>(mask.untyped_data());
+  call.k_pages = k_pages.typed_data(), call.v_pages = data_or_null<float>(v_pages);
+  call.page_table = page_table.typed_data(), call.lens = lens.typed_data();
+  call.positions = data_or_null<int32_t>(positions), call.sinks = data_or_null<float>(sinks);
+  call.out = out->typed_data();
+  call.batch = q_dims[0], call.n = q_dims[1], call.heads = q_dims[2], call.head_dim = q_dims[3];
+  call.m = v_dims[1], call.kv_heads = v_dims[2], call.v_dim = v_dims[3];
+  call.num_pages = page_dims[0], call.page_size = page_dims[3], call.width = page_table.dimensions()[1];
+  call.has_batched_mask = mask.dimensions()[0] != 1;
+  call.scale = scale, call.softcap = softcap, call.first = first, call.window = window;
+  if (call.window && !call.positions) return refuse("a window goes by positions");
+  const int64_t group = call.heads / call.kv_heads;
+  const int64_t at_once = std::max<int64_t>(1, std::min(call.n, 32 / group));  // queries of a unit
+  const int64_t blocks = (call.n + at_once - 1) / at_once, units = call.batch * call.kv_heads * blocks;
+  int64_t longest = 0;
+  for (int64_t b = 0; b < call.batch; ++b) longest = std::max<int64_t>(longest, call.lens[b]);
+  share(pool, units, 2 * at_once * group * (longest + call.m) * call.head_dim,
+        [&call, chosen, blocks, at_once](int64_t begin, int64_t end) {
+          for (int64_t unit = begin; unit < end; ++unit) {
+            const int64_t from = unit % blocks * at_once, pair = unit / blocks;
+            chosen->attend(call, pair / call.kv_heads, pair % call.kv_heads, from, std::min(call.n, from + at_once));
+          }
+        });
+  return ffi::Error::Success();
+}
+
+int64_t num_rows(ffi::AnyBuffer::Dimensions dims) {
+  return std::accumulate(dims.begin(), dims.end() - 1, int64_t{1}, std::multiplies<int64_t>());
+}
+
+ffi::Error norm(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> weight,
+                ffi::Result<ffi::Buffer<ffi::F32>> y, float eps, bool offset) {
+  const Kernels* chosen = kernels();
+  const auto dims = x.dimensions();
+  const int64_t size = dims.back();
+  if (!chosen || static_cast<int64_t>(weight.element_count()) != size) return refuse("shapes of a norm");
+  const Norm call = {x.typed_data(), weight.typed_data(), y->typed_data(), size, eps, offset};
+  share(pool, num_rows(dims), 2 * size, [&](int64_t begin, int64_t end) { chosen->norm(call, begin, end); });
+  return ffi::Error::Success();
+}
+
+// `up` is empty where the rows of `gate` hold both side by side.
+ffi::Error gate(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> gate, ffi::Buffer<ffi::F32> up,
+                ffi::Result<ffi::Buffer<ffi::F32>> y, int64_t activation) {
+  const Kernels* chosen = kernels();
+  const auto dims = y->dimensions();
+  const int64_t size = dims.back();
+  if (!chosen || activation < 0 || activation > 2) return refuse("activation");
+  const float* second = up.element_count() ? up.typed_data() : gate.typed_data() + size;
+  const Gate call = {gate.typed_data(), second, y->typed_data(), size, gate.dimensions().back(),
+                     static_cast<Activation>(activation)};
+  share(pool, num_rows(dims), 16 * size, [&](int64_t begin, int64_t end) { chosen->gate(call, begin, end); });
+  return ffi::Error::Success();
+}
+
+ffi::Error rotate(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
+                  ffi::Result<ffi::Buffer<ffi::F32>> y, bool is_interleaved) {
+  const Kernels* chosen = kernels();
+  const auto dims = x.dimensions();  // [..., head, head_dim]
+  if (!chosen || dims.size() < 3) return refuse("ranks of a rotation");
+  const int64_t heads = dims[dims.size() - 2], head_dim = dims.back(), half = cos.dimensions().back();
+  const int64_t rows = num_rows(dims) / heads;
+  if (static_cast<int64_t>(cos.element_count()) != rows * half || 2 * half > head_dim) return refuse("shapes of a rotation");
+  const Rotate call = {x.typed_data(), cos.typed_data(), sin.typed_data(), y->typed_data(), heads, head_dim, half,
+                       is_interleaved};
+  share(pool, rows, 4 * heads * head_dim, [&](int64_t begin, int64_t end) { chosen->rotate(call, begin, end); });
+  return ffi::Error::Success();
+}
+
+// cos and sin of position * frequency, [row, frequency] each; a function of its own because XLA computes one row's
+// cosines by another formula than those of many rows.
+ffi::Error angles(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::F32> frequencies,
+                  ffi::Result<ffi::Buffer<ffi::F32>> cos, ffi::Result<ffi::Buffer<ffi::F32>> sin, float magnitude) {
+  const int64_t size = frequencies.element_count();
+  share(pool, positions.element_count(), 100 * size, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      const float position = static_cast<float>(positions.typed_data()[row]);
+      for (int64_t i = 0; i < size; ++i) {
+        const float angle = position * frequencies.typed_data()[i];
+        cos->typed_data()[row * size + i] = std::cos(angle) * magnitude;
+        sin->typed_data()[row * size + i] = std::sin(angle) * magnitude;
+      }
+    }
+  });
+  return ffi::Error::Success();
+}
+
+}  // namespace
+}  // namespace specserve
+
+#pragma GCC visibility push(default)
+
+extern "C" const char* specserve_kernels_name() {
+  const specserve::Kernels* chosen = specserve::kernels();
+  return chosen ? chosen->name : "";
+}
+
+extern "C" int64_t specserve_kernels_panel_width() {
+  const specserve::Kernels* chosen = specserve::kernels();
+  return chosen ? chosen->panel_width : 0;
+}
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specserve_matmul, specserve::matmul,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::AnyBuffer>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("block"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specserve_attend, specserve::attend,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::PRED>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("scale")
+                                  .Attr<float>("softcap")
+                                  .Attr<int64_t>("first")
+                                  .Attr<int64_t>("window"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specserve_norm, specserve::norm,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("eps")
+                                  .Attr<bool>("offset"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specserve_gate, specserve::gate,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<int64_t>("activation"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specserve_rotate, specserve::rotate,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<bool>("is_interleaved"));
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(specserve_angles, specserve::angles,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::ThreadPool>()
+                                  .Arg<ffi::Buffer<ffi::S32>>()
+                                  .Arg<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Ret<ffi::Buffer<ffi::F32>>()
+                                  .Attr<float>("magnitude"));
+
+#pragma GCC visibility pop

@@ -1,0 +1,13 @@
+#define LANES 16    // floats of a vector
+#define VECTORS 4  // of a panel
+#define ROWS 6     // of a tile: ROWS x VECTORS sums stay in registers
+#include "kernels.inl"
+
+namespace specserve {
+
+const Kernels* kernels_avx512() {
+  static const Kernels kernels = {"avx512", kWidth, 8 * ROWS, matmul, attend, norm, gate, rotate};
+  return &kernels;
+}
+
+}  // namespace specserve

@@ -1,0 +1,99 @@
+// What the kernels take and do, apart from who calls them (ffi.cc) and with which vectors they are compiled (isa_*.cc).
+//
+// A kernel is a pure function of its arguments and of a range of independent units of work, so that any number of
+// threads may share a call without talking to each other. No unit's result depends on how many units there are, which
+// is what makes a product's row independent of the other rows of the call.
+#pragma once
+
+#include <cstdint>
+
+namespace specserve {
+
+enum class Format : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
+
+// y[r] = x[r] @ weight[group[r]], summed in float32 over d_in in ascending order, whatever the number of rows.
+//
+// A weight lies in panels of `width` outputs: [d_out / width rounded up, d_in, width]. The float32 values of one input
+// are in the order of the outputs. Of narrower values a lane of 32 bits holds several, so that shifts and masks widen
+// them: outputs j and j + width / 2 (bfloat16), or j, j + width / 4, j + width / 2 and j + 3 width / 4 (int8), the first
+// in the lowest bits.
+struct Matmul {
+  const float* x;        // [rows, d_in]
+  const int32_t* group;  // [rows], which weight each row is multiplied by; null: the first. Out of range: y is 0
+  const void* panels;    // [groups, d_out / width rounded up, d_in, width]
+  const float* scale;    // [groups, d_in / block rounded up, d_out], of each block of inputs; null: none
+  float* y;              // [rows, d_out]
+  int64_t rows, groups, d_in, d_out, block;
+  Format format;
+  const int32_t* order;  // [rows], the rows sorted by group
+  const int64_t* start;  // [groups + 1], where each group's rows begin in `order`
+};
+
+// Softmax attention of a few new tokens of each sequence over [committed pages | new keys] (see kernels/attention.py).
+struct Attend {
+  const float* q;             // [batch, n, head, head_dim]
+  const float* k;             // [batch, m, kv_head, head_dim]
+  const float* v;             // [batch, m, kv_head, v_dim]
+  const uint8_t* mask;        // [batch or 1, n, m], 1 where the query sees the new key
+  const float* k_pages;       // [page, kv_head, head_dim, page_size]
+  const float* v_pages;       // [page, kv_head, page_size, v_dim]; null: the keys' first channels, transposed
+  const int32_t* page_table;  // [batch, width]
+  const int32_t* lens;        // [batch], committed entries
+  const int32_t* positions;   // [batch, n]; read with a window
+  const float* sinks;         // [head]; null: none
+  float* out;                 // [batch, n, head, v_dim]
+  int64_t batch, n, m, heads, kv_heads, head_dim, v_dim, num_pages, page_size, width, first, window;
+  bool has_batched_mask;
+  float scale, softcap;
+};
+
+// y = x / rms(x) * weight over rows of `size`; with `offset` the weight is a difference from 1.
+struct Norm {
+  const float* x;       // [rows, size]
+  const float* weight;  // [size]
+  float* y;             // [rows, size]
+  int64_t size;
+  float eps;
+  bool offset;
+};
+
+enum class Activation : int { kSilu = 0, kGelu = 1, kClampedSwiglu = 2 };
+
+// y = activation(gate) * up (see models/layers.py), gate and up in rows of `stride` floats.
+struct Gate {
+  const float* gate;
+  const float* up;
+  float* y;  // [rows, size]
+  int64_t size, stride;
+  Activation activation;
+};
+
+// Rotary embedding of the first 2 * half channels of each head; the others are copied.
+struct Rotate {
+  const float* x;    // [rows, heads, head_dim]
+  const float* cos;  // [rows, half]
+  const float* sin;  // [rows, half]
+  float* y;          // like x
+  int64_t heads, head_dim, half;
+  bool is_interleaved;
+};
+
+struct Kernels {
+  const char* name;
+  int64_t panel_width;
+  int64_t row_block;  // rows of a unit of `matmul`
+  // Outputs [panel * width, (panel + 1) * width) of the rows order[begin:end], all of one group.
+  void (*matmul)(const Matmul&, int64_t group, int64_t panel, int64_t begin, int64_t end);
+  // One sequence, one KV head, and the queries [begin, end) of the n.
+  void (*attend)(const Attend&, int64_t sequence, int64_t kv_head, int64_t begin, int64_t end);
+  // The rows [begin, end).
+  void (*norm)(const Norm&, int64_t begin, int64_t end);
+  void (*gate)(const Gate&, int64_t begin, int64_t end);
+  void (*rotate)(const Rotate&, int64_t begin, int64_t end);
+};
+
+const Kernels* kernels_avx512();
+const Kernels* kernels_avx2();
+const Kernels* kernels_neon();
+
+}  // namespace specserve

@@ -1,0 +1,395 @@
+// The kernels, written once in the compiler's vector extensions. Each isa_*.cc compiles them for its instruction set,
+// with LANES floats to a vector and room for ROWS x VECTORS sums in registers.
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <vector>
+
+#include "kernels.h"
+
+namespace specserve {
+namespace {
+
+typedef float Floats __attribute__((vector_size(4 * LANES)));
+typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
+typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
+
+constexpr int64_t kWidth = LANES * VECTORS;  // outputs of a panel
+constexpr int64_t kInputs = 1024;            // of a panel, read by all rows before the next: half of an L2 cache at most
+
+template <class T>
+inline T load(const void* from) {
+  T to;
+  std::memcpy(&to, from, sizeof(T));
+  return to;
+}
+
+inline Floats load_floats(const float* from) { return load<Floats>(from); }
+inline void store(float* to, Floats from) { std::memcpy(to, &from, sizeof(from)); }
+inline Floats splat(float value) { return value - Floats{}; }
+inline Floats as_floats(Words bits) {
+  Floats to;
+  std::memcpy(&to, &bits, sizeof(to));
+  return to;
+}
+
+// The weights of one input: VECTORS vectors of floats.
+template <Format format>
+inline void widen(const void* panel, int64_t input, Floats (&w)[VECTORS]) {
+  if constexpr (format == Format::kFloat32) {
+    const float* from = static_cast<const float*>(panel) + input * kWidth;
+    for (int i = 0; i < VECTORS; ++i) w[i] = load_floats(from + i * LANES);
+  } else if constexpr (format == Format::kBfloat16) {
+    const uint16_t* from = static_cast<const uint16_t*>(panel) + input * kWidth;
+    for (int i = 0; i < VECTORS / 2; ++i) {
+      Words pair = load<Words>(from + i * 2 * LANES);
+      w[i] = as_floats(pair << 16);
+      w[i + VECTORS / 2] = as_floats(pair & 0xffff0000u);
+    }
+  } else {
+    static_assert(VECTORS == 4, "a lane of 32 bits holds four outputs");
+    const Words four = load<Words>(static_cast<const int8_t*>(panel) + input * kWidth);
+    for (int i = 0; i < 4; ++i) {
+      w[i] = __builtin_convertvector(reinterpret_cast<Ints>(four << (24 - 8 * i)) >> 24, Floats);
+    }
+  }
+}
+
+// sums[r] += x[r][begin:end] @ panel[begin:end], for R rows.
+template <Format format, int R>
+void multiply(const float* const* x, const void* panel, int64_t begin, int64_t end, float* sums) {
+  Floats sum[R][VECTORS];
+  for (int r = 0; r < R; ++r) {
+    for (int i = 0; i < VECTORS; ++i) sum[r][i] = load_floats(sums + r * kWidth + i * LANES);
+  }
+  for (int64_t input = begin; input < end; ++input) {
+    Floats w[VECTORS];
+    widen<format>(panel, input, w);
+    for (int r = 0; r < R; ++r) {
+      Floats value = splat(x[r][input]);
+      for (int i = 0; i < VECTORS; ++i) sum[r][i] += value * w[i];
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int i = 0; i < VECTORS; ++i) store(sums + r * kWidth + i * LANES, sum[r][i]);
+  }
+}
+
+template <Format format, int R>
+void multiply_rows(int rows, const float* const* x, const void* panel, int64_t begin, int64_t end, float* sums) {
+  if constexpr (R > 1) {
+    if (rows < R) return multiply_rows<format, R - 1>(rows, x, panel, begin, end, sums);
+  }
+  multiply<format, R>(x, panel, begin, end, sums);
+}
+
+template <Format format>
+void matmul_as(const Matmul& call, int64_t group, int64_t panel, int64_t begin, int64_t end) {
+  constexpr int64_t kSize = format == Format::kFloat32 ? 4 : format == Format::kBfloat16 ? 2 : 1;
+  const int64_t num_panels = (call.d_out + kWidth - 1) / kWidth, rows = end - begin;
+  const int64_t column = panel * kWidth, columns = std::min(kWidth, call.d_out - column);
+  const char* weights = static_cast<const char*>(call.panels) + (group * num_panels + panel) * call.d_in * kWidth * kSize;
+  const int64_t num_blocks = (call.d_in + call.block - 1) / call.block;
+  thread_local std::vector<float> sums, totals;
+  sums.assign(rows * kWidth, 0.0f);
+  if (num_blocks > 1) totals.assign(rows * kWidth, 0.0f);
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    const int64_t last = std::min(call.d_in, (block + 1) * call.block);
+    for (int64_t input = block * call.block; input < last; input += kInputs) {
+      for (int64_t row = 0; row < rows; row += ROWS) {
+        const int tile = static_cast<int>(std::min<int64_t>(ROWS, rows - row));
+        const float* x[ROWS];
+        for (int r = 0; r < tile; ++r) x[r] = call.x + call.order[begin + row + r] * call.d_in;
+        multiply_rows<format, ROWS>(tile, x, weights, input, std::min(last, input + kInputs), &sums[row * kWidth]);
+      }
+    }
+    if (!call.scale) continue;
+    const float* scale = call.scale + (group * num_blocks + block) * call.d_out + column;
+    for (int64_t row = 0; row < rows; ++row) {
+      float* sum = &sums[row * kWidth];
+      for (int64_t i = 0; i < columns; ++i) sum[i] *= scale[i];
+      if (num_blocks == 1) continue;
+      for (int64_t i = 0; i < kWidth; ++i) {
+        totals[row * kWidth + i] += sum[i];
+        sum[i] = 0.0f;
+      }
+    }
+  }
+  const float* from = num_blocks > 1 ? totals.data() : sums.data();
+  for (int64_t row = 0; row < rows; ++row) {
+    std::memcpy(call.y + call.order[begin + row] * call.d_out + column, from + row * kWidth, columns * sizeof(float));
+  }
+}
+
+void matmul(const Matmul& call, int64_t group, int64_t panel, int64_t begin, int64_t end) {
+  switch (call.format) {
+    case Format::kFloat32: return matmul_as<Format::kFloat32>(call, group, panel, begin, end);
+    case Format::kBfloat16: return matmul_as<Format::kBfloat16>(call, group, panel, begin, end);
+    case Format::kInt8: return matmul_as<Format::kInt8>(call, group, panel, begin, end);
+  }
+}
+
+// exp(x) for x <= 0, to 2 units in the last place: Cody and Waite's reduction by powers of two, then the polynomial of
+// degree 6 with minimal error on [-ln 2 / 2, ln 2 / 2]. Below the smallest normal number the result is 0.
+inline Floats exp_of_negative(Floats x) {
+  const Floats lowest = splat(-87.3f);
+  Floats clamped = x > lowest ? x : lowest;
+  Floats rounded = clamped * 1.44269504f + 12582912.0f;  // adding 1.5 * 2^23 rounds to an integer
+  Floats n = rounded - 12582912.0f;
+  Floats r = clamped - n * 0.693359375f;
+  r = r + n * 2.12194440e-4f;
+  Floats p = splat(1.9875691500e-4f);
+  p = p * r + 1.3981999507e-3f;
+  p = p * r + 8.3334519073e-3f;
+  p = p * r + 4.1665795894e-2f;
+  p = p * r + 1.6666665459e-1f;
+  p = p * r + 5.0000001201e-1f;
+  p = p * (r * r) + r + 1.0f;
+  Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
+  Floats power;
+  std::memcpy(&power, &exponent, sizeof(power));
+  return x > lowest ? p * power : splat(0.0f);
+}
+
+// out[r][c] += sum over k in ascending order of x[r][k] * w[k][c], for R rows and the C vectors from column c on.
+template <int R, int C>
+void multiply_small(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t inner, float* out,
+                    int64_t out_stride) {
+  Floats sum[R][C];
+  for (int r = 0; r < R; ++r) {
+    for (int c = 0; c < C; ++c) sum[r][c] = load_floats(out + r * out_stride + c * LANES);
+  }
+  for (int64_t k = 0; k < inner; ++k) {
+    Floats row[C];
+    for (int c = 0; c < C; ++c) row[c] = load_floats(w + k * w_stride + c * LANES);
+    for (int r = 0; r < R; ++r) {
+      Floats value = splat(x[r * x_stride + k]);
+      for (int c = 0; c < C; ++c) sum[r][c] += value * row[c];
+    }
+  }
+  for (int r = 0; r < R; ++r) {
+    for (int c = 0; c < C; ++c) store(out + r * out_stride + c * LANES, sum[r][c]);
+  }
+}
+
+template <int R>
+void multiply_columns(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t inner, int64_t columns,
+                      float* out, int64_t out_stride) {
+  int64_t c = 0;
+  for (; c + 2 * LANES <= columns; c += 2 * LANES) {
+    multiply_small<R, 2>(x, x_stride, w + c, w_stride, inner, out + c, out_stride);
+  }
+  for (; c + LANES <= columns; c += LANES) {
+    multiply_small<R, 1>(x, x_stride, w + c, w_stride, inner, out + c, out_stride);
+  }
+  for (; c < columns; ++c) {
+    for (int r = 0; r < R; ++r) {
+      float sum = out[r * out_stride + c];
+      for (int64_t k = 0; k < inner; ++k) sum = __builtin_fmaf(x[r * x_stride + k], w[k * w_stride + c], sum);
+      out[r * out_stride + c] = sum;
+    }
+  }
+}
+
+// out [rows, columns] += x [rows, inner] @ w [inner, columns]; each result is one chain of sums over `inner`.
+void accumulate(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t rows, int64_t inner,
+                int64_t columns, float* out, int64_t out_stride) {
+  int64_t r = 0;
+  for (; r + 4 <= rows; r += 4) {
+    multiply_columns<4>(x + r * x_stride, x_stride, w, w_stride, inner, columns, out + r * out_stride, out_stride);
+  }
+  for (; r < rows; ++r) {
+    multiply_columns<1>(x + r * x_stride, x_stride, w, w_stride, inner, columns, out + r * out_stride, out_stride);
+  }
+}
+
+// A query's softmax is taken over its keys in the order of the sequence, with the largest score known beforehand: first
+// all scores, then one chain of sums over the values. Whether a key is committed or new then changes no bit, so a token
+// gets the same result from plain decoding, from the verification of a tree, and from a prompt's chunk.
+void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin, int64_t end) {
+  const int64_t group = call.heads / call.kv_heads, n = end - begin, rows = group * n;
+  const int64_t len = std::min<int64_t>(std::max(call.lens[sequence], 0), call.width * call.page_size);
+  const int64_t pages = (len + call.page_size - 1) / call.page_size;
+  const int64_t committed = pages * call.page_size, keys = committed + call.m;
+  const int32_t* table = call.page_table + sequence * call.width;
+  thread_local std::vector<float> q_rows, scores, transposed, out, total;
+  q_rows.resize(rows * call.head_dim);
+  scores.assign(rows * keys, 0.0f);
+  out.assign(rows * call.v_dim, 0.0f);
+  auto page_of = [&](int64_t page) {
+    return (std::min<int64_t>(std::max(table[page], 0), call.num_pages - 1) * call.kv_heads + kv_head) * call.page_size;
+  };
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t query = begin + row % n, head = kv_head * group + row / n;
+    const float* from = call.q + ((sequence * call.n + query) * call.heads + head) * call.head_dim;
+    for (int64_t i = 0; i < call.head_dim; ++i) q_rows[row * call.head_dim + i] = from[i] * call.scale;
+  }
+  for (int64_t page = 0; page < pages; ++page) {
+    accumulate(q_rows.data(), call.head_dim, call.k_pages + page_of(page) * call.head_dim, call.page_size, rows,
+               call.head_dim, call.page_size, &scores[page * call.page_size], keys);
+  }
+  transposed.resize(call.head_dim * call.m);
+  for (int64_t key = 0; key < call.m; ++key) {
+    const float* from = call.k + ((sequence * call.m + key) * call.kv_heads + kv_head) * call.head_dim;
+    for (int64_t i = 0; i < call.head_dim; ++i) transposed[i * call.m + key] = from[i];
+  }
+  accumulate(q_rows.data(), call.head_dim, transposed.data(), call.m, rows, call.head_dim, call.m, &scores[committed],
+             keys);
+  total.resize(rows);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t query = begin + row % n;
+    float* score = &scores[row * keys];
+    const uint8_t* mask = call.mask + ((call.has_batched_mask ? sequence * call.n : 0) + query) * call.m;
+    const int32_t position = call.window ? call.positions[sequence * call.n + query] : 0;
+    const int64_t first = std::max(call.first, call.window ? position - call.window + 1 : int64_t{0});
+    const float sink = call.sinks ? call.sinks[kv_head * group + row / n] : -INFINITY;
+    if (call.softcap) {
+      for (int64_t key = 0; key < keys; ++key) score[key] = call.softcap * std::tanh(score[key] / call.softcap);
+    }
+    for (int64_t key = 0; key < std::min(first, committed); ++key) score[key] = -INFINITY;
+    for (int64_t key = len; key < committed; ++key) score[key] = -INFINITY;
+    for (int64_t key = 0; key < call.m; ++key) {
+      const bool in_window = !call.window || position - call.positions[sequence * call.n + key] < call.window;
+      if (!mask[key] || !in_window) score[committed + key] = -INFINITY;
+    }
+    float largest = sink;
+    for (int64_t key = 0; key < keys; ++key) largest = std::max(largest, score[key]);
+    // a query that sees nothing is padding: its result is 0
+    const float base = largest == -INFINITY ? 0.0f : largest;
+    int64_t key = 0;
+    for (; key + LANES <= keys; key += LANES) {
+      store(score + key, exp_of_negative(load_floats(score + key) - splat(base)));
+    }
+    if (key < keys) {
+      Floats rest = splat(-INFINITY);
+      std::memcpy(&rest, score + key, (keys - key) * sizeof(float));
+      rest = exp_of_negative(rest - splat(base));
+      std::memcpy(score + key, &rest, (keys - key) * sizeof(float));
+    }
+    // LANES sums, of which the i-th visible key of the sequence goes to number i % LANES
+    Floats sums = splat(0.0f);
+    for (key = 0; key + LANES <= len; key += LANES) sums += load_floats(score + key);
+    float by_lane[LANES];
+    std::memcpy(by_lane, &sums, sizeof(sums));
+    for (; key < len; ++key) by_lane[key % LANES] += score[key];
+    int64_t place = len;
+    for (key = committed; key < keys; ++key) {
+      if (mask[key - committed]) by_lane[place++ % LANES] += score[key];
+    }
+    float sum = call.sinks ? std::exp(sink - base) : 0.0f;
+    for (int64_t i = 0; i < LANES; ++i) sum += by_lane[i];
+    total[row] = sum;
+  }
+  for (int64_t page = 0; page < pages; ++page) {
+    const int64_t inner = std::min(call.page_size, len - page * call.page_size);
+    const float* values = nullptr;
+    if (call.v_pages) {
+      values = call.v_pages + page_of(page) * call.v_dim;
+    } else {
+      const float* from = call.k_pages + page_of(page) * call.head_dim;
+      transposed.resize(std::max<size_t>(transposed.size(), call.page_size * call.v_dim));
+      for (int64_t i = 0; i < call.v_dim; ++i) {
+        for (int64_t key = 0; key < inner; ++key) transposed[key * call.v_dim + i] = from[i * call.page_size + key];
+      }
+      values = transposed.data();
+    }
+    accumulate(&scores[page * call.page_size], keys, values, call.v_dim, rows, inner, call.v_dim, out.data(), call.v_dim);
+  }
+  accumulate(&scores[committed], keys, call.v + (sequence * call.m * call.kv_heads + kv_head) * call.v_dim,
+             call.kv_heads * call.v_dim, rows, call.m, call.v_dim, out.data(), call.v_dim);
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t query = begin + row % n, head = kv_head * group + row / n;
+    float* to = call.out + ((sequence * call.n + query) * call.heads + head) * call.v_dim;
+    const float factor = total[row] > 0.0f ? 1.0f / total[row] : 0.0f;
+    for (int64_t i = 0; i < call.v_dim; ++i) to[i] = out[row * call.v_dim + i] * factor;
+  }
+}
+
+// The last vector of a row, of which only `count` floats exist.
+inline Floats load_part(const float* from, int64_t count) {
+  Floats to = splat(0.0f);
+  std::memcpy(&to, from, count * sizeof(float));
+  return to;
+}
+inline void store_part(float* to, Floats from, int64_t count) { std::memcpy(to, &from, count * sizeof(float)); }
+
+void norm(const Norm& call, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const float* x = call.x + row * call.size;
+    float* y = call.y + row * call.size;
+    Floats squares = splat(0.0f);
+    int64_t i = 0;
+    for (; i + LANES <= call.size; i += LANES) squares += load_floats(x + i) * load_floats(x + i);
+    if (i < call.size) squares += load_part(x + i, call.size - i) * load_part(x + i, call.size - i);
+    float sum = 0.0f;
+    for (int lane = 0; lane < LANES; ++lane) sum += squares[lane];
+    const Floats factor = splat(1.0f / std::sqrt(sum / static_cast<float>(call.size) + call.eps));
+    const Floats one = splat(call.offset ? 1.0f : 0.0f);
+    for (i = 0; i + LANES <= call.size; i += LANES) {
+      store(y + i, load_floats(x + i) * factor * (load_floats(call.weight + i) + one));
+    }
+    if (i < call.size) {
+      const int64_t count = call.size - i;
+      store_part(y + i, load_part(x + i, count) * factor * (load_part(call.weight + i, count) + one), count);
+    }
+  }
+}
+
+inline Floats magnitude(Floats x) { return x < splat(0.0f) ? -x : x; }
+
+inline Floats sigmoid(Floats x) {
+  const Floats e = exp_of_negative(-magnitude(x));
+  const Floats one = splat(1.0f);
+  return (x < splat(0.0f) ? e : one) / (one + e);
+}
+
+inline Floats activate(Floats gate, Floats up, Activation activation) {
+  const Floats one = splat(1.0f);
+  if (activation == Activation::kSilu) return gate * sigmoid(gate) * up;
+  if (activation == Activation::kClampedSwiglu) {
+    const Floats bound = splat(7.0f);
+    gate = gate > bound ? bound : gate;
+    up = up > bound ? bound : up < -bound ? -bound : up;
+    return gate * sigmoid(gate * 1.702f) * (up + one);
+  }
+  // gelu by tanh: 0.5 (1 + tanh(u)) is the sigmoid of 2 u
+  const Floats u = (gate + gate * gate * gate * 0.044715f) * 0.7978845608f;
+  return gate * sigmoid(u + u) * up;
+}
+
+void gate(const Gate& call, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const float* gate = call.gate + row * call.stride;
+    const float* up = call.up + row * call.stride;
+    float* y = call.y + row * call.size;
+    int64_t i = 0;
+    for (; i + LANES <= call.size; i += LANES) {
+      store(y + i, activate(load_floats(gate + i), load_floats(up + i), call.activation));
+    }
+    if (i < call.size) {
+      const int64_t count = call.size - i;
+      store_part(y + i, activate(load_part(gate + i, count), load_part(up + i, count), call.activation), count);
+    }
+  }
+}
+
+void rotate(const Rotate& call, int64_t begin, int64_t end) {
+  const int64_t step = call.is_interleaved ? 2 : 1, apart = call.is_interleaved ? 1 : call.half;
+  for (int64_t row = begin; row < end; ++row) {
+    const float *cos = call.cos + row * call.half, *sin = call.sin + row * call.half;
+    for (int64_t head = 0; head < call.heads; ++head) {
+      const float* x = call.x + (row * call.heads + head) * call.head_dim;
+      float* y = call.y + (row * call.heads + head) * call.head_dim;
+      for (int64_t i = 0; i < call.half; ++i) {
+        const float first = x[i * step], second = x[i * step + apart];
+        y[i * step] = __builtin_fmaf(first, cos[i], -(second * sin[i]));
+        y[i * step + apart] = __builtin_fmaf(second, cos[i], first * sin[i]);
+      }
+      std::copy(x + 2 * call.half, x + call.head_dim, y + 2 * call.half);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace specserve

@@ -1,0 +1,86 @@
+"""What a layer does between its products, row by row: norms, gates, rotary embeddings. Arrays in, arrays out.
+
+While a served step is traced (`native.serving`) these run as native kernels, where there are any. XLA computes one row
+by other sums and other formulas than many rows, so that a token's result would differ in its last bits between a plain
+step, a tree and a prompt; the kernels compute a row in one way. They have no gradient: serving needs none.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specserve.kernels import native
+
+Activation = Literal["silu", "gelu_tanh", "clamped_swiglu"]
+ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")  # in the order of `native/kernels.h`
+
+
+def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, offset: bool = False) -> jax.Array:
+    """Root-mean-square norm over the last axis, computed in float32, returned in x's dtype. With `offset` the weight
+    is a difference from 1, as Gemma keeps it. `weight` [size] may have leading axes that broadcast."""
+    if weight.ndim == 1 and native.serves(x, weight):
+        return _call("specserve_norm", x.shape, x, weight, eps=np.float32(eps), offset=offset)
+    x32 = x.astype(jnp.float32)
+    scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
+    if offset:
+        return (x32 * scale * (1.0 + weight.astype(jnp.float32))).astype(x.dtype)
+    return (x32 * scale).astype(x.dtype) * weight.astype(x.dtype)
+
+
+def gated(gate: jax.Array, up: jax.Array | None, activation: Activation = "silu") -> jax.Array:
+    """act(gate) * up, all [..., d_ff]; without `up`, gate [..., 2 * d_ff] holds both side by side. The clamped form is
+    GPT-OSS's: gate * sigmoid(1.702 gate) * (up + 1), both bounded by 7."""
+    if native.serves(gate) and (up is None or native.serves(up)):
+        shape = gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
+        second = jnp.zeros(0, jnp.float32) if up is None else up
+        return _call("specserve_gate", shape, gate, second, activation=np.int64(ACTIVATIONS.index(activation)))
+    if up is None:
+        gate, up = jnp.split(gate, 2, axis=-1)
+    if activation == "clamped_swiglu":
+        gate, up = jnp.minimum(gate, 7.0), jnp.clip(up, -7.0, 7.0)
+        return gate * jax.nn.sigmoid(1.702 * gate) * (up + 1.0)
+    return (jax.nn.silu(gate) if activation == "silu" else jax.nn.gelu(gate, approximate=True)) * up
+
+
+def cos_sin(
+    position_ids: jax.Array,  # [batch, seq] int32
+    frequencies: np.ndarray,  # [half] float32
+    magnitude: float,
+) -> tuple[jax.Array, jax.Array]:  # [batch, seq, 1, half] float32
+    """The cosines and sines of position * frequency, times `magnitude`."""
+    if native.is_serving():
+        shape = jax.ShapeDtypeStruct((*position_ids.shape, 1, len(frequencies)), jnp.float32)
+        call = jax.ffi.ffi_call("specserve_angles", (shape, shape))
+        cos, sin = call(position_ids.astype(jnp.int32), jnp.asarray(frequencies), magnitude=np.float32(magnitude))
+        return cos, sin
+    angles = position_ids.astype(jnp.float32)[..., None, None] * frequencies
+    return jnp.cos(angles) * magnitude, jnp.sin(angles) * magnitude
+
+
+def apply_rope(
+    x: jax.Array,  # [batch, seq, head, head_dim]
+    tables: tuple[jax.Array, jax.Array],  # from `cos_sin`
+    *,
+    is_interleaved: bool = False,
+) -> jax.Array:
+    """Turn the first channels of each head, as many as the tables have angles for, in float32: the first half of them
+    against the second (the Hugging Face convention) or each even one against the next."""
+    cos, sin = tables
+    if native.serves(x, cos, sin) and cos.shape[:2] == x.shape[:2]:
+        return _call("specserve_rotate", x.shape, x, cos, sin, is_interleaved=is_interleaved)
+    rotary_dim = 2 * cos.shape[-1]
+    turned, rest = x[..., :rotary_dim].astype(jnp.float32), x[..., rotary_dim:]
+    if is_interleaved:
+        first, second = turned[..., ::2], turned[..., 1::2]
+    else:
+        first, second = jnp.split(turned, 2, axis=-1)
+    parts = first * cos - second * sin, second * cos + first * sin
+    turned = jnp.stack(parts, axis=-1).reshape(turned.shape) if is_interleaved else jnp.concatenate(parts, axis=-1)
+    turned = turned.astype(x.dtype)
+    return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
+
+
+def _call(name: str, shape: tuple[int, ...], *args: jax.Array, **attributes: Any) -> jax.Array:
+    return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(shape, jnp.float32))(*args, **attributes)
