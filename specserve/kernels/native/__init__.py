@@ -1,19 +1,29 @@
-"""Shim until the build is merged."""
+"""Native CPU kernels: C++ in one shared library, called through `jax.ffi`. They are optional: where the library was not
+built, or cannot be used, one line in the log says why and XLA's own products run instead.
+
+The kernels serve: they have no gradient and run on one CPU device. `serving` marks the functions of a served step;
+while one of them is traced, the doors of this room (`attend`, `rms_norm`, ...) call the kernels.
+"""
+
 import contextlib
 import ctypes
 import functools
+import logging
+import struct
+import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import ParamSpec, TypeVar
+from typing import NamedTuple, ParamSpec, TypeVar
 
 import jax
-import jax.numpy as jnp
 
+from specserve.kernels.native import build
 from specserve.mesh import traced_mesh
 
-Arguments = ParamSpec("Arguments")
-Result = TypeVar("Result")
+logger = logging.getLogger(__name__)
 
+# FFI targets; each is an exported function of the library by the same name
 HANDLERS = (
     "specserve_matmul",
     "specserve_attend",
@@ -22,42 +32,51 @@ HANDLERS = (
     "specserve_rotate",
     "specserve_angles",
 )
-_is_left_out = False
-_is_serving = False
+
+Arguments = ParamSpec("Arguments")
+Result = TypeVar("Result")
 
 
-@functools.cache
-def _library() -> ctypes.CDLL | None:
-    path = Path(__file__).parent / "libspecserve_kernels.so"
-    if not path.is_file():
-        return None
-    library = ctypes.CDLL(str(path))
-    for name in HANDLERS:
-        jax.ffi.register_ffi_target(name, jax.ffi.pycapsule(getattr(library, name)), platform="cpu")
-    return library
+class _Tracing(threading.local):
+    """What this thread traces."""
+
+    is_serving = False
+    is_left_out = False
+
+
+_state = _Tracing()
+
+
+class Native(NamedTuple):
+    """The library, or None; and its instruction set, or why there is none."""
+
+    library: ctypes.CDLL | None
+    text: str
 
 
 def is_available() -> bool:
-    return not _is_left_out and jax.default_backend() == "cpu" and _library() is not None and panel_width() > 0
+    """Whether the native kernels can be called in programs for the CPU. The first answer that is no is logged."""
+    if _state.is_left_out or jax.default_backend() != "cpu":
+        return False
+    native = _native()
+    if native.library is None:
+        _warn(native.text)
+    return native.library is not None
+
+
+def describe() -> str:
+    """The instruction set that the kernels use on this processor, or why there are none and what to do about it."""
+    is_available()
+    return _native().text
 
 
 def panel_width() -> int:
     """Outputs of a panel of a packed matrix, which the instruction set decides."""
-    library = _library()
-    assert library is not None
-    library.specserve_kernels_panel_width.restype = ctypes.c_int64
-    return library.specserve_kernels_panel_width()
-
-
-@contextlib.contextmanager
-def left_out() -> Iterator[None]:
-    """What is traced meanwhile runs on XLA's own products and attention, as where nothing was built."""
-    global _is_left_out
-    before, _is_left_out = _is_left_out, True
-    try:
-        yield
-    finally:
-        _is_left_out = before
+    library = _native().library
+    assert library is not None, "packing is for native kernels"
+    function = library.specserve_kernels_panel_width
+    function.restype = ctypes.c_int64
+    return function()
 
 
 def serving(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
@@ -65,21 +84,96 @@ def serving(function: Callable[Arguments, Result]) -> Callable[Arguments, Result
 
     @functools.wraps(function)
     def traced(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
-        global _is_serving
-        before, _is_serving = _is_serving, True
+        before = _state.is_serving
+        _state.is_serving = True
         try:
             return function(*args, **kwargs)
         finally:
-            _is_serving = before
+            _state.is_serving = before
 
     return traced
 
 
+@contextlib.contextmanager
+def left_out() -> Iterator[None]:
+    """What is traced meanwhile by this thread runs on XLA's own operations, as where nothing was built."""
+    before = _state.is_left_out
+    _state.is_left_out = True
+    try:
+        yield
+    finally:
+        _state.is_left_out = before
+
+
 def is_serving() -> bool:
     """Whether what is being traced is a served step on one CPU device, and there are native kernels."""
-    return _is_serving and traced_mesh() is None and is_available()
+    return _state.is_serving and traced_mesh() is None and is_available()
 
 
 def serves(*arrays: jax.Array) -> bool:
-    """The same, for a kernel over these arrays: they take float32."""
-    return is_serving() and all(array.dtype == jnp.float32 for array in arrays)
+    """The same, for a kernel over these arrays: the kernels compute in float32."""
+    return is_serving() and all(array.dtype == "float32" for array in arrays)
+
+
+@functools.cache
+def _native() -> Native:
+    return load(Path(__file__).parent, HANDLERS)
+
+
+@functools.cache
+def _warn(reason: str) -> None:
+    if jax.default_backend() == "cpu":  # elsewhere nobody misses them
+        logger.warning("no native CPU kernels, XLA's own products run instead: %s", reason)
+
+
+def load(folder: Path, handlers: tuple[str, ...]) -> Native:
+    """Open the library of a folder, check that it was made of the sources beside it, and register its handlers."""
+    path = folder / build.LIBRARY
+    expected = build.source_hash(folder)
+    fix = f"run `{build.AGAIN}`" if expected else "run `pip install --force-reinstall --no-deps specserve`"
+    if not path.exists():
+        marker = folder / build.MARKER
+        reason = marker.read_text().strip() if marker.exists() else f"nothing was installed from {folder}; {fix}"
+        return Native(None, f"not built: {reason}")
+    try:
+        _check_whole(path)
+        library = ctypes.CDLL(str(path))
+        if expected not in (None, _text(library, "specserve_kernels_source_hash")):
+            return Native(None, f"stale: the C++ sources have changed since {path.name} was built; {fix}")
+        _register(library, handlers)
+        name = _text(library, "specserve_kernels_instruction_set")
+        if name == "none":
+            return Native(None, "this processor has neither AVX2 with FMA nor NEON")
+        return Native(library, name)
+    # the loader (another processor, a symbol that is nowhere), ctypes (a symbol that is missing), XLA (another FFI)
+    except (OSError, AttributeError, RuntimeError) as error:
+        return Native(None, f"{path} cannot be used: {str(error).splitlines()[0]}; {fix}")
+
+
+def _check_whole(path: Path) -> None:
+    """Raise OSError for a file that was cut off. The loader of Linux maps what is not there, and the process dies."""
+    if sys.platform != "linux":
+        return
+    with path.open("rb") as file:
+        header = file.read(64)
+    if len(header) < 64 or header[:5] != b"\x7fELF\x02":
+        raise OSError("it is no 64-bit ELF file")
+    (table,) = struct.unpack_from("<Q", header, 0x28)  # of the sections: the last thing in the file
+    size, count = struct.unpack_from("<HH", header, 0x3A)
+    if path.stat().st_size < table + size * count:
+        raise OSError("the file is cut off")
+
+
+def _text(library: ctypes.CDLL, name: str) -> str:
+    function = library[name]
+    function.restype = ctypes.c_char_p
+    return function().decode()
+
+
+def _register(library: ctypes.CDLL, handlers: tuple[str, ...]) -> None:
+    capsules = {name: jax.ffi.pycapsule(library[name]) for name in handlers}
+    # Handlers registered before there is a CPU client are kept until there is one, and one that XLA refuses, of another
+    # FFI version, would then break the backend itself. So the client comes first and the refusal is ours to catch.
+    jax.local_devices(backend="cpu")
+    for name, capsule in capsules.items():
+        jax.ffi.register_ffi_target(name, capsule, platform="cpu")

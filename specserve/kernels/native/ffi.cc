@@ -13,11 +13,19 @@
 #include <vector>
 
 #include "kernels.h"
+#include "library.h"
 #include "xla/ffi/api/ffi.h"
 
 namespace ffi = xla::ffi;
 
 namespace specserve {
+
+float* scratch(int64_t floats) {
+  thread_local std::vector<float> kept;
+  if (static_cast<int64_t>(kept.size()) < floats) kept.resize(floats);
+  return kept.data();
+}
+
 namespace {
 
 const Kernels* choose() {
@@ -263,80 +271,76 @@ ffi::Error angles(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
 }  // namespace
 }  // namespace specserve
 
-#pragma GCC visibility push(default)
-
-extern "C" const char* specserve_kernels_name() {
+SPECSERVE_EXPORT const char* specserve_kernels_instruction_set() {
   const specserve::Kernels* chosen = specserve::kernels();
-  return chosen ? chosen->name : "";
+  return chosen ? chosen->name : "none";
 }
 
-extern "C" int64_t specserve_kernels_panel_width() {
+SPECSERVE_EXPORT int64_t specserve_kernels_panel_width() {
   const specserve::Kernels* chosen = specserve::kernels();
   return chosen ? chosen->panel_width : 0;
 }
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specserve_matmul, specserve::matmul,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::AnyBuffer>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("block"));
+SPECSERVE_HANDLER(specserve_matmul, specserve::matmul,
+                  ffi::Ffi::Bind()
+                      .Ctx<ffi::ThreadPool>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Arg<ffi::Buffer<ffi::S32>>()
+                      .Arg<ffi::AnyBuffer>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Ret<ffi::Buffer<ffi::F32>>()
+                      .Attr<int64_t>("block"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specserve_attend, specserve::attend,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::PRED>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<float>("scale")
-                                  .Attr<float>("softcap")
-                                  .Attr<int64_t>("first")
-                                  .Attr<int64_t>("window"));
+SPECSERVE_HANDLER(specserve_attend, specserve::attend,
+                  ffi::Ffi::Bind()
+                      .Ctx<ffi::ThreadPool>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Arg<ffi::Buffer<ffi::PRED>>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Arg<ffi::Buffer<ffi::S32>>()
+                      .Arg<ffi::Buffer<ffi::S32>>()
+                      .Arg<ffi::Buffer<ffi::S32>>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Ret<ffi::Buffer<ffi::F32>>()
+                      .Attr<float>("scale")
+                      .Attr<float>("softcap")
+                      .Attr<int64_t>("first")
+                      .Attr<int64_t>("window"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specserve_norm, specserve::norm,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<float>("eps")
-                                  .Attr<bool>("offset"));
+SPECSERVE_HANDLER(specserve_norm, specserve::norm,
+                  ffi::Ffi::Bind()
+                      .Ctx<ffi::ThreadPool>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Ret<ffi::Buffer<ffi::F32>>()
+                      .Attr<float>("eps")
+                      .Attr<bool>("offset"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specserve_gate, specserve::gate,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<int64_t>("activation"));
+SPECSERVE_HANDLER(specserve_gate, specserve::gate,
+                  ffi::Ffi::Bind()
+                      .Ctx<ffi::ThreadPool>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Ret<ffi::Buffer<ffi::F32>>()
+                      .Attr<int64_t>("activation"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specserve_rotate, specserve::rotate,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<bool>("is_interleaved"));
+SPECSERVE_HANDLER(specserve_rotate, specserve::rotate,
+                  ffi::Ffi::Bind()
+                      .Ctx<ffi::ThreadPool>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Ret<ffi::Buffer<ffi::F32>>()
+                      .Attr<bool>("is_interleaved"));
 
-XLA_FFI_DEFINE_HANDLER_SYMBOL(specserve_angles, specserve::angles,
-                              ffi::Ffi::Bind()
-                                  .Ctx<ffi::ThreadPool>()
-                                  .Arg<ffi::Buffer<ffi::S32>>()
-                                  .Arg<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Ret<ffi::Buffer<ffi::F32>>()
-                                  .Attr<float>("magnitude"));
-
-#pragma GCC visibility pop
+SPECSERVE_HANDLER(specserve_angles, specserve::angles,
+                  ffi::Ffi::Bind()
+                      .Ctx<ffi::ThreadPool>()
+                      .Arg<ffi::Buffer<ffi::S32>>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Ret<ffi::Buffer<ffi::F32>>()
+                      .Ret<ffi::Buffer<ffi::F32>>()
+                      .Attr<float>("magnitude"));

@@ -1,12 +1,12 @@
 #define LANES 8    // floats of a vector
 #define VECTORS 4  // of a panel
 #define ROWS 3     // of a tile: ROWS x VECTORS sums stay in registers
-#include "kernels.inl"
+#include "kernels_isa.h"
 
 namespace specserve {
 
 const Kernels* kernels_avx2() {
-  static const Kernels kernels = {"avx2", kWidth, 8 * ROWS, matmul, attend, norm, gate, rotate};
+  static constexpr Kernels kernels = {"avx2", kWidth, 8 * ROWS, matmul, attend, norm, gate, rotate};
   return &kernels;
 }
 

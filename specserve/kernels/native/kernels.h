@@ -5,7 +5,7 @@
 // is what makes a product's row independent of the other rows of the call.
 #pragma once
 
-#include <cstdint>
+#include <stdint.h>
 
 namespace specserve {
 
@@ -91,6 +91,9 @@ struct Kernels {
   void (*gate)(const Gate&, int64_t begin, int64_t end);
   void (*rotate)(const Rotate&, int64_t begin, int64_t end);
 };
+
+// So many floats for the calling thread, until it asks again; what they hold is undefined.
+float* scratch(int64_t floats);
 
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx2();

@@ -1,15 +1,17 @@
 // The kernels, written once in the compiler's vector extensions. Each isa_*.cc compiles them for its instruction set,
-// with LANES floats to a vector and room for ROWS x VECTORS sums in registers.
+// with LANES floats to a vector and room for ROWS x VECTORS sums in registers. Nothing of the standard library that
+// leaves code of its own is used here (see library.h).
 
-#include <algorithm>
-#include <cmath>
-#include <cstring>
-#include <vector>
+#include <math.h>
+#include <string.h>
 
 #include "kernels.h"
 
 namespace specserve {
 namespace {
+
+inline int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
 
 typedef float Floats __attribute__((vector_size(4 * LANES)));
 typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
@@ -21,16 +23,16 @@ constexpr int64_t kInputs = 1024;            // of a panel, read by all rows bef
 template <class T>
 inline T load(const void* from) {
   T to;
-  std::memcpy(&to, from, sizeof(T));
+  memcpy(&to, from, sizeof(T));
   return to;
 }
 
 inline Floats load_floats(const float* from) { return load<Floats>(from); }
-inline void store(float* to, Floats from) { std::memcpy(to, &from, sizeof(from)); }
+inline void store(float* to, Floats from) { memcpy(to, &from, sizeof(from)); }
 inline Floats splat(float value) { return value - Floats{}; }
 inline Floats as_floats(Words bits) {
   Floats to;
-  std::memcpy(&to, &bits, sizeof(to));
+  memcpy(&to, &bits, sizeof(to));
   return to;
 }
 
@@ -88,20 +90,20 @@ template <Format format>
 void matmul_as(const Matmul& call, int64_t group, int64_t panel, int64_t begin, int64_t end) {
   constexpr int64_t kSize = format == Format::kFloat32 ? 4 : format == Format::kBfloat16 ? 2 : 1;
   const int64_t num_panels = (call.d_out + kWidth - 1) / kWidth, rows = end - begin;
-  const int64_t column = panel * kWidth, columns = std::min(kWidth, call.d_out - column);
+  const int64_t column = panel * kWidth, columns = least(kWidth, call.d_out - column);
   const char* weights = static_cast<const char*>(call.panels) + (group * num_panels + panel) * call.d_in * kWidth * kSize;
   const int64_t num_blocks = (call.d_in + call.block - 1) / call.block;
-  thread_local std::vector<float> sums, totals;
-  sums.assign(rows * kWidth, 0.0f);
-  if (num_blocks > 1) totals.assign(rows * kWidth, 0.0f);
+  float* sums = scratch(2 * rows * kWidth);
+  float* totals = sums + rows * kWidth;
+  memset(sums, 0, 2 * rows * kWidth * sizeof(float));
   for (int64_t block = 0; block < num_blocks; ++block) {
-    const int64_t last = std::min(call.d_in, (block + 1) * call.block);
+    const int64_t last = least(call.d_in, (block + 1) * call.block);
     for (int64_t input = block * call.block; input < last; input += kInputs) {
       for (int64_t row = 0; row < rows; row += ROWS) {
-        const int tile = static_cast<int>(std::min<int64_t>(ROWS, rows - row));
+        const int tile = static_cast<int>(least(ROWS, rows - row));
         const float* x[ROWS];
         for (int r = 0; r < tile; ++r) x[r] = call.x + call.order[begin + row + r] * call.d_in;
-        multiply_rows<format, ROWS>(tile, x, weights, input, std::min(last, input + kInputs), &sums[row * kWidth]);
+        multiply_rows<format, ROWS>(tile, x, weights, input, least(last, input + kInputs), &sums[row * kWidth]);
       }
     }
     if (!call.scale) continue;
@@ -116,9 +118,9 @@ void matmul_as(const Matmul& call, int64_t group, int64_t panel, int64_t begin, 
       }
     }
   }
-  const float* from = num_blocks > 1 ? totals.data() : sums.data();
+  const float* from = num_blocks > 1 ? totals : sums;
   for (int64_t row = 0; row < rows; ++row) {
-    std::memcpy(call.y + call.order[begin + row] * call.d_out + column, from + row * kWidth, columns * sizeof(float));
+    memcpy(call.y + call.order[begin + row] * call.d_out + column, from + row * kWidth, columns * sizeof(float));
   }
 }
 
@@ -148,7 +150,7 @@ inline Floats exp_of_negative(Floats x) {
   p = p * (r * r) + r + 1.0f;
   Ints exponent = (__builtin_convertvector(n, Ints) + 127) << 23;
   Floats power;
-  std::memcpy(&power, &exponent, sizeof(power));
+  memcpy(&power, &exponent, sizeof(power));
   return x > lowest ? p * power : splat(0.0f);
 }
 
@@ -209,16 +211,20 @@ void accumulate(const float* x, int64_t x_stride, const float* w, int64_t w_stri
 // gets the same result from plain decoding, from the verification of a tree, and from a prompt's chunk.
 void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin, int64_t end) {
   const int64_t group = call.heads / call.kv_heads, n = end - begin, rows = group * n;
-  const int64_t len = std::min<int64_t>(std::max(call.lens[sequence], 0), call.width * call.page_size);
+  const int64_t len = least(most(call.lens[sequence], 0), call.width * call.page_size);
   const int64_t pages = (len + call.page_size - 1) / call.page_size;
   const int64_t committed = pages * call.page_size, keys = committed + call.m;
   const int32_t* table = call.page_table + sequence * call.width;
-  thread_local std::vector<float> q_rows, scores, transposed, out, total;
-  q_rows.resize(rows * call.head_dim);
-  scores.assign(rows * keys, 0.0f);
-  out.assign(rows * call.v_dim, 0.0f);
+  const int64_t sizes[] = {rows * call.head_dim, rows * keys, rows * call.v_dim, rows,
+                           most(call.head_dim * call.m, call.page_size * call.v_dim)};
+  float* q_rows = scratch(sizes[0] + sizes[1] + sizes[2] + sizes[3] + sizes[4]);
+  float* scores = q_rows + sizes[0];
+  float* out = scores + sizes[1];
+  float* total = out + sizes[2];
+  float* transposed = total + sizes[3];
+  memset(scores, 0, (sizes[1] + sizes[2]) * sizeof(float));
   auto page_of = [&](int64_t page) {
-    return (std::min<int64_t>(std::max(table[page], 0), call.num_pages - 1) * call.kv_heads + kv_head) * call.page_size;
+    return (least(most(table[page], 0), call.num_pages - 1) * call.kv_heads + kv_head) * call.page_size;
   };
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t query = begin + row % n, head = kv_head * group + row / n;
@@ -226,35 +232,33 @@ void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin
     for (int64_t i = 0; i < call.head_dim; ++i) q_rows[row * call.head_dim + i] = from[i] * call.scale;
   }
   for (int64_t page = 0; page < pages; ++page) {
-    accumulate(q_rows.data(), call.head_dim, call.k_pages + page_of(page) * call.head_dim, call.page_size, rows,
+    accumulate(q_rows, call.head_dim, call.k_pages + page_of(page) * call.head_dim, call.page_size, rows,
                call.head_dim, call.page_size, &scores[page * call.page_size], keys);
   }
-  transposed.resize(call.head_dim * call.m);
   for (int64_t key = 0; key < call.m; ++key) {
     const float* from = call.k + ((sequence * call.m + key) * call.kv_heads + kv_head) * call.head_dim;
     for (int64_t i = 0; i < call.head_dim; ++i) transposed[i * call.m + key] = from[i];
   }
-  accumulate(q_rows.data(), call.head_dim, transposed.data(), call.m, rows, call.head_dim, call.m, &scores[committed],
+  accumulate(q_rows, call.head_dim, transposed, call.m, rows, call.head_dim, call.m, &scores[committed],
              keys);
-  total.resize(rows);
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t query = begin + row % n;
     float* score = &scores[row * keys];
     const uint8_t* mask = call.mask + ((call.has_batched_mask ? sequence * call.n : 0) + query) * call.m;
     const int32_t position = call.window ? call.positions[sequence * call.n + query] : 0;
-    const int64_t first = std::max(call.first, call.window ? position - call.window + 1 : int64_t{0});
+    const int64_t first = most(call.first, call.window ? position - call.window + 1 : 0);
     const float sink = call.sinks ? call.sinks[kv_head * group + row / n] : -INFINITY;
     if (call.softcap) {
-      for (int64_t key = 0; key < keys; ++key) score[key] = call.softcap * std::tanh(score[key] / call.softcap);
+      for (int64_t key = 0; key < keys; ++key) score[key] = call.softcap * tanhf(score[key] / call.softcap);
     }
-    for (int64_t key = 0; key < std::min(first, committed); ++key) score[key] = -INFINITY;
+    for (int64_t key = 0; key < least(first, committed); ++key) score[key] = -INFINITY;
     for (int64_t key = len; key < committed; ++key) score[key] = -INFINITY;
     for (int64_t key = 0; key < call.m; ++key) {
       const bool in_window = !call.window || position - call.positions[sequence * call.n + key] < call.window;
       if (!mask[key] || !in_window) score[committed + key] = -INFINITY;
     }
     float largest = sink;
-    for (int64_t key = 0; key < keys; ++key) largest = std::max(largest, score[key]);
+    for (int64_t key = 0; key < keys; ++key) largest = largest < score[key] ? score[key] : largest;
     // a query that sees nothing is padding: its result is 0
     const float base = largest == -INFINITY ? 0.0f : largest;
     int64_t key = 0;
@@ -263,41 +267,40 @@ void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin
     }
     if (key < keys) {
       Floats rest = splat(-INFINITY);
-      std::memcpy(&rest, score + key, (keys - key) * sizeof(float));
+      memcpy(&rest, score + key, (keys - key) * sizeof(float));
       rest = exp_of_negative(rest - splat(base));
-      std::memcpy(score + key, &rest, (keys - key) * sizeof(float));
+      memcpy(score + key, &rest, (keys - key) * sizeof(float));
     }
     // LANES sums, of which the i-th visible key of the sequence goes to number i % LANES
     Floats sums = splat(0.0f);
     for (key = 0; key + LANES <= len; key += LANES) sums += load_floats(score + key);
     float by_lane[LANES];
-    std::memcpy(by_lane, &sums, sizeof(sums));
+    memcpy(by_lane, &sums, sizeof(sums));
     for (; key < len; ++key) by_lane[key % LANES] += score[key];
     int64_t place = len;
     for (key = committed; key < keys; ++key) {
       if (mask[key - committed]) by_lane[place++ % LANES] += score[key];
     }
-    float sum = call.sinks ? std::exp(sink - base) : 0.0f;
+    float sum = call.sinks ? expf(sink - base) : 0.0f;
     for (int64_t i = 0; i < LANES; ++i) sum += by_lane[i];
     total[row] = sum;
   }
   for (int64_t page = 0; page < pages; ++page) {
-    const int64_t inner = std::min(call.page_size, len - page * call.page_size);
+    const int64_t inner = least(call.page_size, len - page * call.page_size);
     const float* values = nullptr;
     if (call.v_pages) {
       values = call.v_pages + page_of(page) * call.v_dim;
     } else {
       const float* from = call.k_pages + page_of(page) * call.head_dim;
-      transposed.resize(std::max<size_t>(transposed.size(), call.page_size * call.v_dim));
       for (int64_t i = 0; i < call.v_dim; ++i) {
         for (int64_t key = 0; key < inner; ++key) transposed[key * call.v_dim + i] = from[i * call.page_size + key];
       }
-      values = transposed.data();
+      values = transposed;
     }
-    accumulate(&scores[page * call.page_size], keys, values, call.v_dim, rows, inner, call.v_dim, out.data(), call.v_dim);
+    accumulate(&scores[page * call.page_size], keys, values, call.v_dim, rows, inner, call.v_dim, out, call.v_dim);
   }
   accumulate(&scores[committed], keys, call.v + (sequence * call.m * call.kv_heads + kv_head) * call.v_dim,
-             call.kv_heads * call.v_dim, rows, call.m, call.v_dim, out.data(), call.v_dim);
+             call.kv_heads * call.v_dim, rows, call.m, call.v_dim, out, call.v_dim);
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t query = begin + row % n, head = kv_head * group + row / n;
     float* to = call.out + ((sequence * call.n + query) * call.heads + head) * call.v_dim;
@@ -309,10 +312,10 @@ void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin
 // The last vector of a row, of which only `count` floats exist.
 inline Floats load_part(const float* from, int64_t count) {
   Floats to = splat(0.0f);
-  std::memcpy(&to, from, count * sizeof(float));
+  memcpy(&to, from, count * sizeof(float));
   return to;
 }
-inline void store_part(float* to, Floats from, int64_t count) { std::memcpy(to, &from, count * sizeof(float)); }
+inline void store_part(float* to, Floats from, int64_t count) { memcpy(to, &from, count * sizeof(float)); }
 
 void norm(const Norm& call, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
@@ -324,7 +327,7 @@ void norm(const Norm& call, int64_t begin, int64_t end) {
     if (i < call.size) squares += load_part(x + i, call.size - i) * load_part(x + i, call.size - i);
     float sum = 0.0f;
     for (int lane = 0; lane < LANES; ++lane) sum += squares[lane];
-    const Floats factor = splat(1.0f / std::sqrt(sum / static_cast<float>(call.size) + call.eps));
+    const Floats factor = splat(1.0f / sqrtf(sum / static_cast<float>(call.size) + call.eps));
     const Floats one = splat(call.offset ? 1.0f : 0.0f);
     for (i = 0; i + LANES <= call.size; i += LANES) {
       store(y + i, load_floats(x + i) * factor * (load_floats(call.weight + i) + one));
@@ -386,7 +389,7 @@ void rotate(const Rotate& call, int64_t begin, int64_t end) {
         y[i * step] = __builtin_fmaf(first, cos[i], -(second * sin[i]));
         y[i * step + apart] = __builtin_fmaf(second, cos[i], first * sin[i]);
       }
-      std::copy(x + 2 * call.half, x + call.head_dim, y + 2 * call.half);
+      memcpy(y + 2 * call.half, x + 2 * call.half, (call.head_dim - 2 * call.half) * sizeof(float));
     }
   }
 }
