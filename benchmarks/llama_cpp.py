@@ -283,7 +283,7 @@ def all_servers(options: argparse.Namespace, peer: Peer, target: Path) -> Iterat
                 command = [sys.executable, "-m", "specserve.cli.main", "serve", "--target", "pydoc"]
                 command += ["--port", str(port)]
                 command += ["--speculation", speculation, "--max-slots", str(slots), "--max-model-len", str(CONTEXT)]
-                command += ["--no-prefix-cache", *shlex.split(flags)]
+                command += ["--no-prefix-cache", "--no-constrained", *shlex.split(flags)]
                 command += ["--draft", str(options.draft.absolute())] if options.draft else []
                 arm = Arm(name, weights, speculation)
                 say(f"starting {arm}")
