@@ -102,26 +102,26 @@ def bytes_per_plain_step(plain: Runner) -> int:
     return total if params.head is None else total - params.embedding.nbytes
 
 
-def read_bandwidth() -> float:
+def read_bandwidth(num_bytes: int = BUFFER_BYTES) -> float:
     """Bytes per second that all cores together read from memory, or the first device does: the best pass over a large
     buffer, by the fastest of several reductions."""
     if jax.default_backend() != "cpu":
-        buffer = jnp.ones(BUFFER_BYTES // 4, jnp.float32)
+        buffer = jnp.ones(num_bytes // 4, jnp.float32)
         total = jax.jit(jnp.sum)
-        return _best([lambda: total(buffer).block_until_ready()])
+        return num_bytes / _best([lambda: total(buffer).block_until_ready()])
     num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    parts = np.array_split(np.ones(BUFFER_BYTES // 4, np.float32), num_threads)
+    parts = np.ones((num_threads, num_bytes // num_threads // 8 * 2), np.float32)
     reductions: list[Callable[[np.ndarray], object]] = [
         np.max,
         lambda x: np.dot(x, x),
         lambda x: np.bitwise_or.reduce(x.view(np.uint64)),
     ]
     with ThreadPoolExecutor(num_threads) as pool:  # numpy reduces without the interpreter's lock
-        return _best([lambda reduce=reduce: list(pool.map(reduce, parts)) for reduce in reductions])
+        return num_bytes / _best([lambda reduce=reduce: list(pool.map(reduce, parts)) for reduce in reductions])
 
 
 def _best(runs: Sequence[Callable[[], object]]) -> float:
-    return BUFFER_BYTES / min(_timed(run) for _ in range(PASSES) for run in runs)
+    return min(_timed(run) for _ in range(PASSES) for run in runs)
 
 
 def _timed(run: Callable[[], object]) -> float:
