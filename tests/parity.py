@@ -1,7 +1,7 @@
 """Every family's forward against another implementation's, however it is called: over a whole prompt, in chunks, token
 by token over pages, and over a tree of eight nodes. The other is transformers' torch model, from goldens without torch
 (tools/make_goldens.py) or live where torch is, or plain NumPy for families that transformers lacks (bailing.py).
-tests/models/test_families.py bounds the differences, tools/parity_table.py shows them.
+tests/models/test_families.py bounds the differences by what rounding does, tools/parity_table.py shows them.
 """
 
 import ast
@@ -17,6 +17,7 @@ import bailing
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rounding
 import seeded
 import tiny
 
@@ -53,6 +54,13 @@ class Case:
     def config(self) -> ModelConfig:
         return self.target.config.for_length(LENGTH)
 
+    @functools.cached_property
+    def tolerance(self) -> tuple[np.ndarray, np.ndarray]:  # of logits and of taps, each [LENGTH, 1]
+        """What rounding explains, in a forward over the prompt."""
+        return rounding.tolerance(
+            lambda params: whole(params, self.config, jnp.asarray(self.token_ids)), self.target.params
+        )
+
     def cache(self) -> Cache:
         return Cache.zeros(self.target.config, num_slots=1, num_pages=TABLE.size, page_size=PAGE_SIZE)
 
@@ -62,6 +70,7 @@ class Difference:
     """The largest there is."""
 
     logits: float
+    share: float  # of logits and layers, of what rounding explains
     layers: float = 0.0  # of the tapped layers' outputs
 
 
@@ -208,7 +217,8 @@ def tree(case: Case) -> tuple[Difference, Difference]:
     then, _, _ = run(
         cache, jnp.int32(TREE_AT + kept), jnp.asarray(tokens), chain, tiny.causal(CHUNK)[0], chain, jnp.int32(1)
     )
-    return chunks, Difference(max(_largest(got, expected), _largest(then[0], _alone(case, after))))
+    off = max(_largest(got, expected), _largest(then[0], _alone(case, after)))
+    return chunks, Difference(off, off / float(case.tolerance[0].max()))
 
 
 def _alone(case: Case, token_ids: np.ndarray) -> np.ndarray:  # [vocab]
@@ -223,10 +233,12 @@ def _difference(case: Case, got: Any, taps: Any, length: int) -> Difference:
     known = case.kept < length
     at = case.kept[known]
     expected = case.layers[:, known].transpose(1, 0, 2).reshape(len(at), -1)
-    return Difference(_largest(np.asarray(got)[at], case.logits[known]), _largest(np.asarray(taps)[at], expected))
+    pairs = (np.asarray(got)[at], case.logits[known]), (np.asarray(taps)[at], expected)
+    share = max(_largest(*pair, own[at]) for pair, own in zip(pairs, case.tolerance, strict=True))
+    return Difference(_largest(*pairs[0]), share, _largest(*pairs[1]))
 
 
-def _largest(got: Any, expected: Any) -> float:
+def _largest(got: Any, expected: Any, unit: Any = 1.0) -> float:
     got, expected = np.asarray(got), np.asarray(expected)
     assert got.shape == expected.shape, f"{got.shape} instead of {expected.shape}"
-    return float(np.abs(got - expected).max())
+    return float((np.abs(got - expected) / unit).max())

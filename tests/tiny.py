@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+import rounding
 
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target, to_numpy
@@ -87,6 +88,13 @@ def target_logits(target: Target, token_ids: Sequence[int]) -> np.ndarray:  # [n
     padded = np.zeros((1, -(-n // 64) * 64), np.int32)  # what comes later changes nothing, and few shapes compile
     padded[0, :n] = token_ids
     return np.asarray(_causal_logits(target.params, target.config, jnp.asarray(padded)))[0, :n]
+
+
+def tolerance(target: Target, token_ids: Sequence[int]) -> np.ndarray:  # [n, 1]
+    """What rounding explains of these logits."""
+    return rounding.tolerance(
+        lambda params: target_logits(dataclasses.replace(target, params=params), token_ids), target.params
+    )
 
 
 @functools.partial(jax.jit, static_argnums=1)

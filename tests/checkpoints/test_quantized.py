@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import seeded
 import tiny
+from rounding import assert_same, assert_within, of_product, tolerance
 
 from specserve import mesh
 from specserve.checkpoints.load import Target, check_weights, load_params, load_target, quantize_params
@@ -96,7 +97,7 @@ def test_kept_and_dequantised_weights_multiply_alike(tmp_path: Path, rng: np.ran
         tensors = {"o.weight": values, f"o.weight{name}": _scales(rng, *shape)}
         kept, dense = (_load(tmp_path, tensors, spec, quantization=how)["o"] for how in ("stored", "none"))
         x = jnp.asarray(rng.standard_normal((3, 256)), jnp.float32)
-        np.testing.assert_allclose(matmul(x, kept), matmul(x, dense), rtol=1e-5, atol=1e-4)
+        assert_within(matmul(x, kept), matmul(x, dense), of_product(x, dense))
 
 
 E2M1 = [0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0]
@@ -291,15 +292,15 @@ def test_a_target_quantised_at_load_keeps_its_bound(pydoc_target: Target, to: Ei
     token_ids = np.random.default_rng(1).integers(0, pydoc_target.config.vocab_size, 64)
     exact = tiny.target_logits(pydoc_target, token_ids)
     got = tiny.target_logits(quantized, token_ids)
-    same = tiny.target_logits(_dequantized(quantized), token_ids)
-    np.testing.assert_allclose(got, same, atol=1e-4)
+    plain = _dequantized(quantized)
+    assert_same(got, tiny.target_logits(plain, token_ids), tiny.tolerance(plain, token_ids))
     difference = (got - exact) / exact.std()
     largest, typical = BOUNDS[to]
     assert np.abs(difference).max() < largest
     assert np.sqrt((difference**2).mean()) < typical
 
 
-@functools.partial(jax.jit, static_argnums=1, compiler_options={"xla_backend_optimization_level": 0})
+@functools.partial(jax.jit, static_argnames="config", compiler_options={"xla_backend_optimization_level": 0})
 def _logits(params: TargetParams, config: ModelConfig, token_ids: jax.Array) -> jax.Array:
     n = token_ids.shape[1]
     out = forward(params, config, token_ids, jnp.arange(n, dtype=jnp.int32)[None], tiny.causal(n))
@@ -316,8 +317,9 @@ def test_every_product_takes_a_quantised_weight(tmp_path: Path, family: str) -> 
     quantized = load_target(tmp_path, dtype="float32", quantization="int8")
     token_ids = jnp.arange(12, dtype=jnp.int32)[None]
     got = _logits(fuse_for_cpu(quantized.params), quantized.config, token_ids)
-    same = _logits(_dequantized(quantized).params, quantized.config, token_ids)
-    np.testing.assert_allclose(got, same, atol=1e-4)
+    plain = _dequantized(quantized).params
+    run = functools.partial(_logits, config=quantized.config, token_ids=token_ids)
+    assert_same(got, run(plain), tolerance(run, plain))
 
 
 @pytest.mark.parametrize("form", moe.FORMS)
@@ -342,5 +344,8 @@ def test_every_form_of_the_experts_takes_quantised_weights(rng: np.random.Genera
     assert isinstance(params.down, QuantizedMatrix)
     dense = jax.tree.map(_plain, params, is_leaf=_is_quantized)
     x, expert_ids = draw(6, 16), jnp.asarray(rng.permuted(np.tile(np.arange(4), (6, 1)), axis=1)[:, :2])
-    rest = (x, expert_ids, jnp.full((6, 2), 0.5))
-    np.testing.assert_allclose(form(params, "silu", *rest), form(dense, "silu", *rest), atol=1e-4)
+
+    def run(params: moe.Moe, x: jax.Array) -> jax.Array:
+        return form(params, "silu", x, expert_ids, jnp.full((6, 2), 0.5))
+
+    assert_same(run(params, x), run(dense, x), tolerance(jax.jit(run), dense, x))

@@ -1,14 +1,19 @@
 """`attend` equals its plain twin: any mask, any page table, any width."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rounding import assert_same, tolerance
 
 from specserve.kernels import reference
 from specserve.kernels.attention import PagedPrefix, attend
+
+_attend = jax.jit(attend)  # one program instead of twenty small ones
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -54,8 +59,8 @@ def test_paged_attention_matches_reference_with_tree_mask(
     q = _normal(rng, batch, n, kv_heads * group, head_dim)
     k, v = _normal(rng, batch, n, kv_heads, head_dim), _normal(rng, batch, n, kv_heads, head_dim)
     mask = _tree_mask(rng, batch, n)
-    got = jax.jit(attend)(*map(jnp.asarray, (q, k, v, mask)), prefix)  # one program instead of twenty small ones
-    np.testing.assert_allclose(got, reference.attend(q, k, v, mask, prefix), atol=2e-5)
+    args = (*map(jnp.asarray, (q, k, v, mask)), prefix)
+    assert_same(_attend(*args), reference.attend(q, k, v, mask, prefix), tolerance(_attend, *args))
 
 
 def test_exact_attention_does_not_depend_on_which_keys_are_new(rng: np.random.Generator) -> None:
@@ -66,7 +71,6 @@ def test_exact_attention_does_not_depend_on_which_keys_are_new(rng: np.random.Ge
     k, v = _normal(rng, length, num_kv_heads, head_dim), _normal(rng, length, num_kv_heads, head_dim)
     width = length // page_size
     causal = jnp.asarray(np.tril(np.ones((1, n, n), bool)))
-    run = jax.jit(attend)
 
     def outputs(starts: list[int], *, is_exact: bool) -> np.ndarray:  # [batch, n, head, head_dim]
         """Every sequence is the same text, of which `start` tokens are committed and the next n are new."""
@@ -82,7 +86,7 @@ def test_exact_attention_does_not_depend_on_which_keys_are_new(rng: np.random.Ge
         prefix = PagedPrefix(
             *map(jnp.asarray, (k_pages, v_pages, table, np.array(starts, np.int32))), is_exact=is_exact
         )
-        return np.asarray(run(*map(jnp.asarray, (q[new], k[new], v[new])), causal, prefix))
+        return np.asarray(_attend(*map(jnp.asarray, (q[new], k[new], v[new])), causal, prefix))
 
     starts = [0, 1, 5, 12, 17, 19, 33, 40]
     exact: dict[int, set[bytes]] = {}
@@ -103,12 +107,13 @@ def test_table_entries_past_the_length_are_never_heard(rng: np.random.Generator)
     k_pages, v_pages = _normal(rng, 3, 2, 4, 4), _normal(rng, 3, 2, 4, 4)
     mask = np.ones((1, 2, 2), bool)
 
-    def run(table: list[int]) -> np.ndarray:
+    def args(table: list[int]) -> tuple[Any, ...]:
         lens = jnp.asarray([5], jnp.int32)
         prefix = PagedPrefix(jnp.asarray(k_pages), jnp.asarray(v_pages), jnp.asarray([table], jnp.int32), lens)
-        return np.asarray(attend(*map(jnp.asarray, (q, k, v, mask)), prefix))
+        return (*map(jnp.asarray, (q, k, v, mask)), prefix)
 
-    np.testing.assert_allclose(run([2, 0]), run([2, 0, 3, 3]), atol=1e-6)
+    narrow = args([2, 0])
+    assert_same(_attend(*args([2, 0, 3, 3])), _attend(*narrow), tolerance(_attend, *narrow))
 
 
 @pytest.mark.parametrize("batch_of_mask", [1, 3])
@@ -116,14 +121,15 @@ def test_attention_without_pages_matches_reference(rng: np.random.Generator, bat
     q = _normal(rng, 3, 7, 6, 8)
     k, v = _normal(rng, 3, 7, 2, 8), _normal(rng, 3, 7, 2, 8)
     mask = _tree_mask(rng, batch_of_mask, 7)
-    got = attend(*map(jnp.asarray, (q, k, v, mask)))
-    np.testing.assert_allclose(got, reference.attend(q, k, v, mask), atol=1e-5)
+    args = tuple(map(jnp.asarray, (q, k, v, mask)))
+    assert_same(_attend(*args), reference.attend(q, k, v, mask), tolerance(_attend, *args))
 
 
 def test_a_query_that_sees_nothing_is_finite(rng: np.random.Generator) -> None:
     q, k, v = (jnp.asarray(_normal(rng, 1, 3, 2, 4)) for _ in range(3))
-    out = attend(q, k, v, jnp.zeros((1, 3, 3), bool))
-    np.testing.assert_allclose(out, np.broadcast_to(np.mean(v, axis=1, keepdims=True), out.shape), atol=1e-6)
+    args = (q, k, v, jnp.zeros((1, 3, 3), bool))
+    out = _attend(*args)
+    assert_same(out, np.broadcast_to(np.mean(v, axis=1, keepdims=True), out.shape), tolerance(_attend, *args))
     pages = jnp.asarray(_normal(rng, 2, 2, 4, 4))
     prefix = PagedPrefix(pages, pages, jnp.asarray([[0, 1]], jnp.int32), jnp.asarray([0], jnp.int32))
     assert np.isfinite(np.asarray(attend(q, k, v, jnp.zeros((1, 3, 3), bool), prefix))).all()

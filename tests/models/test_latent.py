@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from rounding import assert_same, tolerance
 
 from specserve.models.config import Latent, ModelConfig
 from specserve.models.context import Context
@@ -22,8 +23,13 @@ def test_the_absorbed_form_is_the_expanded_one(q_rank: int, rng: np.random.Gener
     )
     table = jnp.zeros((2, 9, 1, 2))
     context = Context(jnp.zeros((2, 9), jnp.int32), tiny.causal(9), (table, table), None)
-    one = expanded(params, config, q_nope, q_rope, new, context)
-    other = absorbed(params, config, q_nope, q_rope, new, None, context)
+
+    @jax.jit
+    def expand(params: LatentAttention, *given: jax.Array) -> jax.Array:
+        return expanded(params, config, *given, context)
+
+    args = params, q_nope, q_rope, new
+    one, other = expand(*args), absorbed(params, config, q_nope, q_rope, new, None, context)
     assert one.shape == (2, 9, 4, 10)
     assert np.abs(one).max() > 1
-    np.testing.assert_allclose(one, other, atol=1e-5)
+    assert_same(other, one, tolerance(expand, *args))

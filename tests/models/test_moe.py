@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from rounding import assert_same, tolerance
 
 from specserve.models.config import Experts, ModelConfig, Names
 from specserve.models.moe import FORMS, Moe, moe, moe_spec, route
@@ -48,11 +49,11 @@ def params_of(config: ModelConfig, seed: int = 0) -> Moe:
     params: Moe = jax.tree.map(lambda leaf: leaf * 3.0, init_params(spec, jax.random.key(seed), "float32"))
     rng = np.random.default_rng(seed)
 
-    def noise(leaf: jax.Array | None) -> jax.Array | None:
+    def tolerance(leaf: jax.Array | None) -> jax.Array | None:
         return None if leaf is None else jnp.asarray(rng.standard_normal(leaf.shape), jnp.float32)
 
     names = ("router_bias", "gate_bias", "up_bias", "down_bias")
-    params = dataclasses.replace(params, **{name: noise(getattr(params, name)) for name in names})
+    params = dataclasses.replace(params, **{name: tolerance(getattr(params, name)) for name in names})
     if params.correction is None:
         return params
     return dataclasses.replace(
@@ -124,9 +125,9 @@ def test_every_form_matches_a_loop_over_tokens(name: str, count: int) -> None:
     config = config_of(name)
     params, x = params_of(config), tokens(count)
     expected = np.stack([moe_one(params, config, row) for row in np.asarray(x, np.float64)])
-    for y in in_every_form(config)(params, x.reshape(1, count, 1, D_MODEL)):
-        got = np.asarray(y)[0, :, 0]
-        np.testing.assert_allclose(got, expected, rtol=2e-5, atol=2e-5 * abs(expected).max())
+    run, args = in_every_form(config), (params, x.reshape(1, count, 1, D_MODEL))
+    for y, own in zip(run(*args), tolerance(run, *args), strict=True):
+        assert_same(y[0, :, 0], expected, own[0, :, 0])
 
 
 @pytest.mark.parametrize("name", CONFIGS)
@@ -134,13 +135,15 @@ def test_routes_as_sorting_does(name: str) -> None:
     config = config_of(name)
     assert config.experts is not None
     params, x = params_of(config), tokens(50)
-    expert_ids, weights = map(np.asarray, route(params, config, x))
+    run = jax.jit(lambda params, x: route(params, config, x))
+    expert_ids, weights = map(np.asarray, run(params, x))
+    _, off = tolerance(run, params, x)
     assert expert_ids.shape == weights.shape == (50, config.experts.top_k)
     assert (expert_ids.dtype, weights.dtype) == (np.int32, np.float32)
     for token, row in enumerate(np.asarray(x, np.float64)):
         expected = route_one(params, config.experts, row)
         assert expert_ids[token].tolist() == list(expected)
-        np.testing.assert_allclose(weights[token], list(expected.values()), rtol=1e-5)
+        assert_same(weights[token], list(expected.values()), off[token])
 
 
 def test_of_equal_scores_the_lower_id_goes_first() -> None:
@@ -163,9 +166,10 @@ def test_routing_is_float32_for_bfloat16_tokens() -> None:
     x = tokens(200).astype(jnp.bfloat16)
     expert_ids, weights = route(params, config, x)
     wide = jax.tree.map(lambda leaf: leaf.astype(jnp.float32), params)
-    wide_ids, wide_weights = route(wide, config, x.astype(jnp.float32))
+    route_wide, args = jax.jit(lambda params, x: route(params, config, x)), (wide, x.astype(jnp.float32))
+    wide_ids, wide_weights = route_wide(*args)
     np.testing.assert_array_equal(expert_ids, wide_ids)
-    np.testing.assert_allclose(weights, wide_weights, rtol=1e-6)
+    assert_same(weights, wide_weights, tolerance(route_wide, *args)[1])
 
 
 @pytest.mark.parametrize("name", ["qwen2_moe", "gpt_oss"])
@@ -182,14 +186,14 @@ def test_gradients_of_all_forms_agree(name: str) -> None:
     params, x = params_of(config), tokens(9)
 
     @jax.jit
-    def gradients(x: jax.Array) -> list[jax.Array]:
+    def gradients(params: Moe, x: jax.Array) -> list[jax.Array]:
         return [jax.grad(lambda x, form=form: jnp.sum(moe(params, config, x, form) ** 2))(x) for form in FORMS]
 
-    expected, *others = np.asarray(gradients(x))
+    (expected, *others), (off, *_) = gradients(params, x), tolerance(gradients, params, x)
     assert np.isfinite(expected).all()
     assert expected.any()
     for got in others:
-        np.testing.assert_allclose(got, expected, rtol=1e-4, atol=1e-4 * abs(expected).max())
+        assert_same(got, expected, off)
 
 
 def test_other_routings_compile_nothing() -> None:
@@ -198,8 +202,9 @@ def test_other_routings_compile_nothing() -> None:
     same = jnp.broadcast_to(tokens(1), (70, D_MODEL))  # all tokens to the same experts
     for x in (tokens(70), tokens(70, seed=2), same, jnp.zeros_like(same)):
         first, *others = compute(params, x)
+        off, *_ = tolerance(compute, params, x)
         for y in others:
-            np.testing.assert_allclose(y, first, rtol=1e-5, atol=1e-5 * float(abs(first).max()))
+            assert_same(y, first, off)
     assert compute._cache_size() == 1  # type: ignore[attr-defined]
 
 

@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from jax.sharding import NamedSharding, PartitionSpec
+from rounding import assert_same, tolerance
 from spread import CASES, MODELS, mesh_of, spread_target, target_of
 
 from specserve import mesh as meshes
@@ -41,10 +42,8 @@ def test_a_mesh_changes_no_logit(model: str, text: str, rng: np.random.Generator
         out = forward(params, target.config, token_ids, position_ids, tiny.causal(12), aux_layers=(0, 1))
         return logits(params, target.config, out.hidden_states), out.aux_hidden_states
 
-    expected = jax.jit(run)(target.params)
-    got = jax.jit(on_mesh(mesh, run))(spread_target(model, mesh).params)
-    for a, b in zip(got, expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+    got, alone = jax.jit(on_mesh(mesh, run))(spread_target(model, mesh).params), jax.jit(run)
+    assert_same(got, alone(target.params), tolerance(alone, target.params))
 
 
 CUT = ["tensor=4", "expert=4", "data=2,tensor=2,expert=2"]
@@ -70,15 +69,14 @@ def test_experts_in_parts_add_up(text: str, rng: np.random.Generator) -> None:
     def run(variants: list[Moe]) -> list[jax.Array]:
         return [moe(variant, config, x, form) for variant in variants for form in FORMS]
 
-    expected = jax.jit(run)(variants)
+    alone = jax.jit(run)
     places = shardings(spec, mesh)
     spread = [
         jax.tree.map(_put, places, variant, is_leaf=lambda node: isinstance(node, NamedSharding))
         for variant in variants
     ]
     program = jax.jit(on_mesh(mesh, run)).lower(spread).compile()
-    for a, b in zip(program(spread), expected, strict=True):
-        np.testing.assert_allclose(a, b, rtol=0, atol=1e-5)
+    assert_same(program(spread), alone(variants), tolerance(alone, variants))
 
 
 def _in_8_bits(params: Moe, block: int) -> Moe:

@@ -5,7 +5,7 @@ import random
 
 import pytest
 import tiny
-from engines import VOCAB, Ask, Fixed, make_engine, make_runner, run, serving
+from engines import SEEDS, VOCAB, Ask, Fixed, make_engine, make_runner, moved_weights, run, serving
 
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
@@ -33,7 +33,9 @@ def deep_runner(tiny_target: Target, deep_head: Head) -> Runner:
     return runner
 
 
-def test_speculation_changes_no_token_and_a_hit_no_acceptance(deep_runner: Runner) -> None:
+def test_speculation_changes_no_token_and_a_hit_no_acceptance(
+    tiny_target: Target, deep_head: Head, deep_runner: Runner
+) -> None:
     """Prompts of one chunk and of three, asked twice: the second time all but a rest is in the cache."""
     asks = [Ask(PROMPT[: 41 - 13 * i], params) for i, params in enumerate(PARAMS)]
     with serving(make_engine(deep_runner, Fixed(None), is_caching=False)) as engine:
@@ -50,6 +52,12 @@ def test_speculation_changes_no_token_and_a_hit_no_acceptance(deep_runner: Runne
             assert stats[0].num_steps == stats[1].num_steps
             assert stats[0].accepted_per_depth == stats[1].accepted_per_depth
             assert stats[0].num_accepted > 0, "nothing was accepted, so nothing was tested"
+            for seed in SEEDS:
+                engine.flush_cache()
+                with moved_weights(deep_runner, tiny_target, deep_head, seed):
+                    again = run(engine, [ask])[0]
+                said = again.token_ids, again.wait().stats.accepted_per_depth  # type: ignore[union-attr]
+                assert said == (expected.token_ids, stats[0].accepted_per_depth), f"{ask}: a near-tie, another seed"
 
 
 def test_served_acceptance_is_what_training_measures(tiny_target: Target, deep_head: Head, deep_runner: Runner) -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from engines import Ask, check_tie
+import tiny
+from engines import Ask, check_equal, find_tie
 
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
@@ -76,6 +77,11 @@ def plain(pydoc_target: Target, pydoc_tokenizer: Tokenizer, prompts: list[list[i
     for i, completion in zip(ALONE, alone, strict=True):
         _check_equal(pydoc_target, pydoc_tokenizer, prompts[i], PARAMS[i], together[i], completion, "plain alone")
     assert all(len(completion.token_ids) == NUM_TOKENS for completion in together)
+    longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
+    off = float(tiny.tolerance(pydoc_target, [*prompts[longest], *together[longest].token_ids]).max())
+    for prompt, params, completion in zip(prompts, PARAMS, together, strict=True):
+        ask = Ask(tuple(prompt), params)
+        assert not (tie := find_tie(pydoc_target, pydoc_tokenizer, ask, completion.token_ids, off)), f"{ask}: {tie}"
     return together
 
 
@@ -127,10 +133,5 @@ def _check_equal(
     other: Completion,
     what: str,
 ) -> None:
-    """Token for token, but for a proven tie: another order of float32 sums may flip one."""
-    pairs = enumerate(zip(plain.token_ids, other.token_ids, strict=True))
-    at = next((i for i, (a, b) in pairs if a != b), None)
-    if at is None:
-        assert other.text == plain.text
-        return
-    check_tie(target, tokenizer, Ask(tuple(prompt), params), plain.token_ids, other.token_ids, at, what)
+    check_equal(target, tokenizer, Ask(tuple(prompt), params), other.token_ids, plain.token_ids, what)
+    assert other.text == plain.text

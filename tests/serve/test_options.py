@@ -13,7 +13,6 @@ import tiny
 from engines import (
     EOS,
     NUM_PAGES,
-    TIE,
     VOCAB,
     Ask,
     Dice,
@@ -25,8 +24,9 @@ from engines import (
     serving,
     submit,
 )
-from hypothesis import given, settings
+from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from rounding import assert_within
 from scipy import stats
 
 from specserve.checkpoints.load import Target
@@ -198,6 +198,7 @@ def test_any_mixture_speculative_equals_plain(
     num_pages: int,
     prefers_cached: bool,
 ) -> None:
+    assume(all(reference.is_firm(ask) for ask in asks))
     engine = _engine(runner, lookup_runner, speculation, num_pages=num_pages, prefers_cached=prefers_cached)
     inboxes = []
     for i, ask in enumerate(asks):
@@ -225,10 +226,10 @@ def test_logprobs_are_the_targets_own(runner: Runner, reference: Reference, tiny
         wanted = logits - np.log(np.exp(logits).sum(axis=-1, keepdims=True))
         assert [found.token_id for found in inbox.logprobs] == inbox.token_ids
         for row, found in zip(wanted, inbox.logprobs, strict=False):
-            assert abs(found.logprob - row[found.token_id]) < TIE
-            best = np.sort(row)[::-1][:5]
-            np.testing.assert_allclose([value for _, value in found.top], best, rtol=0, atol=TIE)
-            np.testing.assert_allclose([row[token_id] for token_id, _ in found.top], best, rtol=0, atol=TIE)
+            best, bound = np.sort(row)[::-1][:5], 2 * reference.off
+            assert_within(found.logprob, row[found.token_id], bound)
+            assert_within([value for _, value in found.top], best, bound)
+            assert_within([row[token_id] for token_id, _ in found.top], best, bound)
 
 
 SAMPLED: list[dict[str, Any]] = [  # every row of one batch
@@ -301,6 +302,7 @@ def test_a_mixed_batch_is_distributed_as_its_options_say(runner: Runner, tiny_ta
         statistic = sum((o - e) ** 2 / max(e, 1e-9) for o, e in [*cells, rare] if o or e > 1e-6)
         p_value = stats.chi2.sf(statistic, len(cells))
         assert len(cells) > 5
+        # seeds are fixed; one set in a thousand would fail a right sampler
         assert p_value > 1e-3, f"{own}: chi-square {statistic:.1f} over {len(cells)} cells, p = {p_value:.2e}"
 
 

@@ -132,6 +132,7 @@ def test_the_choice_is_within_its_loyalty_of_the_best(
 
         chosen = controller.choose(estimates, TREES, 1, WIDTH)
         assert chosen in known
+        # float64, in another order
         assert rate(chosen) * LOYALTY * (1 + 1e-12) >= max(rate(tree) for tree in known)
 
 

@@ -3,18 +3,20 @@ would, and a cached prefix goes on where it ended."""
 
 import dataclasses
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from rounding import assert_same, tolerance
 
 from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
 from specserve.models.cache import Pages
-from specserve.models.draft import token_embedding
-from specserve.models.target import forward
+from specserve.models.draft import DraftParams, token_embedding
+from specserve.models.target import TargetParams, forward
 from specserve.speculative import lookup, step
 from specserve.speculative.propose import FIRST_ENTRY, Draft
 from specserve.speculative.sampling import UNBOUNDED, SamplerRows, TokenRows
@@ -149,6 +151,22 @@ def _rows(temperature: tuple[float, ...], max_depth: tuple[int, ...] = (UNBOUNDE
     )
 
 
+def _decoded(target: Target, prompts: list[list[int]], num: int, rows: SamplerRows) -> list[list[int]]:
+    """Plainly, so many steps after the first token: texts that no rounding changes."""
+
+    def run(params: TargetParams) -> list[np.ndarray]:
+        plain = Slots(dataclasses.replace(target, params=params), None, None, rows)
+        for slot, prompt in enumerate(prompts):
+            plain.admit(slot, prompt)
+        for _ in range(num):
+            plain.decode((0, 1, 2))
+        return [np.array(text) for text in plain.texts]
+
+    texts = run(target.params)
+    assert_same(texts, texts, tolerance(run, target.params))
+    return [text.tolist() for text in texts]
+
+
 LOOKUP = (0.0, 1.0, 0.2)  # greedy, sampled, and nearly greedy: then the text repeats itself, which lookups live on
 COUPLED = (0.0, 4.0, 4.0)  # where the shared noise decides, even a random head is accepted often
 
@@ -160,26 +178,23 @@ def test_lookup_drafts_change_no_token(
     tree = parse_speculation(speculation)
     assert tree is not None
     prompts = _prompts(rng)
-    plain = Slots(tiny_target, None, None, _rows(LOOKUP))
+    plain = _decoded(tiny_target, prompts, 32, _rows(LOOKUP))
     other = Slots(tiny_target, tiny_head if tree.uses_head else None, tree, _rows(LOOKUP))
     for slot, prompt in enumerate(prompts):
-        plain.admit(slot, prompt)
         other.admit(slot, prompt)
-    for _ in range(32):
-        plain.decode((0, 1, 2))
     accepted = [0] * NUM_SLOTS
     while min(map(len, other.texts)) < 40:
         running = tuple(slot for slot in range(NUM_SLOTS) if len(other.texts[slot]) < 40)
         for slot, count in zip(running, other.speculate(running), strict=True):
             accepted[slot] += count
     _check_between_steps(other)
-    for expected, got in zip(plain.texts, other.texts, strict=True):
+    for expected, got in zip(plain, other.texts, strict=True):
         num = min(len(expected), len(got))
         assert num >= 37
         assert got[:num] == expected[:num]
     assert sum(accepted) > 10, "little was accepted, so little was tested"
     if tree.uses_recall:
-        _recalls(other, prompts[1], len(plain.texts[1]))
+        _recalls(other, prompts[1], len(plain[1]))
 
 
 def _recalls(slots: Slots, prompt: list[int], length: int) -> None:
@@ -203,13 +218,20 @@ def test_the_draft_is_where_it_would_be_had_it_always_speculated(
 ) -> None:
     """Plain steps, catching up in between or not, and then the same draft entries and the same proposals."""
     (head, tree), prompts = drafted, _prompts(rng)
-    always = Slots(tiny_target, head, tree, _rows(COUPLED, max_depth=(0, 2, UNBOUNDED)))
+
+    def play(target: TargetParams, draft: DraftParams) -> tuple[Slots, list[list[int]]]:
+        always = _slots(tiny_target, target, head, draft, tree, _rows(COUPLED, max_depth=(0, 2, UNBOUNDED)))
+        for slot, prompt in enumerate(prompts):
+            always.admit(slot, prompt)
+        return always, [always.speculate((0, 1, 2)) for _ in range(9)]
+
+    params = tiny_target.params, head.params
+    always, accepted = play(*params)
     mixed = Slots(tiny_target, head, tree, _rows(COUPLED))
     for slot, prompt in enumerate(prompts):
-        always.admit(slot, prompt)
         mixed.admit(slot, prompt)
-    accepted = np.array([always.speculate((0, 1, 2)) for _ in range(9)])
-    assert accepted.max(axis=0).tolist() == [0, 2, 3], "as far as each may go, so that pages are crossed in strides"
+    furthest = np.max(accepted, axis=0).tolist()
+    assert furthest == [0, 2, 3], "as far as each may go, so that pages are crossed in strides"
     lens = [len(text) for text in always.texts]
     for i in range(max(lens)):
         behind = tuple(slot for slot in range(NUM_SLOTS) if len(mixed.texts[slot]) < lens[slot])
@@ -223,13 +245,22 @@ def test_the_draft_is_where_it_would_be_had_it_always_speculated(
     mixed.consume((0, 1, 2))
     assert mixed.texts == always.texts
     _check_between_steps(mixed)
-    expected, got = always.propose(), mixed.propose()
-    for name in ("token_ids", "parents", "depths"):
-        np.testing.assert_array_equal(getattr(got, name), getattr(expected, name), name)
+    assert_same(_drafted(mixed), _drafted(always), tolerance(lambda *params: _drafted(play(*params)[0]), *params))
     for slots in (always, mixed):
         _check_pages(tiny_target, slots)
-    for a, b in zip(_draft_entries(always), _draft_entries(mixed), strict=True):
-        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def _slots(
+    target: Target, params: TargetParams, head: Head, draft: DraftParams, tree: Tree | None, rows: SamplerRows | None
+) -> Slots:
+    return Slots(dataclasses.replace(target, params=params), dataclasses.replace(head, params=draft), tree, rows)
+
+
+def _drafted(slots: Slots) -> tuple[Any, ...]:
+    """The texts, what is proposed after them, and what the draft has written."""
+    proposal = slots.propose()
+    chosen = proposal.token_ids, proposal.parents, proposal.depths
+    return [np.array(text) for text in slots.texts], chosen, _draft_entries(slots)
 
 
 def test_a_draft_that_need_not_follow_costs_no_token(
@@ -237,10 +268,9 @@ def test_a_draft_that_need_not_follow_costs_no_token(
 ) -> None:
     """More plain steps than `pending` holds: the latest tokens stay there, and what is proposed later is verified."""
     slots = Slots(tiny_target, *drafted, _rows(COUPLED))
-    plain = Slots(tiny_target, None, None, _rows(COUPLED))
-    for slot, prompt in enumerate(_prompts(rng)):
+    prompts = _prompts(rng)
+    for slot, prompt in enumerate(prompts):
         slots.admit(slot, prompt)
-        plain.admit(slot, prompt)
     for _ in range(2 * slots.config.max_pending):
         slots.decode((0, 1, 2))
         _check_between_steps(slots)
@@ -250,9 +280,8 @@ def test_a_draft_that_need_not_follow_costs_no_token(
     for _ in range(4):
         slots.speculate((0, 1, 2))
         _check_between_steps(slots)
-    while len(plain.texts[0]) < max(len(text) for text in slots.texts):
-        plain.decode((0, 1, 2))
-    for text, expected in zip(slots.texts, plain.texts, strict=True):
+    num = max(len(text) for text in slots.texts)
+    for text, expected in zip(slots.texts, _decoded(tiny_target, prompts, num, _rows(COUPLED)), strict=True):
         assert text == expected[: len(text)]
 
 
@@ -276,13 +305,20 @@ def _check_pages(target: Target, slots: Slots) -> None:
     for slot, text in enumerate(slots.texts):
         padded[slot, : len(text)] = text
     position_ids = np.broadcast_to(np.arange(length, dtype=np.int32), padded.shape)
-    run = jax.jit(functools.partial(forward, config=target.config, aux_layers=slots.config.aux_layers))
-    out = run(target.params, token_ids=padded, position_ids=position_ids, mask=tiny.causal(length))
+
+    @jax.jit
+    def run(params: TargetParams) -> jax.Array:
+        taps = slots.config.aux_layers
+        out = forward(params, target.config, padded, position_ids, tiny.causal(length), aux_layers=taps)
+        assert out.aux_hidden_states is not None
+        return out.aux_hidden_states
+
+    states, off = run(target.params), tolerance(run, target.params)
     for slot, text in enumerate(slots.texts):
         for column in range((len(text) - 1) // PAGE_SIZE):
             found = page_aux[slots.table[slot, column]]
-            expected = np.asarray(out.aux_hidden_states)[slot, (column + 1) * PAGE_SIZE - 1]
-            np.testing.assert_allclose(found, expected, atol=1e-4, err_msg=f"slot {slot}, page {column}")
+            at = slot, (column + 1) * PAGE_SIZE - 1
+            assert_same(found, states[at], off[at], f"slot {slot}, page {column}")
 
 
 def test_a_prefix_hit_drafts_like_a_miss(
@@ -290,32 +326,42 @@ def test_a_prefix_hit_drafts_like_a_miss(
 ) -> None:
     """A prompt that begins with another's text, answer included: the pages hold it, and `page_aux` the state to go on
     from, so that draft entries and proposals are the same."""
-    prompts, slots = _prompts(rng), Slots(tiny_target, *drafted)
-    slots.admit(2, prompts[2])
-    while len(slots.texts[2]) < 30:
-        slots.speculate((2,))
-    slots.propose()
-    prompt = [*slots.texts[2][:24], *prompts[0]]
-    slots.admit(0, prompt)
-    slots.admit(1, prompt, tuple(slots.table[2, : 24 // PAGE_SIZE].tolist()))
-    proposal = slots.propose()
-    assert slots.texts[0] == slots.texts[1]
-    assert proposal.token_ids[0].tolist() == proposal.token_ids[1].tolist()
-    entries = np.array(_draft_entries(slots)[::2]), np.array(_draft_entries(slots)[1::2])
-    num = len(slots.texts[0]) - FIRST_ENTRY
-    for each in entries:
-        np.testing.assert_allclose(each[:num], each[num : 2 * num], atol=1e-5)
+    (head, tree), prompts = drafted, _prompts(rng)
+
+    def play(target: TargetParams, draft: DraftParams) -> list[Any]:
+        """Of the miss and of the hit."""
+        slots = _slots(tiny_target, target, head, draft, tree, None)
+        slots.admit(2, prompts[2])
+        while len(slots.texts[2]) < 30:
+            slots.speculate((2,))
+        slots.propose()
+        prompt = [*slots.texts[2][:24], *prompts[0]]
+        slots.admit(0, prompt)
+        slots.admit(1, prompt, tuple(slots.table[2, : 24 // PAGE_SIZE].tolist()))
+        token_ids, entries = np.asarray(slots.propose().token_ids), _draft_entries(slots)
+        num = 2 * (len(slots.texts[0]) - FIRST_ENTRY)  # keys and values
+        parts = entries[:num], entries[num : 2 * num]
+        return [(np.array(slots.texts[slot]), token_ids[slot], part) for slot, part in enumerate(parts)]
+
+    params = tiny_target.params, head.params
+    (miss, hit), (off, _) = play(*params), tolerance(play, *params)
+    assert_same(hit, miss, off)
 
 
 def test_a_prompt_in_other_chunks_is_drafted_alike(
     tiny_target: Target, drafted: tuple[Head, Tree | None], rng: np.random.Generator
 ) -> None:
     """Layers above the first see what those below found in earlier chunks."""
-    slots, prompt = Slots(tiny_target, *drafted), rng.integers(0, 64, 23).tolist()
-    for slot, stride in enumerate((CHUNK, 5, 1)):
-        slots.admit(slot, prompt, stride=stride)
-    proposal = slots.propose()
-    entries = np.array(_draft_entries(slots)[::2]).reshape(3, len(prompt), -1)
-    for slot in (1, 2):
-        np.testing.assert_allclose(entries[slot], entries[0], atol=1e-5)
-        np.testing.assert_array_equal(proposal.token_ids[slot], proposal.token_ids[0])
+    (head, tree), prompt = drafted, rng.integers(0, 64, 23).tolist()
+
+    def play(target: TargetParams, draft: DraftParams) -> list[Any]:
+        slots = _slots(tiny_target, target, head, draft, tree, None)
+        for slot, stride in enumerate((CHUNK, 5, 1)):
+            slots.admit(slot, prompt, stride=stride)
+        token_ids = np.asarray(slots.propose().token_ids)
+        return list(zip(token_ids, np.array(_draft_entries(slots)[::2]).reshape(3, len(prompt), -1), strict=True))
+
+    params = tiny_target.params, head.params
+    (whole, *others), (off, *_) = play(*params), tolerance(play, *params)
+    for each in others:
+        assert_same(each, whole, off)

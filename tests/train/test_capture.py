@@ -2,6 +2,7 @@
 them is training with the target but for the stated error."""
 
 import dataclasses
+import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,6 +14,7 @@ import numpy as np
 import pytest
 import tiny
 from jax.sharding import Mesh
+from rounding import UNIT, assert_same, tolerance
 from tiny_run import tiny_run
 
 from specserve.checkpoints.load import Target, load_target
@@ -23,6 +25,7 @@ from specserve.data.packing import PackedRows, pack
 from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import make_mesh
 from specserve.models.config import ModelConfig
+from specserve.models.target import TargetParams
 from specserve.speculative.vocab import DraftVocab
 from specserve.train import capture
 from specserve.train.capture import FeatureFolder, open_features
@@ -95,7 +98,7 @@ def test_a_state_is_off_by_half_a_step(rng: np.random.Generator, how: Format) ->
     got = np.asarray(decode(*encode(jnp.asarray(states, jnp.float32), how), how))
     largest = np.abs(states).max(-1, keepdims=True)
     bound = {"int8": largest / 254, "int4": largest / 14, "fp8": np.abs(states) / 16 + largest / 448 / 1024}[how]
-    assert (np.abs(got - states) <= bound * 1.00001).all()
+    assert (np.abs(got - states) <= bound + 3 * UNIT * np.abs(states)).all()  # the scale, the ratio, their product
     assert np.abs(got - states).max() > 0
 
 
@@ -108,7 +111,7 @@ def test_the_likeliest_tokens_are_exact_and_the_mass_is_kept(rng: np.random.Gene
     config: Any = None
     got, best = teacher.distribution(config, config, DraftVocab(jnp.asarray(IDS)))
     np.testing.assert_array_equal(np.take_along_axis(np.asarray(got), order, axis=-1), top)
-    np.testing.assert_allclose(np.asarray(got).sum(-1), 0.8, rtol=1e-5)
+    np.testing.assert_allclose(np.asarray(got).sum(-1), 0.8, rtol=2 * 48 * UNIT)  # two sums of 48 positive numbers
     assert (np.asarray(got) > 0).all()
     np.testing.assert_array_equal(best, np.where(is_drafted, order[:, 0], -1))
 
@@ -135,7 +138,8 @@ def test_features_are_that_much_smaller(
 
 def test_capture_then_train_is_training(tmp_path: Path, tiny_target: Target, rows: PackedRows) -> None:
     """With all tokens of the draft vocabulary kept, the loss is that with the target but for the codes' error: its
-    curve stays within 0.1% in int8 and 2% in int4; with the default number, in fp8, within 2%."""
+    curve stays within 0.1% in int8 and 2% in int4; with the default number, in fp8, within 2%. These bounds are what
+    the codes promise."""
     online = _losses(_run(tmp_path / "online"), tiny_target, rows, None)
     assert len(online) == 10
     assert online[-1] < online[0]
@@ -154,9 +158,14 @@ def test_features_are_spread_and_split_as_rows_are(tmp_path: Path, tiny_target: 
     features = _capture(run, tiny_target, rows, mesh)
     alone = load_target(tiny_target.folder, dtype="float32", mesh=mesh, has_layers=False)
     spread = _losses(run, alone, rows, features, mesh)
-    plain = dataclasses.replace(_run(tmp_path, max_steps=3), output=str(tmp_path / "plain"))
     alone = load_target(tiny_target.folder, dtype="float32", has_layers=False)
-    np.testing.assert_allclose(spread, _losses(plain, alone, rows, features), rtol=1e-4)
+    outputs = (str(tmp_path / f"plain-{i}") for i in itertools.count())
+
+    def plain(params: TargetParams) -> np.ndarray:
+        run = dataclasses.replace(_run(tmp_path, max_steps=3), output=next(outputs))
+        return _losses(run, dataclasses.replace(alone, params=params), rows, features)
+
+    assert_same(spread, plain(alone.params), tolerance(plain, alone.params, draws=2))
 
 
 def test_an_interrupted_capture_goes_on(

@@ -19,6 +19,7 @@ def test_an_exact_curve_is_found(exponent: float, spacing) -> None:
     found = fit(n, _law(n, exponent), LONGEST)
     assert found is not None
     for ahead in (40_000, 200_000):
+        # exponents are tried on a grid: to a hundredth, a tenth of what an interval may be wide
         assert found.at(ahead).expected == pytest.approx(_law(np.array(ahead), exponent), abs=0.01)
         assert found.at(ahead).high - found.at(ahead).low < 0.1
 
@@ -50,7 +51,7 @@ def test_one_wild_measurement_moves_the_forecast_little() -> None:
     wild = fit(n, taus, LONGEST)
     assert calm is not None
     assert wild is not None
-    assert wild.at(40_000).expected == pytest.approx(calm.at(40_000).expected, abs=0.02)
+    assert wild.at(40_000).expected == pytest.approx(calm.at(40_000).expected, abs=0.02)  # a tenth
 
 
 def test_order_and_units_do_not_matter() -> None:
@@ -62,6 +63,7 @@ def test_order_and_units_do_not_matter() -> None:
     assert other is not None
     for same in (shuffled.at(40_000), other.at(40_000 / 7)):
         for name in Range.__dataclass_fields__:
+            # float64's rounding, through a least-squares fit
             assert getattr(same, name) == pytest.approx(getattr(found.at(40_000), name), abs=1e-9)
 
 

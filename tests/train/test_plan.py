@@ -97,7 +97,7 @@ def test_operations_are_those_of_the_program(
 
 @pytest.mark.usefixtures("_whole_loops")
 def test_operations_and_arguments_are_those_that_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what a step needs besides its arguments is within 40%."""
+    """Operations within 3%, as above, and what a step needs besides its arguments within 40%."""
     monkeypatch.setattr("specserve.train.plan.DTYPE", "float32")
     monkeypatch.setattr("specserve.train.plan.BACKEND", "cpu")
     lowered, loss = _lowered(WIDE, Rollout(2, remat=True))
@@ -143,19 +143,22 @@ def test_a_plan_follows_the_settings() -> None:
     plain = make_plan(run)
     assert plain.head_size == sum(math.prod(s.shape) for s in jax.tree.leaves(draft_spec(plain.draft)))
     assert _part(plain, "target's weights") == 2 * plain.target_size.total
-    assert _part(plain, "moments") == pytest.approx(8 * plain.head_size, rel=1e-6)
+    assert _part(plain, "moments") == 8 * plain.head_size
 
     spread = _plan(run, mesh="data=2,tensor=8")
     assert spread.num_devices == 16
-    assert _part(spread, "target's weights") == pytest.approx(2 * plain.target_size.total / 8, rel=0.01)
-    assert _part(spread, "moments") == pytest.approx(2 * _part(spread, "head"), rel=1e-6)
+    assert _part(spread, "target's weights") == pytest.approx(
+        2 * plain.target_size.total / 8,
+        rel=0.01,  # norms are whole on every device
+    )
+    assert _part(spread, "moments") == 2 * _part(spread, "head")
     assert _part(spread, "head") < _part(plain, "head") / 4
     assert _part(spread, "rollout") == _part(plain, "rollout") / 2
 
     quantized = _plan(run, quantization="int8")
     assert _part(quantized, "target's weights") < 0.6 * _part(plain, "target's weights")
     small = _plan(run, train=dataclasses.replace(train, moments="int8"))
-    assert _part(small, "moments") == pytest.approx(_part(plain, "moments") / 4, rel=0.03)
+    assert _part(small, "moments") == pytest.approx(_part(plain, "moments") / 4, rel=0.03)  # and scales
     host = _plan(run, train=dataclasses.replace(train, moments="host"))
     assert host.host_bytes + _part(host, "moments") == _part(plain, "moments")
     assert _part(host, "moments") < 1e6

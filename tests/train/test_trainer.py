@@ -13,7 +13,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import NormEvaluator, curve, metrics, resolved, tiny_trainer
+from rounding import assert_same
+from tiny_run import NormEvaluator, curve, measured, metrics, resolved, tiny_trainer, tolerance
 
 from specserve.checkpoints.head import Head, load_head, read_notes
 from specserve.checkpoints.load import Target, load_target
@@ -214,11 +215,8 @@ def test_a_target_over_a_mesh_teaches_the_same(
     trainer.train()
     for leaf in jax.tree.leaves(trainer.state):
         assert leaf.sharding.num_devices == 8
-    for row, alone in zip(metrics(tmp_path), metrics(output), strict=True):
-        assert row["step"] == alone["step"]
-        assert row["rollout_loss" if row["loss"] else "tau"] == pytest.approx(
-            alone["rollout_loss" if row["loss"] else "tau"], abs=1e-3
-        )
+    assert [row["step"] for row in metrics(tmp_path)] == [row["step"] for row in metrics(output)]
+    assert_same(measured(tmp_path), measured(output), tolerance(tmp_path, tiny_target))
 
 
 def _assert_same(head: Head, other: Head) -> None:
@@ -258,4 +256,5 @@ def test_the_learning_rate_warms_up_and_falls(schedule: Schedule) -> None:
     assert scales[:11] == sorted(scales[:11])
     assert scales[10:] == sorted(scales[10:], reverse=True)
     assert scales[-1] == pytest.approx(1.0 if schedule == "constant" else 0.05)
-    assert scales[55] == pytest.approx({"cosine": 0.525, "linear": 0.525, "constant": 1.0}[schedule], abs=0.01)
+    middle = {"cosine": 0.525, "linear": 0.525, "constant": 1.0}[schedule]
+    assert scales[55] == pytest.approx(middle, abs=0.01)  # the steepest schedule falls by 0.017 from one to the next
