@@ -7,11 +7,13 @@ that attention runs over the latents themselves, as one KV head. The absorbed fo
 expanded one multiplies fewer numbers where nothing is committed and rows are long (training).
 """
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
 from specserve.kernels.attention import PagedPrefix, attend
-from specserve.kernels.matmul import Weight
+from specserve.kernels.matmul import Weight, matmul
 from specserve.kernels.rowwise import apply_rope, rms_norm
 from specserve.models.config import ModelConfig
 from specserve.models.context import Context
@@ -32,8 +34,8 @@ class LatentAttention:
     kv_down: Weight  # [d_model, kv_rank + rope_dim]: the latent, and the key with position that all heads share
     kv_down_bias: jax.Array | None
     kv_norm: jax.Array  # [kv_rank]
-    k_up: jax.Array  # [kv_rank, head * nope_dim]
-    v_up: jax.Array  # [kv_rank, head * v_dim]
+    k_up: Weight  # [kv_rank, head * nope_dim]; for serving [head, nope_dim, kv_rank] (`split_by_head`)
+    v_up: Weight  # [kv_rank, head * v_dim]; for serving [head, kv_rank, v_dim]
     o: Weight  # [head * v_dim, d_model]
     o_bias: jax.Array | None
     gate: Weight | None  # [d_model, head]
@@ -111,8 +113,8 @@ def expanded(
     """Over the new tokens alone."""
     assert config.latent is not None
     compressed, k_rope = jnp.split(new, (config.latent.kv_rank,), axis=-1)
-    k_nope = _by_head(compressed[:, :, 0] @ params.k_up, config.num_heads)
-    v = _by_head(compressed[:, :, 0] @ params.v_up, config.num_heads)
+    k_nope = _by_head(matmul(compressed[:, :, 0], params.k_up), config.num_heads)
+    v = _by_head(matmul(compressed[:, :, 0], params.v_up), config.num_heads)
     k = jnp.concatenate([k_nope, jnp.broadcast_to(k_rope, (*k_nope.shape[:3], k_rope.shape[-1]))], axis=-1)
     q = jnp.concatenate([q_nope, q_rope], axis=-1)
     return attend(q, k, v, context.mask, scale=config.attention_scale)
@@ -129,11 +131,28 @@ def absorbed(
 ) -> jax.Array:  # [batch, n, head, v_dim]
     """Over committed latents and new ones."""
     assert config.latent is not None
-    rank, num_heads = config.latent.kv_rank, config.num_heads
-    q = jnp.einsum("bnhd,rhd->bnhr", q_nope, params.k_up.reshape(rank, num_heads, -1))
-    q = jnp.concatenate([q, q_rope], axis=-1)
+    if len(params.k_up.shape) == 2:
+        params = split_by_head(params, config.num_heads)
+    rank = config.latent.kv_rank
+    q = jnp.concatenate([_each_head(q_nope, params.k_up), q_rope], axis=-1)
     out = attend(q, new, new[..., :rank], context.mask, seen, scale=config.attention_scale)
-    return jnp.einsum("bnhr,rhd->bnhd", out, params.v_up.reshape(rank, num_heads, -1))
+    return _each_head(out, params.v_up)
+
+
+def split_by_head(params: LatentAttention, num_heads: int) -> LatentAttention:
+    """The same weights with a matrix for each head, as the absorbed form multiplies by them."""
+
+    def split(weight: Weight) -> jax.Array:  # [kv_rank, head * dim] -> [kv_rank, head, dim]
+        assert isinstance(weight, jax.Array)
+        return weight.reshape(weight.shape[0], num_heads, -1)
+
+    k_up, v_up = split(params.k_up).transpose(1, 2, 0), split(params.v_up).transpose(1, 0, 2)
+    return dataclasses.replace(params, k_up=k_up, v_up=v_up)
+
+
+def _each_head(x: jax.Array, weight: Weight) -> jax.Array:  # [b, n, head, d_in], [head, d_in, d_out] -> like x
+    by_head = matmul(x.transpose(2, 0, 1, 3).reshape(x.shape[2], -1, x.shape[3]), weight)
+    return by_head.reshape(x.shape[2], *x.shape[:2], -1).transpose(1, 2, 0, 3)
 
 
 def _by_head(x: jax.Array, num_heads: int) -> jax.Array:  # [batch, n, size] -> [batch, n, head, dim]

@@ -17,8 +17,9 @@ from specserve.kernels import native
 from specserve.kernels.matmul import QuantizedMatrix, Weight, block, matmul, pack
 from specserve.mesh import whole
 from specserve.models.draft import DraftParams, token_embedding
+from specserve.models.latent import LatentAttention, split_by_head
 from specserve.models.params import is_product
-from specserve.models.target import TargetParams, fuse_for_cpu
+from specserve.models.target import Layer, TargetParams, fuse_for_cpu
 from specserve.speculative.propose import Draft
 from specserve.speculative.step import Weights
 from specserve.speculative.vocab import DraftVocab
@@ -66,7 +67,7 @@ def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) ->
     if not is_cpu:
         return Layouts(plain, plain, plain)
     if native.is_available():
-        packed = _with_products(plain, pack)
+        packed = _with_products(_with_heads_apart(plain, target.config.num_heads), pack, _PACKED_TOO)
         return Layouts(packed, packed, packed)
     if sum(leaf.nbytes for leaf in jax.tree.leaves(plain)) > COPIED_BYTES:
         return Layouts(plain, plain, plain)
@@ -81,12 +82,31 @@ def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) ->
     return Layouts(cut(one), cut(few), plain)
 
 
-def _with_products(weights: Weights, change: Callable[[jax.Array | QuantizedMatrix], Weight]) -> Weights:
+# Multiplied by too, but small or cut up by head, so that quantisation leaves them alone (`models.params.is_product`).
+_PACKED_TOO = frozenset(("router", "shared_gate", "beta", "decay", "k_up", "v_up"))
+
+
+def _with_heads_apart(weights: Weights, num_heads: int) -> Weights:
+    def split(layer: Layer) -> Layer:
+        if not isinstance(layer.attention, LatentAttention):
+            return layer
+        return dataclasses.replace(layer, attention=split_by_head(layer.attention, num_heads))
+
+    layers = tuple(split(layer) for layer in weights.target.layers)
+    return Weights(dataclasses.replace(weights.target, layers=layers), weights.draft)
+
+
+def _with_products(
+    weights: Weights,
+    change: Callable[[jax.Array | QuantizedMatrix], Weight],
+    others: frozenset[str] = frozenset(),  # fields to change besides
+) -> Weights:
     """The same weights with other matrices where rows are multiplied by them as they are (`kernels.matmul`)."""
 
     def in_tree(params: Params) -> Params:
         def leaf(path: tuple, leaf: jax.Array | QuantizedMatrix) -> Weight:
-            return change(leaf) if is_product(path) and len(leaf.shape) >= 2 else leaf
+            is_meant = is_product(path) or jax.tree_util.keystr(path[-1:], simple=True) in others
+            return change(leaf) if is_meant and len(leaf.shape) >= 2 else leaf
 
         return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
 

@@ -9,7 +9,6 @@ from rounding import UNIT, assert_within, of_product
 
 from specserve.kernels import reference
 from specserve.kernels.matmul import (
-    BLOCK_COLUMNS,
     BlockedMatrix,
     EightBits,
     QuantizedMatrix,
@@ -20,15 +19,17 @@ from specserve.kernels.matmul import (
     quantize,
 )
 
+COLUMNS = 16
+
 
 @pytest.mark.parametrize("num_blocks", [1, 2, 5])
 @pytest.mark.parametrize("rows", [(1,), (2, 3), (2, 1, 9)])
 def test_blocked_product_matches_reference_and_the_plain_product(
     rng: np.random.Generator, num_blocks: int, rows: tuple[int, ...]
 ) -> None:
-    weight = rng.standard_normal((24, num_blocks * BLOCK_COLUMNS)).astype(np.float32)
+    weight = rng.standard_normal((24, num_blocks * COLUMNS)).astype(np.float32)
     x = rng.standard_normal((*rows, 24)).astype(np.float32)
-    blocked = block(jnp.asarray(weight))
+    blocked = block(jnp.asarray(weight), COLUMNS)
     assert isinstance(blocked, BlockedMatrix)
     assert blocked.shape == weight.shape
     for product in (matmul, matmul_float32):
@@ -38,8 +39,8 @@ def test_blocked_product_matches_reference_and_the_plain_product(
 
 
 def test_a_width_that_is_no_multiple_stays_whole() -> None:
-    weight = jnp.ones((4, BLOCK_COLUMNS + 1))
-    assert block(weight) is weight
+    weight = jnp.ones((4, COLUMNS + 1))
+    assert block(weight, COLUMNS) is weight
 
 
 def test_logits_of_bfloat16_are_accumulated_in_float32(rng: np.random.Generator) -> None:

@@ -6,7 +6,6 @@ import shutil
 import subprocess
 
 import jax
-import numpy as np
 import pytest
 
 from specserve.kernels import native

@@ -1,0 +1,229 @@
+"""The native kernels compute what XLA's operations do, within what rounding explains, and a row of a result does not
+depend, to the bit, on the rows beside it. So a token gets the same numbers from a plain step, a tree and a prompt."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+import pytest
+import rounding
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specserve.kernels import native
+from specserve.kernels.attention import PagedPrefix, attend
+from specserve.kernels.matmul import PackedMatrix, QuantizedMatrix, dequantize, matmul, matmul_by_expert, pack
+from specserve.kernels.rowwise import ACTIVATIONS, Activation, apply_rope, cos_sin, gated, rms_norm
+
+pytestmark = pytest.mark.skipif(not native.is_available(), reason=native.describe())
+
+
+def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
+    return rng.standard_normal(shape).astype(np.float32)
+
+
+def _served(function: Callable[..., Any], *args: Any) -> np.ndarray:
+    return np.asarray(jax.jit(native.serving(function))(*args))
+
+
+def _weight(rng: np.random.Generator, kind: str, d_in: int, d_out: int) -> jax.Array | QuantizedMatrix:
+    values = _normal(rng, d_in, d_out)
+    if kind == "float32":
+        return jnp.asarray(values)
+    if kind == "bfloat16":
+        return jnp.asarray(values.astype(ml_dtypes.bfloat16).astype(np.float32))
+    block = 7 if "blocks" in kind else d_in
+    scale = rng.uniform(0.001, 0.01, (-(-d_in // block), d_out)).astype(np.float32)
+    dtype = np.int8 if "int8" in kind else ml_dtypes.float8_e4m3fn
+    return QuantizedMatrix(jnp.asarray((values * 40).clip(-127, 127).astype(dtype)), jnp.asarray(scale), block)
+
+
+@settings(max_examples=60)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    kind=st.sampled_from(["float32", "bfloat16", "int8", "int8 in blocks", "fp8"]),
+    rows=st.integers(1, 130),
+    d_in=st.sampled_from([1, 5, 33, 512, 2100]),
+    d_out=st.sampled_from([1, 63, 64, 65, 200]),
+)
+def test_a_packed_product_is_x_times_w(seed: int, kind: str, rows: int, d_in: int, d_out: int) -> None:
+    rng = np.random.default_rng(seed)
+    weight, x = _weight(rng, kind, d_in, d_out), _normal(rng, rows, d_in)
+    packed = pack(weight)
+    assert packed.shape == (d_in, d_out)
+    assert packed.panels.dtype.itemsize == {"float32": 4, "bfloat16": 2, "fp8": 2}.get(kind, 1)
+    plain = np.asarray(dequantize(weight, jnp.dtype("float32")), np.float64)
+    got = np.asarray(jax.jit(matmul)(x, packed))
+    rounding.assert_within(got, x.astype(np.float64) @ plain, rounding.of_product(x, plain))
+    for row in {0, rows // 2, rows - 1}:
+        assert (np.asarray(matmul(x[row : row + 1], packed))[0] == got[row]).all(), "a row depends on its neighbours"
+
+
+@pytest.mark.parametrize("kind", ["bfloat16", "int8 in blocks"])
+def test_each_row_meets_its_own_experts_matrix(rng: np.random.Generator, kind: str) -> None:
+    experts = [_weight(rng, kind, 40, 70) for _ in range(5)]
+    stacked = jax.tree.map(lambda *leaves: jnp.stack(leaves), *experts)
+    packed = pack(stacked)
+    x = _normal(rng, 90, 40)
+    expert_ids = rng.integers(0, 6, 90).astype(np.int32)  # 5 is none of them
+    expert_ids[expert_ids == 3] = 2  # nobody asks for 3
+    got = np.asarray(jax.jit(matmul_by_expert)(x, packed, expert_ids))
+    for row, expert in enumerate(expert_ids):
+        expected = 0 * got[row] if expert == 5 else np.asarray(matmul(x[row : row + 1], pack(experts[expert])))[0]
+        assert (got[row] == expected).all(), f"row {row} of expert {expert}"
+    each = np.asarray(matmul(jnp.asarray(x.reshape(5, 18, 40)), packed))  # a stack multiplies a stack
+    assert (each[4] == np.asarray(matmul(x[72:], pack(experts[4])))).all()
+
+
+def test_packing_rounds_nothing() -> None:
+    """One value that is no bfloat16 number keeps the whole matrix in float32."""
+    weight = np.ones((8, 8), np.float32)
+    assert pack(jnp.asarray(weight)).panels.dtype == jnp.bfloat16
+    weight[3, 3] = 1 + 2**-20
+    packed = pack(jnp.asarray(weight))
+    assert packed.panels.dtype == jnp.float32
+    assert isinstance(packed, PackedMatrix)
+    assert (np.asarray(matmul(jnp.eye(8), packed)) == weight).all()
+
+
+def _case(rng: np.random.Generator, *, v_dim: int, group: int, page_size: int, head_dim: int = 24) -> dict[str, Any]:
+    batch, n, kv_heads, width = 3, 5, 2, 4
+    pages = batch * width + 1
+    mask = np.tril(np.ones((batch, n, n), bool))
+    mask[0, 4, 1:3] = mask[1, 3, 0] = False  # trees rather than chains
+    lens = np.array([0, page_size * 2 + 1, page_size * width], np.int32)
+    return {
+        "q": _normal(rng, batch, n, kv_heads * group, head_dim),
+        "k": _normal(rng, batch, n, kv_heads, head_dim),
+        "v": _normal(rng, batch, n, kv_heads, v_dim),
+        "mask": mask,
+        "k_pages": _normal(rng, pages, kv_heads, head_dim, page_size),
+        "v_pages": _normal(rng, pages, kv_heads, page_size, v_dim),
+        "table": rng.permutation(pages)[: batch * width].reshape(batch, width).astype(np.int32),
+        "lens": lens,
+        "positions": lens[:, None] + np.arange(n, dtype=np.int32),
+        "sinks": _normal(rng, kv_heads * group),
+    }
+
+
+@pytest.mark.parametrize("page_size", [1, 4, 32])
+@pytest.mark.parametrize("first", [0, 1])
+@pytest.mark.parametrize(
+    ("has_sinks", "window", "softcap", "is_latent"),
+    [(False, 0, 0.0, False), (True, 6, 0.0, False), (False, 3, 20.0, False), (False, 0, 0.0, True)],
+)
+def test_attention_is_that_of_xla(
+    rng: np.random.Generator,
+    page_size: int,
+    first: int,
+    has_sinks: bool,
+    window: int,
+    softcap: float,
+    is_latent: bool,
+) -> None:
+    """Windows, sinks, soft caps, latent pages, a first index; one sequence is empty, one fills its last page."""
+    case = _case(rng, v_dim=16 if is_latent else 40, group=3, page_size=page_size)
+
+    def run(q: Any, k: Any, v: Any, k_pages: Any, v_pages: Any, sinks: Any) -> jax.Array:
+        prefix = PagedPrefix(
+            k_pages, None if is_latent else v_pages, jnp.asarray(case["table"]), jnp.asarray(case["lens"]), first
+        )
+        v = k[..., : v.shape[-1]] if is_latent else v
+        return attend(
+            q,
+            k,
+            v,
+            jnp.asarray(case["mask"]),
+            prefix,
+            softcap=softcap,
+            sinks=sinks if has_sinks else None,
+            window=window,
+            position_ids=jnp.asarray(case["positions"]),
+        )
+
+    arrays = [jnp.asarray(case[name]) for name in ("q", "k", "v", "k_pages", "v_pages", "sinks")]
+    expected = jax.jit(run)
+    rounding.assert_same(_served(run, *arrays), expected(*arrays), rounding.tolerance(expected, *arrays))
+
+
+def test_a_token_attends_alike_whatever_is_new(rng: np.random.Generator) -> None:
+    """To the bit: as the first of its step or the last, alone or beside others, as a node of a tree or in a chain."""
+    n, length, page_size, kv_heads, group, head_dim = 4, 40, 4, 2, 2, 24
+    q, k, v = (_normal(rng, length, heads, head_dim) for heads in (kv_heads * group, kv_heads, kv_heads))
+    width = length // page_size
+    found: dict[int, set[bytes]] = {}
+    for starts in ([0, 3, 17], [33, 1, 5], [8], [30, 31, 32, 33, 34, 35, 36]):
+        batch = len(starts)
+        k_pages = _normal(rng, batch * width, kv_heads, head_dim, page_size) * 9  # what nobody may see
+        v_pages = _normal(rng, batch * width, kv_heads, page_size, head_dim) * 9
+        table = rng.permutation(batch * width).reshape(batch, width).astype(np.int32)
+        for row, start in enumerate(starts):
+            for i in range(start):
+                k_pages[table[row, i // page_size], :, :, i % page_size] = k[i]
+                v_pages[table[row, i // page_size], :, i % page_size] = v[i]
+        # nodes 0, 2, 4, 6 are the path; between them stand siblings that no node of the path sees
+        index = np.array(starts)[:, None] + np.array([0, 1, 1, 2, 2, 3, 3])
+        new_k, new_v = k[index], v[index]
+        new_k[:, 1::2], new_v[:, 1::2] = 50, 50
+        mask = np.tril(np.ones((7, 7), bool)) & (np.arange(7) % 2 == 0)[None]
+        prefix = PagedPrefix(*map(jnp.asarray, (k_pages, v_pages, table, np.array(starts, np.int32))))
+        out = _served(attend, *map(jnp.asarray, (q[index], new_k, new_v, mask[None])), prefix)
+        for row, start in enumerate(starts):
+            for i in range(n):
+                found.setdefault(start + i, set()).add(out[row, 2 * i].tobytes())
+    assert {len(each) for each in found.values()} == {1}
+    assert len(found) > 20
+
+
+@pytest.mark.parametrize("size", [1, 15, 64, 517])
+@pytest.mark.parametrize("offset", [False, True])
+def test_a_norm_is_that_of_xla(rng: np.random.Generator, size: int, offset: bool) -> None:
+    x, weight = jnp.asarray(_normal(rng, 3, 70, size)), jnp.asarray(_normal(rng, size))
+
+    def run(x: jax.Array, weight: jax.Array) -> jax.Array:
+        return rms_norm(x, weight, 1e-5, offset=offset)
+
+    got = _served(run, x, weight)
+    # the sum of squares has `size` terms of one sign, and some six operations follow
+    bound = np.abs(np.asarray(run(x, weight))) * (size + 6) * 2 * rounding.UNIT
+    rounding.assert_within(got, run(x, weight), bound)
+    assert (_served(run, x[1, 5], weight) == got[1, 5]).all()
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("is_fused", [False, True])
+def test_a_gate_is_that_of_xla(rng: np.random.Generator, activation: Activation, is_fused: bool) -> None:
+    gate, up = _normal(rng, 2, 9, 37) * 6, _normal(rng, 2, 9, 37) * 6
+    gate[0, 0, :4] = [-200, 200, 0, -0.0]
+
+    def run(gate: jax.Array, up: jax.Array) -> jax.Array:
+        if is_fused:
+            return gated(jnp.concatenate([gate, up], axis=-1), None, activation)
+        return gated(gate, up, activation)
+
+    expected = run(jnp.asarray(gate), jnp.asarray(up))
+    got = _served(run, jnp.asarray(gate), jnp.asarray(up))
+    # an error of u in an exponent of magnitude z is one of z u in the exponential; 16 covers the other operations
+    exponent = np.abs(gate) if activation != "gelu_tanh" else 1.6 * (np.abs(gate) + 0.045 * np.abs(gate) ** 3)
+    bound = (np.abs(gate) * (np.abs(up) + 1)) * np.minimum(exponent * 4 + 16, 400) * rounding.UNIT
+    rounding.assert_within(got, expected, bound)
+    assert (_served(run, jnp.asarray(gate[1:, 4:5]), jnp.asarray(up[1:, 4:5]))[0, 0] == got[1, 4]).all()
+
+
+@pytest.mark.parametrize("is_interleaved", [False, True])
+@pytest.mark.parametrize("half", [4, 12])
+def test_a_rotation_is_that_of_xla(rng: np.random.Generator, is_interleaved: bool, half: int) -> None:
+    x, positions = jnp.asarray(_normal(rng, 2, 6, 3, 24)), np.array([[0, 1, 2, 3, 4, 4000], [9, 9, 8, 7, 100, 5]])
+    frequencies = (10000.0 ** -(np.arange(half) / half)).astype(np.float32)
+
+    def run(x: jax.Array, positions: jax.Array) -> jax.Array:
+        return apply_rope(x, cos_sin(positions, frequencies, 1.5), is_interleaved=is_interleaved)
+
+    expected = run(x, jnp.asarray(positions))
+    got = _served(run, x, jnp.asarray(positions))
+    # cosines of the same float32 angle, good to two units; two products and a sum
+    rounding.assert_within(got, expected, 1.5 * 2 * np.abs(x).max() * 6 * rounding.UNIT)
+    assert (_served(run, x[1:, 2:3], jnp.asarray(positions[1:, 2:3]))[0, 0] == got[1, 2]).all()
