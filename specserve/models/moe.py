@@ -232,9 +232,7 @@ def by_blocks(
     return _weighed_sum(y, weights).astype(x.dtype)
 
 
-def by_rows(
-    params: Moe, activation: Activation, x: jax.Array, expert_ids: jax.Array, weights: jax.Array
-) -> jax.Array:
+def by_rows(params: Moe, activation: Activation, x: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
     """Packed experts, whose kernel sorts the rows by itself: the needed work only, each chosen matrix read once."""
     flat = expert_ids.reshape(-1).astype(jnp.int32)
 

@@ -1,11 +1,14 @@
-"""The self check of an installation: `python -m specserve.kernels.native` calls a kernel and compares its result."""
+"""The self check of an installation, `python -m specserve.kernels.native`: calls a kernel and compares its result. With
+`build` it makes the library anew, in a checkout."""
 
 import logging
+import sys
 
 import jax.numpy as jnp
 import numpy as np
 
 from specserve.kernels import native
+from specserve.kernels.native import build
 from specserve.kernels.matmul import matmul, pack
 
 logger = logging.getLogger("specserve.kernels.native")
@@ -13,6 +16,8 @@ logger = logging.getLogger("specserve.kernels.native")
 
 def main() -> None:
     """Log the instruction set, or leave with the reason why there is none."""
+    if sys.argv[1:] == ["build"]:
+        return build.main()
     logging.basicConfig(format="%(message)s")
     logger.setLevel(logging.INFO)
     if not native.is_available():

@@ -2,7 +2,7 @@
 
 It is not a CPython extension, so one library serves every Python of a platform. pip's build hook, `hatch_build.py`,
 loads this file by its path before anything is installed, so it imports nothing but the standard library. From a
-checkout, `python -m specserve.kernels.native.build` builds again and shows all that the compiler says.
+checkout, `python -m specserve.kernels.native build` builds again and shows all that the compiler says.
 
 The XLA headers are those that ship in jaxlib. pip's isolated build environment gets the oldest jaxlib that specserve
 runs on (pyproject.toml), because XLA takes kernels that were built for an older FFI and refuses those for a newer one.
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 FOLDER = Path(__file__).parent
 LIBRARY = "libspecserve_kernels.so"
 MARKER = "not_built.txt"  # lies where the library would, and says why there is none
-AGAIN = "python -m specserve.kernels.native.build"
+AGAIN = "python -m specserve.kernels.native build"
 
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-Wno-psabi", "-fPIC", "-fvisibility=hidden", "-pthread")
 _AVX2 = ("-mavx2", "-mfma", "-mf16c")
@@ -169,7 +169,3 @@ def main() -> None:
         logger.info("built %s", build())
     except NotBuilt as error:
         raise SystemExit(f"{error.output}not built: {error}") from None
-
-
-if __name__ == "__main__":
-    main()

@@ -197,9 +197,13 @@ void multiply_columns(const float* x, int64_t x_stride, const float* w, int64_t 
 // out [rows, columns] += x [rows, inner] @ w [inner, columns]; each result is one chain of sums over `inner`.
 void accumulate(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t rows, int64_t inner,
                 int64_t columns, float* out, int64_t out_stride) {
+  constexpr int kTile = LANES == 8 ? 4 : 8;  // AVX2 has half of the registers
   int64_t r = 0;
-  for (; r + 4 <= rows; r += 4) {
-    multiply_columns<4>(x + r * x_stride, x_stride, w, w_stride, inner, columns, out + r * out_stride, out_stride);
+  for (; r + kTile <= rows; r += kTile) {
+    multiply_columns<kTile>(x + r * x_stride, x_stride, w, w_stride, inner, columns, out + r * out_stride, out_stride);
+  }
+  for (; r + 2 <= rows; r += 2) {
+    multiply_columns<2>(x + r * x_stride, x_stride, w, w_stride, inner, columns, out + r * out_stride, out_stride);
   }
   for (; r < rows; ++r) {
     multiply_columns<1>(x + r * x_stride, x_stride, w, w_stride, inner, columns, out + r * out_stride, out_stride);
@@ -213,10 +217,20 @@ void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin
   const int64_t group = call.heads / call.kv_heads, n = end - begin, rows = group * n;
   const int64_t len = least(most(call.lens[sequence], 0), call.width * call.page_size);
   const int64_t pages = (len + call.page_size - 1) / call.page_size;
-  const int64_t committed = pages * call.page_size, keys = committed + call.m;
+  // new keys that no query of this unit sees, as most of a prompt's are, are not looked at
+  const uint8_t* masks = call.mask + (call.has_batched_mask ? sequence * call.n : 0) * call.m;
+  int64_t m = call.m;
+  auto is_seen = [&](int64_t key) {
+    for (int64_t query = begin; query < end; ++query) {
+      if (masks[query * call.m + key]) return true;
+    }
+    return false;
+  };
+  while (m > 0 && !is_seen(m - 1)) --m;
+  const int64_t committed = pages * call.page_size, keys = committed + m;
   const int32_t* table = call.page_table + sequence * call.width;
   const int64_t sizes[] = {rows * call.head_dim, rows * keys, rows * call.v_dim, rows,
-                           most(call.head_dim * call.m, call.page_size * call.v_dim)};
+                           most(call.head_dim * m, call.page_size * call.v_dim)};
   float* q_rows = scratch(sizes[0] + sizes[1] + sizes[2] + sizes[3] + sizes[4]);
   float* scores = q_rows + sizes[0];
   float* out = scores + sizes[1];
@@ -235,16 +249,15 @@ void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin
     accumulate(q_rows, call.head_dim, call.k_pages + page_of(page) * call.head_dim, call.page_size, rows,
                call.head_dim, call.page_size, &scores[page * call.page_size], keys);
   }
-  for (int64_t key = 0; key < call.m; ++key) {
+  for (int64_t key = 0; key < m; ++key) {
     const float* from = call.k + ((sequence * call.m + key) * call.kv_heads + kv_head) * call.head_dim;
-    for (int64_t i = 0; i < call.head_dim; ++i) transposed[i * call.m + key] = from[i];
+    for (int64_t i = 0; i < call.head_dim; ++i) transposed[i * m + key] = from[i];
   }
-  accumulate(q_rows, call.head_dim, transposed, call.m, rows, call.head_dim, call.m, &scores[committed],
-             keys);
+  accumulate(q_rows, call.head_dim, transposed, m, rows, call.head_dim, m, &scores[committed], keys);
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t query = begin + row % n;
     float* score = &scores[row * keys];
-    const uint8_t* mask = call.mask + ((call.has_batched_mask ? sequence * call.n : 0) + query) * call.m;
+    const uint8_t* mask = masks + query * call.m;
     const int32_t position = call.window ? call.positions[sequence * call.n + query] : 0;
     const int64_t first = most(call.first, call.window ? position - call.window + 1 : 0);
     const float sink = call.sinks ? call.sinks[kv_head * group + row / n] : -INFINITY;
@@ -253,7 +266,7 @@ void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin
     }
     for (int64_t key = 0; key < least(first, committed); ++key) score[key] = -INFINITY;
     for (int64_t key = len; key < committed; ++key) score[key] = -INFINITY;
-    for (int64_t key = 0; key < call.m; ++key) {
+    for (int64_t key = 0; key < m; ++key) {
       const bool in_window = !call.window || position - call.positions[sequence * call.n + key] < call.window;
       if (!mask[key] || !in_window) score[committed + key] = -INFINITY;
     }
@@ -300,7 +313,7 @@ void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin
     accumulate(&scores[page * call.page_size], keys, values, call.v_dim, rows, inner, call.v_dim, out, call.v_dim);
   }
   accumulate(&scores[committed], keys, call.v + (sequence * call.m * call.kv_heads + kv_head) * call.v_dim,
-             call.kv_heads * call.v_dim, rows, call.m, call.v_dim, out, call.v_dim);
+             call.kv_heads * call.v_dim, rows, m, call.v_dim, out, call.v_dim);
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t query = begin + row % n, head = kv_head * group + row / n;
     float* to = call.out + ((sequence * call.n + query) * call.heads + head) * call.v_dim;
