@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from specserve.kernels import native
-from specserve.kernels.native import build
 from specserve.kernels.matmul import matmul, pack
+from specserve.kernels.native import build
 
 logger = logging.getLogger("specserve.kernels.native")
 
@@ -17,7 +17,8 @@ logger = logging.getLogger("specserve.kernels.native")
 def main() -> None:
     """Log the instruction set, or leave with the reason why there is none."""
     if sys.argv[1:] == ["build"]:
-        return build.main()
+        build.main()
+        return
     logging.basicConfig(format="%(message)s")
     logger.setLevel(logging.INFO)
     if not native.is_available():
