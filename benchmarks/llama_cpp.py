@@ -232,7 +232,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
                     for server in (*servers[first:], *servers[:first]):
                         batches.append(server.ask_all(group, options.max_tokens, clients=clients, number=number))
         peaks = {server.arm: server.peak_bytes() for server in servers}
-        late = {server.arm: server.num_late_compiles() for server in servers if server.arm.engine != PEER}
+        late = {server.arm: server.total("specserve:late_compiles_total") for server in servers}
     bandwidth = {weights: statistics.median(of_round) for weights, of_round in bandwidths.items()}
     bounds = {weights: bandwidth[weights] / size / BYTES[weights] for weights in BYTES}
     reference = Arm(OURS, next(iter(options.serve)), PLAIN)

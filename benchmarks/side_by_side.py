@@ -56,6 +56,15 @@ class Batch:
     round: int
     seconds: float
     answers: tuple[Answer, ...]
+    num_forwards: int = 0  # of the target, after prompts; 0 where the server does not tell
+
+    @property
+    def num_accepted(self) -> int:
+        return sum(answer.num_accepted for answer in self.answers)
+
+    @property
+    def forwards(self) -> int:
+        return self.num_forwards or sum(answer.num_tokens - 1 for answer in self.answers) - self.num_accepted
 
     @property
     def speed(self) -> float:
@@ -99,7 +108,6 @@ def summarize(
         by_round = [statistics.median(of_round) for of_round in ratios.values()]
         all_ratios = [ratio for of_round in ratios.values() for ratio in of_round]
         speed = median(batch.speed for batch in own)
-        num_forwards = sum(a.num_tokens - 1 - a.num_accepted for _, a in answers)
         rows.append(
             Row(
                 arm,
@@ -107,7 +115,7 @@ def summarize(
                 speed,
                 (statistics.median(all_ratios), min(by_round), max(by_round)) if by_round else None,
                 1e3 * median(a.first for _, a in answers),
-                sum(a.num_tokens - 1 for _, a in answers) / max(1, num_forwards),
+                1 + sum(batch.num_accepted for batch in own) / max(1, sum(batch.forwards for batch in own)),
                 sum(a.text == texts[clients, number, a.prompt] for number, a in answers),
                 len(answers),
                 speed / bounds[arm.weights] if clients == 1 else None,
@@ -234,18 +242,22 @@ class Server:
         self, prompts: Mapping[int, Sequence[int]], max_tokens: int, *, clients: int = 1, number: int = 0
     ) -> Batch:
         """So many clients, each taking the next prompt when its answer is complete, in round `number`."""
+        before = self.total("vllm:spec_decode_num_drafts_total")
         begin = time.perf_counter()
         with ThreadPoolExecutor(clients) as pool:
-            answers = pool.map(lambda prompt: self.ask(prompt, prompts[prompt], max_tokens), prompts)
-            return Batch(self.arm, clients, number, answers=tuple(answers), seconds=time.perf_counter() - begin)
+            answers = tuple(pool.map(lambda prompt: self.ask(prompt, prompts[prompt], max_tokens), prompts))
+        seconds = time.perf_counter() - begin
+        num_forwards = self.total("vllm:spec_decode_num_drafts_total") - before
+        return Batch(self.arm, clients, number, seconds, answers, num_forwards)
 
     def peak_bytes(self) -> int:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
-    def num_late_compiles(self) -> int:
+    def total(self, series: str) -> int:
+        """Of a counter; 0 where there is none."""
         lines = self.get("/metrics")[1].splitlines()
-        return sum(int(float(line.split()[-1])) for line in lines if line.startswith("specserve:late_compiles_total"))
+        return sum(int(float(line.split()[-1])) for line in lines if line.startswith(series))
 
 
 def tail(log: Path) -> str:

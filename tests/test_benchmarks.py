@@ -41,13 +41,18 @@ def test_rows_and_table(bench):
     assert one[ours].to_peer == pytest.approx((0.8, 0.8, 0.8))  # paired, so a slow round costs nothing
     assert one[fast].to_peer == pytest.approx((1.2, 1.2, 1.2))
     assert one[ours].of_bound == pytest.approx(0.5)
-    assert (one[ours].tau, one[fast].tau) == pytest.approx((1.0, 42 / 22))
+    assert (one[ours].tau, one[fast].tau) == pytest.approx((1.0, 42 / 22))  # of the tokens after the first
     assert (one[fast].num_same, one[peer].num_same, one[peer].num_answers) == (6, 4, 6)
     assert two[fast].tokens_per_second == pytest.approx((60 + 30) / 2)
     assert (two[fast].to_peer, two[fast].of_bound) == (pytest.approx((1.2, 1.2, 1.2)), None)
     lines = bench.table(rows, "peer").splitlines()
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
     assert "| ours | f32 | chain:3 | 45.0 | 1.20 (1.20-1.20) | 500 ms | 1.91 | 6 of 6 | 75% | 4,000 MB |" in lines
+
+    (told,) = bench.summarize(
+        [bench.Batch(ours, 2, 0, 1.0, (answer(0, 60, 21, 12),), num_forwards=10)], {"f32": 60.0}, peaks, ours, "peer"
+    )
+    assert told.tau == pytest.approx(2.2)  # the last step accepted two tokens that did not fit
 
     no_peer = bench.summarize([batch for batch in batches if batch.arm != peer], {"f32": 60.0}, peaks, ours, "peer")
     assert {row.to_peer for row in no_peer} == {None}
