@@ -44,7 +44,8 @@ def jittered(tree: Any, seed: int) -> Any:
         is_summed = leaf.ndim > 1 and "embedding" not in jax.tree_util.keystr(path)  # of which rows are read
         share = TIMES * 2 * UNIT * (leaf.shape[-2] if is_summed else 1) ** 0.5
         moved = np.asarray(leaf, np.float64) * (1 + share * rng.choice([-1, 1], leaf.shape))
-        return jax.device_put(moved.astype(np.float32), getattr(leaf, "sharding", None))
+        place = leaf.sharding if getattr(leaf, "committed", False) else None  # so that nothing compiles again
+        return jax.device_put(moved.astype(np.float32), place)
 
     return jax.tree_util.tree_map_with_path(move, tree)
 

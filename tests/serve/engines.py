@@ -6,7 +6,7 @@ import random
 import string
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -34,6 +34,7 @@ PAGE_SIZE, MAX_LEN, NUM_SLOTS = 8, 96, 4
 NUM_PAGES = NUM_SLOTS * MAX_LEN // PAGE_SIZE
 VOCAB = 64
 EOS = 2
+PATIENCE = 600  # seconds: what takes longer hangs, however busy the machine is
 
 
 class Letters:
@@ -106,11 +107,11 @@ class Inbox:
             self._is_done.set()
 
     def wait_for_first(self) -> None:
-        assert self._has_begun.wait(60)
+        assert self._has_begun.wait(PATIENCE)
 
     def wait(self) -> Delta:
         """The last delta."""
-        assert self._is_done.wait(60), "the request never ended"
+        assert self._is_done.wait(PATIENCE), "the request never ended"
         return self.deltas[-1]
 
     @property
@@ -228,7 +229,7 @@ def run(engine: Engine, asks: Sequence[Ask]) -> list[Inbox]:
     return inboxes
 
 
-def wait_until(holds: Callable[[], bool], seconds: float = 60) -> None:
+def wait_until(holds: Callable[[], bool], seconds: float = PATIENCE) -> None:
     deadline = time.monotonic() + seconds
     while not holds():
         assert time.monotonic() < deadline
@@ -299,6 +300,20 @@ class Reference:
         """Whether no order of sums may change the answer."""
         self.answer(ask)
         return not self._ties[ask.key]
+
+    def firm(self, asks: Iterable[Ask]) -> Iterator[Ask]:
+        """Those of which that is so."""
+        return filter(self.is_firm, asks)
+
+    def any_ask(self, rng: np.random.Generator, length: int, is_sampled: bool) -> Ask:
+        """One of them, of a prompt of that length."""
+        options = {"max_tokens": MAX_LEN // 2, "ignore_eos": True, "temperature": 0.7 if is_sampled else 0.0}
+
+        def draw() -> Ask:
+            seed = int(rng.integers(2**31))
+            return Ask(tuple(rng.integers(3, VOCAB, length).tolist()), SamplingParams(seed=seed, **options))
+
+        return next(self.firm(iter(draw, None)))
 
     def check(self, ask: Ask, inbox: Inbox, *, is_cancelled: bool = False) -> None:
         """What the engine said is what plain decoding says; of a cancelled request, how it begins."""

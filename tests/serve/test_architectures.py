@@ -9,14 +9,13 @@ import jax
 import numpy as np
 import pytest
 import tiny
-from engines import MAX_LEN, VOCAB, Ask, Dice, Reference, greedy, make_engine, make_runner, run, serving
+from engines import VOCAB, Ask, Dice, Reference, make_engine, make_runner, run, serving
 
 from specserve.checkpoints.load import Target
 from specserve.models.families import model_config
 from specserve.models.params import init_params, is_spec
 from specserve.models.target import TargetParams, target_spec
 from specserve.serve import runner as runner_module
-from specserve.serve.request import SamplingParams
 
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 ROUTED: dict[str, Any] = EXPERTS | {
@@ -101,14 +100,11 @@ def test_speculation_changes_no_token_of(case: str, rng: np.random.Generator) ->
     head = tiny.random_head(target.config, seed=1, num_kv_heads=2, head_dim=8, rope=tiny.PLAIN_ROPE)
     runner = make_runner(target, head, "off", "head+suffix:3", "tree:3x3x9", num_slots=3, has_constrained=False)
     list(runner.warmup())
-    asks = []
-    for i, length in enumerate((1, 16, 37, 20, 9)):
-        prompt = tuple(rng.integers(3, VOCAB, length).tolist())
-        sampled = SamplingParams(max_tokens=MAX_LEN // 2, temperature=0.7, seed=i, ignore_eos=True)
-        asks.append(Ask(prompt, sampled if i % 2 else greedy(MAX_LEN // 2, ignore_eos=True, seed=0)))
-    asks.append(Ask((*asks[2].prompt, 5), asks[2].params))  # begins as another does
     reference = Reference(target)
     with serving(make_engine(runner, Dice(0), num_pages=18)) as engine, reference.engine:
+        asks = [reference.any_ask(rng, length, i % 2 == 1) for i, length in enumerate((1, 16, 37, 20, 9))]
+        begins_alike = (Ask((*asks[2].prompt, token), asks[2].params) for token in range(3, VOCAB))
+        asks.append(next(reference.firm(begins_alike)))
         inboxes = run(engine, asks)
         for ask, inbox in zip(asks, inboxes, strict=True):
             reference.check(ask, inbox)

@@ -2,10 +2,8 @@
 
 import numpy as np
 import pytest
-from engines import MAX_LEN, VOCAB, Ask, Dice, Reference, greedy, make_engine, make_runner, run, serving
+from engines import Dice, Reference, make_engine, make_runner, run, serving
 from spread import CASES, mesh_of, spread_head, spread_target, target_of
-
-from specserve.serve.request import SamplingParams
 
 QUICK = ("latents", "data=2,tensor=2,expert=2", "chain:2")
 DENSE = ("dense", "data=2,tensor=4", "tree:2x2x4")
@@ -25,12 +23,8 @@ def test_a_mesh_changes_no_token(model: str, text: str, ways: str, rng: np.rando
     target, head = spread_target(model, mesh), spread_head(model, mesh)
     runner = make_runner(target, head, *ways.split(), has_constrained=False, mesh=mesh)
     list(runner.warmup())
-    asks = []
-    for i, length in enumerate((1, 16, 37, 20, 9)):
-        sampled = SamplingParams(max_tokens=MAX_LEN // 2, temperature=0.7, seed=i, ignore_eos=True)
-        params = sampled if i % 2 else greedy(MAX_LEN // 2, ignore_eos=True, seed=0)
-        asks.append(Ask(tuple(rng.integers(3, VOCAB, length).tolist()), params))
     reference = Reference(target_of(model))
     with serving(make_engine(runner, Dice(0))) as engine, reference.engine:
+        asks = [reference.any_ask(rng, length, i % 2 == 1) for i, length in enumerate((1, 16, 37, 20, 9))]
         for ask, inbox in zip(asks, run(engine, asks), strict=True):
             reference.check(ask, inbox)

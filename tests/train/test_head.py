@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from rounding import assert_same, tolerance
+from rounding import UNIT, assert_within
 from tiny_run import tiny_trainer
 
 from specserve import provenance
@@ -20,7 +20,7 @@ from specserve.checkpoints.exchange import export_head
 from specserve.checkpoints.head import Head, load_head, save_head
 from specserve.checkpoints.load import Target
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
-from specserve.models.target import TargetParams, head_columns
+from specserve.models.target import head_columns
 from specserve.train.head import draft_config, earlier_head, init_head
 from specserve.train.plan import make_plan
 from specserve.train.settings import DraftSettings, TrainRun
@@ -50,21 +50,14 @@ def test_a_new_head_of_any_width_begins_at_the_target(tiny_target: Target, width
         assert params.embedding is None
         np.testing.assert_array_equal(params.head, columns)  # type: ignore[arg-type]
         return
-
-    def rows(target: TargetParams) -> list[jax.Array]:
-        params: Any = init_head(config, dataclasses.replace(tiny_target, params=target), TARGET_IDS, seed=0)
-        return [params.embedding, params.head.T]
-
-    def products(target: TargetParams) -> list[jax.Array]:
-        return [each @ each.T for each in rows(target)]
-
-    nearest = []
-    for ours, theirs in zip(rows(tiny_target.params), (tiny_target.params.embedding, columns.T), strict=True):
+    assert params.embedding is not None
+    for ours, theirs in ((params.embedding, tiny_target.params.embedding), (params.head.T, columns.T)):  # type: ignore[union-attr]
         left, sizes, right = np.linalg.svd(np.asarray(theirs, np.float64), full_matrices=False)
-        nearest.append(left[:, :width] * sizes[:width] @ right[:width])
+        nearest = left[:, :width] * sizes[:width] @ right[:width]
         assert ours.shape == (len(theirs), width)
-    expected = [each @ each.T for each in nearest]
-    assert_same(products(tiny_target.params), expected, tolerance(products, tiny_target.params))
+        # by so much singular values are off (`np.linalg.matrix_rank`)
+        off = sizes[0] * max(theirs.shape) * 2 * UNIT
+        assert_within(ours @ ours.T, nearest @ nearest.T, 2 * sizes[0] * off)
 
 
 def test_a_head_of_several_layers_and_its_own_width_learns(tmp_path: Path, tiny_target: Target) -> None:
