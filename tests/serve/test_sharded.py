@@ -24,7 +24,7 @@ def test_a_mesh_changes_no_token(model: str, text: str, ways: str, rng: np.rando
     mesh = mesh_of(text)
     target, head = spread_target(model, mesh), spread_head(model, mesh)
     runner = make_runner(target, head, *ways.split(), has_constrained=False, mesh=mesh)
-    list(runner.warmup())
+    runner.warmup()
     asks = []
     for i, length in enumerate((1, 16, 37, 20, 9)):
         sampled = SamplingParams(max_tokens=MAX_LEN // 2, temperature=0.7, seed=i, ignore_eos=True)
