@@ -5,7 +5,10 @@ import functools
 import logging
 import os
 import platform
+import sys
+import threading
 from pathlib import Path
+from typing import NoReturn
 
 logger = logging.getLogger(__name__)
 
@@ -13,6 +16,8 @@ logger = logging.getLogger(__name__)
 _M_TRIM_THRESHOLD, _M_TOP_PAD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -2, -4, -8
 _LARGEST = 2**31 - 1
 _TOP_PAD_BYTES = 64 << 20
+COMPILER_THREAD = "specserve-compiler"
+_LOWEST_PRIORITY = 19  # of nice(2)
 
 
 def free_memory_maps() -> int | None:
@@ -57,3 +62,37 @@ def keep_freed_memory() -> bool:
     asked = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _LARGEST), (_M_TOP_PAD, _TOP_PAD_BYTES), (_M_ARENA_MAX, 1))
     results = [mallopt(name, value) for name, value in asked]  # all of them, whatever the first says
     return all(results)
+
+
+def give_back_freed_memory() -> None:
+    """Return what the process has freed and kept, which after compiling is hundreds of megabytes. Elsewhere than on
+    Linux with glibc nothing happens."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def lower_priority() -> bool:
+    """Let every other thread go before this one and those that it starts. Returns whether it could be done: threads
+    have priorities of their own on Linux alone."""
+    if not sys.platform.startswith("linux"):
+        return False
+    try:
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _LOWEST_PRIORITY)
+    except OSError as error:
+        logger.debug("a thread keeps its priority: %s", error)
+        return False
+    return True
+
+
+def is_compiling() -> bool:
+    """Whether a thread of this process compiles programs (`serve.programs`)."""
+    return any(thread.name == COMPILER_THREAD for thread in threading.enumerate())
+
+
+def leave(status: int) -> NoReturn:
+    """End the process at once, with everything said that was to be said. It is for a process that is done while a
+    thread of it still compiles, which cannot be interrupted: the interpreter would end under it, and it would abort."""
+    logging.shutdown()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(status)

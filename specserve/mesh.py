@@ -240,4 +240,5 @@ def use_compilation_cache() -> None:
     been told of already (in code or by JAX_COMPILATION_CACHE_DIR) stays."""
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(host.cache_folder() / "programs"))
-        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
+        # small programs too: there are many, and reading one takes a tenth of compiling it
+        jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

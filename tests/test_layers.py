@@ -20,7 +20,8 @@ FLOORS = {
 }
 FLAT = {"errors", "host", "log", "pytree", "config", "mesh", "processes", "tokenizer", "provenance", "__init__"}
 MAY_JIT = (
-    "serve/runner.py",
+    "serve/runner.py",  # a state, made in one piece
+    "serve/calls.py",
     "train/step.py",
     "train/capture.py",  # the target's pass alone, whose results are kept on disk
     "train/acceptance.py",

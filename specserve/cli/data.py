@@ -100,6 +100,7 @@ def regenerate(run: RegenerateRun) -> None:
         max_model_len=run.max_model_len,
         max_queue=2 * run.max_slots,
         constrained=False,
+        early_ready=False,
     )
     with warmup_bar() as on_warmup:
         engine = make_engine(models, serve, on_warmup)

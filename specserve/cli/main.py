@@ -4,7 +4,7 @@ import sys
 
 import typer
 
-from specserve import __version__
+from specserve import __version__, host
 from specserve.cli import bench, checkpoints, data, evaluate, quickstart, serve, targets, train
 from specserve.cli.options import show_error
 from specserve.errors import SpecServeError
@@ -38,11 +38,17 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 def main() -> None:
     """Entry point: an error a user can mend is one message, without a traceback, and exit status 2."""
+    status: int | str | None = 0
     try:
         app()
     except SpecServeError as error:
         show_error(error)
-        sys.exit(2)
+        status = 2
+    except SystemExit as end:
+        status = end.code
+    if host.is_compiling():
+        host.leave(status if isinstance(status, int) else int(status is not None))
+    sys.exit(status)
 
 
 if __name__ == "__main__":

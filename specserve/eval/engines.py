@@ -53,5 +53,11 @@ def measured_engine(
     on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None,
 ) -> Engine:
     """Compiled and not yet started, for requests without constraints."""
-    run = ServeRun(speculation=speculation, max_slots=num_slots, max_model_len=max_model_len, constrained=False)
+    run = ServeRun(
+        speculation=speculation,
+        max_slots=num_slots,
+        max_model_len=max_model_len,
+        constrained=False,
+        early_ready=False,
+    )
     return make_engine(models, run, on_warmup, is_coupled=is_coupled)

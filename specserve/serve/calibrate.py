@@ -1,26 +1,34 @@
-"""What each way to make a step costs on this machine: measured once per host, model and version, then remembered."""
+"""What each way to make a step costs on this machine: measured once per host, model and version, then remembered, and
+looked at again at each start."""
 
 import hashlib
+import itertools
 import json
 import logging
 import math
 import os
 import platform
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Generator, Sequence
 from pathlib import Path
+from typing import TypeVar
 
 import jax
 
 import specserve
 from specserve import host
-from specserve.serve.runner import Program, Runner
+from specserve.serve.programs import Program
+from specserve.serve.runner import Runner
 from specserve.speculative.controller import Shape
 from specserve.speculative.tree import describe
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 ROUNDS = 5  # the programs take turns, so a noisy moment does not fall on one of them
+AGAIN_SECONDS, AGAIN_ROUNDS = 1.0, 3  # of a later start
+BUSY_RATIO = 0.8  # a step that takes less than this share of what is known says that what is known is wrong
 
 
 def cost_file(models_fingerprint: str, runner: Runner) -> Path:
@@ -41,37 +49,75 @@ def cost_file(models_fingerprint: str, runner: Runner) -> Path:
     return host.cache_folder() / "costs" / f"{name}.json"
 
 
-def step_costs(
-    runner: Runner, file: Path | None, on_round: Callable[[int, int], None] = lambda _done, _total: None
-) -> dict[Shape, float]:
-    """Seconds of every compiled step, the programs being warm; read from `file` where it has them, else written there.
-    `on_round(done, total)` reports."""
+Costs = dict[Shape, float]  # seconds of each step
+Timing = Generator[object, None, Costs]  # yields between two runs
+
+
+def step_costs(runner: Runner, file: Path | None) -> Timing:
+    """Seconds of every compiled step, by a generator that runs one at a time, so that others can run in between.
+
+    Noise only ever adds to what a step takes, so the file keeps the least that was seen of each. Where it has all, some
+    steps are timed again for about a second: if one takes clearly less than it says, then it was made on a busy
+    machine, and every step is timed again."""
     programs = [program for program in runner.programs() if program.step is not None]
-    if file is not None and file.is_file():
-        known = _read(file, programs)
-        if known is not None:
-            return known
+    programs = [program for program in programs if runner.is_compiled(*_shape(program))]
+    known = _read(file, programs) if file is not None and file.is_file() else {}
+    if known is None:
         logger.warning("%s is damaged; the costs of steps are measured again", file)
+    least = dict(known or {})
+    if known:
+        again = yield from _time(runner, _cheapest(programs, known), AGAIN_ROUNDS)
+        _keep_least(least, again)
+        if any(seconds < BUSY_RATIO * known[name] for name, seconds in again.items()):
+            logger.info("steps take less than %s says: it was made on a busy machine, and is made again", file)
+            known = {}
+    if not known:
+        _keep_least(least, (yield from _time(runner, programs, ROUNDS)))
+    if file is not None:
+        _write(file, least)
+    return {_shape(program): least[program.name] for program in programs}
+
+
+def finish(timing: Generator[object, None, Result]) -> Result:
+    """Run it to its end; its result."""
+    while True:
+        try:
+            next(timing)
+        except StopIteration as end:
+            return end.value
+
+
+def _time(runner: Runner, programs: Sequence[Program], num_rounds: int) -> Generator[object, None, dict[str, float]]:
+    """The least of so many runs of each, by name."""
     seconds: dict[str, list[float]] = {program.name: [] for program in programs}
-    for done in range(ROUNDS):
+    for _ in range(num_rounds):
         for program in programs:
             jax.block_until_ready(runner.state)
             begin = time.perf_counter()
             program.run()
             jax.block_until_ready(runner.state)
             seconds[program.name].append(time.perf_counter() - begin)
-        on_round(done + 1, ROUNDS)
-    least = {name: min(values) for name, values in seconds.items()}  # the least disturbed run tells what it costs
-    if file is not None:
-        _write(file, least)
-    return {_shape(program): least[program.name] for program in programs}
+            yield
+    return {name: min(values) for name, values in seconds.items()}
 
 
-def _read(file: Path, programs: Sequence[Program]) -> dict[Shape, float] | None:
+def _cheapest(programs: Sequence[Program], known: dict[str, float]) -> list[Program]:
+    """As many as can be timed again in the time for it; one at least."""
+    ordered = sorted(programs, key=lambda program: known[program.name])
+    ends = itertools.accumulate(AGAIN_ROUNDS * known[program.name] for program in ordered)
+    return [program for i, (program, end) in enumerate(zip(ordered, ends, strict=True)) if not i or end < AGAIN_SECONDS]
+
+
+def _keep_least(costs: dict[str, float], seen: dict[str, float]) -> None:
+    for name, seconds in seen.items():
+        costs[name] = min(seconds, costs.get(name, seconds))
+
+
+def _read(file: Path, programs: Sequence[Program]) -> dict[str, float] | None:
     """None unless it holds a time for every program."""
     try:
         known = json.loads(file.read_text())
-        costs = {_shape(program): float(known[program.name]) for program in programs}
+        costs = {program.name: float(known[program.name]) for program in programs}
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return costs if all(0 < seconds < math.inf for seconds in costs.values()) else None

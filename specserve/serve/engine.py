@@ -9,18 +9,19 @@ import queue
 import random
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
+from specserve import host
 from specserve.errors import CapacityError, RequestError
 from specserve.serve.completion import Collector, Completion
 from specserve.serve.interface import EngineStats
 from specserve.serve.options import bad_sequences, check_token_ids
 from specserve.serve.pages import PagePool
+from specserve.serve.programs import Announcer, Compiler, Program
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, TokenMask
 from specserve.serve.rounds import Rounds
-from specserve.serve.runner import Program, Runner
+from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Scheduler
 from specserve.speculative.controller import Controller
 from specserve.speculative.tree import describe
@@ -30,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.2  # how often an idle engine looks for cancelled requests in its queue
 STOP_SECONDS = 60.0
+
+Finish = Iterator[object]  # a generator; what it returns is the controller to go on with, if it is another
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Engine:
         controller: Controller | None = None,  # None: the first of the runner's trees, always
         options: EngineOptions | None = None,
         late_programs: Sequence[Program] = (),  # to be compiled while plain decoding serves
-        on_compiled: Callable[[], Controller | None] = lambda: None,  # then: the controller to go on with, if another
+        on_compiled: Callable[[], Finish] | None = None,  # then: what is left to do on the engine's thread
     ) -> None:
         self.runner = runner
         self.model_name = model_name
@@ -72,10 +75,19 @@ class Engine:
             on_admitted=self._count_admitted,
             on_end=self._count_ended,
         )
-        self.rounds.is_plain_only = bool(late_programs)
-        self._late_programs = deque(late_programs)
+        self.rounds.is_partial = bool(late_programs)
+        self._num_left = len(late_programs)
+        self._has_late, self._has_failed = bool(late_programs), False  # what failed is never asked for
+        self._say = Announcer(len(late_programs), "while serving")
+        self._compiler = Compiler(
+            runner.compiled,
+            late_programs,
+            is_wanted=runner.has_room_for,
+            on_compiled=self._on_late,
+            is_background=True,
+        )
         self._on_compiled = on_compiled
-        self._num_cached_programs = 0  # of them, compiled into the compilation cache by now
+        self._finish: Finish | None = None
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._num_queued = 0  # submitted and not yet admitted for the first time
         self._num_open = 0  # submitted and not ended
@@ -83,10 +95,9 @@ class Engine:
         self._wake = threading.Event()
         self._has_died = self._is_stopping = self._is_draining = self._is_flushing = False
         self._ids = itertools.count()
-        self._num_compiled = runner.num_compiled
+        self._num_missed = runner.compiled.num_missed
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="engine-watchdog", daemon=True)
-        self._compiler = threading.Thread(target=self._compile_late, name="engine-compiler", daemon=True)
 
     @property
     def tokenizer(self) -> Tokenizer:
@@ -109,7 +120,7 @@ class Engine:
 
     @property
     def is_ready(self) -> bool:
-        return not (self._late_programs or self._is_draining or self._is_stopping or self._has_died)
+        return not (self._is_draining or self._is_stopping or self._has_died)
 
     @property
     def speculation(self) -> str:
@@ -119,14 +130,16 @@ class Engine:
         self._thread.start()
         if self.options.watchdog_seconds:
             self._watchdog.start()
-        if self._late_programs:
-            self._compiler.start()
+        if self._num_left:
+            logger.info("ready; %d more programs are compiled while serving", self._num_left)
+        self._compiler.start()
         return self
 
     def stop(self) -> None:
         """End every sequence as cancelled and wait for the thread, but not for a stuck device. May be called again, and
         from any thread."""
         self._is_stopping = True
+        self._compiler.stop()
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join(STOP_SECONDS)
@@ -172,6 +185,7 @@ class Engine:
             busy_seconds=counters.busy_seconds,
             host_seconds=counters.busy_seconds - counters.wait_seconds,
             num_late_compiles=counters.num_late_compiles,
+            num_programs_left=self._num_left,
             estimated_speedup=counters.num_tokens / counters.plain_tokens if counters.plain_tokens else 1.0,
             seconds_in_step=time.monotonic() - start if start else 0.0,
         )
@@ -300,13 +314,13 @@ class Engine:
         try:
             while not self._is_stopping:
                 start = time.perf_counter()
-                if self._num_cached_programs:
-                    self._run_late()
-                elif self._round():
+                if self._round():
                     self.rounds.counters.busy_seconds += time.perf_counter() - start
-                else:
+                elif not self._finish:
                     self._wake.wait(IDLE_SECONDS)
                     self._wake.clear()
+                if self._has_late and not self._num_left:
+                    self._go_on()
         except BaseException:
             logger.exception("the engine died")
             self._has_died = True
@@ -333,39 +347,35 @@ class Engine:
             self._count_compiles()
         return was_busy
 
-    def _compile_late(self) -> None:
-        """On a thread of its own: fill the compilation cache, so that the engine's thread need not wait long."""
-        for program in list(self._late_programs):
-            if self._is_stopping:
-                return
-            try:
-                if program.compile is not None:
-                    program.compile()
-            except Exception:
-                logger.exception("%s could not be compiled in the background", program.name)
-            with self._lock:
-                self._num_cached_programs += 1
-            self._wake.set()
-
-    def _run_late(self) -> None:
-        """Run a late program once, over padding: from here on it is compiled for the engine."""
+    def _on_late(self, program: Program, error: Exception | None) -> None:
+        """On a compiler's thread."""
+        self._say(program)
+        if error is not None:
+            logger.error("%s could not be compiled, so it is never used", program.name, exc_info=error)
         with self._lock:
-            self._num_cached_programs -= 1
-        if self.runner.has_room_for(self._late_programs[0]):
-            self._late_programs[0].run()
-        self._late_programs.popleft()
-        self._num_compiled = self.runner.num_compiled
-        if not self._late_programs:
-            self.rounds.controller = self._on_compiled() or self.rounds.controller
-            self.rounds.is_plain_only = False
+            self._has_failed |= error is not None
+            self._num_left -= 1
+        self._wake.set()
+
+    def _go_on(self) -> None:
+        """Every late program is compiled. What is left to do is done bit by bit, between two rounds."""
+        if self._finish is None:
+            host.give_back_freed_memory()
+            self._finish = self._on_compiled() if self._on_compiled else iter(())
+        try:
+            next(self._finish)
+        except StopIteration as end:
+            self.rounds.controller = end.value or self.rounds.controller
+            self.rounds.is_partial = self._has_failed
+            self._has_late, self._finish = False, None
             logger.info("all programs are compiled")
 
     def _count_compiles(self) -> None:
-        num_compiled = self.runner.num_compiled
-        if num_compiled != self._num_compiled and not self._late_programs:
-            logger.warning("%d programs were compiled while serving", num_compiled - self._num_compiled)
-            self.rounds.counters.num_late_compiles += num_compiled - self._num_compiled
-        self._num_compiled = num_compiled
+        num_missed = self.runner.compiled.num_missed
+        if num_missed != self._num_missed and not self.rounds.is_partial:
+            logger.warning("%d programs were compiled while serving", num_missed - self._num_missed)
+            self.rounds.counters.num_late_compiles += num_missed - self._num_missed
+        self._num_missed = num_missed
 
     def _count_admitted(self) -> None:
         with self._lock:

@@ -27,7 +27,8 @@ class EngineStats:
     num_steps_by_speculation: Mapping[str, int] = field(default_factory=dict)  # "off", "chain:3", ...
     busy_seconds: float = 0.0  # of the engine's thread, with work to do
     host_seconds: float = 0.0  # of them, spent on the host and not waiting for the device
-    num_late_compiles: int = 0  # programs compiled after readiness; must stay 0
+    num_programs_left: int = 0  # still to be compiled, while plain decoding serves
+    num_late_compiles: int = 0  # programs compiled because a step had to wait for them; must stay 0
     estimated_speedup: float = 1.0  # emitted tokens over what plain steps of the same measured cost would have emitted
     seconds_in_step: float = 0.0  # how long the step that is being waited for has taken so far; 0: none
 
@@ -74,7 +75,7 @@ class EngineLike(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """Every program is compiled, and the engine is not draining."""
+        """It answers at once, if not as fast as with every program, and is not draining."""
         ...
 
     def submit(

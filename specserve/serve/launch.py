@@ -1,7 +1,8 @@
 """From the settings of a server to an engine: which target, which head, how large a cache."""
 
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
@@ -9,6 +10,7 @@ from typing import Literal
 import jax
 from jax.sharding import Mesh
 
+from specserve import host
 from specserve.checkpoints.head import Head, load_head, read_notes
 from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, load_target
 from specserve.checkpoints.source import BUNDLED, BUNDLED_HEAD_FOLDER, resolve_target
@@ -16,8 +18,9 @@ from specserve.errors import ConfigError
 from specserve.mesh import default_dtype, free_memory, num_parts
 from specserve.models.sharding import bytes_per_token
 from specserve.provenance import fingerprint
-from specserve.serve.calibrate import cost_file, describe_costs, step_costs
+from specserve.serve.calibrate import cost_file, describe_costs, finish, step_costs
 from specserve.serve.engine import Engine, EngineOptions
+from specserve.serve.programs import Announcer, Program, compile_all
 from specserve.serve.runner import DETERMINISTIC_DEPTH, Runner
 from specserve.serve.settings import ServeRun
 from specserve.speculative.controller import Controller
@@ -113,8 +116,9 @@ def make_engine(
     *,
     is_coupled: bool = True,
 ) -> Engine:
-    """Compile every program and build the engine (not started). `on_warmup(done, total, name)` reports. With
-    `early_ready` only what plain decoding needs is compiled here; the engine compiles the rest while it serves.
+    """Compile every program and build the engine (not started). `on_warmup(done, total, name)` reports, from several
+    threads. With `early_ready` only what plain decoding needs is compiled here; the engine compiles the rest while it
+    serves.
 
     A measurement can have the draft rank without the target's noise, to see what that brings."""
     is_auto = run.speculation == "auto"
@@ -143,17 +147,37 @@ def make_engine(
         mesh=models.mesh,
     )
     programs = runner.programs()
-    late = [program for program in programs if run.early_ready and not program.is_plain]
-    for done, program in enumerate(programs[: len(programs) - len(late)], start=1):
-        if runner.has_room_for(program):
-            program.run()
-        on_warmup(done, len(programs), program.name)
+    late = [program for program in programs if _is_early(run) and not program.is_plain]
+    first = programs[: len(programs) - len(late)]
+    done, say = itertools.count(1), Announcer(len(first), "before serving")
+
+    def report(program: Program) -> None:
+        on_warmup(next(done), len(programs), program.name)
+        say(program)
+
+    logger.info("compiling %d programs before serving, and %d while serving", len(first), len(late))
+    compile_all(runner.compiled, first, is_wanted=runner.has_room_for, on_compiled=report)
+    host.give_back_freed_memory()
+    names = f"{models.fingerprint} {models.head_fingerprint}"
+
+    def make_controller() -> Generator[object, None, Controller | None]:
+        """Knows what each step costs here, and what the head's own evaluation says of it."""
+        if not is_auto:
+            return None
+        costs = yield from step_costs(runner, cost_file(names, runner))
+        logger.info("milliseconds per step: %s", describe_costs(costs))
+        return Controller(costs, models.head_acceptance)
+
+    controller = Controller({}) if is_auto else None
+    if not late:
+        on_warmup(len(programs), len(programs), "timing the steps")
+        controller = finish(make_controller())
     return Engine(
         runner,
         models.tokenizer,
         model_name=models.name,
         eos_ids=models.target.eos_ids,
-        controller=None if not is_auto else Controller({}) if late else _make_controller(models, runner, on_warmup),
+        controller=controller,
         options=EngineOptions(
             max_queue=run.max_queue,
             prefill_tokens=run.prefill_tokens,
@@ -162,29 +186,14 @@ def make_engine(
             watchdog_seconds=run.watchdog_seconds,
         ),
         late_programs=late,
-        on_compiled=lambda: _make_controller(models, runner, on_warmup) if is_auto else None,
+        on_compiled=make_controller,
     )
-
-
-def _make_controller(models: Models, runner: Runner, on_warmup: Callable[[int, int, str], None]) -> Controller:
-    """Knows what each step costs here, and what the head's own evaluation says of it."""
-    total = runner.num_programs
-
-    def on_round(done: int, rounds: int) -> None:
-        on_warmup(total, total, f"timing the steps, round {done} of {rounds}")
-
-    names = f"{models.fingerprint} {models.head_fingerprint}"
-    costs = step_costs(runner, cost_file(names, runner), on_round)
-    logger.info("milliseconds per step: %s", describe_costs(costs))
-    return Controller(costs, models.head_acceptance)
 
 
 def choose_trees(models: Models, run: ServeRun) -> tuple[Tree | None, ...]:
     """The ways to make a step: the one asked for, or all that `auto` may choose from. Where there is no head for what
     was asked, the answer is plain decoding (said aloud)."""
     has_head = models.head is not None
-    if run.deterministic and run.early_ready:
-        raise ConfigError("--deterministic makes every step of one shape, --early-ready begins with another: give one")
     if run.deterministic and models.target.config.is_recurrent:
         raise ConfigError(
             f"--deterministic: {models.name} has recurrent layers, whose sums depend on how a prompt is cut into chunks"
@@ -205,7 +214,12 @@ def choose_trees(models: Models, run: ServeRun) -> tuple[Tree | None, ...]:
         tree = None
     if run.deterministic and tree is not None and (tree.top_k > 1 or tree.depth > DETERMINISTIC_DEPTH):
         raise ConfigError(f"--deterministic speculates with chains of at most {DETERMINISTIC_DEPTH}")
-    return (tree, None) if run.early_ready and tree is not None else (tree,)
+    return (tree, None) if _is_early(run) and tree is not None else (tree,)
+
+
+def _is_early(run: ServeRun) -> bool:
+    """Deterministic steps have one shape, so there is nothing to begin with before it."""
+    return run.early_ready and not run.deterministic
 
 
 def _num_pages(models: Models, run: ServeRun, longest: int) -> int:

@@ -107,6 +107,7 @@ class LLM:
             "draft": str(draft),
             "speculation": speculation,
             "constrained": False,
+            "early_ready": False,
             **settings,
         }
         of_server = {leaf.name for leaf in config.leaves(ServeRun)} - set(EngineSettings.__annotations__)

@@ -133,6 +133,9 @@ class EngineCollector(Collector):
         yield self._gauge("specserve:pages", "Pages of the cache.", stats.num_pages)
         yield self._gauge("specserve:pages_cached", "Pages in the prefix cache, held or idle.", stats.num_pages_cached)
         yield self._gauge(
+            "specserve:programs_left", "Programs still to be compiled, while others serve.", stats.num_programs_left
+        )
+        yield self._gauge(
             "specserve:estimated_speedup",
             "Tokens emitted over what plain steps of the same measured cost would have emitted.",
             stats.estimated_speedup,
@@ -150,7 +153,7 @@ class EngineCollector(Collector):
         yield self._counter("specserve:host_seconds", "Of them, not waiting for the device.", stats.host_seconds)
         yield self._counter(
             "specserve:late_compiles",
-            "Programs compiled after readiness; more than 0 is a bug.",
+            "Programs that a step had to wait for; more than 0 is a bug.",
             stats.num_late_compiles,
         )
         steps = CounterMetricFamily("specserve:steps", "Target forwards.", labels=["model_name", "speculation"])

@@ -12,10 +12,11 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from specserve.serve.handles import HostResult, StepHandle
 from specserve.serve.options import bad_sequences, sampler_rows, token_rows
 from specserve.serve.output import OutputStream
 from specserve.serve.request import Delta, FinishReason, SpeculationStats, TokenLogprobs, TokenMask
-from specserve.serve.runner import HostResult, Runner, StepHandle
+from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Chunk, Round, Scheduler, Sequence
 from specserve.speculative.controller import Controller, Estimate
 from specserve.speculative.tree import Tree, describe
@@ -81,7 +82,7 @@ class Rounds:
         self.runner, self.scheduler = runner, scheduler
         self.controller = controller or Controller({})
         self.is_choosing = controller is not None
-        self.is_plain_only = False  # while other programs are still being compiled
+        self.is_partial = False  # not every program is compiled, so that steps are made of those that are
         self.active: dict[Sequence, Active] = {}
         self.flights: deque[list[Flight]] = deque()
         self.counters = Counters()
@@ -141,7 +142,8 @@ class Rounds:
             tree, handle = self._constrained_step(decode, slots, has_logprobs)
         else:
             tree = self._choose(decode, slots)
-            is_following = not self.is_choosing or self.controller.is_following
+            # while programs are missing, that by which the draft would catch up may be one of them
+            is_following = not self.is_partial and (not self.is_choosing or self.controller.is_following)
             handle = self.runner.step(slots, tree, has_logprobs=has_logprobs, is_following=is_following)
         self.counters.steps[describe(tree)] += 1
         most = 1 + (tree.depth if tree else 0)
@@ -150,12 +152,13 @@ class Rounds:
 
     def _choose(self, decode: list[Active], slots: list[int]) -> Tree | None:
         batch_size = self.runner.batch_size_of(len(slots))
-        if self.is_plain_only:  # not all is compiled: the plain way is
-            return None if None in self.runner.trees else self.runner.trees[0]
-        trees = self.runner.trees_for(batch_size)
+        trees, width = self.runner.trees_for(batch_size), self.runner.width_of(slots)
+        if self.is_partial:
+            trees = [tree for tree in trees if self.runner.is_compiled(batch_size, width, tree)]
+            if not trees:  # the plain way is, in a larger form
+                return None if None in self.runner.trees else self.runner.trees[0]
         if not self.is_choosing:
             return trees[0]
-        width = self.runner.width_of(slots)
         estimates = [active.estimate for active in decode]
         tree = self.controller.choose(estimates, trees, batch_size, width)
         ratio = self.controller.speedup(estimates, batch_size, width, tree)
@@ -169,7 +172,7 @@ class Rounds:
     ) -> tuple[Tree | None, StepHandle]:
         """In two programs: the host must say which tokens may follow each proposed one."""
         tree = self.runner.constrained_tree(self.runner.batch_size_of(len(slots)))
-        if self.is_plain_only:
+        if self.is_partial:
             tree = None if None in self.runner.trees else tree
         token_ids, parents, proposal = self.runner.propose(slots, tree)
         allowed = np.ones((*token_ids.shape, self._vocab_size), bool)

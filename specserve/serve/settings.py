@@ -46,7 +46,9 @@ class ServeRun:
         False, help="one shape for every step, so that batch mates, prefix hits and speculation change no bit (slower)"
     )
     constrained: bool = setting(True, help="compile the programs that token masks (grammars) need")
-    early_ready: bool = setting(False, help="serve plainly while the speculative programs still compile")
+    early_ready: bool = setting(
+        True, help="serve as soon as plain decoding can, and compile the other programs meanwhile; else wait for all"
+    )
     drain_seconds: float = setting(30.0, help="on SIGTERM, let running requests end for so long", ge=0)
     watchdog_seconds: float = setting(60.0, help="report a step that takes longer; 0: never", ge=0)
     warmup_only: bool = setting(False, help="compile everything into the compilation cache and exit")

@@ -45,7 +45,7 @@ def client(server: HttpServer) -> Iterator[openai.OpenAI]:
 def runner(tiny_target: Target, tiny_head: Head) -> Runner:
     """Every kind of tree that a head proposes, and plain decoding; all compiled. A test makes an engine of its own."""
     runner = make_runner(tiny_target, tiny_head, "tree:3x3x8", "chain:3", "static:2x1", "head+suffix:3", "off")
-    list(runner.warmup())
+    runner.warmup()
     return runner
 
 
@@ -53,7 +53,7 @@ def runner(tiny_target: Target, tiny_head: Head) -> Runner:
 def lookup_runner(tiny_target: Target) -> Runner:
     """Drafts without a head."""
     runner = make_runner(tiny_target, None, "ngram:3", "off", has_constrained=False)
-    list(runner.warmup())
+    runner.warmup()
     return runner
 
 

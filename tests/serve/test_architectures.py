@@ -99,7 +99,7 @@ def test_speculation_changes_no_token_of(case: str, rng: np.random.Generator) ->
     target = _target(CASES[case])
     head = tiny.random_head(target.config, seed=1, num_kv_heads=2, head_dim=8, rope=tiny.PLAIN_ROPE)
     runner = make_runner(target, head, "off", "head+suffix:3", "tree:3x3x9", num_slots=3, has_constrained=False)
-    list(runner.warmup())
+    runner.warmup()
     reference = Reference(target)
     with serving(make_engine(runner, Dice(0), num_pages=18)) as engine, reference.engine:
         asks = [reference.any_ask(rng, length, i % 2 == 1) for i, length in enumerate((1, 16, 37, 20, 9))]

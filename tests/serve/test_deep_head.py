@@ -29,7 +29,7 @@ def deep_head(tiny_target: Target) -> Head:
 @pytest.fixture(scope="module")
 def deep_runner(tiny_target: Target, deep_head: Head) -> Runner:
     runner = make_runner(tiny_target, deep_head, TREE, "off", has_constrained=False)
-    list(runner.warmup())
+    runner.warmup()
     return runner
 
 

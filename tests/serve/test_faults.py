@@ -1,9 +1,11 @@
 """What can go wrong and whom it may harm: devices that fail or hang, listeners that raise, engines that stop."""
 
+import dataclasses
+import functools
 import logging
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import pytest
 from engines import VOCAB, Ask, Dice, Fixed, Reference, greedy, make_engine, run, serving, submit, wait_until
@@ -11,8 +13,11 @@ from engines import VOCAB, Ask, Dice, Fixed, Reference, greedy, make_engine, run
 from specserve.errors import CapacityError
 from specserve.serve import engine as engine_module
 from specserve.serve.engine import Engine
+from specserve.serve.handles import StepHandle
+from specserve.serve.programs import Call, Program, Programs, compile_all
 from specserve.serve.request import Delta, FinishReason, SamplingParams
-from specserve.serve.runner import Program, Runner, StepHandle
+from specserve.serve.runner import Runner
+from specserve.speculative.controller import Controller
 from specserve.speculative.tree import parse_speculation
 
 CHAIN = parse_speculation("chain:3")
@@ -209,9 +214,55 @@ def test_stopping_does_not_wait_for_a_stuck_device_for_ever(
     engine.stop()
 
 
-def test_plain_decoding_serves_while_the_rest_compiles(runner: Runner, reference: Reference) -> None:
-    compiled, ran, ready = threading.Event(), [], []
-    late = [Program(f"late {i}", False, lambda i=i: ran.append(i), lambda: compiled.wait(60)) for i in range(2)]
+def test_plain_decoding_serves_while_the_rest_compiles(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the largest plain programs alone, for every batch; the others follow, and then what is chosen."""
+    released, seen, whole, partial = threading.Event(), [], runner.compiled, Programs()
+
+    def wait_and_call(program: Program) -> Call:
+        assert released.wait(60)
+        return program.call()
+
+    def on_compiled() -> Iterator[object]:
+        seen.append(engine.rounds.is_partial)
+        yield
+        return Fixed(parse_speculation("static:2x1"))
+
+    # nothing is compiled anew: what the runner has is given to it again
+    monkeypatch.setattr(partial, "compile", lambda call: partial._compiled.setdefault(call.key, whole.compile(call)))
+    monkeypatch.setattr(runner, "compiled", partial)
+    runner.reset()
+    programs = runner.programs()
+    compile_all(partial, [program for program in programs if program.is_plain])
+    late = [program for program in programs if not program.is_plain]
+    engine = Engine(
+        runner,
+        None,
+        model_name="tiny",
+        eos_ids=(2,),
+        controller=Controller({}),
+        late_programs=[dataclasses.replace(each, call=functools.partial(wait_and_call, each)) for each in late],
+        on_compiled=on_compiled,
+    )
+    with engine:
+        assert engine.is_ready
+        first = run(engine, ASKS[:3])
+        assert set(engine.stats().num_steps_by_speculation) == {"off"}
+        assert engine.stats().num_programs_left == len(late)
+        released.set()
+        wait_until(lambda: not engine.rounds.is_partial)
+        assert engine.stats().num_programs_left == 0
+        again = run(engine, ASKS[:3])
+        assert set(engine.stats().num_steps_by_speculation) == {"off", "static:2x1"}
+    assert seen == [True]
+    assert [inbox.token_ids for inbox in first] == [inbox.token_ids for inbox in again]
+    assert engine.stats().num_late_compiles == 0
+    assert len(partial) == len(programs)
+
+
+def test_a_program_that_cannot_be_compiled_is_never_used(runner: Runner, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> Call:
+        raise RuntimeError("no such instruction")
+
     runner.reset()
     engine = Engine(
         runner,
@@ -219,17 +270,11 @@ def test_plain_decoding_serves_while_the_rest_compiles(runner: Runner, reference
         model_name="tiny",
         eos_ids=(2,),
         controller=Fixed(CHAIN),
-        late_programs=late,
-        on_compiled=lambda: ready.append(engine.is_ready) or Fixed(parse_speculation("static:2x1")),
+        late_programs=[Program("the late one", False, fail)],
     )
-    with serving(engine):
-        assert not engine.is_ready
-        inbox = run(engine, [Ask(PROMPTS[0], greedy(20, ignore_eos=True))])[0]
-        assert set(engine.stats().num_steps_by_speculation) == {"off"}
-        assert ran == []
-        compiled.set()
-        wait_until(lambda: engine.is_ready)
-        assert ran == [0, 1]
-        again = run(engine, [Ask(PROMPTS[0], greedy(20, ignore_eos=True))])[0]
-        assert set(engine.stats().num_steps_by_speculation) == {"off", "static:2x1"}
-    assert inbox.token_ids == again.token_ids
+    with serving(engine), caplog.at_level(logging.INFO):
+        wait_until(lambda: "all programs are compiled" in caplog.text)
+        assert "the late one could not be compiled" in caplog.text
+        assert engine.rounds.is_partial, "steps are made of those that are there"
+        run(engine, ASKS[:1])
+        assert set(engine.stats().num_steps_by_speculation) == {"chain:3"}

@@ -18,9 +18,10 @@ from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import write_json
 from specserve.errors import ConfigError
 from specserve.serve import calibrate, launch
-from specserve.serve.calibrate import ROUNDS, cost_file, describe_costs, step_costs
+from specserve.serve.calibrate import AGAIN_ROUNDS, ROUNDS, cost_file, describe_costs, finish, step_costs
 from specserve.serve.launch import AUTO_CHAINS, Models, choose_trees, load_models, make_engine
-from specserve.serve.runner import DETERMINISTIC_DEPTH, Program
+from specserve.serve.programs import Program
+from specserve.serve.runner import DETERMINISTIC_DEPTH
 from specserve.serve.settings import ServeRun
 from specserve.speculative.tree import Tree, chain, describe, parse_speculation, static_tree
 
@@ -47,8 +48,8 @@ def test_auto_may_choose_every_way_there_is(models: Models, headless: Models) ->
 @pytest.mark.parametrize("text", ["off", "chain:3", "tree:3x2x6", "static:3x2x1", "suffix:4", "head+ngram:2"])
 def test_what_is_asked_for_is_what_runs(models: Models, text: str) -> None:
     tree = parse_speculation(text)
-    assert choose_trees(models, ServeRun(speculation=text)) == (tree,)
-    early = choose_trees(models, ServeRun(speculation=text, early_ready=True))
+    assert choose_trees(models, ServeRun(speculation=text, early_ready=False)) == (tree,)
+    early = choose_trees(models, ServeRun(speculation=text))
     assert early == ((None,) if tree is None else (tree, None)), "plain decoding serves while the tree compiles"
 
 
@@ -59,7 +60,8 @@ def test_without_a_head_decoding_is_plain_and_said_to_be(headless: Models, caplo
         assert "no draft head for tiny" in caplog.text
         caplog.clear()
     for text in ("ngram:3", "suffix:3", "off"):
-        assert choose_trees(headless, ServeRun(speculation=text)) == (parse_speculation(text),)
+        run = ServeRun(speculation=text, early_ready=False)
+        assert choose_trees(headless, run) == (parse_speculation(text),)
     assert not caplog.text
 
 
@@ -72,7 +74,6 @@ def test_without_a_head_decoding_is_plain_and_said_to_be(headless: Models, caplo
         (ServeRun(speculation="tree:3x2x6", deterministic=True), "chains of at most 7"),
         (ServeRun(speculation="static:2x1", deterministic=True), "chains of at most 7"),
         (ServeRun(speculation="chain:8", deterministic=True), "chains of at most 7"),
-        (ServeRun(speculation="chain:3", deterministic=True, early_ready=True), "--early-ready"),
         (ServeRun(speculation="off", max_model_len=513), "--max-model-len 513: the target's context is 512"),
         (ServeRun(speculation="off", max_model_len=1), "at least 2: one token to ask, one to answer"),
         (ServeRun(speculation="off", cache_gb=1e-6), "1,000 bytes.*32 tokens takes 28,672.*--cache-gb"),
@@ -114,33 +115,39 @@ def test_cache_sizes(models: Models, headless: Models, monkeypatch: pytest.Monke
 @pytest.mark.parametrize(
     ("run", "late", "has_controller"),
     [
-        (ServeRun(speculation="chain:3", max_slots=2), [], False),
-        (ServeRun(speculation="chain:3", max_slots=2, early_ready=True), ["step", "too much"], False),
-        (ServeRun(speculation="auto", max_slots=2, early_ready=True), ["step", "too much"], True),
+        (ServeRun(speculation="chain:3", max_slots=2, early_ready=False), [], False),
+        (ServeRun(speculation="chain:3", max_slots=2, deterministic=True), [], False),
+        (ServeRun(speculation="chain:3", max_slots=2), ["step", "too much"], False),
+        (ServeRun(speculation="auto", max_slots=2), ["step", "too much"], True),
     ],
-    ids=["whole", "early", "early auto"],
+    ids=["whole", "deterministic", "early", "early auto"],
 )
 def test_what_is_compiled_before_serving_and_what_later(
     models: Models, monkeypatch: pytest.MonkeyPatch, run: ServeRun, late: list[str], has_controller: bool
 ) -> None:
     ran: list[str] = []
     programs = [
-        Program(name, is_plain, lambda name=name: ran.append(name))
+        Program(name, is_plain, lambda name=name: name)  # type: ignore[arg-type, return-value]
         for name, is_plain in (("admission", True), ("plain step", True), ("step", False), ("too much", False))
     ]
     asked: dict[str, Any] = {}
 
     def make_runner(_target: Target, _head: Head, trees: tuple[Tree | None, ...], **settings: Any) -> SimpleNamespace:
         asked.update(settings, trees=trees)
-        return SimpleNamespace(programs=lambda: programs, has_room_for=lambda program: program.name != "too much")
+        return SimpleNamespace(
+            programs=lambda: programs,
+            has_room_for=lambda program: program.name != "too much",
+            compiled=SimpleNamespace(compile=ran.append),
+        )
 
+    monkeypatch.setattr(launch.host, "num_cores", lambda: 1)
     monkeypatch.setattr(launch, "Runner", make_runner)
     monkeypatch.setattr(launch, "Engine", lambda _runner, _tokenizer, **settings: SimpleNamespace(**settings))
     reported: list[tuple[int, int, str]] = []
     engine: Any = make_engine(models, run, lambda *report: reported.append(report))
     early = [program.name for program in programs if program.name not in late]
     assert ran == [name for name in early if name != "too much"], "what the process has no room for is left out"
-    assert reported == [(i + 1, 4, name) for i, name in enumerate(early)]
+    assert reported[: len(early)] == [(i + 1, 4, name) for i, name in enumerate(early)]
     assert [program.name for program in engine.late_programs] == late
     assert (engine.controller is not None) == has_controller, "one that knows no costs yet, and takes the first way"
     assert asked["trees"] == choose_trees(models, run)
@@ -175,11 +182,16 @@ class _FakeRunner(SimpleNamespace):
         self.seconds, self.clock, self.ran = seconds, clock, []
 
     def programs(self) -> list[Program]:
-        others = [Program("admission", True, lambda: self.ran.append("admission"))]
+        nothing: Any = None
+        others = [Program("admission", True, nothing, lambda: self.ran.append("admission"))]
         return others + [
-            Program(self.name(shape), shape[2] is None, lambda shape=shape: self.run(shape), step=shape)
-            for shape in self.seconds
+            Program(self.name(shape), shape[2] is None, nothing, lambda shape=shape: self.run(shape), shape)
+            for shape in [*self.seconds, MISSING]
         ]
+
+    @staticmethod
+    def is_compiled(*shape: Any) -> bool:
+        return shape != MISSING
 
     @staticmethod
     def name(shape: tuple[int, int, Tree | None]) -> str:
@@ -191,6 +203,7 @@ class _FakeRunner(SimpleNamespace):
         self.clock[0] += self.seconds[shape] * (1 + is_disturbed * len(self.ran))
 
 
+MISSING = (2, 32, chain(7))  # could not be compiled
 SECONDS = {(1, 8, None): 0.010, (1, 8, chain(3)): 0.014, (2, 8, None): 0.011, (1, 32, None): 0.012}
 
 
@@ -201,18 +214,44 @@ def runner(monkeypatch: pytest.MonkeyPatch) -> _FakeRunner:
     return _FakeRunner(SECONDS, clock)
 
 
-def test_costs_are_measured_once_and_read_back(runner: Any, tmp_path: Path) -> None:
-    file, rounds = tmp_path / "costs" / "x.json", []
-    costs = step_costs(runner, file, lambda done, total: rounds.append((done, total)))
+def _costs(runner: Any, file: Path | None) -> dict[Any, float]:
+    return finish(step_costs(runner, file))
+
+
+def test_costs_are_measured_and_remembered(runner: Any, tmp_path: Path) -> None:
+    file = tmp_path / "costs" / "x.json"
+    costs = _costs(runner, file)
     assert costs == pytest.approx(SECONDS), "the least disturbed run tells what a step costs"
-    assert rounds == [(i + 1, ROUNDS) for i in range(ROUNDS)]
-    assert runner.ran == [*SECONDS] * ROUNDS, "they take turns, and what is no step is not timed"
+    assert runner.ran == [*SECONDS] * ROUNDS, "they take turns, and what is no step, or missing, is not timed"
     assert [path.name for path in file.parent.iterdir()] == ["x.json"]
     runner.ran.clear()
-    assert step_costs(runner, file) == costs
-    assert not runner.ran
-    assert step_costs(runner, None) == pytest.approx(SECONDS)
-    assert runner.ran, "without a file nothing is remembered"
+    assert _costs(runner, file) == pytest.approx(costs)
+    assert runner.ran == sorted(SECONDS, key=SECONDS.__getitem__) * AGAIN_ROUNDS, "looked at again, for a moment"
+    runner.ran.clear()
+    assert _costs(runner, None) == pytest.approx(SECONDS)
+
+
+def test_looking_again_takes_about_a_second(runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = _costs(runner, tmp_path / "x.json")
+    runner.ran.clear()
+    monkeypatch.setattr(calibrate, "AGAIN_SECONDS", AGAIN_ROUNDS * (0.010 + 0.011) + 1e-6)
+    assert _costs(runner, tmp_path / "x.json") == pytest.approx(costs)
+    assert runner.ran == [(1, 8, None), (2, 8, None)] * AGAIN_ROUNDS, "the cheapest"
+
+
+def test_costs_of_a_busy_machine_do_not_stay(runner: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And those of a quiet one are not forgotten on a busy one."""
+    file = tmp_path / "x.json"
+    runner.seconds = {shape: 1.5 * seconds for shape, seconds in SECONDS.items()}
+    assert _costs(runner, file)[1, 8, None] == pytest.approx(0.015)
+    runner.seconds = SECONDS
+    runner.ran.clear()
+    with caplog.at_level(logging.INFO):
+        assert _costs(runner, file) == pytest.approx(SECONDS)
+    assert "busy machine" in caplog.text
+    assert len(runner.ran) == len(SECONDS) * (AGAIN_ROUNDS + ROUNDS), "every step is timed again"
+    runner.seconds = {shape: 3 * seconds for shape, seconds in SECONDS.items()}
+    assert _costs(runner, file) == pytest.approx(SECONDS)
 
 
 DAMAGE: dict[str, Callable[[str], str]] = {
@@ -233,22 +272,22 @@ def test_a_damaged_file_is_measured_again(
     runner: Any, tmp_path: Path, damage: Callable[[str], str], caplog: pytest.LogCaptureFixture
 ) -> None:
     file = tmp_path / "x.json"
-    costs = step_costs(runner, file)
+    costs = _costs(runner, file)
     file.write_text(damage(file.read_text()))
     runner.ran.clear()
-    assert step_costs(runner, file) == pytest.approx(costs)
+    assert _costs(runner, file) == pytest.approx(costs)
     assert runner.ran
     assert "damaged" in caplog.text
     runner.ran.clear()
-    assert step_costs(runner, file) == pytest.approx(costs)
-    assert not runner.ran, "and mended"
+    assert _costs(runner, file) == pytest.approx(costs)
+    assert len(runner.ran) == len(SECONDS) * AGAIN_ROUNDS, "and mended"
 
 
 def test_a_folder_that_cannot_be_written_is_a_warning(
     runner: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("")
-    assert step_costs(runner, tmp_path / "file" / "x.json") == pytest.approx(SECONDS)
+    assert _costs(runner, tmp_path / "file" / "x.json") == pytest.approx(SECONDS)
     assert "cannot be kept" in caplog.text
 
 

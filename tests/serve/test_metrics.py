@@ -51,6 +51,7 @@ def test_metrics_tell_the_engines_own_state_at_the_scrape(http, fake_engine, mon
         num_steps_by_speculation={"off": 5, "chain:3": 30},
         busy_seconds=2.5,
         host_seconds=0.25,
+        num_programs_left=6,
         num_late_compiles=2,
         estimated_speedup=1.75,
         seconds_in_step=0.125,
@@ -62,6 +63,7 @@ def test_metrics_tell_the_engines_own_state_at_the_scrape(http, fake_engine, mon
     assert {name: found[name + label] for name in _names(found, label, "specserve:")} == {
         "specserve:pages": 50,
         "specserve:pages_cached": 7,
+        "specserve:programs_left": 6,
         "specserve:rebuilds_total": 1,
         "specserve:busy_seconds_total": 2.5,
         "specserve:host_seconds_total": 0.25,

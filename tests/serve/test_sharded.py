@@ -22,7 +22,7 @@ def test_a_mesh_changes_no_token(model: str, text: str, ways: str, rng: np.rando
     mesh = mesh_of(text)
     target, head = spread_target(model, mesh), spread_head(model, mesh)
     runner = make_runner(target, head, *ways.split(), has_constrained=False, mesh=mesh)
-    list(runner.warmup())
+    runner.warmup()
     reference = Reference(target_of(model))
     with serving(make_engine(runner, Dice(0))) as engine, reference.engine:
         asks = [reference.any_ask(rng, length, i % 2 == 1) for i, length in enumerate((1, 16, 37, 20, 9))]

@@ -111,3 +111,38 @@ def test_a_second_sigint_stops_at_once():
         process.send_signal(signal.SIGINT)
         assert process.wait(timeout=10) == 130
         assert time.monotonic() - start < 3
+
+
+def test_sigterm_while_programs_compile(tmp_path: Path):
+    """The real server, from an empty cache: it answers, is told to stop in the middle of compiling, and just ends."""
+    environment = os.environ | {
+        "COLUMNS": "200",
+        "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
+        "XDG_CACHE_HOME": str(tmp_path),
+    }
+    command = [sys.executable, "-m", "specserve.cli.main", "serve", "--port", "0", "--max-slots", "1"]
+    with (tmp_path / "log").open("w+") as log:
+        process = subprocess.Popen(
+            [*command, "--max-model-len", "256"], env=environment, stdout=subprocess.PIPE, stderr=log, text=True
+        )
+        try:
+            assert process.stdout is not None
+            urls = (re.search(r"with speculation auto on (http://[\d.:]+)/v1", line) for line in process.stdout)
+            url = next(filter(None, urls))
+            with httpx.Client(base_url=url[1], timeout=60) as http:
+                wait_for(lambda: _is_up(http), 20.0)
+                body = {"prompt": "def add(a, b):", "max_tokens": 3, "ignore_eos": True}
+                assert http.post("/v1/completions", json=body).json()["usage"]["completion_tokens"] == 3
+                metrics = http.get("/metrics").text
+                left = re.search(r"^specserve:programs_left\{.*\} ([\d.]+)$", metrics, re.MULTILINE)
+                assert left is not None
+                assert float(left[1]) > 0
+                process.send_signal(signal.SIGTERM)
+                assert process.wait(timeout=30) == 0
+        finally:
+            process.kill()
+            process.communicate()
+        log.seek(0)
+        said = log.read()
+    assert "more programs are compiled while serving" in said
+    assert not re.search("terminate|Traceback|Fatal|Error", said), said

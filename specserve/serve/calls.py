@@ -1,0 +1,165 @@
+"""What the server computes on the device, as functions to compile. The only file of the server that calls `jax.jit`.
+
+Each method says which function with which arguments; nothing is compiled or run here.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import NamedSharding
+
+from specserve.mesh import on_mesh
+from specserve.serve.placement import Placement
+from specserve.serve.programs import Call
+from specserve.speculative import step
+from specserve.speculative.step import Admission, SlotState, StepConfig, StepResult, Weights
+from specserve.speculative.tree import Proposal, Tree
+
+
+class Calls:
+    """Of one runner. The state that a call takes is donated, the new one is the first of its results."""
+
+    def __init__(self, config: StepConfig, place: Placement, state: SlotState | None) -> None:
+        """`state` says where the arrays of the state live; None: on the default device."""
+        whole: NamedSharding | None = place.whole
+        both = (state, whole)
+
+        def jit(function: Callable[..., Any], donated: int, outputs: Any, *static: str) -> Any:
+            # function objects of their own: jit's cache belongs to the function, and runners must not share it
+            bound = functools.partial(on_mesh(place.mesh, function), config)
+            return jax.jit(bound, donate_argnums=donated, static_argnames=static, out_shardings=outputs)
+
+        self._admit = jit(_admit, 0, state)
+        self._extend = jit(_extend, 0, whole)
+        self._remember = jit(_remember, 0, state)
+        self._consume = jit(_consume, 1, state)
+        self._prefill = jit(_prefill, 1, both, "chunk", "width")
+        self._decode = jit(_decode, 1, both, "width")
+        self._speculate = jit(_speculate, 1, both, "tree", "width")
+        self._propose = jit(_propose, 1, both, "tree", "width")
+        self._verify = jit(_verify, 1, both, "tree", "width")
+
+    def admit(self, state: SlotState, slot: jax.Array, new: Admission) -> Call:
+        return Call("admit", self._admit, (state, slot, new))
+
+    def extend(self, page_table: jax.Array, entries: jax.Array) -> Call:
+        return Call("extend", self._extend, (page_table, entries))
+
+    def remember(self, state: SlotState, slot: jax.Array, start: jax.Array, row: jax.Array) -> Call:
+        return Call("remember", self._remember, (state, slot, start, row))
+
+    def consume(self, layout: Weights, state: SlotState, slots: jax.Array) -> Call:
+        return Call(("consume", id(layout), len(slots)), self._consume, (layout, state, slots))
+
+    def prefill(
+        self,
+        layout: Weights,
+        state: SlotState,
+        slots: jax.Array,
+        num_tokens: jax.Array,
+        is_last: jax.Array,
+        allowed: jax.Array,
+        *,
+        chunk: int,
+        width: int,
+    ) -> Call:
+        arguments = layout, state, slots, num_tokens, is_last, allowed
+        return Call(("prefill", chunk, width), self._prefill, arguments, {"chunk": chunk, "width": width})
+
+    def step(
+        self,
+        layout: Weights,
+        state: SlotState,
+        slots: jax.Array,
+        allowed: jax.Array | None = None,  # of a plain step alone
+        *,
+        tree: Tree | None,
+        width: int,
+    ) -> Call:
+        if tree is None:
+            key = "decode", len(slots), width, allowed is not None
+            return Call(key, self._decode, (layout, state, slots, allowed), {"width": width})
+        static = {"tree": tree, "width": width}
+        return Call(("speculate", len(slots), tree, width), self._speculate, (layout, state, slots), static)
+
+    def propose(self, layout: Weights, state: SlotState, slots: jax.Array, *, tree: Tree, width: int) -> Call:
+        static = {"tree": tree, "width": width}
+        return Call(("propose", len(slots), tree, width), self._propose, (layout, state, slots), static)
+
+    def verify(
+        self,
+        layout: Weights,
+        state: SlotState,
+        slots: jax.Array,
+        proposal: Proposal,
+        allowed: jax.Array,
+        *,
+        tree: Tree,
+        width: int,
+    ) -> Call:
+        arguments, static = (layout, state, slots, proposal, allowed), {"tree": tree, "width": width}
+        return Call(("verify", len(slots), tree, width), self._verify, arguments, static)
+
+
+def _admit(_config: StepConfig, state: SlotState, slot: jax.Array, new: Admission) -> SlotState:
+    return step.admit(state, slot, new)
+
+
+def _extend(_config: StepConfig, page_table: jax.Array, entries: jax.Array) -> jax.Array:
+    """`entries` [3, n]: slot, column and page; a slot out of range is padding."""
+    return page_table.at[entries[0], entries[1]].set(entries[2], mode="drop")
+
+
+def _remember(_config: StepConfig, state: SlotState, slot: jax.Array, start: jax.Array, row: jax.Array) -> SlotState:
+    return step.remember(state, slot, start, row)
+
+
+def _prefill(
+    config: StepConfig,
+    weights: Weights,
+    state: SlotState,
+    slots: jax.Array,
+    num_tokens: jax.Array,
+    is_last: jax.Array,
+    allowed: jax.Array,
+    chunk: int,
+    width: int,
+) -> tuple[SlotState, StepResult]:
+    return step.prefill(weights, config, state, slots, num_tokens, is_last, chunk, width, allowed)
+
+
+def _consume(config: StepConfig, weights: Weights, state: SlotState, slots: jax.Array) -> SlotState:
+    return step.consume(weights, config, state, slots)
+
+
+def _decode(
+    config: StepConfig, weights: Weights, state: SlotState, slots: jax.Array, allowed: jax.Array | None, width: int
+) -> tuple[SlotState, StepResult]:
+    return step.decode(weights, config, state, slots, width, allowed)
+
+
+def _speculate(
+    config: StepConfig, weights: Weights, state: SlotState, slots: jax.Array, tree: Tree, width: int
+) -> tuple[SlotState, StepResult]:
+    return step.speculate(weights, config, tree, state, slots, width)
+
+
+def _propose(
+    config: StepConfig, weights: Weights, state: SlotState, slots: jax.Array, tree: Tree, width: int
+) -> tuple[SlotState, Proposal]:
+    return step.propose_tree(weights, config, tree, state, slots, width)
+
+
+def _verify(
+    config: StepConfig,
+    weights: Weights,
+    state: SlotState,
+    slots: jax.Array,
+    proposal: Proposal,
+    allowed: jax.Array,
+    tree: Tree,
+    width: int,
+) -> tuple[SlotState, StepResult]:
+    return step.verify_tree(weights, config, tree, state, slots, proposal, width, allowed)
