@@ -69,21 +69,24 @@ def quickstart(
     answer = ""
     for name, folder in heads:
         models = load_models(BUNDLED, str(folder))
-        report, text = _evaluate_and_ask(models, questions, name)
-        rows.append((name, report))
-        answer = answer or text
+        for way in (SPECULATION, "auto"):
+            report, text = _evaluate_and_ask(models, questions, name, way)
+            rows.append((f"{name}, {way}", report))
+            answer = answer or text
 
     console.rule("3. served over HTTP, it answered")
     console.print(answer, markup=False, highlight=False)
     console.rule("4. result")
-    console.print(summary_table(rows, f"held-out pydoc, {SPECULATION}, greedy, one stream"))
+    console.print(summary_table(rows, "held-out pydoc, greedy, one stream"))
     console.print("go on with:")
     shown = escape(shlex.quote(str(output) if output.is_absolute() else f"./{output}"))
     console.print(f"  [bold]specserve serve --draft {shown}[/]")
     console.print(f"  [bold]specserve eval --draft {shown} --bench pydoc[/]")
 
 
-def _evaluate_and_ask(models: "Models", questions: "list[Question]", name: str) -> "tuple[Report, str]":
+def _evaluate_and_ask(
+    models: "Models", questions: "list[Question]", name: str, speculation: str
+) -> "tuple[Report, str]":
     from rich.progress import Progress
 
     from specserve.cli.progress import bar_columns, console
@@ -92,21 +95,21 @@ def _evaluate_and_ask(models: "Models", questions: "list[Question]", name: str) 
     from specserve.serve.api import HttpServer, create_app
 
     with Progress(*bar_columns(), console=console, transient=True) as progress:
-        task = progress.add_task(f"{name}: compiling", note="")
+        task = progress.add_task(f"{name}, {speculation}: compiling", note="")
         pair = engine_pair(
             models,
-            SPECULATION,
+            speculation,
             num_slots=1,
             max_model_len=512,
             on_warmup=lambda done, total, what: progress.update(task, completed=done, total=total, note=what),
         )
-        task = progress.add_task(f"{name}: answering", total=len(questions), note="")
+        task = progress.add_task(f"{name}, {speculation}: answering", total=len(questions), note="")
         with pair:
             report = evaluate(
                 pair.plain,
                 pair.speculative,
                 questions,
-                Report("pydoc", SPECULATION, 0.0, 1),
+                Report("pydoc", speculation, 0.0, 1),
                 max_tokens=MAX_TOKENS,
                 on_answer=lambda found: progress.update(
                     task, completed=found.num_answers, note=f"tau {found.tally.tau:.2f}"

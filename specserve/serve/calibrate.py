@@ -17,6 +17,7 @@ import jax
 
 import specserve
 from specserve import host
+from specserve.kernels import native
 from specserve.serve.programs import Program
 from specserve.serve.runner import Runner
 from specserve.speculative.controller import Shape
@@ -40,6 +41,7 @@ def cost_file(models_fingerprint: str, runner: Runner) -> Path:
         specserve.__version__,
         jax.__version__,
         jax.devices()[0].device_kind,
+        native.describe(),
         str(runner.place),
         models_fingerprint,
         str((runner.page_size, runner.num_slots, runner.max_pages, runner.config)),

@@ -41,10 +41,10 @@ class _Tracing(threading.local):
     """What this thread traces."""
 
     is_serving = False
-    is_left_out = False
 
 
 _state = _Tracing()
+_is_left_out = False
 
 
 class Native(NamedTuple):
@@ -56,7 +56,7 @@ class Native(NamedTuple):
 
 def is_available() -> bool:
     """Whether the native kernels can be called in programs for the CPU. The first answer that is no is logged."""
-    if _state.is_left_out or jax.default_backend() != "cpu":
+    if _is_left_out or jax.default_backend() != "cpu":
         return False
     native = _native()
     if native.library is None:
@@ -96,13 +96,13 @@ def serving(function: Callable[Arguments, Result]) -> Callable[Arguments, Result
 
 @contextlib.contextmanager
 def left_out() -> Iterator[None]:
-    """What is traced meanwhile by this thread runs on XLA's own operations, as where nothing was built."""
-    before = _state.is_left_out
-    _state.is_left_out = True
+    """What is traced meanwhile, by any thread, runs on XLA's own operations, as where nothing was built."""
+    global _is_left_out
+    before, _is_left_out = _is_left_out, True
     try:
         yield
     finally:
-        _state.is_left_out = before
+        _is_left_out = before
 
 
 def is_serving() -> bool:
