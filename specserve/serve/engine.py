@@ -349,6 +349,7 @@ class Engine:
 
     def _on_late(self, program: Program, error: Exception | None) -> None:
         """On a compiler's thread."""
+        host.give_back_freed_memory()
         self._say(program)
         if error is not None:
             logger.error("%s could not be compiled, so it is never used", program.name, exc_info=error)
@@ -360,7 +361,6 @@ class Engine:
     def _go_on(self) -> None:
         """Every late program is compiled. What is left to do is done bit by bit, between two rounds."""
         if self._finish is None:
-            host.give_back_freed_memory()
             self._finish = self._on_compiled() if self._on_compiled else iter(())
         try:
             next(self._finish)
