@@ -376,11 +376,11 @@ class Runner:
         serve everything, if not in the fastest way; and what token masks need comes last."""
         found = [*self._host_programs()]
         for width in self.widths:
+            found += [self._step_program(size, width, self._plain) for size in self.batch_sizes]
             for chunk in self.chunks:
                 call = functools.partial(self._prefill, self.num_slots, chunk, True, chunk, width)
                 is_plain = width == self.widths[-1] and chunk == self.chunks[-1]
                 found.append(Program(f"prefill of {chunk}, contexts up to {width * self.page_size}", is_plain, call))
-            found += [self._step_program(size, width, self._plain) for size in self.batch_sizes]
         if self.config.draft and len(self.trees) > 1:  # one tree alone never leaves more than it can take
             for size, layout in itertools.product(self.batch_sizes, self.layouts.distinct):
                 call = functools.partial(self._catching_up, (self.num_slots,) * size, layout)
