@@ -50,11 +50,11 @@ def jittered(tree: Any, seed: int) -> Any:
     return jax.tree_util.tree_map_with_path(move, tree)
 
 
-def tolerance(run: Callable[..., Any], *args: Any, draws: int = DRAWS) -> Any:
+def tolerance(run: Callable[..., Any], *args: Any) -> Any:
     """How far the results of run(*args) move with the arguments: root mean squares, for each row [..., 1], and at least
     that of the whole array, since numbers of a row that cancel leave the rounding of what they were before."""
     exact = jax.device_get(run(*args))
-    moved = [jax.device_get(run(*jittered(args, seed))) for seed in range(draws)]
+    moved = [jax.device_get(run(*jittered(args, seed))) for seed in range(DRAWS)]
 
     def spread(at: Any, *others: Any) -> np.ndarray:
         squares = np.mean([np.square(np.asarray(each, np.float64) - at) for each in others], axis=0)

@@ -2,7 +2,6 @@
 a run (see `start`)."""
 
 import dataclasses
-import itertools
 import json
 import os
 import shlex
@@ -18,7 +17,6 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-import rounding
 from jax.sharding import Mesh
 
 from specserve import config, processes
@@ -30,7 +28,6 @@ from specserve.data.loader import Loader
 from specserve.data.packing import pack
 from specserve.mesh import parse_mesh
 from specserve.models.draft import DraftParams
-from specserve.models.target import TargetParams
 from specserve.train.evaluation import HeldOutEvaluator
 from specserve.train.run_folder import Metrics, RunFolder
 from specserve.train.settings import DraftSettings, EvalSettings, TrainRun, TrainSettings
@@ -135,23 +132,6 @@ def metrics(output: Path) -> list[dict[str, Any]]:
 def curve(output: Path) -> list[tuple[Any, ...]]:
     """What must be equal between two runs: all but the time and the memory."""
     return [tuple(value for key, value in sorted(row.items()) if key not in MEASURED) for row in metrics(output)]
-
-
-def measured(output: Path) -> np.ndarray:
-    """Every loss and tau of a run."""
-    return np.array([row["rollout_loss"] if row["loss"] else row["tau"] for row in metrics(output)])
-
-
-def tolerance(folder: Path, target: Target, **changes: Any) -> np.ndarray:
-    """What rounding explains of them: together, so that few draws are enough."""
-    outputs = (folder / str(i) for i in itertools.count())
-
-    def run(params: TargetParams) -> np.ndarray:
-        output = next(outputs)
-        tiny_trainer(output, dataclasses.replace(target, params=params), evaluator=NormEvaluator(), **changes).train()
-        return measured(output)
-
-    return rounding.tolerance(run, target.params, draws=2)
 
 
 def start(

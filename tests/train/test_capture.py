@@ -2,7 +2,6 @@
 them is training with the target but for the stated error."""
 
 import dataclasses
-import itertools
 import math
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,7 +13,7 @@ import numpy as np
 import pytest
 import tiny
 from jax.sharding import Mesh
-from rounding import UNIT, assert_same, tolerance
+from rounding import UNIT
 from tiny_run import tiny_run
 
 from specserve.checkpoints.load import Target, load_target
@@ -25,7 +24,6 @@ from specserve.data.packing import PackedRows, pack
 from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import make_mesh
 from specserve.models.config import ModelConfig
-from specserve.models.target import TargetParams
 from specserve.speculative.vocab import DraftVocab
 from specserve.train import capture
 from specserve.train.capture import FeatureFolder, open_features
@@ -159,13 +157,9 @@ def test_features_are_spread_and_split_as_rows_are(tmp_path: Path, tiny_target: 
     alone = load_target(tiny_target.folder, dtype="float32", mesh=mesh, has_layers=False)
     spread = _losses(run, alone, rows, features, mesh)
     alone = load_target(tiny_target.folder, dtype="float32", has_layers=False)
-    outputs = (str(tmp_path / f"plain-{i}") for i in itertools.count())
-
-    def plain(params: TargetParams) -> np.ndarray:
-        run = dataclasses.replace(_run(tmp_path, max_steps=3), output=next(outputs))
-        return _losses(run, dataclasses.replace(alone, params=params), rows, features)
-
-    assert_same(spread, plain(alone.params), tolerance(plain, alone.params, draws=2))
+    plain = dataclasses.replace(_run(tmp_path, max_steps=3), output=str(tmp_path / "plain"))
+    # over three steps; stated, not derived
+    np.testing.assert_allclose(spread, _losses(plain, alone, rows, features), rtol=1e-4)
 
 
 def test_an_interrupted_capture_goes_on(

@@ -13,8 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from rounding import assert_same
-from tiny_run import NormEvaluator, curve, measured, metrics, resolved, tiny_trainer, tolerance
+from tiny_run import NormEvaluator, curve, metrics, resolved, tiny_trainer
 
 from specserve.checkpoints.head import Head, load_head, read_notes
 from specserve.checkpoints.load import Target, load_target
@@ -215,8 +214,12 @@ def test_a_target_over_a_mesh_teaches_the_same(
     trainer.train()
     for leaf in jax.tree.leaves(trainer.state):
         assert leaf.sharding.num_devices == 8
-    assert [row["step"] for row in metrics(tmp_path)] == [row["step"] for row in metrics(output)]
-    assert_same(measured(tmp_path), measured(output), tolerance(tmp_path, tiny_target))
+    for row, alone in zip(metrics(tmp_path), metrics(output), strict=True):
+        assert row["step"] == alone["step"]
+        assert row["rollout_loss" if row["loss"] else "tau"] == pytest.approx(
+            alone["rollout_loss" if row["loss"] else "tau"],
+            abs=1e-3,  # over ten steps; stated, not derived
+        )
 
 
 def _assert_same(head: Head, other: Head) -> None:
