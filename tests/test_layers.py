@@ -22,6 +22,7 @@ FLAT = {"errors", "host", "log", "pytree", "config", "mesh", "processes", "token
 MAY_JIT = (
     "serve/runner.py",  # a state, made in one piece
     "serve/calls.py",
+    "serve/layouts.py",  # products that are timed to choose how matrices are cut
     "train/step.py",
     "train/capture.py",  # the target's pass alone, whose results are kept on disk
     "train/acceptance.py",

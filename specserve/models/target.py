@@ -9,7 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specserve.kernels.matmul import BlockedMatrix, Weight, dequantize, matmul_float32
+from specserve.kernels.matmul import BlockedMatrix, PackedMatrix, Weight, dequantize, matmul_float32
 from specserve.kernels.rows import Documents
 from specserve.kernels.rowwise import rms_norm
 from specserve.models import attention, latent, recurrent
@@ -179,7 +179,7 @@ def head_columns(params: TargetParams, token_ids: jax.Array) -> jax.Array:  # [d
     """The output head restricted to some tokens: what a draft's head is warm-started from."""
     if params.head is None:
         return params.embedding[token_ids].T
-    assert not isinstance(params.head, BlockedMatrix), "blocked parameters are for serving only"
+    assert not isinstance(params.head, BlockedMatrix | PackedMatrix), "blocked and packed parameters are for serving"
     return dequantize(params.head[:, token_ids], params.embedding.dtype)
 
 

@@ -116,7 +116,7 @@ def _with_products(
 
 # How a matrix may be cut: whole (0), in two halves so that a batched product takes two cores, or in narrow blocks.
 _HALVES = -1
-_CANDIDATES = (0, _HALVES, BLOCK_COLUMNS)
+_CANDIDATES: tuple[int, ...] = (0, _HALVES, BLOCK_COLUMNS)
 
 
 def _cut(leaf: jax.Array | QuantizedMatrix, columns: int) -> Weight:
