@@ -1,7 +1,7 @@
 """The native kernels compute what XLA's operations do, within what rounding explains, and a row of a result does not
 depend, to the bit, on the rows beside it. So a token gets the same numbers from a plain step, a tree and a prompt."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -10,15 +10,29 @@ import ml_dtypes
 import numpy as np
 import pytest
 import rounding
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specserve.kernels import native
 from specserve.kernels.attention import PagedPrefix, attend
 from specserve.kernels.matmul import PackedMatrix, QuantizedMatrix, dequantize, matmul, matmul_by_expert, pack
+from specserve.kernels.native import build
 from specserve.kernels.rowwise import ACTIVATIONS, Activation, apply_rope, cos_sin, gated, rms_norm
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason=native.describe())
+
+
+@pytest.fixture(autouse=True, params=["avx512", "avx2"] if build.machine() == "x86_64" else ["neon"])
+def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
+    """All that this processor can run, not only the one that it would choose."""
+    try:
+        context = native.instruction_set(request.param)
+        context.__enter__()
+    except ValueError as error:
+        pytest.skip(str(error))
+    yield
+    context.__exit__(None, None, None)
+    jax.clear_caches()  # shapes of packed matrices differ, and those of programs that were traced do not
 
 
 def _normal(rng: np.random.Generator, *shape: int) -> np.ndarray:
@@ -41,7 +55,7 @@ def _weight(rng: np.random.Generator, kind: str, d_in: int, d_out: int) -> jax.A
     return QuantizedMatrix(jnp.asarray((values * 40).clip(-127, 127).astype(dtype)), jnp.asarray(scale), block)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     seed=st.integers(0, 2**32 - 1),
     kind=st.sampled_from(["float32", "bfloat16", "int8", "int8 in blocks", "fp8"]),

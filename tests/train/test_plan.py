@@ -143,7 +143,7 @@ def test_a_plan_follows_the_settings() -> None:
     plain = make_plan(run)
     assert plain.head_size == sum(math.prod(s.shape) for s in jax.tree.leaves(draft_spec(plain.draft)))
     assert _part(plain, "target's weights") == 2 * plain.target_size.total
-    assert _part(plain, "moments") == 8 * plain.head_size
+    assert _part(plain, "moments") == pytest.approx(8 * plain.head_size, rel=1e-6)  # and a count of steps
 
     spread = _plan(run, mesh="data=2,tensor=8")
     assert spread.num_devices == 16
@@ -151,7 +151,7 @@ def test_a_plan_follows_the_settings() -> None:
         2 * plain.target_size.total / 8,
         rel=0.01,  # norms are whole on every device
     )
-    assert _part(spread, "moments") == 2 * _part(spread, "head")
+    assert _part(spread, "moments") == pytest.approx(2 * _part(spread, "head"), rel=1e-6)  # and a count of steps
     assert _part(spread, "head") < _part(plain, "head") / 4
     assert _part(spread, "rollout") == _part(plain, "rollout") / 2
 

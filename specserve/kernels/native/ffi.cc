@@ -28,28 +28,30 @@ float* scratch(int64_t floats) {
 
 namespace {
 
-const Kernels* choose() {
+// What this processor can run, the fastest first.
+std::vector<const Kernels*> runnable() {
+  std::vector<const Kernels*> found;
 #if defined(__x86_64__)
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl")) {
-    return kernels_avx512();
+    found.push_back(kernels_avx512());
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
-    return kernels_avx2();
+    found.push_back(kernels_avx2());
   }
-  return nullptr;
 #elif defined(__aarch64__)
-  return kernels_neon();
-#else
-  return nullptr;
+  found.push_back(kernels_neon());
 #endif
+  return found;
 }
 
-const Kernels* kernels() {
-  static const Kernels* chosen = choose();
+std::atomic<const Kernels*>& chosen_kernels() {
+  static std::atomic<const Kernels*> chosen{runnable().empty() ? nullptr : runnable().front()};
   return chosen;
 }
+
+const Kernels* kernels() { return chosen_kernels().load(std::memory_order_relaxed); }
 
 // Units of work that are handed out one after another. The caller takes part, and waits only for units that another
 // thread has begun: a thread that wakes up late finds nothing left, so no call waits for the operating system.
@@ -274,6 +276,17 @@ ffi::Error angles(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
 SPECSERVE_EXPORT const char* specserve_kernels_instruction_set() {
   const specserve::Kernels* chosen = specserve::kernels();
   return chosen ? chosen->name : "none";
+}
+
+// Uses the kernels of this name from now on; 0 where the processor cannot run them. Matrices that are packed for others
+// are refused.
+SPECSERVE_EXPORT int64_t specserve_kernels_use(const char* name) {
+  for (const specserve::Kernels* each : specserve::runnable()) {
+    if (std::string(each->name) != name) continue;
+    specserve::chosen_kernels() = each;
+    return 1;
+  }
+  return 0;
 }
 
 SPECSERVE_EXPORT int64_t specserve_kernels_panel_width() {
