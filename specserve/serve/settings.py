@@ -45,7 +45,9 @@ class ServeRun:
     deterministic: bool = setting(
         False, help="one shape for every step, so that batch mates, prefix hits and speculation change no bit (slower)"
     )
-    constrained: bool = setting(True, help="compile the programs that token masks (grammars) need")
+    constrained: bool = setting(
+        False, help="compile the programs that token masks (grammars) need; a mask comes from Python, not over HTTP yet"
+    )
     early_ready: bool = setting(
         True, help="serve as soon as plain decoding can, and compile the other programs meanwhile; else wait for all"
     )
