@@ -1,13 +1,15 @@
-"""Measure models without an engine: what loading costs, and a mixture of experts in each of its forms (docs/log.md).
+"""Measure models without an engine: what loading costs, a mixture of experts in each of its forms, and the products of
+a step on a CPU (docs/log.md).
 
 Run from the checkout: `python tools/bench_models.py load [GB]` (the `oracle` extra adds PyTorch's loader), or
-`python tools/bench_models.py moe`.
+`python tools/bench_models.py moe`, or `python tools/bench_models.py products`.
 """
 
 import sys
 
 from specserve.eval.bench_load import bench_load, load_lines
 from specserve.eval.bench_moe import FORMS, measure_moe
+from specserve.eval.bench_products import measure_products
 
 
 def load(gigabytes: float = 2.0) -> None:
@@ -26,11 +28,20 @@ def moe() -> None:
         print(f"| {shape} | {row.num_tokens} | {' | '.join(cells)} |", flush=True)
 
 
+def products() -> None:
+    for i, row in enumerate(measure_products()):
+        if not i:
+            print(f"| rows | {' | '.join(row.ms)} |\n|{'---|' * (1 + len(row.ms))}")
+        print(f"| {row.num_rows} | {' | '.join(f'{ms:.2f}' for ms in row.ms.values())} |", flush=True)
+
+
 if __name__ == "__main__":  # the loads run in processes of their own, which import this file again
     match sys.argv[1:]:
         case ["load", *rest] if len(rest) < 2:
             load(*map(float, rest))
         case ["moe"]:
             moe()
+        case ["products"]:
+            products()
         case _:
             sys.exit(__doc__)
