@@ -30,7 +30,7 @@ from specserve.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 LARGEST_DEFAULT_CONTEXT = 4096
-AUTO_CHAINS = (1, 2, 3, 5, 7)  # each is a program for every width; one between two others brings next to nothing
+AUTO_CHAINS = (1, 2, 3, 5, 7)  # 4 and 6 are left out: each chain costs seconds of compiling
 AUTO_TREES_CPU = (DynamicTree(4, 2, 7), DynamicTree(5, 3, 15))
 AUTO_TREES = (DynamicTree(4, 3, 15), DynamicTree(6, 4, 31), DynamicTree(7, 8, 63))
 
