@@ -58,19 +58,23 @@ def test_after_a_storm_nothing_is_held_and_every_answer_was_right(
     engine = make_engine(runner, Dice(1), num_pages=FEW_PAGES, max_queue=num_requests, prefers_cached=True)
     asks = [rng.choice(distinct) for _ in range(num_requests)]
     cancelled = set(rng.sample(range(num_requests), k=num_requests // 8))
+    too_late = min(cancelled)  # this one is cancelled when its answer is whole
     inboxes = []
     with serving(engine):
         for i, ask in enumerate(asks):
             request, inbox = submit(engine, ask)
             inboxes.append(inbox)
-            if i in cancelled:
+            if i in cancelled and i != too_late:
                 threading.Timer(rng.random() * 0.3, request.cancel).start()
             if rng.random() < 0.1:
                 time.sleep(rng.random() * 0.05)
+            if i == too_late:
+                inbox.wait()
+                request.cancel()
             if rng.random() < 0.01:
                 engine.flush_cache()
         for i, (ask, inbox) in enumerate(zip(asks, inboxes, strict=True)):
-            reference.check(ask, inbox, is_cancelled=i in cancelled)
+            reference.check(ask, inbox, is_cancelled=i in cancelled - {too_late})
     stats = engine.stats()
     assert stats.num_preemptions > num_requests // 20, "pages were not few enough"
     assert stats.num_prefix_hits > stats.num_prefix_queries / 5
@@ -78,4 +82,4 @@ def test_after_a_storm_nothing_is_held_and_every_answer_was_right(
     assert stats.num_rebuilds == 0
     reasons = [inbox.wait().finish_reason for inbox in inboxes]
     assert {FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED} == set(reasons)
-    assert reasons.count(FinishReason.CANCELLED) < len(cancelled), "some were too late"
+    assert reasons[too_late] != FinishReason.CANCELLED
