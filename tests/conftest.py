@@ -11,10 +11,11 @@ import pytest
 import tiny
 from hypothesis import settings
 
-from specserve.checkpoints.head import Head, load_head
 from specserve.checkpoints.load import Target, load_target
-from specserve.checkpoints.source import BUNDLED_FOLDER, BUNDLED_HEAD_FOLDER
-from specserve.models.draft import draft_spec
+from specserve.checkpoints.source import BUNDLED_FOLDER
+from specserve.drafters.door import Head
+from specserve.drafters.head import load_head
+from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 from specserve.models.params import init_params
 from specserve.tokenizer import Tokenizer
 
@@ -71,8 +72,8 @@ def pydoc_head(pydoc_target: Target) -> Head:
 @pytest.fixture(scope="session")
 def random_pydoc_head(pydoc_head: Head) -> Head:
     """An untrained head of the shipped one's shape: nearly all that it proposes is wrong."""
-    params = init_params(draft_spec(pydoc_head.config), jax.random.key(7), "float32")
-    return Head(pydoc_head.config, params, pydoc_head.target_ids)
+    params = init_params(pydoc_head.drafter.spec(), jax.random.key(7), "float32")
+    return Head(pydoc_head.drafter, params, pydoc_head.target_ids)
 
 
 @pytest.fixture

@@ -9,9 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 
-from specserve.checkpoints.head import Head
-from specserve.models.draft import draft_logits
-from specserve.train.unroll import Rollout, Rows, rollout_states
+from specserve.drafters.door import Head, Rollout, Rows
+from specserve.drafters.eagle3.unroll import rollout_states
 
 STEPS = 3
 WIDTH = 16
@@ -68,10 +67,10 @@ def our_logits(head: Head, case: Case) -> np.ndarray:  # [step, seq, draft_vocab
     )
     states = rollout_states(
         head.params,
-        head.config,
+        head.drafter.config,
         head.params.embedding,
         rows,
         jnp.asarray(case.aux_hidden_states)[None],
         Rollout(STEPS, remat=False),
     )
-    return np.stack([jax.device_get(draft_logits(head.params, head.config, state))[0] for state in states])
+    return np.stack([jax.device_get(head.drafter.logits(head.params.output, state))[0] for state in states])

@@ -8,13 +8,12 @@ import jax
 import tiny
 from jax.sharding import Mesh
 
-from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
+from specserve.drafters.door import Head
 from specserve.mesh import parse_mesh
-from specserve.models.draft import draft_spec
 from specserve.models.families import model_config
 from specserve.models.params import init_params
-from specserve.models.sharding import place_draft, place_target
+from specserve.models.sharding import place_target
 from specserve.models.target import target_spec
 
 DENSE: dict[str, Any] = tiny.TARGET | {"num_attention_heads": 8, "num_hidden_layers": 2}  # of two KV heads
@@ -84,5 +83,5 @@ def spread_target(model: str, mesh: Mesh) -> Target:
 
 def spread_head(model: str, mesh: Mesh) -> Head:
     head = head_of(model)
-    params = jax.device_put(head.params, place_draft(head.config, draft_spec(head.config), mesh))
-    return Head(head.config, params, head.target_ids)
+    params = jax.device_put(head.params, head.drafter.place(mesh))
+    return Head(head.drafter, params, head.target_ids)

@@ -13,10 +13,11 @@ FLOORS = {
     "speculative": 3,
     "data": 3,
     "checkpoints": 3,
-    "train": 4,
-    "serve": 4,
-    "eval": 5,
-    "cli": 6,
+    "drafters": 4,
+    "train": 5,
+    "serve": 5,
+    "eval": 6,
+    "cli": 7,
 }
 FLAT = {"errors", "host", "log", "pytree", "config", "mesh", "processes", "tokenizer", "provenance", "__init__"}
 MAY_JIT = (

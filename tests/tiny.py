@@ -11,11 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import rounding
 
-from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target, to_numpy
 from specserve.checkpoints.tensors import write_json, write_tensors
-from specserve.models.config import DraftConfig, ModelConfig
-from specserve.models.draft import draft_spec
+from specserve.drafters.door import Head
+from specserve.drafters.eagle3.config import Eagle3Config, default_taps
+from specserve.drafters.eagle3.drafter import Eagle3
+from specserve.drafters.eagle3.model import draft_spec
+from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.params import init_params
 from specserve.models.rope import Rope
@@ -53,8 +55,8 @@ def write_target(folder: Path, raw: dict[str, Any], seed: int) -> None:
     write_tensors(folder / "model.safetensors", tensors)
 
 
-def draft_config(target: ModelConfig, **changes: Any) -> DraftConfig:
-    config = DraftConfig(
+def draft_config(target: ModelConfig, **changes: Any) -> Eagle3Config:
+    config = Eagle3Config(
         d_model=target.d_model,
         target_d_model=target.d_model,
         num_heads=target.num_heads,
@@ -64,7 +66,7 @@ def draft_config(target: ModelConfig, **changes: Any) -> DraftConfig:
         vocab_size=target.vocab_size,
         draft_vocab_size=target.vocab_size * 3 // 4,
         max_len=target.max_len,
-        aux_layers=target.default_aux_layers if target.num_layers > 4 else (0, target.num_layers - 1),
+        aux_layers=default_taps(target) if target.num_layers > 4 else (0, target.num_layers - 1),
         norm_eps=target.norm_eps,
         rope=target.rope,
     )
@@ -75,7 +77,7 @@ def random_head(target: ModelConfig, seed: int, **changes: Any) -> Head:
     config = draft_config(target, **changes)
     params = init_params(draft_spec(config), jax.random.key(seed), config.dtype)
     chosen = np.random.default_rng(seed).permutation(config.vocab_size)[: config.draft_vocab_size]
-    return Head(config, params, np.sort(chosen).astype(np.int32))
+    return Head(Eagle3(config), params, np.sort(chosen).astype(np.int32))
 
 
 def causal(n: int) -> jax.Array:  # [1, n, n] bool

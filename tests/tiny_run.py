@@ -20,14 +20,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specserve import config, processes
-from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target, load_target
 from specserve.data.dataset import Prompt
 from specserve.data.documents import Document
 from specserve.data.loader import Loader
 from specserve.data.packing import pack
+from specserve.drafters.door import Head
+from specserve.drafters.eagle3.model import Eagle3Params
 from specserve.mesh import parse_mesh
-from specserve.models.draft import DraftParams
 from specserve.train.evaluation import HeldOutEvaluator
 from specserve.train.run_folder import Metrics, RunFolder
 from specserve.train.settings import DraftSettings, EvalSettings, TrainRun, TrainSettings
@@ -66,7 +66,7 @@ class NormEvaluator:
     def __init__(self, taus: Sequence[float] = (), identity: str = "norm") -> None:
         self._taus, self.identity = list(taus), identity
 
-    def measure(self, params: DraftParams, *, is_last: bool) -> Norm:
+    def measure(self, params: Eagle3Params, *, is_last: bool) -> Norm:
         norm = float(jnp.linalg.norm(jax.tree.leaves(params)[0]))
         return Norm(self._taus.pop(0) if self._taus else 1 + norm)
 
@@ -109,7 +109,7 @@ def tiny_evaluator(trainer: Trainer, mesh: Mesh | None) -> HeldOutEvaluator:
     prompts = [Prompt("a", (1, 2, 3)), Prompt("b", (4,) * 9)]
     settings = EvalSettings(speculation=("chain:2",), eval_tokens=8)
     return HeldOutEvaluator(
-        trainer.target, trainer.config, trainer.data.target_ids, prompts, settings, seed=0, mesh=mesh
+        trainer.target, trainer.drafter, trainer.data.target_ids, prompts, settings, seed=0, mesh=mesh
     )
 
 

@@ -10,7 +10,6 @@ from specserve.models.presets import PRESETS
 
 BUNDLED = "pydoc"
 BUNDLED_FOLDER = Path(__file__).parent.parent / "targets" / "pydoc"
-BUNDLED_HEAD_FOLDER = Path(__file__).parent.parent / "targets" / "pydoc-eagle3"
 
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b", re.ASCII)
 _WEIGHTS = "*.safetensors"

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from specserve.eval.bench_cells import Arm, Plan
     from specserve.eval.bench_engine import BenchReport
     from specserve.serve.launch import Models
-    from specserve.train.settings import TrainSettings
 
 app = typer.Typer(help="Measurements of speed.", no_args_is_help=True)
 
@@ -56,11 +55,11 @@ def engine(run: BenchRun) -> None:
     from specserve.checkpoints.source import resolve_target
     from specserve.checkpoints.tensors import write_json
     from specserve.cli.progress import console
+    from specserve.drafters.speculation import parse_speculation
     from specserve.eval.bench_cells import Plan
     from specserve.eval.transformers_arm import transformers_arms
     from specserve.provenance import collect
     from specserve.serve.launch import load_models
-    from specserve.speculative.tree import parse_speculation
 
     for name in run.arms:
         if name != "auto":
@@ -140,128 +139,3 @@ def _show(report: "BenchReport") -> None:
         console.print(coupling_table(report.couplings))
     for line in bench_lines(report):
         console.print(line, highlight=False)
-
-
-@dataclass(frozen=True)
-class TrainBenchRun:
-    """Everything that `specserve bench train` can be told."""
-
-    target: str = setting("pydoc", help="preset, Hugging Face folder or hub id")
-    source: str = setting("pydoc", help="conversations, as for train")
-    conversations: int = setting(2000, help="use so many of them, drawn by the seed", ge=8)
-    batch_size: int = setting(8, help="rows per step", ge=1)
-    seq_len: int = setting(256, help="tokens per row", ge=64)
-    rollout: int = setting(4, help="training-time-test steps", ge=1, le=8)
-    loss: str = setting("ce", help="as for train", choices=("ce", "kl", "tv", "lk", "lk-hybrid"))
-    remat: bool = setting(False, help="compute rollout steps again in the backward pass")
-    draft_vocab_size: int = setting(4096, help="draft vocabulary", ge=1)
-    rounds: int = setting(5, help="how often the arms take turns", ge=1)
-    steps: int = setting(8, help="steps of each arm in a round", ge=1)
-    memory_seq_len: int = setting(2048, help="tokens per row for which memory is compared; 0: not at all", ge=0)
-    seed: int = setting(0, help="which conversations, and the order", ge=0)
-    output: str = setting("", help="write the JSON report here")
-
-
-@app.command("train")
-@command(TrainBenchRun)
-def train(run: TrainBenchRun) -> None:
-    """Measure a training step against the naive formulation on the same conversations and shapes, in turns."""
-    import numpy as np
-    from rich.markup import escape
-    from rich.progress import Progress
-
-    from specserve.checkpoints.load import load_target
-    from specserve.checkpoints.source import resolve_target
-    from specserve.checkpoints.tensors import write_json
-    from specserve.cli.progress import bar_columns, console
-    from specserve.data import sources
-    from specserve.data.documents import tokenize
-    from specserve.eval import bench_train
-    from specserve.eval.report import memory_table, training_lines, training_table
-    from specserve.mesh import default_dtype
-    from specserve.provenance import collect
-    from specserve.tokenizer import Tokenizer
-    from specserve.train.settings import DraftSettings
-
-    settings = _train_settings(run)
-    folder = resolve_target(run.target).folder
-    target = load_target(folder, dtype=default_dtype())
-    chosen = sources.load(run.source, split="train")
-    order = np.random.default_rng(run.seed).permutation(len(chosen))[: run.conversations]
-    documents = tokenize([chosen[i] for i in order], Tokenizer.load(folder), run.seq_len).documents
-    target_ids = np.arange(min(run.draft_vocab_size, target.config.vocab_size), dtype=np.int32)
-    with Progress(*bar_columns(), console=console, transient=True) as progress:
-        task = progress.add_task("compiling, then in turns", total=run.rounds, note="")
-
-        def on_round(report: bench_train.TrainBenchReport) -> None:
-            note = ", ".join(f"{name} {arm.useful[-1]:.0f} useful tokens/s" for name, arm in report.arms.items())
-            progress.update(task, advance=1, note=note)
-
-        report = bench_train.run_bench(
-            *(target, documents, target_ids, settings, DraftSettings()),
-            rounds=run.rounds,
-            steps=run.steps,
-            on_round=on_round,
-        )
-    console.print(training_table(report))
-    for line in training_lines(report):
-        console.print(line, highlight=False)
-    found = {"settings": asdict(run), **report.to_json()}
-    if run.memory_seq_len:
-        cells = bench_train.memory_cells(settings, target.config, run.draft_vocab_size, [run.memory_seq_len])
-        console.print(memory_table(cells))
-        found["memory"] = [asdict(cell) for cell in cells]
-    if run.output:
-        write_json(Path(run.output), {**found, "provenance": collect()})
-        console.print(f"report written to {escape(run.output)}")
-
-
-@dataclass(frozen=True)
-class MemoryBenchRun:
-    """Everything that `specserve bench memory` can be told."""
-
-    target: str = setting("qwen3-8b", help="preset, whose shapes are taken; nothing is loaded")
-    batch_size: int = setting(1, help="rows per step", ge=1)
-    seq_len: tuple[int, ...] = setting((512, 1024, 2048, 4096, 8192), help="tokens per row", ge=64)
-    rollout: int = setting(7, help="training-time-test steps", ge=1, le=8)
-    loss: str = setting("ce", help="as for train", choices=("ce", "kl", "tv", "lk", "lk-hybrid"))
-    draft_vocab_size: int = setting(32_000, help="draft vocabulary", ge=1)
-    num_layers: int = setting(0, help="layers of the target, 5 or more; 0: all, which take minutes to compile", ge=0)
-    output: str = setting("", help="write the JSON report here")
-
-
-@app.command("memory")
-@command(MemoryBenchRun)
-def memory(run: MemoryBenchRun) -> None:
-    """Compile a training step of a target's shapes, and the naive formulation's, and say what memory they take."""
-    from dataclasses import replace
-
-    from specserve.checkpoints.tensors import write_json
-    from specserve.cli.progress import console
-    from specserve.errors import ConfigError
-    from specserve.eval import bench_train
-    from specserve.eval.report import memory_table
-    from specserve.mesh import default_dtype
-    from specserve.models.presets import PRESETS
-
-    if run.target not in PRESETS:
-        raise ConfigError(f"--target {run.target}: not a preset; `specserve targets` lists them")
-    if 0 < run.num_layers < 5:
-        raise ConfigError(f"--num-layers {run.num_layers}: a head taps three layers, so give 5 or more")
-    target = replace(PRESETS[run.target].config(), dtype=default_dtype())
-    target = replace(target, num_layers=run.num_layers) if run.num_layers else target
-    settings = _train_settings(run)
-    with console.status("compiling"):
-        cells = bench_train.memory_cells(settings, target, run.draft_vocab_size, run.seq_len)
-    console.print(memory_table(cells))
-    if run.output:
-        write_json(Path(run.output), {"settings": asdict(run), "memory": [asdict(cell) for cell in cells]})
-
-
-def _train_settings(run: TrainBenchRun | MemoryBenchRun) -> "TrainSettings":
-    from specserve import config
-    from specserve.train.settings import TrainSettings
-
-    shared = {name: getattr(run, name) for name in ("batch_size", "rollout", "loss")}
-    rest = {"seq_len": run.seq_len, "remat": run.remat} if isinstance(run, TrainBenchRun) else {}
-    return config.resolve(TrainSettings, arguments={**shared, **rest})

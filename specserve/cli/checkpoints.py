@@ -10,9 +10,8 @@ import typer
 if TYPE_CHECKING:
     from rich.console import Console
 
-    from specserve.checkpoints.doctor import Report
     from specserve.checkpoints.load import Target
-    from specserve.checkpoints.patient import Finding
+    from specserve.drafters.findings import Finding, Report
 
 Flavour = Literal["sglang", "vllm", "speculators", "sglang-jax"]
 Dtype = Literal["", "bfloat16", "float16", "float32"]
@@ -30,14 +29,15 @@ def export(
     """Write a head as another engine reads it. Its weights, rounded by nobody, stay bit for bit."""
     from rich.markup import escape
 
-    from specserve.checkpoints import dialects, exchange
+    from specserve.drafters import exchange
+    from specserve.drafters.registry import KINDS
 
     folder = _existing(folder)
     name, described = _target(folder, target, needs_weights=to == "speculators" and not _has_embedding(folder))
     output = output or folder.with_name(f"{folder.resolve().name}-{to}")
     head = exchange.export_head(folder, output, described, target_name=name, dialect=to, dtype=dtype, is_forced=force)
     console = _console()
-    for what in dialects.unknown_to(to, head.config):
+    for what in KINDS[head.drafter.name].unknown_to(to, head.drafter):
         console.print(f"[yellow]warning:[/] {to} does not compute {what}: it will accept less", highlight=False)
     console.print(f"{escape(str(output))}: for {to}", highlight=False)
 
@@ -52,7 +52,7 @@ def import_(
     """Read a head from elsewhere and write it as ours. What is wrong and can be mended without guessing is mended."""
     from rich.markup import escape
 
-    from specserve.checkpoints import exchange
+    from specserve.drafters import exchange
 
     folder = _existing(folder)
     name, described = _target(folder, target, needs_weights=_has_embedding(folder))
@@ -60,10 +60,10 @@ def import_(
     console = _console()
     for change in found.changes:
         console.print(f"[green]mended:[/] {escape(change)}", highlight=False)
-    config = found.head.config
+    drafter = found.head.drafter
     console.print(
-        f"{escape(str(output))}: read as {found.dialect}, taps {config.aux_layers}, draft vocabulary "
-        f"{config.draft_vocab_size:,} of {config.vocab_size:,}; next: "
+        f"{escape(str(output))}: read as {found.dialect}, taps {drafter.aux_layers}, draft vocabulary "
+        f"{drafter.draft_vocab_size:,} of {drafter.vocab_size:,}; next: "
         f"[bold]specserve serve --draft {escape(shlex.quote(str(output)))}[/]",
         highlight=False,
     )
@@ -77,8 +77,8 @@ def inspect(
     force: Annotated[bool, typer.Option("--force", help="With --fix: into a folder that is not empty.")] = False,
 ) -> None:
     """Say what is wrong with a head's files, what it costs and how to mend it. Exit status 1 where there are errors."""
-    from specserve.checkpoints import doctor, exchange
-    from specserve.checkpoints.head import read_notes
+    from specserve.drafters import doctor, exchange
+    from specserve.drafters.notes import read_notes
     from specserve.errors import SpecServeError
 
     folder = _existing(folder)
@@ -130,17 +130,18 @@ def _existing(folder: Path) -> Path:
 def _has_embedding(folder: Path) -> bool:
     """Whether the head brings one along. On the way in it is compared with the target's, on the way out to where every
     head has one a missing one is the target's: of the target's weights nothing else is ever read."""
-    from specserve.checkpoints.dialects import EMBEDDING
-    from specserve.checkpoints.tensors import TensorFolder
+    from specserve.checkpoints.tensors import read_json
+    from specserve.drafters.findings import CONFIG
+    from specserve.drafters.registry import kind_of
 
-    return any(name.endswith(EMBEDDING) for name in TensorFolder(folder).names())
+    return kind_of(read_json(folder / CONFIG)).has_own_embedding(folder)
 
 
 def _target(folder: Path, name: str, *, needs_weights: bool) -> "tuple[str, Target]":
     """The target that was asked for, or that the head's notes name."""
-    from specserve.checkpoints.exchange import describe_target
-    from specserve.checkpoints.head import read_notes
     from specserve.checkpoints.source import resolve_target
+    from specserve.drafters.exchange import describe_target
+    from specserve.drafters.notes import read_notes
     from specserve.errors import ConfigError
 
     name = name or str(read_notes(folder).get("target", ""))

@@ -38,11 +38,11 @@ def evaluate(run: EvalRun) -> None:
 
     from specserve.checkpoints.tensors import write_json
     from specserve.cli.progress import console
+    from specserve.drafters.speculation import parse_speculation
     from specserve.errors import ConfigError
     from specserve.eval import prompts, report
     from specserve.provenance import collect
     from specserve.serve.launch import load_models
-    from specserve.speculative.tree import parse_speculation
 
     ways = list(dict.fromkeys(part.strip() for part in run.speculation.split(",")))
     trees = {way: None if way == "auto" else parse_speculation(way) for way in ways}
@@ -79,10 +79,10 @@ def _measure(
     from rich.progress import Progress
 
     from specserve.cli.progress import bar_columns, console
+    from specserve.drafters.speculation import parse_speculation
     from specserve.eval import acceptance, report
     from specserve.eval.engines import engine_pair
     from specserve.eval.step_times import measure_steps
-    from specserve.speculative.tree import parse_speculation
 
     with Progress(*bar_columns(), console=console, transient=True) as progress:
         task = progress.add_task(f"{speculation}: compiling", note="")

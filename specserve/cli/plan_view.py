@@ -33,13 +33,14 @@ def show_plan(run: TrainRun) -> None:
 def _sizes(plan: "Plan") -> "Table":
     from rich.markup import escape
 
-    target, draft, size = plan.target, plan.draft, plan.target_size
+    target, drafter, size = plan.target, plan.drafter, plan.target_size
     active = f", {size.active:,} active" if size.active < size.total else ""
     table = _table("Models", "", "parameters", "")
     shape = f"{target.family}, {target.num_layers} layers of {target.d_model}, vocabulary {target.vocab_size:,}{active}"
     table.add_row("target", f"{size.total:,}", f"{shape}; from {escape(plan.config_from)}")
-    taps = ", ".join(map(str, draft.aux_layers))
-    shape = f"{draft.num_layers} x {draft.d_model}, MLP {draft.d_ff}, vocabulary {draft.draft_vocab_size:,}"
+    taps = ", ".join(map(str, drafter.aux_layers))
+    facts = drafter.facts()
+    shape = f"{facts['num_layers']} x {drafter.d_model}, MLP {facts['d_ff']}, vocabulary {drafter.draft_vocab_size:,}"
     table.add_row("head", f"{plan.head_size:,}", f"{shape}, taps after layers {taps}; all trained")
     return table
 

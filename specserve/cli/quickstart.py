@@ -28,8 +28,9 @@ def quickstart(
     start(log_level)
     from rich.markup import escape
 
-    from specserve.checkpoints.source import BUNDLED, BUNDLED_HEAD_FOLDER
+    from specserve.checkpoints.source import BUNDLED
     from specserve.cli.progress import TrainingBar, console
+    from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
     from specserve.eval.acceptance import Report
     from specserve.eval.prompts import load_questions
     from specserve.eval.report import summary_table

@@ -68,8 +68,9 @@ def targets(
 
 
 def _rows() -> list[Row]:
-    from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, BUNDLED_HEAD_FOLDER
+    from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER
     from specserve.checkpoints.tensors import read_json
+    from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
     from specserve.models.config import ModelConfig
     from specserve.models.families import model_config
     from specserve.models.presets import PRESETS, HeadSize, target_size

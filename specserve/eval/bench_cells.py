@@ -5,7 +5,6 @@ other round asks, so no arm can profit from what it has seen; ratios are taken w
 noisy for all. Answers are compared: speculation may not change a token.
 """
 
-import dataclasses
 import itertools
 import statistics
 import threading
@@ -15,7 +14,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-import jax.numpy as jnp
 import numpy as np
 
 from specserve.errors import SpecServeError
@@ -104,9 +102,6 @@ class EngineArm:
     def forget(self) -> None:
         self._settle()
         self.engine.flush_cache()
-        runner = self.engine.runner  # idle, so its state is nobody's
-        recall = jnp.full(runner.state.recall.shape, -1, runner.state.recall.dtype)
-        runner.state = dataclasses.replace(runner.state, recall=recall)
 
     def stats(self) -> EngineStats:
         return self.engine.stats()

@@ -12,6 +12,7 @@ from typing import Any
 
 import jax
 
+from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
 from specserve.eval.acceptance import Tally
 from specserve.eval.bench_cells import (
@@ -30,7 +31,6 @@ from specserve.eval.engines import measured_engine
 from specserve.eval.step_times import StepTimes, measure_steps, read_bandwidth
 from specserve.serve.engine import Engine
 from specserve.serve.launch import Models
-from specserve.speculative.tree import parse_speculation
 
 AUTO = "auto"
 CONTEXT = 128  # committed tokens where steps are timed, or half of what fits
@@ -196,7 +196,7 @@ def _memory(models: Models, engines: Iterable[Engine]) -> dict[str, int]:
     caches: list[Any] = []
     for engine in engines:
         weights.append(engine.runner.layouts.distinct)
-        caches.append((engine.runner.state.cache, engine.runner.state.draft_cache))
+        caches.append((engine.runner.state.cache, engine.runner.state.draft))
     return {"peak_rss": peak, "weights": _num_bytes(weights), "cache": _num_bytes(caches)}
 
 

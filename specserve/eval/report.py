@@ -1,6 +1,5 @@
 """Evaluation results as tables for people."""
 
-import statistics
 from collections.abc import Sequence
 
 from rich.box import SIMPLE_HEAD
@@ -10,16 +9,15 @@ from rich.table import Table
 from specserve.eval.acceptance import Report, Tally
 from specserve.eval.bench_cells import ArmResult, Cell
 from specserve.eval.bench_engine import AUTO, BenchReport, Coupling
-from specserve.eval.bench_train import MemoryCell, TrainBenchReport
 from specserve.eval.step_times import StepTimes
 
 
 def summary_table(rows: Sequence[tuple[str, Report]], title: str) -> Table:
     """One row per head: tau, acceptance by depth, and the two arms' speed."""
     names = ("tau", "accepted\nby depth", "plain\ntokens/s", "speculative\ntokens/s", "gain", "same\nanswers")
-    table = _table(title, ("head",), names)
+    shown = table(title, ("head",), names)
     for name, report in rows:
-        table.add_row(
+        shown.add_row(
             escape(name),
             f"{report.tally.tau:.2f}",
             _by_depth(report.tally),
@@ -28,7 +26,7 @@ def summary_table(rows: Sequence[tuple[str, Report]], title: str) -> Table:
             f"{report.speedup:.2f}x",
             f"{report.num_identical}/{report.num_answers}",
         )
-    return table
+    return shown
 
 
 def _by_depth(tally: Tally) -> str:
@@ -36,22 +34,22 @@ def _by_depth(tally: Tally) -> str:
 
 
 def category_table(report: Report) -> Table:
-    table = _table("by category", ("category",), ("tau", "acceptance by depth", "steps"))
+    shown = table("by category", ("category",), ("tau", "acceptance by depth", "steps"))
     for name, tally in sorted(report.by_category.items()):
-        table.add_row(escape(name), f"{tally.tau:.2f}", _by_depth(tally), str(tally.num_steps))
-    return table
+        shown.add_row(escape(name), f"{tally.tau:.2f}", _by_depth(tally), str(tally.num_steps))
+    return shown
 
 
 def bench_table(cells: Sequence[Cell], temperature: float) -> Table:
     """One row per arm and concurrency; latencies in milliseconds, median and 99th percentile."""
     numbers = ("tokens/s", "to plain", "tau", "first token\np50  p99", "next tokens\np50  p99", "host", "same\nanswers")
-    table = _table(f"temperature {temperature:g}", ("clients", "speculation"), numbers)
+    shown = table(f"temperature {temperature:g}", ("clients", "speculation"), numbers)
     for cell in cells:
         if cell.temperature == temperature:
             for i, (name, result) in enumerate(cell.arms.items()):
-                table.add_row("" if i else str(cell.concurrency), name, *_bench_row(result))
-            table.add_section()
-    return table
+                shown.add_row("" if i else str(cell.concurrency), name, *_bench_row(result))
+            shown.add_section()
+    return shown
 
 
 def _bench_row(result: ArmResult) -> tuple[str, ...]:
@@ -77,9 +75,9 @@ def coupling_table(couplings: Sequence[Coupling]) -> Table:
     """What ranking the draft's candidates with the target's noise brings, one stream."""
     title = f"temperature {couplings[0].temperature:g}: the draft ranks with the target's noise, and without"
     numbers = ("tau with", "tau without", "tokens/s,\nwith / without", "by depth with", "without", "same\nanswers")
-    table = _table(title, ("speculation",), numbers)
+    shown = table(title, ("speculation",), numbers)
     for found in couplings:
-        table.add_row(
+        shown.add_row(
             found.arm,
             f"{found.coupled.tau:.2f}",
             f"{found.uncoupled.tau:.2f}",
@@ -88,7 +86,7 @@ def coupling_table(couplings: Sequence[Coupling]) -> Table:
             _by_depth(found.uncoupled),
             f"{found.num_identical}/{found.num_answers}",
         )
-    return table
+    return shown
 
 
 def bench_lines(report: BenchReport) -> list[str]:
@@ -106,14 +104,14 @@ def bench_lines(report: BenchReport) -> list[str]:
     return lines
 
 
-def _table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
+def table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
     """In a narrow terminal the widest columns are folded, such as the names of folders; nothing is cut off."""
-    table = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    shown = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in texts:
-        table.add_column(name, overflow="fold")
+        shown.add_column(name, overflow="fold")
     for name in numbers:
-        table.add_column(name, justify="right", overflow="fold")
-    return table
+        shown.add_column(name, justify="right", overflow="fold")
+    return shown
 
 
 def step_line(times: StepTimes) -> str:
@@ -122,39 +120,3 @@ def step_line(times: StepTimes) -> str:
         f"bound of {times.bound:.2f} ms); speculative step {times.step:.2f} ms "
         f"= draft {times.draft:.2f} + verify {times.verify:.2f}"
     )
-
-
-def training_table(report: TrainBenchReport) -> Table:
-    """One row per way to train, medians over the rounds."""
-    table = _table("a training step", ("",), ("useful\ntokens/s", "slots/s", "share of\nmatmul peak"))
-    for name, arm in report.arms.items():
-        values = (statistics.median(rates) for rates in (arm.useful, arm.slots, arm.peak_share))
-        useful, slots, share = values
-        table.add_row(name, f"{useful:.0f}", f"{slots:.0f}", f"{share:.0%}")
-    return table
-
-
-def training_lines(report: TrainBenchReport) -> list[str]:
-    ratios = sorted(report.ratios)
-    return [
-        f"useful tokens/s to the naive arm: {statistics.median(ratios):.2f}x ({ratios[0]:.2f} to {ratios[-1]:.2f})",
-        f"packed rows have {report.padding_share:.1%} padding; the peak is {report.peak_gflops:.0f} GFLOP/s",
-    ]
-
-
-def memory_table(cells: Sequence[MemoryCell]) -> Table:
-    """Memory of a compiled step by sequence length: of the arguments, and of the rest with rollout steps computed
-    again, with all kept, and of the naive formulation."""
-    names = ("weights,\nmoments", "steps\nagain", "of\nnaive", "all\nkept", "of\nnaive", "naive")
-    table = _table("memory of a training step, GB", ("rows x tokens",), names)
-    for cell in cells:
-        table.add_row(
-            f"{cell.batch} x {cell.seq}",
-            f"{cell.again.arguments / 1e9:.2f}",
-            f"{cell.again.live / 1e9:.2f}",
-            f"{cell.again.live / cell.naive.live:.0%}",
-            f"{cell.kept.live / 1e9:.2f}",
-            f"{cell.kept.live / cell.naive.live:.0%}",
-            f"{cell.naive.live / 1e9:.2f}",
-        )
-    return table

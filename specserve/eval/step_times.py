@@ -17,8 +17,7 @@ from specserve.errors import ConfigError
 from specserve.serve.options import sampler_rows
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
-from specserve.speculative.step import SlotState, StepConfig, Weights, propose_tree
-from specserve.speculative.tree import Proposal, Tree
+from specserve.speculative.step import propose_tree
 
 BUFFER_BYTES = 256 << 20
 PASSES = 7
@@ -62,7 +61,7 @@ def measure_steps(
         _prefill(runner, context, needed)
     width = speculative.width_of([0])
     weights = speculative.layout_for(1, tree)
-    draft = jax.jit(functools.partial(_draft, speculative.config, tree, width), donate_argnums=1)
+    draft = jax.jit(functools.partial(propose_tree, speculative.config, tree=tree, width=width), donate_argnums=1)
     slots = jnp.zeros(1, jnp.int32)
 
     def run_draft() -> None:
@@ -128,9 +127,3 @@ def _timed(run: Callable[[], object]) -> float:
     begin = time.perf_counter()
     run()
     return time.perf_counter() - begin
-
-
-def _draft(
-    config: StepConfig, tree: Tree, width: int, weights: Weights, state: SlotState, slots: jax.Array
-) -> tuple[SlotState, Proposal]:
-    return propose_tree(weights, config, tree, state, slots, width)

@@ -210,3 +210,16 @@ def _block(
     weights = weights.astype(v.dtype).reshape(batch, num_kv_heads, group * n, -1)
     out = jnp.einsum("bkrm,bmkh->bkrh", weights, v).reshape(batch, num_kv_heads, group, n, -1)
     return out / total[..., None].astype(v.dtype), largest + jnp.log(total)
+
+
+def mean_keys(seq: int, window: int) -> tuple[float, float]:
+    """Keys that a query of attention in rows sees, and that are computed for it, in the mean over a row of one
+    document. A window of 0 sees all."""
+    reach = min(window or seq, seq)
+    seen = (reach * (reach + 1) / 2 + (seq - reach) * reach) / seq
+    length = max(MIN_SEGMENT, -(-seq // NUM_SEGMENTS))
+    computed = 0
+    for start in range(0, seq, length):
+        stop = min(start + length, seq)
+        computed += (stop - start) * (stop - (max(0, start - window + 1) if window else 0))
+    return seen, computed / seq

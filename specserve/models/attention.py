@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from specserve.kernels.attention import PagedPrefix, attend
 from specserve.kernels.matmul import Weight
 from specserve.kernels.rowwise import apply_rope, rms_norm
-from specserve.models.config import DraftConfig, LayerKind, ModelConfig, Names
+from specserve.models.config import HeadShape, LayerKind, ModelConfig, Names
 from specserve.models.context import Context, Tables
 from specserve.models.layers import linear, norm_spec, side_by_side
 from specserve.models.params import Part, matrix, vector
@@ -32,7 +32,7 @@ class Attention:
     sinks: jax.Array | None  # [head]
 
 
-def attention_spec(config: ModelConfig | DraftConfig, prefix: str, d_in: int) -> Attention:
+def attention_spec(config: ModelConfig | HeadShape, prefix: str, d_in: int) -> Attention:
     """`d_in` is the width of the projections' input: d_model in a target, twice that in a draft."""
     flags = config if isinstance(config, ModelConfig) else None
     names = flags.names if flags else Names()
@@ -123,7 +123,7 @@ def mix(
 
 def project_qkv(
     params: Attention,
-    config: ModelConfig | DraftConfig,
+    config: ModelConfig | HeadShape,
     x: jax.Array,  # [batch, n, d_in]
     rope: Tables,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # q [batch, n, head, head_dim], k and v [batch, n, kv_head, head_dim]
@@ -139,7 +139,7 @@ def project_qkv(
 
 def project_q(
     params: Attention,
-    config: ModelConfig | DraftConfig,
+    config: ModelConfig | HeadShape,
     x: jax.Array,  # [batch, n, d_in]
     rope: Tables,
 ) -> jax.Array:  # [batch, n, head, head_dim]
@@ -148,7 +148,7 @@ def project_q(
 
 def project_kv(
     params: Attention,
-    config: ModelConfig | DraftConfig,
+    config: ModelConfig | HeadShape,
     x: jax.Array,  # [batch, n, d_in]
     rope: Tables,
 ) -> KV:
@@ -162,7 +162,7 @@ def _finish(
     x: jax.Array,  # [batch, n, size]
     num_heads: int,
     norm: jax.Array | None,
-    config: ModelConfig | DraftConfig,
+    config: ModelConfig | HeadShape,
     rope: Tables,
 ) -> jax.Array:  # [batch, n, head, head_dim]
     """Norm and turn: queries and keys alike."""

@@ -1,13 +1,12 @@
-"""What a model is: `ModelConfig` for targets, `DraftConfig` for EAGLE-3 heads. Static, hashable, never edited.
+"""What a target is: `ModelConfig`. Static, hashable, never edited.
 
 Which config.json keys give which of these fields is the business of `models.families`.
 """
 
 import dataclasses
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Protocol
 
-from specserve.errors import ConfigError
 from specserve.kernels.rowwise import Activation
 from specserve.models.rope import Rope
 
@@ -166,34 +165,27 @@ class ModelConfig:
         local = self.local_rope and self.local_rope.for_length(length)
         return dataclasses.replace(self, rope=self.rope.for_length(length), local_rope=local)
 
+
+class HeadShape(Protocol):
+    """What a drafter's config says of layers that are built of the target's parts."""
+
     @property
-    def default_aux_layers(self) -> tuple[int, int, int]:
-        """EAGLE-3's taps: the outputs of layers 1, L//2-1 and L-4 (0-based), before the final norm."""
-        if self.num_layers < 5:
-            raise ConfigError(f"a target of {self.num_layers} layers has no default taps; give three layer indices")
-        return (1, self.num_layers // 2 - 1, self.num_layers - 4)
+    def d_model(self) -> int: ...
 
+    @property
+    def d_ff(self) -> int: ...
 
-@dataclass(frozen=True)
-class DraftConfig:
-    """An EAGLE-3 draft head: a transformer layer over (token embedding, fused target features), or several."""
+    @property
+    def num_heads(self) -> int: ...
 
-    d_model: int
-    target_d_model: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    d_ff: int
-    vocab_size: int  # the target's
-    draft_vocab_size: int
-    max_len: int
-    aux_layers: tuple[int, ...]  # target layers whose outputs are tapped, 0-based
-    num_layers: int = 1
-    norm_eps: float = 1e-6
-    rope: Rope = field(default=Rope())
-    has_embedding: bool = False  # its own token embedding; otherwise the target's is shared
-    norm_before_residual: bool = False  # the residual is the normed hidden state
-    fc_norm: bool = False  # EAGLE-3.1: an RMS norm on each tapped state
-    norm_before_fc: bool = False  # EAGLE-3.1: one RMS norm over the concatenated taps
-    norm_output: bool = False  # EAGLE-3.1: the state handed on is the normed one
-    dtype: str = "float32"
+    @property
+    def num_kv_heads(self) -> int: ...
+
+    @property
+    def head_dim(self) -> int: ...
+
+    @property
+    def norm_eps(self) -> float: ...
+
+    @property
+    def rope(self) -> Rope: ...

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 
 from specserve.kernels.matmul import Weight, matmul
 from specserve.kernels.rowwise import Activation, gated
-from specserve.models.config import DraftConfig, ModelConfig
+from specserve.models.config import HeadShape, ModelConfig
 from specserve.models.params import Part, matrix, vector
 from specserve.pytree import pytree
 
@@ -26,7 +26,7 @@ class Mlp:
 
 
 def mlp_spec(
-    config: ModelConfig | DraftConfig, prefix: str, *, d_ff: int = 0, fused: str = "", has_bias: bool = False
+    config: ModelConfig | HeadShape, prefix: str, *, d_ff: int = 0, fused: str = "", has_bias: bool = False
 ) -> Mlp:
     """`d_ff` is the config's unless given; `fused` names a tensor that holds gate and up."""
     d_ff = d_ff or config.d_ff

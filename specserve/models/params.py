@@ -134,3 +134,8 @@ def _stable_hash(text: str) -> int:
     for byte in text.encode():
         value = (value ^ byte) * 16777619 % 2**32
     return value % 2**31
+
+
+def is_matrix(spec: ParamSpec) -> bool:
+    """Whether rows are multiplied by it: no norm, no bias."""
+    return len(spec.shape) > 1 and spec.init == "normal"

@@ -13,8 +13,7 @@ from jax.sharding import Mesh
 from specserve.errors import ConfigError
 from specserve.mesh import Size, check_divides, describe_mesh, fitting, free_memory, shardings
 from specserve.models.cache import Cache, Pages
-from specserve.models.config import DraftConfig, ModelConfig
-from specserve.models.draft import DraftParams, draft_cache
+from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec, is_product, is_spec, num_params
 from specserve.models.recurrent import State
 from specserve.models.target import TargetParams
@@ -27,11 +26,6 @@ def place_target(config: ModelConfig, spec: TargetParams, mesh: Mesh) -> TargetP
     check_divides(mesh, sizes)
     heads = math.gcd(*(size.number for size in sizes if size.axis == "heads"))
     return shardings(spec, mesh, {"heads": heads, "kv_heads": config.num_kv_heads})
-
-
-def place_draft(config: DraftConfig, spec: DraftParams, mesh: Mesh) -> DraftParams:
-    """Where each parameter of a head lives; what does not divide is whole on every device."""
-    return shardings(spec, mesh, {"heads": config.num_heads, "kv_heads": config.num_kv_heads})
 
 
 def place_cache(cache: Any, mesh: Mesh) -> Any:
@@ -49,14 +43,8 @@ def place_cache(cache: Any, mesh: Mesh) -> Any:
     return Cache(tuple(map(place, cache.layers)), cache.num_pages, cache.page_size)
 
 
-def bytes_per_token(target: ModelConfig, draft: DraftConfig | None, mesh: Mesh | None = None) -> int:
-    """What a token takes in the paged caches of target and head, on each device. Recurrent layers take nothing."""
-
-    def one_token() -> list[Cache]:
-        caches = [Cache.zeros(target, num_slots=0, num_pages=1, page_size=1)]
-        return [*caches, draft_cache(draft, num_pages=1, page_size=1)] if draft else caches
-
-    caches = jax.eval_shape(one_token)
+def num_bytes(caches: Sequence[Cache], mesh: Mesh | None = None) -> int:
+    """What caches, or what has their shapes, take on each device."""
     places = [place_cache(cache, mesh) for cache in caches] if mesh is not None else None
     leaves = jax.tree.leaves(caches)
     return _num_bytes([leaf.shape for leaf in leaves], [leaf.dtype.itemsize for leaf in leaves], places)

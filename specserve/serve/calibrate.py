@@ -17,11 +17,11 @@ import jax
 
 import specserve
 from specserve import host
+from specserve.drafters.speculation import describe
 from specserve.kernels import native
 from specserve.serve.programs import Program
 from specserve.serve.runner import Runner
 from specserve.speculative.controller import Shape
-from specserve.speculative.tree import describe
 
 logger = logging.getLogger(__name__)
 

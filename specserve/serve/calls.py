@@ -14,7 +14,7 @@ from specserve.mesh import on_mesh
 from specserve.serve.placement import Placement
 from specserve.serve.programs import Call
 from specserve.speculative import step
-from specserve.speculative.step import Admission, SlotState, StepConfig, StepResult, Weights
+from specserve.speculative.step import Admission, SlotState, StepConfig, Weights
 from specserve.speculative.tree import Proposal, Tree
 
 
@@ -31,15 +31,15 @@ class Calls:
             bound = functools.partial(on_mesh(place.mesh, function), config)
             return jax.jit(bound, donate_argnums=donated, static_argnames=static, out_shardings=outputs)
 
-        self._admit = jit(_admit, 0, state)
+        self._admit = jit(step.admit, 0, state)
         self._extend = jit(_extend, 0, whole)
-        self._remember = jit(_remember, 0, state)
-        self._consume = jit(_consume, 1, state)
-        self._prefill = jit(_prefill, 1, both, "chunk", "width")
-        self._decode = jit(_decode, 1, both, "width")
-        self._speculate = jit(_speculate, 1, both, "tree", "width")
-        self._propose = jit(_propose, 1, both, "tree", "width")
-        self._verify = jit(_verify, 1, both, "tree", "width")
+        self._remember = jit(step.remember, 0, state)
+        self._catch_up = jit(step.catch_up, 1, state)
+        self._prefill = jit(step.prefill, 1, both, "chunk", "width")
+        self._decode = jit(step.decode, 1, both, "width")
+        self._speculate = jit(step.speculate, 1, both, "tree", "width")
+        self._propose = jit(step.propose_tree, 1, both, "tree", "width")
+        self._verify = jit(step.verify_tree, 1, both, "tree", "width")
 
     def admit(self, state: SlotState, slot: jax.Array, new: Admission) -> Call:
         return Call("admit", self._admit, (state, slot, new))
@@ -47,11 +47,11 @@ class Calls:
     def extend(self, page_table: jax.Array, entries: jax.Array) -> Call:
         return Call("extend", self._extend, (page_table, entries))
 
-    def remember(self, state: SlotState, slot: jax.Array, start: jax.Array, row: jax.Array) -> Call:
-        return Call("remember", self._remember, (state, slot, start, row))
+    def remember(self, state: SlotState, slot: jax.Array, start: jax.Array, number: jax.Array) -> Call:
+        return Call("remember", self._remember, (state, slot, start, number))
 
-    def consume(self, layout: Weights, state: SlotState, slots: jax.Array) -> Call:
-        return Call(("consume", id(layout), len(slots)), self._consume, (layout, state, slots))
+    def catch_up(self, layout: Weights, state: SlotState, slots: jax.Array) -> Call:
+        return Call(("catch up", id(layout), len(slots)), self._catch_up, (layout, state, slots))
 
     def prefill(
         self,
@@ -103,63 +103,6 @@ class Calls:
         return Call(("verify", len(slots), tree, width), self._verify, arguments, static)
 
 
-def _admit(_config: StepConfig, state: SlotState, slot: jax.Array, new: Admission) -> SlotState:
-    return step.admit(state, slot, new)
-
-
 def _extend(_config: StepConfig, page_table: jax.Array, entries: jax.Array) -> jax.Array:
     """`entries` [3, n]: slot, column and page; a slot out of range is padding."""
     return page_table.at[entries[0], entries[1]].set(entries[2], mode="drop")
-
-
-def _remember(_config: StepConfig, state: SlotState, slot: jax.Array, start: jax.Array, row: jax.Array) -> SlotState:
-    return step.remember(state, slot, start, row)
-
-
-def _prefill(
-    config: StepConfig,
-    weights: Weights,
-    state: SlotState,
-    slots: jax.Array,
-    num_tokens: jax.Array,
-    is_last: jax.Array,
-    allowed: jax.Array,
-    chunk: int,
-    width: int,
-) -> tuple[SlotState, StepResult]:
-    return step.prefill(weights, config, state, slots, num_tokens, is_last, chunk, width, allowed)
-
-
-def _consume(config: StepConfig, weights: Weights, state: SlotState, slots: jax.Array) -> SlotState:
-    return step.consume(weights, config, state, slots)
-
-
-def _decode(
-    config: StepConfig, weights: Weights, state: SlotState, slots: jax.Array, allowed: jax.Array | None, width: int
-) -> tuple[SlotState, StepResult]:
-    return step.decode(weights, config, state, slots, width, allowed)
-
-
-def _speculate(
-    config: StepConfig, weights: Weights, state: SlotState, slots: jax.Array, tree: Tree, width: int
-) -> tuple[SlotState, StepResult]:
-    return step.speculate(weights, config, tree, state, slots, width)
-
-
-def _propose(
-    config: StepConfig, weights: Weights, state: SlotState, slots: jax.Array, tree: Tree, width: int
-) -> tuple[SlotState, Proposal]:
-    return step.propose_tree(weights, config, tree, state, slots, width)
-
-
-def _verify(
-    config: StepConfig,
-    weights: Weights,
-    state: SlotState,
-    slots: jax.Array,
-    proposal: Proposal,
-    allowed: jax.Array,
-    tree: Tree,
-    width: int,
-) -> tuple[SlotState, StepResult]:
-    return step.verify_tree(weights, config, tree, state, slots, proposal, width, allowed)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from specserve import host
+from specserve.drafters.speculation import describe
 from specserve.errors import CapacityError, RequestError
 from specserve.serve.completion import Collector, Completion
 from specserve.serve.interface import EngineStats
@@ -24,7 +25,6 @@ from specserve.serve.rounds import Rounds
 from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Scheduler
 from specserve.speculative.controller import Controller
-from specserve.speculative.tree import describe
 from specserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)

@@ -11,20 +11,24 @@ import jax
 from jax.sharding import Mesh
 
 from specserve import host
-from specserve.checkpoints.head import Head, load_head, read_notes
 from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, load_target
-from specserve.checkpoints.source import BUNDLED, BUNDLED_HEAD_FOLDER, resolve_target
+from specserve.checkpoints.source import BUNDLED, resolve_target
+from specserve.drafters.door import Head
+from specserve.drafters.head import load_head
+from specserve.drafters.notes import read_notes
+from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
+from specserve.drafters.speculation import ALL_TEXT, parse_speculation, with_head
 from specserve.errors import ConfigError
 from specserve.mesh import default_dtype, free_memory, num_parts
-from specserve.models.sharding import bytes_per_token
 from specserve.provenance import fingerprint
 from specserve.serve.calibrate import cost_file, describe_costs, finish, step_costs
 from specserve.serve.engine import Engine, EngineOptions
+from specserve.serve.placement import bytes_per_token
 from specserve.serve.programs import Announcer, Program, compile_all
 from specserve.serve.runner import DETERMINISTIC_DEPTH, Runner
 from specserve.serve.settings import ServeRun
 from specserve.speculative.controller import Controller
-from specserve.speculative.tree import DynamicTree, Source, Tree, chain, parse_speculation
+from specserve.speculative.tree import DynamicTree, Tree, chain
 from specserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -201,7 +205,7 @@ def choose_trees(models: Models, run: ServeRun) -> tuple[Tree | None, ...]:
     if run.speculation == "auto":
         if run.deterministic:
             raise ConfigError("--deterministic makes every step of one shape: give --speculation chain:K, or off")
-        source: Source = "head+suffix" if has_head else "suffix"
+        source = with_head(ALL_TEXT) if has_head else ALL_TEXT
         trees: list[Tree | None] = [None, *[chain(depth, source) for depth in AUTO_CHAINS]]
         if has_head:
             trees += AUTO_TREES_CPU if jax.default_backend() == "cpu" else AUTO_TREES
@@ -228,8 +232,8 @@ def _num_pages(models: Models, run: ServeRun, longest: int) -> int:
     if not (run.cache_gb or run.cache_fraction):
         return -(-run.max_slots * longest // run.page_size)
     available = int(run.cache_gb * 1e9) if run.cache_gb else int(run.cache_fraction * free_memory(models.mesh))
-    draft = models.head.config if models.head else None
-    per_page = bytes_per_token(models.target.config, draft, models.mesh) * run.page_size
+    drafter = models.head.drafter if models.head else None
+    per_page = bytes_per_token(models.target.config, drafter, models.mesh) * run.page_size
     pages = available // per_page
     if pages < 1:
         raise ConfigError(

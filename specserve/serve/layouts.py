@@ -11,22 +11,19 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
+from specserve.drafters.door import Head
 from specserve.kernels import native
 from specserve.kernels.matmul import QuantizedMatrix, Weight, block, matmul, pack
 from specserve.mesh import whole
-from specserve.models.draft import DraftParams, token_embedding
 from specserve.models.latent import LatentAttention, split_by_head
 from specserve.models.params import is_product
-from specserve.models.target import Layer, TargetParams, fuse_for_cpu
-from specserve.speculative.propose import Draft
+from specserve.models.target import Layer, fuse_for_cpu
 from specserve.speculative.step import Weights
-from specserve.speculative.vocab import DraftVocab
 
 logger = logging.getLogger(__name__)
 
-Params = TypeVar("Params", TargetParams, DraftParams)
+Params = TypeVar("Params")
 
 FEW_ROWS = 8
 BLOCK_COLUMNS = 64
@@ -60,9 +57,7 @@ def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) ->
     params = fuse_for_cpu(target.params) if is_cpu else target.params
     draft = None
     if head is not None:
-        embedding = token_embedding(head.params, target.params.embedding)
-        target_ids = jax.device_put(head.target_ids, whole(mesh))
-        draft = Draft(head.params, DraftVocab(target_ids), embedding)
+        draft = head.drafter.weights(head.params, target.params, jax.device_put(head.target_ids, whole(mesh)))
     plain = Weights(params, draft)
     if not is_cpu:
         return Layouts(plain, plain, plain)
@@ -110,8 +105,7 @@ def _with_products(
 
         return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
 
-    draft = weights.draft and dataclasses.replace(weights.draft, params=in_tree(weights.draft.params))
-    return Weights(in_tree(weights.target), draft)
+    return Weights(in_tree(weights.target), in_tree(weights.draft))
 
 
 # How a matrix may be cut: whole (0), in two halves so that a batched product takes two cores, or in narrow blocks.

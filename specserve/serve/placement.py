@@ -9,8 +9,11 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from specserve.mesh import fitting, whole
-from specserve.models.sharding import place_cache
-from specserve.speculative.step import SlotState
+from specserve.models.cache import Cache
+from specserve.models.config import ModelConfig
+from specserve.models.sharding import num_bytes, place_cache
+from specserve.speculative.drafter import Drafter
+from specserve.speculative.step import SlotState, StepConfig, init_state
 
 
 @dataclasses.dataclass(frozen=True)
@@ -42,12 +45,23 @@ class Placement:
         """Where the arrays of such a state live."""
         if self.mesh is None:
             return None
-        draft = None if state.draft_cache is None else place_cache(state.draft_cache, self.mesh)
-        places = jax.tree.map(lambda _leaf: self.whole, state)
-        return dataclasses.replace(places, cache=place_cache(state.cache, self.mesh), draft_cache=draft)
+        mesh = self.mesh
+
+        def place(leaf: Any) -> Any:
+            return place_cache(leaf, mesh) if isinstance(leaf, Cache) else self.whole
+
+        return jax.tree.map(place, state, is_leaf=lambda leaf: isinstance(leaf, Cache))
 
 
 @functools.lru_cache(maxsize=4096)
 def _put(value: Any, dtype: type, place: NamedSharding | None) -> jax.Array:
     """The same slots run step after step: their array is made once, and a step then sends nothing to the device."""
     return jax.device_put(np.asarray(value, dtype), place)
+
+
+def bytes_per_token(target: ModelConfig, drafter: Drafter | None, mesh: Mesh | None = None) -> int:
+    """What a token takes in the paged caches of both, on each device. Recurrent layers take nothing."""
+    config = StepConfig(target, drafter, max_depth=0)
+    one_token = functools.partial(init_state, config, num_slots=0, num_pages=1, page_size=1, max_pages=1)
+    leaves = jax.tree.leaves(jax.eval_shape(one_token), is_leaf=lambda leaf: isinstance(leaf, Cache))
+    return num_bytes([leaf for leaf in leaves if isinstance(leaf, Cache)], mesh)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from specserve.drafters.speculation import describe
 from specserve.serve.handles import HostResult, StepHandle
 from specserve.serve.options import bad_sequences, sampler_rows, token_rows
 from specserve.serve.output import OutputStream
@@ -19,7 +20,7 @@ from specserve.serve.request import Delta, FinishReason, SpeculationStats, Token
 from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Chunk, Round, Scheduler, Sequence
 from specserve.speculative.controller import Controller, Estimate
-from specserve.speculative.tree import Tree, describe
+from specserve.speculative.tree import Tree
 from specserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -236,7 +237,7 @@ class Rounds:
             chunk.num_cached,
             sampler_rows(request.params, request.seed, len(request.prompt_ids)),
             token_rows(request, sequence.output_ids, sorted(stop_ids), active.bad, self._vocab_size),
-            head_gain=self.controller.expected_tokens(active.estimate, self.runner.deepest_tree) - 1.0,
+            promise=self.controller.expected_tokens(active.estimate, self.runner.deepest_tree) - 1.0,
         )
 
     def _land(self) -> None:

@@ -16,8 +16,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
+from specserve.drafters.door import Head
+from specserve.drafters.speculation import describe, drafter_for
 from specserve.host import free_memory_maps
 from specserve.kernels import native
 from specserve.serve.calls import Calls
@@ -27,10 +28,10 @@ from specserve.serve.options import sampler_rows
 from specserve.serve.placement import Placement
 from specserve.serve.programs import Call, Program, Programs, compile_all
 from specserve.serve.request import SamplingParams
-from specserve.speculative import lookup, step
+from specserve.speculative import step
 from specserve.speculative.sampling import SamplerRows, TokenRows
 from specserve.speculative.step import Admission, StepConfig, StepResult, Weights
-from specserve.speculative.tree import Proposal, Tree, chain, describe
+from specserve.speculative.tree import Proposal, Tree, chain
 
 logger = logging.getLogger(__name__)
 
@@ -87,7 +88,7 @@ class Runner:
             self.trees = (self.trees[0] or chain(DETERMINISTIC_DEPTH, "ngram"),)
         self.config = StepConfig(
             target.config.for_length(max_model_len),
-            head.config if head and uses_head else None,
+            drafter_for(self.trees, head.drafter if head else None),
             deepest,
             is_coupled=is_coupled,
             verified_depth=DETERMINISTIC_DEPTH if is_deterministic else 0,
@@ -103,7 +104,6 @@ class Runner:
             self.chunks, self.batch_sizes, self.widths = self.chunks[:1], (num_slots,), (self.max_pages,)
         self._blank_tokens = self.place.put(TokenRows.zeros(1, target.config.vocab_size))
         self._everything_allowed = self.place.put(np.full((1, 1, -(-target.config.vocab_size // 8)), 255, np.uint8))
-        self._initial_gains = np.asarray(lookup.initial_gains(1))[0]
         self._init_state = functools.partial(
             step.init_state,
             self.config,
@@ -136,7 +136,7 @@ class Runner:
     @property
     def cache_lag(self) -> int:
         """The last committed entries of a growing sequence, whose draft entries may not be written yet."""
-        return self.config.max_pending if self.config.draft else 0
+        return self.config.max_pending
 
     def admit(
         self,
@@ -146,11 +146,11 @@ class Runner:
         num_cached: int,
         rows: SamplerRows,  # [1], see `options`
         tokens: TokenRows | None,  # None: no option names a token
-        head_gain: float = 0.0,  # accepted tokens per step that the head promises
+        promise: float = 0.0,  # accepted tokens per step that the head promises
     ) -> None:
         """Start a sequence, of which the first `num_cached` tokens are in its pages already."""
         self.state = self.compiled.run(
-            self._admission(slot, token_ids, pages, num_cached, rows, tokens, head_gain=head_gain)
+            self._admission(slot, token_ids, pages, num_cached, rows, tokens, promise=promise)
         )
         self._lens[slot] = num_cached
         self._pending[slot] = 1
@@ -165,19 +165,18 @@ class Runner:
         rows: SamplerRows,
         tokens: TokenRows | None,
         *,
-        head_gain: float = 0.0,
+        promise: float = 0.0,
     ) -> Call:
         page_row: Any = np.full(self.max_pages, self.num_pages, np.int32)
         page_row[: len(pages)] = pages
         history: Any = np.zeros(self.max_pages * self.page_size, np.int32)
         history[: len(token_ids)] = token_ids
-        gains: Any = self._initial_gains.copy()
-        gains[lookup.HEAD] = head_gain
         if self._accepts_nothing:
             nothing: Any = np.zeros(1, np.int32)
             rows = dataclasses.replace(rows, max_depth=nothing)
         cached: Any = np.int32(num_cached)
-        new = Admission(page_row, history, cached, rows, tokens or self._blank_tokens, gains)
+        promised: Any = np.float32(promise)
+        new = Admission(page_row, history, cached, rows, tokens or self._blank_tokens, promised)
         return self.calls.admit(self.state, self.place.scalar(slot), self.place.put(new))
 
     def extend(self, new_pages: Sequence[tuple[int, int, int]]) -> None:
@@ -264,19 +263,27 @@ class Runner:
         return self._handle(slots, tree, result, has_logprobs=has_logprobs)
 
     def remember(self, slot: int, num_prompt: int) -> None:
-        """Keep the end of a finished answer for lookups by others."""
-        if any(tree is not None and tree.uses_recall for tree in self.trees):
-            start = max(num_prompt, self._lens[slot] - lookup.RECALL_LENGTH)
-            row = self._num_remembered % lookup.RECALL_ROWS
-            self.state = self.compiled.run(self._remembrance(slot, start, row))
+        """Tell a drafter that wants to know of a finished answer."""
+        if self._remembers:
+            self.state = self.compiled.run(self._remembrance(slot, num_prompt, self._num_remembered))
             self._num_remembered += 1
 
-    def _remembrance(self, slot: int, start: int, row: int) -> Call:
-        return self.calls.remember(self.state, *map(self.place.scalar, (slot, start, row)))
+    @property
+    def _remembers(self) -> bool:
+        return self.config.drafter is not None and self.config.drafter.remembers
+
+    def forget_answers(self) -> None:
+        """Nothing of finished answers is recalled any more."""
+        if self.config.drafter:
+            draft = self.config.drafter.forget(self.state.draft)
+            self.state = dataclasses.replace(self.state, draft=draft)
+
+    def _remembrance(self, slot: int, start: int, number: int) -> Call:
+        return self.calls.remember(self.state, *map(self.place.scalar, (slot, start, number)))
 
     def _prepare(self, slots: Sequence[int], tree: Tree | None, *, is_following: bool = True) -> int:
         """Let the draft catch up where this step could not hold what is pending; returns the width of the step."""
-        if self.config.draft and slots and (tree is not None or is_following):
+        if self.config.max_pending and slots and (tree is not None or is_following):
             room = self.config.max_pending - 1 if tree is None else tree.depth + 1
             if max(self._pending[slot] for slot in slots) > room:
                 padded = self._pad(slots)
@@ -332,7 +339,7 @@ class Runner:
         return result
 
     def _catching_up(self, padded: tuple[int, ...], layout: Weights) -> Call:
-        return self.calls.consume(layout, self.state, self.place.slots(padded))
+        return self.calls.catch_up(layout, self.state, self.place.slots(padded))
 
     def _step(self, padded: tuple[int, ...], tree: Tree | None, width: int) -> Call:
         layout = self.layout_for(len(padded), tree)
@@ -381,7 +388,7 @@ class Runner:
                 call = functools.partial(self._prefill, self.num_slots, chunk, True, chunk, width)
                 is_plain = width == self.widths[-1] and chunk == self.chunks[-1]
                 found.append(Program(f"prefill of {chunk}, contexts up to {width * self.page_size}", is_plain, call))
-        if self.config.draft and len(self.trees) > 1:  # one tree alone never leaves more than it can take
+        if self.config.max_pending and len(self.trees) > 1:  # one tree alone never leaves more than it can take
             for size, layout in itertools.product(self.batch_sizes, self.layouts.distinct):
                 call = functools.partial(self._catching_up, (self.num_slots,) * size, layout)
                 found.append(Program(f"catching up for {size}", False, call))
@@ -412,7 +419,7 @@ class Runner:
         rows = sampler_rows(SamplingParams(), 0)
         yield Program("admission", True, lambda: self._admission(0, (), (), 0, rows, None))
         yield Program("page table", True, lambda: self._extension(np.zeros((3, _PAGES_AT_ONCE), np.int32)))
-        if any(tree is not None and tree.uses_recall for tree in self.trees):
+        if self._remembers:
             yield Program("recall", True, lambda: self._remembrance(0, 0, 0))
 
     def _constrained_programs(self) -> Iterator[Program]:
@@ -467,7 +474,7 @@ class Runner:
         """Whether such a step runs at once, also where the draft must catch up before it."""
         padded = (self.num_slots,) * batch_size
         calls = [self._step(padded, tree, width)]
-        if self.config.draft and tree is not None and len(self.trees) > 1:
+        if self.config.max_pending and tree is not None and len(self.trees) > 1:
             calls.append(self._catching_up(padded, self.layout_for(batch_size, tree)))
         return all(call.key in self.compiled for call in calls)
 

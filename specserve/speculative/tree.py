@@ -4,42 +4,39 @@ Node 0 is the root: the last emitted token, whose keys and values the target has
 their children. A chain is a tree whose top_k is 1.
 """
 
-import itertools
-import re
 from dataclasses import dataclass
-from typing import ClassVar, Literal, get_args
 
 import jax
 import jax.numpy as jnp
 
-from specserve.errors import ConfigError
 from specserve.pytree import pytree
 
-MAX_NODES = 256
-Source = Literal["head", "ngram", "suffix", "head+ngram", "head+suffix"]  # who proposes, see `lookup`
 
+class _Proposed:
+    """Who proposes a tree: `head`, the name of a lookup, or `head+` that name."""
 
-@dataclass(frozen=True)
-class DynamicTree:
-    """EAGLE-2's tree (Li et al. 2024, arXiv 2406.16858): expand the best `top_k` nodes of each level, then keep the
-    best `num_nodes` of all candidates by path probability. Its shape is decided on the device; its size is static."""
-
-    depth: int
-    top_k: int
-    num_nodes: int  # proposed tokens; the root is not counted
-    source: Source = "head"  # any other is for chains only
+    source: str
 
     @property
     def uses_head(self) -> bool:
         return self.source.startswith("head")
 
     @property
-    def uses_lookup(self) -> bool:
-        return self.source != "head"
+    def lookup(self) -> str:
+        """The name of a lookup; empty where none is asked."""
+        return self.source.removeprefix("head").removeprefix("+")
 
-    @property
-    def uses_recall(self) -> bool:
-        return self.source.endswith("suffix")
+
+@dataclass(frozen=True)
+class DynamicTree(_Proposed):
+    """A tree that grows where the draft is sure (Li et al. 2024, arXiv 2406.16858): expand the best `top_k` nodes of
+    each level, then keep the best `num_nodes` of all candidates by path probability. Its shape is decided on the
+    device; its size is static."""
+
+    depth: int
+    top_k: int
+    num_nodes: int  # proposed tokens; the root is not counted
+    source: str = "head"
 
     @property
     def pool_size(self) -> int:
@@ -47,14 +44,12 @@ class DynamicTree:
 
 
 @dataclass(frozen=True)
-class StaticTree:
+class StaticTree(_Proposed):
     """A fixed topology: node i + 1 is the `ranks[i]`-th best child of node `parents[i]` (0 is the root)."""
 
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
-    uses_head: ClassVar[bool] = True
-    uses_lookup: ClassVar[bool] = False
-    uses_recall: ClassVar[bool] = False
+    source: str = "head"
 
     @property
     def num_nodes(self) -> int:
@@ -80,11 +75,11 @@ class StaticTree:
 Tree = DynamicTree | StaticTree
 
 
-def chain(length: int, source: Source = "head") -> DynamicTree:
+def chain(length: int, source: str = "head") -> DynamicTree:
     return DynamicTree(depth=length, top_k=1, num_nodes=length, source=source)
 
 
-def static_tree(widths: tuple[int, ...]) -> StaticTree:
+def static_tree(widths: tuple[int, ...], source: str = "head") -> StaticTree:
     """Every node of depth d has its best `widths[d]` children."""
     parents: list[int] = []
     ranks: list[int] = []
@@ -97,60 +92,7 @@ def static_tree(widths: tuple[int, ...]) -> StaticTree:
                 ranks.append(rank)
                 next_level.append(len(parents))
         level = next_level
-    return StaticTree(tuple(parents), tuple(ranks))
-
-
-def parse_speculation(text: str) -> Tree | None:
-    """`off`, `chain:K`, `tree:DEPTHxTOPKxNODES` or `static:WIDTHxWIDTHx...` by a head; `ngram:K` or `suffix:K` by
-    lookup; `head+ngram:K` or `head+suffix:K` by whichever promises more for each sequence. Raises ConfigError."""
-    if text == "off":
-        return None
-    sources: dict[str, Source] = {"chain" if source == "head" else source: source for source in get_args(Source)}
-    if (match := re.fullmatch(r"([a-z+]+):(\d+)", text)) and match[1] in sources:
-        tree: Tree = chain(int(match[2]), sources[match[1]])
-        is_sound = int(match[2]) >= 1
-    elif match := re.fullmatch(r"tree:(\d+)x(\d+)x(\d+)", text):
-        depth, top_k, num_nodes = (int(group) for group in match.groups())
-        tree = DynamicTree(depth, top_k, num_nodes)
-        is_sound = depth >= 1 and top_k >= 1 and depth <= num_nodes <= tree.pool_size
-    elif match := re.fullmatch(r"static:(\d+(?:x\d+)*)", text):
-        widths = tuple(int(width) for width in match[1].split("x"))
-        is_sound = all(1 <= width <= MAX_NODES for width in widths) and _num_static_nodes(widths) <= MAX_NODES
-        tree = static_tree(widths) if is_sound else chain(1)
-    else:
-        raise ConfigError(
-            f"speculation {text!r} is not understood; expected off, chain:K, tree:DEPTHxTOPKxNODES (tree:4x4x12), "
-            "static:WIDTHxWIDTHx... (static:3x2x1), ngram:K, suffix:K, head+ngram:K or head+suffix:K"
-        )
-    if not is_sound or tree.num_nodes > MAX_NODES:
-        raise ConfigError(
-            f"speculation {text!r} describes no tree: every number must be at least 1, a tree has at most {MAX_NODES} "
-            "nodes, and tree:DxKxN needs D <= N <= K + (D-1)*K*K"
-        )
-    return tree
-
-
-def _num_static_nodes(widths: tuple[int, ...]) -> int:
-    total, level = 0, 1
-    for width in widths:
-        level *= width
-        total += level
-    return total
-
-
-def describe(tree: Tree | None) -> str:
-    """The shortest text that `parse_speculation` reads back, or a plain one for an irregular static tree."""
-    if tree is None:
-        return "off"
-    if isinstance(tree, StaticTree):
-        counts = [1, *[tree.depths.count(depth) for depth in range(1, tree.depth + 1)]]
-        widths = tuple(below // above for above, below in itertools.pairwise(counts))
-        if static_tree(widths) == tree:
-            return "static:" + "x".join(map(str, widths))
-        return f"static tree of {tree.num_nodes} nodes, depth {tree.depth}"
-    if tree.source != "head":
-        return f"{tree.source}:{tree.depth}"
-    return f"chain:{tree.depth}" if tree.top_k == 1 else f"tree:{tree.depth}x{tree.top_k}x{tree.num_nodes}"
+    return StaticTree(tuple(parents), tuple(ranks), source)
 
 
 @pytree
@@ -160,7 +102,7 @@ class Proposal:
     token_ids: jax.Array  # [batch, node] int32
     parents: jax.Array  # [batch, node] int32; the root's is itself
     depths: jax.Array  # [batch, node] int32; the root's is 0
-    source: jax.Array  # [batch] int32, who proposed, see `lookup`
+    source: jax.Array  # [batch] int32, who proposed, see `drafter`
 
 
 def chain_proposal(

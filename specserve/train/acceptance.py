@@ -6,6 +6,7 @@ import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -14,16 +15,14 @@ from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
 from specserve.data.dataset import Prompt
+from specserve.drafters.door import TrainedDrafter
+from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError, DataError
 from specserve.mesh import on_mesh, whole
-from specserve.models.config import DraftConfig
-from specserve.models.draft import DraftParams, token_embedding
 from specserve.speculative import step
-from specserve.speculative.propose import Draft
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.step import SlotState, StepConfig, StepResult, Weights
-from specserve.speculative.tree import Tree, parse_speculation
-from specserve.speculative.vocab import DraftVocab
+from specserve.speculative.tree import Tree
 
 PAGE_SIZE = 32
 MAX_SLOTS = 32  # prompts that are answered at once
@@ -48,7 +47,7 @@ class Arm:
     def tree(self) -> Tree:
         """Raises ConfigError where there is nothing for a head to propose."""
         tree = parse_speculation(self.speculation)
-        if tree is None or tree.uses_lookup:
+        if tree is None or tree.lookup:
             raise ConfigError(
                 f"eval.speculation {self.speculation!r}: a head's acceptance is measured with a chain or a tree that "
                 "it alone proposes, such as chain:3 or tree:4x4x12"
@@ -100,7 +99,7 @@ class AcceptanceMeter:
     def __init__(
         self,
         target: Target,
-        config: DraftConfig,
+        drafter: TrainedDrafter,
         arms: Sequence[Arm],
         prompts: Sequence[Prompt],
         *,
@@ -110,8 +109,8 @@ class AcceptanceMeter:
     ) -> None:
         """Compiles on first use: one program for prompts, and one for each tree. Raises DataError when no prompt fits
         the context."""
-        self._target, self._max_new_tokens, self._seed = target, max_new_tokens, seed
-        self._context = min(target.config.max_len, config.max_len, MAX_CONTEXT)
+        self._target, self._drafter, self._max_new_tokens, self._seed = target, drafter, max_new_tokens, seed
+        self._context = min(target.config.max_len, drafter.max_len, MAX_CONTEXT)
         # alike lengths are answered together; the order changes no answer
         fitting = [i for i, prompt in enumerate(prompts) if 0 < len(prompt.token_ids) < self._context]
         self._order = sorted(fitting, key=lambda i: -len(prompts[i].token_ids))
@@ -126,27 +125,29 @@ class AcceptanceMeter:
         trees = {arm.speculation: arm.tree for arm in arms}
         self._max_depth = max(tree.depth for tree in trees.values())
         self._max_pages = self._num_pages(self._order[0])
-        self._chunk = min(PREFILL_CHUNK, len(prompts[self._order[0]].token_ids))
-        self._config = StepConfig(target.config, config, self._max_depth)
+        self._config = StepConfig(target.config, drafter, self._max_depth)
         # over a mesh a part of the state may be made in one place and returned in another: nothing to reuse there
         donated = () if mesh is not None else (1,)
-        prefill = functools.partial(on_mesh(mesh, _prefill), self._config)
+        chunk = min(PREFILL_CHUNK, len(prompts[self._order[0]].token_ids))
+        self._chunk = chunk
         self._prefill: Run = jax.jit(
-            prefill, donate_argnums=donated, static_argnames="chunk", out_shardings=whole(mesh)
+            functools.partial(on_mesh(mesh, step.prefill), self._config, chunk=chunk, width=self._max_pages),
+            donate_argnums=donated,
+            out_shardings=whole(mesh),
         )
         self._steps: dict[str, Run] = {
             name: jax.jit(
-                functools.partial(on_mesh(mesh, _step), self._config, tree),
+                functools.partial(on_mesh(mesh, step.speculate), self._config, tree=tree, width=self._max_pages),
                 donate_argnums=donated,
                 out_shardings=whole(mesh),
             )
             for name, tree in trees.items()
         }
 
-    def measure(self, params: DraftParams, target_ids: np.ndarray, arm: Arm) -> Measured:
+    def measure(self, params: Any, target_ids: np.ndarray, arm: Arm) -> Measured:
         """The prompts' answers, of at most `max_new_tokens` each, as far as the context goes."""
-        embedding = token_embedding(params, self._target.params.embedding)
-        weights = Weights(self._target.params, Draft(params, DraftVocab(jnp.asarray(target_ids)), embedding))
+        target = self._target.params
+        weights = Weights(target, self._drafter.weights(params, target, jnp.asarray(target_ids)))
         books: dict[str, np.ndarray] = {}  # by source: steps, then accepted tokens by depth
         for start in range(0, len(self._order), self._num_slots):
             group = self._order[start : start + self._num_slots]
@@ -170,9 +171,7 @@ class AcceptanceMeter:
         for start in range(0, int(lens.max()), self._chunk):
             num_tokens = self._fill(np.clip(lens - start, 0, self._chunk), 0)
             is_last = self._fill(lens <= start + self._chunk, False)
-            state, result = self._prefill(
-                weights, state, self._slots(lens > start), num_tokens, is_last, chunk=self._chunk
-            )
+            state, result = self._prefill(weights, state, self._slots(lens > start), num_tokens, is_last)
             is_first = (lens > start) & (lens <= start + self._chunk)
             is_open &= ~(is_first & np.isin(np.asarray(result.counts)[:count, 2], eos))
         while is_open.any():
@@ -223,21 +222,3 @@ class AcceptanceMeter:
 
 def _acceptance(book: np.ndarray, arm: Arm) -> Acceptance:
     return Acceptance(int(book[0]), tuple(int(n) for n in book[1 : 1 + arm.tree.depth]))
-
-
-def _prefill(
-    config: StepConfig,
-    weights: Weights,
-    state: SlotState,
-    slots: jax.Array,
-    num_tokens: jax.Array,
-    is_last: jax.Array,
-    chunk: int,
-) -> tuple[SlotState, StepResult]:
-    return step.prefill(weights, config, state, slots, num_tokens, is_last, chunk, state.page_table.shape[1])
-
-
-def _step(
-    config: StepConfig, tree: Tree, weights: Weights, state: SlotState, slots: jax.Array
-) -> tuple[SlotState, StepResult]:
-    return step.speculate(weights, config, tree, state, slots, state.page_table.shape[1])

@@ -25,16 +25,16 @@ from specserve import provenance
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.tensors import SINGLE_FILE, TensorFolder, listed, read_json, write_json, write_tensors
 from specserve.data.packing import PackedRows
+from specserve.drafters.door import Rows, TrainedDrafter
 from specserve.errors import CheckpointError, ConfigError
 from specserve.kernels.rows import Documents
 from specserve.mesh import default_dtype, on_mesh, whole
 from specserve.models import target as target_model
-from specserve.models.config import DraftConfig, ModelConfig
+from specserve.models.config import ModelConfig
 from specserve.speculative.vocab import DraftVocab
 from specserve.train.features import Features, Format, TopK, bytes_per_slot, make_features
 from specserve.train.settings import TrainRun
 from specserve.train.step import place_rows
-from specserve.train.unroll import Rows
 
 logger = logging.getLogger(__name__)
 
@@ -135,7 +135,13 @@ class FeatureFolder:
 
 
 def open_features(
-    run: TrainRun, folder: Path, config: DraftConfig, target: ModelConfig, rows: PackedRows, data: int, ids: np.ndarray
+    run: TrainRun,
+    folder: Path,
+    drafter: TrainedDrafter,
+    target: ModelConfig,
+    rows: PackedRows,
+    data: int,
+    ids: np.ndarray,
 ) -> FeatureFolder:
     """The features that a run trains from, complete or not. `folder` is the target's, `data` the digest of the rows and
     `ids` the draft vocabulary. Raises ConfigError or CheckpointError."""
@@ -144,13 +150,13 @@ def open_features(
         raise ConfigError(
             f"features.capture_top_k is {settings.capture_top_k}, the draft vocabulary has {len(ids)} tokens"
         )
-    per_slot, plain = bytes_per_slot(target, config, settings.capture_format, settings.capture_top_k)
+    per_slot, plain = bytes_per_slot(target, drafter, settings.capture_format, settings.capture_top_k)
     seq_len = rows.token_ids.shape[1]
     manifest = Manifest(
         version=VERSION,
         target=provenance.fingerprint(folder),
         quantization=run.quantization,
-        aux_layers=config.aux_layers,
+        aux_layers=drafter.aux_layers,
         draft_vocab=hashlib.sha256(np.asarray(ids, np.int32).tobytes()).hexdigest()[:16],
         data=data,
         num_rows=len(rows),

@@ -10,8 +10,7 @@ from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
 from specserve.data.dataset import Prompt
-from specserve.models.config import DraftConfig
-from specserve.models.draft import DraftParams
+from specserve.drafters.door import TrainedDrafter
 from specserve.train.acceptance import Acceptance, AcceptanceMeter, Measured, arms
 from specserve.train.settings import EvalSettings
 
@@ -45,7 +44,7 @@ class HeldOutEvaluator:
     def __init__(
         self,
         target: Target,
-        config: DraftConfig,
+        drafter: TrainedDrafter,
         target_ids: np.ndarray,  # [draft_vocab] int32
         prompts: Sequence[Prompt],
         settings: EvalSettings,
@@ -60,10 +59,10 @@ class HeldOutEvaluator:
         digest = hashlib.sha256(asked.encode()).hexdigest()[:8]
         self.identity = f"{self._arms[0].name}, {settings.eval_tokens} tokens, {len(prompts)} prompts ({digest})"
         self._meter = AcceptanceMeter(
-            target, config, self._arms, prompts, max_new_tokens=settings.eval_tokens, seed=seed, mesh=mesh
+            target, drafter, self._arms, prompts, max_new_tokens=settings.eval_tokens, seed=seed, mesh=mesh
         )
 
-    def measure(self, params: DraftParams, *, is_last: bool) -> Evaluation:
+    def measure(self, params: Any, *, is_last: bool) -> Evaluation:
         chosen = self._arms if is_last else self._arms[:1]
         found = tuple(self._meter.measure(params, self._target_ids, arm) for arm in chosen)
         return Evaluation(found, self._meter.num_skipped, self.identity)

@@ -7,7 +7,8 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-from specserve.models.config import DraftConfig, ModelConfig
+from specserve.drafters.door import TrainedDrafter
+from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams
 from specserve.pytree import pytree, static
 from specserve.speculative.vocab import DraftVocab
@@ -106,9 +107,9 @@ def make_features(
     return Features(codes, scale, jax.tree.map(lambda x: join_slots(x, (batch, seq)), teacher), how)
 
 
-def bytes_per_slot(target: ModelConfig, draft: DraftConfig, how: Format, top_k: int) -> tuple[int, int]:
+def bytes_per_slot(target: ModelConfig, drafter: TrainedDrafter, how: Format, top_k: int) -> tuple[int, int]:
     """Kept of each slot, and what its taps and last hidden state would take in bfloat16."""
-    taps = len(draft.aux_layers)
+    taps = len(drafter.aux_layers)
     states = taps * (target.d_model // (2 if how == "int4" else 1) + 4)
-    id_bytes = 2 if draft.draft_vocab_size <= 1 << 16 else 4
+    id_bytes = 2 if drafter.draft_vocab_size <= 1 << 16 else 4
     return states + top_k * (id_bytes + 2) + 2 + 1, 2 * (taps + 1) * target.d_model

@@ -10,27 +10,13 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-from specserve.kernels import recurrence, rows
-from specserve.models.config import DraftConfig, LayerKind, ModelConfig
-from specserve.models.draft import draft_spec
+from specserve.drafters.door import Flops, Rollout, TrainedDrafter
+from specserve.kernels import recurrence
+from specserve.kernels.rows import mean_keys
+from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.moe import all_experts, choose_form
-from specserve.models.params import ParamSpec, specs
+from specserve.models.params import is_matrix, specs
 from specserve.models.target import target_spec
-from specserve.train.unroll import Rollout
-
-
-@dataclass(frozen=True)
-class Flops:
-    """Floating point operations."""
-
-    useful: float
-    executed: float
-
-    def __add__(self, other: "Flops") -> "Flops":
-        return Flops(self.useful + other.useful, self.executed + other.executed)
-
-    def __mul__(self, factor: float) -> "Flops":
-        return Flops(self.useful * factor, self.executed * factor)
 
 
 @dataclass(frozen=True)
@@ -48,7 +34,7 @@ class StepFlops:
 
 def step_flops(
     target: ModelConfig,
-    draft: DraftConfig,
+    draft: TrainedDrafter,
     rollout: Rollout,
     *,
     batch: int,
@@ -59,7 +45,7 @@ def step_flops(
     slots = batch * seq
     forward = Flops(0, 0) if is_captured else target_flops(target, seq, slots) * slots
     return StepFlops(
-        forward, rollout_flops(draft, rollout, seq) * slots, _loss(target, draft, rollout, is_captured) * slots
+        forward, draft.costs(rollout, seq).flops * slots, _loss(target, draft, rollout, is_captured) * slots
     )
 
 
@@ -73,24 +59,7 @@ def target_flops(config: ModelConfig, seq: int, slots: int) -> Flops:
     return total
 
 
-def rollout_flops(config: DraftConfig, rollout: Rollout, seq: int) -> Flops:
-    """Of the head's layers, forward and backward, for each slot of a row."""
-    spec = draft_spec(config)
-    fc = _size(spec.fc)
-    needs_input_gradient = bool(spec.fc_norms) or spec.fc_input_norm is not None
-    once = (6.0 if needs_input_gradient else 4.0) * fc  # the features themselves are frozen
-    layers = sum(_size(leaf) for leaf in specs(spec.layers) if _is_matrix(leaf))
-    # what only makes the step's own output is not computed again, unless a norm follows it
-    again = 0.0 if not rollout.remat else layers - (0 if config.norm_output else _size(spec.layers[-1].mlp.down))
-    width = config.num_layers * config.num_heads * 2 * config.head_dim
-    seen, computed = _keys(seq, 0)
-    # a block of attention is computed again from queries and keys, and its backward pass has four products
-    times = 2 + 2 + (1 if rollout.remat else 0)
-    attention = Flops(3 * 2 * width * seen, times * 2 * width * computed)
-    return Flops(once, once) + (Flops(6 * layers, 6 * layers + 2 * again) + attention) * rollout.length
-
-
-def _loss(target: ModelConfig, draft: DraftConfig, rollout: Rollout, is_captured: bool) -> Flops:
+def _loss(target: ModelConfig, draft: TrainedDrafter, rollout: Rollout, is_captured: bool) -> Flops:
     """For each slot: the target's logits once, the draft's at every rollout step with the gradients of both factors."""
     teacher = 0 if is_captured else 2 * target.d_model * target.vocab_size
     each = 3 * 2 * draft.d_model * draft.draft_vocab_size
@@ -101,7 +70,7 @@ def _products(config: ModelConfig, layer: Any, slots: int) -> Flops:
     """Of a layer's matrices with one slot."""
     useful = executed = 0.0
     for spec in specs(layer):
-        if not _is_matrix(spec):
+        if not is_matrix(spec):
             continue
         size = _size(spec)
         if config.experts is not None and spec.axes[0] == "experts":
@@ -121,7 +90,7 @@ def _mixing(config: ModelConfig, kind: LayerKind, seq: int) -> Flops:
     width = 2 * config.head_dim
     if kind.mixer == "latent" and (latent := config.latent):
         width = latent.nope_dim + latent.rope_dim + latent.v_dim
-    seen, computed = _keys(seq, kind.window)
+    seen, computed = mean_keys(seq, kind.window)
     return Flops(seen, computed) * (2 * config.num_heads * width)
 
 
@@ -137,22 +106,6 @@ def _recurrence(config: ModelConfig, kind: LayerKind, seq: int) -> Flops:
     k, v, channels = delta.k_dim, delta.v_dim, delta.k_dim if delta.by_channel else 1
     inner = 2 * block * (2 * k + v) + block * (k + v) + 4 * block * channels
     return Flops(6 * k * v, 6 * k * v + inner) * delta.num_v_heads
-
-
-def _keys(seq: int, window: int) -> tuple[float, float]:
-    """Keys that a query sees, and that are computed for it, in the mean over a row."""
-    reach = min(window or seq, seq)
-    seen = (reach * (reach + 1) / 2 + (seq - reach) * reach) / seq
-    length = max(rows.MIN_SEGMENT, -(-seq // rows.NUM_SEGMENTS))
-    computed = 0
-    for start in range(0, seq, length):
-        stop = min(start + length, seq)
-        computed += (stop - start) * (stop - (max(0, start - window + 1) if window else 0))
-    return seen, computed / seq
-
-
-def _is_matrix(spec: ParamSpec) -> bool:
-    return len(spec.shape) > 1 and spec.init == "normal"
 
 
 def _size(spec: Any) -> int:

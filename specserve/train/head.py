@@ -1,75 +1,23 @@
-"""The head that a run begins with: a new one for its target, or one that was trained before."""
+"""The head that a run begins with: a new one, or one that was trained before."""
 
 import dataclasses
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from specserve import provenance
-from specserve.checkpoints.head import Head, head_config, load_head, read_notes
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import resolve_head
-from specserve.checkpoints.tensors import TensorFolder
+from specserve.drafters.door import Head, TrainedDrafter
+from specserve.drafters.head import load_head, read_drafter
+from specserve.drafters.notes import read_notes
+from specserve.drafters.registry import DEFAULT, KINDS
+from specserve.drafters.settings import DraftSettings
 from specserve.errors import CheckpointError, ConfigError
-from specserve.models.config import DraftConfig, ModelConfig
-from specserve.models.draft import DraftParams, draft_spec
-from specserve.models.params import init_params
-from specserve.models.rope import plain_rope
-from specserve.models.target import head_columns
-from specserve.train.settings import DraftSettings
+from specserve.models.config import ModelConfig
 
 
-def draft_config(settings: DraftSettings, config: ModelConfig, draft_vocab_size: int) -> DraftConfig:
-    """The head's shape: the target's where the settings say nothing. Raises ConfigError."""
-    num_heads = settings.num_heads or config.num_heads
-    # beside latent attention a head is a plain one, with keys as wide as the target's own without position
-    head_dim = config.latent.nope_dim if config.latent else config.head_dim
-    num_kv_heads = settings.num_kv_heads or min(num_heads if config.latent else config.num_kv_heads, num_heads)
-    if num_heads % num_kv_heads:
-        raise ConfigError(f"draft.num_heads is {num_heads}, which {num_kv_heads} draft.num_kv_heads do not divide")
-    aux_layers = settings.aux_layers or config.default_aux_layers
-    if any(not 0 <= i < config.num_layers for i in aux_layers):
-        raise ConfigError(f"draft.aux_layers {aux_layers}: the target has layers 0..{config.num_layers - 1}")
-    d_model = settings.d_model or config.d_model
-    return DraftConfig(
-        d_model=d_model,
-        target_d_model=config.d_model,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        head_dim=head_dim,
-        d_ff=settings.d_ff or config.d_ff,
-        vocab_size=config.vocab_size,
-        draft_vocab_size=draft_vocab_size,
-        max_len=config.max_len,
-        aux_layers=aux_layers,
-        num_layers=settings.num_layers or 1,
-        norm_eps=config.norm_eps,
-        rope=plain_rope(config.rope),
-        has_embedding=d_model != config.d_model,
-        norm_output=settings.norm_output,
-        fc_norm=settings.fc_norm,
-    )
-
-
-def init_head(config: DraftConfig, target: Target, target_ids: np.ndarray, seed: int) -> DraftParams:
-    """A fresh head whose output rows and final norm are the target's own. A head of another width begins with the
-    target's embedding and output rows as near as its width allows (`_in_width`), and a neutral final norm."""
-    params: DraftParams = init_params(draft_spec(config), jax.random.key(seed), config.dtype)
-    columns = head_columns(target.params, jnp.asarray(target_ids)).astype(config.dtype)
-    if config.d_model != config.target_d_model:
-        embedding = _in_width(target.params.embedding.astype(config.dtype), config.d_model)
-        return dataclasses.replace(params, embedding=embedding, head=_in_width(columns.T, config.d_model).T)
-    norm = jnp.array(target.params.norm + (1.0 if target.config.norm_offset else 0.0), config.dtype)
-    return dataclasses.replace(params, head=columns, norm=norm)
-
-
-def _in_width(rows: jax.Array, width: int) -> jax.Array:  # [n, d] -> [n, width]
-    """Rows by their coordinates along the directions in which they are longest together, those of a truncated SVD:
-    products between them change as little as the width allows. Zeros fill a larger width."""
-    _, directions = jnp.linalg.eigh(rows.T @ rows)  # the shortest first
-    return jnp.pad(rows @ directions[:, ::-1][:, :width], ((0, 0), (0, max(0, width - rows.shape[1]))))
+def new_drafter(settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> TrainedDrafter:
+    """One of the shape that the settings ask for, the target's where they say nothing. Raises ConfigError."""
+    return KINDS[DEFAULT].new(settings, target, draft_vocab_size)
 
 
 def earlier_head(name: str, settings: DraftSettings, target: Target) -> Head:
@@ -77,7 +25,7 @@ def earlier_head(name: str, settings: DraftSettings, target: Target) -> Head:
     and its draft vocabulary are its own. Raises ConfigError where the settings ask for others, CheckpointError where it
     cannot be read or was trained for another target."""
     folder = resolve_head(name, "--init-from")
-    earlier_config(folder, settings, target.config, str(target.folder))
+    earlier_drafter(folder, settings, target.config, str(target.folder))
     head = load_head(folder, target, dtype="float32")
     notes = read_notes(folder)
     if notes.get("target_fingerprint", provenance.fingerprint(target.folder)) != provenance.fingerprint(target.folder):
@@ -88,10 +36,10 @@ def earlier_head(name: str, settings: DraftSettings, target: Target) -> Head:
     return head
 
 
-def earlier_config(folder: Path, settings: DraftSettings, target: ModelConfig, target_name: str) -> DraftConfig:
+def earlier_drafter(folder: Path, settings: DraftSettings, target: ModelConfig, target_name: str) -> TrainedDrafter:
     """Its shape alone, which needs no weights. Raises as `earlier_head` does."""
-    config = head_config(folder, TensorFolder(folder).names(), target, target_name, dtype="float32")
-    has = dataclasses.asdict(config) | {"vocab_size": config.draft_vocab_size}
+    drafter = read_drafter(folder, target, target_name, dtype="float32")
+    has = drafter.facts()
     asked = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}
     # what is at its neutral value asks for nothing, and the export's dtype is not a head's
     other = [
@@ -103,4 +51,4 @@ def earlier_config(folder: Path, settings: DraftSettings, target: ModelConfig, t
         raise ConfigError(
             f"--init-from {folder}: the settings ask for {', '.join(other)}; leave them out, or train a new head"
         )
-    return config
+    return drafter

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specserve import provenance
-from specserve.checkpoints.head import read_notes
+from specserve.drafters.notes import read_notes
 from specserve.train import report, trackers
 from specserve.train.report import REPORT_FILE, Report
 from specserve.train.run_folder import METRICS_FILE

@@ -1,13 +1,12 @@
 """The optimisers (optax) and the schedule."""
 
 import math
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import optax
 from optax.contrib import muon
 
-from specserve.models.draft import DraftParams
 from specserve.train.moments import in_eight_bits, on_host
 from specserve.train.settings import TrainSettings
 
@@ -40,7 +39,7 @@ def learning_rate_scale(progress: float, warmup_share: float, schedule: Schedule
     return FINAL_SCALE + (1 - FINAL_SCALE) * left
 
 
-def _muon_labels(params: DraftParams) -> DraftParams:
+def _muon_labels(params: Any) -> Any:
     """Muon is for hidden matrices; the output head, the embedding and the norms stay with AdamW."""
 
     def label(path: tuple, leaf: jax.Array) -> str:

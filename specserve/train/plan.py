@@ -1,7 +1,6 @@
 """What a training run will take, by shape arithmetic: `--dry-run`. Nothing is loaded but a config.json, and nothing
 of a model's size is allocated."""
 
-import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,24 +14,23 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from specserve import processes
 from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, is_hub_id, resolve_head
 from specserve.checkpoints.tensors import read_json
+from specserve.drafters.door import Rollout, TrainedDrafter
 from specserve.errors import ConfigError
 from specserve.kernels import rows
 from specserve.mesh import MESH_AXES, mesh_sizes, num_parts, whole
-from specserve.models.config import DraftConfig, ModelConfig
-from specserve.models.draft import draft_spec
+from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.params import ParamSpec, abstract, is_product, is_spec, num_params
 from specserve.models.presets import PRESETS, TargetSize, target_size
-from specserve.models.sharding import place_draft, place_target
+from specserve.models.sharding import place_target
 from specserve.models.target import TargetParams, target_spec
 from specserve.train import moments, slots
 from specserve.train.checks import check_settings, check_target
 from specserve.train.features import bytes_per_slot
 from specserve.train.flops import StepFlops, step_flops
-from specserve.train.head import draft_config, earlier_config
+from specserve.train.head import earlier_drafter, new_drafter
 from specserve.train.optimizer import make_optimizer
 from specserve.train.settings import TrainRun
-from specserve.train.unroll import Rollout
 
 DTYPE, BACKEND = "bfloat16", "gpu"  # a plan is for accelerators, wherever it is made
 
@@ -72,7 +70,7 @@ class Plan:
     run: TrainRun
     config_from: str
     target: ModelConfig
-    draft: DraftConfig
+    drafter: TrainedDrafter
     mesh: dict[str, int]  # devices by axis, of those with more than one
     target_size: TargetSize
     head_size: int  # parameters of the head, all of them trained
@@ -107,30 +105,32 @@ def make_plan(run: TrainRun) -> Plan:
     target, config_from = find_config(run.target)
     check_target(run.train, run.draft, target)
     if run.init_from:
-        draft = earlier_config(resolve_head(run.init_from, "--init-from"), run.draft, target, run.target)
+        drafter = earlier_drafter(resolve_head(run.init_from, "--init-from"), run.draft, target, run.target)
     else:
-        draft = draft_config(run.draft, target, run.draft.vocab_size or min(target.vocab_size // 2, 32_000))
-    draft = dataclasses.replace(draft, dtype=target.dtype)
+        drafter = new_drafter(run.draft, target, run.draft.vocab_size or min(target.vocab_size // 2, 32_000))
+    drafter = drafter.with_dtype(target.dtype)
     sizes = mesh_sizes(run.mesh)
     mesh = _mesh(sizes)
     spec = target_spec(target)
     rollout = Rollout(run.train.rollout, run.train.remat)
     is_captured = bool(run.features.capture)
-    state, host_bytes = _state(run, draft, mesh)
-    activations = _Activations(run, target, draft, mesh)
+    state, host_bytes = _state(run, drafter, mesh)
+    activations = _Activations(run, target, drafter, mesh)
     return Plan(
         run,
         config_from,
         target,
-        draft,
+        drafter,
         {axis: size for axis, size in sizes.items() if size > 1},
         target_size(target),
-        num_params(draft_spec(draft)),
+        num_params(drafter.spec()),
         (_weights(run, target, spec, mesh, is_captured), *state, *activations.parts()),
         activations.kept(remat=False) - activations.kept(remat=True),
         host_bytes,
-        bytes_per_slot(target, draft, run.features.capture_format, run.features.capture_top_k),
-        step_flops(target, draft, rollout, batch=run.train.batch_size, seq=run.train.seq_len, is_captured=is_captured),
+        bytes_per_slot(target, drafter, run.features.capture_format, run.features.capture_top_k),
+        step_flops(
+            target, drafter, rollout, batch=run.train.batch_size, seq=run.train.seq_len, is_captured=is_captured
+        ),
     )
 
 
@@ -177,11 +177,10 @@ def _weights(run: TrainRun, config: ModelConfig, spec: TargetParams, mesh: Mesh,
     return Part("target's weights", total, f"the embedding alone, {what}" if is_captured else what)
 
 
-def _state(run: TrainRun, config: DraftConfig, mesh: Mesh) -> tuple[tuple[Part, ...], int]:
+def _state(run: TrainRun, drafter: TrainedDrafter, mesh: Mesh) -> tuple[tuple[Part, ...], int]:
     """What training the head keeps, and what of it the host keeps."""
-    spec = draft_spec(config)
-    params = abstract(spec, "float32")
-    places = place_draft(config, spec, mesh)
+    params = abstract(drafter.spec(), "float32")
+    places = drafter.place(mesh)
     masters = _bytes(params, places)
     kept = jax.eval_shape(make_optimizer(run.train).init, params)
     rest: Any = whole(mesh)
@@ -209,7 +208,7 @@ class _Activations:
 
     run: TrainRun
     target: ModelConfig
-    draft: DraftConfig
+    drafter: TrainedDrafter
     mesh: Mesh
 
     @property
@@ -231,26 +230,22 @@ class _Activations:
 
     def features(self) -> int:
         """The taps in the target's dtype and in the head's, and the last hidden state."""
-        taps, width = len(self.draft.aux_layers), self.target.d_model
-        return self.slots * width * ((taps + 1) * _itemsize(self.target.dtype) + taps * _itemsize(self.draft.dtype))
+        taps, width = len(self.drafter.aux_layers), self.target.d_model
+        return self.slots * width * ((taps + 1) * _itemsize(self.target.dtype) + taps * _itemsize(self.drafter.dtype))
 
     def kept(self, remat: bool) -> int:
-        """Of all rollout steps, for the backward pass: each step's state, its gradient and its place among positions,
-        keys and values; and without remat what else each layer made."""
-        draft = self.draft
-        heads, kv = draft.num_heads * draft.head_dim, 2 * draft.num_kv_heads * draft.head_dim
-        each = 3 * draft.d_model + draft.num_layers * kv
-        if not remat:
-            each += 2 * draft.d_model + draft.num_layers * (4 * draft.d_model + 2 * heads + 4 * draft.d_ff)
-        return self.run.train.rollout * self.slots * each * _itemsize(draft.dtype)
+        """Of all rollout steps, for the backward pass."""
+        rollout = Rollout(self.run.train.rollout, remat)
+        kept = self.drafter.costs(rollout, self.run.train.seq_len).kept
+        return self.slots * kept * _itemsize(self.drafter.dtype)
 
     def chunk(self) -> int:
         """The draft's logits, their softmax and their gradient; the target's logits and distribution."""
-        logits = self.run.train.rollout * self.draft.draft_vocab_size
+        logits = self.run.train.rollout * self.drafter.draft_vocab_size
         length = slots.chunk_length(self.slots, logits, BACKEND)
         teacher = 0 if self.run.features.capture else 2 * self.target.vocab_size
-        gradient = self.draft.d_model * self.draft.draft_vocab_size  # of the output head, added up over chunks
-        return 4 * (length * (3 * logits + teacher + self.draft.draft_vocab_size) + gradient)
+        gradient = self.drafter.d_model * self.drafter.draft_vocab_size  # of the output head, added up over chunks
+        return 4 * (length * (3 * logits + teacher + self.drafter.draft_vocab_size) + gradient)
 
     def target_layer(self) -> int:
         """The widest layer's inputs and results."""
@@ -262,18 +257,20 @@ class _Activations:
         if experts and any(config.kind(i).has_experts for i in range(config.num_layers)):
             width = max(width, experts.top_k * (3 * experts.d_ff + 2 * config.d_model) + 3 * experts.shared_d_ff)
         width //= num_parts(self.mesh, "mlp")
-        return self.slots * (4 * config.d_model + width) * _itemsize(config.dtype) + self.scores(config)
+        return self.slots * (4 * config.d_model + width) * _itemsize(config.dtype) + self.scores(
+            config.num_heads, config.num_kv_heads
+        )
 
     def draft_layer(self) -> int:
         """A layer's results and their gradients."""
-        draft = self.draft
-        width = 6 * draft.d_model + 2 * draft.num_heads * draft.head_dim + 6 * draft.d_ff
-        return self.slots * width * _itemsize(draft.dtype) + self.scores(draft)
+        costs = self.drafter.costs(Rollout(self.run.train.rollout, self.run.train.remat), self.run.train.seq_len)
+        scores = self.scores(costs.num_heads, costs.num_kv_heads)
+        return self.slots * costs.workspace * _itemsize(self.drafter.dtype) + scores
 
-    def scores(self, config: ModelConfig | DraftConfig) -> int:
+    def scores(self, num_heads: int, num_kv_heads: int) -> int:
         """A block of attention's scores and weights in float32."""
-        num_kv_heads = rows.on_each_device(self.mesh, "kv_heads", config.num_kv_heads)
-        num_heads = num_kv_heads * config.num_heads // config.num_kv_heads
+        groups = num_heads // num_kv_heads
+        num_heads = groups * rows.on_each_device(self.mesh, "kv_heads", num_kv_heads)
         length = max(rows.MIN_SEGMENT, -(-self.run.train.seq_len // rows.NUM_SEGMENTS))
         a_segment = self.slots * num_heads * length
         return 2 * 4 * min(a_segment, max(rows.SCORES_AT_ONCE, num_heads * self.run.train.seq_len))

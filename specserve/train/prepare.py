@@ -21,7 +21,7 @@ from specserve.tokenizer import Tokenizer
 from specserve.train import capture
 from specserve.train.checks import check_target
 from specserve.train.evaluation import HeldOutEvaluator
-from specserve.train.head import draft_config, earlier_head
+from specserve.train.head import earlier_head, new_drafter
 from specserve.train.plan import find_config
 from specserve.train.report import summarize
 from specserve.train.run_folder import RunFolder
@@ -77,11 +77,11 @@ def prepare(run: TrainRun, folder: RunFolder) -> Trainer:
         "data": list(run.data.source),
         "data_summary": summarize(loaded, target_ids),
     }
-    config = head.config if head else draft_config(run.draft, target.config, len(target_ids))
+    drafter = head.drafter if head else new_drafter(run.draft, target.config, len(target_ids))
     evaluator = features = None
     if run.features.capture:
         digest = data.loader.state()["rows_digest"]
-        features = capture.open_features(run, source.folder, config, target.config, rows, digest, target_ids)
+        features = capture.open_features(run, source.folder, drafter, target.config, rows, digest, target_ids)
         capture.capture(features, source.folder, run, rows, target_ids, mesh)
         logger.warning(
             "training from captured states, without the target: tau is not measured; afterwards run specserve eval "
@@ -89,7 +89,7 @@ def prepare(run: TrainRun, folder: RunFolder) -> Trainer:
             *(run.target, run.output),
         )
     elif prompts:
-        evaluator = HeldOutEvaluator(target, config, target_ids, prompts, run.eval, seed=run.train.seed, mesh=mesh)
+        evaluator = HeldOutEvaluator(target, drafter, target_ids, prompts, run.eval, seed=run.train.seed, mesh=mesh)
     return Trainer(
         run,
         target,
@@ -97,7 +97,7 @@ def prepare(run: TrainRun, folder: RunFolder) -> Trainer:
         notes,
         folder,
         evaluator=evaluator,
-        stopwatch=make_stopwatch(run, target.config, config, mesh),
+        stopwatch=make_stopwatch(run, target.config, drafter, mesh),
         features=features,
         mesh=mesh,
     )

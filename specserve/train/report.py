@@ -11,7 +11,7 @@ import numpy as np
 
 from specserve import config
 from specserve.data.dataset import Dataset
-from specserve.speculative.tree import parse_speculation
+from specserve.drafters.speculation import parse_speculation
 from specserve.speculative.vocab import coverage
 from specserve.train import forecast
 from specserve.train.charts import Chart, Series, line_chart, number

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from specserve.config import setting
+from specserve.drafters.settings import DraftSettings
 
 
 @dataclass(frozen=True)
@@ -23,22 +24,6 @@ class DataSettings:
     max_conversations: int = setting(0, help="use only so many, drawn by train.seed; 0: all", ge=0)
     workers: int = setting(0, help="processes that tokenise; 0: one per core", ge=0)
     eval_prompts: int = setting(24, help="held-out prompts for the acceptance measured while training", ge=0)
-
-
-@dataclass(frozen=True)
-class DraftSettings:
-    """The head's size. Zero means the target's own, or with init_from that of the head that is gone on from."""
-
-    vocab_size: int = setting(0, help="draft vocabulary; 0: half the target's, at most 32,000", ge=0)
-    num_layers: int = setting(0, help="decoder layers of the head; 0: one", ge=0)
-    d_model: int = setting(0, help="width of the head, which then has its own embedding; 0: the target's", ge=0)
-    d_ff: int = setting(0, help="width of the head's MLP; 0: the target's", ge=0)
-    num_heads: int = setting(0, help="attention heads; 0: the target's", ge=0)
-    num_kv_heads: int = setting(0, help="key/value heads; 0: the target's", ge=0)
-    aux_layers: tuple[int, ...] = setting((), help="tapped target layers, 0-based; empty: 1, L//2-1, L-4")
-    norm_output: bool = setting(False, help="EAGLE-3.1: hand the normed state to the next draft step")
-    fc_norm: bool = setting(False, help="EAGLE-3.1: normalise each tapped state before fusing")
-    export_dtype: Literal["bfloat16", "float32"] = setting("bfloat16", help="dtype of the exported weights")
 
 
 @dataclass(frozen=True)

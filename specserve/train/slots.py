@@ -8,7 +8,6 @@ and one with the target's. Chunks of the vocabulary, the other way to cut, would
 vocabulary before the first gradient, and the acceptance another pass.
 """
 
-import dataclasses
 import functools
 import math
 from typing import Any, Protocol, TypeVar
@@ -16,11 +15,11 @@ from typing import Any, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 
+from specserve.drafters.door import TrainedDrafter
 from specserve.kernels.rows import part_length
 from specserve.mesh import num_parts, over_parts, partition, sum_parts, traced_mesh
 from specserve.models import target as target_model
-from specserve.models.config import DraftConfig, ModelConfig
-from specserve.models.draft import DraftParams, draft_logits
+from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams
 from specserve.pytree import pytree
 from specserve.speculative.sampling import argmax
@@ -69,52 +68,62 @@ class Sums:
     n_slots: jax.Array  # [rollout] float32, all slots that bear loss
 
 
+@pytree
+class RolloutMetrics:
+    """One value per rollout step."""
+
+    loss: jax.Array  # [rollout] float32, nats, mean over the slots whose best token the draft has
+    accuracy: jax.Array  # [rollout] float32: how often the draft's best token is the target's, others counted as misses
+    acceptance: jax.Array  # [rollout] float32: how often a token drawn from the draft would be accepted
+
+    @classmethod
+    def of(cls, sums: Sums) -> "RolloutMetrics":
+        n_slots = jnp.maximum(sums.n_slots, 1.0)
+        return cls(sums.loss / jnp.maximum(sums.n_known, 1.0), sums.hits / n_slots, sums.acceptance / n_slots)
+
+
 def sum_losses(
-    params: DraftParams,
-    config: DraftConfig,
-    states: list[
-        jax.Array
-    ],  # rollout x [batch, seq, d_model], as `draft_logits` takes them, by the position they foresee
+    output: tuple[jax.Array, ...],  # the parameters that make logits of states
+    drafter: TrainedDrafter,
+    states: list[jax.Array],  # rollout x [batch, seq, d_model], each at the position whose next token it foresees
     weights: jax.Array,  # [rollout, batch, seq] float32, 1 where a state bears loss
     coefficients: jax.Array,  # [rollout] float32, what a nat at each rollout step counts
     teacher: Teacher,
     target: tuple[TargetParams, ModelConfig, DraftVocab],
     loss: Loss,
 ) -> tuple[jax.Array, Sums]:
-    """sum_k coefficients[k] * (sum over slots of the loss at step k), differentiable in `params` and `states`."""
+    """sum_k coefficients[k] * (sum over slots of the loss at step k), differentiable in `output` and `states`."""
     target_params, target_config, vocab = target
 
     def of_chunk(common: Any, head: Any, chunk: Any) -> tuple[Any, ...]:
-        (params, coefficients, target_params, vocab), (states, weights, teacher) = common, chunk
+        (coefficients, target_params, vocab), (states, weights, teacher) = common, chunk
         p, best = teacher.distribution(target_params, target_config, vocab)
 
         def weigh(head: Any, states: list[jax.Array]) -> tuple[jax.Array, Sums]:
             # cast here, so that chunks add up their gradients in the dtype that the parameters are kept in
-            norm, columns = (leaf.astype(config.dtype) for leaf in head)
-            own = dataclasses.replace(params, norm=norm, head=columns)
-            sums = _compare(draft_logits(own, config, jnp.stack(states)), p, best, weights, loss)
+            cast = tuple(leaf.astype(drafter.dtype) for leaf in head)
+            sums = _compare(drafter.logits(cast, jnp.stack(states)), p, best, weights, loss)
             return jnp.sum(coefficients * sums.loss), sums
 
         (value, sums), gradient = jax.value_and_grad(weigh, (0, 1), has_aux=True)(head, states)
         return value, sums, *gradient
 
     cut = [axis for axis in ("batch", "sequence") if num_parts(traced_mesh(), axis) > 1]
-    num_logits = len(states) * config.draft_vocab_size
+    num_logits = len(states) * drafter.draft_vocab_size
 
     def of_slots(*arguments: Any) -> tuple[Any, ...]:
         slots, common, head = arguments
         *summed, of_states = _in_chunks(functools.partial(of_chunk, common), head, slots, num_logits)
         return *(sum_parts(summed, cut) if cut else summed), of_states
 
-    head = (params.norm, params.head)
-    slots, common = (states, weights, teacher), (params, coefficients, target_params, vocab)
+    slots, common = (states, weights, teacher), (coefficients, target_params, vocab)
     run: Any = of_slots
     if cut:
         rows, whole = partition(("batch", "sequence"), cut), partition((), cut)
         of_weights = partition((None, "batch", "sequence"), cut)
         run = over_parts(of_slots, cut, ((rows, of_weights, rows), whole, whole), (whole, whole, whole, rows))
-    value, sums, *gradient = run(*jax.lax.stop_gradient((slots, common, head)))
-    return _with_gradient(value, tuple(gradient), (head, states)), sums
+    value, sums, *gradient = run(*jax.lax.stop_gradient((slots, common, output)))
+    return _with_gradient(value, tuple(gradient), (output, states)), sums
 
 
 def _compare(

@@ -10,11 +10,11 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
+from specserve.drafters.door import Rollout, TrainedDrafter
 from specserve.mesh import default_dtype
-from specserve.models.config import DraftConfig, ModelConfig
+from specserve.models.config import ModelConfig
 from specserve.train.flops import step_flops
 from specserve.train.settings import TrainRun
-from specserve.train.unroll import Rollout
 
 PEAK_SECONDS = 0.2  # spent on measuring the peak, after a first product that compiles
 
@@ -54,12 +54,12 @@ class Stopwatch:
         return Speed((tokens - before[2]) / seconds, self._slots * steps / seconds, mfu, device_bytes(), host_bytes())
 
 
-def make_stopwatch(run: TrainRun, target: ModelConfig, draft: DraftConfig, mesh: Mesh | None) -> Stopwatch:
+def make_stopwatch(run: TrainRun, target: ModelConfig, drafter: TrainedDrafter, mesh: Mesh | None) -> Stopwatch:
     """For the steps of a run. Measures what its devices reach."""
     settings = run.train
     flops = step_flops(
         target,
-        draft,
+        drafter,
         Rollout(settings.rollout, settings.remat),
         batch=settings.batch_size,
         seq=settings.seq_len,

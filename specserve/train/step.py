@@ -1,6 +1,5 @@
 """One training step as one donated program: frozen target, rollout, loss, gradient of the head, optimiser."""
 
-import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -10,20 +9,18 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, SingleDeviceSharding
 
+from specserve.drafters.door import Rollout, Rows, TrainedDrafter
 from specserve.kernels.rows import Documents
 from specserve.mesh import fitting, on_mesh, whole
 from specserve.models import target as target_model
-from specserve.models.config import DraftConfig, ModelConfig
-from specserve.models.draft import DraftParams, draft_spec, token_embedding
-from specserve.models.sharding import place_draft
+from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams
 from specserve.pytree import pytree
 from specserve.speculative.vocab import DraftVocab
 from specserve.train import moments
 from specserve.train.losses import LossName, make_loss
 from specserve.train.settings import TrainSettings
-from specserve.train.slots import HiddenStates, Sums, Teacher, sum_losses
-from specserve.train.unroll import Rollout, RolloutMetrics, Rows, all_weights, by_position, rollout_states
+from specserve.train.slots import HiddenStates, RolloutMetrics, Sums, Teacher, sum_losses
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ class LossConfig:
     """The static part of the step."""
 
     target: ModelConfig
-    draft: DraftConfig
+    drafter: TrainedDrafter
     rollout: Rollout
     rollout_decay: float
     loss: LossName = "ce"
@@ -39,12 +36,12 @@ class LossConfig:
     accumulate: int = 1
 
 
-def loss_config(settings: TrainSettings, target: ModelConfig, draft: DraftConfig) -> LossConfig:
+def loss_config(settings: TrainSettings, target: ModelConfig, drafter: TrainedDrafter) -> LossConfig:
     """What the settings of a run make of the step. The head is computed in the target's dtype, whatever its own
     parameters are kept in."""
     return LossConfig(
         target,
-        dataclasses.replace(draft, dtype=target.dtype),
+        drafter.with_dtype(target.dtype),
         Rollout(settings.rollout, settings.remat),
         settings.rollout_decay,
         settings.loss,
@@ -57,7 +54,7 @@ def loss_config(settings: TrainSettings, target: ModelConfig, draft: DraftConfig
 class TrainState:
     """What a step changes, and what a resumed run needs besides the data position."""
 
-    params: DraftParams
+    params: Any
     optimizer: optax.OptState
     step: jax.Array  # [] int32
 
@@ -88,14 +85,14 @@ def teach(params: TargetParams, config: LossConfig, rows: Rows) -> Lesson:
         rows.token_ids,
         rows.position_ids,
         Documents(rows.document_ids),
-        aux_layers=config.draft.aux_layers,
+        aux_layers=config.drafter.aux_layers,
     )
     assert out.aux_hidden_states is not None
     return Lesson(out.aux_hidden_states, HiddenStates(out.hidden_states))
 
 
 def rollout_loss(
-    params: DraftParams,
+    params: Any,
     config: LossConfig,
     target: TargetParams,
     vocab: DraftVocab,
@@ -105,21 +102,15 @@ def rollout_loss(
 ) -> tuple[jax.Array, Sums]:
     """sum_k decay^k * (sum of the loss at step k) / n_slots[k]. Slots whose best token the draft does not have teach
     nothing, and count as misses."""
-    cast: DraftParams = jax.tree.map(lambda leaf: leaf.astype(config.draft.dtype), params)
-    states = rollout_states(
-        cast,
-        config.draft,
-        token_embedding(cast, target.embedding),
-        rows,
-        lesson.aux_hidden_states.astype(config.draft.dtype),
-        config.rollout,
-    )
-    weights = all_weights(rows, config.rollout.length)
+    cast: Any = jax.tree.map(lambda leaf: leaf.astype(config.drafter.dtype), params)
+    aux_hidden_states = lesson.aux_hidden_states.astype(config.drafter.dtype)
+    states = config.drafter.learn(cast, target, rows, aux_hidden_states, config.rollout)
+    weights = config.drafter.loss_weights(rows, config.rollout.length)
     decay = config.rollout_decay ** jnp.arange(config.rollout.length, dtype=jnp.float32)
     return sum_losses(
-        params,
-        config.draft,
-        by_position(states),
+        config.drafter.output(params),
+        config.drafter,
+        states,
         weights,
         decay / jnp.maximum(n_slots, 1.0),
         lesson.teacher,
@@ -129,21 +120,21 @@ def rollout_loss(
 
 
 def loss_and_gradient(
-    params: DraftParams,
+    params: Any,
     config: LossConfig,
     target: TargetParams,
     vocab: DraftVocab,
     rows: Rows,
     lesson_of: Callable[[Rows], Lesson],
-) -> tuple[jax.Array, Sums, DraftParams]:
+) -> tuple[jax.Array, Sums, Any]:
     """Of a whole batch, a part of it at a time: parts are rows i, i + accumulate, ..., so that each is spread over the
     devices as the batch is."""
-    n_slots = jnp.sum(all_weights(rows, config.rollout.length), axis=(1, 2))
+    n_slots = jnp.sum(config.drafter.loss_weights(rows, config.rollout.length), axis=(1, 2))
 
-    def of_part(rows: Rows) -> tuple[jax.Array, Sums, DraftParams]:
+    def of_part(rows: Rows) -> tuple[jax.Array, Sums, Any]:
         lesson = jax.lax.stop_gradient(lesson_of(rows))
 
-        def loss_of(params: DraftParams) -> tuple[jax.Array, Sums]:
+        def loss_of(params: Any) -> tuple[jax.Array, Sums]:
             return rollout_loss(params, config, target, vocab, rows, lesson, n_slots)
 
         (loss, sums), gradient = jax.value_and_grad(loss_of, has_aux=True)(params)
@@ -162,16 +153,15 @@ def loss_and_gradient(
     return jax.lax.scan(add, zero, parts)[0]
 
 
-def place_state(config: DraftConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None) -> Any:
+def place_state(drafter: TrainedDrafter, optimizer: optax.GradientTransformation, mesh: Mesh | None) -> Any:
     """Where the arrays of a TrainState live: what the optimiser keeps of a parameter is spread as the parameter is, or
     in the host's memory. None: where JAX puts them."""
-    spec = draft_spec(config)
-    abstract: Any = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, config.dtype), spec)
+    abstract: Any = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, drafter.dtype), drafter.spec())
     kept = jax.eval_shape(optimizer.init, abstract)
     if mesh is None and not moments.are_on_host(kept):
         return None
     rest: Any = whole(mesh) or SingleDeviceSharding(jax.devices()[0])
-    params = place_draft(config, spec, mesh) if mesh is not None else jax.tree.map(lambda _: rest, abstract)
+    params = drafter.place(mesh) if mesh is not None else jax.tree.map(lambda _: rest, abstract)
     return TrainState(params, moments.place(kept, abstract, params, rest), rest)
 
 
@@ -198,6 +188,6 @@ def make_step(
         n_tokens = jnp.sum(rows.loss_mask, dtype=jnp.int32)
         return new, StepMetrics(loss, RolloutMetrics.of(sums), optax.tree.norm(gradient), n_tokens)
 
-    places = place_state(config.draft, optimizer, mesh)
+    places = place_state(config.drafter, optimizer, mesh)
     places = places and (places, whole(mesh))
     return jax.jit(on_mesh(mesh, step), donate_argnums=0, out_shardings=places)

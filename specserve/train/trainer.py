@@ -36,22 +36,21 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specserve import config, processes, provenance
-from specserve.checkpoints.head import Head, save_head
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.train_state import StateStore
 from specserve.data.loader import Loader
+from specserve.drafters.door import Head, Rows
+from specserve.drafters.head import save_head
 from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import whole
-from specserve.models.draft import DraftParams
 from specserve.speculative.vocab import DraftVocab
 from specserve.train.capture import FeatureFolder
-from specserve.train.head import draft_config, init_head
+from specserve.train.head import new_drafter
 from specserve.train.optimizer import learning_rate_scale, make_optimizer
 from specserve.train.run_folder import SETTINGS_FILE, Metrics, RunFolder
 from specserve.train.settings import TrainRun, TrainSettings
 from specserve.train.speed import Speed, Stopwatch
 from specserve.train.step import StepMetrics, TrainState, loss_config, make_step, place_rows, place_state
-from specserve.train.unroll import Rows
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +76,7 @@ class Evaluator(Protocol):
         """What is measured, in words; no two measurements that cannot be compared have the same."""
         ...
 
-    def measure(self, params: DraftParams, *, is_last: bool) -> Evaluation:
+    def measure(self, params: Any, *, is_last: bool) -> Evaluation:
         """The last measurement of a run may take more time than the others."""
         ...
 
@@ -172,9 +171,9 @@ class Trainer:
         self.run, self.target, self.data, self.notes, self.folder = run, target, data, notes, folder
         self.settings: TrainSettings = run.train
         head = data.head
-        self.config = head.config if head else draft_config(run.draft, target.config, len(data.target_ids))
+        self.drafter = head.drafter if head else new_drafter(run.draft, target.config, len(data.target_ids))
         self.evaluator, self._features = evaluator, features
-        loss = loss_config(self.settings, target.config, self.config)
+        loss = loss_config(self.settings, target.config, self.drafter)
         optimizer = make_optimizer(self.settings)
         self._mesh = mesh
         shape = self.settings.batch_size, self.settings.seq_len
@@ -185,10 +184,10 @@ class Trainer:
         params: Any = (
             jax.tree.map(jnp.array, head.params)
             if head
-            else init_head(self.config, target, data.target_ids, self.settings.seed)
+            else self.drafter.first_params(target, data.target_ids, self.settings.seed)
         )
         state = TrainState(params, optimizer.init(params), jnp.int32(0))
-        self.state = jax.device_put(state, place_state(self.config, optimizer, mesh))
+        self.state = jax.device_put(state, place_state(self.drafter, optimizer, mesh))
         if features:  # from here on the embedding is all that is needed of the target
             self.target = dataclasses.replace(target, params=dataclasses.replace(target.params, head=None))
         self._vocab = jax.device_put(DraftVocab(jnp.asarray(data.target_ids)), whole(mesh))
@@ -420,7 +419,7 @@ class Trainer:
         }
         if evaluation:
             notes["acceptance"] = {"speculation": self.run.eval.speculation[0], **evaluation.to_json()}
-        head = Head(self.config, params, self.data.target_ids)
+        head = Head(self.drafter, params, self.data.target_ids)
         save_head(self.output, head, self.target, dtype=self.run.draft.export_dtype, notes=notes)
 
 

@@ -13,11 +13,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
-from specserve.checkpoints import dialects
-from specserve.checkpoints.dialects import DIALECTS, Dialect
-from specserve.checkpoints.exchange import describe_target, export_head, import_head
-from specserve.checkpoints.head import Head, load_head, read_notes, save_head
 from specserve.checkpoints.load import Target
+from specserve.drafters.door import DIALECTS, Dialect, Head
+from specserve.drafters.eagle3 import dialects
+from specserve.drafters.eagle3.config import default_taps
+from specserve.drafters.exchange import describe_target, export_head, import_head
+from specserve.drafters.head import load_head, save_head
+from specserve.drafters.notes import read_notes
 from specserve.errors import CheckpointError
 
 Tensors = dict[str, np.ndarray]
@@ -30,7 +32,7 @@ def described(tiny_target: Target) -> Target:
 
 
 def assert_same(head: Head, other: Head) -> None:
-    assert head.config == other.config
+    assert head.drafter.config == other.config
     np.testing.assert_array_equal(head.target_ids, other.target_ids)
     assert jax.tree.structure(head.params) == jax.tree.structure(other.params)
     for leaf, same in zip(jax.tree.leaves(head.params), jax.tree.leaves(other.params), strict=True):
@@ -78,7 +80,7 @@ def test_each_flavour_says_what_its_engine_reads(
 ) -> None:
     """The facts, engine by engine: names of tensors, where the taps stand and how they are counted, which flags."""
     raw, tensors = _exported(tmp_path, described, dialect, aux_layers=taps)
-    is_default = taps == described.config.default_aux_layers
+    is_default = taps == default_taps(described.config)
     inputs = [i + 1 for i in taps]
     eagle = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": list(taps)}
     layer = "midlayer." if dialect in ("sglang", "sglang-jax") else "layers.0."

@@ -15,12 +15,13 @@ import tiny
 from safetensors.numpy import load_file, save_file
 from test_dialects import Tensors, assert_same
 
-from specserve.checkpoints import doctor
-from specserve.checkpoints.dialects import DIALECTS, Dialect
-from specserve.checkpoints.exchange import describe_target, export_head, write_head
-from specserve.checkpoints.head import Head, load_head, save_head
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.source import BUNDLED_FOLDER, BUNDLED_HEAD_FOLDER
+from specserve.checkpoints.source import BUNDLED_FOLDER
+from specserve.drafters import doctor
+from specserve.drafters.door import DIALECTS, Dialect, Head
+from specserve.drafters.exchange import describe_target, export_head, write_head
+from specserve.drafters.head import load_head, save_head
+from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 from specserve.errors import SpecServeError
 
 Raw = dict[str, Any]

@@ -16,12 +16,15 @@ import tiny
 from rounding import assert_same, tolerance
 from safetensors.numpy import load_file, save_file
 
-from specserve.checkpoints.head import Head, load_head, read_notes, save_head
 from specserve.checkpoints.load import Target, load_target
+from specserve.drafters.door import Head, Rollout, Rows
+from specserve.drafters.eagle3.config import default_taps
+from specserve.drafters.eagle3.model import Eagle3Params, token_embedding
+from specserve.drafters.eagle3.unroll import rollout_states
+from specserve.drafters.head import load_head, save_head
+from specserve.drafters.notes import read_notes
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
-from specserve.models.draft import DraftParams, draft_logits, token_embedding
 from specserve.models.target import forward
-from specserve.train.unroll import Rollout, Rows, rollout_states
 
 Tensors = dict[str, np.ndarray]
 
@@ -45,7 +48,7 @@ def _edit_config(folder: Path, **changes: object) -> None:
 
 
 def _assert_same(head: Head, other: Head) -> None:
-    assert head.config == other.config
+    assert head.drafter.config == other.config
     np.testing.assert_array_equal(head.target_ids, other.target_ids)
     assert jax.tree.structure(head.params) == jax.tree.structure(other.params)
     for leaf, same in zip(jax.tree.leaves(head.params), jax.tree.leaves(other.params), strict=True):
@@ -133,7 +136,7 @@ def test_exported_head_says_what_a_plain_numpy_forward_says(
         token_ids,
         positions,
         tiny.causal(n),
-        aux_layers=tiny_target.config.default_aux_layers,
+        aux_layers=default_taps(tiny_target.config),
     )
     head = load_head(folder, tiny_target, dtype="float32")
     rows = Rows(token_ids, jnp.ones((1, n), bool), jnp.ones((1, n), jnp.int32), positions)
@@ -141,9 +144,9 @@ def test_exported_head_says_what_a_plain_numpy_forward_says(
     assert target.aux_hidden_states is not None
 
     @jax.jit
-    def run(params: DraftParams, embedding: jax.Array, taps: jax.Array) -> list[jax.Array]:
-        states = rollout_states(params, head.config, embedding, rows, taps, Rollout(2, remat=False))
-        return [draft_logits(params, head.config, state)[0, : n - 2] for state in states]
+    def run(params: Eagle3Params, embedding: jax.Array, taps: jax.Array) -> list[jax.Array]:
+        states = rollout_states(params, head.drafter.config, embedding, rows, taps, Rollout(2, remat=False))
+        return [head.drafter.logits(params.output, state)[0, : n - 2] for state in states]
 
     args = head.params, embedding, target.aux_hidden_states
 

@@ -12,10 +12,11 @@ from safetensors.numpy import load_file
 from speculators_case import CASES, TARGET, WIDTH, Case, our_logits
 from test_dialects import assert_same
 
-from specserve.checkpoints import dialects, doctor
-from specserve.checkpoints.exchange import describe_target, export_head, import_head
-from specserve.checkpoints.head import load_head
 from specserve.checkpoints.load import Target
+from specserve.drafters import doctor
+from specserve.drafters.eagle3 import dialects
+from specserve.drafters.exchange import describe_target, export_head, import_head
+from specserve.drafters.head import load_head
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "speculators"
 
@@ -33,7 +34,7 @@ def test_draft_logits_are_those_of_speculators(tmp_path: Path, target: Target, n
     export writes it: all the same."""
     case, expected = Case.load(GOLDENS / name / "case.npz")
     head = load_head(GOLDENS / name, target, dtype="float32")
-    assert (head.config.d_model, head.config.has_embedding) == (WIDTH, True)
+    assert (head.drafter.config.d_model, head.drafter.config.has_embedding) == (WIDTH, True)
     assert np.abs(expected).max() > 1, "logits that say something"
     off = rounding.tolerance(lambda params: our_logits(dataclasses.replace(head, params=params), case), head.params)
     rounding.assert_same(our_logits(head, case), expected, off)

@@ -13,8 +13,9 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner, Result
 
-from specserve.checkpoints.source import BUNDLED_FOLDER, BUNDLED_HEAD_FOLDER
+from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.cli.main import app
+from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 
 BITS = np.dtype(ml_dtypes.bfloat16)  # safetensors finds it once it is registered

@@ -9,11 +9,12 @@ from typer.testing import CliRunner
 
 from specserve import config
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, BUNDLED_HEAD_FOLDER
+from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER
 from specserve.cli.main import app
+from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
+from specserve.drafters.speculation import parse_speculation
 from specserve.models.presets import PRESETS, HeadSize
-from specserve.speculative.tree import parse_speculation
-from specserve.train.head import draft_config
+from specserve.train.head import new_drafter
 from specserve.train.settings import TrainRun
 
 RECIPES = Path(__file__).parent.parent.parent / "recipes"
@@ -40,7 +41,7 @@ def test_a_recipe_trains_the_head_that_is_listed(name: str, rows: dict[str, dict
     assert parse_speculation(run.eval.speculation[0]) is not None
     assert run.train.max_steps
     target = Target(PRESETS[name].config(), None, (), Path()) if name in PRESETS else pydoc_target
-    head = draft_config(run.draft, target.config, run.draft.vocab_size)
+    head = new_drafter(run.draft, target.config, run.draft.vocab_size)
     assert rows[name]["head"] == {"d_model": head.d_model, "d_ff": head.d_ff, "vocab_size": head.draft_vocab_size}
     if name in PRESETS:
         assert PRESETS[name].head_size() == HeadSize(**rows[name]["head"])

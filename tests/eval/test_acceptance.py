@@ -6,9 +6,9 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
 from specserve.data.conversations import Conversation, Message
+from specserve.drafters.door import Head
 from specserve.errors import DataError
 from specserve.eval.acceptance import Arm, Report, Tally, evaluate
 from specserve.eval.engines import EnginePair, engine_pair

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
+from specserve.drafters.door import Head
 from specserve.errors import ConfigError
 from specserve.eval.bench_cells import Plan
 from specserve.eval.bench_engine import BenchReport, run_bench

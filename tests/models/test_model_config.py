@@ -3,6 +3,7 @@
 import pytest
 import tiny
 
+from specserve.drafters.eagle3.config import default_taps
 from specserve.errors import ConfigError
 from specserve.models.families import model_config
 from specserve.models.rope import Rope, rope_from_hf, rope_to_hf
@@ -44,7 +45,7 @@ def test_both_spellings_of_rope_read_alike() -> None:
 def test_default_taps_are_eagle3s() -> None:
     def taps(num_layers: int) -> tuple[int, int, int]:
         raw = tiny.TARGET | {"num_hidden_layers": num_layers}
-        return model_config(raw, dtype="float32").default_aux_layers
+        return default_taps(model_config(raw, dtype="float32"))
 
     assert taps(32) == (1, 15, 28)  # Llama-3.1-8B, as SGLang names them
     assert taps(36) == (1, 17, 32)  # Qwen3-8B

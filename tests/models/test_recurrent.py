@@ -13,6 +13,7 @@ import pytest
 import tiny
 from rounding import SHARE, assert_same, assert_within, tolerance
 
+from specserve.drafters.speculation import MAX_NODES
 from specserve.kernels import reference
 from specserve.kernels.recurrence import BLOCK, MAX_TREE, recur
 from specserve.kernels.rows import Documents
@@ -25,7 +26,6 @@ from specserve.models.params import ParamSpec, abstract, is_spec, specs
 from specserve.models.recurrent import DeltaNet, LightningAttention, New, State
 from specserve.models.rope import rope_tables
 from specserve.models.target import TargetParams, forward, target_spec
-from specserve.speculative.tree import MAX_NODES
 
 BASE: dict[str, Any] = {
     "vocab_size": 32,

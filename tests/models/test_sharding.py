@@ -16,16 +16,17 @@ from spread import CASES, MODELS, mesh_of, spread_target, target_of
 from specserve import mesh as meshes
 from specserve.checkpoints import load
 from specserve.checkpoints.load import load_target
+from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.errors import ConfigError
 from specserve.kernels.matmul import QuantizedMatrix, quantize
 from specserve.mesh import on_mesh, shardings
 from specserve.models import sharding
 from specserve.models.config import Experts, ModelConfig, Names
-from specserve.models.draft import draft_spec
 from specserve.models.moe import FORMS, Moe, moe, moe_spec
 from specserve.models.params import init_params, num_params, specs
-from specserve.models.sharding import bytes_per_token, place_draft, place_target
+from specserve.models.sharding import place_target
 from specserve.models.target import TargetParams, forward, logits, target_spec
+from specserve.serve.placement import bytes_per_token
 
 QUICK = {("dense", "tensor=8"), ("experts", "data=2,tensor=2,expert=2"), ("latents", "tensor=4")}
 
@@ -161,7 +162,7 @@ def test_weights_larger_than_the_memory_are_refused_unread(tmp_path: Path, monke
 def test_what_a_head_or_a_vocabulary_does_not_divide_is_whole() -> None:
     mesh = mesh_of("tensor=4")
     head = tiny.random_head(target_of("dense").config, seed=1, num_heads=6, d_ff=40, draft_vocab_size=42)
-    places = place_draft(head.config, draft_spec(head.config), mesh)
+    places = head.drafter.place(mesh)
     assert places.layers[0].attention.q.is_fully_replicated
     assert places.head.is_fully_replicated
     assert places.layers[0].mlp.up == meshes.sharding(mesh, (None, "mlp"))
@@ -172,7 +173,7 @@ def test_what_a_head_or_a_vocabulary_does_not_divide_is_whole() -> None:
 def test_pages_are_cut_by_kv_heads() -> None:
     per_token = 2 * 2 * 8 * 4  # keys and values of two heads of eight float32 numbers, for each layer
     dense, latents = target_of("dense").config, target_of("latents").config
-    draft = tiny.draft_config(dense)
+    draft = Eagle3(tiny.draft_config(dense))
     assert bytes_per_token(dense, draft) == 3 * per_token
     assert bytes_per_token(dense, draft, mesh_of("tensor=2,data=4")) == 3 * per_token / 2
     assert bytes_per_token(dense, None, mesh_of("tensor=4")) == 2 * per_token, "two heads on four devices"

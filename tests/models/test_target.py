@@ -9,6 +9,7 @@ import tiny
 from rounding import assert_same, assert_within, of_product, tolerance
 
 from specserve.checkpoints.load import Target
+from specserve.drafters.eagle3.config import default_taps
 from specserve.models.cache import Cache, Prefix
 from specserve.models.target import TargetOutput, TargetParams, forward, head_columns, logits
 from specserve.speculative.tree import ancestor_mask
@@ -22,7 +23,7 @@ def _cache(target: Target, num_pages: int) -> Cache:
 
 def test_decoding_token_by_token_over_pages_equals_one_forward(tiny_target: Target, rng: np.random.Generator) -> None:
     """Two sequences of different lengths, in pages that lie in no order."""
-    config, taps = tiny_target.config, tiny_target.config.default_aux_layers
+    config, taps = tiny_target.config, default_taps(tiny_target.config)
     n = 21
     token_ids = jnp.asarray(rng.integers(0, config.vocab_size, (2, n)), jnp.int32)
     table = jnp.asarray(rng.permutation(8)[:6].reshape(2, 3), jnp.int32)

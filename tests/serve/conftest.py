@@ -8,8 +8,8 @@ import pytest
 from engines import Reference, make_runner
 from fakes import FakeEngine
 
-from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
+from specserve.drafters.door import Head
 from specserve.serve.api import HttpServer, create_app
 from specserve.serve.runner import Runner
 

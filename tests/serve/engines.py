@@ -17,8 +17,9 @@ import tiny
 from jax.sharding import Mesh
 from rounding import assert_within, jittered
 
-from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
+from specserve.drafters.door import Head
+from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.layouts import make_layouts
 from specserve.serve.options import Encoder, bad_sequences, sampler_rows, token_rows
@@ -28,7 +29,7 @@ from specserve.serve.runner import Runner
 from specserve.speculative import sampling
 from specserve.speculative.controller import Controller, Estimate
 from specserve.speculative.sampling import Nodes, SamplerRows, TokenRows
-from specserve.speculative.tree import Tree, parse_speculation
+from specserve.speculative.tree import Tree
 
 PAGE_SIZE, MAX_LEN, NUM_SLOTS = 8, 96, 4
 NUM_PAGES = NUM_SLOTS * MAX_LEN // PAGE_SIZE

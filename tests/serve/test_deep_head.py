@@ -7,12 +7,12 @@ import pytest
 import tiny
 from engines import SEEDS, VOCAB, Ask, Fixed, make_engine, make_runner, moved_weights, run, serving
 
-from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
 from specserve.data.dataset import Prompt
+from specserve.drafters.door import Head
+from specserve.drafters.speculation import parse_speculation
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
-from specserve.speculative.tree import parse_speculation
 from specserve.train.acceptance import Acceptance, AcceptanceMeter, arms
 
 TREE = "tree:3x2x6"
@@ -63,7 +63,7 @@ def test_speculation_changes_no_token_and_a_hit_no_acceptance(
 def test_served_acceptance_is_what_training_measures(tiny_target: Target, deep_head: Head, deep_runner: Runner) -> None:
     [arm] = arms((TREE,), (2.0,))
     prompts = [Prompt("a", list(PROMPT[: 41 - 13 * i])) for i in range(4)]
-    meter = AcceptanceMeter(tiny_target, deep_head.config, [arm], prompts, max_new_tokens=30)
+    meter = AcceptanceMeter(tiny_target, deep_head.drafter, [arm], prompts, max_new_tokens=30)
     replayed = meter.measure(deep_head.params, deep_head.target_ids, arm)
     params = [SamplingParams(max_tokens=30, temperature=2.0, seed=i) for i in range(len(prompts))]
     with make_engine(deep_runner, Fixed(arm.tree)) as engine:

@@ -8,13 +8,13 @@ import jax
 import numpy as np
 import pytest
 
-from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
+from specserve.drafters.door import Head
+from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine import Completion, Engine, EngineOptions
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import DETERMINISTIC_DEPTH, Runner
 from specserve.speculative import step
-from specserve.speculative.tree import parse_speculation
 
 NUM_SLOTS, MAX_LEN, PAGE_SIZE = 4, 256, 8
 NUM_TOKENS = 40

@@ -10,15 +10,16 @@ import numpy as np
 import pytest
 from engines import Ask, Inbox, check_idle, greedy, run, submit
 
-from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
+from specserve.drafters.door import Head
+from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CapacityError, RequestError
 from specserve.kernels import native
 from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.handles import HostResult
 from specserve.serve.request import FinishReason, SamplingParams
 from specserve.serve.runner import Runner
-from specserve.speculative.tree import Tree, parse_speculation
+from specserve.speculative.tree import Tree
 from specserve.tokenizer import Tokenizer
 
 PAGE_SIZE, MAX_LEN, NUM_PAGES = 8, 64, 14

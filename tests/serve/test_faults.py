@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 from engines import VOCAB, Ask, Dice, Fixed, Reference, greedy, make_engine, run, serving, submit, wait_until
 
+from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CapacityError
 from specserve.serve import engine as engine_module
 from specserve.serve.engine import Engine
@@ -18,7 +19,6 @@ from specserve.serve.programs import Call, Program, Programs, compile_all
 from specserve.serve.request import Delta, FinishReason, SamplingParams
 from specserve.serve.runner import Runner
 from specserve.speculative.controller import Controller
-from specserve.speculative.tree import parse_speculation
 
 CHAIN = parse_speculation("chain:3")
 PROMPTS = [tuple((7 * i + 3 * j) % VOCAB for j in range(10 + 5 * i)) for i in range(8)]

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import pytest
 import tiny
 
-from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import write_json
+from specserve.drafters.door import Head
+from specserve.drafters.speculation import describe, parse_speculation
 from specserve.errors import ConfigError
 from specserve.serve import calibrate, launch
 from specserve.serve.calibrate import AGAIN_ROUNDS, ROUNDS, cost_file, describe_costs, finish, step_costs
@@ -23,7 +24,7 @@ from specserve.serve.launch import AUTO_CHAINS, Models, choose_trees, load_model
 from specserve.serve.programs import Program
 from specserve.serve.runner import DETERMINISTIC_DEPTH
 from specserve.serve.settings import ServeRun
-from specserve.speculative.tree import Tree, chain, describe, parse_speculation, static_tree
+from specserve.speculative.tree import Tree, chain, static_tree
 
 
 @pytest.fixture
@@ -95,7 +96,7 @@ def test_cache_sizes(models: Models, headless: Models, monkeypatch: pytest.Monke
     """Tokens are pages, rounded up; bytes are pages, rounded down; else every slot has its whole context."""
     monkeypatch.setattr(launch, "free_memory", lambda _mesh: 10**6)
     per_token = 2 * 2 * 8 * 4  # keys and values of 2 heads of 8 float32 numbers, for each layer
-    assert launch.bytes_per_token(models.target.config, models.head.config if models.head else None) == 7 * per_token
+    assert launch.bytes_per_token(models.target.config, models.head.drafter if models.head else None) == 7 * per_token
     assert launch.bytes_per_token(headless.target.config, None) == 6 * per_token
 
     def pages(models: Models = models, **settings: Any) -> int:

@@ -10,14 +10,14 @@ import pytest
 import tiny
 from engines import Ask, check_equal, find_tie
 
-from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
+from specserve.drafters.door import Head
+from specserve.drafters.speculation import parse_speculation
 from specserve.serve.completion import Completion
 from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.layouts import make_layouts
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
-from specserve.speculative.tree import parse_speculation
 from specserve.tokenizer import Tokenizer
 
 NUM_TOKENS = 96  # from any prompt six pages on

@@ -30,13 +30,13 @@ from rounding import assert_within
 from scipy import stats
 
 from specserve.checkpoints.load import Target
+from specserve.drafters.speculation import parse_speculation
 from specserve.errors import RequestError
 from specserve.serve.engine import Engine
 from specserve.serve.options import bad_sequences, sampler_rows
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
 from specserve.speculative.sampling import MAX_BAD_TOKENS
-from specserve.speculative.tree import parse_speculation
 
 FAMILIES = np.random.default_rng(2).integers(3, VOCAB, (3, 60)).tolist()  # prompts that begin alike
 PROMPT = (5, 9, 33, 7, 7, 60, 12)

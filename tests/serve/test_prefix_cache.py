@@ -21,12 +21,12 @@ from engines import (
     submit,
 )
 
-from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
+from specserve.drafters.door import Head
+from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine import Engine
 from specserve.serve.request import Delta, FinishReason, SamplingParams, SpeculationStats
 from specserve.serve.runner import Runner
-from specserve.speculative.tree import parse_speculation
 
 PROMPT = tuple(random.Random(4).choices(range(3, VOCAB), k=41))
 PARAMS = [greedy(30, ignore_eos=True), SamplingParams(max_tokens=30, seed=3, ignore_eos=True, presence_penalty=0.3)]

@@ -10,9 +10,9 @@ import pytest
 import tiny
 from engines import MAX_LEN, SEEDS, Fixed, make_engine, make_runner, moved_weights
 
-from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
 from specserve.data.dataset import Prompt
+from specserve.drafters.door import Head
 from specserve.errors import ConfigError, DataError
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
@@ -38,7 +38,7 @@ def meter(tiny_target: Target, tiny_head: Head, prompts: list[Prompt]) -> Accept
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(acceptance, "MAX_SLOTS", 5)
         patch.setattr(acceptance, "PREFILL_CHUNK", 16)
-        return AcceptanceMeter(tiny_target, tiny_head.config, ARMS, prompts, max_new_tokens=MAX_NEW, seed=SEED)
+        return AcceptanceMeter(tiny_target, tiny_head.drafter, ARMS, prompts, max_new_tokens=MAX_NEW, seed=SEED)
 
 
 @pytest.fixture(scope="module")
@@ -99,7 +99,7 @@ def test_prompts_that_do_not_fit_are_counted_and_answers_end_with_the_context(
 
     def make(*lengths: int) -> AcceptanceMeter:
         prompts = [Prompt("x", [3 + i % 50 for i in range(n)]) for n in lengths]
-        return AcceptanceMeter(tiny_target, tiny_head.config, [arm], prompts, max_new_tokens=MAX_NEW)
+        return AcceptanceMeter(tiny_target, tiny_head.drafter, [arm], prompts, max_new_tokens=MAX_NEW)
 
     meter = make(MAX_LEN, 7, MAX_LEN - 1, MAX_LEN + 300, 0)
     assert meter.num_skipped == 3
@@ -119,7 +119,7 @@ def test_an_answer_that_begins_with_its_end_takes_no_step(
     first = int(tiny.target_logits(tiny_target, token_ids)[-1].argmax())
     target = dataclasses.replace(tiny_target, eos_ids=(first,))
     arm = Arm("chain:3")
-    meter = AcceptanceMeter(target, tiny_head.config, [arm], [Prompt("x", token_ids)], max_new_tokens=9)
+    meter = AcceptanceMeter(target, tiny_head.drafter, [arm], [Prompt("x", token_ids)], max_new_tokens=9)
     assert meter.measure(tiny_head.params, tiny_head.target_ids, arm).total == Acceptance(0, (0, 0, 0))
 
 

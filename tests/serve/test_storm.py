@@ -10,9 +10,9 @@ import time
 import pytest
 from engines import EOS, VOCAB, Ask, Dice, Letters, Reference, make_engine, serving, submit
 
+from specserve.drafters.speculation import describe
 from specserve.serve.request import FinishReason, SamplingParams
 from specserve.serve.runner import Runner
-from specserve.speculative.tree import describe
 
 FEW_PAGES = 14  # for four sequences of up to twelve
 

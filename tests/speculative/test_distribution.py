@@ -13,13 +13,10 @@ import tiny
 from scipy import stats
 
 from specserve.checkpoints.load import load_target
-from specserve.models.draft import token_embedding
+from specserve.drafters.speculation import parse_speculation
 from specserve.speculative import step
-from specserve.speculative.propose import Draft
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.step import SlotState, StepConfig, StepResult, Weights
-from specserve.speculative.tree import parse_speculation
-from specserve.speculative.vocab import DraftVocab
 
 VOCAB, NUM_EMITTED = 8, 3
 NUM_SLOTS, NUM_ROUNDS = 4096, 5  # 20,480 draws
@@ -39,9 +36,8 @@ def test_emitted_tokens_have_the_targets_distribution(
     head = tiny.random_head(target.config, seed=4)  # knows 6 of the 8 tokens
     tree = parse_speculation(speculation)
     assert tree is not None
-    config = StepConfig(target.config, head.config, tree.depth)
-    embedding = token_embedding(head.params, target.params.embedding)
-    weights = Weights(target.params, Draft(head.params, DraftVocab(jnp.asarray(head.target_ids)), embedding))
+    config = StepConfig(target.config, head.drafter, tree.depth)
+    weights = Weights(target.params, head.drafter.weights(head.params, target.params, jnp.asarray(head.target_ids)))
     slots = jnp.arange(NUM_SLOTS, dtype=jnp.int32)
 
     @jax.jit

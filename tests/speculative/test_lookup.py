@@ -7,12 +7,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from rounding import UNIT
 
-from specserve.speculative import lookup
-from specserve.speculative.lookup import GAIN_DECAY, HEAD, MAX_MATCH, Match
+from specserve.drafters.lookup import drafter as lookup
+from specserve.drafters.lookup.drafter import GAIN_DECAY
+from specserve.drafters.lookup.search import MAX_MATCH, Match, find, match_class
+from specserve.speculative.drafter import HEAD
 
 LENGTH, DEPTH, ROWS, ROW_LENGTH = 24, 3, 3, 14
 
-_find = jax.jit(lookup.find, static_argnums=2)
+_find = jax.jit(find, static_argnums=2)
 
 
 def _agreeing(text: list[int], end: int, suffix: list[int]) -> int:
@@ -69,10 +71,10 @@ def test_a_match_is_the_longest_and_then_the_most_recent(
 
 def test_who_proposes_follows_what_was_accepted() -> None:
     """The head until a class of matches has brought more; only the source of a step learns from it."""
-    gains = lookup.initial_gains(4).at[:, HEAD].set(1.0)
+    gains = jnp.tile(lookup._first_gains(jnp.float32(1)), (4, 1))
     lengths = jnp.asarray([0, 2, 4, 8], jnp.int32)
     match = Match(jnp.zeros((4, DEPTH), jnp.int32), lengths)
-    assert lookup.match_class(jnp.asarray([1, 2, 3, 4, 5, 8], jnp.int32)).tolist() == [1, 1, 2, 2, 3, 3]
+    assert match_class(jnp.asarray([1, 2, 3, 4, 5, 8], jnp.int32)).tolist() == [0, 0, 1, 1, 2, 2]
     assert lookup.prefers_match(gains, match).tolist() == [False, False, False, True]
     source = jnp.asarray([HEAD, 1, 2, 3], jnp.int32)
     moved = lookup.update_gains(gains, source, jnp.asarray([0, 3, 3, 0], jnp.int32))

@@ -10,16 +10,16 @@ import pytest
 import tiny
 from rounding import assert_same, tolerance
 
-from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
+from specserve.drafters.door import Head
+from specserve.drafters.eagle3.config import Eagle3Config
+from specserve.drafters.eagle3.model import draft_logits
+from specserve.drafters.eagle3.propose import FIRST_ENTRY, Draft, Pending, consume, propose
+from specserve.drafters.eagle3.state import empty_cache
 from specserve.models.cache import Cache, Prefix
-from specserve.models.config import DraftConfig
-from specserve.models.draft import draft_cache, draft_logits
-from specserve.speculative import propose as propose_room
-from specserve.speculative.propose import FIRST_ENTRY, Draft, Pending, catch_up, propose
+from specserve.drafters.eagle3 import propose as propose_room
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.tree import DynamicTree, Proposal, Tree, chain, static_tree
-from specserve.speculative.vocab import DraftVocab
 
 PAGE_SIZE, MAX_PAGES = 4, 6
 LENGTHS = (7, 10, 4)  # of the sequences; the last token is the root
@@ -38,15 +38,15 @@ class World:
     hidden: jax.Array
 
 
-def _aux_size(config: DraftConfig) -> int:
+def _aux_size(config: Eagle3Config) -> int:
     return len(config.aux_layers) * config.target_d_model
 
 
 @pytest.fixture(scope="module", params=[1, 2])
 def world(request: pytest.FixtureRequest, tiny_target: Target) -> World:
     head, rng = tiny.random_head(tiny_target.config, seed=1, num_layers=request.param), np.random.default_rng(0)
-    config = head.config
-    draft = Draft(head.params, DraftVocab(jnp.asarray(head.target_ids)), tiny_target.params.embedding)
+    config = head.drafter.config
+    draft = head.drafter.weights(head.params, tiny_target.params, jnp.asarray(head.target_ids))
     count = np.array(LENGTHS, np.int32) - 1  # all entries but 0 are pending
     m = max(count)
     pending = Pending(
@@ -54,16 +54,16 @@ def world(request: pytest.FixtureRequest, tiny_target: Target) -> World:
         aux_hidden_states=jnp.asarray(rng.standard_normal((3, m, _aux_size(config))), jnp.float32),
         count=jnp.asarray(count),
     )
-    pages = draft_cache(config, num_pages=3 * MAX_PAGES, page_size=PAGE_SIZE)
+    pages = empty_cache(config, num_pages=3 * MAX_PAGES, page_size=PAGE_SIZE)
     table = jnp.asarray(rng.permutation(3 * MAX_PAGES).reshape(3, MAX_PAGES), jnp.int32)
     seq_lens = jnp.asarray(count)
-    pages, hidden = catch_up(draft, config, pages, table, table, seq_lens, pending)
+    pages, hidden = consume(draft, config, pages, table, table, seq_lens, pending)
     root_ids = jnp.take_along_axis(pending.token_ids, jnp.asarray(count)[:, None] - 1, axis=1)[:, 0]
     return World(draft, head, pages, table, seq_lens, root_ids, hidden)
 
 
 def _propose(world: World, tree: Tree, rows: SamplerRows | None = None) -> Proposal:
-    run = jax.jit(functools.partial(propose, config=world.head.config, tree=tree))
+    run = jax.jit(functools.partial(propose, config=world.head.drafter.config, tree=tree))
     return run(
         world.draft,
         pages=world.pages,
@@ -86,7 +86,7 @@ def _log_probs(world: World, row: int, paths: dict[tuple[int, ...], np.ndarray],
 
 def _forced_chain(world: World, token_ids: jax.Array) -> list[jax.Array]:  # [batch, depth] -> depth x [batch, vocab]
     """Run the draft over given tokens, as a chain would."""
-    return _chain_program(world.head.config)(
+    return _chain_program(world.head.drafter.config)(
         world.draft, world.pages, world.table, world.seq_lens, world.hidden, token_ids
     )
 
@@ -97,12 +97,12 @@ def _chain_program(config):
         prefix = Prefix(table, seq_lens + 1, FIRST_ENTRY)
         expand = propose_room._Expander(draft, config, pages, prefix, SamplerRows.greedy(len(token_ids)))
         kv = expand.no_entries(len(token_ids))
-        out = [draft_logits(draft.params, config, hidden)[:, 0]]
+        out = [draft_logits(draft.params.output, config, hidden)[:, 0]]
         for depth in range(1, token_ids.shape[1]):
             mask = jnp.ones((len(token_ids), 1, depth - 1), bool)
             level = propose_room._Level(token_ids[:, depth - 1 : depth], hidden, kv, mask)
             hidden, kv = expand.run(level, depth)
-            out.append(draft_logits(draft.params, config, hidden)[:, 0])
+            out.append(draft_logits(draft.params.output, config, hidden)[:, 0])
         return out
 
     return jax.jit(run)
@@ -173,14 +173,14 @@ def test_a_sampled_chain_is_drawn_with_the_targets_noise(world: World) -> None:
 @pytest.mark.parametrize("num_layers", [1, 3])
 def test_catching_up_in_pieces_equals_catching_up_at_once(tiny_target: Target, num_layers: int) -> None:
     head = tiny.random_head(tiny_target.config, seed=5, norm_output=True, num_layers=num_layers)
-    config, rng = head.config, np.random.default_rng(1)
-    draft = Draft(head.params, DraftVocab(jnp.asarray(head.target_ids)), tiny_target.params.embedding)
+    config, rng = head.drafter.config, np.random.default_rng(1)
+    draft = head.drafter.weights(head.params, tiny_target.params, jnp.asarray(head.target_ids))
     token_ids = jnp.asarray(rng.integers(0, 64, (1, 9)), jnp.int32)
     aux = jnp.asarray(rng.standard_normal((1, 9, _aux_size(config))), jnp.float32)
     table = jnp.arange(MAX_PAGES, dtype=jnp.int32)[None]
 
     def run(draft: Draft, cuts: list[int]) -> jax.Array:
-        pages = draft_cache(config, num_pages=MAX_PAGES, page_size=PAGE_SIZE)
+        pages = empty_cache(config, num_pages=MAX_PAGES, page_size=PAGE_SIZE)
         hidden = jnp.zeros(())
         for start, stop in zip([0, *cuts], [*cuts, 9], strict=True):
             room = 9 - (stop - start)  # padded, as the state's pending rows are
@@ -189,7 +189,7 @@ def test_catching_up_in_pieces_equals_catching_up_at_once(tiny_target: Target, n
                 jnp.pad(aux[:, start:stop], ((0, 0), (0, room), (0, 0))),
                 jnp.asarray([stop - start], jnp.int32),
             )
-            pages, hidden = catch_up(draft, config, pages, table, table, jnp.asarray([stop], jnp.int32), pending)
+            pages, hidden = consume(draft, config, pages, table, table, jnp.asarray([stop], jnp.int32), pending)
         return hidden
 
     assert_same(run(draft, [3, 4, 8]), run(draft, []), tolerance(lambda draft: run(draft, []), draft))

@@ -12,17 +12,19 @@ import pytest
 import tiny
 from rounding import assert_same, tolerance
 
-from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target
+from specserve.drafters.door import Head
+from specserve.drafters.eagle3.model import Eagle3Params
+from specserve.drafters.eagle3.propose import FIRST_ENTRY
+from specserve.drafters.eagle3.state import Eagle3State
+from specserve.drafters.lookup.drafter import ALL_TEXT, MixedState
+from specserve.drafters.speculation import drafter_for, parse_speculation
 from specserve.models.cache import Pages
-from specserve.models.draft import DraftParams, token_embedding
 from specserve.models.target import TargetParams, forward
-from specserve.speculative import lookup, step
-from specserve.speculative.propose import FIRST_ENTRY, Draft
+from specserve.speculative import step
 from specserve.speculative.sampling import UNBOUNDED, SamplerRows, TokenRows
 from specserve.speculative.step import Admission, StepConfig, Weights
-from specserve.speculative.tree import Proposal, Tree, parse_speculation
-from specserve.speculative.vocab import DraftVocab
+from specserve.speculative.tree import Proposal, Tree, chain
 
 PAGE_SIZE, MAX_PAGES, CHUNK = 4, 16, 8
 NUM_SLOTS = 3
@@ -33,12 +35,12 @@ class Programs:
 
     def __init__(self, config: StepConfig, tree: Tree | None) -> None:
         width = MAX_PAGES
-        self.admit = jax.jit(step.admit)
-        self.prefill = jax.jit(lambda weights, *args: step.prefill(weights, config, *args, CHUNK, width))
-        self.decode = jax.jit(lambda weights, *args: step.decode(weights, config, *args, width))
-        self.consume = jax.jit(lambda weights, *args: step.consume(weights, config, *args))
-        self.speculate = jax.jit(lambda weights, *args: step.speculate(weights, config, tree, *args, width))
-        self.propose = jax.jit(lambda weights, *args: step.propose_tree(weights, config, tree, *args, width))
+        self.admit = jax.jit(functools.partial(step.admit, config))
+        self.prefill = jax.jit(functools.partial(step.prefill, config, chunk=CHUNK, width=width))
+        self.decode = jax.jit(functools.partial(step.decode, config, width=width))
+        self.catch_up = jax.jit(functools.partial(step.catch_up, config))
+        self.speculate = jax.jit(functools.partial(step.speculate, config, tree=tree, width=width))
+        self.propose = jax.jit(functools.partial(step.propose_tree, config, tree=tree, width=width))
 
 
 _programs = functools.cache(Programs)
@@ -50,10 +52,11 @@ class Slots:
     def __init__(self, target: Target, head: Head | None, tree: Tree | None, rows: SamplerRows | None = None) -> None:
         draft = None
         if head is not None:
-            embedding = token_embedding(head.params, target.params.embedding)
-            draft = Draft(head.params, DraftVocab(jnp.asarray(head.target_ids)), embedding)
+            draft = head.drafter.weights(head.params, target.params, jnp.asarray(head.target_ids))
         self.weights = Weights(target.params, draft)
-        self.config = StepConfig(target.config, head.config if head else None, max_depth=tree.depth if tree else 0)
+        proposers = [tree, chain(1)] if head else [tree]  # a head follows plain steps too
+        drafter = drafter_for(proposers, head.drafter if head else None)
+        self.config = StepConfig(target.config, drafter, max_depth=tree.depth if tree else 0)
         self.rows = rows or SamplerRows.greedy(NUM_SLOTS)
         num_pages = NUM_SLOTS * MAX_PAGES
         self.table = np.random.default_rng(5).permutation(num_pages).reshape(NUM_SLOTS, MAX_PAGES).astype(np.int32)
@@ -76,7 +79,7 @@ class Slots:
             num_cached=jnp.int32(len(cached) * PAGE_SIZE),
             rows=row,
             tokens=TokenRows.zeros(1, self.config.target.vocab_size),
-            gains=lookup.initial_gains(1)[0],
+            promise=jnp.float32(0),
         )
         self.state = self.programs.admit(self.state, jnp.int32(slot), new)
         self.texts[slot] = list(prompt)
@@ -96,8 +99,8 @@ class Slots:
         for row, slot in enumerate(slots):
             self.texts[slot].append(int(result.counts[row, 2]))
 
-    def consume(self, slots: tuple[int, ...]) -> None:
-        self.state = self.programs.consume(self.weights, self.state, self._padded(slots))
+    def catch_up(self, slots: tuple[int, ...]) -> None:
+        self.state = self.programs.catch_up(self.weights, self.state, self._padded(slots))
 
     def speculate(self, slots: tuple[int, ...]) -> list[int]:
         """Returns how many proposed tokens were accepted."""
@@ -111,6 +114,13 @@ class Slots:
         """After which the draft has caught up."""
         self.state, proposal = self.programs.propose(self.weights, self.state, self._padded((0, 1, 2)))
         return proposal
+
+    @property
+    def followed(self) -> Eagle3State | None:
+        """What a head keeps of the sequences."""
+        draft = self.state.draft
+        draft = draft.head if isinstance(draft, MixedState) else draft
+        return draft if isinstance(draft, Eagle3State) else None
 
 
 DEEP = {"num_layers": 2, "d_model": 24, "has_embedding": True}
@@ -129,13 +139,14 @@ def drafted(request: pytest.FixtureRequest, tiny_target: Target) -> tuple[Head, 
 
 def _check_between_steps(slots: Slots) -> None:
     """The invariant that `step` states."""
-    state = jax.device_get(dataclasses.replace(slots.state, cache=None, draft_cache=None))
+    state = jax.device_get(dataclasses.replace(slots.state, cache=None, draft=None))
+    pending = jax.device_get(slots.followed.pending) if slots.followed else None
     for slot, text in enumerate(slots.texts):
         assert state.seq_lens[slot] == len(text) - 1
         assert state.history[slot, : len(text)].tolist() == text
-        if state.pending is not None:
-            count = int(state.pending.count[slot])
-            assert state.pending.token_ids[slot, :count].tolist() == text[len(text) - count :]
+        if pending is not None:
+            count = int(pending.count[slot])
+            assert pending.token_ids[slot, :count].tolist() == text[len(text) - count :]
 
 
 def _prompts(rng: np.random.Generator) -> list[list[int]]:
@@ -171,7 +182,9 @@ LOOKUP = (0.0, 1.0, 0.2)  # greedy, sampled, and nearly greedy: then the text re
 COUPLED = (0.0, 4.0, 4.0)  # where the shared noise decides, even a random head is accepted often
 
 
-@pytest.mark.parametrize("speculation", ["ngram:3", "suffix:3", "head+ngram:3", "head+suffix:3"])
+@pytest.mark.parametrize(
+    "speculation", ["ngram:3", "suffix:3", "head+ngram:3", "head+suffix:3", "head+suffix:tree:3x2x6"]
+)
 def test_lookup_drafts_change_no_token(
     tiny_target: Target, tiny_head: Head, rng: np.random.Generator, speculation: str
 ) -> None:
@@ -193,16 +206,18 @@ def test_lookup_drafts_change_no_token(
         assert num >= 37
         assert got[:num] == expected[:num]
     assert sum(accepted) > 10, "little was accepted, so little was tested"
-    if tree.uses_recall:
+    if tree.lookup == ALL_TEXT:
         _recalls(other, prompts[1], len(plain[1]))
 
 
 def _recalls(slots: Slots, prompt: list[int], length: int) -> None:
     """The same question again: what was answered is found, though nothing of it stands in the sequence itself."""
     answer = list(slots.texts[1])
-    slots.state = step.remember(slots.state, jnp.int32(1), jnp.int32(len(prompt)), jnp.int32(0))
+    slots.state = step.remember(slots.config, slots.state, jnp.int32(1), jnp.int32(len(prompt)), jnp.int32(0))
     expected = [*answer[len(prompt) :], *[-1] * 512][:512]
-    assert np.asarray(slots.state.recall)[0].tolist() == expected
+    draft = slots.state.draft
+    recall = draft.lookup if isinstance(draft, MixedState) else draft
+    assert np.asarray(recall)[0].tolist() == expected
     slots.admit(1, prompt)
     steps = 0
     while len(slots.texts[1]) < length - 3:
@@ -219,7 +234,7 @@ def test_the_draft_is_where_it_would_be_had_it_always_speculated(
     """Plain steps, catching up in between or not, and then the same draft entries and the same proposals."""
     (head, tree), prompts = drafted, _prompts(rng)
 
-    def play(target: TargetParams, draft: DraftParams) -> tuple[Slots, list[list[int]]]:
+    def play(target: TargetParams, draft: Eagle3Params) -> tuple[Slots, list[list[int]]]:
         always = _slots(tiny_target, target, head, draft, tree, _rows(COUPLED, max_depth=(0, 2, UNBOUNDED)))
         for slot, prompt in enumerate(prompts):
             always.admit(slot, prompt)
@@ -239,10 +254,10 @@ def test_the_draft_is_where_it_would_be_had_it_always_speculated(
             mixed.decode(behind)
             _check_between_steps(mixed)
         if i % 3 == 1:  # after two plain steps, then after three
-            mixed.consume((0, 1))
+            mixed.catch_up((0, 1))
         if i % 5 == 4:
-            mixed.consume((2,))
-    mixed.consume((0, 1, 2))
+            mixed.catch_up((2,))
+    mixed.catch_up((0, 1, 2))
     assert mixed.texts == always.texts
     _check_between_steps(mixed)
     assert_same(_drafted(mixed), _drafted(always), tolerance(lambda *params: _drafted(play(*params)[0]), *params))
@@ -251,7 +266,7 @@ def test_the_draft_is_where_it_would_be_had_it_always_speculated(
 
 
 def _slots(
-    target: Target, params: TargetParams, head: Head, draft: DraftParams, tree: Tree | None, rows: SamplerRows | None
+    target: Target, params: TargetParams, head: Head, draft: Eagle3Params, tree: Tree | None, rows: SamplerRows | None
 ) -> Slots:
     return Slots(dataclasses.replace(target, params=params), dataclasses.replace(head, params=draft), tree, rows)
 
@@ -274,9 +289,9 @@ def test_a_draft_that_need_not_follow_costs_no_token(
     for _ in range(2 * slots.config.max_pending):
         slots.decode((0, 1, 2))
         _check_between_steps(slots)
-    assert slots.state.pending is not None
-    assert slots.state.pending.count.tolist() == [slots.config.max_pending] * NUM_SLOTS
-    slots.consume((0, 1, 2))
+    assert slots.followed is not None
+    assert slots.followed.pending.count.tolist() == [slots.config.max_pending] * NUM_SLOTS
+    slots.catch_up((0, 1, 2))
     for _ in range(4):
         slots.speculate((0, 1, 2))
         _check_between_steps(slots)
@@ -287,8 +302,8 @@ def test_a_draft_that_need_not_follow_costs_no_token(
 
 def _draft_entries(slots: Slots) -> list[np.ndarray]:
     """The committed keys and values, entry by entry, of all slots."""
-    assert slots.state.draft_cache is not None
-    layers = [pages for pages in slots.state.draft_cache.layers if isinstance(pages, Pages)]
+    assert slots.followed is not None
+    layers = [pages for pages in slots.followed.cache.layers if isinstance(pages, Pages)]
     k, v = (np.stack([np.asarray(side) for side in sides]) for sides in zip(*((p.k, p.v) for p in layers), strict=True))
     found = []
     for slot, text in enumerate(slots.texts):
@@ -300,7 +315,8 @@ def _draft_entries(slots: Slots) -> list[np.ndarray]:
 
 def _check_pages(target: Target, slots: Slots) -> None:
     """`page_aux` holds what the target's tapped layers said at the last entry of every full page."""
-    page_aux, length = np.asarray(slots.state.page_aux), MAX_PAGES * PAGE_SIZE
+    assert slots.followed is not None
+    page_aux, length = np.asarray(slots.followed.page_aux), MAX_PAGES * PAGE_SIZE
     padded = np.zeros((NUM_SLOTS, length), np.int32)
     for slot, text in enumerate(slots.texts):
         padded[slot, : len(text)] = text
@@ -328,7 +344,7 @@ def test_a_prefix_hit_drafts_like_a_miss(
     from, so that draft entries and proposals are the same."""
     (head, tree), prompts = drafted, _prompts(rng)
 
-    def play(target: TargetParams, draft: DraftParams) -> list[Any]:
+    def play(target: TargetParams, draft: Eagle3Params) -> list[Any]:
         """Of the miss and of the hit."""
         slots = _slots(tiny_target, target, head, draft, tree, None)
         slots.admit(2, prompts[2])
@@ -354,7 +370,7 @@ def test_a_prompt_in_other_chunks_is_drafted_alike(
     """Layers above the first see what those below found in earlier chunks."""
     (head, tree), prompt = drafted, rng.integers(0, 64, 23).tolist()
 
-    def play(target: TargetParams, draft: DraftParams) -> list[Any]:
+    def play(target: TargetParams, draft: Eagle3Params) -> list[Any]:
         slots = _slots(tiny_target, target, head, draft, tree, None)
         for slot, stride in enumerate((CHUNK, 5, 1)):
             slots.admit(slot, prompt, stride=stride)

@@ -1,7 +1,5 @@
 """Walking down a tree, against a walk written as a loop; the masks of trees, against ancestors written as a loop."""
 
-from typing import get_args
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -9,19 +7,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specserve.drafters.speculation import MAX_NODES, describe, parse_speculation
 from specserve.errors import ConfigError
 from specserve.speculative.tree import (
-    MAX_NODES,
     DynamicTree,
     Proposal,
-    Source,
     StaticTree,
     ancestor_mask,
     chain,
     chain_proposal,
-    describe,
     pad_chain,
-    parse_speculation,
     static_tree,
 )
 from specserve.speculative.verify import verify
@@ -115,6 +110,8 @@ def test_a_padded_chain_is_the_chain_and_more_nodes() -> None:
         "suffix:2",
         "head+ngram:1",
         "head+suffix:16",
+        "head+suffix:tree:4x4x12",
+        "head+ngram:static:3x2x1",
     ],
 )
 def test_speculation_reads_back(text: str) -> None:
@@ -123,19 +120,20 @@ def test_speculation_reads_back(text: str) -> None:
 
 def test_who_proposes_is_part_of_what_is_asked() -> None:
     found = {}
-    for source in get_args(Source):
+    sources = ("head", "ngram", "suffix", "head+ngram", "head+suffix")
+    for source in sources:
         tree = parse_speculation(f"{'chain' if source == 'head' else source}:4")
         assert tree == chain(4, source)
         assert isinstance(tree, DynamicTree)
-        found[source] = (tree.uses_head, tree.uses_lookup, tree.uses_recall)
+        found[source] = (tree.uses_head, tree.lookup)
     assert found == {
-        "head": (True, False, False),
-        "ngram": (False, True, False),
-        "suffix": (False, True, True),
-        "head+ngram": (True, True, False),
-        "head+suffix": (True, True, True),
+        "head": (True, ""),
+        "ngram": (False, "ngram"),
+        "suffix": (False, "suffix"),
+        "head+ngram": (True, "ngram"),
+        "head+suffix": (True, "suffix"),
     }
-    assert len({chain(4, source) for source in get_args(Source)}) == 5, "each is compiled and timed on its own"
+    assert len({chain(4, source) for source in sources}) == 5, "each is compiled and timed on its own"
 
 
 def test_an_irregular_static_tree_is_described_in_words() -> None:
@@ -182,5 +180,5 @@ def test_speculation_means_what_it_says() -> None:
     ],
 )
 def test_speculation_that_describes_no_tree_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"chain:K|tree:DxKxN"):
+    with pytest.raises(ConfigError, match=r"chain:K|tree:DxKxN|suffix:K"):
         parse_speculation(text)

@@ -21,6 +21,7 @@ from specserve.checkpoints.tensors import SINGLE_FILE
 from specserve.data.documents import Document
 from specserve.data.loader import Loader
 from specserve.data.packing import PackedRows, pack
+from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import make_mesh
 from specserve.models.config import ModelConfig
@@ -29,7 +30,7 @@ from specserve.train import capture
 from specserve.train.capture import FeatureFolder, open_features
 from specserve.train.features import Format, TopK, bytes_per_slot, decode, encode, unpack
 from specserve.train.features import pack as pack_codes
-from specserve.train.head import draft_config
+from specserve.train.head import new_drafter
 from specserve.train.run_folder import RunFolder
 from specserve.train.settings import CaptureSettings, TrainRun
 from specserve.train.trainer import Trainer, TrainingData
@@ -57,9 +58,9 @@ def _run(tmp_path: Path, how: Format = "int8", top_k: int = 20, **changes: Any) 
 
 
 def _open(run: TrainRun, target: Target, rows: PackedRows, ids: np.ndarray = IDS) -> FeatureFolder:
-    config = draft_config(run.draft, target.config, len(ids))
+    drafter = new_drafter(run.draft, target.config, len(ids))
     digest = Loader(rows, 4, 0).state()["rows_digest"]
-    return open_features(run, target.folder, config, target.config, rows, digest, ids)
+    return open_features(run, target.folder, drafter, target.config, rows, digest, ids)
 
 
 def _capture(run: TrainRun, target: Target, rows: PackedRows, mesh: Mesh | None = None) -> FeatureFolder:
@@ -122,13 +123,13 @@ def test_features_are_that_much_smaller(
     top_k = CaptureSettings().capture_top_k
     for width in (512, 4096):
         config = dataclasses.replace(tiny_target.config, d_model=width)
-        head = tiny.draft_config(config, draft_vocab_size=32_000)
+        head = Eagle3(tiny.draft_config(config, draft_vocab_size=32_000))
         kept, plain = bytes_per_slot(config, head, how, top_k)
         assert plain == 8 * width
         assert plain / kept > ratio
     features = _capture(_run(tmp_path, how), tiny_target, rows)
     config: ModelConfig = tiny_target.config
-    kept, _ = bytes_per_slot(config, tiny.draft_config(config), how, top_k)
+    kept, _ = bytes_per_slot(config, Eagle3(tiny.draft_config(config)), how, top_k)
     files = list(features.folder.rglob(SINGLE_FILE))
     assert len(files) == 1
     assert 0 <= files[0].stat().st_size - kept * rows.token_ids.size < 1000  # its header

@@ -1,6 +1,5 @@
 """What a run begins with: a new head, as near to the target as its width allows, or an earlier one as it was."""
 
-import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,13 +14,13 @@ from rounding import UNIT, assert_within
 from tiny_run import tiny_trainer
 
 from specserve import provenance
-from specserve.checkpoints.dialects import DIALECTS, Dialect
-from specserve.checkpoints.exchange import export_head
-from specserve.checkpoints.head import Head, load_head, save_head
 from specserve.checkpoints.load import Target
+from specserve.drafters.door import DIALECTS, Dialect, Head
+from specserve.drafters.exchange import export_head
+from specserve.drafters.head import load_head, save_head
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.models.target import head_columns
-from specserve.train.head import draft_config, earlier_head, init_head
+from specserve.train.head import earlier_head, new_drafter
 from specserve.train.plan import make_plan
 from specserve.train.settings import DraftSettings, TrainRun
 
@@ -41,10 +40,10 @@ def _optax_promotes() -> Iterator[None]:
 def test_a_new_head_of_any_width_begins_at_the_target(tiny_target: Target, width: int) -> None:
     """Its embedding is as near to the target's as a matrix of that rank comes (Eckart and Young), up to a rotation,
     which no product between rows sees; so are its output rows. In the target's own width it shares and copies them."""
-    config = draft_config(DraftSettings(d_model=width, num_layers=2), tiny_target.config, len(TARGET_IDS))
-    params = init_head(config, tiny_target, TARGET_IDS, seed=0)
+    drafter = new_drafter(DraftSettings(d_model=width, num_layers=2), tiny_target.config, len(TARGET_IDS))
+    params = drafter.first_params(tiny_target, TARGET_IDS, seed=0)
     columns = np.asarray(head_columns(tiny_target.params, jnp.asarray(TARGET_IDS)))
-    assert (config.num_layers, len(params.layers), config.has_embedding) == (2, 2, width != 32)
+    assert (drafter.config.num_layers, len(params.layers), drafter.config.has_embedding) == (2, 2, width != 32)
     assert params.fc.shape == (3 * 32, width)  # type: ignore[union-attr]
     if width == 32:
         assert params.embedding is None
@@ -68,7 +67,11 @@ def test_a_head_of_several_layers_and_its_own_width_learns(tmp_path: Path, tiny_
     losses = _losses(tmp_path)
     assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.05
     head = load_head(tmp_path, tiny_target, dtype="float32")
-    assert (head.config.num_layers, head.config.d_model, head.config.has_embedding) == (2, 24, True)
+    assert (head.drafter.config.num_layers, head.drafter.config.d_model, head.drafter.config.has_embedding) == (
+        2,
+        24,
+        True,
+    )
     for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(head.params), strict=True):
         assert not np.array_equal(old, new)
 
@@ -89,7 +92,7 @@ def test_an_earlier_head_begins_as_it_was(tmp_path: Path, tiny_target: Target, d
     export_head(tmp_path / "ours", tmp_path / "theirs", tiny_target, target_name="tiny", dialect=dialect)
     settings = DraftSettings(num_layers=2, vocab_size=48, export_dtype="float32")  # what is asked for, it has
     found = earlier_head(str(tmp_path / "theirs"), settings, tiny_target)
-    assert found.config == head.config
+    assert found.config == head.drafter.config
     np.testing.assert_array_equal(found.target_ids, head.target_ids)
     for ours, theirs in zip(jax.tree.leaves(found.params), jax.tree.leaves(head.params), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -135,7 +138,7 @@ def test_a_run_goes_on_from_an_earlier_head(tmp_path: Path, tiny_target: Target)
     head = earlier_head(str(tmp_path / "first"), settings, tiny_target)
     begun = jax.tree.map(np.array, head.params)
     trainer = tiny_trainer(tmp_path / "second", tiny_target, head=head, draft=settings, lr=1e-4)
-    assert trainer.config == head.config
+    assert trainer.drafter == head.drafter
     for ours, theirs in zip(jax.tree.leaves(trainer.state.params), jax.tree.leaves(begun), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     trainer.train()
@@ -144,12 +147,12 @@ def test_a_run_goes_on_from_an_earlier_head(tmp_path: Path, tiny_target: Target)
     first, second = _losses(tmp_path / "first"), _losses(tmp_path / "second")
     assert abs(second[0] - first[-1]) < 0.2 * (first[0] - first[-1])
     assert np.mean(second) < np.mean(first[-3:])
-    assert load_head(tmp_path / "second", tiny_target, dtype="float32").config == head.config
+    assert load_head(tmp_path / "second", tiny_target, dtype="float32").config == head.drafter.config
 
 
 def test_a_dry_run_shows_the_earlier_heads_shape(tmp_path: Path, tiny_target: Target) -> None:
     head = _save(tmp_path, tiny_target, **SHAPE)
     plan = make_plan(TrainRun(target=str(tiny_target.folder), init_from=str(tmp_path)))
-    assert dataclasses.replace(plan.draft, dtype="float32") == head.config
+    assert plan.drafter.with_dtype("float32") == head.drafter
     with pytest.raises(ConfigError, match=r"draft\.d_ff 40 \(it has 48\)"):
         make_plan(TrainRun(target=str(tiny_target.folder), init_from=str(tmp_path), draft=DraftSettings(d_ff=40)))

@@ -14,9 +14,10 @@ import tiny
 from specserve import config
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import write_json
+from specserve.drafters.door import Rollout, Rows
+from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.errors import ConfigError
 from specserve.kernels import rows
-from specserve.models.draft import draft_spec
 from specserve.models.families import model_config
 from specserve.models.params import abstract
 from specserve.models.presets import PRESETS
@@ -28,7 +29,6 @@ from specserve.train.optimizer import make_optimizer
 from specserve.train.plan import Plan, find_config, make_plan
 from specserve.train.settings import CaptureSettings, DraftSettings, TrainRun, TrainSettings
 from specserve.train.step import LossConfig, TrainState, make_step
-from specserve.train.unroll import Rollout, Rows
 
 RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes").glob("*.yaml"))
 WIDE = tiny.TARGET | {
@@ -60,10 +60,10 @@ def _whole_loops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def _lowered(raw: dict[str, Any], rollout: Rollout, **flags: Any) -> tuple[Any, LossConfig]:
     target = model_config(raw, dtype="float32")
-    draft = tiny.draft_config(target, draft_vocab_size=2048, **flags)
+    draft = Eagle3(tiny.draft_config(target, draft_vocab_size=2048, **flags))
     loss = LossConfig(target, draft, rollout, 0.8)
     optimizer = make_optimizer(TrainSettings())
-    params = abstract(draft_spec(draft), "float32")
+    params = abstract(draft.spec(), "float32")
 
     def array(shape: tuple[int, ...], dtype: Any) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype)
@@ -111,7 +111,7 @@ def test_operations_and_arguments_are_those_that_are_compiled(tmp_path: Path, mo
     assert compiled.memory_analysis().argument_size_in_bytes == stays + step_count + lr_scale + vocab + batch
     besides = sum(part.num_bytes for part in plan.memory) - stays
     assert 0.7 < besides / compiled.memory_analysis().temp_size_in_bytes < 1.4
-    assert loss.draft == dataclasses.replace(plan.draft, dtype="float32")
+    assert loss.drafter == plan.drafter.with_dtype("float32")
 
 
 @pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
@@ -141,7 +141,7 @@ def test_a_plan_follows_the_settings() -> None:
     train = TrainSettings(seq_len=2048, rollout=7, remat=True)
     run = TrainRun(target="qwen3-8b", draft=DraftSettings(vocab_size=32000), train=train)
     plain = make_plan(run)
-    assert plain.head_size == sum(math.prod(s.shape) for s in jax.tree.leaves(draft_spec(plain.draft)))
+    assert plain.head_size == sum(math.prod(s.shape) for s in jax.tree.leaves(plain.drafter.spec()))
     assert _part(plain, "target's weights") == 2 * plain.target_size.total
     assert _part(plain, "moments") == pytest.approx(8 * plain.head_size, rel=1e-6)  # and a count of steps
 

@@ -9,8 +9,8 @@ import pytest
 from tiny_run import metrics, start
 
 from specserve import processes
-from specserve.checkpoints.head import read_notes
 from specserve.checkpoints.load import Target
+from specserve.drafters.notes import read_notes
 from specserve.errors import ConfigError
 
 ONE_DEVICE = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from tiny_run import NormEvaluator, curve, metrics, start, tiny_trainer
 
-from specserve.checkpoints.head import load_head, read_notes
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.train_state import StateStore
+from specserve.drafters.head import load_head
+from specserve.drafters.notes import read_notes
 from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import make_mesh
 

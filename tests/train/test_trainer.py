@@ -15,8 +15,11 @@ import numpy as np
 import pytest
 from tiny_run import NormEvaluator, curve, metrics, resolved, tiny_trainer
 
-from specserve.checkpoints.head import Head, load_head, read_notes
 from specserve.checkpoints.load import Target, load_target
+from specserve.drafters.door import Head
+from specserve.drafters.eagle3.config import default_taps
+from specserve.drafters.head import load_head
+from specserve.drafters.notes import read_notes
 from specserve.errors import ConfigError
 from specserve.mesh import make_mesh
 from specserve.train.optimizer import Schedule, learning_rate_scale
@@ -78,8 +81,8 @@ def test_a_run_lowers_the_loss_and_logs_it(finished: tuple[Path, list[Progress]]
 def test_what_a_run_leaves_can_be_loaded(finished: tuple[Path, list[Progress]], tiny_target: Target) -> None:
     output, seen = finished
     head = load_head(output, tiny_target, dtype="float32")
-    assert (head.config.num_heads, head.config.num_kv_heads, head.config.d_ff) == (2, 1, 32)
-    assert head.config.aux_layers == tiny_target.config.default_aux_layers
+    assert (head.drafter.config.num_heads, head.drafter.config.num_kv_heads, head.drafter.config.d_ff) == (2, 1, 32)
+    assert head.drafter.config.aux_layers == default_taps(tiny_target.config)
     notes = read_notes(output)
     assert notes["target"] == "tiny"
     assert (notes["steps"], notes["tokens"]) == (10, 1200)
@@ -127,7 +130,7 @@ def test_the_best_head_is_what_is_left(tmp_path: Path, tiny_target: Target) -> N
     def keep(moment: Progress) -> None:
         if moment.evaluation:
             params = jax.tree.map(np.array, trainer.state.params)
-            heads[moment.step] = Head(trainer.config, params, trainer.data.target_ids)
+            heads[moment.step] = Head(trainer.drafter, params, trainer.data.target_ids)
 
     trainer = tiny_trainer(
         tmp_path, tiny_target, evaluator=NormEvaluator([2.0, 2.5, 2.4]), eval_every=2, save_every=0, keep=1

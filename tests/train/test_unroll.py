@@ -9,27 +9,26 @@ import numpy as np
 import pytest
 import tiny
 from jax.sharding import Mesh
+from naive_training import naive_loss
 from rounding import assert_same, tolerance
 from scipy.special import log_softmax
 
-from specserve.checkpoints.head import Head
 from specserve.checkpoints.load import Target, load_target
-from specserve.eval.naive_training import naive_loss
+from specserve.drafters.door import Head, Rollout, Rows, shift
+from specserve.drafters.eagle3.model import Eagle3Params, draft_logits, token_embedding
+from specserve.drafters.eagle3.propose import FIRST_ENTRY, Pending, _Expander, _Level, consume
+from specserve.drafters.eagle3.unroll import all_weights, rollout_states, slot_weights
 from specserve.mesh import make_mesh, on_mesh, whole
 from specserve.models.cache import Prefix
-from specserve.models.draft import DraftParams, draft_logits, draft_spec, token_embedding
-from specserve.models.sharding import place_draft
 from specserve.models.target import TargetParams, forward
 from specserve.speculative import step
-from specserve.speculative.propose import FIRST_ENTRY, Draft, Pending, _Expander, _Level, catch_up
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.step import StepConfig, Weights
 from specserve.speculative.vocab import DraftVocab
 from specserve.train import slots
 from specserve.train.losses import LossName
-from specserve.train.slots import Sums
+from specserve.train.slots import RolloutMetrics, Sums
 from specserve.train.step import LossConfig, loss_and_gradient, place_rows, rollout_loss, teach
-from specserve.train.unroll import Rollout, RolloutMetrics, Rows, all_weights, rollout_states, shift, slot_weights
 
 ROLLOUT = 3
 
@@ -77,24 +76,25 @@ def test_rollout_step_k_equals_servings_kth_draft_step(
 ) -> None:
     """Law 4. Serving: prefill, catch up with the root, then a chain that is forced to follow the text."""
     head = tiny.random_head(tiny_target.config, seed=2, **flags)
-    n, config = 24, head.config
+    n, config = 24, head.drafter.config
     text = rng.integers(0, 64, n).tolist()
     embedding = token_embedding(head.params, tiny_target.params.embedding)
     rows = _rows([text], [[True] * n], n)
     taps = config.aux_layers
 
     @jax.jit
-    def train(target: TargetParams, params: DraftParams, embedding: jax.Array) -> list[jax.Array]:
+    def train(target: TargetParams, params: Eagle3Params, embedding: jax.Array) -> list[jax.Array]:
         out = forward(target, tiny_target.config, rows.token_ids, rows.position_ids, tiny.causal(n), aux_layers=taps)
         assert out.aux_hidden_states is not None
         states = rollout_states(params, config, embedding, rows, out.aux_hidden_states, Rollout(ROLLOUT, True))
-        return [draft_logits(params, config, state)[0] for state in states]
+        return [draft_logits(params.output, config, state)[0] for state in states]
 
     args = tiny_target.params, head.params, embedding
     trained, off = train(*args), tolerance(train, *args)
 
-    weights = Weights(tiny_target.params, Draft(head.params, DraftVocab(jnp.asarray(head.target_ids)), embedding))
-    step_config = StepConfig(tiny_target.config, config, ROLLOUT)
+    draft = head.drafter.weights(head.params, tiny_target.params, jnp.asarray(head.target_ids))
+    weights = Weights(tiny_target.params, draft)
+    step_config = StepConfig(tiny_target.config, head.drafter, ROLLOUT)
     greedy = SamplerRows.greedy(1)
 
     @jax.jit
@@ -105,21 +105,18 @@ def test_rollout_step_k_equals_servings_kth_draft_step(
             state, page_table=jnp.arange(8, dtype=jnp.int32)[None], history=state.history.at[0, :n].set(prompt)
         )
         slots, is_last = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
-        state, _ = step.prefill(weights, step_config, state, slots, length[None], is_last, n, 8)
-        assert state.pending is not None
-        pending = Pending(ahead[None, :1], state.pending.aux_hidden_states[:, :1], state.pending.count)
-        assert state.draft_cache is not None
-        assert weights.draft is not None
-        pages, hidden = catch_up(
-            weights.draft, config, state.draft_cache, state.page_table, state.page_table, state.seq_lens, pending
-        )
+        state, _ = step.prefill(step_config, weights, state, slots, length[None], is_last, chunk=n, width=8)
+        assert state.draft is not None
+        left, table = state.draft.pending, state.page_table
+        pending = Pending(ahead[None, :1], left.aux_hidden_states[:, :1], left.count)
+        pages, hidden = consume(draft, config, state.draft.cache, table, table, state.seq_lens, pending)
         prefix = Prefix(state.page_table, state.seq_lens + 1, FIRST_ENTRY)
-        expand = _Expander(weights.draft, config, pages, prefix, greedy)
-        kv, logits = expand.no_entries(1), [draft_logits(head.params, config, hidden)[0, 0]]
+        expand = _Expander(draft, config, pages, prefix, greedy)
+        kv, logits = expand.no_entries(1), [draft_logits(head.params.output, config, hidden)[0, 0]]
         for depth in range(1, ROLLOUT):
             level = _Level(ahead[None, depth : depth + 1], hidden, kv, jnp.ones((1, 1, depth - 1), bool))
             hidden, kv = expand.run(level, depth)
-            logits.append(draft_logits(head.params, config, hidden)[0, 0])
+            logits.append(draft_logits(head.params.output, config, hidden)[0, 0])
         return logits
 
     for t in (0, 1, 6, 7, 8, 15, n - ROLLOUT - 1):  # the slot: its feature is the prompt's last
@@ -131,7 +128,7 @@ def test_rollout_step_k_equals_servings_kth_draft_step(
 
 
 def _config(target: Target, head: Head, **changes: Any) -> LossConfig:
-    return dataclasses.replace(LossConfig(target.config, head.config, Rollout(ROLLOUT, True), 0.8), **changes)
+    return dataclasses.replace(LossConfig(target.config, head.drafter, Rollout(ROLLOUT, True), 0.8), **changes)
 
 
 def _ragged_rows(rng: np.random.Generator, lengths: tuple[int, ...], seq: int) -> tuple[Rows, list[Rows]]:
@@ -148,7 +145,7 @@ def test_packed_documents_do_not_leak(tiny_target: Target, tiny_head: Head, rng:
     packed, alone = _ragged_rows(rng, (9, 17, 11), 40)
 
     @jax.jit
-    def losses(params: DraftParams, target: TargetParams, rows: Rows) -> tuple[jax.Array, Sums]:
+    def losses(params: Eagle3Params, target: TargetParams, rows: Rows) -> tuple[jax.Array, Sums]:
         args = params, config, target, vocab, rows, teach(target, config, rows)
         return rollout_loss(*args, jnp.ones(ROLLOUT))
 
@@ -175,11 +172,11 @@ def test_the_chunked_loss_and_its_gradient_equal_the_naive_ones(
     rows, _ = _ragged_rows(rng, (9, 17, 11), seq)
     n_slots = jnp.sum(all_weights(rows, ROLLOUT), axis=(1, 2))
 
-    def chunked(params: DraftParams, target: TargetParams) -> tuple[jax.Array, RolloutMetrics]:
+    def chunked(params: Eagle3Params, target: TargetParams) -> tuple[jax.Array, RolloutMetrics]:
         loss, sums = rollout_loss(params, config, target, vocab, rows, teach(target, config, rows), n_slots)
         return loss, RolloutMetrics.of(sums)
 
-    def naive(params: DraftParams, target: TargetParams) -> tuple[jax.Array, RolloutMetrics]:
+    def naive(params: Eagle3Params, target: TargetParams) -> tuple[jax.Array, RolloutMetrics]:
         return naive_loss(params, config, target, vocab, rows)
 
     mine, other = (jax.jit(jax.value_and_grad(form, has_aux=True)) for form in (chunked, naive))
@@ -212,11 +209,11 @@ def test_parts_of_a_batch_and_devices_give_the_same_gradient(
     def run(config: LossConfig, target: Target, mesh: Mesh | None, *, is_exact: bool = True) -> tuple[Any, ...]:
         params: Any = tiny_head.params
         if mesh is not None:
-            params = jax.device_put(params, place_draft(config.draft, draft_spec(config.draft), mesh))
+            params = jax.device_put(params, config.drafter.place(mesh))
         placed = jax.device_put(rows, place_rows(mesh, token_ids.shape))
 
         @jax.jit
-        def gradient(params: DraftParams, target: TargetParams, vocab: DraftVocab, rows: Rows) -> tuple[Any, ...]:
+        def gradient(params: Eagle3Params, target: TargetParams, vocab: DraftVocab, rows: Rows) -> tuple[Any, ...]:
             return on_mesh(mesh, loss_and_gradient)(
                 params, config, target, vocab, rows, lambda part: teach(target, config, part)
             )

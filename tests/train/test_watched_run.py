@@ -12,10 +12,11 @@ import pytest
 from rich.console import Console
 from tiny_run import metrics, tiny_run, tiny_trainer
 
-from specserve.checkpoints.head import load_head, read_notes
 from specserve.checkpoints.load import Target, load_target
 from specserve.cli import progress
 from specserve.data.dataset import Prompt
+from specserve.drafters.head import load_head
+from specserve.drafters.notes import read_notes
 from specserve.mesh import make_mesh
 from specserve.train.acceptance import Acceptance, AcceptanceMeter, Arm, Measured
 from specserve.train.evaluation import Evaluation, HeldOutEvaluator
@@ -40,7 +41,7 @@ def _optax_promotes() -> Iterator[None]:
 def _trainer(output: Path, target: Target, **changes: Any) -> Trainer:
     trainer = tiny_trainer(output, target, eval=EVAL, **changes)
     trainer.evaluator = HeldOutEvaluator(
-        target, trainer.config, trainer.data.target_ids, PROMPTS, EVAL, seed=trainer.settings.seed
+        target, trainer.drafter, trainer.data.target_ids, PROMPTS, EVAL, seed=trainer.settings.seed
     )
     return trainer
 
@@ -78,7 +79,7 @@ def test_what_is_measured_is_the_exported_head(finished: Path, tiny_target: Targ
     assert noted["acceptance"]["tau"] == best
     head = load_head(finished, tiny_target, dtype="float32")
     arm = Arm("chain:2")
-    meter = AcceptanceMeter(tiny_target, head.config, [arm], PROMPTS, max_new_tokens=EVAL.eval_tokens)
+    meter = AcceptanceMeter(tiny_target, head.drafter, [arm], PROMPTS, max_new_tokens=EVAL.eval_tokens)
     assert meter.measure(head.params, head.target_ids, arm).total.tau == best
 
 
@@ -118,7 +119,7 @@ def test_a_run_that_is_stopped_has_a_report_too_and_goes_on(tmp_path: Path, tiny
 
 def test_a_mesh_measures_the_same(finished: Path, tiny_target: Target) -> None:
     alone, over = (
-        HeldOutEvaluator(target, head.config, head.target_ids, PROMPTS, EVAL, seed=0, mesh=mesh)
+        HeldOutEvaluator(target, head.drafter, head.target_ids, PROMPTS, EVAL, seed=0, mesh=mesh)
         for mesh in (None, make_mesh(data=2, tensor=2))
         for target in [tiny_target if mesh is None else load_target(tiny_target.folder, dtype="float32", mesh=mesh)]
         for head in [load_head(finished, tiny_target, dtype="float32")]

@@ -1,56 +1,21 @@
-"""A head's files under examination: what can be made out of them, and what is said of it."""
+"""A head's files under examination: what can be made out of them."""
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 
-from specserve.checkpoints import dialects
-from specserve.checkpoints.dialects import D2T, T2D, Dialect, Vocabulary
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import SINGLE_FILE, TensorFolder, read_json
+from specserve.drafters.door import Dialect
+from specserve.drafters.eagle3 import dialects
+from specserve.drafters.eagle3.config import Eagle3Config
+from specserve.drafters.eagle3.dialects import D2T, T2D, Vocabulary
+from specserve.drafters.findings import CONFIG
 from specserve.errors import ConfigError
-from specserve.models.config import DraftConfig
 from specserve.models.rope import Rope, rope_from_hf
-
-Level = Literal["error", "warning"]
-CONFIG = "config.json"
-FLOATS = ("float32", "bfloat16", "float16")
-
-
-@dataclass
-class Copy:
-    """A head's files in memory, while they are being mended."""
-
-    raw: dict[str, Any]
-    tensors: dict[str, np.ndarray]
-
-    @property
-    def layer(self) -> dict[str, Any]:
-        """Where the settings of the layer stand: speculators nests them."""
-        return self.raw.get("transformer_layer_config") or self.raw
-
-
-@dataclass(frozen=True)
-class Finding:
-    """Something that is wrong, or likely to be."""
-
-    code: str
-    level: Level  # an error breaks a loader or the acceptance; a warning costs something, or might
-    what: str
-    where: str
-    expected: str
-    got: str
-    consequence: str
-    mend: str
-    fix: Callable[[Copy], None] | None = field(default=None, repr=False, compare=False)  # None: it would be a guess
-
-    def to_json(self) -> dict[str, Any]:
-        names = ("code", "level", "what", "where", "expected", "got", "consequence", "mend")
-        return {name: getattr(self, name) for name in names} | {"is_fixable": self.fix is not None}
 
 
 class Patient:
@@ -88,7 +53,7 @@ class Patient:
         return tuple(i - shift for i in dialects.tap_ids(self.raw))
 
     @cached_property
-    def config(self) -> DraftConfig | None:
+    def config(self) -> Eagle3Config | None:
         """The head's shape, with what is wrong set aside so that the rest can be checked; None: keys are lacking."""
         if self.bad_keys:
             return None
@@ -169,22 +134,3 @@ def read_rope(raw: Mapping[str, Any]) -> Rope | None:
         return rope_from_hf(raw, CONFIG)
     except (ConfigError, AttributeError, TypeError, ValueError):
         return None
-
-
-def put(key: str, value: Any, *, in_layer: bool = False, everywhere: bool = False) -> Callable[[Copy], None]:
-    def fix(mended: Copy) -> None:
-        (mended.layer if in_layer else mended.raw)[key] = value
-        if everywhere:
-            mended.layer[key] = value
-
-    return fix
-
-
-def describe(table: np.ndarray | None) -> str:
-    if table is None:
-        return "nothing"
-    shown = ", ".join(str(value) for value in table.ravel()[:3].tolist())
-    last = f", .. {table.ravel()[-1]}" if table.size > 3 else ""
-    if table.dtype == np.bool_:
-        return f"{table.size:,} bools, {int(table.sum()):,} set"
-    return f"{table.size:,} from {shown}{last}"

@@ -1,6 +1,6 @@
-"""The draft's side of a step: catch up with what the target accepted, then run ahead and propose a tree.
+"""The head's side of a step: consume what the target accepted, then run ahead and propose a tree.
 
-It knows the draft's layers and their pages, and no target forward. Candidates are ranked by
+It knows the head's layers and their pages, and no target forward. Candidates are ranked by
 `log softmax(log q / T + gumbel(seed, position))`: with T = 0 that is the draft's log-probability, above it the draft
 looks at the same noise that the target's draw will use (see `sampling`).
 """
@@ -8,13 +8,10 @@ looks at the same noise that the target's draw will use (see `sampling`).
 import jax
 import jax.numpy as jnp
 
-from specserve.kernels.attention import attend
-from specserve.models.attention import KV
-from specserve.models.cache import Cache, Prefix
-from specserve.models.config import DraftConfig
-from specserve.models.draft import (
+from specserve.drafters.eagle3.config import Eagle3Config
+from specserve.drafters.eagle3.model import (
     DraftInputs,
-    DraftParams,
+    Eagle3Params,
     draft_entries,
     draft_forward,
     draft_inputs,
@@ -22,9 +19,12 @@ from specserve.models.draft import (
     draft_states,
     fuse_features,
 )
+from specserve.kernels.attention import attend
+from specserve.models.attention import KV
+from specserve.models.cache import Cache, Prefix
 from specserve.pytree import pytree
 from specserve.speculative import sampling
-from specserve.speculative.lookup import HEAD
+from specserve.speculative.drafter import HEAD
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.tree import DynamicTree, Proposal, StaticTree, Tree
 from specserve.speculative.vocab import DraftVocab
@@ -45,9 +45,9 @@ class Pending:
 class Draft:
     """A head ready to propose."""
 
-    params: DraftParams
+    params: Eagle3Params
     vocab: DraftVocab
-    embedding: jax.Array  # [vocab, d_model], see `models.draft.token_embedding`
+    embedding: jax.Array  # [vocab, d_model], see `model.token_embedding`
 
 
 @pytree
@@ -62,7 +62,7 @@ class _Level:
 
 def extend(
     draft: Draft,
-    config: DraftConfig,
+    config: Eagle3Config,
     pages: Cache,
     page_table: jax.Array,  # [batch, max_pages], for writing
     read_table: jax.Array,  # [batch, pages], the part that attention reads
@@ -84,14 +84,14 @@ def extend(
     )
     is_kept = is_valid & is_entry
     if config.num_layers > 1:
-        # always true, but known only once the lower layers have run: see `step._has_run`
+        # always true, but known only once the lower layers have run: see `speculative.step._has_run`
         is_kept &= jnp.isfinite(top.residual[..., 0])
     return pages.write(entries, page_table, index, is_kept), top, entries[-1]
 
 
-def catch_up(
+def consume(
     draft: Draft,
-    config: DraftConfig,
+    config: Eagle3Config,
     pages: Cache,
     page_table: jax.Array,  # [batch, max_pages], for writing
     read_table: jax.Array | None,  # [batch, pages], the part that attention reads; None: do not run the last layer
@@ -127,13 +127,13 @@ def catch_up(
 
 def propose(
     draft: Draft,
-    config: DraftConfig,
+    config: Eagle3Config,
     tree: Tree,
     pages: Cache,
     read_table: jax.Array,  # [batch, pages]
     seq_lens: jax.Array,  # [batch], the root's position
     root_ids: jax.Array,  # [batch]
-    hidden: jax.Array,  # [batch, 1, d_model], from `catch_up`
+    hidden: jax.Array,  # [batch, 1, d_model], from `consume`
     rows: SamplerRows,
 ) -> Proposal:
     """Grow a tree below the root. Nothing is written: the draft's entries of proposed nodes live and die here."""
@@ -146,12 +146,12 @@ def propose(
 class _Expander:
     """The two operations that growing a tree is made of. Lives during one trace."""
 
-    def __init__(self, draft: Draft, config: DraftConfig, pages: Cache, prefix: Prefix, rows: SamplerRows) -> None:
+    def __init__(self, draft: Draft, config: Eagle3Config, pages: Cache, prefix: Prefix, rows: SamplerRows) -> None:
         self.draft, self.config, self.pages, self.prefix, self.rows = draft, config, pages, prefix, rows
 
     def candidates(self, hidden: jax.Array, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
         """The best children of nodes at `depth - 1`: scores and target ids, both [batch, k, top_k]."""
-        logits = draft_logits(self.draft.params, self.config, hidden)
+        logits = draft_logits(self.draft.params.output, self.config, hidden)
         target_ids = self.draft.vocab.target_ids
         position_ids = jnp.broadcast_to((self.prefix.lens + depth - 1)[:, None], logits.shape[:2])
 

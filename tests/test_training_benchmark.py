@@ -5,11 +5,11 @@ from typing import Any
 
 import numpy as np
 import pytest
+from naive_training import padded_batches
+from training import NaiveArm, bench_config, memory_cells, run_bench
 
 from specserve.checkpoints.load import Target
 from specserve.data.documents import Document
-from specserve.eval.bench_train import NaiveArm, bench_config, memory_cells, run_bench
-from specserve.eval.naive_training import padded_batches
 from specserve.train.settings import DraftSettings, TrainSettings
 
 SETTINGS = TrainSettings(batch_size=2, seq_len=64, rollout=2)

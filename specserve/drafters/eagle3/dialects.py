@@ -13,12 +13,11 @@ from typing import Any, Literal
 
 import numpy as np
 
+from specserve.drafters.door import Dialect
+from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.errors import CheckpointError, ConfigError
-from specserve.models.config import DraftConfig, ModelConfig
+from specserve.models.config import ModelConfig
 from specserve.models.rope import rope_from_hf, rope_to_hf
-
-Dialect = Literal["sglang", "vllm", "speculators", "sglang-jax"]
-DIALECTS: tuple[Dialect, ...] = ("sglang", "vllm", "speculators", "sglang-jax")
 
 ARCHITECTURES = {
     "sglang": "LlamaForCausalLMEagle3",
@@ -108,7 +107,7 @@ def bad_keys(flat: Mapping[str, Any]) -> list[str]:
 
 def draft_config_from_hf(
     raw: Mapping[str, Any], target: ModelConfig | None, names: frozenset[str], *, dtype: str, where: str
-) -> DraftConfig:
+) -> Eagle3Config:
     """Read a head's config.json against its target. Without one the taps are only as many as they should be. Raises
     ConfigError."""
     raw = flat_config(raw)
@@ -119,11 +118,11 @@ def draft_config_from_hf(
         raise ConfigError(f"{where}: {told}; expected positive whole numbers")
     shift = 0 if dialect_of(raw, names) == "sglang" else 1
     ids = tuple(i - shift for i in tap_ids(raw))
-    aux_layers = ids or (target.default_aux_layers if target else _NO_TAPS)
+    aux_layers = ids or (default_taps(target) if target else _NO_TAPS)
     if target and any(not 0 <= i < target.num_layers for i in aux_layers):
         raise ConfigError(f"{where}: taps layers {aux_layers}, the target has layers 0..{target.num_layers - 1}")
     num_heads = raw["num_attention_heads"]
-    return DraftConfig(
+    return Eagle3Config(
         d_model=raw["hidden_size"],
         target_d_model=raw.get("target_hidden_size") or (target.d_model if target else raw["hidden_size"]),
         num_heads=num_heads,
@@ -144,7 +143,7 @@ def draft_config_from_hf(
 
 
 def draft_config_to_hf(
-    config: DraftConfig,
+    config: Eagle3Config,
     target: ModelConfig,
     *,
     dtype: str,
@@ -182,7 +181,7 @@ def draft_config_to_hf(
     flags = {flag: getattr(config, flag) for flag in FLAGS}
     output_ids = list(config.aux_layers)
     input_ids = [i + 1 for i in output_ids]
-    has_default_taps = target.num_layers >= 5 and config.aux_layers == target.default_aux_layers
+    has_default_taps = target.num_layers >= 5 and config.aux_layers == default_taps(target)
     if dialect == "speculators":  # whose readers assume other flags than plain EAGLE-3's where one is left out
         layer["dtype"] = layer.pop("torch_dtype")  # they came after transformers renamed it
         method = {"proposal_type": "greedy", "speculative_tokens": SPECULATIVE_TOKENS}
@@ -210,7 +209,7 @@ def draft_config_to_hf(
     return out | {"eagle_config": {"use_aux_hidden_state": True, TAP_IDS: output_ids}}
 
 
-def rope_keys(config: DraftConfig) -> dict[str, Any]:
+def rope_keys(config: Eagle3Config) -> dict[str, Any]:
     """Both spellings of the rotary settings: what older readers look for, and newer ones."""
     scaling = rope_to_hf(config.rope)
     return {
@@ -220,7 +219,7 @@ def rope_keys(config: DraftConfig) -> dict[str, Any]:
     }
 
 
-def unknown_to(dialect: Dialect, config: DraftConfig) -> list[str]:
+def unknown_to(dialect: Dialect, config: Eagle3Config) -> list[str]:
     """What of a head the engine that a flavour is for does not compute, as its public code reads today."""
     if dialect == "speculators":  # vLLM reads this layout too, and computes both
         used = ["a width that is not the target's"] if config.d_model != config.target_d_model else []
@@ -312,7 +311,7 @@ def is_sound(target_ids: np.ndarray, draft_vocab_size: int, vocab_size: int) -> 
 
 
 def vocab_from_tensors(
-    d2t: np.ndarray | None, t2d: np.ndarray | None, config: DraftConfig, where: str
+    d2t: np.ndarray | None, t2d: np.ndarray | None, config: Eagle3Config, where: str
 ) -> np.ndarray:  # [draft_vocab] int32
     """Target ids of the draft rows. Raises CheckpointError unless they are sorted, unique, in range, and agree."""
     if d2t is None:

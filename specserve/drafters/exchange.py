@@ -4,17 +4,20 @@ import os
 import shutil
 import tempfile
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specserve.checkpoints import dialects, doctor
-from specserve.checkpoints.dialects import Dialect
-from specserve.checkpoints.head import NOTES_FILE, Head, head_files, load_head, read_notes
 from specserve.checkpoints.load import Target, eos_ids
 from specserve.checkpoints.tensors import SINGLE_FILE, TensorFolder, listed, read_json, write_json, write_tensors
+from specserve.drafters import doctor
+from specserve.drafters.door import Dialect, Head
+from specserve.drafters.findings import CONFIG, stored_dtype
+from specserve.drafters.head import head_files, load_head
+from specserve.drafters.notes import NOTES_FILE, read_notes
+from specserve.drafters.registry import KINDS
 from specserve.errors import CheckpointError
 from specserve.models.families import model_config
 from specserve.models.target import target_spec
@@ -27,15 +30,15 @@ class Imported:
     """What was done on the way in."""
 
     head: Head
-    dialect: Dialect
+    dialect: str
     changes: tuple[str, ...]
 
 
 def describe_target(folder: Path) -> Target:
     """A target as a head's files must fit it, without its weights: in their place stand the specs. The config.json is
     enough. Raises ConfigError or CheckpointError."""
-    raw = read_json(folder / "config.json")
-    config = model_config(raw, dtype="float32", where=str(folder / "config.json"))
+    raw = read_json(folder / CONFIG)
+    config = model_config(raw, dtype="float32", where=str(folder / CONFIG))
     return Target(config, target_spec(config), eos_ids(folder, raw), folder)
 
 
@@ -51,17 +54,9 @@ def export_head(
 ) -> Head:
     """Write a head as another engine reads it, beside what was noted of it. Raises ConfigError or CheckpointError."""
     check_output(folder, output, is_forced=is_forced)
-    dtype = dtype or doctor.stored_dtype(TensorFolder(folder))
+    dtype = dtype or stored_dtype(TensorFolder(folder))
     head = load_head(folder, target, dtype=dtype)
     tensors, raw = head_files(head, target, dtype=dtype, dialect=dialect, target_name=target_name)
-    if dialect == "speculators" and head.params.embedding is None:
-        embedding = target_embedding(target, dtype)
-        if embedding is None:
-            raise CheckpointError(
-                f"{target.folder}: no token embedding, which a head for speculators brings along; "
-                "give a target folder with its weights (--target)"
-            )
-        tensors[dialects.EMBEDDING] = embedding
     notes = read_notes(folder)
     write_folder(output, lambda partial: write_head(partial, tensors, raw, notes))
     return head
@@ -83,32 +78,17 @@ def import_head(
     if hopeless := [finding for finding in found.errors if finding.fix is None]:
         told = listed([f"{finding.where}: {finding.what} ({finding.got})" for finding in hopeless])
         raise CheckpointError(f"{folder}: {told}; `specserve inspect {folder}` says how to mend it")
-    dtype = dtype or doctor.stored_dtype(TensorFolder(folder))
+    dtype = dtype or stored_dtype(TensorFolder(folder))
     changes = list(found.changes)
     with tempfile.TemporaryDirectory() as scratch:
         write_head(Path(scratch), *found.mended(), {})
         head = load_head(Path(scratch), target, dtype=dtype)
-    shared = target_embedding(target, dtype) if head.params.embedding is not None else None
-    if shared is not None and np.array_equal(np.asarray(head.params.embedding), shared):
-        head = replace(head, config=replace(head.config, has_embedding=False))
-        head = replace(head, params=replace(head.params, embedding=None))
-        changes.append("embed_tokens.weight is the target's own embedding, so it is shared instead of stored")
+    head, copies = KINDS[head.drafter.name].without_copies(head, target, dtype)
+    changes += copies
     tensors, raw = head_files(head, target, dtype=dtype)
     notes = read_notes(folder) | {"target": target_name, "imported": {"dialect": found.dialect, "changes": changes}}
     write_folder(output, lambda partial: write_head(partial, tensors, raw, notes))
     return Imported(head, found.dialect, tuple(changes))
-
-
-def target_embedding(target: Target, dtype: str) -> np.ndarray | None:  # [vocab, d_model]
-    """The target's token embedding as a head in `dtype` would store it; None where its weights are not there."""
-    try:
-        tensors = TensorFolder(target.folder)
-    except CheckpointError:
-        return None
-    ending = target.config.names.embedding.removeprefix("model.")
-    shape = (target.config.vocab_size, target.config.d_model)
-    matches = [name for name in sorted(tensors.names()) if f".{name}".endswith(f".{ending}")]
-    return next((tensors.read(name).astype(dtype) for name in matches if tensors.shape(name) == shape), None)
 
 
 def check_output(folder: Path, output: Path, *, is_forced: bool) -> None:
@@ -123,7 +103,7 @@ def check_output(folder: Path, output: Path, *, is_forced: bool) -> None:
 
 def write_head(folder: Path, tensors: Mapping[str, np.ndarray], raw: Mapping[str, Any], notes: dict[str, Any]) -> None:
     write_tensors(folder / SINGLE_FILE, tensors)
-    write_json(folder / "config.json", raw)
+    write_json(folder / CONFIG, raw)
     if notes:
         write_json(folder / NOTES_FILE, notes)
 

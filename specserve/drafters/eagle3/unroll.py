@@ -7,65 +7,23 @@ t + 2 + k: so the loss mask moves with the step.
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
 
+from specserve.drafters.door import Rollout, Rows, shift
+from specserve.drafters.eagle3.config import Eagle3Config
+from specserve.drafters.eagle3.model import Eagle3Params, draft_forward, draft_inputs, fuse_features
 from specserve.kernels.rows import Documents, attend_rollout
 from specserve.models.attention import KV
-from specserve.models.config import DraftConfig
-from specserve.models.draft import DraftParams, draft_forward, draft_inputs, fuse_features
-from specserve.pytree import pytree
-from specserve.train.features import Features
-from specserve.train.slots import Sums
 
 Result = TypeVar("Result")
 
 
-@pytree
-class Rows:
-    """A batch of packed rows."""
-
-    token_ids: jax.Array  # [batch, seq] int32
-    loss_mask: jax.Array  # [batch, seq] bool, True where the token is the assistant's
-    document_ids: jax.Array  # [batch, seq] int32, 0 is padding
-    position_ids: jax.Array  # [batch, seq] int32, restarting with each document
-    features: Features | None = None  # what the target has to say about them, where that was captured
-
-
-@pytree
-class RolloutMetrics:
-    """One value per rollout step."""
-
-    loss: jax.Array  # [rollout] float32, nats, mean over the slots whose best token the draft has
-    accuracy: jax.Array  # [rollout] float32: how often the draft's best token is the target's, others counted as misses
-    acceptance: jax.Array  # [rollout] float32: how often a token drawn from the draft would be accepted
-
-    @classmethod
-    def of(cls, sums: Sums) -> "RolloutMetrics":
-        n_slots = jnp.maximum(sums.n_slots, 1.0)
-        return cls(sums.loss / jnp.maximum(sums.n_known, 1.0), sums.hits / n_slots, sums.acceptance / n_slots)
-
-
-@dataclass(frozen=True)
-class Rollout:
-    """How far, and what of it is kept for the backward pass."""
-
-    length: int
-    remat: bool
-
-
-def shift(x: jax.Array, by: int) -> jax.Array:
-    """x[t + by] at t along axis 1, zero past the ends."""
-    ahead, behind = max(by, 0), max(-by, 0)
-    return jnp.pad(x[:, ahead : x.shape[1] - behind], [(0, 0), (behind, ahead)] + [(0, 0)] * (x.ndim - 2))
-
-
 def rollout_states(
-    params: DraftParams,
-    config: DraftConfig,
+    params: Eagle3Params,
+    config: Eagle3Config,
     embedding: jax.Array,  # [vocab, d_model]
     rows: Rows,
     aux_hidden_states: jax.Array,  # [batch, seq, taps * target_d_model]
@@ -87,10 +45,10 @@ def rollout_states(
 
 
 def _one_step(
-    config: DraftConfig,
+    config: Eagle3Config,
     hidden: jax.Array,  # [batch, seq, d_model], features or the states of the step before
     kv: list[tuple[KV, ...]],  # of the steps before, layer by layer
-    params: DraftParams,
+    params: Eagle3Params,
     embedding: jax.Array,
     token_ids: jax.Array,  # [batch, seq] int32
     position_ids: jax.Array,  # [batch, seq] int32

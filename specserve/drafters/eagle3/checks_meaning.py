@@ -5,12 +5,13 @@ from dataclasses import replace
 
 import numpy as np
 
-from specserve.checkpoints import dialects
-from specserve.checkpoints.dialects import D2T, T2D, Vocabulary
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.patient import CONFIG, Copy, Finding, Patient, describe, read_rope
 from specserve.checkpoints.tensors import listed
-from specserve.models.config import DraftConfig
+from specserve.drafters.eagle3 import dialects
+from specserve.drafters.eagle3.config import Eagle3Config, default_taps
+from specserve.drafters.eagle3.dialects import D2T, T2D, Vocabulary
+from specserve.drafters.eagle3.patient import Patient, read_rope
+from specserve.drafters.findings import CONFIG, Copy, Finding, describe
 from specserve.models.rope import Rope, plain_rope
 from specserve.tokenizer import Tokenizer
 
@@ -164,7 +165,7 @@ def _check_d2t(patient: Patient, vocab: Vocabulary, target_ids: np.ndarray, righ
         )
 
 
-def _check_t2d(patient: Patient, config: DraftConfig, vocab: Vocabulary, right: np.ndarray) -> Iterator[Finding]:
+def _check_t2d(patient: Patient, config: Eagle3Config, vocab: Vocabulary, right: np.ndarray) -> Iterator[Finding]:
     """Against the mask that it should be."""
     t2d, d2t, rows = patient.table(T2D), patient.table(D2T), config.draft_vocab_size
 
@@ -286,7 +287,7 @@ def check_taps(patient: Patient) -> Iterator[Finding]:
         )
     if num_layers < 5:
         return
-    default = list(target.config.default_aux_layers)
+    default = list(default_taps(target.config))
     if patient.dialect != "sglang":
         default = [i + 1 for i in default]
     slips = {1: [i + 1 for i in default], -1: [i - 1 for i in default]}
@@ -365,7 +366,7 @@ def check_rope(patient: Patient) -> Iterator[Finding]:
         )
 
 
-def _write_rope(config: DraftConfig, rope: Rope) -> Callable[[Copy], None]:
+def _write_rope(config: Eagle3Config, rope: Rope) -> Callable[[Copy], None]:
     def fix(mended: Copy) -> None:
         mended.layer.update(dialects.rope_keys(replace(config, rope=rope)))
         for key in ("rope_theta", "rope_scaling", "rope_parameters"):

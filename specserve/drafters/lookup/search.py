@@ -1,8 +1,6 @@
-"""Drafts without a head: what followed the last tokens where they stood before, in this sequence or in recent answers.
+"""The search behind lookup drafts: what followed the last tokens where they stood before.
 
-Prompt lookup (Saxena 2023; `ngram`) searches the sequence itself, suffix matching (after SuffixDecoding, Oliaro et al.
-2024, arXiv 2411.04975; `suffix`) the answers of finished sequences as well. Both search on the device, so a step needs
-nothing from the host.
+It is a comparison with every place at once, on the device, so a step needs nothing from the host.
 """
 
 import jax
@@ -13,9 +11,6 @@ from specserve.pytree import pytree
 MAX_MATCH = 8  # tokens compared: a longer match says no more
 MATCH_CLASSES = (3, 5)  # match lengths below 3, below 5, and longer are told apart when gains are estimated
 RECALL_ROWS, RECALL_LENGTH = 32, 512  # finished answers that are remembered, and the tokens of each
-GAIN_DECAY = 0.9
-PRIOR_GAINS = (0.3, 0.8, 2.0)  # accepted tokens per step of a match of each class, before anything is known
-HEAD = 0  # the head's place in `gains`; the match classes follow
 
 
 @pytree
@@ -24,11 +19,6 @@ class Match:
 
     token_ids: jax.Array  # [batch, depth] int32, what followed there
     length: jax.Array  # [batch] int32, tokens that agree, at most MAX_MATCH; 0: none
-
-
-def initial_gains(num_slots: int) -> jax.Array:  # [slot, 1 + classes] float32
-    """Accepted tokens per step, by source: nothing is known of any slot."""
-    return jnp.tile(jnp.asarray([0.0, *PRIOR_GAINS], jnp.float32), (num_slots, 1))
 
 
 def find(
@@ -75,19 +65,6 @@ def _longest(
     return best, jnp.max(jnp.where(lengths == best[:, None], index, 0), axis=1)
 
 
-def match_class(length: jax.Array) -> jax.Array:  # [batch] -> [batch], index into gains
-    """Where the gain of a match of this length stands."""
-    return 1 + jnp.sum(length[:, None] >= jnp.asarray(MATCH_CLASSES), axis=1, dtype=jnp.int32)
-
-
-def prefers_match(gains: jax.Array, match: Match) -> jax.Array:  # [batch, 1 + classes] -> [batch] bool
-    """Whether the match promises more accepted tokens than the head."""
-    expected = jnp.take_along_axis(gains, match_class(match.length)[:, None], axis=1)[:, 0]
-    return (match.length > 0) & (expected > gains[:, HEAD])
-
-
-def update_gains(gains: jax.Array, source: jax.Array, n_accepted: jax.Array) -> jax.Array:
-    """Exponential averages, of the source that proposed in this step only."""
-    is_source = jnp.arange(gains.shape[1]) == source[:, None]
-    moved = GAIN_DECAY * gains + (1 - GAIN_DECAY) * n_accepted[:, None].astype(jnp.float32)
-    return jnp.where(is_source, moved, gains)
+def match_class(length: jax.Array) -> jax.Array:  # [batch] int32 -> [batch] int32, 0 to len(MATCH_CLASSES)
+    """How long a match is, in classes."""
+    return jnp.sum(length[:, None] >= jnp.asarray(MATCH_CLASSES), axis=1, dtype=jnp.int32)

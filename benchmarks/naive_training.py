@@ -15,22 +15,24 @@ import numpy as np
 import optax
 
 from specserve.data.documents import Document
-from specserve.kernels.rows import NEG_INF, Documents
-from specserve.models import target as target_model
-from specserve.models.attention import KV
-from specserve.models.draft import (
-    DraftParams,
+from specserve.drafters.door import Rows, shift
+from specserve.drafters.eagle3.drafter import Eagle3
+from specserve.drafters.eagle3.model import (
+    Eagle3Params,
     draft_forward,
     draft_inputs,
-    draft_logits,
     fuse_features,
     token_embedding,
 )
+from specserve.drafters.eagle3.unroll import slot_weights
+from specserve.kernels.rows import NEG_INF, Documents
+from specserve.models import target as target_model
+from specserve.models.attention import KV
 from specserve.models.target import TargetParams
 from specserve.speculative.vocab import DraftVocab
 from specserve.train.losses import acceptance, make_loss
+from specserve.train.slots import RolloutMetrics
 from specserve.train.step import LossConfig
-from specserve.train.unroll import RolloutMetrics, Rows, shift, slot_weights
 
 MIN_BUCKET = 64  # of tokens in a row
 
@@ -70,10 +72,10 @@ def _padded(documents: Sequence[Document], max_len: int) -> Rows:
 
 
 def naive_loss(
-    params: DraftParams, config: LossConfig, target: TargetParams, vocab: DraftVocab, rows: Rows
+    params: Eagle3Params, config: LossConfig, target: TargetParams, vocab: DraftVocab, rows: Rows
 ) -> tuple[jax.Array, RolloutMetrics]:
     """What `train.step.rollout_loss` of a whole batch gives, with everything in full."""
-    draft = config.draft
+    draft = config.drafter
     mask = Documents(rows.document_ids).dense()
     taught = target_model.forward(
         target, config.target, rows.token_ids, rows.position_ids, mask, aux_layers=draft.aux_layers
@@ -84,7 +86,7 @@ def naive_loss(
     p, best, aux = jax.lax.stop_gradient((p, best, taught.aux_hidden_states))
     each_loss, total, metrics = make_loss(config.loss, config.kl_decay), jnp.zeros(()), []
     for k, state in enumerate(_states(params, config, target, rows, aux.astype(draft.dtype), mask)):
-        own = draft_logits(params, draft, state)
+        own = draft.logits(draft.output(params), state)
         weights, said, said_p = slot_weights(rows, k), shift(best, 1 + k), shift(p, 1 + k)
         is_known = jnp.where(jnp.isin(said, vocab.target_ids), weights, 0.0)
         foreseen = vocab.target_ids[jnp.argmax(own, axis=-1)]
@@ -97,21 +99,21 @@ def naive_loss(
 
 
 def _states(
-    params: DraftParams, config: LossConfig, target: TargetParams, rows: Rows, aux: jax.Array, mask: jax.Array
+    params: Eagle3Params, config: LossConfig, target: TargetParams, rows: Rows, aux: jax.Array, mask: jax.Array
 ) -> list[jax.Array]:
-    embedding = token_embedding(params, target.embedding)
-    hidden = fuse_features(params, config.draft, aux)
+    assert isinstance(config.drafter, Eagle3)
+    draft, embedding = config.drafter.config, token_embedding(params, target.embedding)
+    hidden = fuse_features(params, draft, aux)
     states: list[jax.Array] = []
     kv: list[tuple[KV, ...]] = []
     for step in range(config.rollout.length):
-        inputs = draft_inputs(
-            params, config.draft, embedding, shift(rows.token_ids, 1 + step), hidden, rows.position_ids + 1 + step
-        )
+        token_ids, position_ids = shift(rows.token_ids, 1 + step), rows.position_ids + 1 + step
+        inputs = draft_inputs(params, draft, embedding, token_ids, hidden, position_ids)
 
         def attend(layer: int, q: jax.Array, k: jax.Array, v: jax.Array, kv: Any = tuple(kv)) -> jax.Array:
             return _attend_all(q, [*(entries[layer] for entries in kv), (k, v)], mask)
 
-        hidden, entries = draft_forward(params, config.draft, inputs, attend)
+        hidden, entries = draft_forward(params, draft, inputs, attend)
         kv.append(entries)
         states.append(hidden)
     return states
@@ -139,11 +141,11 @@ class NaiveTrainer:
         self,
         config: LossConfig,
         optimizer: optax.GradientTransformation,
-        params: DraftParams,
+        params: Eagle3Params,
         target: TargetParams,
         vocab: DraftVocab,
     ) -> None:
-        def gradient(params: DraftParams, target: TargetParams, vocab: DraftVocab, rows: Rows) -> Any:
+        def gradient(params: Eagle3Params, target: TargetParams, vocab: DraftVocab, rows: Rows) -> Any:
             return jax.value_and_grad(naive_loss, has_aux=True)(params, config, target, vocab, rows)
 
         self.gradient = jax.jit(gradient)

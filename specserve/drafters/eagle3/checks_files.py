@@ -6,11 +6,12 @@ from dataclasses import replace
 
 import numpy as np
 
-from specserve.checkpoints import dialects
-from specserve.checkpoints.dialects import D2T, T2D
-from specserve.checkpoints.patient import CONFIG, FLOATS, Copy, Finding, Patient, put
 from specserve.checkpoints.tensors import SINGLE_FILE, listed
-from specserve.models.draft import draft_spec
+from specserve.drafters.eagle3 import dialects
+from specserve.drafters.eagle3.dialects import D2T, T2D
+from specserve.drafters.eagle3.model import draft_spec
+from specserve.drafters.eagle3.patient import Patient
+from specserve.drafters.findings import CONFIG, FLOATS, Copy, Finding, put
 from specserve.models.params import specs
 
 KNOWN_ARCHITECTURES = frozenset(

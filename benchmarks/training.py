@@ -1,33 +1,52 @@
 """How fast a head learns and what memory that takes, beside the naive formulation (`naive_training`) on the same
-conversations and shapes. The arms take turns in one process."""
+conversations and shapes. The arms take turns in one process.
+
+Run from the checkout: `python benchmarks/training.py time --rounds 4 --steps 6 --conversations 1500`, or `python
+benchmarks/training.py memory --target qwen3-8b`.
+"""
 
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any, Protocol
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import typer
+from naive_training import NaiveTrainer, batches_of_every_length, naive_loss, padded_batches
+from rich.table import Table
 
-from specserve.checkpoints.load import Target
-from specserve.data.documents import Document
+from specserve.checkpoints.load import Target, load_target
+from specserve.checkpoints.source import resolve_target
+from specserve.checkpoints.tensors import write_json
+from specserve.cli.options import command
+from specserve.cli.progress import console
+from specserve.config import setting
+from specserve.data import sources
+from specserve.data.documents import Document, tokenize
 from specserve.data.loader import Loader
 from specserve.data.packing import pack
-from specserve.eval.naive_training import NaiveTrainer, batches_of_every_length, naive_loss, padded_batches
-from specserve.models.config import DraftConfig, ModelConfig
-from specserve.models.draft import draft_spec
+from specserve.drafters.door import Rows
+from specserve.drafters.settings import DraftSettings
+from specserve.errors import ConfigError
+from specserve.eval.report import table
+from specserve.mesh import default_dtype
+from specserve.models.config import ModelConfig
 from specserve.models.params import is_spec
+from specserve.models.presets import PRESETS
 from specserve.models.target import target_spec
+from specserve.provenance import collect
 from specserve.speculative.vocab import DraftVocab
+from specserve.tokenizer import Tokenizer
 from specserve.train.flops import step_flops
-from specserve.train.head import draft_config, init_head
+from specserve.train.head import new_drafter
 from specserve.train.optimizer import make_optimizer
-from specserve.train.settings import DraftSettings, TrainSettings
+from specserve.train.settings import TrainSettings
 from specserve.train.speed import matmul_peak
 from specserve.train.step import LossConfig, StepMetrics, TrainState, loss_config, make_step
-from specserve.train.unroll import Rows
 
 
 class Arm(Protocol):
@@ -79,7 +98,7 @@ class PackedArm:
         self, config: LossConfig, settings: TrainSettings, target: Target, target_ids: np.ndarray, loader: Loader
     ) -> None:
         optimizer = make_optimizer(settings)
-        params: Any = init_head(config.draft, target, target_ids, settings.seed)
+        params: Any = config.drafter.first_params(target, target_ids, settings.seed)
         self._state = TrainState(params, optimizer.init(params), jnp.int32(0))
         self._step, self._target, self._loader = make_step(config, optimizer), target.params, loader
         self._vocab = DraftVocab(jnp.asarray(target_ids))
@@ -115,7 +134,7 @@ class NaiveArm:
         target_ids: np.ndarray,
         documents: Sequence[Document],
     ) -> None:
-        params = init_head(config.draft, target, target_ids, settings.seed)
+        params = config.drafter.first_params(target, target_ids, settings.seed)
         vocab = DraftVocab(jnp.asarray(target_ids))
         self._trainer = NaiveTrainer(config, make_optimizer(settings), params, target.params, vocab)
         self._batches = padded_batches(documents, settings.batch_size, settings.seq_len, settings.seed)
@@ -149,7 +168,7 @@ def run_bench(
     on_round: Callable[[TrainBenchReport], None] = lambda _report: None,
 ) -> TrainBenchReport:
     """Both arms, `steps` steps each in every round, after steps that compile."""
-    config = loss_config(settings, target.config, draft_config(draft, target.config, len(target_ids)))
+    config = loss_config(settings, target.config, new_drafter(draft, target.config, len(target_ids)))
     rows = pack(documents, settings.seq_len)
     loader = Loader(rows, settings.batch_size, settings.seed)
     arms: list[Arm] = [
@@ -160,7 +179,7 @@ def run_bench(
         arm.warm_up()
     report = TrainBenchReport({arm.name: ArmResult() for arm in arms}, 0.0, rows.padding_share)
     peaks: list[float] = []
-    flops = step_flops(config.target, config.draft, config.rollout, batch=1, seq=settings.seq_len).total.useful
+    flops = step_flops(config.target, config.drafter, config.rollout, batch=1, seq=settings.seq_len).total.useful
     for i in range(rounds):
         for arm in arms if i % 2 == 0 else arms[::-1]:
             peaks.append(matmul_peak(config.target.dtype))
@@ -199,8 +218,8 @@ class MemoryCell:
 
 def bench_config(settings: TrainSettings, target: ModelConfig, draft_vocab_size: int) -> LossConfig:
     """A plain head for a target of these shapes."""
-    draft = draft_config(DraftSettings(), target, min(draft_vocab_size, target.vocab_size))
-    return loss_config(settings, target, draft)
+    drafter = new_drafter(DraftSettings(), target, min(draft_vocab_size, target.vocab_size))
+    return loss_config(settings, target, drafter)
 
 
 def memory_cells(
@@ -228,12 +247,12 @@ def memory_cells(
 def step_memory(config: LossConfig, settings: TrainSettings, *, batch: int, seq: int, is_naive: bool) -> Memory:
     """By the compiler's own account, without running it. The naive step is its gradient alone, without what its
     optimiser takes."""
-    target: Any = _abstract(target_spec(config.target), config.target)
-    params: Any = _abstract(draft_spec(config.draft), config.draft)
+    target: Any = _abstract(target_spec(config.target), config.target.dtype)
+    params: Any = _abstract(config.drafter.spec(), config.drafter.dtype)
     ids: Any = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     loss_mask: Any = jax.ShapeDtypeStruct((batch, seq), jnp.bool_)
     rows = Rows(ids, loss_mask, ids, ids)
-    vocab = DraftVocab(jax.ShapeDtypeStruct((config.draft.draft_vocab_size,), jnp.int32))  # type: ignore[arg-type]
+    vocab = DraftVocab(jax.ShapeDtypeStruct((config.drafter.draft_vocab_size,), jnp.int32))  # type: ignore[arg-type]
     if is_naive:
 
         def gradient(params: Any, target: Any, vocab: DraftVocab, rows: Rows) -> Any:
@@ -253,5 +272,104 @@ def step_memory(config: LossConfig, settings: TrainSettings, *, batch: int, seq:
     return Memory(used.argument_size_in_bytes, live)
 
 
-def _abstract(spec: Any, config: ModelConfig | DraftConfig) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype(config.dtype)), spec, is_leaf=is_spec)
+def _abstract(spec: Any, dtype: str) -> Any:
+    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype(dtype)), spec, is_leaf=is_spec)
+
+
+def training_table(report: TrainBenchReport) -> Table:
+    """One row per way to train, medians over the rounds."""
+    shown = table("a training step", ("",), ("useful\ntokens/s", "slots/s", "share of\nmatmul peak"))
+    for name, arm in report.arms.items():
+        values = (statistics.median(rates) for rates in (arm.useful, arm.slots, arm.peak_share))
+        useful, slots, share = values
+        shown.add_row(name, f"{useful:.0f}", f"{slots:.0f}", f"{share:.0%}")
+    return shown
+
+
+def training_lines(report: TrainBenchReport) -> list[str]:
+    ratios = sorted(report.ratios)
+    return [
+        f"useful tokens/s to the naive arm: {statistics.median(ratios):.2f}x ({ratios[0]:.2f} to {ratios[-1]:.2f})",
+        f"packed rows have {report.padding_share:.1%} padding; the peak is {report.peak_gflops:.0f} GFLOP/s",
+    ]
+
+
+def memory_table(cells: Sequence[MemoryCell]) -> Table:
+    """Memory of a compiled step by sequence length: of the arguments, and of the rest with rollout steps computed
+    again, with all kept, and of the naive formulation."""
+    names = ("weights,\nmoments", "steps\nagain", "of\nnaive", "all\nkept", "of\nnaive", "naive")
+    shown = table("memory of a training step, GB", ("rows x tokens",), names)
+    for cell in cells:
+        shown.add_row(
+            f"{cell.batch} x {cell.seq}",
+            f"{cell.again.arguments / 1e9:.2f}",
+            f"{cell.again.live / 1e9:.2f}",
+            f"{cell.again.live / cell.naive.live:.0%}",
+            f"{cell.kept.live / 1e9:.2f}",
+            f"{cell.kept.live / cell.naive.live:.0%}",
+            f"{cell.naive.live / 1e9:.2f}",
+        )
+    return shown
+
+
+app = typer.Typer(no_args_is_help=True)
+
+
+@dataclass(frozen=True)
+class TimeRun:
+    target: str = setting("pydoc", help="preset, Hugging Face folder or hub id")
+    source: str = setting("pydoc", help="conversations, as for train")
+    conversations: int = setting(2000, help="use so many of them, drawn by the seed", ge=8)
+    draft_vocab_size: int = setting(4096, help="draft vocabulary", ge=1)
+    rounds: int = setting(5, help="how often the arms take turns", ge=1)
+    steps: int = setting(8, help="steps of each arm in a round", ge=1)
+    output: str = setting("", help="write the JSON report here")
+    train: TrainSettings = field(default_factory=TrainSettings)
+
+
+@app.command("time")
+@command(TimeRun)
+def time_arms(run: TimeRun) -> None:
+    """Measure a training step against the naive formulation on the same conversations and shapes, in turns."""
+    folder = resolve_target(run.target).folder
+    target = load_target(folder, dtype=default_dtype())
+    chosen = sources.load(run.source, split="train")
+    order = np.random.default_rng(run.train.seed).permutation(len(chosen))[: run.conversations]
+    documents = tokenize([chosen[i] for i in order], Tokenizer.load(folder), run.train.seq_len).documents
+    target_ids = np.arange(min(run.draft_vocab_size, target.config.vocab_size), dtype=np.int32)
+    report = run_bench(*(target, documents, target_ids, run.train, DraftSettings()), rounds=run.rounds, steps=run.steps)
+    console.print(training_table(report))
+    for line in training_lines(report):
+        console.print(line, highlight=False)
+    if run.output:
+        write_json(Path(run.output), {"settings": asdict(run), **report.to_json(), "provenance": collect()})
+
+
+@dataclass(frozen=True)
+class MemoryRun:
+    target: str = setting("qwen3-8b", help="preset, whose shapes are taken; nothing is loaded")
+    seq_len: tuple[int, ...] = setting((512, 1024, 2048, 4096, 8192), help="tokens per row", ge=64)
+    draft_vocab_size: int = setting(32_000, help="draft vocabulary", ge=1)
+    num_layers: int = setting(0, help="layers of the target, 5 or more; 0: all, which take minutes to compile", ge=0)
+    output: str = setting("", help="write the JSON report here")
+    train: TrainSettings = field(default_factory=lambda: TrainSettings(batch_size=1, rollout=7))
+
+
+@app.command("memory")
+@command(MemoryRun)
+def compare_memory(run: MemoryRun) -> None:
+    """Compile a training step of a target's shapes, and the naive formulation's, and say what memory they take."""
+    if run.target not in PRESETS:
+        raise ConfigError(f"--target {run.target}: not a preset; `specserve targets` lists them")
+    if 0 < run.num_layers < 5:
+        raise ConfigError(f"--num-layers {run.num_layers}: a head taps three layers, so give 5 or more")
+    target = replace(PRESETS[run.target].config(), dtype=default_dtype())
+    target = replace(target, num_layers=run.num_layers) if run.num_layers else target
+    cells = memory_cells(run.train, target, run.draft_vocab_size, run.seq_len)
+    console.print(memory_table(cells))
+    if run.output:
+        write_json(Path(run.output), {"settings": asdict(run), "memory": [asdict(cell) for cell in cells]})
+
+
+if __name__ == "__main__":
+    app()

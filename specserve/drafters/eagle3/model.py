@@ -9,12 +9,13 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
+from specserve.drafters.eagle3.config import Eagle3Config
 from specserve.kernels.matmul import Weight, matmul_float32
 from specserve.kernels.rowwise import rms_norm
+from specserve.mesh import shardings
 from specserve.models.attention import KV, Attention, attention_spec, project_kv, project_q
-from specserve.models.cache import Cache, Pages
-from specserve.models.config import DraftConfig
 from specserve.models.layers import Mlp, linear, mlp, mlp_spec
 from specserve.models.params import embedding_table, matrix, vector
 from specserve.models.rope import rope_tables
@@ -33,7 +34,7 @@ class DraftLayer:
 
 
 @pytree
-class DraftParams:
+class Eagle3Params:
     embedding: jax.Array | None  # [vocab, d_model]; None: the target's is shared
     fc: Weight  # [taps * target_d_model, d_model]
     fc_norms: tuple[jax.Array, ...]  # one [target_d_model] for each tap, or none
@@ -43,14 +44,19 @@ class DraftParams:
     norm: jax.Array  # [d_model]
     head: Weight  # [d_model, draft_vocab]
 
+    @property
+    def output(self) -> tuple[jax.Array, Weight]:
+        """What makes logits of states, see `draft_logits`."""
+        return self.norm, self.head
 
-def draft_spec(config: DraftConfig) -> DraftParams:
+
+def draft_spec(config: Eagle3Config) -> Eagle3Params:
     """The parameters of a head as `ParamSpec`s with their SGLang names."""
     num_taps = len(config.aux_layers)
     fused = num_taps * config.target_d_model
     norms = tuple(vector(f"fc_norm.{i}.weight", config.target_d_model) for i in range(num_taps))
     embedding = embedding_table("embed_tokens.weight", config.vocab_size, config.d_model)
-    return DraftParams(
+    return Eagle3Params(
         embedding=embedding if config.has_embedding else None,
         fc=matrix("fc.weight", fused, config.d_model, (None, "embed")),
         fc_norms=norms if config.fc_norm else (),
@@ -62,7 +68,12 @@ def draft_spec(config: DraftConfig) -> DraftParams:
     )
 
 
-def _layer_spec(config: DraftConfig, i: int) -> DraftLayer:
+def place(config: Eagle3Config, mesh: Mesh) -> Eagle3Params:
+    """Where each parameter lives; what does not divide is whole on every device."""
+    return shardings(draft_spec(config), mesh, {"heads": config.num_heads, "kv_heads": config.num_kv_heads})
+
+
+def _layer_spec(config: Eagle3Config, i: int) -> DraftLayer:
     prefix = f"layers.{i}" if i else "midlayer"
     return DraftLayer(
         input_norm=vector(f"{prefix}.{'hidden_norm' if i else 'input_layernorm'}.weight", config.d_model),
@@ -73,8 +84,8 @@ def _layer_spec(config: DraftConfig, i: int) -> DraftLayer:
 
 
 def fuse_features(
-    params: DraftParams,
-    config: DraftConfig,
+    params: Eagle3Params,
+    config: Eagle3Config,
     aux_hidden_states: jax.Array,  # [batch, n, taps * target_d_model]
 ) -> jax.Array:  # [batch, n, d_model]
     """The target's tapped states as one feature; applied once, where the target has run."""
@@ -98,8 +109,8 @@ class DraftInputs:
 
 
 def draft_inputs(
-    params: DraftParams,
-    config: DraftConfig,
+    params: Eagle3Params,
+    config: Eagle3Config,
     embedding: jax.Array,  # [vocab, d_model], see `token_embedding`
     token_ids: jax.Array,  # [batch, n] int32
     hidden_states: jax.Array,  # [batch, n, d_model], features or recurrent states
@@ -115,7 +126,7 @@ def draft_inputs(
     )
 
 
-def token_embedding(params: DraftParams, target_embedding: jax.Array) -> jax.Array:  # [vocab, d_model]
+def token_embedding(params: Eagle3Params, target_embedding: jax.Array) -> jax.Array:  # [vocab, d_model]
     return target_embedding if params.embedding is None else params.embedding
 
 
@@ -124,7 +135,7 @@ Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def draft_entries(
-    params: DraftParams, config: DraftConfig, inputs: DraftInputs, attend: Attend
+    params: Eagle3Params, config: Eagle3Config, inputs: DraftInputs, attend: Attend
 ) -> tuple[DraftInputs, tuple[KV, ...]]:
     """Keys and values of the entries in every layer, and what the entries bring to the last layer. That one need run
     only for entries that predict: of a single layer nothing runs here, and `attend` is never called."""
@@ -140,8 +151,8 @@ def draft_entries(
 
 
 def draft_states(
-    params: DraftParams,
-    config: DraftConfig,
+    params: Eagle3Params,
+    config: Eagle3Config,
     inputs: DraftInputs,  # of entries that predict, to the last layer
     attend_to: Callable[[jax.Array], jax.Array],  # q [batch, n, head, head_dim] -> the same shape
 ) -> jax.Array:  # [batch, n, d_model]
@@ -153,7 +164,7 @@ def draft_states(
 
 
 def draft_forward(
-    params: DraftParams, config: DraftConfig, inputs: DraftInputs, attend: Attend
+    params: Eagle3Params, config: Eagle3Config, inputs: DraftInputs, attend: Attend
 ) -> tuple[jax.Array, tuple[KV, ...]]:
     """All layers for entries that all predict: their recurrent hidden states [batch, n, d_model], and their keys and
     values in every layer."""
@@ -164,7 +175,7 @@ def draft_forward(
 
 def _leave(
     layer: DraftLayer,
-    config: DraftConfig,
+    config: Eagle3Config,
     residual: jax.Array,  # [batch, n, d_model]
     out: jax.Array,  # [batch, n, head, head_dim], what attention found
 ) -> jax.Array:  # [batch, n, d_model], the residual stream after the layer
@@ -173,19 +184,11 @@ def _leave(
 
 
 def draft_logits(
-    params: DraftParams,
-    config: DraftConfig,
+    output: tuple[jax.Array, Weight],  # final norm and head
+    config: Eagle3Config,
     hidden_states: jax.Array,  # [..., d_model], what `draft_states` returned
 ) -> jax.Array:  # [..., draft_vocab] float32
+    norm, head = output
     if not config.norm_output:
-        hidden_states = rms_norm(hidden_states, params.norm, config.norm_eps)
-    return matmul_float32(hidden_states, params.head)
-
-
-def draft_cache(config: DraftConfig, *, num_pages: int, page_size: int) -> Cache:
-    """The head's layers, under the target's page table."""
-    layers = tuple(
-        Pages.zeros(num_pages, page_size, config.num_kv_heads, config.head_dim, config.dtype)
-        for _ in range(config.num_layers)
-    )
-    return Cache(layers, num_pages, page_size)
+        hidden_states = rms_norm(hidden_states, norm, config.norm_eps)
+    return matmul_float32(hidden_states, head)

@@ -1,0 +1,41 @@
+"""What an EAGLE-3 head is (Li et al. 2025, arXiv 2503.01840), with the switches of version 3.1."""
+
+from dataclasses import dataclass, field
+
+from specserve.errors import ConfigError
+from specserve.models.config import ModelConfig
+from specserve.models.rope import Rope
+
+
+@dataclass(frozen=True)
+class Eagle3Config:
+    """The shape and the switches of a head: a transformer layer over (token embedding, fused target features), or
+    several. Static and hashable."""
+
+    d_model: int
+    target_d_model: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    d_ff: int
+    vocab_size: int  # the target's
+    draft_vocab_size: int
+    max_len: int
+    aux_layers: tuple[int, ...]  # target layers whose outputs are tapped, 0-based
+    num_layers: int = 1
+    norm_eps: float = 1e-6
+    rope: Rope = field(default=Rope())
+    has_embedding: bool = False  # its own token embedding; otherwise the target's is shared
+    norm_before_residual: bool = False  # the residual is the normed hidden state
+    fc_norm: bool = False  # 3.1: an RMS norm on each tapped state
+    norm_before_fc: bool = False  # 3.1: one RMS norm over the concatenated taps
+    norm_output: bool = False  # 3.1: the state handed on is the normed one
+    dtype: str = "float32"
+
+
+def default_taps(target: ModelConfig) -> tuple[int, int, int]:
+    """The outputs of layers 1, L//2-1 and L-4 (0-based), before the final norm. Raises ConfigError where the target has
+    too few layers."""
+    if target.num_layers < 5:
+        raise ConfigError(f"a target of {target.num_layers} layers has no default taps; give three layer indices")
+    return (1, target.num_layers // 2 - 1, target.num_layers - 4)

@@ -1,0 +1,112 @@
+"""What the draft doctor says of a head's files, and mends."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from specserve.checkpoints.tensors import TensorFolder, read_json
+
+Level = Literal["error", "warning"]
+CONFIG = "config.json"
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+@dataclass
+class Copy:
+    """A head's files in memory, while they are being mended."""
+
+    raw: dict[str, Any]
+    tensors: dict[str, np.ndarray]
+
+    @property
+    def layer(self) -> dict[str, Any]:
+        """Where the settings of the layer stand: speculators nests them."""
+        return self.raw.get("transformer_layer_config") or self.raw
+
+
+@dataclass(frozen=True)
+class Finding:
+    """Something that is wrong, or likely to be."""
+
+    code: str
+    level: Level  # an error breaks a loader or the acceptance; a warning costs something, or might
+    what: str
+    where: str
+    expected: str
+    got: str
+    consequence: str
+    mend: str
+    fix: Callable[[Copy], None] | None = field(default=None, repr=False, compare=False)  # None: it would be a guess
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("code", "level", "what", "where", "expected", "got", "consequence", "mend")
+        return {name: getattr(self, name) for name in names} | {"is_fixable": self.fix is not None}
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found in a folder."""
+
+    folder: Path
+    dialect: str
+    facts: dict[str, str]  # the head in a few lines
+    tensors: list[tuple[str, tuple[int, ...], str]]  # name, shape, dtype
+    findings: list[Finding]
+
+    @property
+    def errors(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.level == "error"]
+
+    @property
+    def changes(self) -> list[str]:
+        """What mending changes, one line each."""
+        return [f"{each.where}: {each.what}; now {each.expected}" for each in self.findings if each.fix]
+
+    def mended(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """The tensors and the config.json with everything mended that can be without guessing."""
+        tensors = TensorFolder(self.folder)
+        mended = Copy(
+            copy.deepcopy(read_json(self.folder / CONFIG)), {name: tensors.read(name) for name in tensors.names()}
+        )
+        for finding in self.findings:
+            if finding.fix:
+                finding.fix(mended)
+        return mended.tensors, mended.raw
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "dialect": self.dialect,
+            "facts": self.facts,
+            "tensors": [{"name": name, "shape": list(shape), "dtype": dtype} for name, shape, dtype in self.tensors],
+            "findings": [finding.to_json() for finding in self.findings],
+        }
+
+
+def stored_dtype(tensors: TensorFolder) -> str:
+    """The dtype of the weights; float32, which holds both of the others, where they are of several."""
+    found = {tensors.dtype(name).name for name in tensors.names()} & set(FLOATS)
+    return found.pop() if len(found) == 1 else "float32"
+
+
+def put(key: str, value: Any, *, in_layer: bool = False, everywhere: bool = False) -> Callable[[Copy], None]:
+    def fix(mended: Copy) -> None:
+        (mended.layer if in_layer else mended.raw)[key] = value
+        if everywhere:
+            mended.layer[key] = value
+
+    return fix
+
+
+def describe(table: np.ndarray | None) -> str:
+    if table is None:
+        return "nothing"
+    shown = ", ".join(str(value) for value in table.ravel()[:3].tolist())
+    last = f", .. {table.ravel()[-1]}" if table.size > 3 else ""
+    if table.dtype == np.bool_:
+        return f"{table.size:,} bools, {int(table.sum()):,} set"
+    return f"{table.size:,} from {shown}{last}"

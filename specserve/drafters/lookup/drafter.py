@@ -1,0 +1,186 @@
+"""Drafts without a head: what followed the last tokens where they stood before, in the same sequence or in recent
+answers; and the choice between such a draft and a head's.
+
+Prompt lookup (Saxena 2023) searches the sequence itself, suffix matching (after SuffixDecoding, Oliaro et al. 2024,
+arXiv 2411.04975) the answers of finished sequences as well.
+"""
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specserve.drafters.lookup.search import MATCH_CLASSES, RECALL_LENGTH, RECALL_ROWS, Match, find, match_class
+from specserve.models.config import ModelConfig
+from specserve.pytree import pytree
+from specserve.speculative.drafter import HEAD, After, Committed, Drafter, Sizes, SlotView, choose, take_rows
+from specserve.speculative.tree import Proposal, Tree, chain_proposal
+
+GAIN_DECAY = 0.9
+OWN_TEXT, ALL_TEXT = "ngram", "suffix"  # names of lookups: the sequence alone is searched, or answers too
+PRIOR_GAINS = (0.3, 0.8, 2.0)  # accepted tokens per step of a match of each class, before anything is known
+
+
+@dataclass(frozen=True)
+class Lookup:
+    """A drafter that searches. What is kept of finished answers is its whole state, [RECALL_ROWS, RECALL_LENGTH] int32
+    with -1 where there is nothing; it is None where the sequence alone is searched."""
+
+    remembers: bool  # searches finished answers too
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return ()
+
+    def max_pending(self, max_depth: int) -> int:
+        del max_depth
+        return 0
+
+    def init_state(self, target: ModelConfig, sizes: Sizes) -> jax.Array | None:
+        del target, sizes
+        return jnp.full((RECALL_ROWS, RECALL_LENGTH), -1, jnp.int32) if self.remembers else None
+
+    def admit(self, state: Any, slot: jax.Array, page_row: jax.Array, num_cached: jax.Array, promise: jax.Array) -> Any:
+        del slot, page_row, num_cached, promise
+        return state
+
+    def observe(self, weights: Any, state: Any, view: SlotView, committed: Committed, after: After) -> Any:
+        del weights, view, committed, after  # the history says it all
+        return state
+
+    def catch_up(self, weights: Any, state: Any, view: SlotView) -> Any:
+        del weights, view
+        return state
+
+    def propose(self, weights: Any, state: Any, view: SlotView, tree: Tree) -> tuple[Any, Proposal]:
+        del weights
+        return state, _as_proposal(view, self.find(state, view, tree))
+
+    def find(self, state: Any, view: SlotView, tree: Tree) -> Match:
+        """The best match of each sequence's end, where the tree's lookup searches."""
+        return find(view.history, view.seq_lens, tree.depth, state if tree.lookup == ALL_TEXT else None)
+
+    def remember(self, state: Any, history: jax.Array, start: jax.Array, last: jax.Array, number: jax.Array) -> Any:
+        if not self.remembers:
+            return state
+        index = jnp.maximum(start, last - RECALL_LENGTH) + jnp.arange(RECALL_LENGTH)
+        text = history.at[index].get(mode="clip")
+        return state.at[number % RECALL_ROWS].set(jnp.where(index <= last, text, -1))
+
+    def forget(self, state: Any) -> Any:
+        return jax.tree.map(lambda texts: jnp.full_like(texts, -1), state)
+
+
+@pytree
+class MixedState:
+    head: Any
+    lookup: Any
+    gains: jax.Array  # [slot, 1 + classes] float32, accepted tokens per step of the head and of matches by class
+
+
+@dataclass(frozen=True)
+class Mixed:
+    """A drafter that trains, and a search: for each sequence and step whichever has brought more so far. A tree says by
+    its source who is asked. Its weights are the head's."""
+
+    head: Drafter
+    lookup: Lookup
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.head.aux_layers
+
+    @property
+    def remembers(self) -> bool:
+        return self.lookup.remembers
+
+    def max_pending(self, max_depth: int) -> int:
+        return self.head.max_pending(max_depth)
+
+    def init_state(self, target: ModelConfig, sizes: Sizes) -> MixedState:
+        return MixedState(
+            self.head.init_state(target, sizes),
+            self.lookup.init_state(target, sizes),
+            jnp.tile(_first_gains(jnp.float32(0)), (sizes.num_slots, 1)),
+        )
+
+    def admit(
+        self, state: MixedState, slot: jax.Array, page_row: jax.Array, num_cached: jax.Array, promise: jax.Array
+    ) -> MixedState:
+        head = self.head.admit(state.head, slot, page_row, num_cached, promise)
+        return dataclasses.replace(state, head=head, gains=state.gains.at[slot].set(_first_gains(promise)))
+
+    def observe(
+        self, weights: Any, state: MixedState, view: SlotView, committed: Committed, after: After
+    ) -> MixedState:
+        head = self.head.observe(weights, state.head, view, committed, after)
+        if isinstance(after, str) or not after.lookup:
+            return dataclasses.replace(state, head=head)
+        gains = update_gains(take_rows(state.gains, view.slots), committed.source, committed.n_accepted)
+        return dataclasses.replace(state, head=head, gains=state.gains.at[view.slots].set(gains, mode="drop"))
+
+    def catch_up(self, weights: Any, state: MixedState, view: SlotView) -> MixedState:
+        return dataclasses.replace(state, head=self.head.catch_up(weights, state.head, view))
+
+    def propose(self, weights: Any, state: MixedState, view: SlotView, tree: Tree) -> tuple[MixedState, Proposal]:
+        assert tree.uses_head, "lookup alone would leave the head behind: give such a step a drafter without one"
+        head, proposal = self.head.propose(weights, state.head, view, tree)
+        state = dataclasses.replace(state, head=head)
+        if not tree.lookup:
+            return state, proposal
+        match = self.lookup.find(state.lookup, view, tree)
+        is_preferred = prefers_match(take_rows(state.gains, view.slots), match)
+        return state, choose(is_preferred, graft(_as_proposal(view, match), proposal), proposal)
+
+    def remember(
+        self, state: MixedState, history: jax.Array, start: jax.Array, last: jax.Array, number: jax.Array
+    ) -> MixedState:
+        lookup = self.lookup.remember(state.lookup, history, start, last, number)
+        return dataclasses.replace(state, lookup=lookup)
+
+    def forget(self, state: MixedState) -> MixedState:
+        return dataclasses.replace(state, lookup=self.lookup.forget(state.lookup))
+
+
+def graft(match: Proposal, tree: Proposal) -> Proposal:
+    """A chain [batch, 1 + depth] with as much of a tree [batch, 1 + node] beside it as makes the tree's number of
+    nodes. A tree lists parents before their children, so any first nodes of it are a tree."""
+    depth = match.token_ids.shape[1] - 1
+    rest = slice(1, tree.token_ids.shape[1] - depth)
+    parents = tree.parents[:, rest]
+    return Proposal(
+        token_ids=jnp.concatenate([match.token_ids, tree.token_ids[:, rest]], axis=1),
+        parents=jnp.concatenate([match.parents, jnp.where(parents > 0, parents + depth, 0)], axis=1),
+        depths=jnp.concatenate([match.depths, tree.depths[:, rest]], axis=1),
+        source=match.source,
+    )
+
+
+def _as_proposal(view: SlotView, match: Match) -> Proposal:
+    return chain_proposal(view.root_ids, match.token_ids, _source(match))
+
+
+def _source(match: Match) -> jax.Array:  # [batch] int32
+    """The place of a match's gain; the head's comes before those of all classes."""
+    return HEAD + 1 + match_class(match.length)
+
+
+def _first_gains(promise: jax.Array) -> jax.Array:  # [1 + classes] float32
+    """What is expected before anything is known of a sequence but what its head promises."""
+    assert len(PRIOR_GAINS) == 1 + len(MATCH_CLASSES)
+    return jnp.concatenate([promise[None], jnp.asarray(PRIOR_GAINS, jnp.float32)])
+
+
+def prefers_match(gains: jax.Array, match: Match) -> jax.Array:  # [batch, 1 + classes] -> [batch] bool
+    """Whether the match promises more accepted tokens than the head."""
+    expected = jnp.take_along_axis(gains, _source(match)[:, None], axis=1)[:, 0]
+    return (match.length > 0) & (expected > gains[:, HEAD])
+
+
+def update_gains(gains: jax.Array, source: jax.Array, n_accepted: jax.Array) -> jax.Array:
+    """Exponential averages, of the source that proposed in this step only."""
+    is_source = jnp.arange(gains.shape[1]) == source[:, None]
+    moved = GAIN_DECAY * gains + (1 - GAIN_DECAY) * n_accepted[:, None].astype(jnp.float32)
+    return jnp.where(is_source, moved, gains)

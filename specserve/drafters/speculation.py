@@ -1,0 +1,93 @@
+"""The words for ways to speculate, and which drafter they ask for."""
+
+import itertools
+import re
+from collections.abc import Sequence
+
+from specserve.drafters.lookup.drafter import ALL_TEXT, OWN_TEXT, Lookup, Mixed
+from specserve.errors import ConfigError
+from specserve.speculative.drafter import Drafter
+from specserve.speculative.tree import DynamicTree, StaticTree, Tree, chain, static_tree
+
+MAX_NODES = 256
+LOOKUPS = {OWN_TEXT: Lookup(remembers=False), ALL_TEXT: Lookup(remembers=True)}
+SHAPES = "chain:K, tree:DEPTHxTOPKxNODES (tree:4x4x12) or static:WIDTHxWIDTHx... (static:3x2x1)"
+
+
+def with_head(lookup: str) -> str:
+    """The source of trees that a head proposes, or a lookup where that promises more."""
+    return f"head+{lookup}"
+
+
+def drafter_for(trees: Sequence[Tree | None], head: Drafter | None) -> Drafter | None:
+    """Who proposes all of these: a head, a lookup, both, or nobody."""
+    names = {tree.lookup for tree in trees if tree is not None and tree.lookup}
+    lookup = LOOKUPS[ALL_TEXT if ALL_TEXT in names else OWN_TEXT] if names else None
+    if not any(tree is not None and tree.uses_head for tree in trees):
+        return lookup
+    assert head is not None, "a tree that asks for a head needs one"
+    return Mixed(head, lookup) if lookup else head
+
+
+def parse_speculation(text: str) -> Tree | None:
+    """`off`; `chain:K`, `tree:DEPTHxTOPKxNODES` or `static:WIDTHxWIDTHx...` by a head; `ngram:K` or `suffix:K` by
+    lookup; `head+suffix:` before a shape by whichever promises more for each sequence, K alone being a chain. Raises
+    ConfigError."""
+    if text == "off":
+        return None
+    source, _, shape = text.partition(":")
+    if source in LOOKUPS or source in map(with_head, LOOKUPS):
+        if shape.isdecimal():
+            shape = f"chain:{shape}"
+    else:
+        source, shape = "head", text
+    if match := re.fullmatch(r"chain:(\d+)", shape):
+        tree: Tree = chain(int(match[1]), source)
+        is_sound = int(match[1]) >= 1
+    elif source in LOOKUPS:
+        raise ConfigError(f"speculation {text!r}: a lookup alone proposes chains; expected {source}:K")
+    elif match := re.fullmatch(r"tree:(\d+)x(\d+)x(\d+)", shape):
+        depth, top_k, num_nodes = (int(group) for group in match.groups())
+        tree = DynamicTree(depth, top_k, num_nodes, source)
+        is_sound = depth >= 1 and top_k >= 1 and depth <= num_nodes <= tree.pool_size
+    elif match := re.fullmatch(r"static:(\d+(?:x\d+)*)", shape):
+        widths = tuple(int(width) for width in match[1].split("x"))
+        is_sound = all(1 <= width <= MAX_NODES for width in widths) and _num_static_nodes(widths) <= MAX_NODES
+        tree = static_tree(widths, source) if is_sound else chain(1)
+    else:
+        raise ConfigError(
+            f"speculation {text!r} is not understood; expected off, {SHAPES}, {OWN_TEXT}:K, {ALL_TEXT}:K, or one of "
+            f"these shapes after {with_head(OWN_TEXT)}: or {with_head(ALL_TEXT)}:"
+        )
+    if not is_sound or tree.num_nodes > MAX_NODES:
+        raise ConfigError(
+            f"speculation {text!r} describes no tree: every number must be at least 1, a tree has at most {MAX_NODES} "
+            "nodes, and tree:DxKxN needs D <= N <= K + (D-1)*K*K"
+        )
+    return tree
+
+
+def _num_static_nodes(widths: tuple[int, ...]) -> int:
+    total, level = 0, 1
+    for width in widths:
+        level *= width
+        total += level
+    return total
+
+
+def describe(tree: Tree | None) -> str:
+    """The shortest text that `parse_speculation` reads back, or a plain one for an irregular static tree."""
+    if tree is None:
+        return "off"
+    shape, prefix = _shape(tree), "" if tree.source == "head" else f"{tree.source}:"
+    return prefix + (shape.removeprefix("chain:") if prefix else shape)
+
+
+def _shape(tree: Tree) -> str:
+    if isinstance(tree, StaticTree):
+        counts = [1, *[tree.depths.count(depth) for depth in range(1, tree.depth + 1)]]
+        widths = tuple(below // above for above, below in itertools.pairwise(counts))
+        if static_tree(widths, tree.source) == tree:
+            return "static:" + "x".join(map(str, widths))
+        return f"static tree of {tree.num_nodes} nodes, depth {tree.depth}"
+    return f"chain:{tree.depth}" if tree.top_k == 1 else f"tree:{tree.depth}x{tree.top_k}x{tree.num_nodes}"

@@ -1,0 +1,130 @@
+"""The door of a drafter: all that a step knows of whoever proposes its trees.
+
+A drafter is static, like a config: hashable, compared when a program is compiled. Its arrays are elsewhere: its weights
+in `Weights.draft`, what it keeps of the sequences in `SlotState.draft`. Each method takes both and returns the state
+anew; which pytrees they are is the drafter's own affair. `specserve.drafters` has a room for each kind.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal, Protocol
+
+import jax
+import jax.numpy as jnp
+
+from specserve.models.config import ModelConfig
+from specserve.pytree import pytree
+from specserve.speculative.sampling import SamplerRows
+from specserve.speculative.tree import Proposal, Tree
+
+HEAD = 0  # `Proposal.source` of what a trained head proposes; other drafters number theirs from 1
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Of the state of all slots."""
+
+    num_slots: int
+    num_pages: int  # of all sequences together
+    page_size: int  # tokens
+    max_pages: int  # of one sequence
+    max_depth: int  # of any tree that runs on the state
+
+
+@pytree
+class SlotView:
+    """The state's rows of the slots in a step. A padded slot reads as an empty sequence whose pages are out of range;
+    what is written to row `slots` of it must be dropped."""
+
+    slots: jax.Array  # [batch] int32, past the last slot where padded
+    page_table: jax.Array  # [batch, max_pages] int32, for writing
+    read_table: jax.Array  # [batch, width] int32, the part that attention reads
+    seq_lens: jax.Array  # [batch] int32, index of the root
+    root_ids: jax.Array  # [batch] int32, the last emitted token, which the target has not consumed yet
+    history: jax.Array  # [batch, max_pages * page_size] int32, the sequence up to the root
+    rows: SamplerRows  # [batch]
+
+
+@pytree
+class Committed:
+    """What a step has added to the target's cache: for each sequence so many of n consecutive places."""
+
+    index: jax.Array  # [batch, n] int32, the places
+    token_ids: jax.Array  # [batch, n] int32, the tokens there
+    next_ids: jax.Array  # [batch, n] int32, the token that follows each; the one after the last is the new root
+    aux_hidden_states: jax.Array | None  # [batch, n, taps * d_model], of the tapped layers; None without taps
+    is_kept: jax.Array  # [batch, n] bool, the first `count`; known only once the target has run, see `step._has_run`
+    count: jax.Array  # [batch] int32
+    n_accepted: jax.Array  # [batch] int32, proposed tokens among the emitted ones
+    source: jax.Array  # [batch] int32, who proposed
+
+
+After = Literal["prompt", "plain"] | Tree  # what was committed: a chunk, a plain step's token, or a path of a tree
+
+
+class Drafter(Protocol):
+    """Whoever proposes trees. Nothing that it does can change a token: a proposal is verified, whatever it is."""
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The target's layers (0-based) whose outputs `observe` gets."""
+        ...
+
+    @property
+    def remembers(self) -> bool:
+        """Whether `remember` is to be called when an answer is finished."""
+        ...
+
+    def max_pending(self, max_depth: int) -> int:
+        """Committed tokens that it may not have consumed yet, where trees have such a depth at most: plain steps may go
+        on without `catch_up` until there are as many. 0: it is never behind. The last so many entries of a growing
+        sequence are not shared with others."""
+        ...
+
+    def init_state(self, target: ModelConfig, sizes: Sizes) -> Any:
+        """What it keeps of sequences before there are any: a pytree of arrays by slot, by page, or in a `Cache` under
+        the page table of the target's own."""
+        ...
+
+    def admit(
+        self,
+        state: Any,
+        slot: jax.Array,  # [] int32
+        page_row: jax.Array,  # [max_pages] int32
+        num_cached: jax.Array,  # [] int32, entries that are in its pages already, whole pages
+        promise: jax.Array,  # [] float32, accepted tokens per step that its head promises
+    ) -> Any:
+        """Begin a sequence. Where its prefix is cached, the pages hold what this drafter wrote for it; what else it
+        needs to go on from there it must have kept by page, so that acceptance on a hit is that of a miss."""
+        ...
+
+    def observe(self, weights: Any, state: Any, view: SlotView, committed: Committed, after: After) -> Any:
+        """Take note of what was committed: a chunk of a prompt, the token of a plain step, or the accepted path of the
+        tree that it proposed in this step. `view` is of before the step."""
+        ...
+
+    def catch_up(self, weights: Any, state: Any, view: SlotView) -> Any:
+        """Consume all that plain steps have left."""
+        ...
+
+    def propose(self, weights: Any, state: Any, view: SlotView, tree: Tree) -> tuple[Any, Proposal]:
+        """A tree below each root. It catches up first with what is pending, at most `tree.depth` + 1 tokens."""
+        ...
+
+    def remember(self, state: Any, history: jax.Array, start: jax.Array, last: jax.Array, number: jax.Array) -> Any:
+        """Keep a finished answer, the `number`-th: tokens `start` to `last` of `history` [length]. The others are []
+        int32."""
+        ...
+
+    def forget(self, state: Any) -> Any:
+        """Without what `remember` has kept."""
+        ...
+
+
+def take_rows(tree: Any, slots: jax.Array) -> Any:
+    """The rows of a state's arrays for these slots; of padded ones anything."""
+    return jax.tree.map(lambda x: x.at[slots].get(mode="clip"), tree)
+
+
+def choose(condition: jax.Array, chosen: Any, other: Any) -> Any:
+    """Row by row: the pytree `chosen` where `condition` [batch] holds, else `other`."""
+    return jax.tree.map(lambda a, b: jnp.where(condition.reshape(-1, *[1] * (a.ndim - 1)), a, b), chosen, other)
