@@ -1,6 +1,7 @@
 """The shape of the house: imports point down, public functions are typed, `jax.jit` and `print` keep to their rooms."""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,6 +52,25 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
             module = node.module or ""
             yield module, node.lineno
             yield from ((f"{module}.{alias.name}", node.lineno) for alias in node.names)
+
+
+DRAFTERS = re.compile(r"eagle|medusa|hydra|ngram|dflash|dspark|domino", re.IGNORECASE)
+
+
+def test_a_drafter_is_named_in_its_own_room_alone() -> None:
+    """Whoever adds one writes a room and a line of the registry; the folder of the bundled head is named there too."""
+    found = [
+        f"{_name(path)}:{number}: {line.strip()}"
+        for path in sorted(PACKAGE.rglob("*"))
+        if path.suffix in (".py", ".j2", ".html", ".cc", ".h") and not _name(path).startswith("drafters/")
+        for number, line in enumerate(path.read_text().splitlines(), 1)
+        if DRAFTERS.search(line)
+    ]
+    assert not found, "\n".join(found)
+    generic = ["door", "head", "exchange", "doctor", "findings", "notes", "settings"]
+    for name in generic:
+        named = DRAFTERS.findall((PACKAGE / "drafters" / f"{name}.py").read_text())
+        assert set(named) <= ({"eagle"} if name == "door" else set()), name
 
 
 @pytest.fixture(scope="module")

@@ -43,7 +43,7 @@ def export(
 
 
 def import_(
-    folder: Annotated[Path, typer.Argument(help="A head as SGLang, vLLM, speculators, SpecForge or EAGLE have it.")],
+    folder: Annotated[Path, typer.Argument(help="A head as SGLang, vLLM, speculators or SpecForge have it.")],
     target: Annotated[str, typer.Option(help=TARGET_HELP)] = "",
     output: Annotated[Path, typer.Option(help="Folder to write, for `serve --draft` and for training.")] = Path("ckpt"),
     dtype: Annotated[Dtype, typer.Option(help="Of the weights; left out: as they are stored.")] = "",

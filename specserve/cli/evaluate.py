@@ -20,9 +20,7 @@ class EvalRun:
     draft: str = setting("", help="folder of a draft head; empty: the bundled one")
     target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
     bench: str = setting("mt-bench", help="mt-bench, pydoc, or a .jsonl of questions")
-    speculation: str = setting(
-        "chain:3,auto", help="anything that serve takes but off: chain:K, auto, ngram:K, ...; or several, by commas"
-    )
+    speculation: str = setting("chain:3,auto", help="anything that serve takes but off; or several, by commas")
     limit: int = setting(0, help="ask only so many questions, evenly spread; 0: all", ge=0)
     max_tokens: int = setting(256, help="longest answer", ge=1)
     temperature: float = setting(0.0, help="0 is greedy", ge=0)

@@ -11,7 +11,7 @@ from specserve.train.settings import TrainRun
 
 @command(TrainRun)
 def train(run: TrainRun) -> None:
-    """Train an EAGLE-3 draft head against a frozen target and write it to a folder that `serve --draft` takes."""
+    """Train a draft head against a frozen target and write it to a folder that `serve --draft` takes."""
     if run.dry_run:
         from specserve.cli.plan_view import show_plan
 

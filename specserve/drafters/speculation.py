@@ -4,14 +4,14 @@ import itertools
 import re
 from collections.abc import Sequence
 
-from specserve.drafters.lookup.drafter import ALL_TEXT, OWN_TEXT, Lookup, Mixed
+from specserve.drafters.lookup.drafter import Lookup, Mixed
+from specserve.drafters.words import ALL_TEXT, OWN_TEXT, WAYS
 from specserve.errors import ConfigError
 from specserve.speculative.drafter import Drafter
 from specserve.speculative.tree import DynamicTree, StaticTree, Tree, chain, static_tree
 
 MAX_NODES = 256
 LOOKUPS = {OWN_TEXT: Lookup(remembers=False), ALL_TEXT: Lookup(remembers=True)}
-SHAPES = "chain:K, tree:DEPTHxTOPKxNODES (tree:4x4x12) or static:WIDTHxWIDTHx... (static:3x2x1)"
 
 
 def with_head(lookup: str) -> str:
@@ -55,10 +55,7 @@ def parse_speculation(text: str) -> Tree | None:
         is_sound = all(1 <= width <= MAX_NODES for width in widths) and _num_static_nodes(widths) <= MAX_NODES
         tree = static_tree(widths, source) if is_sound else chain(1)
     else:
-        raise ConfigError(
-            f"speculation {text!r} is not understood; expected off, {SHAPES}, {OWN_TEXT}:K, {ALL_TEXT}:K, or one of "
-            f"these shapes after {with_head(OWN_TEXT)}: or {with_head(ALL_TEXT)}:"
-        )
+        raise ConfigError(f"speculation {text!r} is not understood; expected {WAYS}")
     if not is_sound or tree.num_nodes > MAX_NODES:
         raise ConfigError(
             f"speculation {text!r} describes no tree: every number must be at least 1, a tree has at most {MAX_NODES} "

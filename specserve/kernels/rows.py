@@ -101,8 +101,9 @@ def attend_rollout(
     steps_k: tuple[jax.Array, ...],  # one [batch, seq, kv_head, head_dim] for each later step, this one included
     steps_v: tuple[jax.Array, ...],
 ) -> jax.Array:  # [batch, seq, head, head_dim]
-    """Attention of a training-time-test rollout (EAGLE-3, section 3.2): slot t sees the step-0 entries that it saw
-    at step 0, and its own entry of each later step: what serving's draft sees after len(steps_k) proposed tokens.
+    """Attention of a training-time-test rollout (Li et al. 2025, arXiv 2503.01840, section 3.2): slot t sees the
+    step-0 entries that it saw at step 0, and its own entry of each later step: what serving's draft sees after
+    len(steps_k) proposed tokens.
 
     The own entries are merged with what attention over step 0 gave by its log-sum-exp (Milakov and Gimelshein 2018,
     arXiv 1805.02867), so the keys of step 0 are never copied beside them.

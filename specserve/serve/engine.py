@@ -155,7 +155,7 @@ class Engine:
             time.sleep(0.02)
 
     def flush_cache(self) -> None:
-        """Forget every cached prefix, at the engine's next round."""
+        """Forget every cached prefix and recalled answer, at the engine's next round."""
         self._is_flushing = True
         self._wake.set()
 
@@ -337,6 +337,7 @@ class Engine:
         if self._is_flushing:
             self._is_flushing = False
             self.rounds.scheduler.pool.flush()
+            self.runner.forget_answers()
         try:
             was_busy = self.rounds.run()
         except Exception as error:

@@ -94,7 +94,7 @@ class EngineLike(Protocol):
         ...
 
     def flush_cache(self) -> None:
-        """Forget every cached prefix, at the engine's next round."""
+        """Forget every cached prefix and recalled answer, at the engine's next round."""
         ...
 
     def stats(self) -> EngineStats:

@@ -17,7 +17,8 @@ from specserve.drafters.door import Head
 from specserve.drafters.head import load_head
 from specserve.drafters.notes import read_notes
 from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
-from specserve.drafters.speculation import ALL_TEXT, parse_speculation, with_head
+from specserve.drafters.speculation import parse_speculation, with_head
+from specserve.drafters.words import ALL_TEXT
 from specserve.errors import ConfigError
 from specserve.mesh import default_dtype, free_memory, num_parts
 from specserve.provenance import fingerprint

@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
 from specserve.drafters.speculation import describe, drafter_for
+from specserve.drafters.words import OWN_TEXT
 from specserve.host import free_memory_maps
 from specserve.kernels import native
 from specserve.serve.calls import Calls
@@ -85,7 +86,7 @@ class Runner:
             deepest = DETERMINISTIC_DEPTH
             # plain decoding is a chain of which nothing may be accepted
             self._accepts_nothing = self.trees[0] is None
-            self.trees = (self.trees[0] or chain(DETERMINISTIC_DEPTH, "ngram"),)
+            self.trees = (self.trees[0] or chain(DETERMINISTIC_DEPTH, OWN_TEXT),)
         self.config = StepConfig(
             target.config.for_length(max_model_len),
             drafter_for(self.trees, head.drafter if head else None),

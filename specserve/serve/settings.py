@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specserve.config import setting
+from specserve.drafters.words import WAYS
 
 
 @dataclass(frozen=True)
@@ -21,10 +22,7 @@ class ServeRun:
         "", help="devices to spread the models over, by axis, such as data=2,tensor=4,expert=1; empty: one device"
     )
     check_weights: bool = setting(False, help="refuse a target with weights that are not numbers (reads them all)")
-    speculation: str = setting(
-        "auto",
-        help="auto, off, chain:K, tree:DEPTHxTOPKxNODES, static:WIDTHxWIDTHx..., ngram:K (prompt lookup) or suffix:K",
-    )
+    speculation: str = setting("auto", help=f"auto, by what each way costs and brings here; {WAYS}")
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(8000, help="port to listen on; 0: any free one", ge=0, le=65535)
     api_key: str = setting("", help="require this bearer token; empty: none")

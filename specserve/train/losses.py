@@ -17,7 +17,7 @@ SMALLEST = 1e-9  # acceptance and mass are never taken to be less, so that logar
 
 
 def soft_cross_entropy(p: jax.Array, logits: jax.Array) -> jax.Array:
-    """-sum_v p_v log q_v, p renormalised: the loss of EAGLE-3 (Li et al. 2025, arXiv 2503.01840)."""
+    """-sum_v p_v log q_v, p renormalised: as in Li et al. 2025 (arXiv 2503.01840)."""
     p = _normalised(p)
     return jax.nn.logsumexp(logits, axis=-1) - jnp.sum(p * logits, axis=-1)
 

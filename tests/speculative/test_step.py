@@ -17,8 +17,9 @@ from specserve.drafters.door import Head
 from specserve.drafters.eagle3.model import Eagle3Params
 from specserve.drafters.eagle3.propose import FIRST_ENTRY
 from specserve.drafters.eagle3.state import Eagle3State
-from specserve.drafters.lookup.drafter import ALL_TEXT, MixedState
+from specserve.drafters.lookup.drafter import MixedState
 from specserve.drafters.speculation import drafter_for, parse_speculation
+from specserve.drafters.words import ALL_TEXT
 from specserve.models.cache import Pages
 from specserve.models.target import TargetParams, forward
 from specserve.speculative import step

@@ -13,13 +13,13 @@ import jax
 import jax.numpy as jnp
 
 from specserve.drafters.lookup.search import MATCH_CLASSES, RECALL_LENGTH, RECALL_ROWS, Match, find, match_class
+from specserve.drafters.words import ALL_TEXT
 from specserve.models.config import ModelConfig
 from specserve.pytree import pytree
 from specserve.speculative.drafter import HEAD, After, Committed, Drafter, Sizes, SlotView, choose, take_rows
 from specserve.speculative.tree import Proposal, Tree, chain_proposal
 
 GAIN_DECAY = 0.9
-OWN_TEXT, ALL_TEXT = "ngram", "suffix"  # names of lookups: the sequence alone is searched, or answers too
 PRIOR_GAINS = (0.3, 0.8, 2.0)  # accepted tokens per step of a match of each class, before anything is known
 
 
