@@ -24,7 +24,6 @@ class Row:
     active_parameters: int
     bf16_bytes: int
     head: "HeadSize"  # recommended, or bundled
-    recipe: str  # in the repository
 
     @property
     def origin(self) -> str:
@@ -46,10 +45,25 @@ class Row:
 
 
 def targets(
+    name: Annotated[str, typer.Argument(help="Only this one.")] = "",
     as_json: Annotated[bool, typer.Option("--json", help="A JSON list instead of a table.")] = False,
+    has_recipe: Annotated[
+        bool, typer.Option("--recipe", help="Print settings to train its head with, for `specserve train --config`.")
+    ] = False,
 ) -> None:
-    """List the targets that have a name here: their size, memory in bfloat16, the head to train and its recipe."""
-    rows = _rows()
+    """List the targets that have a name here: their size, memory in bfloat16 and the head to train."""
+    from specserve.errors import ConfigError
+
+    if has_recipe:
+        from specserve.train.recipe import recipe
+
+        if not name:
+            raise ConfigError("--recipe: which target's? Give its name, as in `specserve targets qwen3-8b --recipe`")
+        print(recipe(name), end="")
+        return
+    rows = [row for row in _rows() if name in ("", row.name)]
+    if not rows:
+        raise ConfigError(f"{name!r} is no target's name; `specserve targets` lists them")
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
@@ -60,7 +74,7 @@ def targets(
     fits = console.measure(wide, options=console.options.update(max_width=1000)).maximum <= console.width
     console.print(wide if fits else _narrow_table(rows))
     console.print(
-        "head: d_model x d_ff and draft vocabulary, as recipes/TARGET.yaml trains it. "
+        "head: d_model x d_ff and draft vocabulary, as `specserve targets NAME --recipe` trains it. "
         "Sizes follow from each config.json; memory is that of the weights alone.",
         style="dim",
         highlight=False,
@@ -77,8 +91,7 @@ def _rows() -> list[Row]:
 
     def row(name: str, hub_id: str | None, config: ModelConfig, head: HeadSize) -> Row:
         size = target_size(config)
-        recipe = f"recipes/{name}.yaml"
-        return Row(name, hub_id, config.family, size.total, size.active, size.bf16_bytes, head, recipe)
+        return Row(name, hub_id, config.family, size.total, size.active, size.bf16_bytes, head)
 
     bundled = model_config(read_json(BUNDLED_FOLDER / "config.json"), dtype="bfloat16")
     head = read_json(BUNDLED_HEAD_FOLDER / "config.json")
@@ -88,14 +101,14 @@ def _rows() -> list[Row]:
 
 
 def _wide_table(rows: Sequence[Row]) -> "Table":
-    table = _table("target", "from", "family", "parameters", "", "bf16", "head", "", "recipe", right=(3, 4, 5, 6, 7))
+    table = _table("target", "from", "family", "parameters", "", "bf16", "head", "", right=(3, 4, 5, 6, 7))
     for row in rows:
-        table.add_row(row.name, row.origin, row.family, *row.size, row.memory, *row.head_shape, row.recipe)
+        table.add_row(row.name, row.origin, row.family, *row.size, row.memory, *row.head_shape)
     return table
 
 
 def _narrow_table(rows: Sequence[Row]) -> "Table":
-    """Two lines for each, and no recipe: it is named after the target."""
+    """Two lines for each."""
     table = _table("target, family\nfrom", "parameters", "bf16", "head", right=(1, 2, 3))
     for row in rows:
         name = f"[bold]{row.name}[/] {row.family}\n[dim]{row.origin}[/]"

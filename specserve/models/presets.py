@@ -1,7 +1,8 @@
 """Presets: names that people type for targets, with the hub id, the facts of config.json and the head to train.
 
-They stand in targets/presets.json: `config` holds what decides shapes and arithmetic under config.json's own keys, and
-`draft` the settings of the head where they are not the target's own. Sizes are computed from the facts, never stated.
+They stand in targets/presets.json: `config` holds what decides shapes and arithmetic under config.json's own keys,
+`draft` the settings of the head where they are not the target's own, and `mesh` the devices of 80 GB that training
+takes where one is too small. Sizes are computed from the facts, never stated.
 """
 
 import json
@@ -49,6 +50,7 @@ class Preset:
     hub_id: str
     facts: Mapping[str, Any]  # of its config.json
     draft: Mapping[str, int]  # `draft` settings of a training run, where they are not the target's own
+    mesh: str = ""  # to train on, see `mesh.make_mesh`; empty: one device
 
     def config(self) -> ModelConfig:
         return model_config(self.facts, dtype="bfloat16", where=f"preset {self.name}")
@@ -74,7 +76,10 @@ def target_size(config: ModelConfig) -> TargetSize:
 
 def _read(file: Path) -> dict[str, Preset]:
     raw = json.loads(file.read_text(encoding="utf-8"))
-    return {name: Preset(name, row["hub_id"], row["config"], row.get("draft", {})) for name, row in raw.items()}
+    return {
+        name: Preset(name, row["hub_id"], row["config"], row.get("draft", {}), row.get("mesh", ""))
+        for name, row in raw.items()
+    }
 
 
 PRESETS = _read(PRESETS_FILE)

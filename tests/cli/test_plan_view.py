@@ -8,8 +8,7 @@ from typer.testing import CliRunner
 
 from specserve.cli.main import app
 from specserve.train.plan import DEVICES
-
-RECIPES = Path(__file__).parent.parent.parent / "recipes"
+from specserve.train.recipe import recipe
 
 
 def dry_run(*arguments: str, columns: int = 100) -> str:
@@ -21,7 +20,9 @@ def dry_run(*arguments: str, columns: int = 100) -> str:
 @pytest.mark.parametrize("columns", [80, 140])
 def test_a_plan_is_printed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, columns: int) -> None:
     monkeypatch.chdir(tmp_path)
-    text = dry_run("--config", str(RECIPES / "qwen3-8b.yaml"), "--lr", "2e-4", columns=columns)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(recipe("qwen3-8b"))
+    text = dry_run("--config", str(file), "--lr", "2e-4", columns=columns)
     assert max(map(len, text.splitlines())) <= columns
     assert "lr: 0.0002" in text
     assert "8,190,735,360" in text
@@ -30,7 +31,7 @@ def test_a_plan_is_printed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         assert what in text
     for device in DEVICES:
         assert device.name in text
-    assert not os.listdir(tmp_path)  # no output folder, no cache
+    assert os.listdir(tmp_path) == [file.name]  # no output folder, no cache
 
 
 def test_what_does_not_fit_is_said_and_is_no_error() -> None:

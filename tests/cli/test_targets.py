@@ -13,11 +13,11 @@ from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER
 from specserve.cli.main import app
 from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 from specserve.drafters.speculation import parse_speculation
+from specserve.errors import ConfigError
 from specserve.models.presets import PRESETS, HeadSize
 from specserve.train.head import new_drafter
 from specserve.train.settings import TrainRun
 
-RECIPES = Path(__file__).parent.parent.parent / "recipes"
 NAMES = [BUNDLED, *PRESETS]
 
 
@@ -32,35 +32,35 @@ def rows() -> dict[str, dict]:
     return {row["name"]: row for row in json.loads(listed("--json"))}
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_trains_the_head_that_is_listed(name: str, rows: dict[str, dict], pydoc_target: Target) -> None:
-    file = RECIPES / f"{name}.yaml"
-    assert rows[name]["recipe"] == f"recipes/{file.name}"
-    run = config.resolve(TrainRun, file=file)
-    assert run.target == name
-    assert parse_speculation(run.eval.speculation[0]) is not None
-    assert run.train.max_steps
-    target = Target(PRESETS[name].config(), None, (), Path()) if name in PRESETS else pydoc_target
-    head = new_drafter(run.draft, target.config, run.draft.vocab_size)
-    assert rows[name]["head"] == {"d_model": head.d_model, "d_ff": head.d_ff, "vocab_size": head.draft_vocab_size}
-    if name in PRESETS:
-        assert PRESETS[name].head_size() == HeadSize(**rows[name]["head"])
-        assert {key: getattr(run.draft, key) for key in PRESETS[name].draft} == PRESETS[name].draft
-
-
-@pytest.mark.parametrize("name", NAMES)
-def test_a_recipe_repeats_no_default(name: str) -> None:
-    stated = yaml.safe_load((RECIPES / f"{name}.yaml").read_text())
-    defaults = {leaf.name: leaf.default for leaf in config.leaves(TrainRun)}
-    for section, value in stated.items():
-        for key, inner in value.items() if isinstance(value, dict) else [("", value)]:
-            leaf = f"{section}.{key}".rstrip(".")
-            assert inner != defaults[leaf] or leaf == "target", f"{leaf} is the default"
-
-
-def test_every_target_has_a_recipe_and_every_recipe_a_target(rows: dict[str, dict]) -> None:
+def test_a_recipe_trains_the_head_that_is_listed(rows: dict[str, dict], pydoc_target: Target, tmp_path: Path) -> None:
+    """It is settings that a run takes, repeats no default, and says what the list says."""
     assert list(rows) == NAMES
-    assert {file.stem for file in RECIPES.iterdir()} == set(NAMES)
+    defaults = {leaf.name: leaf.default for leaf in config.leaves(TrainRun)}
+    for name in NAMES:
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(listed(name, "--recipe"))
+        run = config.resolve(TrainRun, file=file)
+        assert run.target == name
+        assert parse_speculation(run.eval.speculation[0]) is not None
+        assert run.train.max_steps
+        target = Target(PRESETS[name].config(), None, (), Path()) if name in PRESETS else pydoc_target
+        head = new_drafter(run.draft, target.config, run.draft.vocab_size)
+        shape = {"d_model": head.d_model, "d_ff": head.facts()["d_ff"], "vocab_size": head.draft_vocab_size}
+        assert rows[name]["head"] == shape, name
+        if name in PRESETS:
+            assert PRESETS[name].head_size() == HeadSize(**rows[name]["head"])
+            assert {key: getattr(run.draft, key) for key in PRESETS[name].draft} == PRESETS[name].draft
+        for section, value in yaml.safe_load(file.read_text()).items():
+            for key, inner in value.items() if isinstance(value, dict) else [("", value)]:
+                leaf = f"{section}.{key}".rstrip(".")
+                assert inner != defaults[leaf] or leaf == "target", f"{name}: {leaf} is the default"
+
+
+@pytest.mark.parametrize("arguments", [("--recipe",), ("nobody", "--recipe"), ("nobody",)])
+def test_a_name_without_a_recipe_is_an_error(arguments: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, ["targets", *arguments])
+    assert isinstance(result.exception, ConfigError)
+    assert "specserve targets" in str(result.exception)
 
 
 def test_the_bundled_target_is_listed_as_it_ships(rows: dict[str, dict]) -> None:
@@ -80,5 +80,4 @@ def test_nothing_is_cut_in_a_terminal(columns: int, rows: dict[str, dict]) -> No
         line = next(line for line in lines if line.startswith(f"{row['name']} "))
         assert row["family"] in line
         assert row["hub_id"] is None or row["hub_id"] in text
-        assert (row["recipe"] in line) == (columns == 200)
     assert "30.5B  3.35B active" in text if columns == 200 else "3.35B active" in text

@@ -13,6 +13,7 @@ import tiny
 
 from specserve import config
 from specserve.checkpoints.load import Target
+from specserve.checkpoints.source import BUNDLED
 from specserve.checkpoints.tensors import write_json
 from specserve.drafters.door import Rollout, Rows
 from specserve.drafters.eagle3.drafter import Eagle3
@@ -27,10 +28,10 @@ from specserve.train import slots
 from specserve.train.flops import step_flops
 from specserve.train.optimizer import make_optimizer
 from specserve.train.plan import Plan, find_config, make_plan
+from specserve.train.recipe import recipe
 from specserve.train.settings import CaptureSettings, DraftSettings, TrainRun, TrainSettings
 from specserve.train.step import LossConfig, TrainState, make_step
 
-RECIPES = sorted((Path(__file__).parent.parent.parent / "recipes").glob("*.yaml"))
 WIDE = tiny.TARGET | {
     "vocab_size": 4096,
     "max_position_embeddings": 1024,
@@ -114,19 +115,17 @@ def test_operations_and_arguments_are_those_that_are_compiled(tmp_path: Path, mo
     assert loss.drafter == plan.drafter.with_dtype("float32")
 
 
-@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
-def test_every_recipe_has_a_plan_that_fits(file: Path) -> None:
+def test_every_recipe_has_a_plan_that_fits(tmp_path: Path) -> None:
     """On devices of 80 GB with a fifth left, as many as its mesh says, which is one where that is enough."""
-    run = config.resolve(TrainRun, file=file)
-    plan, alone = make_plan(run), make_plan(dataclasses.replace(run, mesh=""))
-    assert plan.device_bytes < 64e9
-    assert (plan.num_devices > 1) == (alone.device_bytes > 64e9 or plan.target_size.bf16_bytes > 60e9)
-    assert plan.flops.total.useful > 6 * plan.head_size * 0.1 * plan.slots
-    assert 2 * plan.target_size.active * plan.slots < plan.flops.total.executed * 1.5
-
-
-def test_there_is_a_recipe_for_every_preset() -> None:
-    assert len(RECIPES) == len(PRESETS) + 1
+    for name in (BUNDLED, *PRESETS):
+        file = tmp_path / f"{name}.yaml"
+        file.write_text(recipe(name))
+        run = config.resolve(TrainRun, file=file)
+        plan, alone = make_plan(run), make_plan(dataclasses.replace(run, mesh=""))
+        assert plan.device_bytes < 64e9, name
+        assert (plan.num_devices > 1) == (alone.device_bytes > 64e9 or plan.target_size.bf16_bytes > 60e9), name
+        assert plan.flops.total.useful > 6 * plan.head_size * 0.1 * plan.slots, name
+        assert 2 * plan.target_size.active * plan.slots < plan.flops.total.executed * 1.5, name
 
 
 def _plan(run: TrainRun, **changes: Any) -> Plan:
