@@ -107,7 +107,7 @@ def pack(weight: jax.Array | QuantizedMatrix) -> PackedMatrix:
     panels = padded.reshape(*stack, d_in, num_panels, lanes, width // lanes)
     panels = np.moveaxis(np.moveaxis(panels, -3, -4), -2, -1)  # [..., panel, d_in, width / lanes, lanes]
     panels = np.ascontiguousarray(panels).reshape(*stack, num_panels, d_in, width)
-    return PackedMatrix(jnp.asarray(panels), scale, d_out, block_size)
+    return PackedMatrix(jax.device_put(panels), scale, d_out, block_size)
 
 
 def quantize(weight: jax.Array, to: EightBits) -> QuantizedMatrix:

@@ -145,6 +145,7 @@ def make_engine(
         is_coupled=is_coupled,
         has_constrained=run.constrained,
         mesh=models.mesh,
+        folder=host.cache_folder() / "programs",
     )
     programs = runner.programs()
     late = [program for program in programs if _is_early(run) and not program.is_plain]

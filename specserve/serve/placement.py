@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -24,6 +25,10 @@ class Placement:
     def whole(self) -> NamedSharding | None:
         return whole(self.mesh)
 
+    @property
+    def devices(self) -> list[Any]:
+        return jax.devices()[:1] if self.mesh is None else list(self.mesh.devices.flat)
+
     def put(self, host: Any) -> Any:
         """A pytree of NumPy arrays, whole."""
         return jax.device_put(host, self.whole)
@@ -38,10 +43,11 @@ class Placement:
         """What a step computes for its slots follows them: where the batch divides, each device has a part of it."""
         return _put(slots, np.int32, None if self.mesh is None else fitting(self.mesh, ("batch",), (len(slots),)))
 
-    def state(self, state: Any) -> SlotState | None:
+    def state(self, make: Callable[[], SlotState]) -> SlotState | None:
         """Where the arrays of such a state live."""
         if self.mesh is None:
             return None
+        state: Any = jax.eval_shape(make)
         draft = None if state.draft_cache is None else place_cache(state.draft_cache, self.mesh)
         places = jax.tree.map(lambda _leaf: self.whole, state)
         return dataclasses.replace(places, cache=place_cache(state.cache, self.mesh), draft_cache=draft)

@@ -13,7 +13,8 @@ import pytest
 
 from specserve import host
 from specserve.serve import programs as programs_module
-from specserve.serve.programs import Announcer, Call, Compiler, Program, Programs, compile_all
+from specserve.serve.calls import Call
+from specserve.serve.programs import Announcer, Compiler, Program, Programs, compile_all
 
 
 class _Function:
