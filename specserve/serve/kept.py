@@ -1,7 +1,7 @@
 """Compiled programs in the user's cache folder, so that a later start neither traces nor compiles them.
 
 A program is looked for before it is traced. So the name of its file is a hash of all that decides what would be traced
-and what it would be compiled for: the package's own code, the versions and settings of JAX and XLA, the processor and
+and what it would be compiled for: the code that is traced, the versions and settings of JAX and XLA, the processor and
 its devices, what the functions are bound to, and the arguments. A file that cannot be used is said in the log, and the
 program is compiled anew.
 """
@@ -29,6 +29,13 @@ from specserve.serve.calls import Call, shape_of
 logger = logging.getLogger(__name__)
 
 LARGEST_BYTES = 2**29  # of all files together; what was not used for longest goes first
+# The code that programs are made of: `calls` and all that it imports. A test holds the list.
+TRACED = (
+    "*.py",
+    *(f"{room}/**/*.py" for room in ("kernels", "models", "speculative")),
+    *(f"serve/{name}.py" for name in ("calls", "placement")),
+    f"kernels/native/{native.build.LIBRARY}",
+)
 _JAX_HIT = "/jax/compilation_cache/cache_hits"
 
 
@@ -123,9 +130,9 @@ def _surroundings() -> tuple[object, ...]:
 
 @functools.cache
 def _code() -> str:
-    """A hash of the package's own code, with the native library as it was built."""
+    """A hash of the package's own code that is traced."""
     folder, digest = Path(specserve.__file__).parent, hashlib.sha256()
-    for path in sorted([*folder.rglob("*.py"), *folder.rglob(native.build.LIBRARY)]):
+    for path in sorted(path for pattern in TRACED for path in folder.glob(pattern)):
         digest.update(f"\0{path.relative_to(folder)}\0{path.stat().st_size}\0".encode())
         digest.update(path.read_bytes())
     return digest.hexdigest()

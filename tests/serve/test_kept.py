@@ -1,6 +1,7 @@
 """Compiled programs are kept: a later process neither traces nor compiles, and computes the same bits. Whatever decides
 which program it is, is in a file's name, and a file that cannot be used is survived."""
 
+import ast
 import dataclasses
 import functools
 import os
@@ -145,18 +146,42 @@ def test_settings_of_jax_count(tmp_path: Path, name: str, value: object) -> None
     assert _kept(tmp_path)._path(call) == path
 
 
-def test_the_package_s_own_code_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found: set[str] = set()
+def test_code_that_is_traced_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(kept.specserve, "__file__", str(tmp_path / "__init__.py"))
-    (tmp_path / "room").mkdir()
-    for text in ("x = 1", "x = 2"):
-        (tmp_path / "room" / "x.py").write_text(text)
-        found.add(kept._code.__wrapped__())
-    (tmp_path / "room" / native.build.LIBRARY).write_bytes(b"kernels")
-    found.add(kept._code.__wrapped__())
-    (tmp_path / "room" / "x.py").rename(tmp_path / "x.py")
-    found.add(kept._code.__wrapped__())
-    assert len(found) == 4
+    native_folder = tmp_path / "kernels" / "native"
+    native_folder.mkdir(parents=True)
+    (tmp_path / "models").mkdir()
+    (tmp_path / "cli").mkdir()
+    for file in ("mesh.py", "kernels/native/__init__.py", "models/target.py", f"kernels/native/{native.build.LIBRARY}"):
+        found: set[str] = set()
+        for text in ("x = 1", "x = 2"):
+            (tmp_path / file).write_text(text)
+            (tmp_path / "cli" / "serve.py").write_text(text)
+            found.add(kept._code.__wrapped__())
+        assert len(found) == 2
+    (tmp_path / "mesh.py").rename(tmp_path / "pytree.py")
+    assert kept._code.__wrapped__() not in found
+    (tmp_path / "cli" / "serve.py").write_text("what is not traced")
+    (tmp_path / "pytree.py").rename(tmp_path / "mesh.py")
+    assert kept._code.__wrapped__() in found
+
+
+def test_all_that_is_traced_is_known() -> None:
+    """What the server's functions import, and what that imports."""
+    folder = Path(kept.specserve.__file__).parent
+    known = {path for pattern in kept.TRACED for path in folder.glob(pattern)}
+    found, left = set[Path](), [folder / "serve" / "calls.py"]
+    while left:
+        path = left.pop()
+        found.add(path)
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("specserve"):
+                base = folder.parent.joinpath(*str(node.module).split("."))
+                both = {base, *(base / alias.name for alias in node.names)} - {folder}
+                files = [file for each in both for file in (each.with_suffix(".py"), each / "__init__.py")]
+                left += [file for file in files if file.is_file() and file not in found]
+    assert len(found) > 30
+    assert not found - known
 
 
 DAMAGE: dict[str, Callable[[bytes], bytes]] = {
