@@ -28,6 +28,7 @@ def serve(run: ServeRun) -> None:
     )
     with warmup_bar() as on_warmup:
         engine = make_engine(models, run, on_warmup)
+    del models  # the engine has packed what it needs of them
     if run.warmup_only:
         console.print(f"{engine.runner.num_programs} programs are compiled and cached")
         return
@@ -44,7 +45,7 @@ def serve(run: ServeRun) -> None:
             on_drain=drain,
         )
         console.print(
-            f"{escape(models.name)} with speculation {engine.speculation} on [bold]{server.url}/v1[/], "
+            f"{escape(engine.model_name)} with speculation {engine.speculation} on [bold]{server.url}/v1[/], "
             f"{run.max_slots} slots of {engine.max_model_len} tokens. Ctrl-C stops"
         )
         server.run()

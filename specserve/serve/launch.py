@@ -2,10 +2,12 @@
 
 import itertools
 import logging
+import threading
 from collections.abc import Callable, Generator, Sequence
+from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, TypeVar
 
 import jax
 from jax.sharding import Mesh
@@ -29,6 +31,8 @@ from specserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
+Result = TypeVar("Result")
+
 LARGEST_DEFAULT_CONTEXT = 4096
 AUTO_CHAINS = (1, 2, 3, 5, 7)  # 4 and 6 are left out: each chain costs seconds of compiling
 AUTO_TREES_CPU = (DynamicTree(4, 2, 7), DynamicTree(5, 3, 15))
@@ -37,16 +41,22 @@ AUTO_TREES = (DynamicTree(4, 3, 15), DynamicTree(6, 4, 31), DynamicTree(7, 8, 63
 
 @dataclass(frozen=True)
 class Models:
-    """What a server runs. `head` is None where there is nothing to speculate with."""
+    """What a server runs. `head` is None where there is nothing to speculate with. An engine packs the parameters anew:
+    whoever makes only one drops the models then, and with them the memory of what was loaded."""
 
     name: str
     target: Target
     head: Head | None
-    tokenizer: Tokenizer | None  # None: token ids alone
+    read_tokenizer: Callable[[], Tokenizer] | None  # it may be on its way still; None: token ids alone
     fingerprint: str = ""  # of the target's weights
     head_fingerprint: str = ""
     head_acceptance: Sequence[float] = ()  # by depth, from the head's own evaluation; unknown where empty
     mesh: Mesh | None = None  # what both are spread over; None: one device
+
+    @property
+    def tokenizer(self) -> Tokenizer | None:
+        """Raises CheckpointError."""
+        return self.read_tokenizer and self.read_tokenizer()
 
 
 def load_models(
@@ -58,7 +68,8 @@ def load_models(
     is_checked: bool = False,  # every weight must be a number
     mesh: Mesh | None = None,  # what to spread both over
 ) -> Models:
-    """Find and load target and head; the head's notes know its target. Raises ConfigError or CheckpointError."""
+    """Find and load target and head; the head's notes know its target. The tokenizer is read on a thread meanwhile, and
+    while programs are made: importing what reads it takes seconds. Raises ConfigError or CheckpointError."""
     folder = _head_folder(target, draft)
     name = target
     notes = read_notes(folder) if folder else {}
@@ -67,6 +78,7 @@ def load_models(
             raise ConfigError(f"{folder} does not say which target it was trained for; give it with --target")
         name = str(notes.get("target", BUNDLED))
     source = resolve_target(name)
+    reading = _aside(lambda: Tokenizer.load(source.folder)) if has_tokenizer else None
     stated = notes.get("quantization", "none")
     own_quantization = quantization or (stated if stated in QUANTIZATIONS else "none")
     dtype = default_dtype()
@@ -92,12 +104,26 @@ def load_models(
         source.name,
         loaded,
         head,
-        Tokenizer.load(source.folder) if has_tokenizer else None,
+        reading and reading.result,
         own,
         fingerprint(folder) if folder else "",
         notes.get("acceptance", {}).get("accept_rate", ()),
         mesh,
     )
+
+
+def _aside(read: Callable[[], Result]) -> Future[Result]:
+    """On a thread of its own, which the end of the process does not wait for."""
+    future: Future[Result] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(read())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name="tokenizer", daemon=True).start()
+    return future
 
 
 def _head_folder(target: str, draft: str) -> Path | None:
@@ -158,8 +184,7 @@ def make_engine(
 
     logger.info("compiling %d programs before serving, and %d while serving", len(first), len(late))
     compile_all(runner.compiled, first, is_wanted=runner.has_room_for, on_compiled=report)
-    host.give_back_freed_memory()
-    names = f"{models.fingerprint} {models.head_fingerprint}"
+    names, acceptance = f"{models.fingerprint} {models.head_fingerprint}", models.head_acceptance
 
     def make_controller() -> Generator[object, None, Controller | None]:
         """Knows what each step costs here, and what the head's own evaluation says of it."""
@@ -167,7 +192,7 @@ def make_engine(
             return None
         costs = yield from step_costs(runner, cost_file(names, runner))
         logger.info("milliseconds per step: %s", describe_costs(costs))
-        return Controller(costs, models.head_acceptance)
+        return Controller(costs, acceptance)  # the models themselves may go before
 
     controller = Controller({}) if is_auto else None
     if not late:

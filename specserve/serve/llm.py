@@ -125,6 +125,7 @@ class LLM:
         )
         with warmup_bar(is_shown=progress) as on_warmup:
             self.engine = make_engine(models, run, on_warmup)
+        del models  # the engine has packed what it needs of them
         self._progress = progress
         self._stop = weakref.finalize(self, self.engine.stop)  # at the end of the process as well
         self.engine.start()
