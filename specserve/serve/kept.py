@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 LARGEST_BYTES = 2**29  # of all files together; what was not used for longest goes first
 # The code that programs are made of: `calls` and all that it imports. A test holds the list.
 TRACED = (
-    "*.py",
+    *(f"{name}.py" for name in ("errors", "host", "mesh", "pytree")),
     *(f"{room}/**/*.py" for room in ("kernels", "models", "speculative")),
     *(f"serve/{name}.py" for name in ("calls", "placement")),
     f"kernels/native/{native.build.LIBRARY}",

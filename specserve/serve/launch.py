@@ -1,13 +1,12 @@
 """From the settings of a server to an engine: which target, which head, how large a cache."""
 
+import functools
 import itertools
 import logging
-import threading
 from collections.abc import Callable, Generator, Sequence
-from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import Literal
 
 import jax
 from jax.sharding import Mesh
@@ -31,8 +30,6 @@ from specserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
 
-Result = TypeVar("Result")
-
 LARGEST_DEFAULT_CONTEXT = 4096
 AUTO_CHAINS = (1, 2, 3, 5, 7)  # 4 and 6 are left out: each chain costs seconds of compiling
 AUTO_TREES_CPU = (DynamicTree(4, 2, 7), DynamicTree(5, 3, 15))
@@ -47,15 +44,15 @@ class Models:
     name: str
     target: Target
     head: Head | None
-    read_tokenizer: Callable[[], Tokenizer] | None  # it may be on its way still; None: token ids alone
+    read_tokenizer: Callable[[], Tokenizer] | None  # importing what reads it takes a second; None: token ids alone
     fingerprint: str = ""  # of the target's weights
     head_fingerprint: str = ""
     head_acceptance: Sequence[float] = ()  # by depth, from the head's own evaluation; unknown where empty
     mesh: Mesh | None = None  # what both are spread over; None: one device
 
-    @property
+    @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Raises CheckpointError."""
+        """Read when it is asked for. Raises CheckpointError."""
         return self.read_tokenizer and self.read_tokenizer()
 
 
@@ -68,8 +65,7 @@ def load_models(
     is_checked: bool = False,  # every weight must be a number
     mesh: Mesh | None = None,  # what to spread both over
 ) -> Models:
-    """Find and load target and head; the head's notes know its target. The tokenizer is read on a thread meanwhile, and
-    while programs are made: importing what reads it takes seconds. Raises ConfigError or CheckpointError."""
+    """Find and load target and head; the head's notes know its target. Raises ConfigError or CheckpointError."""
     folder = _head_folder(target, draft)
     name = target
     notes = read_notes(folder) if folder else {}
@@ -78,7 +74,6 @@ def load_models(
             raise ConfigError(f"{folder} does not say which target it was trained for; give it with --target")
         name = str(notes.get("target", BUNDLED))
     source = resolve_target(name)
-    reading = _aside(lambda: Tokenizer.load(source.folder)) if has_tokenizer else None
     stated = notes.get("quantization", "none")
     own_quantization = quantization or (stated if stated in QUANTIZATIONS else "none")
     dtype = default_dtype()
@@ -104,26 +99,12 @@ def load_models(
         source.name,
         loaded,
         head,
-        reading and reading.result,
+        functools.partial(Tokenizer.load, source.folder) if has_tokenizer else None,
         own,
         fingerprint(folder) if folder else "",
         notes.get("acceptance", {}).get("accept_rate", ()),
         mesh,
     )
-
-
-def _aside(read: Callable[[], Result]) -> Future[Result]:
-    """On a thread of its own, which the end of the process does not wait for."""
-    future: Future[Result] = Future()
-
-    def run() -> None:
-        try:
-            future.set_result(read())
-        except BaseException as error:
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="tokenizer", daemon=True).start()
-    return future
 
 
 def _head_folder(target: str, draft: str) -> Path | None:
@@ -183,7 +164,13 @@ def make_engine(
         say(program)
 
     logger.info("compiling %d programs before serving, and %d while serving", len(first), len(late))
-    compile_all(runner.compiled, first, is_wanted=runner.has_room_for, on_compiled=report)
+    compile_all(
+        runner.compiled,
+        first,
+        is_wanted=runner.has_room_for,
+        on_compiled=report,
+        meanwhile=lambda: models.tokenizer,
+    )
     names, acceptance = f"{models.fingerprint} {models.head_fingerprint}", models.head_acceptance
 
     def make_controller() -> Generator[object, None, Controller | None]:

@@ -169,8 +169,10 @@ def compile_all(
     *,
     is_wanted: Callable[[Program], bool] = lambda _program: True,
     on_compiled: Callable[[Program], None] = lambda _program: None,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> None:
-    """Compile these side by side and wait. Raises what the first that fails raises."""
+    """Compile these side by side and wait; `meanwhile` is called on this thread. Raises what it raises, or what the
+    first program that fails raises."""
     failures: list[Exception] = []
 
     def done(program: Program, error: Exception | None) -> None:
@@ -181,8 +183,10 @@ def compile_all(
 
     compiler = Compiler(compiled, programs, is_wanted=is_wanted, on_compiled=done)
     try:
-        compiler.start().join()
-    except BaseException:  # an interrupt: nobody waits for the others any more
+        compiler.start()
+        meanwhile()
+        compiler.join()
+    except BaseException:  # an interrupt, say: nobody waits for the others any more
         compiler.stop()
         raise
     if failures:

@@ -25,7 +25,7 @@ from specserve.serve.calls import Calls
 from specserve.serve.handles import StepHandle
 from specserve.serve.kept import KeptPrograms
 from specserve.serve.layouts import make_layouts
-from specserve.serve.options import sampler_rows
+from specserve.serve.options import blank_token_rows, sampler_rows
 from specserve.serve.placement import Placement
 from specserve.serve.programs import Call, Program, Programs, compile_all
 from specserve.serve.request import SamplingParams
@@ -113,8 +113,8 @@ class Runner:
         self.compiled = Programs(kept)
         self.compiled.compile(self._beginning)
         self.reset()
-        first = jax.tree.map(lambda rows: np.asarray(rows)[:1].copy(), (self.state.tokens, self.state.gains))
-        self._blank_tokens, [self._initial_gains] = self.place.put(first[0]), first[1]
+        self._blank_tokens = self.place.put(blank_token_rows(target.config.vocab_size))
+        self._initial_gains = np.array([0.0, *lookup.PRIOR_GAINS], np.float32)
 
     def reset(self) -> None:
         """Forget every sequence and every cached page: after a device error the donated buffers are gone."""
