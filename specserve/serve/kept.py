@@ -6,6 +6,7 @@ its devices, what the functions are bound to, and the arguments. A file that can
 program is compiled anew.
 """
 
+import contextlib
 import functools
 import hashlib
 import logging
@@ -61,12 +62,13 @@ class KeptPrograms:
                 jax.tree.structure(results),
                 execution_devices=self._devices,
             )
-            os.utime(path)  # it is used
         except FileNotFoundError:
             return None
         except Exception as error:  # whatever zlib, pickle and XLA make of a damaged file
             logger.warning("%s cannot be used, its program is compiled anew: %s", path, _first_line(error))
             return None
+        with contextlib.suppress(OSError):  # a folder that may only be read
+            os.utime(path)  # it is used
         return program
 
     def compile(self, call: Call) -> Any:

@@ -225,6 +225,21 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path: Path, caplog: py
     assert len(messages) == 1
 
 
+def test_a_folder_that_may_only_be_read_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    Programs(_kept(tmp_path)).run(_Bound().call())
+
+    def refuse(_path: Path) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "utime", refuse)
+    again = _Bound()
+    Programs(_kept(tmp_path)).run(again.call())
+    assert again.num_traced == 0
+    assert not caplog.records
+
+
 def test_what_was_not_used_for_longest_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = [_Bound().call(width=width) for width in range(4)]
     programs, paths = Programs(_kept(tmp_path)), [_kept(tmp_path)._path(call) for call in calls]

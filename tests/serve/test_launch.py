@@ -324,7 +324,7 @@ def test_what_was_loaded_is_dropped_once_it_is_packed(tmp_path: Path, monkeypatc
     tiny.write_target(tmp_path, tiny.TARGET, seed=0)
     monkeypatch.setattr(launch, "compile_all", lambda *_programs, **_settings: None)
     models = load_models(str(tmp_path), "", has_tokenizer=False)
-    matrices = [weakref.ref(layer.attention.q) for layer in models.target.params.layers]
+    matrices = [weakref.ref(jax.tree.leaves(layer.attention)[0]) for layer in models.target.params.layers]
     engine = make_engine(models, ServeRun(max_slots=1, max_model_len=64), lambda *_report: None)
     assert all(matrix() is not None for matrix in matrices), "the models are still whole"
     params = weakref.ref(models.target.params)
