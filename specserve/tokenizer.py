@@ -14,6 +14,7 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from specserve import host
 from specserve.errors import CheckpointError, ConfigError, DataError, RequestError
 
 log = logging.getLogger(__name__)
@@ -411,13 +412,14 @@ def _import_class(folder: Path) -> Any:
     logger = logging.getLogger("transformers")
     logger.addFilter(_reject)  # on this logger only: its children still warn, and levels stay as the user set them
     try:
-        if _is_generic(folder):
-            from transformers import PreTrainedTokenizerFast
+        with host.without_collecting():
+            if _is_generic(folder):
+                from transformers import PreTrainedTokenizerFast
 
-            return PreTrainedTokenizerFast
-        from transformers import AutoTokenizer
+                return PreTrainedTokenizerFast
+            from transformers import AutoTokenizer
 
-        return AutoTokenizer
+            return AutoTokenizer
     finally:
         logger.removeFilter(_reject)
 

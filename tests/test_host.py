@@ -1,5 +1,6 @@
 """What the process asks of its operating system."""
 
+import gc
 import sys
 from pathlib import Path
 
@@ -40,3 +41,16 @@ def test_the_processor_is_told_with_its_instructions(monkeypatch: pytest.MonkeyP
     assert "vendor_id\t: A; model\t\t: 6; flags\t\t: fpu avx2" in texts[0]
     found.unlink()
     assert host.platform.node() in host.processor()
+
+
+def test_imports_are_not_searched_for_garbage() -> None:
+    """Nor is the search turned on where it was off."""
+    with host.without_collecting():
+        assert not gc.isenabled()
+        with host.without_collecting():
+            pass
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(ZeroDivisionError), host.without_collecting():
+        _ = 1 / 0
+    assert gc.isenabled()
