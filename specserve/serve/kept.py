@@ -95,7 +95,10 @@ class KeptPrograms:
             self._has_failed = True
 
     def _make_room(self) -> None:
-        files = [(path.stat(), path) for path in self._folder.iterdir()]
+        files: list[tuple[os.stat_result, Path]] = []
+        for path in self._folder.iterdir():
+            with contextlib.suppress(FileNotFoundError):  # another thread's, renamed or removed meanwhile
+                files.append((path.stat(), path))
         excess = sum(status.st_size for status, _ in files) - LARGEST_BYTES
         for status, path in sorted(files, key=lambda file: file[0].st_mtime):
             if excess <= 0:

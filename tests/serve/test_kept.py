@@ -252,6 +252,12 @@ def test_what_was_not_used_for_longest_goes(tmp_path: Path, monkeypatch: pytest.
     assert [path.exists() for path in paths] == [True, False, True, True]
 
 
+def test_files_that_others_take_away_do_no_harm(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "taken").symlink_to(tmp_path / "away")
+    Programs(_kept(tmp_path)).run(_Bound().call())
+    assert not caplog.records
+
+
 def test_what_a_cache_of_jax_had_is_not_kept(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     """XLA would write only a part of it, and fail when it runs."""
     names = "jax_compilation_cache_dir", "jax_persistent_cache_min_compile_time_secs"
