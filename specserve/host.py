@@ -1,12 +1,16 @@
 """What the process asks of its operating system."""
 
+import contextlib
 import ctypes
 import functools
+import gc
 import logging
 import os
 import platform
 import sys
+import tempfile
 import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
@@ -44,9 +48,35 @@ def num_cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def processor() -> str:
+    """The processor and what its instructions can do, as far as the system tells: code that a compiler has made for it
+    runs wherever the text is the same. Elsewhere than on Linux it names the machine."""
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        return f"{platform.machine()} {platform.node()}"
+    # of the first core; what differs between two moments, as its frequency does, is left out
+    wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features")
+    named = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part")
+    lines = [line for line in text.split("\n\n")[0].splitlines() if line.split("\t")[0] in wanted + named]
+    return f"{platform.machine()} " + "; ".join(lines)
+
+
 def cache_folder() -> Path:
     """The user's folder for what can be made again: compiled programs, measured costs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specserve"
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """A reader sees all of the file or none of it, whoever else writes it. Raises OSError."""
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", delete=False) as file:
+        try:
+            file.write(content)
+            file.close()
+            os.replace(file.name, path)
+        except BaseException:
+            os.unlink(file.name)
+            raise
 
 
 @functools.cache
@@ -69,6 +99,19 @@ def give_back_freed_memory() -> None:
     Linux with glibc nothing happens."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
+
+
+@contextlib.contextmanager
+def without_collecting() -> Iterator[None]:
+    """Let Python not look for garbage, for imports: it would look at all modules over and over, which are none. That
+    is a tenth of the time that they take."""
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
 
 
 def lower_priority() -> bool:

@@ -236,9 +236,10 @@ def default_dtype() -> str:
 
 
 def use_compilation_cache() -> None:
-    """Keep compiled programs in the user's cache folder, so that a second start compiles nothing. A folder that JAX has
-    been told of already (in code or by JAX_COMPILATION_CACHE_DIR) stays."""
+    """Keep what is compiled where it is run, as training steps are, in the user's cache folder, so that a second run
+    compiles nothing. The server's programs are kept otherwise (`serve.kept`). A folder that JAX has been told of (in
+    code or by JAX_COMPILATION_CACHE_DIR) stays."""
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
-        jax.config.update("jax_compilation_cache_dir", str(host.cache_folder() / "programs"))
+        jax.config.update("jax_compilation_cache_dir", str(host.cache_folder() / "jax"))
         # small programs too: there are many, and reading one takes a tenth of compiling it
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)

@@ -14,10 +14,12 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
+from specserve import host
 from specserve.errors import CheckpointError, ConfigError, DataError, RequestError
 
 log = logging.getLogger(__name__)
 
+GENERIC_CLASS = "TokenizersBackend"  # what transformers calls its class for a tokenizer.json alone
 GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 TEMPLATE_VARIABLES = frozenset({"documents"})  # parameters of transformers that reach the template
 THINKING_SWITCH = "enable_thinking"  # the variable by which templates of hybrid models are told not to reason
@@ -54,10 +56,10 @@ class Tokenizer:
         template does not read; never looks on the network."""
         if not folder.is_dir():
             raise CheckpointError(f"{folder}: no such folder; expected a model folder with a tokenizer.json")
-        auto_tokenizer = _import_auto_tokenizer()
+        backend_class = _import_class(folder)
         try:
             # The length check of transformers would only log; lengths are the caller's business.
-            backend = auto_tokenizer.from_pretrained(str(folder), local_files_only=True, model_max_length=2**62)
+            backend = backend_class.from_pretrained(str(folder), local_files_only=True, model_max_length=2**62)
         except Exception as error:  # transformers raises whatever its parsers raise
             raise CheckpointError(f"{folder}: cannot read the tokenizer: {error}") from error
         tokenizer = cls(backend, _end_ids(folder), template_kwargs)
@@ -403,16 +405,31 @@ def _with_argument_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
     return {**message, "tool_calls": calls}
 
 
-def _import_auto_tokenizer() -> Any:
-    """transformers' AutoTokenizer, without its advice to install torch: tokenizers do not need it."""
+def _import_class(folder: Path) -> Any:
+    """The class of transformers that reads a folder's tokenizer, without its advice to install torch: tokenizers do not
+    need it. Usually that is AutoTokenizer, which reads the sources of every model for a second when it is imported; a
+    folder may say that its tokenizer.json is all there is."""
     logger = logging.getLogger("transformers")
     logger.addFilter(_reject)  # on this logger only: its children still warn, and levels stay as the user set them
     try:
-        from transformers import AutoTokenizer
+        with host.without_collecting():
+            if _is_generic(folder):
+                from transformers import PreTrainedTokenizerFast
 
-        return AutoTokenizer
+                return PreTrainedTokenizerFast
+            from transformers import AutoTokenizer
+
+            return AutoTokenizer
     finally:
         logger.removeFilter(_reject)
+
+
+def _is_generic(folder: Path) -> bool:
+    try:
+        found = json.loads((folder / "tokenizer_config.json").read_text())
+        return found["tokenizer_class"] == GENERIC_CLASS and "auto_map" not in found
+    except (OSError, ValueError, KeyError, TypeError):
+        return False  # AutoTokenizer will say what is wrong
 
 
 def _reject(record: logging.LogRecord) -> bool:

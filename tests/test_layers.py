@@ -22,7 +22,6 @@ FLOORS = {
 }
 FLAT = {"errors", "host", "log", "pytree", "config", "mesh", "processes", "tokenizer", "provenance", "__init__"}
 MAY_JIT = (
-    "serve/runner.py",  # a state, made in one piece
     "serve/calls.py",
     "serve/layouts.py",  # products that are timed to choose how matrices are cut
     "train/step.py",

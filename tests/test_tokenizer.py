@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import decoders
 from tokenizers.processors import TemplateProcessing
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import specserve
 from specserve.errors import CheckpointError, ConfigError, DataError, RequestError
 from specserve.serve.decoder import IncrementalDecoder
-from specserve.tokenizer import REASONING_NAMES, Tokenizer
+from specserve.tokenizer import REASONING_NAMES, Tokenizer, _import_class
 
 FOLDER = Path(specserve.__file__).parent / "targets" / "pydoc"
 TOKENIZER = Tokenizer.load(FOLDER)
@@ -281,3 +281,20 @@ def test_bad_inputs_are_named():
         Tokenizer.load(FOLDER / "nowhere")
     with pytest.raises(CheckpointError, match="cannot read the tokenizer"):
         Tokenizer.load(Path(__file__).parent)
+
+
+def test_a_folder_that_has_nothing_but_its_json_is_read_by_the_generic_class(tmp_path):
+    """The class that AutoTokenizer finds, without importing that; every other folder is for AutoTokenizer."""
+
+    generic = type(AutoTokenizer.from_pretrained(str(FOLDER), local_files_only=True))
+    assert _import_class(FOLDER) is generic
+    for text in (
+        "{",
+        "[]",
+        "{}",
+        '{"tokenizer_class": "Qwen2Tokenizer"}',
+        '{"tokenizer_class": "TokenizersBackend", "auto_map": {}}',
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        assert _import_class(tmp_path) is AutoTokenizer
+    assert _import_class(tmp_path / "nowhere") is AutoTokenizer

@@ -1,4 +1,5 @@
-"""Draw the two pictures of docs/design.md, the walk of a request and the walk of a batch: `python tools/draw_pictures.py`.
+"""Draw the two pictures of docs/design.md, the walk of a request and the walk of a batch. Run it from the checkout:
+`python tools/draw_pictures.py`.
 
 The mask under the tree is computed from the tree's parents, by the function that serves.
 """
@@ -41,9 +42,8 @@ class Picture:
         bold: bool = False,
     ) -> None:
         weight = ' font-weight="600"' if bold else ""
-        self.parts.append(
-            f'<text x="{x}" y="{y}" fill="{colour}" text-anchor="{anchor}" font-size="{size}"{weight}>{escape(text)}</text>'
-        )
+        how = f'fill="{colour}" text-anchor="{anchor}" font-size="{size}"{weight}'
+        self.parts.append(f'<text x="{x}" y="{y}" {how}>{escape(text)}</text>')
 
     def lines(self, x: float, y: float, lines: Sequence[str], colour: str = PALE) -> None:
         for i, line in enumerate(lines):
@@ -90,11 +90,9 @@ PATH = (0, 1, 4, 8)  # accepted
 def draw_request() -> Picture:
     picture = Picture(880, 600, "The walk of a request through specserve")
     picture.text(24, 34, "The walk of a request", size=17, bold=True)
-    host = (("HTTP", PALE), ("chat template,", PALE), ("scheduler", PALE), ("controller", PALE), ("text, stream", PALE))
     chain_of_boxes(
         picture, 56, [("HTTP request", PALE), ("tokenizer", PALE), ("scheduler", PALE), ("controller", PALE)], 24, 120
     )
-    del host
     picture.text(630, 70, "the host: requests, slots,", colour=PALE, size=12)
     picture.text(630, 86, "pages, which tree", colour=PALE, size=12)
     picture.parts.append(f'<rect x="24" y="118" width="832" height="66" rx="8" fill="#f6f7f9" stroke="{PALE}"/>')

@@ -1,4 +1,4 @@
-"""What commands share: settings as flags, start-up (logging, compilation cache), and how an error is said."""
+"""What commands share: settings as flags, start-up (logging, memory), and how an error is said."""
 
 import inspect
 from collections.abc import Callable
@@ -42,12 +42,9 @@ def command(schema: type[Schema]) -> Callable[[Callable[[Schema], None]], Callab
 
 
 def start(log_level: str = "info") -> None:
-    """Logging, and JAX's persistent compilation cache, so that a second start compiles nothing."""
+    """Logging, and how memory is kept."""
     log.setup(log_level)
     host.keep_freed_memory()  # before there are threads
-    from specserve.mesh import use_compilation_cache  # heavy
-
-    use_compilation_cache()
 
 
 def show_error(error: SpecServeError) -> None:

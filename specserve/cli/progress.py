@@ -1,139 +1,18 @@
-"""Progress on a terminal: a live bar where there is one, a line per logged moment where there is none."""
+"""The terminal that commands write to, and bars over what takes a while."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from types import TracebackType
-from typing import Any
 
-from rich.box import SIMPLE_HEAD
-from rich.console import Console, Group
-from rich.live import Live
-from rich.markup import escape
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.table import Table
-from rich.text import Text
+from rich.console import Console
 
-from specserve.serve import progress as serve_progress
+from specserve.serve import progress
 from specserve.serve.progress import bar_columns
-from specserve.train.observers import read_metrics
-from specserve.train.report import REPORT_FILE, duration, gigabytes, outlook, tau_curve
-from specserve.train.speed import Speed
-from specserve.train.trainer import Evaluation, Trainer
-from specserve.train.trainer import Progress as Moment
 
-__all__ = ["TrainingBar", "bar_columns", "console", "warmup_bar"]
+__all__ = ["bar_columns", "console", "warmup_bar"]
 
 console = Console()
 
 
-class TrainingBar:
-    """The loss falling and the acceptance length rising."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        self._bar = Progress(
-            TextColumn("training"), BarColumn(), TextColumn("{task.percentage:>3.0f}%  {task.fields[left]}")
-        )
-        self._task = self._bar.add_task("", total=1.0, left="")
-        self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-        self._evaluation: Evaluation | None = None
-        self._loss: float | None = None
-        self._speed: Speed | None = None
-        self._first: tuple[float, float] | None = None  # seconds and share of the first moment: what compiled is past
-
-    def __enter__(self) -> "TrainingBar":
-        if self._live:
-            self._live.start()
-            self._live.update(Group(self._bar, Text("compiling", style="dim")), refresh=True)
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        if self._live:
-            self._live.stop()
-
-    def update(self, moment: Moment) -> None:
-        if moment.ending:
-            return
-        self._evaluation = moment.evaluation or self._evaluation
-        self._loss = self._loss if moment.loss is None else moment.loss
-        self._speed = moment.speed or self._speed
-        note = duration(moment.seconds) + self._left(moment)
-        self._bar.update(self._task, completed=min(1.0, moment.share), left=note)
-        lines = [self._learning(moment), self._speeding()]
-        if self._live:
-            if moment.evaluation:
-                self._live.console.print(self._measured(moment), highlight=False)
-            self._live.update(Group(self._bar, *(Text(f"  {line}") for line in lines if line)), refresh=True)
-        else:
-            text = self._measured(moment) if moment.evaluation else "  ".join(line for line in lines if line)
-            console.print(f"{note}  {text}", highlight=False, soft_wrap=True)
-
-    def _left(self, moment: Moment) -> str:
-        if self._first is None:
-            self._first = moment.seconds, moment.share
-        seconds, share = moment.seconds - self._first[0], moment.share - self._first[1]
-        return f", {duration(seconds / share * max(0.0, 1 - moment.share))} left" if share > 0 else ""
-
-    def _learning(self, moment: Moment) -> str:
-        tau = f"{self._evaluation.tau:.3f}" if self._evaluation else "-"
-        loss = f"{self._loss:.3f}" if self._loss is not None else "-"
-        return f"step {moment.step:,}  loss {loss}  tau {tau}"
-
-    def _speeding(self) -> str:
-        if self._speed is None:
-            return ""
-        speed = self._speed
-        parts = [f"{speed.tokens_per_second:,.0f} tokens/s", f"{speed.slots_per_second:,.0f} slots/s"]
-        if speed.mfu is not None:
-            parts.append(f"MFU {speed.mfu:.0%}")
-        if speed.device_bytes is not None:
-            parts.append(f"device {gigabytes(speed.device_bytes)}")
-        return "  ".join([*parts, f"host {gigabytes(speed.host_bytes)}"])
-
-    def _measured(self, moment: Moment) -> str:
-        assert moment.evaluation
-        rates = " ".join(f"{rate:.2f}" for rate in moment.evaluation.to_json()["accept_rate"])
-        is_best = moment.evaluation.tau > self._trainer.best.tau
-        best = "the best so far" if is_best else f"best {self._trainer.best.tau:.3f} at {self._trainer.best.step:,}"
-        return f"step {moment.step:,}  tau {moment.evaluation.tau:.3f} ({best})  by depth {rates}"
-
-    def summary(self, next_command: str) -> None:
-        """What came out, and what to type next."""
-        trainer = self._trainer
-        if self._evaluation:
-            console.print(_arms_table(self._evaluation.to_json()))
-            if trainer.best.step != trainer.step:
-                console.print(
-                    f"the best was tau {trainer.best.tau:.3f} at step {trainer.best.step:,}; that head is kept"
-                )
-        measured = [row for row in read_metrics(trainer.output) if row["tau"] is not None]
-        for line in outlook(tau_curve(trainer.run, measured)):
-            console.print(line, highlight=False)
-        output = escape(str(trainer.output))
-        console.print(f"the head is in {output}, the report in {output}/{REPORT_FILE}", highlight=False, soft_wrap=True)
-        console.print(f"next: [bold]{escape(next_command)}[/]", highlight=False, soft_wrap=True)
-
-
-def _arms_table(found: dict[str, Any]) -> Table:
-    """Every arm that was measured, and the sources of those that have several."""
-    table = Table(box=SIMPLE_HEAD, pad_edge=False)
-    table.add_column("held-out prompts")
-    table.add_column("tau", justify="right")
-    table.add_column("acceptance by depth")
-    for name, arm in found["arms"].items():
-        table.add_row(escape(name), *_row(arm))
-        if len(arm["by_source"]) > 1:
-            for source, own in arm["by_source"].items():
-                table.add_row(f"  {escape(source)}", *_row(own), style="dim")
-    return table
-
-
-def _row(found: dict[str, Any]) -> tuple[str, str]:
-    return f"{found['tau']:.3f}", " ".join(f"{rate:.2f}" for rate in found["accept_rate"])
-
-
 def warmup_bar(text: str = "compiling") -> AbstractContextManager[Callable[[int, int, str], None]]:
     """A bar over the programs being compiled."""
-    return serve_progress.warmup_bar(console, text=text)
+    return progress.warmup_bar(console, text=text)

@@ -29,7 +29,8 @@ def quickstart(
     from rich.markup import escape
 
     from specserve.checkpoints.source import BUNDLED
-    from specserve.cli.progress import TrainingBar, console
+    from specserve.cli.progress import console
+    from specserve.cli.training_bar import TrainingBar
     from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
     from specserve.eval.acceptance import Report
     from specserve.eval.prompts import load_questions

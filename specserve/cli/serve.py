@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from specserve import host
 from specserve.cli.options import command
 from specserve.serve.settings import ServeRun
 
@@ -9,12 +10,13 @@ from specserve.serve.settings import ServeRun
 @command(ServeRun)
 def serve(run: ServeRun) -> None:
     """Serve a target with a draft head over HTTP. Without arguments: the bundled target with the bundled head."""
-    from rich.markup import escape
+    with host.without_collecting():
+        from rich.markup import escape
 
-    from specserve.cli.progress import console, warmup_bar
-    from specserve.mesh import SERVING_AXES, parse_mesh
-    from specserve.serve.api import HttpServer, bind_listener, create_app
-    from specserve.serve.launch import load_models, make_engine
+        from specserve.cli.progress import console, warmup_bar
+        from specserve.mesh import SERVING_AXES, parse_mesh
+        from specserve.serve.api import HttpServer, bind_listener, create_app
+        from specserve.serve.launch import load_models, make_engine
 
     if run.warmup_only:
         run = replace(run, early_ready=False)  # everything is to be compiled before the end
@@ -28,6 +30,7 @@ def serve(run: ServeRun) -> None:
     )
     with warmup_bar() as on_warmup:
         engine = make_engine(models, run, on_warmup)
+    del models  # the engine has packed what it needs of them
     if run.warmup_only:
         console.print(f"{engine.runner.num_programs} programs are compiled and cached")
         return
@@ -44,7 +47,7 @@ def serve(run: ServeRun) -> None:
             on_drain=drain,
         )
         console.print(
-            f"{escape(models.name)} with speculation {engine.speculation} on [bold]{server.url}/v1[/], "
+            f"{escape(engine.model_name)} with speculation {engine.speculation} on [bold]{server.url}/v1[/], "
             f"{run.max_slots} slots of {engine.max_model_len} tokens. Ctrl-C stops"
         )
         server.run()

@@ -33,7 +33,8 @@ def _train(run: TrainRun) -> None:
     from rich.markup import escape
 
     from specserve import processes
-    from specserve.cli.progress import TrainingBar, console
+    from specserve.cli.progress import console
+    from specserve.cli.training_bar import TrainingBar
     from specserve.train.observers import observing
     from specserve.train.prepare import prepare
     from specserve.train.run_folder import SETTINGS_FILE, RunFolder

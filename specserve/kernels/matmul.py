@@ -13,6 +13,7 @@ product; only where scales are by block and rows are many is the plain matrix ma
 """
 
 import math
+import sys
 from typing import Any, Literal
 
 import jax
@@ -97,17 +98,24 @@ def pack(weight: jax.Array | QuantizedMatrix) -> PackedMatrix:
             values = values.astype(ml_dtypes.bfloat16)
     else:
         values = np.asarray(weight)
-        if values.dtype == np.float32 and not (values.view(np.uint32) & 0xFFFF).any():
+        if values.dtype == np.float32 and not _lower_halves(values).any():
             values = values.astype(ml_dtypes.bfloat16)
     *stack, d_in, d_out = values.shape
     width = native.panel_width()
     num_panels = -(-d_out // width)
-    padded = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, num_panels * width - d_out)])
+    padding = num_panels * width - d_out
+    padded = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, padding)]) if padding else values
     lanes = 4 // values.dtype.itemsize  # outputs that share 32 bits
     panels = padded.reshape(*stack, d_in, num_panels, lanes, width // lanes)
     panels = np.moveaxis(np.moveaxis(panels, -3, -4), -2, -1)  # [..., panel, d_in, width / lanes, lanes]
     panels = np.ascontiguousarray(panels).reshape(*stack, num_panels, d_in, width)
-    return PackedMatrix(jnp.asarray(panels), scale, d_out, block_size)
+    return PackedMatrix(jax.device_put(panels), scale, d_out, block_size)
+
+
+def _lower_halves(values: np.ndarray) -> np.ndarray:
+    """The bits of float32 values that bfloat16 does not have, without a copy."""
+    halves = np.ascontiguousarray(values).view(np.uint16)
+    return halves[..., 0 if sys.byteorder == "little" else 1 :: 2]
 
 
 def quantize(weight: jax.Array, to: EightBits) -> QuantizedMatrix:

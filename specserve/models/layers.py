@@ -6,7 +6,7 @@ Spec functions return the same dataclasses as the parameters, with `ParamSpec` l
 from typing import Any
 
 import jax
-import jax.numpy as jnp
+import numpy as np
 
 from specserve.kernels.matmul import Weight, matmul
 from specserve.kernels.rowwise import Activation, gated
@@ -71,4 +71,5 @@ def side_by_side(*parts: Any) -> Any:
     """Matrices or vectors joined along their outputs; None where there are none (a projection without bias)."""
     if parts[0] is None:
         return None
-    return jax.tree.map(lambda *leaves: jnp.concatenate(leaves, axis=-1), *parts)  # of quantised ones also the scales
+    # on the host, where nothing is compiled for it; of quantised ones also the scales
+    return jax.tree.map(lambda *leaves: jax.device_put(np.concatenate(leaves, axis=-1)), *parts)

@@ -8,6 +8,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specserve.kernels.matmul import BlockedMatrix, PackedMatrix, Weight, dequantize, matmul_float32
 from specserve.kernels.rows import Documents
@@ -192,5 +193,5 @@ def fuse_for_cpu(params: TargetParams) -> TargetParams:
         block = fuse_mlp(layer.mlp) if isinstance(layer.mlp, Mlp) else layer.mlp
         return dataclasses.replace(layer, attention=mixer, mlp=block)
 
-    head = params.embedding.T if params.head is None else params.head
+    head = jax.device_put(np.asarray(params.embedding).T) if params.head is None else params.head
     return TargetParams(params.embedding, tuple(fuse(layer) for layer in params.layers), params.norm, head)

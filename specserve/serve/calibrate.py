@@ -36,7 +36,7 @@ def cost_file(models_fingerprint: str, runner: Runner) -> Path:
     """Where the costs of such a runner are kept."""
     facts = [
         platform.node(),
-        platform.processor(),
+        host.processor(),
         str(os.cpu_count()),
         specserve.__version__,
         jax.__version__,
@@ -128,9 +128,7 @@ def _read(file: Path, programs: Sequence[Program]) -> dict[str, float] | None:
 def _write(file: Path, costs: dict[str, float]) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
-        draft = file.with_suffix(f".{os.getpid()}")
-        draft.write_text(json.dumps(costs, indent=1))
-        draft.replace(file)
+        host.write_whole(file, json.dumps(costs, indent=1).encode())
     except OSError as error:
         logger.warning("the costs of steps cannot be kept in %s: %s", file, error)
 

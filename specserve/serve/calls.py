@@ -4,7 +4,8 @@ Each method says which function with which arguments; nothing is compiled or run
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, field
 from typing import Any
 
 import jax
@@ -12,10 +13,29 @@ from jax.sharding import NamedSharding
 
 from specserve.mesh import on_mesh
 from specserve.serve.placement import Placement
-from specserve.serve.programs import Call
 from specserve.speculative import step
 from specserve.speculative.step import Admission, SlotState, StepConfig, Weights
 from specserve.speculative.tree import Proposal, Tree
+
+
+@dataclass(frozen=True)
+class Call:
+    """A function with its arguments; which program that takes follows from `key`."""
+
+    key: Hashable
+    function: Any  # jitted
+    arguments: tuple[Any, ...]  # pytrees of arrays, or of their shapes
+    static: dict[str, Any] = field(default_factory=dict)
+
+    def lower(self) -> jax.stages.Lowered:
+        """Traced for such arguments. They are not read: arrays that were given away will do."""
+        return self.function.lower(*jax.tree.map(shape_of, self.arguments), **self.static)
+
+
+def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+    """What a program is compiled for, of an array or of a shape."""
+    place = getattr(x, "sharding", None)
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place if isinstance(place, NamedSharding) else None)
 
 
 class Calls:
@@ -26,11 +46,12 @@ class Calls:
         whole: NamedSharding | None = place.whole
         both = (state, whole)
 
-        def jit(function: Callable[..., Any], donated: int, outputs: Any, *static: str) -> Any:
+        def jit(function: Callable[..., Any], donated: int | None, outputs: Any, *static: str) -> Any:
             # function objects of their own: jit's cache belongs to the function, and runners must not share it
             bound = functools.partial(on_mesh(place.mesh, function), config)
             return jax.jit(bound, donate_argnums=donated, static_argnames=static, out_shardings=outputs)
 
+        self._begin = jit(step.init_state, None, state, "num_slots", "num_pages", "page_size", "max_pages")
         self._admit = jit(step.admit, 0, state)
         self._extend = jit(_extend, 0, whole)
         self._remember = jit(step.remember, 0, state)
@@ -40,6 +61,11 @@ class Calls:
         self._speculate = jit(step.speculate, 1, both, "tree", "width")
         self._propose = jit(step.propose_tree, 1, both, "tree", "width")
         self._verify = jit(step.verify_tree, 1, both, "tree", "width")
+
+    def begin(self, **sizes: int) -> Call:
+        """An empty state of these sizes (`step.init_state`). In one program: the cache must not be whole on one device
+        of a mesh, not for a moment."""
+        return Call("begin", self._begin, (), sizes)
 
     def admit(self, state: SlotState, slot: jax.Array, new: Admission) -> Call:
         return Call("admit", self._admit, (state, slot, new))

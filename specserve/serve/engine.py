@@ -127,6 +127,7 @@ class Engine:
         return "auto" if self.rounds.is_choosing else describe(self.runner.trees[0])
 
     def start(self) -> "Engine":
+        host.give_back_freed_memory()  # of what was loaded, and of compiling
         self._thread.start()
         if self.options.watchdog_seconds:
             self._watchdog.start()

@@ -1,5 +1,6 @@
 """From the settings of a server to an engine: which target, which head, how large a cache."""
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Generator, Sequence
@@ -42,16 +43,22 @@ AUTO_TREES = (DynamicTree(4, 3, 15), DynamicTree(6, 4, 31), DynamicTree(7, 8, 63
 
 @dataclass(frozen=True)
 class Models:
-    """What a server runs. `head` is None where there is nothing to speculate with."""
+    """What a server runs. `head` is None where there is nothing to speculate with. An engine packs the parameters anew:
+    whoever makes only one drops the models then, and with them the memory of what was loaded."""
 
     name: str
     target: Target
     head: Head | None
-    tokenizer: Tokenizer | None  # None: token ids alone
+    read_tokenizer: Callable[[], Tokenizer] | None  # importing what reads it takes a second; None: token ids alone
     fingerprint: str = ""  # of the target's weights
     head_fingerprint: str = ""
     head_acceptance: Sequence[float] = ()  # by depth, from the head's own evaluation; unknown where empty
     mesh: Mesh | None = None  # what both are spread over; None: one device
+
+    @functools.cached_property
+    def tokenizer(self) -> Tokenizer | None:
+        """Read when it is asked for. Raises CheckpointError."""
+        return self.read_tokenizer and self.read_tokenizer()
 
 
 def load_models(
@@ -97,7 +104,7 @@ def load_models(
         source.name,
         loaded,
         head,
-        Tokenizer.load(source.folder) if has_tokenizer else None,
+        functools.partial(Tokenizer.load, source.folder) if has_tokenizer else None,
         own,
         fingerprint(folder) if folder else "",
         notes.get("acceptance", {}).get("accept_rate", ()),
@@ -150,6 +157,7 @@ def make_engine(
         is_coupled=is_coupled,
         has_constrained=run.constrained,
         mesh=models.mesh,
+        folder=host.cache_folder() / "programs",
     )
     programs = runner.programs()
     late = [program for program in programs if _is_early(run) and not program.is_plain]
@@ -161,9 +169,14 @@ def make_engine(
         say(program)
 
     logger.info("compiling %d programs before serving, and %d while serving", len(first), len(late))
-    compile_all(runner.compiled, first, is_wanted=runner.has_room_for, on_compiled=report)
-    host.give_back_freed_memory()
-    names = f"{models.fingerprint} {models.head_fingerprint}"
+    compile_all(
+        runner.compiled,
+        first,
+        is_wanted=runner.has_room_for,
+        on_compiled=report,
+        meanwhile=lambda: models.tokenizer,
+    )
+    names, acceptance = f"{models.fingerprint} {models.head_fingerprint}", models.head_acceptance
 
     def make_controller() -> Generator[object, None, Controller | None]:
         """Knows what each step costs here, and what the head's own evaluation says of it."""
@@ -171,7 +184,7 @@ def make_engine(
             return None
         costs = yield from step_costs(runner, cost_file(names, runner))
         logger.info("milliseconds per step: %s", describe_costs(costs))
-        return Controller(costs, models.head_acceptance)
+        return Controller(costs, acceptance)  # the models themselves may go before
 
     controller = Controller({}) if is_auto else None
     if not late:

@@ -12,7 +12,7 @@ from typing import Any, TypedDict, Unpack
 
 from specserve import config, host
 from specserve.errors import CapacityError, ConfigError, RequestError
-from specserve.mesh import SERVING_AXES, parse_mesh, use_compilation_cache
+from specserve.mesh import SERVING_AXES, parse_mesh
 from specserve.serve.completion import Completion
 from specserve.serve.launch import load_models, make_engine
 from specserve.serve.progress import answer_bar, warmup_bar
@@ -115,7 +115,6 @@ class LLM:
             raise ConfigError(f"{', '.join(foreign)}: a setting of the HTTP server; LLM listens to nobody")
         run = config.resolve(ServeRun, arguments=given)
         host.keep_freed_memory()
-        use_compilation_cache()
         models = load_models(
             run.target,
             run.draft,
@@ -126,6 +125,7 @@ class LLM:
         )
         with warmup_bar(is_shown=progress) as on_warmup:
             self.engine = make_engine(models, run, on_warmup)
+        del models  # the engine has packed what it needs of them
         self._progress = progress
         self._stop = weakref.finalize(self, self.engine.stop)  # at the end of the process as well
         self.engine.start()

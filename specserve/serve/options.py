@@ -87,6 +87,14 @@ def sampler_rows(params: SamplingParams, seed: int, num_prompt: int = 0) -> Samp
     )
 
 
+def blank_token_rows(vocab_size: int) -> TokenRows:
+    """What options that say nothing say about single tokens, [1, ...], on the host."""
+    bias: Any = np.zeros((1, vocab_size), np.float32)
+    ledger: Any = np.zeros((1, vocab_size), np.int32)
+    words: Any = np.full((1, MAX_BAD_SEQUENCES, MAX_BAD_TOKENS), -1, np.int32)
+    return TokenRows(bias, ledger, words)
+
+
 def token_rows(
     request: Request,
     output_ids: Sequence[int],  # what has been emitted before, after a preemption
@@ -99,17 +107,16 @@ def token_rows(
     has_penalty = params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
     if not (has_penalty or params.min_tokens or bad or params.logit_bias or params.allowed_token_ids is not None):
         return None
-    bias: Any = np.zeros(vocab_size, np.float32)
+    rows: Any = blank_token_rows(vocab_size)
+    bias, ledger, words = rows.bias[0], rows.ledger[0], rows.bad_words[0]
     if params.allowed_token_ids is not None:
         bias[:] = -np.inf
         bias[list(params.allowed_token_ids)] = 0.0
     for token_id, value in params.logit_bias.items():
         bias[token_id] += value
-    ledger: Any = np.zeros(vocab_size, np.int32)
     ledger[np.asarray(request.prompt_ids)] |= IN_PROMPT
     ledger[np.asarray(stop_ids, np.int64)] |= IS_STOP
     np.add.at(ledger, np.asarray(output_ids, np.int64), EMITTED)
-    words: Any = np.full((MAX_BAD_SEQUENCES, MAX_BAD_TOKENS), -1, np.int32)
     for row, token_ids in enumerate(bad):
         words[row, MAX_BAD_TOKENS - len(token_ids) :] = token_ids
-    return TokenRows(bias[None], ledger[None], words[None])
+    return rows

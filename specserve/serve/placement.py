@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -27,6 +28,10 @@ class Placement:
     def whole(self) -> NamedSharding | None:
         return whole(self.mesh)
 
+    @property
+    def devices(self) -> list[Any]:
+        return jax.devices()[:1] if self.mesh is None else list(self.mesh.devices.flat)
+
     def put(self, host: Any) -> Any:
         """A pytree of NumPy arrays, whole."""
         return jax.device_put(host, self.whole)
@@ -41,7 +46,7 @@ class Placement:
         """What a step computes for its slots follows them: where the batch divides, each device has a part of it."""
         return _put(slots, np.int32, None if self.mesh is None else fitting(self.mesh, ("batch",), (len(slots),)))
 
-    def state(self, state: Any) -> SlotState | None:
+    def state(self, make: Callable[[], SlotState]) -> SlotState | None:
         """Where the arrays of such a state live."""
         if self.mesh is None:
             return None
@@ -50,7 +55,7 @@ class Placement:
         def place(leaf: Any) -> Any:
             return place_cache(leaf, mesh) if isinstance(leaf, Cache) else self.whole
 
-        return jax.tree.map(place, state, is_leaf=lambda leaf: isinstance(leaf, Cache))
+        return jax.tree.map(place, jax.eval_shape(make), is_leaf=lambda leaf: isinstance(leaf, Cache))
 
 
 @functools.lru_cache(maxsize=4096)

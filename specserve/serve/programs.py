@@ -12,33 +12,18 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Hashable, Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-import jax
-from jax.sharding import NamedSharding
-
 from specserve import host
+from specserve.serve.calls import Call
+from specserve.serve.kept import KeptPrograms
 from specserve.speculative.tree import Tree
 
 logger = logging.getLogger(__name__)
 
 MAX_THREADS = 8  # that compile side by side: tracing is Python, so more would wait for each other
 SAID_EVERY_SECONDS = 10.0
-
-
-@dataclass(frozen=True)
-class Call:
-    """A function with its arguments; which program that takes follows from `key`."""
-
-    key: Hashable
-    function: Any  # jitted
-    arguments: tuple[Any, ...]  # pytrees of arrays, or of their shapes
-    static: dict[str, Any] = field(default_factory=dict)
-
-    def lower(self) -> jax.stages.Lowered:
-        """Traced for such arguments. They are not read: arrays that were given away will do."""
-        return self.function.lower(*jax.tree.map(shape_of, self.arguments), **self.static)
 
 
 @dataclass(frozen=True)
@@ -56,7 +41,9 @@ class Program:
 class Programs:
     """The programs that are compiled, by key. Every method may be called from any thread."""
 
-    def __init__(self) -> None:
+    def __init__(self, kept: KeptPrograms | None = None) -> None:
+        """`kept` are those that earlier processes have compiled."""
+        self._kept = kept
         self._compiled: dict[Hashable, Any] = {}
         self._on_their_way: dict[Hashable, Future[Any]] = {}
         self._lock = threading.Lock()
@@ -89,7 +76,7 @@ class Programs:
         assert future is not None
         if is_ours:
             try:
-                future.set_result(call.lower().compile())
+                future.set_result(self._make(call))
             except BaseException as error:
                 future.set_exception(error)
             with self._lock:
@@ -97,6 +84,12 @@ class Programs:
                 if future.exception() is None:
                     self._compiled[call.key] = future.result()
         return future.result()
+
+    def _make(self, call: Call) -> Any:
+        if self._kept is None:
+            return call.lower().compile()
+        found = self._kept.load(call)
+        return self._kept.compile(call) if found is None else found
 
 
 class Compiler:
@@ -176,8 +169,10 @@ def compile_all(
     *,
     is_wanted: Callable[[Program], bool] = lambda _program: True,
     on_compiled: Callable[[Program], None] = lambda _program: None,
+    meanwhile: Callable[[], object] = lambda: None,
 ) -> None:
-    """Compile these side by side and wait. Raises what the first that fails raises."""
+    """Compile these side by side and wait; `meanwhile` is called on this thread. Raises what it raises, or what the
+    first program that fails raises."""
     failures: list[Exception] = []
 
     def done(program: Program, error: Exception | None) -> None:
@@ -188,8 +183,10 @@ def compile_all(
 
     compiler = Compiler(compiled, programs, is_wanted=is_wanted, on_compiled=done)
     try:
-        compiler.start().join()
-    except BaseException:  # an interrupt: nobody waits for the others any more
+        compiler.start()
+        meanwhile()
+        compiler.join()
+    except BaseException:  # an interrupt, say: nobody waits for the others any more
         compiler.stop()
         raise
     if failures:
@@ -218,9 +215,3 @@ class Announcer:
                     self._total - self._num_done,
                     program.name,
                 )
-
-
-def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    """What a program is compiled for, of an array or of a shape."""
-    place = getattr(x, "sharding", None)
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place if isinstance(place, NamedSharding) else None)

@@ -10,6 +10,7 @@ import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,8 +25,9 @@ from specserve.host import free_memory_maps
 from specserve.kernels import native
 from specserve.serve.calls import Calls
 from specserve.serve.handles import StepHandle
+from specserve.serve.kept import KeptPrograms
 from specserve.serve.layouts import make_layouts
-from specserve.serve.options import sampler_rows
+from specserve.serve.options import blank_token_rows, sampler_rows
 from specserve.serve.placement import Placement
 from specserve.serve.programs import Call, Program, Programs, compile_all
 from specserve.serve.request import SamplingParams
@@ -63,6 +65,7 @@ class Runner:
         is_coupled: bool = True,
         has_constrained: bool = True,
         mesh: Mesh | None = None,  # that the parameters are spread over
+        folder: Path | None = None,  # where compiled programs are kept; None: nowhere
     ) -> None:
         """`trees` are the ways to make a step, None being plain decoding; the head is used where one of them asks for
         it. Without `has_constrained` the programs that token masks need are not compiled."""
@@ -103,26 +106,20 @@ class Runner:
         self.widths = (self.max_pages,) if mesh is None and native.is_available() else page_widths(self.max_pages)
         if is_deterministic:
             self.chunks, self.batch_sizes, self.widths = self.chunks[:1], (num_slots,), (self.max_pages,)
-        self._blank_tokens = self.place.put(TokenRows.zeros(1, target.config.vocab_size))
         self._everything_allowed = self.place.put(np.full((1, 1, -(-target.config.vocab_size // 8)), 255, np.uint8))
-        self._init_state = functools.partial(
-            step.init_state,
-            self.config,
-            num_slots=num_slots,
-            num_pages=num_pages,
-            page_size=page_size,
-            max_pages=self.max_pages,
-        )
-        state = self.place.state(jax.eval_shape(self._init_state))
-        # in one program: the cache must not be whole on one device of a mesh, not for a moment
-        self._init_state = jax.jit(self._init_state, out_shardings=state)
-        self.calls = Calls(self.config, self.place, state)
-        self.compiled = Programs()
+        sizes = {"num_slots": num_slots, "num_pages": num_pages, "page_size": page_size, "max_pages": self.max_pages}
+        places = self.place.state(lambda: step.init_state(self.config, **sizes))
+        self.calls = Calls(self.config, self.place, places)
+        self._beginning = self.calls.begin(**sizes)
+        kept = folder and KeptPrograms(folder, (repr(self.config), str(self.place)), self.place.devices)
+        self.compiled = Programs(kept)
+        self.compiled.compile(self._beginning)
         self.reset()
+        self._blank_tokens = self.place.put(blank_token_rows(target.config.vocab_size))
 
     def reset(self) -> None:
         """Forget every sequence and every cached page: after a device error the donated buffers are gone."""
-        self.state = self._init_state()
+        self.state = self.compiled.run(self._beginning)
         # what the host can say without reading: upper bounds, the last one belongs to padding
         self._lens = [0] * (self.num_slots + 1)
         self._pending = [1] * (self.num_slots + 1)
@@ -418,6 +415,7 @@ class Runner:
     def _host_programs(self) -> Iterator[Program]:
         """What the host asks for between steps."""
         rows = sampler_rows(SamplingParams(), 0)
+        yield Program("empty state", True, lambda: self._beginning)
         yield Program("admission", True, lambda: self._admission(0, (), (), 0, rows, None))
         yield Program("page table", True, lambda: self._extension(np.zeros((3, _PAGES_AT_ONCE), np.int32)))
         if self._remembers:

@@ -51,4 +51,4 @@ class ServeRun:
     )
     drain_seconds: float = setting(30.0, help="on SIGTERM, let running requests end for so long", ge=0)
     watchdog_seconds: float = setting(60.0, help="report a step that takes longer; 0: never", ge=0)
-    warmup_only: bool = setting(False, help="compile everything into the compilation cache and exit")
+    warmup_only: bool = setting(False, help="compile everything into the cache folder and exit")

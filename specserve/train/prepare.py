@@ -15,7 +15,7 @@ from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.data.dataset import Dataset, Prompt
 from specserve.data.loader import Loader
 from specserve.errors import ConfigError
-from specserve.mesh import default_dtype, parse_mesh
+from specserve.mesh import default_dtype, parse_mesh, use_compilation_cache
 from specserve.speculative.vocab import choose_draft_vocab, coverage
 from specserve.tokenizer import Tokenizer
 from specserve.train import capture
@@ -35,6 +35,7 @@ logger = logging.getLogger(__name__)
 
 def prepare(run: TrainRun, folder: RunFolder) -> Trainer:
     """Load everything a run needs. Raises ConfigError, CheckpointError or DataError."""
+    use_compilation_cache()
     source = resolve_target(run.target)
     check_target(run.train, run.draft, find_config(str(source.folder))[0])
     mesh = parse_mesh(run.mesh)

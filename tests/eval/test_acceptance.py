@@ -21,9 +21,13 @@ from specserve.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
-def pair(pydoc_target: Target, pydoc_head: Head, pydoc_tokenizer: Tokenizer) -> EnginePair:
-    models = Models("pydoc", pydoc_target, pydoc_head, pydoc_tokenizer)
-    pair = engine_pair(models, "chain:2", num_slots=2, max_model_len=128)  # one width of page tables
+def pair(
+    pydoc_target: Target, pydoc_head: Head, pydoc_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
+) -> EnginePair:
+    models = Models("pydoc", pydoc_target, pydoc_head, lambda: pydoc_tokenizer)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("programs")))
+        pair = engine_pair(models, "chain:2", num_slots=2, max_model_len=128)  # one width of page tables
     times = measure_steps(pair.plain.runner, pair.speculative.runner, context=40, repeats=3)
     assert 0 < times.draft < times.step
     return pair

@@ -14,6 +14,14 @@ from specserve.serve.api import HttpServer, create_app
 from specserve.serve.runner import Runner
 
 
+@pytest.fixture(scope="module", autouse=True)
+def _cache_folder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Programs and costs that tests keep do not lie among the user's."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        yield
+
+
 @pytest.fixture(scope="module")
 def fake_engine() -> Iterator[FakeEngine]:
     engine = FakeEngine()

@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -171,6 +172,7 @@ def make_runner(
     chunk: int = 16,  # so that most prompts take a few
     has_constrained: bool = True,
     mesh: Mesh | None = None,
+    folder: Path | None = None,
 ) -> Runner:
     """One batch size, one width and one chunk: every other costs programs, and programs are most of a test's time."""
     trees = [parse_speculation(text) for text in speculations]
@@ -184,6 +186,7 @@ def make_runner(
         num_pages=num_slots * MAX_LEN // PAGE_SIZE,
         has_constrained=has_constrained,
         mesh=mesh,
+        folder=folder,
     )
     runner.batch_sizes, runner.widths, runner.chunks = (num_slots,), runner.widths[-1:], (chunk,)
     runner.max_rows = 1024

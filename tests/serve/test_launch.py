@@ -1,8 +1,11 @@
 """From settings to an engine: which ways to step, how large a cache, what is refused, and what steps cost here."""
 
+import dataclasses
+import gc
 import json
 import logging
 import math
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -315,3 +318,31 @@ def test_the_file_depends_on_what_costs_depend_on(runner: Any, monkeypatch: pyte
 def test_costs_in_one_line() -> None:
     costs = SECONDS | {(1, 8, static_tree((2, 1))): 0.02}
     assert describe_costs(costs) == "batch 1: off 10.0, chain:3 14.0, static:2x1 20.0; batch 2: off 11.0"
+
+
+def test_what_was_loaded_is_dropped_once_it_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whoever makes one engine alone. A layout takes over what it does not change, as norms and embeddings."""
+    tiny.write_target(tmp_path, tiny.TARGET, seed=0)
+    monkeypatch.setattr(launch, "compile_all", lambda *_programs, **_settings: None)
+    models = load_models(str(tmp_path), "", has_tokenizer=False)
+    matrices = [weakref.ref(jax.tree.leaves(layer.attention)[0]) for layer in models.target.params.layers]
+    engine = make_engine(models, ServeRun(max_slots=1, max_model_len=64), lambda *_report: None)
+    assert all(matrix() is not None for matrix in matrices), "the models are still whole"
+    params = weakref.ref(models.target.params)
+    del models
+    gc.collect()
+    assert params() is None
+    is_changed = jax.default_backend() == "cpu"  # elsewhere the programs take what was loaded
+    assert [matrix() is None for matrix in matrices] == [is_changed] * len(matrices)
+    assert engine.runner.layouts.one.target.embedding.shape == (64, engine.runner.config.target.d_model)
+
+
+def test_the_tokenizer_is_read_while_programs_are_compiled(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, and not before: its import takes longer than loading small models."""
+    read: list[str] = []
+    lazy = dataclasses.replace(models, read_tokenizer=lambda: read.append("read"))  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(
+        launch, "compile_all", lambda *_programs, meanwhile, **_settings: [read.append("begin"), meanwhile()]
+    )
+    make_engine(lazy, ServeRun(speculation="off", max_slots=1, max_model_len=64), lambda *_report: None)
+    assert read == ["begin", "read"]

@@ -13,7 +13,8 @@ import pytest
 
 from specserve import host
 from specserve.serve import programs as programs_module
-from specserve.serve.programs import Announcer, Call, Compiler, Program, Programs, compile_all
+from specserve.serve.calls import Call
+from specserve.serve.programs import Announcer, Compiler, Program, Programs, compile_all
 
 
 class _Function:
@@ -148,3 +149,20 @@ def test_a_thread_of_low_priority_lets_others_go_first() -> None:
     thread.start()
     thread.join()
     assert found == [sys.platform.startswith("linux")]
+
+
+def test_something_else_is_done_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And if that fails nobody waits for programs."""
+    monkeypatch.setattr(host, "num_cores", lambda: 1)
+    gate, last = threading.Event(), _Function()
+    compile_all(Programs(), [_program(0, _Function(gate))], meanwhile=gate.set)
+    gate.clear()
+
+    def fail() -> None:
+        raise ValueError("no tokenizer")
+
+    with pytest.raises(ValueError, match="no tokenizer"):
+        compile_all(Programs(), [_program(0, _Function(gate)), _program(1, last)], meanwhile=fail)
+    gate.set()
+    programs_module.end_all()
+    assert last.num_lowered == 0

@@ -13,7 +13,7 @@ from rich.console import Console
 from tiny_run import metrics, tiny_run, tiny_trainer
 
 from specserve.checkpoints.load import Target, load_target
-from specserve.cli import progress
+from specserve.cli import training_bar
 from specserve.data.dataset import Prompt
 from specserve.drafters.head import load_head
 from specserve.drafters.notes import read_notes
@@ -160,14 +160,14 @@ class Told:
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_the_bar_tells_what_happens(finished: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
     screen = io.StringIO()
-    monkeypatch.setattr(progress, "console", Console(file=screen, force_terminal=is_terminal, width=120))
+    monkeypatch.setattr(training_bar, "console", Console(file=screen, force_terminal=is_terminal, width=120))
     found = Acceptance(100, (50, 25))
     measured = Evaluation(
         tuple(Measured(Arm(*name), found, {"a": found, "b[i]": found}) for name in PAIRS), 0, "chain:2"
     )
     speed = Speed(1234.0, 2345.0, 0.42, 3_200_000_000, 1_500_000_000)
     told = Told(tiny_run(finished, eval=EVAL), finished, Best(4, 2.5))
-    with progress.TrainingBar(told) as bar:  # type: ignore[arg-type]
+    with training_bar.TrainingBar(told) as bar:  # type: ignore[arg-type]
         bar.update(Progress(1, 100.0, 0.1, 500, loss=4.5))
         bar.update(Progress(2, 110.0, 0.2, 900, loss=3.5, speed=speed))
         bar.update(Progress(3, 130.0, 0.4, 900, evaluation=measured, is_last=True))
