@@ -32,7 +32,7 @@ def described(tiny_target: Target) -> Target:
 
 
 def assert_same(head: Head, other: Head) -> None:
-    assert head.drafter.config == other.config
+    assert head.drafter == other.drafter
     np.testing.assert_array_equal(head.target_ids, other.target_ids)
     assert jax.tree.structure(head.params) == jax.tree.structure(other.params)
     for leaf, same in zip(jax.tree.leaves(head.params), jax.tree.leaves(other.params), strict=True):

@@ -48,7 +48,7 @@ def _edit_config(folder: Path, **changes: object) -> None:
 
 
 def _assert_same(head: Head, other: Head) -> None:
-    assert head.drafter.config == other.config
+    assert head.drafter == other.drafter
     np.testing.assert_array_equal(head.target_ids, other.target_ids)
     assert jax.tree.structure(head.params) == jax.tree.structure(other.params)
     for leaf, same in zip(jax.tree.leaves(head.params), jax.tree.leaves(other.params), strict=True):
@@ -218,7 +218,7 @@ def test_layer_ids_are_read_as_each_dialect_means_them(tmp_path: Path, tiny_targ
     """SGLang names the output of layer i, vLLM and speculators the input of layer i + 1."""
     head = tiny.random_head(tiny_target.config, seed=3, aux_layers=(0, 2, 4))
     save_head(tmp_path, head, tiny_target, dtype="float32", notes={})
-    assert load_head(tmp_path, tiny_target, dtype="float32").config.aux_layers == (0, 2, 4)
+    assert load_head(tmp_path, tiny_target, dtype="float32").drafter.aux_layers == (0, 2, 4)
 
     def rename(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.startswith("midlayer.")]:
@@ -226,7 +226,7 @@ def test_layer_ids_are_read_as_each_dialect_means_them(tmp_path: Path, tiny_targ
 
     _edit(tmp_path, rename)
     _edit_config(tmp_path, eagle_config={"eagle_aux_hidden_state_layer_ids": [1, 3, 5]})
-    assert load_head(tmp_path, tiny_target, dtype="float32").config.aux_layers == (0, 2, 4)
+    assert load_head(tmp_path, tiny_target, dtype="float32").drafter.aux_layers == (0, 2, 4)
 
 
 def test_the_speculators_config_nests_its_layer(folder: Path, tiny_head: Head, tiny_target: Target) -> None:

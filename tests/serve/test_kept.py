@@ -17,11 +17,12 @@ import numpy as np
 import pytest
 from engines import make_runner
 from jax.experimental.compilation_cache import compilation_cache
-from specserve.checkpoints.head import Head
 from spread import mesh_of, spread_head, spread_target
 
 from specserve import host
 from specserve.checkpoints.load import Target
+from specserve.drafters.door import Head
+from specserve.drafters.speculation import parse_speculation
 from specserve.kernels import native
 from specserve.pytree import pytree, static
 from specserve.serve import kept
@@ -32,7 +33,6 @@ from specserve.serve.programs import Programs
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
 from specserve.speculative.step import Weights
-from specserve.speculative.tree import parse_speculation
 
 
 @pytest.fixture(autouse=True)

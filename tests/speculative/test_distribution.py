@@ -53,11 +53,11 @@ def test_emitted_tokens_have_the_targets_distribution(
         history = state.history.at[:, : len(PROMPT)].set(jnp.asarray(PROMPT, jnp.int32))
         state = dataclasses.replace(state, page_table=table, rows=rows, history=history)
         lens, is_last = jnp.full(NUM_SLOTS, len(PROMPT), jnp.int32), jnp.ones(NUM_SLOTS, bool)
-        return step.prefill(weights, config, state, slots, lens, is_last, len(PROMPT), 2)
+        return step.prefill(config, weights, state, slots, lens, is_last, chunk=len(PROMPT), width=2)
 
     @jax.jit
     def speculate(state: SlotState) -> tuple[SlotState, StepResult]:
-        return step.speculate(weights, config, tree, state, slots, 2)
+        return step.speculate(config, weights, state, slots, tree=tree, width=2)
 
     def run(seeds: jax.Array) -> list[StepResult]:
         state, first = begin(seeds)

@@ -14,9 +14,9 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
 from specserve.drafters.eagle3 import propose as propose_room
 from specserve.drafters.eagle3.config import Eagle3Config
+from specserve.drafters.eagle3.follow import empty_cache
 from specserve.drafters.eagle3.model import draft_logits
 from specserve.drafters.eagle3.propose import FIRST_ENTRY, Draft, Pending, consume, propose
-from specserve.drafters.eagle3.state import empty_cache
 from specserve.models.cache import Cache, Prefix
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.tree import DynamicTree, Proposal, Tree, chain, static_tree

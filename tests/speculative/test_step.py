@@ -14,9 +14,9 @@ from rounding import assert_same, tolerance
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
+from specserve.drafters.eagle3.follow import Eagle3State
 from specserve.drafters.eagle3.model import Eagle3Params
 from specserve.drafters.eagle3.propose import FIRST_ENTRY
-from specserve.drafters.eagle3.state import Eagle3State
 from specserve.drafters.lookup.drafter import MixedState
 from specserve.drafters.speculation import drafter_for, parse_speculation
 from specserve.drafters.words import ALL_TEXT

@@ -92,7 +92,7 @@ def test_an_earlier_head_begins_as_it_was(tmp_path: Path, tiny_target: Target, d
     export_head(tmp_path / "ours", tmp_path / "theirs", tiny_target, target_name="tiny", dialect=dialect)
     settings = DraftSettings(num_layers=2, vocab_size=48, export_dtype="float32")  # what is asked for, it has
     found = earlier_head(str(tmp_path / "theirs"), settings, tiny_target)
-    assert found.config == head.drafter.config
+    assert found.drafter == head.drafter
     np.testing.assert_array_equal(found.target_ids, head.target_ids)
     for ours, theirs in zip(jax.tree.leaves(found.params), jax.tree.leaves(head.params), strict=True):
         np.testing.assert_array_equal(ours, theirs)
@@ -121,7 +121,7 @@ def test_a_head_for_another_target_is_refused(tmp_path: Path, tiny_target: Targe
         earlier_head(str(tmp_path / "other"), DraftSettings(), tiny_target)
     notes["target_fingerprint"] = provenance.fingerprint(tiny_target.folder)
     (tmp_path / "other" / "specserve.json").write_text(json.dumps(notes))
-    assert earlier_head(str(tmp_path / "other"), DraftSettings(), tiny_target).config.num_layers == 1
+    assert earlier_head(str(tmp_path / "other"), DraftSettings(), tiny_target).drafter.facts()["num_layers"] == 1
     for nobody in (str(tmp_path / "none"), "no head"):
         with pytest.raises(ConfigError, match=r"--init-from .*no folder here"):
             earlier_head(nobody, DraftSettings(), tiny_target)
@@ -147,7 +147,7 @@ def test_a_run_goes_on_from_an_earlier_head(tmp_path: Path, tiny_target: Target)
     first, second = _losses(tmp_path / "first"), _losses(tmp_path / "second")
     assert abs(second[0] - first[-1]) < 0.2 * (first[0] - first[-1])
     assert np.mean(second) < np.mean(first[-3:])
-    assert load_head(tmp_path / "second", tiny_target, dtype="float32").config == head.drafter.config
+    assert load_head(tmp_path / "second", tiny_target, dtype="float32").drafter == head.drafter
 
 
 def test_a_dry_run_shows_the_earlier_heads_shape(tmp_path: Path, tiny_target: Target) -> None:

@@ -12,11 +12,11 @@ from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Costs, Rollout, Rows
-from specserve.drafters.eagle3 import costs, model, start, state, unroll
+from specserve.drafters.eagle3 import costs, follow, model, start, unroll
 from specserve.drafters.eagle3.config import Eagle3Config
+from specserve.drafters.eagle3.follow import Eagle3State
 from specserve.drafters.eagle3.model import Eagle3Params
 from specserve.drafters.eagle3.propose import Draft
-from specserve.drafters.eagle3.state import Eagle3State
 from specserve.kernels.matmul import Weight
 from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams
@@ -66,45 +66,45 @@ class Eagle3:
     # in a step
 
     def max_pending(self, max_depth: int) -> int:
-        return state.max_pending(max_depth)
+        return follow.max_pending(max_depth)
 
     def init_state(self, target: ModelConfig, sizes: Sizes) -> Eagle3State:
-        return state.init_state(self.config, target, sizes)
+        return follow.init_state(self.config, target, sizes)
 
     def admit(
         self,
-        state_: Eagle3State,
+        state: Eagle3State,
         slot: jax.Array,
         page_row: jax.Array,
         num_cached: jax.Array,
         promise: jax.Array,
     ) -> Eagle3State:
         del promise
-        return state.admit(state_, slot, page_row, num_cached)
+        return follow.admit(state, slot, page_row, num_cached)
 
     def observe(
-        self, weights: Draft, state_: Eagle3State, view: SlotView, committed: Committed, after: After
+        self, weights: Draft, state: Eagle3State, view: SlotView, committed: Committed, after: After
     ) -> Eagle3State:
         if after == "prompt":
-            return state.observe_prompt(weights, self.config, state_, view, committed)
+            return follow.observe_prompt(weights, self.config, state, view, committed)
         if after == "plain":
-            return state.observe_plain(state_, view, committed)
-        return state.observe_tree(state_, view, committed)
+            return follow.observe_plain(state, view, committed)
+        return follow.observe_tree(state, view, committed)
 
-    def catch_up(self, weights: Draft, state_: Eagle3State, view: SlotView) -> Eagle3State:
-        return state.catch_up(weights, self.config, state_, view)
+    def catch_up(self, weights: Draft, state: Eagle3State, view: SlotView) -> Eagle3State:
+        return follow.catch_up(weights, self.config, state, view)
 
-    def propose(self, weights: Draft, state_: Eagle3State, view: SlotView, tree: Tree) -> tuple[Eagle3State, Proposal]:
-        return state.propose_tree(weights, self.config, state_, view, tree)
+    def propose(self, weights: Draft, state: Eagle3State, view: SlotView, tree: Tree) -> tuple[Eagle3State, Proposal]:
+        return follow.propose_tree(weights, self.config, state, view, tree)
 
     def remember(
-        self, state_: Eagle3State, history: jax.Array, start: jax.Array, last: jax.Array, number: jax.Array
+        self, state: Eagle3State, history: jax.Array, start: jax.Array, last: jax.Array, number: jax.Array
     ) -> Eagle3State:
         del history, start, last, number
-        return state_
+        return state
 
-    def forget(self, state_: Eagle3State) -> Eagle3State:
-        return state_
+    def forget(self, state: Eagle3State) -> Eagle3State:
+        return state
 
     # its parameters
 
