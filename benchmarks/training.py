@@ -351,8 +351,9 @@ class MemoryRun:
     seq_len: tuple[int, ...] = setting((512, 1024, 2048, 4096, 8192), help="tokens per row", ge=64)
     draft_vocab_size: int = setting(32_000, help="draft vocabulary", ge=1)
     num_layers: int = setting(0, help="layers of the target, 5 or more; 0: all, which take minutes to compile", ge=0)
+    batch_size: int = setting(1, help="rows per step", ge=1)
+    rollout: int = setting(7, help="training-time-test steps", ge=1, le=8)
     output: str = setting("", help="write the JSON report here")
-    train: TrainSettings = field(default_factory=lambda: TrainSettings(batch_size=1, rollout=7))
 
 
 @app.command("memory")
@@ -365,7 +366,8 @@ def compare_memory(run: MemoryRun) -> None:
         raise ConfigError(f"--num-layers {run.num_layers}: a head taps three layers, so give 5 or more")
     target = replace(PRESETS[run.target].config(), dtype=default_dtype())
     target = replace(target, num_layers=run.num_layers) if run.num_layers else target
-    cells = memory_cells(run.train, target, run.draft_vocab_size, run.seq_len)
+    settings = TrainSettings(batch_size=run.batch_size, rollout=run.rollout)
+    cells = memory_cells(settings, target, run.draft_vocab_size, run.seq_len)
     console.print(memory_table(cells))
     if run.output:
         write_json(Path(run.output), {"settings": asdict(run), "memory": [asdict(cell) for cell in cells]})

@@ -1,7 +1,6 @@
 """The set-up of every test: eight CPU devices, strict dtype promotion, tiny models, and the bundled one."""
 
 import os
-from typing import Any
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the laws hold on accelerators too; run there with JAX_PLATFORMS=...
@@ -11,6 +10,7 @@ import numpy as np
 import pytest
 import tiny
 from hypothesis import settings
+from quick_compile import compile_without_emitters
 
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import BUNDLED_FOLDER
@@ -27,27 +27,11 @@ settings.load_profile("specserve")
 
 def pytest_configure(config: pytest.Config) -> None:
     """Keep compiled programs beside pytest's own cache: compiling is most of the suite's time, and many are alike."""
-    _compile_without_emitters()
+    compile_without_emitters()
     if config.pluginmanager.hasplugin("cacheprovider"):
         jax.config.update("jax_compilation_cache_dir", str(config.cache.mkdir("xla")))  # type: ignore[union-attr]
         jax.config.update("jax_compilation_cache_max_size", 2**30)
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
-
-
-def _compile_without_emitters() -> None:
-    """XLA's newer code generation for fusions takes half of the time where LLVM's optimiser is off (below). JAX has no
-    setting for it that a process can change, hence the private door; where that is another one, tests are slower."""
-    from jax._src import compiler
-
-    make_options = compiler.get_compile_options
-
-    def get_compile_options(*args: Any, **kwargs: Any) -> Any:
-        options = make_options(*args, **kwargs)
-        if options.executable_build_options.debug_options.xla_backend_optimization_level == 0:
-            options.env_option_overrides = [*options.env_option_overrides, ("xla_cpu_use_fusion_emitters", False)]
-        return options
-
-    compiler.get_compile_options = get_compile_options
 
 
 def pytest_runtest_setup(item: pytest.Function) -> None:

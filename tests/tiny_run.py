@@ -201,6 +201,7 @@ def _dying(move: Callable[..., None], last: str) -> Callable[..., None]:
 
 
 def main() -> None:
+    compile_without_emitters()
     told = json.loads(sys.argv[1])
     changes = told["changes"]
     processes.join(*(changes.get(name, other) for name, other in JOINING.items()))

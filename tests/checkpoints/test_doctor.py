@@ -279,7 +279,7 @@ def test_whatever_is_in_the_files_the_doctor_does_not_stumble(tmp_path: Path, de
 def test_every_finding_is_in_the_documents() -> None:
     root = Path(__file__).parent.parent.parent
     source = "".join(
-        (root / "specserve/checkpoints" / f"checks_{name}.py").read_text() for name in ("files", "meaning")
+        (root / "specserve/drafters/eagle3" / f"checks_{name}.py").read_text() for name in ("files", "meaning")
     )
     codes = set(re.findall(r'(?:Finding\(|^        \()\s*"([a-z0-9-]+)"', source, re.M))
     assert len(codes) > 30

@@ -100,7 +100,7 @@ def test_every_way_to_step_is_of_one_shape(tiny_target: Target, tiny_head: Head)
         assert (runner.chunks[1:], runner.batch_sizes, runner.widths) == ((), (NUM_SLOTS,), (MAX_LEN // PAGE_SIZE,))
         [tree] = runner.trees
         assert tree is not None
-        propose = functools.partial(step.propose_tree, config=runner.config, tree=tree, width=runner.max_pages)
+        propose = functools.partial(step.propose_tree, runner.config, tree=tree, width=runner.max_pages)
         slots = jax.ShapeDtypeStruct((NUM_SLOTS,), np.int32)
         _, proposal = jax.eval_shape(propose, runner.layouts.many, state=runner.state, slots=slots)
         shapes.add(proposal.token_ids.shape)

@@ -1,0 +1,20 @@
+"""Half of the time that compiling tiny programs takes."""
+
+from typing import Any
+
+
+def compile_without_emitters() -> None:
+    """Programs that are compiled without LLVM's optimiser are compiled without XLA's newer code generation for fusions
+    too, which takes half of their time. JAX has no setting for it that a process can change, hence the private door;
+    where that is another one, tests are slower."""
+    from jax._src import compiler
+
+    make_options = compiler.get_compile_options
+
+    def get_compile_options(*args: Any, **kwargs: Any) -> Any:
+        options = make_options(*args, **kwargs)
+        if options.executable_build_options.debug_options.xla_backend_optimization_level == 0:
+            options.env_option_overrides = [*options.env_option_overrides, ("xla_cpu_use_fusion_emitters", False)]
+        return options
+
+    compiler.get_compile_options = get_compile_options
