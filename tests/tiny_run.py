@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
+from quick_compile import compile_without_emitters
 
 from specserve import config, processes
 from specserve.checkpoints.load import Target, load_target
