@@ -96,7 +96,7 @@ def draw_request() -> Picture:
     picture.text(630, 70, "the host: requests, slots,", colour=PALE, size=12)
     picture.text(630, 86, "pages, which tree", colour=PALE, size=12)
     picture.parts.append(f'<rect x="24" y="118" width="832" height="66" rx="8" fill="#f6f7f9" stroke="{PALE}"/>')
-    picture.text(36, 138, "one compiled step", colour=PALE, size=12)
+    picture.text(72, 138, "one compiled step", colour=PALE, size=12)
     steps = (("propose", DRAFT), ("forward", TARGET), ("draw", TARGET), ("verify", ACCEPTED), ("commit", ACCEPTED))
     chain_of_boxes(picture, 142, steps, 150, 110)
     picture.arrow((522, 90), (522, 104), (60, 104), (60, 160), (146, 160))
@@ -117,7 +117,7 @@ def draw_request() -> Picture:
         x, y = place(node)
         colour = ACCEPTED if node in PATH else DRAFT
         picture.box(x, y, 62, 28, colour, token, "#ecfdf3" if node in PATH else "#fff7ed")
-        picture.text(x - 3, y + 9, str(node), colour=PALE, anchor="end", size=10)
+        picture.text(x + 1, y - 4, str(node), colour=PALE, size=10)
     x, y = place(8)
     picture.line(x + 62, y + 14, x + 84, y + 14, TARGET, 2.5)
     picture.box(x + 84, y, 56, 28, TARGET, "(", "#eff6ff")
@@ -125,8 +125,8 @@ def draw_request() -> Picture:
         24,
         510,
         (
-            "Green: the target's own draw was among the children, so the token is accepted.",
-            "Blue: the first draw that no child carries, the bonus token. It is the next root.",
+            "Green: the target's own draw was among the children: accepted.",
+            "Blue: the first draw that no child carries, the bonus token, the next root.",
             "The emitted tokens are the target's draws, whatever was proposed.",
         ),
     )
