@@ -24,7 +24,7 @@ from specserve.drafters.eagle3.model import (
     fuse_features,
     token_embedding,
 )
-from specserve.drafters.eagle3.unroll import slot_weights
+from specserve.drafters.eagle3.unroll import loss_positions
 from specserve.kernels.rows import NEG_INF, Documents
 from specserve.models import target as target_model
 from specserve.models.attention import KV
@@ -87,7 +87,7 @@ def naive_loss(
     each_loss, total, metrics = make_loss(config.loss, config.kl_decay), jnp.zeros(()), []
     for k, state in enumerate(_states(params, config, target, rows, aux.astype(draft.dtype), mask)):
         own = draft.logits(draft.output(params), state)
-        weights, said, said_p = slot_weights(rows, k), shift(best, 1 + k), shift(p, 1 + k)
+        weights, said, said_p = loss_positions(rows, k), shift(best, 1 + k), shift(p, 1 + k)
         is_known = jnp.where(jnp.isin(said, vocab.target_ids), weights, 0.0)
         foreseen = vocab.target_ids[jnp.argmax(own, axis=-1)]
         loss, n_slots = jnp.sum(each_loss(said_p, own) * is_known), jnp.maximum(jnp.sum(weights), 1.0)

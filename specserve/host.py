@@ -8,11 +8,12 @@ import logging
 import os
 import platform
 import sys
-import tempfile
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
+
+import psutil
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +37,13 @@ def free_memory_maps() -> int | None:
 
 def free_memory() -> int:
     """Bytes that processes may take before the host swaps, or fails."""
-    try:
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
-    except (OSError, StopIteration):
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return psutil.virtual_memory().available
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    """Cores that this process may use: not everywhere can a process be bound to some of them."""
+    process = psutil.Process()
+    return len(process.cpu_affinity() or ()) if hasattr(process, "cpu_affinity") else psutil.cpu_count() or 1
 
 
 def processor() -> str:
@@ -67,16 +65,25 @@ def cache_folder() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specserve"
 
 
+@contextlib.contextmanager
+def whole_file(path: Path, *, is_shared: bool = False) -> Iterator[Path]:
+    """A file to write beside `path`, which then takes its place: a reader sees the old file or the new one, and half of
+    neither. Where other processes may write the same file (`is_shared`) each has a name of its own; otherwise what a
+    process that was killed has left is written over the next time. Raises OSError."""
+    own = f".{os.getpid()}-{threading.get_ident()}" if is_shared else ""
+    partial = path.with_name(f"{path.name}{own}.partial")
+    try:
+        yield partial
+        os.replace(partial, path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+
+
 def write_whole(path: Path, content: bytes) -> None:
-    """A reader sees all of the file or none of it, whoever else writes it. Raises OSError."""
-    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f"{path.name}.", delete=False) as file:
-        try:
-            file.write(content)
-            file.close()
-            os.replace(file.name, path)
-        except BaseException:
-            os.unlink(file.name)
-            raise
+    """Write a file that several processes may write at once. Raises OSError."""
+    with whole_file(path, is_shared=True) as partial:
+        partial.write_bytes(content)
 
 
 @functools.cache

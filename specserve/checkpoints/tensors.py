@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.numpy import save_file
 
 from specserve.errors import CheckpointError
+from specserve.host import whole_file
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -189,15 +190,13 @@ def _parse(name: str, stated: Any) -> tuple[np.dtype, tuple[int, ...], tuple[int
 
 
 def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
-    """Write one safetensors file; a reader sees the old file or the new one, never half of it. Raises OSError."""
-    partial = path.with_name(path.name + ".partial")
-    try:
-        save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, partial, {"format": "pt"})
-    except SafetensorError as error:  # what the library makes of a full disk
-        partial.unlink(missing_ok=True)
-        raise OSError(f"{partial}: {error}") from error
-    partial.chmod(0o644)  # the library makes it readable by its owner alone
-    os.replace(partial, path)
+    """Write one safetensors file, whole. Raises OSError."""
+    with whole_file(path) as partial:
+        try:
+            save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, partial, {"format": "pt"})
+        except SafetensorError as error:  # what the library makes of a full disk
+            raise OSError(f"{partial}: {error}") from error
+        partial.chmod(0o644)  # the library makes it readable by its owner alone
 
 
 def read_json(path: Path) -> dict[str, object]:
@@ -214,6 +213,6 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def write_json(path: Path, value: object) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(value, indent=2) + "\n")
-    os.replace(partial, path)
+    """Write one JSON file, whole. Raises OSError."""
+    with whole_file(path) as partial:
+        partial.write_text(json.dumps(value, indent=2) + "\n")

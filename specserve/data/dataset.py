@@ -18,6 +18,7 @@ from specserve.data.packing import PackedRows, pack, stack
 from specserve.data.sources import PYDOC, SourceRows
 from specserve.data.token_cache import tokenize_cached
 from specserve.errors import DataError, RequestError
+from specserve.host import whole_file
 from specserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -144,9 +145,8 @@ def write_rows(parts: Sequence[tuple[Split, SourceTokens]], path: Path) -> int:
 
     All of the file is there or none of it. Raises DataError.
     """
-    partial = path.with_name(f"{path.name}.partial")
     try:
-        with partial.open("w", encoding="utf-8") as file:
+        with whole_file(path) as partial, partial.open("w", encoding="utf-8") as file:
             for split, source in parts:
                 for document, origin in zip(source.tokenized.documents, source.tokenized.origins, strict=True):
                     row = source.rows[origin]
@@ -159,7 +159,6 @@ def write_rows(parts: Sequence[tuple[Split, SourceTokens]], path: Path) -> int:
                         "source": source.source.name,
                     }
                     file.write(json.dumps(record) + "\n")
-        partial.replace(path)
     except OSError as error:
         raise DataError(f"{path}: cannot write the rows: {error.strerror}") from error
     return sum(len(source.tokenized.documents) for _, source in parts)

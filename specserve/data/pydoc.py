@@ -17,7 +17,6 @@ import logging
 import os
 import platform
 import sysconfig
-import tempfile
 import textwrap
 import time
 import tokenize
@@ -28,7 +27,7 @@ from pathlib import Path
 from typing import Literal
 
 from specserve.data.conversations import Conversation, Message
-from specserve.host import cache_folder
+from specserve.host import cache_folder, write_whole
 
 log = logging.getLogger(__name__)
 
@@ -203,12 +202,9 @@ def _cache_path(split: str, packages: dict[str, str]) -> Path:
 
 
 def _write(path: Path, conversations: list[Conversation]) -> None:
-    """Atomically: a reader sees all of the file or none of it."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.NamedTemporaryFile("w", dir=path.parent, suffix=".tmp", delete=False, encoding="utf-8") as file:
-        for c in conversations:
-            file.write(json.dumps([c.source, c.category, *(m.content for m in c.messages)]) + "\n")
-    os.replace(file.name, path)
+    rows = [json.dumps([c.source, c.category, *(m.content for m in c.messages)]) + "\n" for c in conversations]
+    write_whole(path, "".join(rows).encode())
 
 
 def _read(path: Path) -> list[Conversation]:

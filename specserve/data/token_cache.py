@@ -10,7 +10,6 @@ import json
 import logging
 import multiprocessing
 import os
-import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -24,7 +23,7 @@ from specserve.data import documents
 from specserve.data.conversations import Conversation
 from specserve.data.documents import Document, TokenizedDocuments, join, tokenize_part
 from specserve.errors import DataError
-from specserve.host import cache_folder, num_cores
+from specserve.host import cache_folder, num_cores, whole_file
 from specserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -119,7 +118,6 @@ def _key_pieces(
 
 
 def _write(path: Path, tokenized: TokenizedDocuments) -> None:
-    """Atomically: a reader sees all of the file or none of it."""
     counts = {field: value for field, value in vars(tokenized).items() if field not in ("documents", "origins")}
     parts = tokenized.documents
     arrays = {
@@ -130,14 +128,8 @@ def _write(path: Path, tokenized: TokenizedDocuments) -> None:
         "counts": np.frombuffer(json.dumps(counts).encode(), np.uint8),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, partial = tempfile.mkstemp(dir=path.parent, suffix=".tmp")
-    try:
-        with os.fdopen(handle, "wb") as file:
-            np.savez(file, **arrays)
-        os.replace(partial, path)
-    except BaseException:
-        os.unlink(partial)
-        raise
+    with whole_file(path, is_shared=True) as partial, partial.open("wb") as file:
+        np.savez(file, **arrays)
 
 
 def _read(path: Path) -> TokenizedDocuments | None:

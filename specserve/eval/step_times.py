@@ -2,7 +2,6 @@
 is the target's forward, the draws and the commit; the bound is what reading the weights takes."""
 
 import functools
-import os
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -14,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specserve.errors import ConfigError
+from specserve.host import num_cores
 from specserve.serve.options import sampler_rows
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
@@ -108,7 +108,7 @@ def read_bandwidth(num_bytes: int = BUFFER_BYTES) -> float:
         buffer = jnp.ones(num_bytes // 4, jnp.float32)
         total = jax.jit(jnp.sum)
         return num_bytes / _best([lambda: total(buffer).block_until_ready()])
-    num_threads = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    num_threads = num_cores()
     parts = np.ones((num_threads, num_bytes // num_threads // 8 * 2), np.float32)
     reductions: list[Callable[[np.ndarray], object]] = [
         np.max,

@@ -170,8 +170,11 @@ def on_each_device(mesh: Mesh | AbstractMesh | None, axis: str, size: int) -> in
 
 
 def part_length(n: int, most: int) -> int:
-    """How long parts of n are, `most` at most, so that they are not many: equal ones, where a divisor of n is more than
-    half of that; else as few as may be, of which the last has less than one place for each part to fill up."""
+    """The length of the parts into which n items are cut, at most `most`.
+
+    Parts should be few, and equal, so that none needs padding. If n has a divisor above half of `most`, that is the
+    length. Otherwise it is the length that makes the fewest parts; the last one is then padded, by fewer items than
+    there are parts."""
     most = min(most, n)
     divisor = max(size for size in range(1, most + 1) if n % size == 0)
     return divisor if 2 * divisor > most else -(-n // -(-n // most))

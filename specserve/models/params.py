@@ -10,8 +10,11 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Part:
-    """A parameter's outputs among those of a stored tensor: the j-th belongs to it if start <= j % period < stop. So
-    one rule tells blocks side by side, interleaved columns and blocks within each head apart."""
+    """Which outputs of a stored tensor make up a parameter, where a checkpoint keeps several parameters in one tensor.
+
+    Output j is one of them if start <= j % period < stop. With the period of the whole tensor that is one block of
+    outputs (q, k and v side by side); with a period of 2 every other output (gate and up in turns); with the period of
+    a head a block within each head (a head's query, then its gate)."""
 
     start: int
     stop: int

@@ -7,7 +7,6 @@ no training.
 import dataclasses
 import fcntl
 import json
-import os
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -16,6 +15,7 @@ from typing import Any, TextIO
 from specserve import config
 from specserve.checkpoints.tensors import SINGLE_FILE
 from specserve.errors import CheckpointError, ConfigError
+from specserve.host import whole_file
 from specserve.train.checks import check_settings
 from specserve.train.settings import TrainRun
 
@@ -212,6 +212,5 @@ def _locked(path: Path) -> TextIO:
 
 
 def _replace(path: Path, text: str) -> None:
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(text, encoding="utf-8")
-    os.replace(partial, path)
+    with whole_file(path) as partial:
+        partial.write_text(text, encoding="utf-8")

@@ -136,8 +136,11 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class Best:
-    """The best head so far, by measured tau. Patience counts by measurements on the way alone: a run that is prolonged
-    had no end there."""
+    """The best head so far by measured tau, and how long ago it was, for patience (stop after so many measurements
+    without a better tau).
+
+    The measurement at the end of a run can make a head the best, but does not count for patience. A run that is resumed
+    with a later end then stops where it would have stopped, had it had that end from the beginning."""
 
     step: int = 0
     tau: float = 0.0  # 0: nothing was measured

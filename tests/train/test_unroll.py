@@ -17,7 +17,7 @@ from specserve.checkpoints.load import Target, load_target
 from specserve.drafters.door import Head, Rollout, Rows, shift
 from specserve.drafters.eagle3.model import Eagle3Params, draft_logits, token_embedding
 from specserve.drafters.eagle3.propose import FIRST_ENTRY, Pending, _Expander, _Level, consume
-from specserve.drafters.eagle3.unroll import all_weights, rollout_states, slot_weights
+from specserve.drafters.eagle3.unroll import all_weights, rollout_states, loss_positions
 from specserve.mesh import make_mesh, on_mesh, whole
 from specserve.models.cache import Prefix
 from specserve.models.target import TargetParams, forward
@@ -57,7 +57,7 @@ def test_the_loss_mask_moves_with_the_step(rng: np.random.Generator) -> None:
             t + 2 + k < seq and document_ids[t] > 0 and document_ids[t + 2 + k] == document_ids[t] and mask[t + 2 + k]
             for t in range(seq)
         ]
-        np.testing.assert_array_equal(slot_weights(rows, k)[0], np.array(expected, np.float32))
+        np.testing.assert_array_equal(loss_positions(rows, k)[0], np.array(expected, np.float32))
     np.testing.assert_array_equal(shift(jnp.arange(5)[None], 2)[0], [2, 3, 4, 0, 0])
     np.testing.assert_array_equal(shift(jnp.arange(5)[None], -2)[0], [0, 0, 0, 1, 2])
 

@@ -1,8 +1,11 @@
-"""Training-time test (EAGLE-3, section 3.2): the head is unrolled over its own recurrent state, as serving unrolls it.
+"""Training-time test (EAGLE-3, section 3.2): the head is trained on its own outputs, as it runs when it serves.
 
-Slot t of step 0 consumes (feature t, token t + 1) and predicts the target's distribution at t + 1. Slot t of step k
-consumes (its own state of step k - 1, token t + 1 + k) and predicts the distribution at t + 1 + k, whose token is
-t + 2 + k: so the loss mask moves with the step.
+Serving drafts several tokens ahead. Only the first draft token is predicted from the target's feature; every later one
+is predicted from the head's own hidden state of the draft token before. Training repeats that: step 0 runs the head over
+all positions of a row with the target's features, and step k runs it again with its own hidden states of step k - 1.
+
+Which token is meant at position t of step k: the head reads token t + 1 + k, and predicts the token after it, t + 2 + k.
+So with every step the tokens that are read, the distributions that are predicted and the loss mask move by one.
 """
 
 import functools
@@ -29,7 +32,8 @@ def rollout_states(
     aux_hidden_states: jax.Array,  # [batch, seq, taps * target_d_model]
     rollout: Rollout,
 ) -> list[jax.Array]:  # length x [batch, seq, d_model], what `draft_logits` takes
-    """The recurrent states of every rollout step, at slot t of step k that of the position t + 1 + k."""
+    """The head's hidden states in every rollout step. Position t of step k has the state that predicts what follows
+    token t + 1 + k."""
     run = functools.partial(_one_step, config)
     if rollout.remat:
         run = _computed_again(run)
@@ -89,17 +93,19 @@ def _computed_again(step: Callable[..., Result]) -> Callable[..., Result]:
 
 
 def by_position(states: list[jax.Array]) -> list[jax.Array]:
-    """Rollout states where the position that they foresee stands: so what is said about a position lies together."""
+    """The states moved to the token whose successor they predict: that of position t in step k to position t + 1 + k.
+    What all steps say about one token then lies at one position."""
     return [shift(state, -1 - k) for k, state in enumerate(states)]
 
 
-def slot_weights(rows: Rows, step: int) -> jax.Array:  # [batch, seq] float32
-    """1 at slot t where the token predicted at this rollout step is the assistant's and of the slot's own document."""
+def loss_positions(rows: Rows, step: int) -> jax.Array:  # [batch, seq] float32
+    """Where a rollout step learns: 1 at position t if the token that is predicted there, t + 2 + step, belongs to the
+    assistant and to the same document, else 0."""
     ahead = 2 + step
     same = (shift(rows.document_ids, ahead) == rows.document_ids) & (rows.document_ids > 0)
     return (same & shift(rows.loss_mask, ahead)).astype(jnp.float32)
 
 
 def all_weights(rows: Rows, length: int) -> jax.Array:  # [rollout, batch, seq] float32
-    """`slot_weights` of every step, where the position stands that is foreseen."""
-    return jnp.stack(by_position([slot_weights(rows, step) for step in range(length)]))
+    """The weights of all steps, moved as `by_position` moves the states."""
+    return jnp.stack(by_position([loss_positions(rows, step) for step in range(length)]))
