@@ -97,7 +97,7 @@ class EngineArm:
         self.engine = engine
 
     def can_run(self, _temperature: float, concurrency: int, /) -> bool:
-        return concurrency <= self.engine.runner.num_slots
+        return concurrency <= self.engine.runner.shapes.num_slots
 
     def forget(self) -> None:
         self._settle()

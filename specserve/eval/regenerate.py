@@ -169,7 +169,7 @@ class _Run:
     def answer(self, jobs: Sequence[_Job]) -> None:
         waiting = iter(jobs)
         # A slot never waits for work, and the next turn of a conversation comes soon, while its prefix is cached.
-        window = 2 * self._engine.runner.num_slots
+        window = 2 * self._engine.runner.shapes.num_slots
         try:
             while True:
                 while len(self._open) < window and (job := next(waiting, None)) is not None:

@@ -51,11 +51,11 @@ def measure_steps(
 ) -> StepTimes:
     """Time steps of one sequence with `context` committed tokens, the three programs taking turns. No engine may run
     over the runners; both forget all sequences. The speculative one's first tree is timed. Raises ConfigError."""
-    tree = speculative.trees[0]
+    tree = speculative.shapes.trees[0]
     if tree is None or not tree.uses_head:
         raise ConfigError("there is no draft to time; give a head, and a chain or a tree as the speculation")
     needed = context + repeats + tree.depth + 2
-    if needed > min(plain.max_model_len, speculative.max_model_len):
+    if needed > min(plain.shapes.max_model_len, speculative.shapes.max_model_len):
         raise ConfigError(f"timing at context {context} needs room for {needed} tokens")
     for runner in (plain, speculative):
         _prefill(runner, context, needed)
@@ -82,14 +82,14 @@ def measure_steps(
 
 def _prefill(runner: Runner, context: int, needed: int) -> None:
     """One sequence in slot 0, whose steps emit one token each, so that the context stays what it is."""
-    pages = list(range(-(-needed // runner.page_size)))
+    pages = list(range(-(-needed // runner.shapes.page_size)))
     token_ids = [1 + i % (runner.config.target.vocab_size - 1) for i in range(context)]
     rows = sampler_rows(SamplingParams(temperature=0.0, speculation=0), 0, context)
     runner.reset()
     runner.admit(0, token_ids, pages, 0, rows, None)
     done = 0
     while done < context:
-        num_tokens = min(context - done, runner.chunks[-1])
+        num_tokens = min(context - done, runner.shapes.chunks[-1])
         done += num_tokens
         runner.prefill(0, num_tokens, is_last=done == context).read()
 

@@ -72,10 +72,10 @@ class Engine:
             tokenizer,
             self.eos_ids,
             controller,
+            is_partial=bool(late_programs),
             on_admitted=self._count_admitted,
             on_end=self._count_ended,
         )
-        self.rounds.is_partial = bool(late_programs)
         self._num_left = len(late_programs)
         self._has_late, self._has_failed = bool(late_programs), False  # what failed is never asked for
         self._say = Announcer(len(late_programs), "while serving")
@@ -112,7 +112,7 @@ class Engine:
 
     @property
     def max_model_len(self) -> int:
-        return self.runner.max_model_len
+        return self.runner.shapes.max_model_len
 
     @property
     def is_healthy(self) -> bool:
@@ -124,7 +124,7 @@ class Engine:
 
     @property
     def speculation(self) -> str:
-        return "auto" if self.rounds.is_choosing else describe(self.runner.trees[0])
+        return "auto" if self.rounds.is_choosing else describe(self.runner.shapes.trees[0])
 
     def start(self) -> "Engine":
         host.give_back_freed_memory()  # of what was loaded, and of compiling
@@ -256,10 +256,10 @@ class Engine:
                 param="max_tokens",
             )
         max_new_tokens = room if params.max_tokens is None else params.max_tokens
-        pages = -(-(len(prompt_ids) + max_new_tokens - 1) // self.runner.page_size)
-        if pages > self.runner.num_pages:
+        pages = -(-(len(prompt_ids) + max_new_tokens - 1) // self.runner.shapes.page_size)
+        if pages > self.runner.shapes.num_pages:
             raise RequestError(
-                f"prompt and answer need {pages} cache pages, the server has {self.runner.num_pages}; lower "
+                f"prompt and answer need {pages} cache pages, the server has {self.runner.shapes.num_pages}; lower "
                 "max_tokens or start the server with a larger cache",
                 param="max_tokens",
             )
@@ -300,15 +300,15 @@ class Engine:
             logger.info("no prefix cache: %s has recurrent layers, whose state no page keeps", self.model_name)
             is_caching = False
         return Scheduler(
-            runner.num_slots,
-            PagePool(runner.num_pages, runner.page_size),
-            chunks=runner.chunks,
-            max_step=runner.max_step,
+            runner.shapes.num_slots,
+            PagePool(runner.shapes.num_pages, runner.shapes.page_size),
+            chunks=runner.shapes.chunks,
+            max_step=runner.shapes.max_step,
             cache_lag=runner.cache_lag,
             prefill_tokens=options.prefill_tokens,
             is_caching=is_caching,
             prefers_cached=options.prefers_cached,
-            is_deterministic=runner.is_deterministic,
+            is_deterministic=runner.shapes.is_deterministic,
         )
 
     def _run(self) -> None:
@@ -367,8 +367,7 @@ class Engine:
         try:
             next(self._finish)
         except StopIteration as end:
-            self.rounds.controller = end.value or self.rounds.controller
-            self.rounds.is_partial = self._has_failed
+            self.rounds.complete(end.value, is_partial=self._has_failed)
             self._has_late, self._finish = False, None
             logger.info("all programs are compiled")
 
@@ -376,7 +375,7 @@ class Engine:
         num_missed = self.runner.compiled.num_missed
         if num_missed != self._num_missed and not self.rounds.is_partial:
             logger.warning("%d programs were compiled while serving", num_missed - self._num_missed)
-            self.rounds.counters.num_late_compiles += num_missed - self._num_missed
+            self.rounds.count_late_compiles(num_missed - self._num_missed)
         self._num_missed = num_missed
 
     def _count_admitted(self) -> None:

@@ -27,8 +27,9 @@ from specserve.serve.calibrate import cost_file, describe_costs, finish, step_co
 from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.placement import bytes_per_token
 from specserve.serve.programs import Announcer, Program, compile_all
-from specserve.serve.runner import DETERMINISTIC_DEPTH, Runner
+from specserve.serve.runner import Runner
 from specserve.serve.settings import ServeRun
+from specserve.serve.shapes import DETERMINISTIC_DEPTH
 from specserve.speculative.controller import Controller
 from specserve.speculative.tree import DynamicTree, Tree, chain
 from specserve.tokenizer import Tokenizer

@@ -77,13 +77,15 @@ class Rounds:
         tokenizer: Tokenizer | None,
         eos_ids: frozenset[int],
         controller: Controller | None,
+        *,
+        is_partial: bool,
         on_admitted: Callable[[], None],
         on_end: Callable[[], None],
     ) -> None:
         self.runner, self.scheduler = runner, scheduler
         self.controller = controller or Controller({})
         self.is_choosing = controller is not None
-        self.is_partial = False  # not every program is compiled, so that steps are made of those that are
+        self.is_partial = is_partial  # not every program is compiled, so that steps are made of those that are
         self.active: dict[Sequence, Active] = {}
         self.flights: deque[list[Flight]] = deque()
         self.counters = Counters()
@@ -91,6 +93,15 @@ class Rounds:
         self._last_landing = 0.0  # when the step before was read, if the device went on without a pause; 0: it did not
         self._tokenizer, self._eos_ids = tokenizer, eos_ids
         self._on_admitted, self._on_end = on_admitted, on_end
+
+    def complete(self, controller: Controller | None, *, is_partial: bool) -> None:
+        """Every program is compiled, or has failed to be: then steps are still made of those that are there. The
+        controller is one that knows what the steps cost."""
+        self.controller, self.is_partial = controller or self.controller, is_partial
+
+    def count_late_compiles(self, number: int) -> None:
+        """So many programs more were compiled while somebody waited for them."""
+        self.counters.num_late_compiles += number
 
     def run(self) -> bool:
         """Dispatch one round and read the one before; False when there was nothing to do. Raises what the device
@@ -137,7 +148,7 @@ class Rounds:
 
     def _step(self, decode: list[Active]) -> Flight:
         slots = [active.sequence.slot for active in decode]
-        shape = self.runner.batch_size_of(len(slots)), self.runner.width_of(slots)
+        shape = self.runner.shapes.batch_size_of(len(slots)), self.runner.width_of(slots)
         has_logprobs = any(active.sequence.request.params.logprobs is not None for active in decode)
         if any(active.sequence.request.token_mask for active in decode):
             tree, handle = self._constrained_step(decode, slots, has_logprobs)
@@ -152,12 +163,12 @@ class Rounds:
         return Flight(handle, rows, tree, is_step=True, most=most, shape=shape)
 
     def _choose(self, decode: list[Active], slots: list[int]) -> Tree | None:
-        batch_size = self.runner.batch_size_of(len(slots))
-        trees, width = self.runner.trees_for(batch_size), self.runner.width_of(slots)
+        batch_size = self.runner.shapes.batch_size_of(len(slots))
+        trees, width = self.runner.shapes.trees_for(batch_size), self.runner.width_of(slots)
         if self.is_partial:
             trees = [tree for tree in trees if self.runner.is_compiled(batch_size, width, tree)]
             if not trees:  # the plain way is, in a larger form
-                return None if None in self.runner.trees else self.runner.trees[0]
+                return None if None in self.runner.shapes.trees else self.runner.shapes.trees[0]
         if not self.is_choosing:
             return trees[0]
         estimates = [active.estimate for active in decode]
@@ -172,9 +183,9 @@ class Rounds:
         self, decode: list[Active], slots: list[int], has_logprobs: bool
     ) -> tuple[Tree | None, StepHandle]:
         """In two programs: the host must say which tokens may follow each proposed one."""
-        tree = self.runner.constrained_tree(self.runner.batch_size_of(len(slots)))
+        tree = self.runner.shapes.constrained_tree(self.runner.shapes.batch_size_of(len(slots)))
         if self.is_partial:
-            tree = None if None in self.runner.trees else tree
+            tree = None if None in self.runner.shapes.trees else tree
         token_ids, parents, proposal = self.runner.propose(slots, tree)
         allowed = np.ones((*token_ids.shape, self._vocab_size), bool)
         for row, active in enumerate(decode):
@@ -237,7 +248,7 @@ class Rounds:
             chunk.num_cached,
             sampler_rows(request.params, request.seed, len(request.prompt_ids)),
             token_rows(request, sequence.output_ids, sorted(stop_ids), active.bad, self._vocab_size),
-            promise=self.controller.expected_tokens(active.estimate, self.runner.deepest_tree) - 1.0,
+            promise=self.controller.expected_tokens(active.estimate, self.runner.shapes.deepest_tree) - 1.0,
         )
 
     def _land(self) -> None:
@@ -307,12 +318,10 @@ class Rounds:
             logger.exception("%s: its listener failed; ending it", request.request_id)
             is_last = True
         if is_last and self.active.pop(sequence, None) is not None:
-            if sequence.is_running:
-                if delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH) and not request.cache_salt:
-                    self.runner.remember(sequence.slot, len(request.prompt_ids))
-                self.scheduler.finish(sequence)
-            else:  # it was put back, and ended before its turn came again
-                self.scheduler.waiting.remove(sequence)
+            is_whole = delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
+            if sequence.is_running and is_whole and not request.cache_salt:
+                self.runner.remember(sequence.slot, len(request.prompt_ids))
+            self.scheduler.finish(sequence)
             self._on_end()
 
     def _stats(self, active: Active) -> SpeculationStats:
@@ -328,11 +337,11 @@ class Rounds:
         for active in [a for a in self.active.values() if a.sequence.request.is_cancelled]:
             self._deliver(active, gone)
         for sequence in [s for s in self.scheduler.waiting if s.request.is_cancelled]:
-            self._end_waiting(sequence, gone)
+            self._end_unadmitted(sequence, gone)
 
-    def _end_waiting(self, sequence: Sequence, delta: Delta) -> None:
-        """End a sequence that has never been admitted."""
-        self.scheduler.waiting.remove(sequence)
+    def _end_unadmitted(self, sequence: Sequence, delta: Delta) -> None:
+        """End a sequence that has never begun."""
+        self.scheduler.finish(sequence)
         self._on_admitted()  # it is queued no more
         self._on_end()
         try:
@@ -349,9 +358,7 @@ class Rounds:
             if active is not None:
                 self._deliver(active, delta)
             else:  # the failure came between its place in the plan and its admission
-                self.scheduler.finish(sequence)
-                self.scheduler.waiting.append(sequence)
-                self._end_waiting(sequence, delta)
+                self._end_unadmitted(sequence, delta)
 
     def end_all(self, reason: FinishReason, error: str) -> None:
         """End every sequence."""
@@ -360,7 +367,7 @@ class Rounds:
         for active in list(self.active.values()):
             self._deliver(active, delta)
         for sequence in list(self.scheduler.waiting):
-            self._end_waiting(sequence, delta)
+            self._end_unadmitted(sequence, delta)
 
     @property
     def _vocab_size(self) -> int:

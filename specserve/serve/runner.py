@@ -20,32 +20,27 @@ from jax.sharding import Mesh
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
 from specserve.drafters.speculation import describe, drafter_for
-from specserve.drafters.words import OWN_TEXT
 from specserve.host import free_memory_maps
 from specserve.kernels import native
 from specserve.serve.calls import Calls
 from specserve.serve.handles import StepHandle
 from specserve.serve.kept import KeptPrograms
 from specserve.serve.layouts import make_layouts
+from specserve.serve.ledger import Ledger
 from specserve.serve.options import blank_token_rows, sampler_rows
 from specserve.serve.placement import Placement
 from specserve.serve.programs import Call, Program, Programs, compile_all
 from specserve.serve.request import SamplingParams
+from specserve.serve.shapes import make_shapes
 from specserve.speculative import step
 from specserve.speculative.sampling import SamplerRows, TokenRows
 from specserve.speculative.step import Admission, StepConfig, StepResult, Weights
-from specserve.speculative.tree import Proposal, Tree, chain
+from specserve.speculative.tree import Proposal, Tree
 
 logger = logging.getLogger(__name__)
 
-CPU_CHUNKS, DEVICE_CHUNKS = (16, 64, 256), (64, 256, 1024)  # prompt tokens per prefill program
-RECURRENT_CHUNK = 256  # at most, with recurrent layers: each keeps tens of kilobytes per token of the chunk
-_FIRST_WIDTH, _WIDTH_GROWTH = 8, 4  # of the page-table widths; each costs a set of programs, each step reads < 4x
-CPU_ROWS, DEVICE_ROWS = 8, 512  # with a choice of trees, none makes a step of several sequences larger than this,
-CPU_CHAIN, CPU_CHAIN_ROWS = 3, 64  # but for one chain on CPU, which pays in larger batches too (docs/log)
 RESERVED_MAPS = 6000  # memory maps that optional programs leave to others
 _PAGES_AT_ONCE = 32  # page-table entries that one call of `_extend` sets
-DETERMINISTIC_DEPTH = 7  # every step verifies a chain of this length, whatever was proposed
 
 
 class Runner:
@@ -69,45 +64,31 @@ class Runner:
     ) -> None:
         """`trees` are the ways to make a step, None being plain decoding; the head is used where one of them asks for
         it. Without `has_constrained` the programs that token masks need are not compiled."""
-        assert trees, "a runner needs at least one way to make a step"
-        uses_head = any(tree is not None and tree.uses_head for tree in trees)
-        assert head is not None or not uses_head, "a tree that asks for a head needs one"
-        self.num_slots, self.max_model_len, self.page_size, self.num_pages = (
-            num_slots,
-            max_model_len,
-            page_size,
-            num_pages,
+        self.shapes = make_shapes(
+            trees,
+            num_slots=num_slots,
+            max_model_len=max_model_len,
+            page_size=page_size,
+            num_pages=num_pages,
+            is_recurrent=target.config.is_recurrent,
+            # the native kernel reads the pages that a sequence has, XLA's operations all of the width
+            reads_by_page=mesh is None and native.is_available(),
+            is_deterministic=is_deterministic,
         )
-        self.trees = tuple(trees)
-        self._left_out: set[str] = set()
-        self.has_constrained, self.place = has_constrained, Placement(mesh)
-        self.is_deterministic, self._accepts_nothing = is_deterministic, False
-        deepest = max((tree.depth for tree in trees if tree is not None), default=0)
-        if is_deterministic:
-            assert len(self.trees) == 1, "deterministic steps have one shape"
-            assert deepest <= DETERMINISTIC_DEPTH
-            deepest = DETERMINISTIC_DEPTH
-            # plain decoding is a chain of which nothing may be accepted
-            self._accepts_nothing = self.trees[0] is None
-            self.trees = (self.trees[0] or chain(DETERMINISTIC_DEPTH, OWN_TEXT),)
+        shapes = self.shapes
         self.config = StepConfig(
             target.config.for_length(max_model_len),
-            drafter_for(self.trees, head.drafter if head else None),
-            deepest,
+            drafter_for(shapes.trees, head.drafter if head else None),
+            shapes.max_depth,
             is_coupled=is_coupled,
-            verified_depth=DETERMINISTIC_DEPTH if is_deterministic else 0,
+            verified_depth=shapes.verified_depth,
         )
+        uses_head = any(tree is not None and tree.uses_head for tree in trees)
         self.layouts = make_layouts(target, head if uses_head else None, mesh)
-        self.max_pages = -(-max_model_len // page_size)
-        self.max_rows = CPU_ROWS if jax.default_backend() == "cpu" else DEVICE_ROWS
-        self.chunks = prefill_chunks(target.config.is_recurrent)
-        self.batch_sizes = (*(1 << i for i in range((num_slots - 1).bit_length())), num_slots)
-        # the native kernel reads the pages that a sequence has, XLA's operations all of the width
-        self.widths = (self.max_pages,) if mesh is None and native.is_available() else page_widths(self.max_pages)
-        if is_deterministic:
-            self.chunks, self.batch_sizes, self.widths = self.chunks[:1], (num_slots,), (self.max_pages,)
+        self._left_out: set[str] = set()
+        self.has_constrained, self.place = has_constrained, Placement(mesh)
         self._everything_allowed = self.place.put(np.full((1, 1, -(-target.config.vocab_size // 8)), 255, np.uint8))
-        sizes = {"num_slots": num_slots, "num_pages": num_pages, "page_size": page_size, "max_pages": self.max_pages}
+        sizes = {"num_slots": num_slots, "num_pages": num_pages, "page_size": page_size, "max_pages": shapes.max_pages}
         places = self.place.state(lambda: step.init_state(self.config, **sizes))
         self.calls = Calls(self.config, self.place, places)
         self._beginning = self.calls.begin(**sizes)
@@ -120,16 +101,8 @@ class Runner:
     def reset(self) -> None:
         """Forget every sequence and every cached page: after a device error the donated buffers are gone."""
         self.state = self.compiled.run(self._beginning)
-        # what the host can say without reading: upper bounds, the last one belongs to padding
-        self._lens = [0] * (self.num_slots + 1)
-        self._pending = [1] * (self.num_slots + 1)
-        self._generation = [0] * (self.num_slots + 1)
+        self._ledger = Ledger(self.shapes.num_slots, self.config.max_pending)
         self._num_remembered = 0
-
-    @property
-    def max_step(self) -> int:
-        """Tokens that one step can emit for a sequence, at most."""
-        return 1 + max(tree.depth if tree else 0 for tree in self.trees)
 
     @property
     def cache_lag(self) -> int:
@@ -150,9 +123,7 @@ class Runner:
         self.state = self.compiled.run(
             self._admission(slot, token_ids, pages, num_cached, rows, tokens, promise=promise)
         )
-        self._lens[slot] = num_cached
-        self._pending[slot] = 1
-        self._generation[slot] += 1
+        self._ledger.begin(slot, num_cached)
 
     def _admission(
         self,
@@ -165,11 +136,11 @@ class Runner:
         *,
         promise: float = 0.0,
     ) -> Call:
-        page_row: Any = np.full(self.max_pages, self.num_pages, np.int32)
+        page_row: Any = np.full(self.shapes.max_pages, self.shapes.num_pages, np.int32)
         page_row[: len(pages)] = pages
-        history: Any = np.zeros(self.max_pages * self.page_size, np.int32)
+        history: Any = np.zeros(self.shapes.max_pages * self.shapes.page_size, np.int32)
         history[: len(token_ids)] = token_ids
-        if self._accepts_nothing:
+        if self.shapes.accepts_nothing:
             nothing: Any = np.zeros(1, np.int32)
             rows = dataclasses.replace(rows, max_depth=nothing)
         cached: Any = np.int32(num_cached)
@@ -180,7 +151,7 @@ class Runner:
     def extend(self, new_pages: Sequence[tuple[int, int, int]]) -> None:
         """Give sequences more pages: (slot, which page of the sequence, page)."""
         for start in range(0, len(new_pages), _PAGES_AT_ONCE):
-            entries = np.full((3, _PAGES_AT_ONCE), self.num_slots, np.int32)
+            entries = np.full((3, _PAGES_AT_ONCE), self.shapes.num_slots, np.int32)
             part = np.array(new_pages[start : start + _PAGES_AT_ONCE], np.int32).T
             entries[:, : part.shape[1]] = part
             table = self.compiled.run(self._extension(entries))
@@ -200,13 +171,12 @@ class Runner:
     ) -> StepHandle:
         """Run the next tokens of a prompt (at most the largest of `chunks`). The drawn token counts after the last.
         `allowed` ([1, vocab] bool) says which tokens it may be."""
-        chunks = [chunk for chunk in self.chunks if chunk >= num_tokens]
-        widths = self._widths(self._lens[slot] + num_tokens)
+        chunks = [chunk for chunk in self.shapes.chunks if chunk >= num_tokens]
+        widths = self.shapes.widths_for(self._ledger.num_entries((slot,)) + num_tokens)
         shapes = itertools.product(widths, chunks)
         call = self._at_once(self._prefill(slot, num_tokens, is_last, chunk, width, allowed) for width, chunk in shapes)
         result = self._advance(call)
-        self._lens[slot] += num_tokens
-        self._pending[slot] = 1
+        self._ledger.prefilled(slot, num_tokens)
         return StepHandle(result, lambda _n_accepted: None, has_logprobs=has_logprobs)
 
     def _prefill(
@@ -283,41 +253,22 @@ class Runner:
         """Let the draft catch up where this step could not hold what is pending; returns the width of the step."""
         if self.config.max_pending and slots and (tree is not None or is_following):
             room = self.config.max_pending - 1 if tree is None else tree.depth + 1
-            if max(self._pending[slot] for slot in slots) > room:
+            if self._ledger.num_pending(slots) > room:
                 padded = self._pad(slots)
                 self.state = self.compiled.run(self._catching_up(padded, self.layout_for(len(padded), tree)))
-                for slot in slots:
-                    self._pending[slot] = 1
+                self._ledger.caught_up(slots)
         return self.width_of(slots)
 
     def _handle(self, slots: Sequence[int], tree: Tree | None, result: StepResult, *, has_logprobs: bool) -> StepHandle:
-        most = 1 + (tree.depth if tree else 0)
-        for slot in slots:
-            self._lens[slot] += most
-            self._pending[slot] = min(self._pending[slot] + 1, self.config.max_pending) if tree is None else most
-        generations = [self._generation[slot] for slot in slots]
-
-        def on_read(n_accepted: np.ndarray) -> None:
-            for slot, generation, accepted in zip(slots, generations, n_accepted.tolist(), strict=False):
-                if self._generation[slot] == generation:
-                    self._lens[slot] -= most - 1 - accepted
-
+        on_read = self._ledger.stepped(slots, tree.depth if tree else 0)
         return StepHandle(result, on_read, has_logprobs=has_logprobs)
-
-    def batch_size_of(self, num_slots: int) -> int:
-        """The batch bucket of so many slots."""
-        return next(size for size in self.batch_sizes if size >= num_slots)
 
     def width_of(self, slots: Sequence[int]) -> int:
         """The width of the next step of these slots."""
-        return self._widths(max((self._lens[slot] for slot in slots), default=0) + 1)[0]
-
-    @property
-    def deepest_tree(self) -> Tree | None:
-        return max(self.trees, key=lambda tree: tree.depth if tree else 0)
+        return self.shapes.widths_for(self._ledger.num_entries(slots) + 1)[0]
 
     def _pad(self, slots: Sequence[int], size: int | None = None) -> tuple[int, ...]:
-        return (*slots, *[self.num_slots] * ((size or self.batch_size_of(len(slots))) - len(slots)))
+        return (*slots, *[self.shapes.num_slots] * ((size or self.shapes.batch_size_of(len(slots))) - len(slots)))
 
     def _at_once(self, calls: Iterator[Call]) -> Call:
         """The first that is compiled, of calls that do the same, the cheapest first. It is the first of all when every
@@ -326,8 +277,8 @@ class Runner:
         return next((call for call in itertools.chain((first,), calls) if call.key in self.compiled), first)
 
     def _run_step(self, slots: Sequence[int], tree: Tree | None, width: int) -> StepResult:
-        widths = [each for each in self.widths if each >= width]
-        sizes = [size for size in self.batch_sizes if size >= len(slots)]
+        widths = [each for each in self.shapes.widths if each >= width]
+        sizes = [size for size in self.shapes.batch_sizes if size >= len(slots)]
         shapes = itertools.product(widths, sizes)
         return self._advance(self._at_once(self._step(self._pad(slots, size), tree, each) for each, size in shapes))
 
@@ -345,12 +296,12 @@ class Runner:
 
     def _proposal(self, padded: tuple[int, ...], tree: Tree) -> Call:
         layout = self.layout_for(len(padded), tree)
-        return self.calls.propose(layout, self.state, self.place.slots(padded), tree=tree, width=self.max_pages)
+        return self.calls.propose(layout, self.state, self.place.slots(padded), tree=tree, width=self.shapes.max_pages)
 
     def _verification(
         self, padded: tuple[int, ...], tree: Tree | None, proposal: Proposal | None, bits: jax.Array
     ) -> Call:
-        layout, slots, width = self.layout_for(len(padded), tree), self.place.slots(padded), self.max_pages
+        layout, slots, width = self.layout_for(len(padded), tree), self.place.slots(padded), self.shapes.max_pages
         if tree is None:
             return self.calls.step(layout, self.state, slots, bits, tree=None, width=width)
         assert proposal is not None
@@ -358,59 +309,38 @@ class Runner:
 
     def layout_for(self, batch: int, tree: Tree | None) -> Weights:
         """The weights that a step of so many sequences takes."""
-        depth = self.config.verified_depth or (tree.num_nodes if tree else 0)
-        return self.layouts.for_rows(batch * (1 + depth))
-
-    def _widths(self, needed: int) -> tuple[int, ...]:
-        """The page-table widths that hold so many entries, the narrowest first."""
-        pages = -(-needed // self.page_size)
-        return tuple(width for width in self.widths if width >= pages) or (self.max_pages,)
-
-    def trees_for(self, batch_size: int) -> tuple[Tree | None, ...]:
-        """The ways to make a step of this batch bucket that are compiled: the first always, the others if they fit."""
-        return (*self.trees[:1], *(tree for tree in self.trees[1:] if tree is None or self._fits(tree, batch_size)))
-
-    def _fits(self, tree: Tree, batch_size: int) -> bool:
-        rows = batch_size * (1 + tree.num_nodes)
-        if batch_size == 1 or rows <= self.max_rows:
-            return True
-        return self.max_rows == CPU_ROWS and tree.num_nodes == CPU_CHAIN and rows <= CPU_CHAIN_ROWS
+        return self.layouts.for_rows(batch * self.shapes.num_nodes(tree))
 
     def programs(self) -> list[Program]:
         """Every program, in the order of need: with those that are `is_plain`, the largest ones, plain decoding can
         serve everything, if not in the fastest way; and what token masks need comes last."""
-        found = [*self._host_programs()]
-        for width in self.widths:
-            found += [self._step_program(size, width, self._plain) for size in self.batch_sizes]
-            for chunk in self.chunks:
-                call = functools.partial(self._prefill, self.num_slots, chunk, True, chunk, width)
-                is_plain = width == self.widths[-1] and chunk == self.chunks[-1]
-                found.append(Program(f"prefill of {chunk}, contexts up to {width * self.page_size}", is_plain, call))
-        if self.config.max_pending and len(self.trees) > 1:  # one tree alone never leaves more than it can take
-            for size, layout in itertools.product(self.batch_sizes, self.layouts.distinct):
-                call = functools.partial(self._catching_up, (self.num_slots,) * size, layout)
+        found, shapes = [*self._host_programs()], self.shapes
+        for width in shapes.widths:
+            found += [self._step_program(size, width, shapes.plain) for size in shapes.batch_sizes]
+            for chunk in shapes.chunks:
+                call = functools.partial(self._prefill, shapes.num_slots, chunk, True, chunk, width)
+                is_plain = width == shapes.widths[-1] and chunk == shapes.chunks[-1]
+                found.append(Program(f"prefill of {chunk}, contexts up to {width * shapes.page_size}", is_plain, call))
+        if self.config.max_pending and len(shapes.trees) > 1:  # one tree alone never leaves more than it can take
+            for size, layout in itertools.product(shapes.batch_sizes, self.layouts.distinct):
+                call = functools.partial(self._catching_up, (shapes.num_slots,) * size, layout)
                 found.append(Program(f"catching up for {size}", False, call))
-        for width, size in itertools.product(self.widths, self.batch_sizes):
-            trees = [tree for tree in self.trees_for(size) if tree != self._plain]
+        for width, size in itertools.product(shapes.widths, shapes.batch_sizes):
+            trees = [tree for tree in shapes.trees_for(size) if tree != shapes.plain]
             found += [self._step_program(size, width, tree) for tree in trees]
         found.sort(key=lambda program: not program.is_plain)
         return [program for program in (*found, *self._constrained_programs()) if program.name not in self._left_out]
 
     def _step_program(self, size: int, width: int, tree: Tree | None) -> Program:
-        call = functools.partial(self._step, (self.num_slots,) * size, tree, width)
+        call = functools.partial(self._step, (self.shapes.num_slots,) * size, tree, width)
         return Program(
-            f"{describe(tree)} for {size}, contexts up to {width * self.page_size}",
-            tree == self._plain and width == self.widths[-1] and size == self.num_slots,
+            f"{describe(tree)} for {size}, contexts up to {width * self.shapes.page_size}",
+            tree == self.shapes.plain and width == self.shapes.widths[-1] and size == self.shapes.num_slots,
             call,
             functools.partial(self._run_padding, call),
             step=(size, width, tree),
-            is_optional=tree not in (self.trees[0], self._plain),
+            is_optional=tree not in (self.shapes.trees[0], self.shapes.plain),
         )
-
-    @property
-    def _plain(self) -> Tree | None:
-        """The way to step that serves before the others are compiled."""
-        return None if None in self.trees else self.trees[0]
 
     def _host_programs(self) -> Iterator[Program]:
         """What the host asks for between steps."""
@@ -425,9 +355,9 @@ class Runner:
         """Steps with token masks: of plain decoding in one part, of others in two."""
         if not self.has_constrained:
             return
-        for size in self.batch_sizes:
-            tree, padded = self.constrained_tree(size), (self.num_slots,) * size
-            nodes = 1 if tree is None else 1 + (self.config.verified_depth or tree.num_nodes)
+        for size in self.shapes.batch_sizes:
+            tree, padded = self.shapes.constrained_tree(size), (self.shapes.num_slots,) * size
+            nodes = self.shapes.num_nodes(tree)
             bits = self._shape(size, nodes, -(-self.config.target.vocab_size // 8), dtype=np.uint8)
             name = f"constrained {describe(tree)} for {size}"
             if tree is None:
@@ -461,19 +391,15 @@ class Runner:
         self._left_out.add(program.name)
         return False
 
-    def constrained_tree(self, batch_size: int) -> Tree | None:
-        """How steps with a constrained sequence speculate: the first way that is no plain step."""
-        return next((tree for tree in self.trees_for(batch_size) if tree is not None), None)
-
     def warmup(self) -> None:
         """Compile every program, side by side."""
         compile_all(self.compiled, self.programs(), is_wanted=self.has_room_for)
 
     def is_compiled(self, batch_size: int, width: int, tree: Tree | None) -> bool:
         """Whether such a step runs at once, also where the draft must catch up before it."""
-        padded = (self.num_slots,) * batch_size
+        padded = (self.shapes.num_slots,) * batch_size
         calls = [self._step(padded, tree, width)]
-        if self.config.max_pending and tree is not None and len(self.trees) > 1:
+        if self.config.max_pending and tree is not None and len(self.shapes.trees) > 1:
             calls.append(self._catching_up(padded, self.layout_for(batch_size, tree)))
         return all(call.key in self.compiled for call in calls)
 
@@ -485,17 +411,3 @@ class Runner:
     def num_compiled(self) -> int:
         """Programs compiled so far; it must not grow after `warmup`."""
         return len(self.compiled)
-
-
-def prefill_chunks(is_recurrent: bool) -> tuple[int, ...]:
-    """How many prompt tokens the prefill programs take."""
-    chunks = CPU_CHUNKS if jax.default_backend() == "cpu" else DEVICE_CHUNKS
-    return tuple(size for size in chunks if size <= RECURRENT_CHUNK or not is_recurrent)
-
-
-def page_widths(max_pages: int) -> tuple[int, ...]:
-    """The page-table widths that programs are compiled for."""
-    widths = [_FIRST_WIDTH]
-    while widths[-1] < max_pages:
-        widths.append(widths[-1] * _WIDTH_GROWTH)
-    return (*(width for width in widths if width < max_pages), max_pages)

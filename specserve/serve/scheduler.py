@@ -236,5 +236,8 @@ class Scheduler:
         sequence.epoch += 1
 
     def finish(self, sequence: Sequence) -> None:
-        """A running sequence has ended."""
-        self._leave(sequence)
+        """A sequence has ended, wherever it stands: its slot and its pages are free, or it waits no more."""
+        if sequence.is_running:
+            self._leave(sequence)
+        else:
+            self.waiting.remove(sequence)

@@ -188,8 +188,10 @@ def make_runner(
         mesh=mesh,
         folder=folder,
     )
-    runner.batch_sizes, runner.widths, runner.chunks = (num_slots,), runner.widths[-1:], (chunk,)
-    runner.max_rows = 1024
+    widths = runner.shapes.widths[-1:]
+    runner.shapes = dataclasses.replace(
+        runner.shapes, batch_sizes=(num_slots,), widths=widths, chunks=(chunk,), max_rows=1024
+    )
     return runner
 
 
@@ -208,7 +210,7 @@ def make_engine(
         options=EngineOptions(**options),  # type: ignore[arg-type]
     )
     if num_pages is not None:
-        engine.rounds.scheduler.pool = PagePool(num_pages, runner.page_size)
+        engine.rounds.scheduler.pool = PagePool(num_pages, runner.shapes.page_size)
     return engine
 
 
@@ -259,7 +261,7 @@ def check_idle(engine: Engine) -> None:
     assert engine.is_healthy
     scheduler.pool.check()
     assert scheduler.pool.num_available == scheduler.pool.num_pages, "pages leaked"
-    assert sorted(scheduler._free_slots) == list(range(engine.runner.num_slots)), "slots leaked"
+    assert sorted(scheduler._free_slots) == list(range(engine.runner.shapes.num_slots)), "slots leaked"
     assert (engine._num_queued, engine._num_open, engine.rounds.active) == (0, 0, {})
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_pages_held) == (0, 0, 0)

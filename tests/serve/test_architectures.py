@@ -15,7 +15,8 @@ from specserve.checkpoints.load import Target
 from specserve.models.families import model_config
 from specserve.models.params import init_params, is_spec
 from specserve.models.target import TargetParams, target_spec
-from specserve.serve import runner as runner_module
+from specserve.serve import shapes
+from specserve.serve.runner import Runner
 
 EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
 ROUTED: dict[str, Any] = EXPERTS | {
@@ -114,10 +115,10 @@ def test_speculation_changes_no_token_of(case: str, rng: np.random.Generator) ->
 
 
 def test_recurrent_layers_take_short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(runner_module, "CPU_CHUNKS", runner_module.DEVICE_CHUNKS)
+    monkeypatch.setattr(shapes, "CPU_CHUNKS", shapes.DEVICE_CHUNKS)
 
     def chunks(case: str) -> tuple[int, ...]:
         sizes = {"num_slots": 1, "num_pages": 4, "page_size": 16, "max_model_len": 64}
-        return runner_module.Runner(_target(CASES[case]), None, [None], **sizes).chunks
+        return Runner(_target(CASES[case]), None, [None], **sizes).shapes.chunks
 
     assert (chunks("dense"), chunks("delta nets")) == ((64, 256, 1024), (64, 256))

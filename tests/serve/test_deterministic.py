@@ -13,7 +13,8 @@ from specserve.drafters.door import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine import Completion, Engine, EngineOptions
 from specserve.serve.request import SamplingParams
-from specserve.serve.runner import DETERMINISTIC_DEPTH, Runner
+from specserve.serve.runner import Runner
+from specserve.serve.shapes import DETERMINISTIC_DEPTH
 from specserve.speculative import step
 
 NUM_SLOTS, MAX_LEN, PAGE_SIZE = 4, 256, 8
@@ -94,14 +95,19 @@ def test_a_request_gets_the_same_bits(
 
 def test_every_way_to_step_is_of_one_shape(tiny_target: Target, tiny_head: Head) -> None:
     """For all that this machine's products do, other numbers of rows may give other bits on another."""
-    shapes = set()
+    found = set()
     for speculation in SPECULATIONS:
         runner = _runner(tiny_target, tiny_head, speculation)
-        assert (runner.chunks[1:], runner.batch_sizes, runner.widths) == ((), (NUM_SLOTS,), (MAX_LEN // PAGE_SIZE,))
-        [tree] = runner.trees
+        shapes = runner.shapes
+        assert (shapes.chunks[1:], shapes.batch_sizes, shapes.widths) == (
+            (),
+            (NUM_SLOTS,),
+            (MAX_LEN // PAGE_SIZE,),
+        )
+        [tree] = runner.shapes.trees
         assert tree is not None
-        propose = functools.partial(step.propose_tree, runner.config, tree=tree, width=runner.max_pages)
+        propose = functools.partial(step.propose_tree, runner.config, tree=tree, width=runner.shapes.max_pages)
         slots = jax.ShapeDtypeStruct((NUM_SLOTS,), np.int32)
         _, proposal = jax.eval_shape(propose, runner.layouts.many, state=runner.state, slots=slots)
-        shapes.add(proposal.token_ids.shape)
-    assert shapes == {(NUM_SLOTS, 1 + DETERMINISTIC_DEPTH)}
+        found.add(proposal.token_ids.shape)
+    assert found == {(NUM_SLOTS, 1 + DETERMINISTIC_DEPTH)}

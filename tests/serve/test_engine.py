@@ -1,6 +1,7 @@
 """The engine over a real runner on a tiny target: who is served, who is refused, what the device is asked to do.
 Faults are in test_faults, options in test_options, the prefix cache and everything at once in test_storm."""
 
+import dataclasses
 import random
 import threading
 from collections.abc import Iterator, Sequence
@@ -37,7 +38,7 @@ def _runner(target: Target, head: Head | None) -> Runner:
         page_size=PAGE_SIZE,
         num_pages=NUM_PAGES,
     )
-    runner.chunks = (16, 64)
+    runner.shapes = dataclasses.replace(runner.shapes, chunks=(16, 64))
     return runner
 
 
@@ -122,7 +123,7 @@ def test_growing_into_wider_page_tables_changes_nothing(
     tree = parse_speculation("chain:2")
     with native.left_out():
         runner = Runner(tiny_target, tiny_head, [tree], num_slots=1, max_model_len=56, page_size=2, num_pages=28)
-        assert runner.widths == (8, 28)
+        assert runner.shapes.widths == (8, 28)
         with Engine(runner, pydoc_tokenizer, model_name="tiny", eos_ids=()) as engine:
             [completion] = engine.generate([PROMPT], greedy(40))
     assert list(completion.token_ids) == answer
@@ -194,12 +195,13 @@ def test_without_a_tokenizer_there_are_no_words(runner: Runner, params: Sampling
 
 def test_a_request_larger_than_the_cache_is_refused(runner: Runner, pydoc_tokenizer: Tokenizer) -> None:
     engine = _engine(runner, pydoc_tokenizer)
-    engine.runner.num_pages, before = 3, engine.runner.num_pages
+    before = runner.shapes
+    runner.shapes = dataclasses.replace(before, num_pages=3)
     try:
         with pytest.raises(RequestError, match="need 4 cache pages, the server has 3"):
             engine.submit([1] * 20, greedy(6), Inbox())
     finally:
-        engine.runner.num_pages = before
+        runner.shapes = before
 
 
 def test_the_context_can_be_filled_to_the_last_token(engine: Engine) -> None:

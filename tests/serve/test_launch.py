@@ -25,8 +25,8 @@ from specserve.serve import calibrate, launch
 from specserve.serve.calibrate import AGAIN_ROUNDS, ROUNDS, cost_file, describe_costs, finish, step_costs
 from specserve.serve.launch import AUTO_CHAINS, Models, choose_trees, load_models, make_engine
 from specserve.serve.programs import Program
-from specserve.serve.runner import DETERMINISTIC_DEPTH
 from specserve.serve.settings import ServeRun
+from specserve.serve.shapes import DETERMINISTIC_DEPTH
 from specserve.speculative.tree import Tree, chain, static_tree
 
 

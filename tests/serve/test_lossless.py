@@ -1,6 +1,7 @@
 """Law 1: speculation never changes a token. Chain, static and dynamic trees, alone and in mixed batches, greedy and
 sampled, with a good head and with a useless one, through the engine, on the bundled target."""
 
+import dataclasses
 import json.decoder
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -63,7 +64,7 @@ def _engine(target: Target, head: Head | None, speculation: str, tokenizer: Toke
         has_constrained=False,
     )
     # each of these costs programs; growing from one width into the next is tested on a tiny target (test_engine)
-    runner.batch_sizes, runner.widths = (1, 8), runner.widths[-1:]
+    runner.shapes = dataclasses.replace(runner.shapes, batch_sizes=(1, 8), widths=runner.shapes.widths[-1:])
     options = EngineOptions(is_caching=head is not None)  # against plain decoding without a prefix cache
     return Engine(runner, tokenizer, model_name="test", eos_ids=target.eos_ids, options=options)
 
@@ -109,7 +110,7 @@ def test_speculative_output_equals_plain_output(
     speculative_engine.flush_cache()  # of draft entries by another head
     together, alone = range(len(prompts)), ALONE
     if quality == "random":  # as many steps as tokens take their time
-        is_chain = speculative_engine.runner.trees == (parse_speculation("chain:3"),)
+        is_chain = speculative_engine.runner.shapes.trees == (parse_speculation("chain:3"),)
         together, alone = (together, ()) if is_chain else ((), alone)
     tau = []
     for what, requests in (("in a batch of 8", [together]), ("alone", [[i] for i in alone])):

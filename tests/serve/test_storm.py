@@ -78,7 +78,7 @@ def test_after_a_storm_nothing_is_held_and_every_answer_was_right(
     stats = engine.stats()
     assert stats.num_preemptions > num_requests // 20, "pages were not few enough"
     assert stats.num_prefix_hits > stats.num_prefix_queries / 5
-    assert set(stats.num_steps_by_speculation) == {describe(tree) for tree in runner.trees}
+    assert set(stats.num_steps_by_speculation) == {describe(tree) for tree in runner.shapes.trees}
     assert stats.num_rebuilds == 0
     reasons = [inbox.wait().finish_reason for inbox in inboxes]
     assert {FinishReason.STOP, FinishReason.LENGTH, FinishReason.CANCELLED} == set(reasons)

@@ -17,7 +17,7 @@ from specserve.checkpoints.load import Target, load_target
 from specserve.drafters.door import Head, Rollout, Rows, shift
 from specserve.drafters.eagle3.model import Eagle3Params, draft_logits, token_embedding
 from specserve.drafters.eagle3.propose import FIRST_ENTRY, Pending, _Expander, _Level, consume
-from specserve.drafters.eagle3.unroll import all_weights, rollout_states, loss_positions
+from specserve.drafters.eagle3.unroll import all_weights, loss_positions, rollout_states
 from specserve.mesh import make_mesh, on_mesh, whole
 from specserve.models.cache import Prefix
 from specserve.models.target import TargetParams, forward

@@ -1,11 +1,12 @@
 """Training-time test (EAGLE-3, section 3.2): the head is trained on its own outputs, as it runs when it serves.
 
 Serving drafts several tokens ahead. Only the first draft token is predicted from the target's feature; every later one
-is predicted from the head's own hidden state of the draft token before. Training repeats that: step 0 runs the head over
-all positions of a row with the target's features, and step k runs it again with its own hidden states of step k - 1.
+is predicted from the head's own hidden state of the draft token before. Training repeats that: step 0 runs the head
+over all positions of a row with the target's features, and step k runs it again with its own hidden states of step
+k - 1.
 
-Which token is meant at position t of step k: the head reads token t + 1 + k, and predicts the token after it, t + 2 + k.
-So with every step the tokens that are read, the distributions that are predicted and the loss mask move by one.
+At position t of step k the head reads token t + 1 + k and predicts the token after it, t + 2 + k. So with every step
+the tokens that are read, the distributions that are predicted and the loss mask move by one.
 """
 
 import functools

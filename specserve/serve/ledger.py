@@ -1,0 +1,58 @@
+"""What the host can say of the sequences in their slots without reading anything back from the device.
+
+Steps are dispatched before the ones before them are read, so these are upper bounds: a sequence is taken to have grown
+by the most that the steps on their way can emit, until they are read.
+"""
+
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+
+class Ledger:
+    """One row for each slot, and one more for padding."""
+
+    def __init__(self, num_slots: int, max_pending: int) -> None:
+        """`max_pending` is what a drafter may leave unread, see `speculative.drafter`."""
+        self._max_pending = max_pending
+        self._lens = [0] * (num_slots + 1)  # committed entries, at most
+        self._pending = [1] * (num_slots + 1)  # tokens that the drafter has not read, at most
+        self._generation = [0] * (num_slots + 1)  # of the slot's sequences
+
+    def begin(self, slot: int, num_cached: int) -> None:
+        """A sequence of which so many entries are committed."""
+        self._lens[slot], self._pending[slot] = num_cached, 1
+        self._generation[slot] += 1
+
+    def prefilled(self, slot: int, num_tokens: int) -> None:
+        """So many more tokens of its prompt are on their way."""
+        self._lens[slot] += num_tokens
+        self._pending[slot] = 1
+
+    def caught_up(self, slots: Sequence[int]) -> None:
+        """The drafter reads all but the last emitted token."""
+        for slot in slots:
+            self._pending[slot] = 1
+
+    def stepped(self, slots: Sequence[int], depth: int) -> Callable[[np.ndarray], None]:
+        """A step that may emit 1 + `depth` tokens for each is on its way; 0 is a plain one. What is returned is to be
+        called with the accepted tokens of each, once they are read."""
+        for slot in slots:
+            self._lens[slot] += 1 + depth
+            self._pending[slot] = 1 + depth if depth else min(self._pending[slot] + 1, self._max_pending)
+        generations = [self._generation[slot] for slot in slots]
+
+        def on_read(n_accepted: np.ndarray) -> None:
+            for slot, generation, accepted in zip(slots, generations, n_accepted.tolist(), strict=False):
+                if self._generation[slot] == generation:
+                    self._lens[slot] -= depth - accepted
+
+        return on_read
+
+    def num_entries(self, slots: Sequence[int]) -> int:
+        """Committed entries of the longest."""
+        return max((self._lens[slot] for slot in slots), default=0)
+
+    def num_pending(self, slots: Sequence[int]) -> int:
+        """Tokens that the drafter has not read, of the one that has most."""
+        return max((self._pending[slot] for slot in slots), default=0)

@@ -1,0 +1,139 @@
+"""The shapes that programs are compiled for: short lists, so that all of them are known at start.
+
+A step exists for each batch bucket, page-table width and tree; a prompt is prefilled in chunks of a few sizes.
+Deterministic serving is the case in which every list has one entry.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import jax
+
+from specserve.drafters.words import OWN_TEXT
+from specserve.speculative.tree import Tree, chain
+
+CPU_CHUNKS, DEVICE_CHUNKS = (16, 64, 256), (64, 256, 1024)  # prompt tokens per prefill program
+RECURRENT_CHUNK = 256  # at most, with recurrent layers: each keeps tens of kilobytes per token of the chunk
+_FIRST_WIDTH, _WIDTH_GROWTH = 8, 4  # of the page-table widths; each costs a set of programs, each step reads < 4x
+CPU_ROWS, DEVICE_ROWS = 8, 512  # with a choice of trees, none makes a step of several sequences larger than this,
+CPU_CHAIN, CPU_CHAIN_ROWS = 3, 64  # but for one chain on CPU, which pays in larger batches too (docs/log)
+DETERMINISTIC_DEPTH = 7  # every step verifies a chain of this length, whatever was proposed
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What is static about the steps of a server."""
+
+    trees: tuple[Tree | None, ...]  # the ways to make a step; None is plain decoding
+    num_slots: int
+    max_model_len: int  # tokens of a sequence
+    page_size: int  # tokens
+    num_pages: int  # of all sequences together
+    batch_sizes: tuple[int, ...]
+    widths: tuple[int, ...]  # pages of each sequence that attention reads, the narrowest first
+    chunks: tuple[int, ...]  # prompt tokens, the smallest first
+    max_rows: int  # nodes of a step of several sequences, where there is a choice of trees
+    verified_depth: int = 0  # deterministic: every step verifies a chain of this length
+    accepts_nothing: bool = False  # deterministic plain decoding: a chain of which nothing may be accepted
+
+    @property
+    def is_deterministic(self) -> bool:
+        return self.verified_depth > 0
+
+    @property
+    def max_pages(self) -> int:
+        """Of one sequence."""
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def max_depth(self) -> int:
+        """Of all trees."""
+        return max(self.verified_depth, *(tree.depth if tree else 0 for tree in self.trees))
+
+    @property
+    def max_step(self) -> int:
+        """Tokens that one step can emit for a sequence, at most."""
+        return 1 + max(tree.depth if tree else 0 for tree in self.trees)
+
+    @property
+    def deepest_tree(self) -> Tree | None:
+        return max(self.trees, key=lambda tree: tree.depth if tree else 0)
+
+    @property
+    def plain(self) -> Tree | None:
+        """The way to step that serves before the others are compiled."""
+        return None if None in self.trees else self.trees[0]
+
+    def batch_size_of(self, num_slots: int) -> int:
+        """The batch bucket of so many slots."""
+        return next(size for size in self.batch_sizes if size >= num_slots)
+
+    def widths_for(self, num_entries: int) -> tuple[int, ...]:
+        """The page-table widths that hold so many entries of a sequence, the narrowest first."""
+        pages = -(-num_entries // self.page_size)
+        return tuple(width for width in self.widths if width >= pages) or (self.max_pages,)
+
+    def num_nodes(self, tree: Tree | None) -> int:
+        """Nodes that the target runs over for each sequence, the root included."""
+        return 1 + (self.verified_depth or (tree.num_nodes if tree else 0))
+
+    def trees_for(self, batch_size: int) -> tuple[Tree | None, ...]:
+        """The ways to make a step of this batch bucket that are compiled: the first always, the others if they fit."""
+        return (*self.trees[:1], *(tree for tree in self.trees[1:] if tree is None or self._fits(tree, batch_size)))
+
+    def _fits(self, tree: Tree, batch_size: int) -> bool:
+        rows = batch_size * (1 + tree.num_nodes)
+        if batch_size == 1 or rows <= self.max_rows:
+            return True
+        return self.max_rows == CPU_ROWS and tree.num_nodes == CPU_CHAIN and rows <= CPU_CHAIN_ROWS
+
+    def constrained_tree(self, batch_size: int) -> Tree | None:
+        """How steps with a constrained sequence speculate: the first way that is no plain step."""
+        return next((tree for tree in self.trees_for(batch_size) if tree is not None), None)
+
+
+def make_shapes(
+    trees: Sequence[Tree | None],
+    *,
+    num_slots: int,
+    max_model_len: int,
+    page_size: int,
+    num_pages: int,
+    is_recurrent: bool,
+    reads_by_page: bool,  # attention reads the pages that a sequence has, whatever the width
+    is_deterministic: bool,
+) -> Shapes:
+    """For the default backend. Deterministic steps take one tree at most, a chain of at most DETERMINISTIC_DEPTH."""
+    assert trees, "a server needs at least one way to make a step"
+    max_pages = -(-max_model_len // page_size)
+    chunks = prefill_chunks(is_recurrent)
+    max_rows = CPU_ROWS if jax.default_backend() == "cpu" else DEVICE_ROWS
+    if is_deterministic:
+        assert len(trees) == 1, "deterministic steps have one shape"
+        tree = trees[0] or chain(DETERMINISTIC_DEPTH, OWN_TEXT)
+        assert tree.depth <= DETERMINISTIC_DEPTH
+        return Shapes(
+            *((tree,), num_slots, max_model_len, page_size, num_pages),
+            *((num_slots,), (max_pages,), chunks[:1], max_rows),
+            verified_depth=DETERMINISTIC_DEPTH,
+            accepts_nothing=trees[0] is None,
+        )
+    batch_sizes = (*(1 << i for i in range((num_slots - 1).bit_length())), num_slots)
+    widths = (max_pages,) if reads_by_page else page_widths(max_pages)
+    return Shapes(
+        *(tuple(trees), num_slots, max_model_len, page_size, num_pages), *(batch_sizes, widths, chunks, max_rows)
+    )
+
+
+def prefill_chunks(is_recurrent: bool) -> tuple[int, ...]:
+    """How many prompt tokens the prefill programs take."""
+    chunks = CPU_CHUNKS if jax.default_backend() == "cpu" else DEVICE_CHUNKS
+    return tuple(size for size in chunks if size <= RECURRENT_CHUNK or not is_recurrent)
+
+
+def page_widths(max_pages: int) -> tuple[int, ...]:
+    """The page-table widths that programs are compiled for."""
+    widths = [_FIRST_WIDTH]
+    while widths[-1] < max_pages:
+        widths.append(widths[-1] * _WIDTH_GROWTH)
+    return (*(width for width in widths if width < max_pages), max_pages)
