@@ -81,8 +81,9 @@ def whole_file(path: Path, *, is_shared: bool = False) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that several processes may write at once. Raises OSError."""
+    """Write a file that several processes of this user may write at once, and nobody else. Raises OSError."""
     with whole_file(path, is_shared=True) as partial:
+        partial.touch(mode=0o600)
         partial.write_bytes(content)
 
 

@@ -44,7 +44,7 @@ def cost_file(models_fingerprint: str, runner: Runner) -> Path:
         native.describe(),
         str(runner.place),
         models_fingerprint,
-        str((runner.shapes.page_size, runner.shapes.num_slots, runner.shapes.max_pages, runner.config)),
+        str((runner.shapes, runner.config)),
         *[program.name for program in runner.programs()],
     ]
     name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]

@@ -182,7 +182,7 @@ class _FakeRunner(SimpleNamespace):
     """Programs that take as long as they say, on a clock of their own."""
 
     def __init__(self, seconds: dict[tuple[int, int, Tree | None], float], clock: list[float]) -> None:
-        super().__init__(state=jnp.zeros(1), page_size=4, num_slots=2, max_pages=8, config="config", place="here")
+        super().__init__(state=jnp.zeros(1), shapes="shapes", config="config", place="here")
         self.seconds, self.clock, self.ran = seconds, clock, []
 
     def programs(self) -> list[Program]:
@@ -302,8 +302,7 @@ def test_the_file_depends_on_what_costs_depend_on(runner: Any, monkeypatch: pyte
     assert cost_file("target head", runner) == first
     others = {cost_file("another head", runner)}
     for name, value in (
-        ("page_size", 8),
-        ("num_slots", 4),
+        ("shapes", "others"),
         ("config", "another"),
         ("place", "mesh"),
         ("seconds", {(1, 8, None): 1.0}),
@@ -312,7 +311,7 @@ def test_the_file_depends_on_what_costs_depend_on(runner: Any, monkeypatch: pyte
         setattr(runner, name, value)
         others.add(cost_file("target head", runner))
         setattr(runner, name, before)
-    assert len(others | {first}) == 7
+    assert len(others | {first}) == 6
 
 
 def test_costs_in_one_line() -> None:
