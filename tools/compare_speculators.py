@@ -9,7 +9,7 @@ start. Draft logits must agree to 1e-4. It needs both packages in one environmen
     /tmp/speculators/bin/pip install torch==2.13.0 speculators -e .
     /tmp/speculators/bin/python tools/compare_speculators.py [--write]
 
-`--write` replaces the golden files, which the suite checks without torch (tests/checkpoints/test_speculators.py).
+`--write` replaces the golden files, which the suite checks without torch (tests/drafters/test_speculators.py).
 """
 
 import argparse

@@ -3,21 +3,14 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specserve.drafters.speculation import MAX_NODES, describe, parse_speculation
-from specserve.errors import ConfigError
 from specserve.speculative.tree import (
-    DynamicTree,
     Proposal,
-    StaticTree,
     ancestor_mask,
-    chain,
     chain_proposal,
     pad_chain,
-    static_tree,
 )
 from specserve.speculative.verify import verify
 
@@ -92,93 +85,3 @@ def test_a_padded_chain_is_the_chain_and_more_nodes() -> None:
     assert padded.source.tolist() == [0, 3]
     np.testing.assert_array_equal(_ancestor_mask(padded.parents, DEPTH), np.tril(np.ones((2, 5, 5), bool)))
     assert pad_chain(short, 2).token_ids.tolist() == short.token_ids.tolist(), "it is long enough already"
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "off",
-        "chain:1",
-        "chain:7",
-        "tree:4x4x12",
-        "tree:2x3x12",
-        "tree:1x5x5",
-        "static:3x2x1",
-        "static:1x1x1x1",
-        "static:4",
-        "ngram:5",
-        "suffix:2",
-        "head+ngram:1",
-        "head+suffix:16",
-        "head+suffix:tree:4x4x12",
-        "head+ngram:static:3x2x1",
-    ],
-)
-def test_speculation_reads_back(text: str) -> None:
-    assert describe(parse_speculation(text)) == text
-
-
-def test_who_proposes_is_part_of_what_is_asked() -> None:
-    found = {}
-    sources = ("head", "ngram", "suffix", "head+ngram", "head+suffix")
-    for source in sources:
-        tree = parse_speculation(f"{'chain' if source == 'head' else source}:4")
-        assert tree == chain(4, source)
-        assert isinstance(tree, DynamicTree)
-        found[source] = (tree.uses_head, tree.lookup)
-    assert found == {
-        "head": (True, ""),
-        "ngram": (False, "ngram"),
-        "suffix": (False, "suffix"),
-        "head+ngram": (True, "ngram"),
-        "head+suffix": (True, "suffix"),
-    }
-    assert len({chain(4, source) for source in sources}) == 5, "each is compiled and timed on its own"
-
-
-def test_an_irregular_static_tree_is_described_in_words() -> None:
-    tree = StaticTree(parents=(0, 0, 1), ranks=(0, 1, 0))
-    assert describe(tree) == "static tree of 3 nodes, depth 2"
-
-
-def test_speculation_means_what_it_says() -> None:
-    assert parse_speculation("chain:3") == chain(3) == DynamicTree(depth=3, top_k=1, num_nodes=3)
-    tree = parse_speculation("static:3x2x1")
-    assert isinstance(tree, StaticTree)
-    assert tree.parents == (0, 0, 0, 1, 1, 2, 2, 3, 3, 4, 5, 6, 7, 8, 9)
-    assert tree.ranks == (0, 1, 2, 0, 1, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0)
-    assert (tree.depth, tree.top_k, tree.num_nodes) == (3, 3, 15)
-    assert static_tree((1, 1)).depths == (1, 2)
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "",
-        "chain",
-        "chain:0",
-        "chain:-1",
-        "chain:999",
-        "tree:3x2x2",
-        "tree:2x2x7",
-        "tree:0x1x1",
-        "tree:3x3",
-        "static:",
-        "static:0",
-        "static:2x0x1",
-        "static:16x16x16",
-        "static:1x" + "9" * 30,
-        f"chain:{MAX_NODES + 1}",
-        "eagle:3",
-        "head:3",
-        "ngram:0",
-        "suffix:",
-        "suffix:1x2",
-        "head+:3",
-        "head+eagle:3",
-        "ngram+suffix:3",
-    ],
-)
-def test_speculation_that_describes_no_tree_is_refused(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"chain:K|tree:DxKxN|suffix:K"):
-        parse_speculation(text)

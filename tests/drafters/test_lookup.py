@@ -9,8 +9,9 @@ from rounding import UNIT
 
 from specserve.drafters.lookup import drafter as lookup
 from specserve.drafters.lookup.drafter import GAIN_DECAY
-from specserve.drafters.lookup.search import MAX_MATCH, Match, find, match_class
+from specserve.drafters.lookup.search import MAX_MATCH, RECALL_LENGTH, RECALL_ROWS, Match, find, match_class
 from specserve.speculative.drafter import HEAD
+from specserve.speculative.tree import Proposal, chain_proposal
 
 LENGTH, DEPTH, ROWS, ROW_LENGTH = 24, 3, 3, 14
 
@@ -86,3 +87,58 @@ def test_who_proposes_follows_what_was_accepted() -> None:
         moved = lookup.update_gains(moved, source, jnp.asarray([0, 3, 3, 0], jnp.int32))
     assert lookup.prefers_match(moved, match).tolist() == [False, True, True, False]
     assert not lookup.prefers_match(moved, Match(match.token_ids, jnp.zeros_like(lengths))).any()
+
+
+@st.composite
+def _trees(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
+    """Parents and depths of a tree that lists level by level, and the length of a chain that fits into it."""
+    parents, depths = [0], [0]
+    for _ in range(draw(st.integers(1, 8))):
+        parent = draw(st.integers(0, len(parents) - 1).filter(lambda node: depths[node] >= depths[-1] - 1))
+        parents.append(parent)
+        depths.append(depths[parent] + 1)
+    return parents, depths, draw(st.integers(1, len(parents) - 1))
+
+
+@given(_trees())
+def test_a_match_beside_a_tree_is_a_tree_that_holds_both(tree: tuple[list[int], list[int], int]) -> None:
+    """The chain whole, then the first nodes of the tree below the same root, as many as there were."""
+    parents, depths, length = tree
+    num = len(parents)
+    tokens = list(range(100, 100 + num))
+    own = Proposal(*(jnp.asarray([x], jnp.int32) for x in (tokens, parents, depths)), jnp.asarray([HEAD], jnp.int32))
+    match = chain_proposal(
+        jnp.asarray([100], jnp.int32), jnp.arange(7, 7 + length, dtype=jnp.int32)[None], jnp.asarray([2], jnp.int32)
+    )
+    found = lookup.graft(match, own)
+    got_tokens, got_parents, got_depths = (x[0].tolist() for x in (found.token_ids, found.parents, found.depths))
+    assert len(got_tokens) == len(got_parents) == len(got_depths) == num
+    assert found.source.tolist() == [2]
+
+    def paths(tokens: list[int], parents: list[int]) -> list[tuple[int, ...]]:
+        found = [(tokens[0],)]
+        for token, parent in zip(tokens[1:], parents[1:], strict=True):
+            found.append((*found[parent], token))  # a parent stands before its children
+        return found
+
+    expected = [(100, *range(7, 7 + depth)) for depth in range(length + 1)]
+    expected += paths(tokens, parents)[1 : num - length]
+    assert paths(got_tokens, got_parents) == expected
+    assert got_depths == [len(path) - 1 for path in expected]
+
+
+def test_what_is_remembered_is_the_end_of_an_answer_until_it_is_forgotten() -> None:
+    drafter = lookup.Lookup(remembers=True)
+    state = drafter.init_state(None, None)  # type: ignore[arg-type]
+    history = jnp.arange(2000, dtype=jnp.int32)
+
+    def remember(state: jax.Array, start: int, last: int, number: int) -> jax.Array:
+        return drafter.remember(state, history, *(jnp.int32(value) for value in (start, last, number)))
+
+    state = remember(state, 10, 13, 0)
+    assert state[0, :5].tolist() == [10, 11, 12, 13, -1]
+    state = remember(state, 10, 1500, RECALL_ROWS + 1)  # the rows are used in turns
+    assert state[1, [0, -1]].tolist() == [1500 - RECALL_LENGTH, 1499]
+    assert (state[2:] == -1).all()
+    assert (drafter.forget(state) == -1).all()
+    assert lookup.Lookup(remembers=False).init_state(None, None) is None  # type: ignore[arg-type]
