@@ -1,5 +1,8 @@
 """Drafts without a head, against a search written as loops."""
 
+from types import SimpleNamespace
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,7 +14,7 @@ from specserve.drafters.lookup import drafter as lookup
 from specserve.drafters.lookup.drafter import GAIN_DECAY
 from specserve.drafters.lookup.search import MAX_MATCH, RECALL_LENGTH, RECALL_ROWS, Match, find, match_class
 from specserve.speculative.drafter import HEAD
-from specserve.speculative.tree import Proposal, chain_proposal
+from specserve.speculative.tree import Proposal, chain, chain_proposal
 
 LENGTH, DEPTH, ROWS, ROW_LENGTH = 24, 3, 3, 14
 
@@ -142,3 +145,17 @@ def test_what_is_remembered_is_the_end_of_an_answer_until_it_is_forgotten() -> N
     assert (state[2:] == -1).all()
     assert (drafter.forget(state) == -1).all()
     assert lookup.Lookup(remembers=False).init_state(None, None) is None  # type: ignore[arg-type]
+
+
+def test_gains_are_of_steps_in_which_there_was_a_choice() -> None:
+    """After a tree of the head alone, a prompt or a plain step nothing is learned of who proposes better."""
+    mixed = lookup.Mixed(SimpleNamespace(observe=lambda *_: None), lookup.Lookup(remembers=False))  # type: ignore[arg-type]
+    state = lookup.MixedState(None, None, jnp.tile(lookup._first_gains(jnp.float32(1)), (3, 1)))
+    view: Any = SimpleNamespace(slots=jnp.asarray([2, 3], jnp.int32))  # the second is padding
+    committed: Any = SimpleNamespace(
+        source=jnp.asarray([HEAD, HEAD], jnp.int32), n_accepted=jnp.asarray([3, 3], jnp.int32)
+    )
+    for after in ("prompt", "plain", chain(3)):
+        assert (mixed.observe(None, state, view, committed, after).gains == state.gains).all()
+    moved = mixed.observe(None, state, view, committed, chain(3, "head+ngram")).gains
+    assert (moved != state.gains).tolist() == [[False] * 4, [False] * 4, [True, False, False, False]]
