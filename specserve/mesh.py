@@ -86,7 +86,7 @@ def make_mesh(data: int = 1, sequence: int = 1, tensor: int = 1, expert: int = 1
 
 
 def describe_mesh(mesh: Mesh) -> str:
-    """As it is written after --mesh."""
+    """The mesh as it is written after --mesh."""
     return _describe(mesh.shape.items())
 
 
@@ -126,7 +126,8 @@ def sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
 
 
 def whole(mesh: Mesh | None) -> NamedSharding | None:
-    """On every device of the mesh; without one, where JAX puts it."""
+    """The sharding of an array that is whole on every device of the mesh; without a mesh None, which is where JAX puts
+    it."""
     return None if mesh is None else sharding(mesh, ())
 
 

@@ -114,7 +114,7 @@ def load_target(
 
 
 def _renamer(names: frozenset[str]) -> Callable[[str], str]:
-    """From the names of a text model to those of the checkpoint, which may hold it within a multimodal one."""
+    """A function from the names of a text model to the checkpoint's, which may hold it within a multimodal one."""
     if any(name.startswith("language_model.model.") for name in names):
         return lambda name: f"language_model.{name}"
     if any(name.startswith("model.language_model.") for name in names):
@@ -301,7 +301,7 @@ def _put(tensor: LazyTensor, place: Sharding | None) -> jax.Array:
 
 
 def _place_of_scale(place: Sharding | None, scale: LazyTensor) -> Sharding | None:
-    """As its values are spread, but whole along the inputs, of which it has few."""
+    """Where the scales of a quantised matrix live: as its values do, but whole along the inputs; there are few."""
     if not isinstance(place, NamedSharding):
         return place
     axes = [*place.spec, *[None] * (len(scale.shape) - len(place.spec))]

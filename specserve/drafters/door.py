@@ -74,12 +74,12 @@ class TrainedDrafter(Drafter, Protocol):
 
     @property
     def name(self) -> str:
-        """Of its kind, in `registry`."""
+        """The name of its kind in `registry`."""
         ...
 
     @property
     def dtype(self) -> str:
-        """That it is computed in."""
+        """The dtype that it is computed in."""
         ...
 
     @property
@@ -147,11 +147,11 @@ class TrainedDrafter(Drafter, Protocol):
         ...
 
     def logits(self, output: Any, hidden_states: jax.Array) -> jax.Array:
-        """Of hidden states [..., d_model] the logits [..., draft_vocab] float32."""
+        """The logits [..., draft_vocab] float32 of hidden states [..., d_model]."""
         ...
 
     def costs(self, rollout: Rollout, seq_len: int) -> Costs:
-        """Of a position in rows of so many."""
+        """What learning costs for one position of a row of `seq_len`."""
         ...
 
 
@@ -172,7 +172,8 @@ class Kind(Protocol):
         ...
 
     def new(self, settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> TrainedDrafter:
-        """Of the shape that the settings ask for, the target's where they say nothing. Raises ConfigError."""
+        """A drafter of the shape that the settings ask for, and of the target's where they say nothing. Raises
+        ConfigError."""
         ...
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:

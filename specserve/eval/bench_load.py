@@ -72,7 +72,7 @@ def bench_load(
 
 
 def load_lines(loads: Mapping[str, Sequence[Load]]) -> list[str]:
-    """For people: medians over the rounds."""
+    """The results for people to read: medians over the rounds."""
     return [
         f"{arm}: {statistics.median(load.seconds for load in rounds):.2f} s, peak memory "
         f"{statistics.median(load.peak_bytes for load in rounds) / 1e9:.2f} GB for "

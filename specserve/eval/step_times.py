@@ -95,7 +95,7 @@ def _prefill(runner: Runner, context: int, needed: int) -> None:
 
 
 def bytes_per_plain_step(plain: Runner) -> int:
-    """Of weights: all but an embedding that is only looked up."""
+    """The bytes of weights that a plain step reads: all but an embedding that is only looked up."""
     params = plain.layout_for(1, None).target
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     return total if params.head is None else total - params.embedding.nbytes

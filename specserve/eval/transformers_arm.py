@@ -69,7 +69,7 @@ class TransformersArm:
 
 
 def _stats(answer: Answer) -> SpeculationStats:
-    """From how many forwards it took; where in a draft they stopped is not told."""
+    """The acceptance, by how many forwards it took: where in a draft they stopped is not told."""
     num_steps = len(answer.arrivals) - 1
     return SpeculationStats(num_steps, accepted_per_depth=(len(answer.token_ids) - 1 - num_steps,))
 

@@ -142,7 +142,7 @@ def _by_segment(
 def _by_block(
     block: Block, q: jax.Array, queries: _Slots, k: jax.Array, v: jax.Array, keys: _Slots, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """As many queries at once as there may be scores."""
+    """Attention over as many queries at once as SCORES_AT_ONCE allows."""
     batch, num_kv_heads, group, n, _ = q.shape
     mesh = traced_mesh()
     num_heads = on_each_device(mesh, "kv_heads", num_kv_heads) * group

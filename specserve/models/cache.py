@@ -62,7 +62,7 @@ class Cache:
 
     @classmethod
     def zeros(cls, config: ModelConfig, *, num_slots: int, num_pages: int, page_size: int) -> "Cache":
-        """For a target."""
+        """An empty cache for a target."""
 
         def layer(i: int) -> Pages | State:
             kind = config.kind(i)

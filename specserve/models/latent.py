@@ -110,7 +110,7 @@ def expanded(
     new: jax.Array,  # [batch, n, 1, cache_dim]
     context: Context,
 ) -> jax.Array:  # [batch, n, head, v_dim]
-    """Over the new tokens alone."""
+    """Attention over the new tokens alone."""
     assert config.latent is not None
     compressed, k_rope = jnp.split(new, (config.latent.kv_rank,), axis=-1)
     k_nope = _by_head(matmul(compressed[:, :, 0], params.k_up), config.num_heads)
@@ -129,7 +129,7 @@ def absorbed(
     seen: PagedPrefix | None,
     context: Context,
 ) -> jax.Array:  # [batch, n, head, v_dim]
-    """Over committed latents and new ones."""
+    """Attention over committed latents and new ones."""
     assert config.latent is not None
     if len(params.k_up.shape) == 2:
         params = split_by_head(params, config.num_heads)

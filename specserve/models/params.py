@@ -47,7 +47,7 @@ class ParamSpec:
 
     @property
     def names(self) -> list[str]:
-        """Of the tensors that it is read from, in the order of its first axis where there are several."""
+        """The names of the tensors that it is read from, in the order of its first axis where there are several."""
         return [self.name.format(e=e) for e in range(self.shape[0])] if self.is_per_expert else [self.name]
 
     @property

@@ -56,14 +56,14 @@ class Preset:
         return model_config(self.facts, dtype="bfloat16", where=f"preset {self.name}")
 
     def head_size(self) -> HeadSize:
-        """Of the head that its recipe trains."""
+        """The size of the head that its recipe trains."""
         config = self.config()
         d_ff = self.draft.get("d_ff", config.d_ff)
         return HeadSize(config.d_model, d_ff, min(config.vocab_size, DRAFT_VOCAB_SIZE))
 
 
 def target_size(config: ModelConfig) -> TargetSize:
-    """By shape arithmetic; nothing is allocated."""
+    """The target's parameters, counted from its shapes; nothing is allocated."""
     total = active = 0
     for spec in specs(target_spec(config)):
         size = math.prod(spec.shape)

@@ -21,7 +21,7 @@ def spec(config: ModelConfig, kind: LayerKind, prefix: str) -> DeltaNet | Lightn
 
 
 def init_state(config: ModelConfig, kind: LayerKind, batch: int) -> State:
-    """Of sequences without a token."""
+    """The state of sequences without a token."""
     if kind.mixer == "delta":
         assert config.delta is not None
         return delta.init_state(config, config.delta, batch)

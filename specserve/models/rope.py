@@ -43,7 +43,8 @@ class Rope:
 
 
 def plain_rope(rope: Rope) -> Rope:
-    """Of a draft head, whatever the target's: every loader of heads turns the two halves of the whole head."""
+    """The rotary embedding of a draft head, whatever the target's: every loader of heads turns the two halves of the
+    whole head."""
     rope = dataclasses.replace(rope, rotary_dim=0, is_interleaved=False)
     return Rope(rope.theta) if rope.kind == "longrope" else rope  # its factors are those of the target's channels
 

@@ -60,7 +60,7 @@ class LogprobsFormat(Protocol):
     """How one endpoint spells the log-probabilities of one reply."""
 
     def __call__(self, index: int, logprobs: Sequence[TokenLogprobs], /) -> Json:
-        """Those of the next tokens of choice `index`."""
+        """The log-probabilities of the next tokens of choice `index`."""
         ...
 
 

@@ -104,7 +104,7 @@ def _time(runner: Runner, programs: Sequence[Program], num_rounds: int) -> Gener
 
 
 def _cheapest(programs: Sequence[Program], known: dict[str, float]) -> list[Program]:
-    """As many as can be timed again in the time for it; one at least."""
+    """The programs that can be timed again within AGAIN_SECONDS, the cheapest first, and one at least."""
     ordered = sorted(programs, key=lambda program: known[program.name])
     ends = itertools.accumulate(AGAIN_ROUNDS * known[program.name] for program in ordered)
     return [program for i, (program, end) in enumerate(zip(ordered, ends, strict=True)) if not i or end < AGAIN_SECONDS]
@@ -116,7 +116,7 @@ def _keep_least(costs: dict[str, float], seen: dict[str, float]) -> None:
 
 
 def _read(file: Path, programs: Sequence[Program]) -> dict[str, float] | None:
-    """None unless it holds a time for every program."""
+    """The times that a file holds, or None unless it has one for every program."""
     try:
         known = json.loads(file.read_text())
         costs = {program.name: float(known[program.name]) for program in programs}

@@ -39,7 +39,7 @@ def shape_of(x: Any) -> jax.ShapeDtypeStruct:
 
 
 class Calls:
-    """Of one runner. The state that a call takes is donated, the new one is the first of its results."""
+    """The calls of one runner. The state that a call takes is donated; the new state is the first of its results."""
 
     def __init__(self, config: StepConfig, place: Placement, state: SlotState | None) -> None:
         """`state` says where the arrays of the state live; None: on the default device."""

@@ -167,7 +167,7 @@ class Engine:
         self.stop()
 
     def stats(self) -> EngineStats:
-        """From any thread, at any time."""
+        """What the engine has done so far. It may be called from any thread, at any time."""
         scheduler, counters = self.rounds.scheduler, self.rounds.counters
         pool = scheduler.pool
         num_running, start = len(scheduler.running), self.rounds.wait_start
@@ -350,7 +350,7 @@ class Engine:
         return was_busy
 
     def _on_late(self, program: Program, error: Exception | None) -> None:
-        """On a compiler's thread."""
+        """Called on a compiler's thread."""
         host.give_back_freed_memory()
         self._say(program)
         if error is not None:

@@ -98,7 +98,7 @@ class EngineLike(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """From any thread, at any time."""
+        """What the engine has done so far. It may be called from any thread, at any time."""
         ...
 
     def drain(self, seconds: float) -> None:

@@ -154,7 +154,7 @@ class PagePool:
                 assert held_below <= self._num_references[parent], "who holds a page holds its ancestors"
 
     def _keys(self, token_ids: Sequence[int], salt: str, start: int = 0) -> Iterator[_Key]:
-        """Of the full pages, from page `start` on."""
+        """The keys of the full pages, from page `start` on."""
         for end in range((start + 1) * self.page_size, len(token_ids) + 1, self.page_size):
             yield salt, tuple(token_ids[end - self.page_size : end])
 

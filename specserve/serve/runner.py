@@ -241,7 +241,7 @@ class Runner:
         return self.config.drafter is not None and self.config.drafter.remembers
 
     def forget_answers(self) -> None:
-        """Nothing of finished answers is recalled any more."""
+        """Forget all finished answers: lookups find nothing of them any more."""
         if self.config.drafter:
             draft = self.config.drafter.forget(self.state.draft)
             self.state = dataclasses.replace(self.state, draft=draft)
@@ -371,7 +371,7 @@ class Runner:
             yield Program(f"{name}: verification", False, verify)
 
     def _shape(self, *shape: int, dtype: Any = np.int32) -> Any:
-        """Of an array that is whole on every device."""
+        """The shape of an array that is whole on every device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.place.whole)
 
     def _run_padding(self, call: Callable[[], Call]) -> None:

@@ -42,12 +42,12 @@ class Shapes:
 
     @property
     def max_pages(self) -> int:
-        """Of one sequence."""
+        """Pages of one sequence, at most."""
         return -(-self.max_model_len // self.page_size)
 
     @property
     def max_depth(self) -> int:
-        """Of all trees."""
+        """The depth of the deepest tree, or of the chain that every deterministic step verifies."""
         return max(self.verified_depth, *(tree.depth if tree else 0 for tree in self.trees))
 
     @property

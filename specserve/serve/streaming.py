@@ -199,7 +199,7 @@ class Generation:
         return usage_body(self._num_prompt_tokens, num_cached, num_completion_tokens, list(stats.values()))
 
     def _on_delta(self, index: int, delta: Delta) -> None:
-        """On the engine's thread."""
+        """Called on the engine's thread."""
         try:
             self._loop.call_soon_threadsafe(self._receive, index, delta)
         except RuntimeError:  # the event loop is closed: the server has stopped, nobody waits

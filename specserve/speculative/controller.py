@@ -54,7 +54,7 @@ class Controller:
         self._prior = np.clip(np.array(rates[:MAX_DEPTH]), 0.02, 0.98)
 
     def start(self, max_depth: int | None) -> Estimate:
-        """Of a new sequence: what is known of the head so far."""
+        """The estimate for a new sequence: what is known of the head so far."""
         return Estimate(self._prior.copy(), MAX_DEPTH if max_depth is None else max_depth)
 
     def expected_tokens(self, estimate: Estimate, tree: Tree | None) -> float:

@@ -21,7 +21,7 @@ HEAD = 0  # `Proposal.source` of what a trained head proposes; other drafters nu
 
 @dataclass(frozen=True)
 class Sizes:
-    """Of the state of all slots."""
+    """The sizes of the state of all slots."""
 
     num_slots: int
     num_pages: int  # of all sequences together
@@ -116,7 +116,7 @@ class Drafter(Protocol):
         ...
 
     def forget(self, state: Any) -> Any:
-        """Without what `remember` has kept."""
+        """The state without what `remember` has kept."""
         ...
 
 

@@ -57,7 +57,7 @@ class StaticTree(_Proposed):
 
     @property
     def depths(self) -> tuple[int, ...]:
-        """Of the proposed nodes; a child of the root has depth 1."""
+        """The depths of the proposed nodes; a child of the root has depth 1."""
         depths = [0]
         for parent in self.parents:
             depths.append(depths[parent] + 1)

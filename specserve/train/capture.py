@@ -115,7 +115,8 @@ class FeatureFolder:
             raise CheckpointError(f"{folder}: cannot be written ({error}); make room, and run again") from error
 
     def read(self, row_ids: Sequence[int] | np.ndarray) -> Features:
-        """Of these rows, in this order, as numpy arrays. Raises CheckpointError when a file is missing or damaged."""
+        """The features of these rows, in this order, as numpy arrays. Raises CheckpointError when a file is missing or
+        damaged."""
         found: list[dict[str, np.ndarray]] = []
         for row in map(int, row_ids):
             number, place = divmod(row, self.manifest.rows_per_file)

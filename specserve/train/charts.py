@@ -86,7 +86,7 @@ def line_chart(
 
 
 class Axis:
-    """From values to SVG units, linearly."""
+    """A linear scale from values to SVG units."""
 
     def __init__(self, values: Sequence[float], start: float, stop: float, *, is_rounded: bool = False) -> None:
         low, high = (min(values), max(values)) if values else (0.0, 1.0)

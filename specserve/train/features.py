@@ -41,7 +41,7 @@ class TopK:
 
 @pytree
 class Features:
-    """Of a batch of rows."""
+    """What was captured of a batch of rows."""
 
     codes: jax.Array  # [batch, seq, tap, d_model] int8 or float8; int4: uint8, channel i and i + d_model / 2 in one
     scale: jax.Array  # [batch, seq, tap] float32

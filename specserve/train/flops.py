@@ -21,7 +21,7 @@ from specserve.models.target import target_spec
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Of one training step, over all devices."""
+    """The operations of one training step, over all devices."""
 
     target: Flops  # the frozen target's layers, forward
     rollout: Flops  # the head's layers over all rollout steps, forward and backward
@@ -41,7 +41,7 @@ def step_flops(
     seq: int,
     is_captured: bool = False,  # what the target has to say is read from a cache
 ) -> StepFlops:
-    """Of a step over `batch` rows of `seq` slots."""
+    """The operations of a step over `batch` rows of `seq` positions."""
     slots = batch * seq
     forward = Flops(0, 0) if is_captured else target_flops(target, seq, slots) * slots
     return StepFlops(
@@ -50,8 +50,8 @@ def step_flops(
 
 
 def target_flops(config: ModelConfig, seq: int, slots: int) -> Flops:
-    """Of the target's layers, forward, for each slot of a row. How experts are computed depends on how many slots are
-    computed together."""
+    """The forward operations of the target's layers for each position of a row. How experts are computed depends on
+    how many positions are computed together."""
     total = Flops(0, 0)
     spec = target_spec(config)
     for i, layer in enumerate(spec.layers):
@@ -67,7 +67,7 @@ def _loss(target: ModelConfig, draft: TrainedDrafter, rollout: Rollout, is_captu
 
 
 def _products(config: ModelConfig, layer: Any, slots: int) -> Flops:
-    """Of a layer's matrices with one slot."""
+    """The operations of a layer's matrices with one position."""
     useful = executed = 0.0
     for spec in specs(layer):
         if not is_matrix(spec):

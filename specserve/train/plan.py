@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def slots(self) -> int:
-        """Of a step, padding included."""
+        """The positions of a step, padding included."""
         return self.run.train.batch_size * self.run.train.seq_len
 
     @property
@@ -94,7 +94,7 @@ class Plan:
         return sum(part.num_bytes for part in self.memory)
 
     def slots_per_second(self, peak: float) -> float:
-        """At a share of 1 of every device's peak."""
+        """Positions per second if every device ran at its peak."""
         return self.slots * peak * self.num_devices / self.flops.total.executed
 
 
@@ -155,7 +155,7 @@ def find_config(name: str) -> tuple[ModelConfig, str]:
 
 
 def _mesh(sizes: dict[str, int]) -> Mesh:
-    """Of devices that this machine need not have: only its shape is asked for."""
+    """A mesh of devices that this machine need not have: only its shape is asked for."""
     axes = tuple(sizes.get(axis, 1) for axis in MESH_AXES)
     return AbstractMesh(axes, MESH_AXES, axis_types=(AxisType.Auto,) * len(axes))  # type: ignore[return-value]
 
@@ -213,7 +213,7 @@ class _Activations:
 
     @property
     def slots(self) -> int:
-        """That a device computes at once."""
+        """The positions that a device computes at once."""
         train = self.run.train
         rows = -(-train.batch_size // (train.accumulate * num_parts(self.mesh, "batch")))
         return rows * -(-train.seq_len // num_parts(self.mesh, "sequence"))
@@ -234,7 +234,7 @@ class _Activations:
         return self.slots * width * ((taps + 1) * _itemsize(self.target.dtype) + taps * _itemsize(self.drafter.dtype))
 
     def kept(self, remat: bool) -> int:
-        """Of all rollout steps, for the backward pass."""
+        """Bytes of all rollout steps that stay for the backward pass."""
         rollout = Rollout(self.run.train.rollout, remat)
         kept = self.drafter.costs(rollout, self.run.train.seq_len).kept
         return self.slots * kept * _itemsize(self.drafter.dtype)

@@ -59,7 +59,7 @@ class HiddenStates:
 
 @pytree
 class Sums:
-    """Over the slots that bear loss, one value for each rollout step."""
+    """Sums over the positions that bear loss, one value for each rollout step."""
 
     loss: jax.Array  # [rollout] float32, nats, of the slots whose best token the draft has
     n_known: jax.Array  # [rollout] float32, how many those are

@@ -55,7 +55,7 @@ class Stopwatch:
 
 
 def make_stopwatch(run: TrainRun, target: ModelConfig, drafter: TrainedDrafter, mesh: Mesh | None) -> Stopwatch:
-    """For the steps of a run. Measures what its devices reach."""
+    """A stopwatch for the steps of a run. It measures what the run's devices reach."""
     settings = run.train
     flops = step_flops(
         target,

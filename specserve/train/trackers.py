@@ -128,7 +128,7 @@ def _leaves(values: Mapping[str, Any] | Sequence[Any], prefix: str = "") -> Iter
 
 
 def _project() -> str | None:
-    """None where the environment says it."""
+    """The project to log to, or None where the environment says it."""
     return None if os.environ.get("WANDB_PROJECT") else PROJECT
 
 

@@ -50,13 +50,13 @@ def dialect_of(raw: Mapping[str, Any], names: frozenset[str]) -> Dialect:
 
 
 def count_layers(names: frozenset[str]) -> int:
-    """Of a head, by the names of its tensors."""
+    """The number of layers of a head, counted by the names of its tensors."""
     found = [re.match(r"(?:model\.)?layers\.(\d+)\.", name) for name in names]
     return 1 + max((int(match[1]) for match in found if match), default=0)
 
 
 def renamer(names: frozenset[str]) -> Callable[[str], str]:
-    """From our tensor names to the folder's, which may put `model.` before all but the head."""
+    """A function from our tensor names to the folder's, which may put `model.` before all but the head."""
 
     def rename(name: str) -> str:
         spelled = [name, _as_vllm(name)]

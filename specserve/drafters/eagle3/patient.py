@@ -37,7 +37,7 @@ class Patient:
 
     @cached_property
     def num_layers(self) -> int:
-        """As many as there are tensors of."""
+        """The number of layers that there are tensors of."""
         return dialects.count_layers(self.names)
 
     @cached_property
