@@ -30,8 +30,8 @@ from specserve.models import target as target_model
 from specserve.models.attention import KV
 from specserve.models.target import TargetParams
 from specserve.speculative.vocab import DraftVocab
+from specserve.train.chunked_loss import RolloutMetrics
 from specserve.train.losses import acceptance, make_loss
-from specserve.train.slots import RolloutMetrics
 from specserve.train.step import LossConfig
 
 MIN_BUCKET = 64  # of tokens in a row
@@ -90,11 +90,11 @@ def naive_loss(
         weights, said, said_p = loss_positions(rows, k), shift(best, 1 + k), shift(p, 1 + k)
         is_known = jnp.where(jnp.isin(said, vocab.target_ids), weights, 0.0)
         foreseen = vocab.target_ids[jnp.argmax(own, axis=-1)]
-        loss, n_slots = jnp.sum(each_loss(said_p, own) * is_known), jnp.maximum(jnp.sum(weights), 1.0)
-        total += config.rollout_decay**k * loss / n_slots
+        loss, n_positions = jnp.sum(each_loss(said_p, own) * is_known), jnp.maximum(jnp.sum(weights), 1.0)
+        total += config.rollout_decay**k * loss / n_positions
         hits = jnp.sum(jnp.where(foreseen == said, weights, 0.0))
         accepted = jnp.sum(acceptance(said_p, own) * weights)
-        metrics.append((loss / jnp.maximum(jnp.sum(is_known), 1.0), hits / n_slots, accepted / n_slots))
+        metrics.append((loss / jnp.maximum(jnp.sum(is_known), 1.0), hits / n_positions, accepted / n_positions))
     return total, RolloutMetrics(*map(jnp.stack, zip(*metrics, strict=True)))
 
 

@@ -59,7 +59,7 @@ class Arm(Protocol):
         ...
 
     def run(self, num_steps: int) -> tuple[int, int]:
-        """Take so many steps and wait for them: how many loss-bearing tokens and how many slots they had."""
+        """Take so many steps and wait for them: how many loss-bearing tokens and how many positions they had."""
         ...
 
 
@@ -68,7 +68,7 @@ class ArmResult:
     """One value per round."""
 
     useful: list[float] = field(default_factory=list)  # loss-bearing tokens per second
-    slots: list[float] = field(default_factory=list)  # slots per second, padding included
+    positions: list[float] = field(default_factory=list)  # positions per second, padding included
     peak_share: list[float] = field(default_factory=list)  # useful floating point operations per second over the peak
 
 
@@ -107,7 +107,7 @@ class PackedArm:
         self.run(2)
 
     def run(self, num_steps: int) -> tuple[int, int]:
-        num_useful = num_slots = 0
+        num_useful = num_positions = 0
         unread: StepMetrics | None = None
         for _ in range(num_steps):
             batch = self._loader.next_batch()
@@ -118,9 +118,9 @@ class PackedArm:
                 jax.device_get(unread)
             unread = metrics
             num_useful += int(batch.loss_mask.sum())
-            num_slots += batch.loss_mask.size
+            num_positions += batch.loss_mask.size
         jax.block_until_ready((self._state, unread))
-        return num_useful, num_slots
+        return num_useful, num_positions
 
 
 class NaiveArm:
@@ -146,14 +146,14 @@ class NaiveArm:
         jax.block_until_ready(self._trainer.params)
 
     def run(self, num_steps: int) -> tuple[int, int]:
-        num_useful = num_slots = 0
+        num_useful = num_positions = 0
         for _ in range(num_steps):
             rows = next(self._batches)
             self._trainer.step(rows)
             num_useful += int(rows.loss_mask.sum())
-            num_slots += rows.loss_mask.size
+            num_positions += rows.loss_mask.size
         jax.block_until_ready(self._trainer.params)
-        return num_useful, num_slots
+        return num_useful, num_positions
 
 
 def run_bench(
@@ -184,12 +184,12 @@ def run_bench(
         for arm in arms if i % 2 == 0 else arms[::-1]:
             peaks.append(matmul_peak(config.target.dtype))
             begin = time.perf_counter()
-            num_useful, num_slots = arm.run(steps)
+            num_useful, num_positions = arm.run(steps)
             seconds = time.perf_counter() - begin
             result = report.arms[arm.name]
             result.useful.append(num_useful / seconds)
-            result.slots.append(num_slots / seconds)
-            result.peak_share.append(flops / settings.seq_len * num_slots / seconds / peaks[-1])
+            result.positions.append(num_positions / seconds)
+            result.peak_share.append(flops / settings.seq_len * num_positions / seconds / peaks[-1])
         report = TrainBenchReport(report.arms, statistics.median(peaks) / 1e9, rows.padding_share)
         on_round(report)
     return report
@@ -278,11 +278,11 @@ def _abstract(spec: Any, dtype: str) -> Any:
 
 def training_table(report: TrainBenchReport) -> Table:
     """One row per way to train, medians over the rounds."""
-    shown = table("a training step", ("",), ("useful\ntokens/s", "slots/s", "share of\nmatmul peak"))
+    shown = table("a training step", ("",), ("useful\ntokens/s", "positions/s", "share of\nmatmul peak"))
     for name, arm in report.arms.items():
-        values = (statistics.median(rates) for rates in (arm.useful, arm.slots, arm.peak_share))
-        useful, slots, share = values
-        shown.add_row(name, f"{useful:.0f}", f"{slots:.0f}", f"{share:.0%}")
+        values = (statistics.median(rates) for rates in (arm.useful, arm.positions, arm.peak_share))
+        useful, positions, share = values
+        shown.add_row(name, f"{useful:.0f}", f"{positions:.0f}", f"{share:.0%}")
     return shown
 
 

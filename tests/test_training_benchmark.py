@@ -34,8 +34,8 @@ def test_both_arms_are_measured_on_the_same_conversations(tiny_target: Target) -
     report = run_bench(tiny_target, documents, np.arange(48), SETTINGS, DraftSettings(), rounds=2, steps=2)
     assert set(report.arms) == {"specserve", "naive"}
     for arm in report.arms.values():
-        assert len(arm.useful) == len(arm.slots) == len(arm.peak_share) == 2
-        assert all(0 < useful < slots for useful, slots in zip(arm.useful, arm.slots, strict=True))
+        assert len(arm.useful) == len(arm.positions) == len(arm.peak_share) == 2
+        assert all(0 < useful < positions for useful, positions in zip(arm.useful, arm.positions, strict=True))
     assert len(report.ratios) == 2
     assert report.to_json()["ratio_median"] > 0
 

@@ -40,7 +40,7 @@ TESTS = Path(__file__).parent.parent / "tests"
 sys.path.insert(0, str(TESTS))
 
 import tiny  # noqa: E402  # pyright: ignore[reportMissingImports]
-from specserve.checkpoints.exchange import describe_target, export_head, import_head  # noqa: E402
+from specserve.drafters.exchange import describe_target, export_head, import_head  # noqa: E402
 from speculators_case import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     CASES,
     DOCUMENTS,

@@ -60,7 +60,7 @@ def _memory(plan: "Plan") -> "Table":
     if plan.run.features.capture:
         kept, plain = plan.captured_bytes
         notes.append(
-            f"{kept:,} bytes on disk for each slot of the data, {plain / kept:.2f} times smaller than bfloat16"
+            f"{kept:,} bytes on disk for each position of the data, {plain / kept:.2f} times smaller than bfloat16"
         )
     table.caption = "; ".join(notes)
     return table
@@ -76,8 +76,8 @@ def _operations(plan: "Plan") -> "Table":
     )
     for part, name, what in rows:
         table.add_row(name, *_flops(part), what)
-    each = flops.total.executed / plan.slots
-    table.caption = f"{plan.slots:,} slots, {_count(each)}FLOP each; products alone, by shape"
+    each = flops.total.executed / plan.positions
+    table.caption = f"{plan.positions:,} positions, {_count(each)}FLOP each; products alone, by shape"
     return table
 
 
@@ -85,14 +85,14 @@ def _devices(plan: "Plan") -> "Table":
     from specserve.train.plan import DEVICES
 
     table = _table(
-        f"On {plan.num_devices} of", "", "memory", "", "slots/s at peak", f"at {SHARE_OF_PEAK:.0%}", "the run"
+        f"On {plan.num_devices} of", "", "memory", "", "positions/s at peak", f"at {SHARE_OF_PEAK:.0%}", "the run"
     )
     for device in DEVICES:
         room = device.memory - plan.device_bytes
         fits = f"[green]{_bytes(room)} left[/]" if room >= 0 else f"[red]{_bytes(-room)} too few[/]"
-        rate = plan.slots_per_second(device.peak)
+        rate = plan.positions_per_second(device.peak)
         steps = plan.run.train.max_steps
-        hours = f"{steps * plan.slots / (rate * SHARE_OF_PEAK) / 3600:,.1f} h" if steps else ""
+        hours = f"{steps * plan.positions / (rate * SHARE_OF_PEAK) / 3600:,.1f} h" if steps else ""
         table.add_row(device.name, _bytes(device.memory), fits, f"{rate:,.0f}", f"{rate * SHARE_OF_PEAK:,.0f}", hours)
     if plan.run.train.max_steps:
         table.caption = f"the run: {plan.run.train.max_steps:,} steps at {SHARE_OF_PEAK:.0%}, without measurements"

@@ -78,7 +78,7 @@ class TrainingBar:
         if self._speed is None:
             return ""
         speed = self._speed
-        parts = [f"{speed.tokens_per_second:,.0f} tokens/s", f"{speed.slots_per_second:,.0f} slots/s"]
+        parts = [f"{speed.tokens_per_second:,.0f} tokens/s", f"{speed.positions_per_second:,.0f} positions/s"]
         if speed.mfu is not None:
             parts.append(f"MFU {speed.mfu:.0%}")
         if speed.device_bytes is not None:

@@ -14,12 +14,12 @@ from jax.sharding import AbstractMesh, Mesh
 from specserve.mesh import num_parts, over_parts, part_index, partition, traced_mesh
 from specserve.pytree import pytree
 
-NEG_INF = -1e30  # finite: a slot that sees nothing must stay free of NaN
+NEG_INF = -1e30  # finite: a position that sees nothing must stay free of NaN
 NUM_SEGMENTS = 8  # queries are cut into at most so many runs, each of which sees only the keys up to its own end
 MIN_SEGMENT = 128  # shorter runs cost more in dispatch than the keys they save
 SCORES_AT_ONCE = 1 << 25  # of all rows and heads that a device has: 128 MB in float32
 
-# q [batch, kv_head, group, n, head_dim], its slots, k, v [batch, m, kv_head, ...], their slots, sinks
+# q [batch, kv_head, group, n, head_dim], its positions, k, v [batch, m, kv_head, ...], their positions, sinks
 # -> [batch, kv_head, group, n, v_dim] and [batch, kv_head, group, n]
 Block = Callable[..., tuple[jax.Array, jax.Array]]
 
@@ -43,15 +43,15 @@ class Documents:
 
 
 @pytree
-class _Slots:
+class _Positions:
     """What decides who sees them, and whom they see."""
 
     ids: jax.Array  # [batch, n] int32, their documents
     index: jax.Array  # [n] int32, in the row
 
-    def cut(self, start: jax.Array | int, length: int) -> "_Slots":
+    def cut(self, start: jax.Array | int, length: int) -> "_Positions":
         ids = jax.lax.dynamic_slice_in_dim(self.ids, start, length, axis=1)
-        return _Slots(ids, jax.lax.dynamic_slice_in_dim(self.index, start, length))
+        return _Positions(ids, jax.lax.dynamic_slice_in_dim(self.index, start, length))
 
 
 def attend_rows(
@@ -74,21 +74,21 @@ def attend_rows(
     if sinks is not None:
         sinks = sinks.astype(jnp.float32).reshape(num_kv_heads, -1)
     block = jax.checkpoint(functools.partial(_block, softcap=softcap, window=window))
-    slots = _Slots(documents.ids, jnp.arange(seq))
+    positions = _Positions(documents.ids, jnp.arange(seq))
     if num_parts(traced_mesh(), "sequence") == 1:
-        out, lse = _by_segment(block, window, q, k, v, slots, sinks)
+        out, lse = _by_segment(block, window, q, k, v, positions, sinks)
     else:
 
         def own(
-            q: jax.Array, ids: jax.Array, k: jax.Array, v: jax.Array, slots: _Slots, sinks: jax.Array | None
+            q: jax.Array, ids: jax.Array, k: jax.Array, v: jax.Array, positions: _Positions, sinks: jax.Array | None
         ) -> tuple[jax.Array, jax.Array]:
             length = ids.shape[1]
-            return _by_block(block, q, slots.cut(part_index("sequence") * length, length), k, v, slots, sinks)
+            return _by_block(block, q, positions.cut(part_index("sequence") * length, length), k, v, positions, sinks)
 
         cut = ("sequence",)
         queries, ids, whole = partition((None,) * 3 + cut, cut), partition((None, *cut), cut), partition((), cut)
         run = over_parts(own, cut, (queries, ids, whole, whole, whole, whole), (queries, queries))
-        out, lse = run(q, documents.ids, k, v, slots, sinks)
+        out, lse = run(q, documents.ids, k, v, positions, sinks)
     out, lse = jnp.moveaxis(out, 3, 1), jnp.moveaxis(lse, 3, 1)
     return out.reshape(batch, seq, num_heads, -1), lse.reshape(batch, seq, num_heads)
 
@@ -101,7 +101,7 @@ def attend_rollout(
     steps_k: tuple[jax.Array, ...],  # one [batch, seq, kv_head, head_dim] for each later step, this one included
     steps_v: tuple[jax.Array, ...],
 ) -> jax.Array:  # [batch, seq, head, head_dim]
-    """Attention of a training-time-test rollout (Li et al. 2025, arXiv 2503.01840, section 3.2): slot t sees the
+    """Attention of a training-time-test rollout (Li et al. 2025, arXiv 2503.01840, section 3.2): position t sees the
     step-0 entries that it saw at step 0, and its own entry of each later step: what serving's draft sees after
     len(steps_k) proposed tokens.
 
@@ -123,7 +123,7 @@ def attend_rollout(
 
 
 def _by_segment(
-    block: Block, window: int, q: jax.Array, k: jax.Array, v: jax.Array, slots: _Slots, sinks: jax.Array | None
+    block: Block, window: int, q: jax.Array, k: jax.Array, v: jax.Array, positions: _Positions, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Run after run of queries, each with the keys that its last one may see."""
     seq = q.shape[3]
@@ -132,7 +132,7 @@ def _by_segment(
     for start in range(0, seq, length):
         stop = min(start + length, seq)
         first = max(0, start - window + 1) if window else 0
-        queries, keys = slots.cut(start, stop - start), slots.cut(first, stop - first)
+        queries, keys = positions.cut(start, stop - start), positions.cut(first, stop - first)
         part = q[:, :, :, start:stop]
         found.append(_by_block(block, part, queries, k[:, first:stop], v[:, first:stop], keys, sinks))
     out, lse = zip(*found, strict=True)
@@ -140,7 +140,13 @@ def _by_segment(
 
 
 def _by_block(
-    block: Block, q: jax.Array, queries: _Slots, k: jax.Array, v: jax.Array, keys: _Slots, sinks: jax.Array | None
+    block: Block,
+    q: jax.Array,
+    queries: _Positions,
+    k: jax.Array,
+    v: jax.Array,
+    keys: _Positions,
+    sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
     """Attention over as many queries at once as SCORES_AT_ONCE allows."""
     batch, num_kv_heads, group, n, _ = q.shape
@@ -152,7 +158,7 @@ def _by_block(
     length = part_length(n, fitting)
     if missing := -n % length:
         q = jnp.pad(q, [(0, 0)] * 3 + [(0, missing), (0, 0)])
-        queries = _Slots(jnp.pad(queries.ids, ((0, 0), (0, missing))), jnp.pad(queries.index, (0, missing)))
+        queries = _Positions(jnp.pad(queries.ids, ((0, 0), (0, missing))), jnp.pad(queries.index, (0, missing)))
 
     def one(start: jax.Array) -> tuple[jax.Array, jax.Array]:
         part = jax.lax.dynamic_slice_in_dim(q, start, length, axis=3)
@@ -182,10 +188,10 @@ def part_length(n: int, most: int) -> int:
 
 def _block(
     q: jax.Array,
-    queries: _Slots,
+    queries: _Positions,
     k: jax.Array,
     v: jax.Array,
-    keys: _Slots,
+    keys: _Positions,
     sinks: jax.Array | None,
     *,
     softcap: float,

@@ -32,7 +32,7 @@ from specserve.mesh import default_dtype, on_mesh, whole
 from specserve.models import target as target_model
 from specserve.models.config import ModelConfig
 from specserve.speculative.vocab import DraftVocab
-from specserve.train.features import Features, Format, TopK, bytes_per_slot, make_features
+from specserve.train.features import Features, Format, TopK, bytes_per_position, make_features
 from specserve.train.settings import TrainRun
 from specserve.train.step import place_rows
 
@@ -151,7 +151,7 @@ def open_features(
         raise ConfigError(
             f"features.capture_top_k is {settings.capture_top_k}, the draft vocabulary has {len(ids)} tokens"
         )
-    per_slot, plain = bytes_per_slot(target, drafter, settings.capture_format, settings.capture_top_k)
+    per_position, plain = bytes_per_position(target, drafter, settings.capture_format, settings.capture_top_k)
     seq_len = rows.token_ids.shape[1]
     manifest = Manifest(
         version=VERSION,
@@ -162,14 +162,20 @@ def open_features(
         data=data,
         num_rows=len(rows),
         seq_len=seq_len,
-        rows_per_file=max(1, SHARD_BYTES // (per_slot * seq_len)),
+        rows_per_file=max(1, SHARD_BYTES // (per_position * seq_len)),
         format=settings.capture_format,
         top_k=settings.capture_top_k,
     )
     features = FeatureFolder(Path(settings.capture), manifest)
     logger.info(
-        "%s: %.1f GB for %d slots, %d bytes each, %.2f times smaller than their states in bfloat16",
-        *(settings.capture, per_slot * seq_len * len(rows) / 1e9, len(rows) * seq_len, per_slot, plain / per_slot),
+        "%s: %.1f GB for %d positions, %d bytes each, %.2f times smaller than their states in bfloat16",
+        *(
+            settings.capture,
+            per_position * seq_len * len(rows) / 1e9,
+            len(rows) * seq_len,
+            per_position,
+            plain / per_position,
+        ),
     )
     return features
 

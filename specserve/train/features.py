@@ -12,7 +12,7 @@ from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams
 from specserve.pytree import pytree, static
 from specserve.speculative.vocab import DraftVocab
-from specserve.train.slots import HiddenStates, chunk_length, cut_slots, join_slots
+from specserve.train.chunked_loss import HiddenStates, chunk_length, cut_positions, join_positions
 
 Format = Literal["int8", "int4", "fp8"]
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}  # of a code
@@ -30,7 +30,7 @@ class TopK:
 
     def distribution(
         self, target: TargetParams, config: ModelConfig, vocab: DraftVocab
-    ) -> tuple[jax.Array, jax.Array]:  # see `slots.Teacher`
+    ) -> tuple[jax.Array, jax.Array]:  # see `positions.Teacher`
         del target, config
         draft_ids, size = self.draft_ids.astype(jnp.int32), vocab.target_ids.shape[0]
         num_others = max(size - draft_ids.shape[-1], 1)
@@ -91,24 +91,24 @@ def make_features(
     how: Format,
     top_k: int,
 ) -> Features:
-    """What is kept of a target's outputs. The distribution is computed a chunk of slots at a time."""
+    """What is kept of a target's outputs. The distribution is computed a chunk of positions at a time."""
     batch, seq, d_model = hidden_states.shape
     codes, scale = encode(aux_hidden_states.reshape(batch, seq, -1, d_model), how)
     length = chunk_length(batch * seq, config.vocab_size, jax.default_backend())
     id_dtype = jnp.uint16 if vocab.target_ids.shape[0] <= 1 << 16 else jnp.uint32
 
-    def teach(hidden_states: jax.Array) -> TopK:  # [slot, d_model]
+    def teach(hidden_states: jax.Array) -> TopK:  # [position, d_model]
         p, best = HiddenStates(hidden_states).distribution(params, config, vocab)
         probs, draft_ids = jax.lax.top_k(p, top_k)
         rest = jnp.maximum(jnp.sum(p, axis=-1) - jnp.sum(probs, axis=-1), 0.0)
         return TopK(draft_ids.astype(id_dtype), probs.astype(jnp.float16), rest.astype(jnp.float16), best >= 0)
 
-    teacher = jax.lax.map(teach, cut_slots(hidden_states, length))
-    return Features(codes, scale, jax.tree.map(lambda x: join_slots(x, (batch, seq)), teacher), how)
+    teacher = jax.lax.map(teach, cut_positions(hidden_states, length))
+    return Features(codes, scale, jax.tree.map(lambda x: join_positions(x, (batch, seq)), teacher), how)
 
 
-def bytes_per_slot(target: ModelConfig, drafter: TrainedDrafter, how: Format, top_k: int) -> tuple[int, int]:
-    """Kept of each slot, and what its taps and last hidden state would take in bfloat16."""
+def bytes_per_position(target: ModelConfig, drafter: TrainedDrafter, how: Format, top_k: int) -> tuple[int, int]:
+    """Kept of each position, and what its taps and last hidden state would take in bfloat16."""
     taps = len(drafter.aux_layers)
     states = taps * (target.d_model // (2 if how == "int4" else 1) + 4)
     id_bytes = 2 if drafter.draft_vocab_size <= 1 << 16 else 4

@@ -42,31 +42,32 @@ def step_flops(
     is_captured: bool = False,  # what the target has to say is read from a cache
 ) -> StepFlops:
     """The operations of a step over `batch` rows of `seq` positions."""
-    slots = batch * seq
-    forward = Flops(0, 0) if is_captured else target_flops(target, seq, slots) * slots
+    positions = batch * seq
+    forward = Flops(0, 0) if is_captured else target_flops(target, seq, positions) * positions
     return StepFlops(
-        forward, draft.costs(rollout, seq).flops * slots, _loss(target, draft, rollout, is_captured) * slots
+        forward, draft.costs(rollout, seq).flops * positions, _loss(target, draft, rollout, is_captured) * positions
     )
 
 
-def target_flops(config: ModelConfig, seq: int, slots: int) -> Flops:
+def target_flops(config: ModelConfig, seq: int, positions: int) -> Flops:
     """The forward operations of the target's layers for each position of a row. How experts are computed depends on
     how many positions are computed together."""
     total = Flops(0, 0)
     spec = target_spec(config)
     for i, layer in enumerate(spec.layers):
-        total += _products(config, layer, slots) + _mixing(config, config.kind(i), seq)
+        total += _products(config, layer, positions) + _mixing(config, config.kind(i), seq)
     return total
 
 
 def _loss(target: ModelConfig, draft: TrainedDrafter, rollout: Rollout, is_captured: bool) -> Flops:
-    """For each slot: the target's logits once, the draft's at every rollout step with the gradients of both factors."""
+    """The output heads' operations for each position: the target's logits once, and the draft's at every rollout step
+    with the gradients of both factors."""
     teacher = 0 if is_captured else 2 * target.d_model * target.vocab_size
     each = 3 * 2 * draft.d_model * draft.draft_vocab_size
     return Flops(1, 1) * (teacher + rollout.length * each)
 
 
-def _products(config: ModelConfig, layer: Any, slots: int) -> Flops:
+def _products(config: ModelConfig, layer: Any, positions: int) -> Flops:
     """The operations of a layer's matrices with one position."""
     useful = executed = 0.0
     for spec in specs(layer):
@@ -75,7 +76,7 @@ def _products(config: ModelConfig, layer: Any, slots: int) -> Flops:
         size = _size(spec)
         if config.experts is not None and spec.axes[0] == "experts":
             needed = size / config.experts.num_experts * config.experts.top_k
-            is_dense = choose_form(config.experts, slots) is all_experts
+            is_dense = choose_form(config.experts, positions) is all_experts
             useful, executed = useful + needed, executed + (size if is_dense else needed)
         else:
             useful, executed = useful + size, executed + size
@@ -83,7 +84,7 @@ def _products(config: ModelConfig, layer: Any, slots: int) -> Flops:
 
 
 def _mixing(config: ModelConfig, kind: LayerKind, seq: int) -> Flops:
-    """Between the slots of a row, for each of them: attention's products of queries with keys and of weights with
+    """Between the positions of a row, for each of them: attention's products of queries with keys and of weights with
     values, or a recurrence."""
     if kind.mixer in ("delta", "lightning"):
         return _recurrence(config, kind, seq)
@@ -95,7 +96,8 @@ def _mixing(config: ModelConfig, kind: LayerKind, seq: int) -> Flops:
 
 
 def _recurrence(config: ModelConfig, kind: LayerKind, seq: int) -> Flops:
-    """Useful: the state is read and written for each slot. Executed: as `kernels.recurrence` computes it in blocks."""
+    """A recurrence's operations for each position. Useful are reading and writing the state; executed is what
+    `kernels.recurrence` computes in blocks."""
     block = seq if seq <= recurrence.MAX_TREE else recurrence.BLOCK
     if kind.mixer == "lightning":
         assert config.lightning is not None

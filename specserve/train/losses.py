@@ -1,4 +1,5 @@
-"""Losses between the target's and the draft's next-token distributions: plain functions of one slot's logits, in nats.
+"""Losses between the target's and the draft's next-token distributions: plain functions of one position's logits, in
+nats.
 
 Throughout, `p` is the target's distribution over the draft vocabulary as it is, so its sum is the mass that the draft
 can propose at all, and q = softmax(logits) is the draft's. Losses of likelihood go by p renormalised, since no draft

@@ -24,9 +24,9 @@ from specserve.models.params import ParamSpec, abstract, is_product, is_spec, nu
 from specserve.models.presets import PRESETS, TargetSize, target_size
 from specserve.models.sharding import place_target
 from specserve.models.target import TargetParams, target_spec
-from specserve.train import moments, slots
+from specserve.train import chunked_loss, moments
 from specserve.train.checks import check_settings, check_target
-from specserve.train.features import bytes_per_slot
+from specserve.train.features import bytes_per_position
 from specserve.train.flops import StepFlops, step_flops
 from specserve.train.head import earlier_drafter, new_drafter
 from specserve.train.optimizer import make_optimizer
@@ -77,7 +77,7 @@ class Plan:
     memory: tuple[Part, ...]  # what stays, then what a step needs besides
     without_remat: int  # bytes on each device more, if no rollout step were computed again
     host_bytes: int  # of each device's moments, in the host's memory
-    captured_bytes: tuple[int, int]  # of a slot, were it captured, and of the same states in bfloat16
+    captured_bytes: tuple[int, int]  # of a position, were it captured, and of the same states in bfloat16
     flops: StepFlops
 
     @property
@@ -85,7 +85,7 @@ class Plan:
         return math.prod(self.mesh.values())
 
     @property
-    def slots(self) -> int:
+    def positions(self) -> int:
         """The positions of a step, padding included."""
         return self.run.train.batch_size * self.run.train.seq_len
 
@@ -93,9 +93,9 @@ class Plan:
     def device_bytes(self) -> int:
         return sum(part.num_bytes for part in self.memory)
 
-    def slots_per_second(self, peak: float) -> float:
+    def positions_per_second(self, peak: float) -> float:
         """Positions per second if every device ran at its peak."""
-        return self.slots * peak * self.num_devices / self.flops.total.executed
+        return self.positions * peak * self.num_devices / self.flops.total.executed
 
 
 def make_plan(run: TrainRun) -> Plan:
@@ -127,7 +127,7 @@ def make_plan(run: TrainRun) -> Plan:
         (_weights(run, target, spec, mesh, is_captured), *state, *activations.parts()),
         activations.kept(remat=False) - activations.kept(remat=True),
         host_bytes,
-        bytes_per_slot(target, drafter, run.features.capture_format, run.features.capture_top_k),
+        bytes_per_position(target, drafter, run.features.capture_format, run.features.capture_top_k),
         step_flops(
             target, drafter, rollout, batch=run.train.batch_size, seq=run.train.seq_len, is_captured=is_captured
         ),
@@ -212,7 +212,7 @@ class _Activations:
     mesh: Mesh
 
     @property
-    def slots(self) -> int:
+    def positions(self) -> int:
         """The positions that a device computes at once."""
         train = self.run.train
         rows = -(-train.batch_size // (train.accumulate * num_parts(self.mesh, "batch")))
@@ -224,25 +224,27 @@ class _Activations:
         return (
             Part("target's features", self.features(), "captured" if self.run.features.capture else "taps, last state"),
             Part("rollout", self.kept(train.remat), f"{train.rollout} steps, {again}"),
-            Part("loss", self.chunk(), "logits of a chunk of slots"),
+            Part("loss", self.chunk(), "logits of a chunk of positions"),
             Part("workspace", max(self.target_layer(), self.draft_layer()), "of one layer"),
         )
 
     def features(self) -> int:
         """The taps in the target's dtype and in the head's, and the last hidden state."""
         taps, width = len(self.drafter.aux_layers), self.target.d_model
-        return self.slots * width * ((taps + 1) * _itemsize(self.target.dtype) + taps * _itemsize(self.drafter.dtype))
+        return (
+            self.positions * width * ((taps + 1) * _itemsize(self.target.dtype) + taps * _itemsize(self.drafter.dtype))
+        )
 
     def kept(self, remat: bool) -> int:
         """Bytes of all rollout steps that stay for the backward pass."""
         rollout = Rollout(self.run.train.rollout, remat)
         kept = self.drafter.costs(rollout, self.run.train.seq_len).kept
-        return self.slots * kept * _itemsize(self.drafter.dtype)
+        return self.positions * kept * _itemsize(self.drafter.dtype)
 
     def chunk(self) -> int:
         """The draft's logits, their softmax and their gradient; the target's logits and distribution."""
         logits = self.run.train.rollout * self.drafter.draft_vocab_size
-        length = slots.chunk_length(self.slots, logits, BACKEND)
+        length = chunked_loss.chunk_length(self.positions, logits, BACKEND)
         teacher = 0 if self.run.features.capture else 2 * self.target.vocab_size
         gradient = self.drafter.d_model * self.drafter.draft_vocab_size  # of the output head, added up over chunks
         return 4 * (length * (3 * logits + teacher + self.drafter.draft_vocab_size) + gradient)
@@ -257,7 +259,7 @@ class _Activations:
         if experts and any(config.kind(i).has_experts for i in range(config.num_layers)):
             width = max(width, experts.top_k * (3 * experts.d_ff + 2 * config.d_model) + 3 * experts.shared_d_ff)
         width //= num_parts(self.mesh, "mlp")
-        return self.slots * (4 * config.d_model + width) * _itemsize(config.dtype) + self.scores(
+        return self.positions * (4 * config.d_model + width) * _itemsize(config.dtype) + self.scores(
             config.num_heads, config.num_kv_heads
         )
 
@@ -265,14 +267,14 @@ class _Activations:
         """A layer's results and their gradients."""
         costs = self.drafter.costs(Rollout(self.run.train.rollout, self.run.train.remat), self.run.train.seq_len)
         scores = self.scores(costs.num_heads, costs.num_kv_heads)
-        return self.slots * costs.workspace * _itemsize(self.drafter.dtype) + scores
+        return self.positions * costs.workspace * _itemsize(self.drafter.dtype) + scores
 
     def scores(self, num_heads: int, num_kv_heads: int) -> int:
         """A block of attention's scores and weights in float32."""
         groups = num_heads // num_kv_heads
         num_heads = groups * rows.on_each_device(self.mesh, "kv_heads", num_kv_heads)
         length = max(rows.MIN_SEGMENT, -(-self.run.train.seq_len // rows.NUM_SEGMENTS))
-        a_segment = self.slots * num_heads * length
+        a_segment = self.positions * num_heads * length
         return 2 * 4 * min(a_segment, max(rows.SCORES_AT_ONCE, num_heads * self.run.train.seq_len))
 
 

@@ -24,7 +24,7 @@ class Speed:
     """Since the last logged step."""
 
     tokens_per_second: float  # loss-bearing ones
-    slots_per_second: float  # of the rows, padding and prompts included
+    positions_per_second: float  # of the rows, padding and prompts included
     mfu: float | None  # useful operations over what the devices' matrix products reach; None: not known
     device_bytes: int | None  # the most that this process has taken of a device; None: the device does not say
     host_bytes: int  # the most memory that this process has had
@@ -33,9 +33,9 @@ class Speed:
 class Stopwatch:
     """Laps between logged steps."""
 
-    def __init__(self, *, slots: int, flops: float = 0.0, peak: float = 0.0) -> None:
-        """Slots and useful operations of a step, over all devices, and what those reach together; 0: not known."""
-        self._slots, self._flops, self._peak = slots, flops, peak
+    def __init__(self, *, positions: int, flops: float = 0.0, peak: float = 0.0) -> None:
+        """Positions and useful operations of a step, over all devices, and what those reach together; 0: not known."""
+        self._positions, self._flops, self._peak = positions, flops, peak
         self._begin: tuple[float, int, int] | None = None
 
     def skip(self, step: int, tokens: int) -> None:
@@ -51,7 +51,9 @@ class Stopwatch:
             return None
         seconds, steps = max(now - before[0], 1e-9), step - before[1]
         mfu = self._flops * steps / seconds / self._peak if self._flops and self._peak else None
-        return Speed((tokens - before[2]) / seconds, self._slots * steps / seconds, mfu, device_bytes(), host_bytes())
+        return Speed(
+            (tokens - before[2]) / seconds, self._positions * steps / seconds, mfu, device_bytes(), host_bytes()
+        )
 
 
 def make_stopwatch(run: TrainRun, target: ModelConfig, drafter: TrainedDrafter, mesh: Mesh | None) -> Stopwatch:
@@ -68,7 +70,7 @@ def make_stopwatch(run: TrainRun, target: ModelConfig, drafter: TrainedDrafter, 
     # devices on CPU share what the host has
     num_devices = mesh.size if mesh is not None and jax.default_backend() != "cpu" else 1
     peak = matmul_peak(default_dtype()) * num_devices
-    return Stopwatch(slots=settings.batch_size * settings.seq_len, flops=flops.total.useful, peak=peak)
+    return Stopwatch(positions=settings.batch_size * settings.seq_len, flops=flops.total.useful, peak=peak)
 
 
 def matmul_peak(dtype: str) -> float:

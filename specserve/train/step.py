@@ -18,9 +18,9 @@ from specserve.models.target import TargetParams
 from specserve.pytree import pytree
 from specserve.speculative.vocab import DraftVocab
 from specserve.train import moments
+from specserve.train.chunked_loss import HiddenStates, RolloutMetrics, Sums, Teacher, sum_losses
 from specserve.train.losses import LossName, make_loss
 from specserve.train.settings import TrainSettings
-from specserve.train.slots import HiddenStates, RolloutMetrics, Sums, Teacher, sum_losses
 
 
 @dataclass(frozen=True)
@@ -98,10 +98,10 @@ def rollout_loss(
     vocab: DraftVocab,
     rows: Rows,
     lesson: Lesson,
-    n_slots: jax.Array,  # [rollout] float32, the slots that bear loss at each step, of the whole batch
+    n_positions: jax.Array,  # [rollout] float32, the positions that bear loss at each step, of the whole batch
 ) -> tuple[jax.Array, Sums]:
-    """sum_k decay^k * (sum of the loss at step k) / n_slots[k]. Slots whose best token the draft does not have teach
-    nothing, and count as misses."""
+    """sum_k decay^k * (sum of the loss at step k) / n_positions[k]. Positions whose best token the draft does not have
+    teach nothing, and count as misses."""
     cast: Any = jax.tree.map(lambda leaf: leaf.astype(config.drafter.dtype), params)
     aux_hidden_states = lesson.aux_hidden_states.astype(config.drafter.dtype)
     states = config.drafter.learn(cast, target, rows, aux_hidden_states, config.rollout)
@@ -112,7 +112,7 @@ def rollout_loss(
         config.drafter,
         states,
         weights,
-        decay / jnp.maximum(n_slots, 1.0),
+        decay / jnp.maximum(n_positions, 1.0),
         lesson.teacher,
         (target, config.target, vocab),
         make_loss(config.loss, config.kl_decay),
@@ -129,13 +129,13 @@ def loss_and_gradient(
 ) -> tuple[jax.Array, Sums, Any]:
     """Of a whole batch, a part of it at a time: parts are rows i, i + accumulate, ..., so that each is spread over the
     devices as the batch is."""
-    n_slots = jnp.sum(config.drafter.loss_weights(rows, config.rollout.length), axis=(1, 2))
+    n_positions = jnp.sum(config.drafter.loss_weights(rows, config.rollout.length), axis=(1, 2))
 
     def of_part(rows: Rows) -> tuple[jax.Array, Sums, Any]:
         lesson = jax.lax.stop_gradient(lesson_of(rows))
 
         def loss_of(params: Any) -> tuple[jax.Array, Sums]:
-            return rollout_loss(params, config, target, vocab, rows, lesson, n_slots)
+            return rollout_loss(params, config, target, vocab, rows, lesson, n_positions)
 
         (loss, sums), gradient = jax.value_and_grad(loss_of, has_aux=True)(params)
         return loss, sums, gradient

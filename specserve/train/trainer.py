@@ -199,7 +199,7 @@ class Trainer:
         self._observers: Sequence[Observer] = ()
         # metrics are read a step late, so the device never waits: (step, scale of the learning rate, metrics)
         self._unread: deque[tuple[int, float, StepMetrics]] = deque()
-        self._stopwatch = stopwatch or Stopwatch(slots=self.settings.batch_size * self.settings.seq_len)
+        self._stopwatch = stopwatch or Stopwatch(positions=self.settings.batch_size * self.settings.seq_len)
         self._tokens = 0
         self._start, self._seconds, self._share = time.monotonic(), 0.0, 0.0
         self._stopping, self._signal = Stopping(), 0

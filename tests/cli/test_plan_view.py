@@ -27,7 +27,16 @@ def test_a_plan_is_printed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert "lr: 0.0002" in text
     assert "8,190,735,360" in text
     assert "16.38 GB   bfloat16" in text
-    for what in ("moments", "rollout", "loss", "workspace", "useful", "executed", "slots/s at peak", "16,384 slots"):
+    for what in (
+        "moments",
+        "rollout",
+        "loss",
+        "workspace",
+        "useful",
+        "executed",
+        "positions/s",
+        "16,384 positions",
+    ):
         assert what in text
     for device in DEVICES:
         assert device.name in text
@@ -43,5 +52,5 @@ def test_what_does_not_fit_is_said_and_is_no_error() -> None:
 def test_a_capture_is_planned_without_the_target() -> None:
     text = dry_run("--target", "qwen3-8b", "--capture", "features", "--moments", "host", "--capture-format", "int4")
     assert "the embedding alone" in text
-    assert "6,239 bytes on disk for each slot of the data, 5.25 times smaller" in " ".join(text.split())
+    assert "6,239 bytes on disk for each position of the data, 5.25 times smaller" in " ".join(text.split())
     assert "of moments in the host's memory" in " ".join(text.split())

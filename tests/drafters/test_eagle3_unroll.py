@@ -25,9 +25,9 @@ from specserve.speculative import step
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.step import StepConfig, Weights
 from specserve.speculative.vocab import DraftVocab
-from specserve.train import slots
+from specserve.train import chunked_loss
+from specserve.train.chunked_loss import RolloutMetrics, Sums
 from specserve.train.losses import LossName
-from specserve.train.slots import RolloutMetrics, Sums
 from specserve.train.step import LossConfig, loss_and_gradient, place_rows, rollout_loss, teach
 
 ROLLOUT = 3
@@ -47,7 +47,7 @@ def _rows(documents: list[list[int]], masks: list[list[bool]], seq: int) -> Rows
 
 
 def test_the_loss_mask_moves_with_the_step(rng: np.random.Generator) -> None:
-    """Slot t of step k learns token t + 2 + k, if the assistant says it and it is of the slot's own document."""
+    """Position t of step k learns token t + 2 + k, if the assistant says it and it is of the same document."""
     seq = 20
     lengths = (7, 9)
     rows = _rows([[1] * n for n in lengths], [(rng.random(n) < 0.6).tolist() for n in lengths], seq)
@@ -119,12 +119,12 @@ def test_rollout_step_k_equals_servings_kth_draft_step(
             logits.append(draft_logits(head.params.output, config, hidden)[0, 0])
         return logits
 
-    for t in (0, 1, 6, 7, 8, 15, n - ROLLOUT - 1):  # the slot: its feature is the prompt's last
+    for t in (0, 1, 6, 7, 8, 15, n - ROLLOUT - 1):  # the position: its feature is the prompt's last
         prompt = np.zeros(n, np.int32)
         prompt[: t + 1] = text[: t + 1]
         ahead = jnp.asarray(text[t + 1 : t + 1 + ROLLOUT], jnp.int32)
         for k, logits in enumerate(serve(jnp.asarray(prompt), jnp.int32(t + 1), ahead)):
-            assert_same(trained[k][t], logits, off[k][t], f"slot {t}, step {k}")
+            assert_same(trained[k][t], logits, off[k][t], f"position {t}, step {k}")
 
 
 def _config(target: Target, head: Head, **changes: Any) -> LossConfig:
@@ -167,13 +167,13 @@ def test_the_chunked_loss_and_its_gradient_equal_the_naive_ones(
     seq: int,
 ) -> None:
     """The naive one: all logits of the target, all logits of every rollout step, and JAX's own gradient."""
-    monkeypatch.setitem(slots.LOGITS_AT_ONCE, "cpu", ROLLOUT * 48 * 5)
+    monkeypatch.setitem(chunked_loss.LOGITS_AT_ONCE, "cpu", ROLLOUT * 48 * 5)
     config, vocab = _config(tiny_target, tiny_head, loss=name), DraftVocab(jnp.asarray(tiny_head.target_ids))
     rows, _ = _ragged_rows(rng, (9, 17, 11), seq)
-    n_slots = jnp.sum(all_weights(rows, ROLLOUT), axis=(1, 2))
+    n_positions = jnp.sum(all_weights(rows, ROLLOUT), axis=(1, 2))
 
     def chunked(params: Eagle3Params, target: TargetParams) -> tuple[jax.Array, RolloutMetrics]:
-        loss, sums = rollout_loss(params, config, target, vocab, rows, teach(target, config, rows), n_slots)
+        loss, sums = rollout_loss(params, config, target, vocab, rows, teach(target, config, rows), n_positions)
         return loss, RolloutMetrics.of(sums)
 
     def naive(params: Eagle3Params, target: TargetParams) -> tuple[jax.Array, RolloutMetrics]:
@@ -199,7 +199,7 @@ def test_parts_of_a_batch_and_devices_give_the_same_gradient(
     accumulate: int,
     remat: bool,
 ) -> None:
-    monkeypatch.setitem(slots.LOGITS_AT_ONCE, "cpu", ROLLOUT * 48 * 5)
+    monkeypatch.setitem(chunked_loss.LOGITS_AT_ONCE, "cpu", ROLLOUT * 48 * 5)
     token_ids = jnp.asarray(rng.integers(0, 64, (4, 32)), jnp.int32)
     document_ids = jnp.asarray(np.sort(rng.integers(1, 4, (4, 32)), axis=1), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(32, dtype=jnp.int32), (4, 32))

@@ -28,7 +28,7 @@ from specserve.models.config import ModelConfig
 from specserve.speculative.vocab import DraftVocab
 from specserve.train import capture
 from specserve.train.capture import FeatureFolder, open_features
-from specserve.train.features import Format, TopK, bytes_per_slot, decode, encode, unpack
+from specserve.train.features import Format, TopK, bytes_per_position, decode, encode, unpack
 from specserve.train.features import pack as pack_codes
 from specserve.train.head import new_drafter
 from specserve.train.run_folder import RunFolder
@@ -124,12 +124,12 @@ def test_features_are_that_much_smaller(
     for width in (512, 4096):
         config = dataclasses.replace(tiny_target.config, d_model=width)
         head = Eagle3(tiny.draft_config(config, draft_vocab_size=32_000))
-        kept, plain = bytes_per_slot(config, head, how, top_k)
+        kept, plain = bytes_per_position(config, head, how, top_k)
         assert plain == 8 * width
         assert plain / kept > ratio
     features = _capture(_run(tmp_path, how), tiny_target, rows)
     config: ModelConfig = tiny_target.config
-    kept, _ = bytes_per_slot(config, Eagle3(tiny.draft_config(config)), how, top_k)
+    kept, _ = bytes_per_position(config, Eagle3(tiny.draft_config(config)), how, top_k)
     files = list(features.folder.rglob(SINGLE_FILE))
     assert len(files) == 1
     assert 0 <= files[0].stat().st_size - kept * rows.token_ids.size < 1000  # its header

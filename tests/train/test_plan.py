@@ -24,7 +24,7 @@ from specserve.models.params import abstract
 from specserve.models.presets import PRESETS
 from specserve.models.target import target_spec
 from specserve.speculative.vocab import DraftVocab
-from specserve.train import slots
+from specserve.train import chunked_loss
 from specserve.train.flops import step_flops
 from specserve.train.optimizer import make_optimizer
 from specserve.train.plan import Plan, find_config, make_plan
@@ -55,7 +55,7 @@ def _optax_promotes() -> Iterator[None]:
 @pytest.fixture
 def _whole_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     """XLA counts the body of a loop once, so nothing is cut into chunks."""
-    monkeypatch.setattr(slots, "LOGITS_AT_ONCE", {"cpu": 1 << 40})
+    monkeypatch.setattr(chunked_loss, "LOGITS_AT_ONCE", {"cpu": 1 << 40})
     monkeypatch.setattr(rows, "SCORES_AT_ONCE", 1 << 40)
 
 
@@ -124,8 +124,8 @@ def test_every_recipe_has_a_plan_that_fits(tmp_path: Path) -> None:
         plan, alone = make_plan(run), make_plan(dataclasses.replace(run, mesh=""))
         assert plan.device_bytes < 64e9, name
         assert (plan.num_devices > 1) == (alone.device_bytes > 64e9 or plan.target_size.bf16_bytes > 60e9), name
-        assert plan.flops.total.useful > 6 * plan.head_size * 0.1 * plan.slots, name
-        assert 2 * plan.target_size.active * plan.slots < plan.flops.total.executed * 1.5, name
+        assert plan.flops.total.useful > 6 * plan.head_size * 0.1 * plan.positions, name
+        assert 2 * plan.target_size.active * plan.positions < plan.flops.total.executed * 1.5, name
 
 
 def _plan(run: TrainRun, **changes: Any) -> Plan:

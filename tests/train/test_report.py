@@ -67,7 +67,7 @@ def _measurement(step: int, tau: float, is_last: bool = False) -> dict[str, Any]
 
 
 def _step(step: int) -> dict[str, Any]:
-    speed = {"tokens_per_second": 4321.0, "slots_per_second": 5000.0, "mfu": 0.42, "device_bytes": None}
+    speed = {"tokens_per_second": 4321.0, "positions_per_second": 5000.0, "mfu": 0.42, "device_bytes": None}
     return {
         "step": step,
         "seconds": step / 2,

@@ -87,7 +87,7 @@ def test_every_logged_step_says_how_fast_it_was(finished: Path) -> None:
     first, *rows = [row for row in metrics(finished) if row["loss"]]
     assert "tokens_per_second" not in first  # it compiled
     for row in rows:
-        assert 0 < row["tokens_per_second"] < row["slots_per_second"]
+        assert 0 < row["tokens_per_second"] < row["positions_per_second"]
         assert row["host_bytes"] > 1e8
         assert 0 < row["learning_rate"] <= 5e-3
         assert len(row["rollout_acceptance"]) == len(row["rollout_loss"])
@@ -131,20 +131,20 @@ def test_a_mesh_measures_the_same(finished: Path, tiny_target: Target) -> None:
 def test_laps_leave_out_what_is_no_training(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 0.0
     monkeypatch.setattr("specserve.train.speed.time.monotonic", lambda: now)
-    watch = Stopwatch(slots=100, flops=1e6, peak=4e6)
+    watch = Stopwatch(positions=100, flops=1e6, peak=4e6)
     now = 50.0  # compiles
     watch.skip(0, 0)
     assert watch.lap(1, 80) is None
     now = 52.0
     speed = watch.lap(5, 400)
     assert speed is not None
-    assert (speed.tokens_per_second, speed.slots_per_second, speed.mfu) == (160.0, 200.0, 0.5)
+    assert (speed.tokens_per_second, speed.positions_per_second, speed.mfu) == (160.0, 200.0, 0.5)
     now = 60.0  # measures
     watch.skip(5, 400)
     now = 61.0
     speed = watch.lap(6, 480)
     assert speed is not None
-    assert (speed.tokens_per_second, speed.slots_per_second, speed.mfu) == (80.0, 100.0, 0.25)
+    assert (speed.tokens_per_second, speed.positions_per_second, speed.mfu) == (80.0, 100.0, 0.25)
 
 
 @dataclass
@@ -177,7 +177,7 @@ def test_the_bar_tells_what_happens(finished: Path, monkeypatch: pytest.MonkeyPa
     for part in (
         "step 2  loss 3.500",
         "tau 1.750",
-        "1,234 tokens/s  2,345 slots/s  MFU 42%",
+        "1,234 tokens/s  2,345 positions/s  MFU 42%",
         "device 3.2 GB",
         "1:20 left",
     ):

@@ -1,11 +1,11 @@
-"""The loss of a rollout over all its slots, a chunk of them at a time.
+"""The loss of a rollout over all its positions, a chunk of them at a time.
 
-Neither the target's logits of all slots nor the draft's of any rollout step ever exist: a chunk of positions has the
-target's distribution computed once, and what every rollout step says about the same positions is compared with it. The
-gradient is computed right there, where the chunk's logits are at hand, and kept in place of them: of the output head,
-and of each state. So a slot costs three products with the draft's head (logits and two gradients) for each rollout step
-and one with the target's. Chunks of the vocabulary, the other way to cut, would cost two more: softmaxes need the whole
-vocabulary before the first gradient, and the acceptance another pass.
+Neither the target's logits of all positions nor the draft's of any rollout step ever exist. For a chunk of positions
+the target's distribution is computed once, and what every rollout step says about the same positions is compared with
+it. The gradient is computed right there, where the chunk's logits are at hand, and kept in place of them: of the output
+head, and of each state. So a position costs three products with the draft's head (logits and two gradients) for each
+rollout step and one with the target's. Chunks of the vocabulary, the other way to cut, would cost two more: softmaxes
+need the whole vocabulary before the first gradient, and the acceptance another pass.
 """
 
 import functools
@@ -32,12 +32,12 @@ DEFAULT_LOGITS_AT_ONCE = 1 << 27  # 512 MB in float32
 
 
 class Teacher(Protocol):
-    """What the frozen target says about positions: a pytree of [batch, seq, ...] arrays, cut and flattened to [slot,
-    ...] as the chunks need it."""
+    """What the frozen target says about positions: a pytree of [batch, seq, ...] arrays, cut and flattened to
+    [position, ...] as the chunks need it."""
 
     def distribution(
         self, target: TargetParams, config: ModelConfig, vocab: DraftVocab
-    ) -> tuple[jax.Array, jax.Array]:  # [slot, draft_vocab] float32 and [slot] int32
+    ) -> tuple[jax.Array, jax.Array]:  # [position, draft_vocab] float32 and [position] int32
         """The next token's probabilities over the draft vocabulary, whose sum is the mass in it, and the target's best
         token as a draft row, -1 when it is none."""
         ...
@@ -61,25 +61,25 @@ class HiddenStates:
 class Sums:
     """Sums over the positions that bear loss, one value for each rollout step."""
 
-    loss: jax.Array  # [rollout] float32, nats, of the slots whose best token the draft has
+    loss: jax.Array  # [rollout] float32, nats, of the positions whose best token the draft has
     n_known: jax.Array  # [rollout] float32, how many those are
     hits: jax.Array  # [rollout] float32, where the draft's best token is the target's
     acceptance: jax.Array  # [rollout] float32, see `losses.acceptance`; tokens out of the draft vocabulary count as 0
-    n_slots: jax.Array  # [rollout] float32, all slots that bear loss
+    n_positions: jax.Array  # [rollout] float32, all positions that bear loss
 
 
 @pytree
 class RolloutMetrics:
     """One value per rollout step."""
 
-    loss: jax.Array  # [rollout] float32, nats, mean over the slots whose best token the draft has
+    loss: jax.Array  # [rollout] float32, nats, mean over the positions whose best token the draft has
     accuracy: jax.Array  # [rollout] float32: how often the draft's best token is the target's, others counted as misses
     acceptance: jax.Array  # [rollout] float32: how often a token drawn from the draft would be accepted
 
     @classmethod
     def of(cls, sums: Sums) -> "RolloutMetrics":
-        n_slots = jnp.maximum(sums.n_slots, 1.0)
-        return cls(sums.loss / jnp.maximum(sums.n_known, 1.0), sums.hits / n_slots, sums.acceptance / n_slots)
+        n_positions = jnp.maximum(sums.n_positions, 1.0)
+        return cls(sums.loss / jnp.maximum(sums.n_known, 1.0), sums.hits / n_positions, sums.acceptance / n_positions)
 
 
 def sum_losses(
@@ -92,7 +92,7 @@ def sum_losses(
     target: tuple[TargetParams, ModelConfig, DraftVocab],
     loss: Loss,
 ) -> tuple[jax.Array, Sums]:
-    """sum_k coefficients[k] * (sum over slots of the loss at step k), differentiable in `output` and `states`."""
+    """sum_k coefficients[k] * (sum over positions of the loss at step k), differentiable in `output` and `states`."""
     target_params, target_config, vocab = target
 
     def of_chunk(common: Any, head: Any, chunk: Any) -> tuple[Any, ...]:
@@ -111,26 +111,26 @@ def sum_losses(
     cut = [axis for axis in ("batch", "sequence") if num_parts(traced_mesh(), axis) > 1]
     num_logits = len(states) * drafter.draft_vocab_size
 
-    def of_slots(*arguments: Any) -> tuple[Any, ...]:
-        slots, common, head = arguments
-        *summed, of_states = _in_chunks(functools.partial(of_chunk, common), head, slots, num_logits)
+    def of_positions(*arguments: Any) -> tuple[Any, ...]:
+        positions, common, head = arguments
+        *summed, of_states = _in_chunks(functools.partial(of_chunk, common), head, positions, num_logits)
         return *(sum_parts(summed, cut) if cut else summed), of_states
 
-    slots, common = (states, weights, teacher), (coefficients, target_params, vocab)
-    run: Any = of_slots
+    positions, common = (states, weights, teacher), (coefficients, target_params, vocab)
+    run: Any = of_positions
     if cut:
         rows, whole = partition(("batch", "sequence"), cut), partition((), cut)
         of_weights = partition((None, "batch", "sequence"), cut)
-        run = over_parts(of_slots, cut, ((rows, of_weights, rows), whole, whole), (whole, whole, whole, rows))
-    value, sums, *gradient = run(*jax.lax.stop_gradient((slots, common, output)))
+        run = over_parts(of_positions, cut, ((rows, of_weights, rows), whole, whole), (whole, whole, whole, rows))
+    value, sums, *gradient = run(*jax.lax.stop_gradient((positions, common, output)))
     return _with_gradient(value, tuple(gradient), (output, states)), sums
 
 
 def _compare(
-    logits: jax.Array,  # [rollout, slot, draft_vocab] float32
-    p: jax.Array,  # [slot, draft_vocab] float32
-    best: jax.Array,  # [slot] int32
-    weights: jax.Array,  # [rollout, slot] float32
+    logits: jax.Array,  # [rollout, position, draft_vocab] float32
+    p: jax.Array,  # [position, draft_vocab] float32
+    best: jax.Array,  # [position] int32
+    weights: jax.Array,  # [rollout, position] float32
     loss: Loss,
 ) -> Sums:
     is_known = jnp.where(best >= 0, weights, 0.0)
@@ -141,26 +141,26 @@ def _compare(
         n_known=jnp.sum(is_known, axis=1),
         hits=jnp.sum(jnp.where(is_hit, is_known, 0.0), axis=1),
         acceptance=jnp.sum(acceptance(p, logits) * weights, axis=1),
-        n_slots=jnp.sum(weights, axis=1),
+        n_positions=jnp.sum(weights, axis=1),
     )
 
 
 def _in_chunks(
     of_chunk: Any,  # (head, chunk) -> value, sums, gradient of head and of the chunk's states
     head: Any,
-    slots: tuple[list[jax.Array], jax.Array, Any],  # states, weights and teacher of [batch, seq] slots
-    num_logits: int,  # for each slot
+    positions: tuple[list[jax.Array], jax.Array, Any],  # states, weights and teacher of [batch, seq] positions
+    num_logits: int,  # for each position
 ) -> tuple[jax.Array, Sums, Any, list[jax.Array]]:
-    states, weights, teacher = slots
+    states, weights, teacher = positions
     batch, seq = weights.shape[1:]
     length = chunk_length(batch * seq, num_logits, jax.default_backend())
     weights = weights.reshape(len(states), -1)
     if missing := -batch * seq % length:
         weights = jnp.pad(weights, ((0, 0), (0, missing)))
     chunks = (
-        [cut_slots(x, length) for x in states],
+        [cut_positions(x, length) for x in states],
         weights.reshape(len(states), -1, length).swapaxes(0, 1),
-        jax.tree.map(lambda x: cut_slots(x, length), teacher),
+        jax.tree.map(lambda x: cut_positions(x, length), teacher),
     )
 
     def add(carry: Any, chunk: Any) -> tuple[Any, list[jax.Array]]:
@@ -173,24 +173,25 @@ def _in_chunks(
         jax.tree.map(jnp.zeros_like, head),
     )
     (value, sums, of_head), of_states = jax.lax.scan(add, zero, chunks)
-    return value, sums, of_head, [join_slots(x, (batch, seq)) for x in of_states]
+    return value, sums, of_head, [join_positions(x, (batch, seq)) for x in of_states]
 
 
-def chunk_length(num_slots: int, num_logits: int, backend: str) -> int:
-    """Slots whose logits, so many for each, are there at once."""
+def chunk_length(num_positions: int, num_logits: int, backend: str) -> int:
+    """Positions whose logits, so many for each, are there at once."""
     budget = LOGITS_AT_ONCE.get(backend, DEFAULT_LOGITS_AT_ONCE)
-    return part_length(num_slots, max(1, budget // num_logits))
+    return part_length(num_positions, max(1, budget // num_logits))
 
 
-def cut_slots(x: jax.Array, length: int) -> jax.Array:  # [batch, seq, ...] -> [chunk, length, ...]
-    """The last chunk is filled up with the last slot, of which anything can be computed that can be of the others."""
+def cut_positions(x: jax.Array, length: int) -> jax.Array:  # [batch, seq, ...] -> [chunk, length, ...]
+    """Positions in chunks. The last chunk is filled up with copies of the last position, so that whatever is computed
+    of the others can be computed of them."""
     x = x.reshape(-1, *x.shape[2:])
     if missing := -len(x) % length:
         x = jnp.pad(x, [(0, missing)] + [(0, 0)] * (x.ndim - 1), mode="edge")
     return x.reshape(-1, length, *x.shape[1:])
 
 
-def join_slots(x: jax.Array, shape: tuple[int, int]) -> jax.Array:  # [chunk, length, ...] -> [batch, seq, ...]
+def join_positions(x: jax.Array, shape: tuple[int, int]) -> jax.Array:  # [chunk, length, ...] -> [batch, seq, ...]
     return x.reshape(-1, *x.shape[2:])[: math.prod(shape)].reshape(*shape, *x.shape[2:])
 
 
