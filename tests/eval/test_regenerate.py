@@ -35,7 +35,7 @@ class Scripted:
         self.tokenizer, self.vocabulary = chats.load(family), chats.vocabulary()
         ends = [chats.FAMILIES[family]["eos_token"], *chats.FAMILIES[family]["ends"]]
         self.eos_ids = frozenset(self.vocabulary.get_vocab()[token] for token in ends)
-        self.max_model_len, self.runner = max_model_len, SimpleNamespace(num_slots=2)
+        self.max_model_len, self.runner = max_model_len, SimpleNamespace(shapes=SimpleNamespace(num_slots=2))
         self.reply, self.prompts, self.fails = reply, list[str](), False
         self._delays = random.Random(0)
 
