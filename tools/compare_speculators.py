@@ -40,7 +40,6 @@ TESTS = Path(__file__).parent.parent / "tests"
 sys.path.insert(0, str(TESTS))
 
 import tiny  # noqa: E402  # pyright: ignore[reportMissingImports]
-from specserve.drafters.exchange import describe_target, export_head, import_head  # noqa: E402
 from speculators_case import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     CASES,
     DOCUMENTS,
@@ -53,6 +52,7 @@ from speculators_case import (  # noqa: E402  # pyright: ignore[reportMissingImp
 )
 
 from specserve.drafters.eagle3.dialects import vocab_to_tensors  # noqa: E402
+from specserve.drafters.exchange import describe_target, export_head, import_head  # noqa: E402
 from specserve.drafters.head import load_head, save_head  # noqa: E402
 
 GOLDENS = TESTS / "goldens" / "speculators"
