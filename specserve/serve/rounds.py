@@ -305,24 +305,29 @@ class Rounds:
         self._guard(active, emit)
 
     def _deliver(self, active: Active, delta: Delta) -> None:
-        sequence = active.sequence
-        request = sequence.request
-        is_last = delta.finish_reason is not None
-        if is_last:
-            delta = Delta(
-                delta.token_ids, delta.text, delta.finish_reason, delta.error, self._stats(active), delta.logprobs
-            )
+        request = active.sequence.request
+        if delta.finish_reason is not None:
+            stats = self._stats(active)
+            delta = Delta(delta.token_ids, delta.text, delta.finish_reason, delta.error, stats, delta.logprobs)
+            # before its listener hears of it: who has the last token finds the slot and the pages free
+            self._end(active, delta.finish_reason)
         try:
             request.on_delta(delta)
         except Exception:
             logger.exception("%s: its listener failed; ending it", request.request_id)
-            is_last = True
-        if is_last and self.active.pop(sequence, None) is not None:
-            is_whole = delta.finish_reason in (FinishReason.STOP, FinishReason.LENGTH)
-            if sequence.is_running and is_whole and not request.cache_salt:
-                self.runner.remember(sequence.slot, len(request.prompt_ids))
-            self.scheduler.finish(sequence)
-            self._on_end()
+            self._end(active, FinishReason.ERROR)
+
+    def _end(self, active: Active, reason: FinishReason) -> None:
+        """Give back what a sequence holds. Ending it again does nothing."""
+        sequence = active.sequence
+        if self.active.pop(sequence, None) is None:
+            return
+        request = sequence.request
+        is_whole = reason in (FinishReason.STOP, FinishReason.LENGTH)
+        if sequence.is_running and is_whole and not request.cache_salt:
+            self.runner.remember(sequence.slot, len(request.prompt_ids))
+        self.scheduler.finish(sequence)
+        self._on_end()
 
     def _stats(self, active: Active) -> SpeculationStats:
         return SpeculationStats(
