@@ -305,12 +305,12 @@ class Rounds:
         self._guard(active, emit)
 
     def _deliver(self, active: Active, delta: Delta) -> None:
-        request = active.sequence.request
-        if delta.finish_reason is not None:
+        request, reason = active.sequence.request, delta.finish_reason
+        if reason is not None:
             stats = self._stats(active)
-            delta = Delta(delta.token_ids, delta.text, delta.finish_reason, delta.error, stats, delta.logprobs)
+            delta = Delta(delta.token_ids, delta.text, reason, delta.error, stats, delta.logprobs)
             # before its listener hears of it: who has the last token finds the slot and the pages free
-            self._end(active, delta.finish_reason)
+            self._end(active, reason)
         try:
             request.on_delta(delta)
         except Exception:
