@@ -142,9 +142,15 @@ def dequantize(weight: jax.Array | QuantizedMatrix, dtype: jnp.dtype) -> jax.Arr
     return (weight.values.astype(jnp.float32) * scale).astype(dtype)
 
 
-def matmul(x: jax.Array, weight: Weight) -> jax.Array:  # [..., d_in] @ [d_in, d_out] -> [..., d_out]
-    """x @ weight, in x's dtype. Of experts' matrices each has rows of its own: [expert, ..., d_in] @ [expert, d_in,
-    d_out]."""
+def matmul(
+    x: jax.Array, weight: Weight, add: jax.Array | None = None
+) -> jax.Array:  # [..., d_in] @ [d_in, d_out] -> [..., d_out]
+    """x @ weight, in x's dtype, and that sum with `add` [..., d_out] where it is given. Of experts' matrices each has
+    rows of its own: [expert, ..., d_in] @ [expert, d_in, d_out]."""
+    if add is not None:
+        if isinstance(weight, PackedMatrix) and len(weight.shape) == 2 and native.serves(x, add):
+            return _packed(x, weight, add)
+        return add + matmul(x, weight)
     if isinstance(weight, PackedMatrix):
         return _packed(x, weight).astype(x.dtype)
     if isinstance(weight, BlockedMatrix):
@@ -172,19 +178,23 @@ def matmul_by_expert(x: jax.Array, weight: PackedMatrix, expert_ids: jax.Array) 
     return _multiply_packed(x, weight, expert_ids).astype(x.dtype)
 
 
-def _packed(x: jax.Array, weight: PackedMatrix) -> jax.Array:  # float32
+def _packed(x: jax.Array, weight: PackedMatrix, add: jax.Array | None = None) -> jax.Array:  # float32
     expert_ids = jnp.zeros(0, jnp.int32)
     if len(weight.shape) == 3:
         rows_of_each = math.prod(x.shape[1:-1])
         expert_ids = jnp.repeat(jnp.arange(weight.shape[0], dtype=jnp.int32), rows_of_each)
-    return _multiply_packed(x.reshape(-1, x.shape[-1]), weight, expert_ids).reshape(*x.shape[:-1], weight.d_out)
+    rows = x.reshape(-1, x.shape[-1])
+    return _multiply_packed(rows, weight, expert_ids, add).reshape(*x.shape[:-1], weight.d_out)
 
 
-def _multiply_packed(x: jax.Array, weight: PackedMatrix, expert_ids: jax.Array) -> jax.Array:  # [row, d_out] float32
+def _multiply_packed(
+    x: jax.Array, weight: PackedMatrix, expert_ids: jax.Array, add: jax.Array | None = None
+) -> jax.Array:  # [row, d_out] float32
     panels = weight.panels.reshape(-1, *weight.panels.shape[-3:])
     scale = jnp.zeros(0, jnp.float32) if weight.scale is None else weight.scale
+    rest = jnp.zeros(0, jnp.float32) if add is None else add
     call = jax.ffi.ffi_call("specserve_matmul", jax.ShapeDtypeStruct((x.shape[0], weight.d_out), jnp.float32))
-    return call(x.astype(jnp.float32), expert_ids, panels, scale, block=np.int64(weight.block))
+    return call(x.astype(jnp.float32), expert_ids, panels, scale, rest, block=np.int64(weight.block))
 
 
 def _quantized(x: jax.Array, weight: QuantizedMatrix) -> jax.Array:  # float32

@@ -82,5 +82,37 @@ def apply_rope(
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
 
 
+def argmax(x: jax.Array) -> jax.Array:  # [..., size] -> [...] int32
+    """The first index of the largest value; of a row with NaN any index of it. Without the native kernel two plain
+    reductions: CPUs do not vectorise `jnp.argmax`."""
+    size = x.shape[-1]
+    if native.serves(x):
+        return jax.ffi.ffi_call("specserve_argmax", jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32))(x)
+    index = jnp.where(x == jnp.max(x, axis=-1, keepdims=True), jnp.arange(size, dtype=jnp.int32), size)
+    return jnp.minimum(jnp.min(index, axis=-1), size - 1)
+
+
+def as_heads(
+    qkv: jax.Array,  # [batch, seq, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys and values side by side
+    sizes: tuple[int, int, int],  # num_heads, num_kv_heads, head_dim
+    norms: tuple[jax.Array | None, jax.Array | None],  # of queries and keys: [head_dim], or as long as all their heads
+    tables: tuple[jax.Array, jax.Array],  # from `cos_sin`
+    *,
+    eps: float,
+    offset: bool = False,
+    is_interleaved: bool = False,
+) -> tuple[jax.Array, jax.Array, jax.Array]:  # q [batch, seq, head, head_dim], k and v [batch, seq, kv_head, head_dim]
+    """`rms_norm` and `apply_rope` of queries and keys, and the values, in one native call. Only where
+    `native.serves(qkv, *tables)`."""
+    num_heads, num_kv_heads, head_dim = sizes
+    shapes = [
+        jax.ShapeDtypeStruct((*qkv.shape[:2], n, head_dim), jnp.float32) for n in (num_heads, *[num_kv_heads] * 2)
+    ]
+    weights = [jnp.zeros(0, jnp.float32) if norm is None else norm.astype(jnp.float32) for norm in norms]
+    call = jax.ffi.ffi_call("specserve_heads", shapes)
+    q, k, v = call(qkv, *weights, *tables, eps=np.float32(eps), offset=offset, is_interleaved=is_interleaved)
+    return q, k, v
+
+
 def _call(name: str, shape: tuple[int, ...], *args: jax.Array, **attributes: Any) -> jax.Array:
     return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(shape, jnp.float32))(*args, **attributes)

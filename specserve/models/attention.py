@@ -3,9 +3,10 @@
 import jax
 import jax.numpy as jnp
 
+from specserve.kernels import native
 from specserve.kernels.attention import PagedPrefix, attend
 from specserve.kernels.matmul import Weight
-from specserve.kernels.rowwise import apply_rope, rms_norm
+from specserve.kernels.rowwise import apply_rope, as_heads, rms_norm
 from specserve.models.config import HeadShape, LayerKind, ModelConfig, Names
 from specserve.models.context import Context, Tables
 from specserve.models.layers import linear, norm_spec, side_by_side
@@ -99,8 +100,10 @@ def mix(
     x: jax.Array,  # [batch, n, d_model], normed
     seen: PagedPrefix | None,
     context: Context,
+    add: jax.Array | None = None,
 ) -> tuple[jax.Array, KV]:
-    """What the layer adds to the residual, [batch, n, d_model], and the tokens' own keys and values."""
+    """What the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; and the
+    tokens' own keys and values."""
     tables = context.local_rope if kind.is_local else context.rope
     assert tables is not None, "a local layer without local rotary embeddings"
     q, k, v = project_qkv(params, config, x, tables)
@@ -118,7 +121,7 @@ def mix(
     ).reshape(*x.shape[:2], -1)
     if params.gate is not None:
         out = out * jax.nn.sigmoid(linear(x, params.gate, params.gate_bias))
-    return linear(out, params.o, params.o_bias), (k, v)
+    return linear(out, params.o, params.o_bias, add=add), (k, v)
 
 
 def project_qkv(
@@ -131,6 +134,16 @@ def project_qkv(
         return project_q(params, config, x, rope), *project_kv(params, config, x, rope)
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     qkv = linear(x, params.q, params.q_bias)
+    if native.serves(qkv, *rope) and rope[0].shape[:2] == x.shape[:2]:
+        return as_heads(
+            qkv,
+            (config.num_heads, config.num_kv_heads, config.head_dim),
+            (params.q_norm, params.k_norm),
+            rope,
+            eps=config.norm_eps,
+            offset=_has_norm_offset(config),
+            is_interleaved=config.rope.is_interleaved,
+        )
     q, k, v = jnp.split(qkv, (q_size, q_size + kv_size), axis=-1)
     q = _finish(q, config.num_heads, params.q_norm, config, rope)
     k = _finish(k, config.num_kv_heads, params.k_norm, config, rope)
@@ -166,7 +179,7 @@ def _finish(
     rope: Tables,
 ) -> jax.Array:  # [batch, n, head, head_dim]
     """Norm and turn: queries and keys alike."""
-    offset = isinstance(config, ModelConfig) and config.norm_offset
+    offset = _has_norm_offset(config)
     over_all = norm is not None and norm.shape[0] == x.shape[-1]  # with one head it is the same
     if norm is not None and over_all:
         x = rms_norm(x, norm, config.norm_eps, offset=offset)
@@ -174,6 +187,10 @@ def _finish(
     if norm is not None and not over_all:
         x = rms_norm(x, norm, config.norm_eps, offset=offset)
     return apply_rope(x, rope, is_interleaved=config.rope.is_interleaved)
+
+
+def _has_norm_offset(config: ModelConfig | HeadShape) -> bool:
+    return isinstance(config, ModelConfig) and config.norm_offset
 
 
 def _by_head(x: jax.Array, num_heads: int) -> jax.Array:  # [batch, n, size] -> [batch, n, head, head_dim]

@@ -5,12 +5,15 @@ A forward never writes: it reads what is committed and returns what its own toke
 a rejected node never touches a page or a state, and the buffers can be donated.
 """
 
+import functools
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from specserve.kernels.attention import PagedPrefix
+from specserve.kernels.gather import take_each, take_rows
+from specserve.kernels.pages import write_pages
 from specserve.models import recurrent
 from specserve.models.config import ModelConfig
 from specserve.models.recurrent import State
@@ -33,14 +36,6 @@ class Pages:
         shape = (num_pages, num_kv_heads, page_size, head_dim)
         k = jnp.zeros((num_pages, num_kv_heads, head_dim, page_size), dtype)
         return cls(k, jnp.zeros(shape, dtype) if has_values else None)
-
-    def write(self, new: LayerKV, page: jax.Array, offset: jax.Array) -> "Pages":
-        k, v = new
-        pages = self.k.at[page, :, :, offset].set(k.astype(self.k.dtype), mode="drop")
-        if self.v is None:
-            return Pages(pages, None)
-        assert v is not None
-        return Pages(pages, self.v.at[page, :, offset].set(v.astype(self.v.dtype), mode="drop"))
 
 
 @pytree
@@ -88,28 +83,34 @@ class Cache:
 
     def write(
         self,
-        new: tuple[Any, ...],  # one per layer, what the forward returned, leaves [batch, n, ...]
+        new: tuple[Any, ...],  # one per layer, what the forward returned, leaves [batch, m, ...]
         page_table: jax.Array,  # [batch, max_pages] int32
-        index: jax.Array,  # [batch, n] int32, the sequence index of each new entry
+        index: jax.Array,  # [batch, n] int32, the sequence index of each entry to write
         is_kept: jax.Array,  # [batch, n] bool; for recurrent layers the kept ones come first, in order
         slots: jax.Array | None = None,  # [batch] int32, needed where layers are recurrent
+        path: jax.Array | None = None,  # [batch, n] int32, which of the m new entries; None: all of them in order
     ) -> "Cache":
         """Commit the kept entries; the others, and those past the allocated pages, are dropped."""
         page_slot = index // self.page_size
         in_table = is_kept & (page_slot >= 0) & (page_slot < page_table.shape[1])
-        page = jnp.take_along_axis(page_table, jnp.clip(page_slot, 0, page_table.shape[1] - 1), axis=1)
+        page = take_each(page_table, jnp.clip(page_slot, 0, page_table.shape[1] - 1))
         page = jnp.where(in_table, page, self.num_pages)  # out of range: dropped by the scatter
         offset = index % self.page_size
 
-        def commit(layer: Pages | State, entries: Any) -> Pages | State:
-            if isinstance(layer, Pages):
-                return layer.write(entries, page, offset)
+        def advance(state: State, entries: Any) -> State:
             assert slots is not None
-            rows = recurrent.advance(_rows(layer, slots), entries, is_kept)
-            return jax.tree.map(lambda all_rows, row: all_rows.at[slots].set(row, mode="drop"), layer, rows)
+            if path is not None:
+                entries = jax.tree.map(functools.partial(take_each, index=path), entries)
+            rows = recurrent.advance(_rows(state, slots), entries, is_kept)
+            return jax.tree.map(lambda all_rows, row: all_rows.at[slots].set(row, mode="drop"), state, rows)
 
-        layers = tuple(commit(layer, entries) for layer, entries in zip(self.layers, new, strict=True))
-        return Cache(layers, self.num_pages, self.page_size)
+        paged = {i: (layer.k, layer.v) for i, layer in enumerate(self.layers) if isinstance(layer, Pages)}
+        written = write_pages(list(paged.values()), [new[i] for i in paged], page, offset, path)
+        done: dict[int, Pages | State] = {i: Pages(*arrays) for i, arrays in zip(paged, written, strict=True)}
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, Pages):
+                done[i] = advance(layer, new[i])
+        return Cache(tuple(done[i] for i in range(len(self.layers))), self.num_pages, self.page_size)
 
     def reset(self, slot: jax.Array) -> "Cache":
         """A slot ([] int32) begins a new sequence: its recurrent states are those of nothing."""
@@ -122,4 +123,4 @@ class Cache:
 
 def _rows(state: State, slots: jax.Array | None) -> State:
     assert slots is not None, "recurrent layers need the slots"
-    return jax.tree.map(lambda x: x.at[slots].get(mode="clip"), state)
+    return take_rows(state, slots)

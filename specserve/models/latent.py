@@ -77,8 +77,10 @@ def mix(
     x: jax.Array,  # [batch, n, d_model], normed
     seen: PagedPrefix | None,
     context: Context,
+    add: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, None]]:
-    """What the layer adds to the residual, [batch, n, d_model], and the tokens' latents [batch, n, 1, cache_dim]."""
+    """What the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; and the
+    tokens' latents [batch, n, 1, cache_dim]."""
     latent = config.latent
     assert latent is not None
     q_in = x
@@ -99,7 +101,7 @@ def mix(
         out = absorbed(params, config, q_nope, q_rope, new, seen, context)
     if params.gate is not None:
         out = out * jax.nn.sigmoid(linear(x, params.gate))[..., None]
-    return linear(out.reshape(*x.shape[:2], -1), params.o, params.o_bias), (new, None)
+    return linear(out.reshape(*x.shape[:2], -1), params.o, params.o_bias, add=add), (new, None)
 
 
 def expanded(

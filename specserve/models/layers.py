@@ -48,17 +48,21 @@ def norm_spec(name: str, size: int, *, offset: bool = False) -> Any:
     return vector(f"{name}.weight", size, init="zeros" if offset else "ones")
 
 
-def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
-    """x [..., d_in] @ weight [d_in, d_out] (+ bias [d_out])."""
-    y = matmul(x, weight)
-    return y if bias is None else y + bias
+def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None, *, add: jax.Array | None = None) -> jax.Array:
+    """x [..., d_in] @ weight [d_in, d_out] (+ bias [d_out]) (+ add [..., d_out], the residual stream)."""
+    if bias is None:
+        return matmul(x, weight, add)
+    y = matmul(x, weight) + bias
+    return y if add is None else add + y
 
 
-def mlp(params: Mlp, x: jax.Array, activation: Activation = "silu") -> jax.Array:  # [..., d_model] -> [..., d_model]
-    """down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202)."""
+def mlp(
+    params: Mlp, x: jax.Array, activation: Activation = "silu", *, add: jax.Array | None = None
+) -> jax.Array:  # [..., d_model] -> [..., d_model]
+    """down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202), and that sum with `add` where it is given."""
     gate = linear(x, params.gate, params.gate_bias)
     up = None if params.up is None else linear(x, params.up, params.up_bias)
-    return linear(gated(gate, up, activation), params.down, params.down_bias)
+    return linear(gated(gate, up, activation), params.down, params.down_bias, add=add)
 
 
 def fuse_mlp(params: Mlp) -> Mlp:

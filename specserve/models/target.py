@@ -144,12 +144,17 @@ def _layer(
     def norm(x: jax.Array, weight: jax.Array | None) -> jax.Array:
         return x if weight is None else rms_norm(x, weight, config.norm_eps, offset=config.norm_offset)
 
-    out, left = _mix(params.attention, config, kind, norm(x, params.attention_norm), seen, context)
-    x = x + norm(out, params.attention_out_norm)
+    # where nothing comes between, the last product of a block adds to the residual stream itself
+    add = x if params.attention_out_norm is None else None
+    out, left = _mix(params.attention, config, kind, norm(x, params.attention_norm), seen, context, add)
+    x = out if add is not None else x + norm(out, params.attention_out_norm)
     normed = norm(x, params.mlp_norm)
     block = params.mlp
-    out = moe(block, config, normed) if isinstance(block, Moe) else mlp(block, normed, config.activation)
-    return x + norm(out, params.mlp_out_norm), left
+    if isinstance(block, Moe):
+        return x + norm(moe(block, config, normed), params.mlp_out_norm), left
+    add = x if params.mlp_out_norm is None else None
+    out = mlp(block, normed, config.activation, add=add)
+    return out if add is not None else x + norm(out, params.mlp_out_norm), left
 
 
 def _mix(
@@ -159,12 +164,14 @@ def _mix(
     x: jax.Array,
     seen: Any,
     context: Context,
+    add: jax.Array | None,
 ) -> tuple[jax.Array, Any]:
     if isinstance(params, Attention):
-        return attention.mix(params, config, kind, x, seen, context)
+        return attention.mix(params, config, kind, x, seen, context, add)
     if isinstance(params, LatentAttention):
-        return latent.mix(params, config, x, seen, context)
-    return recurrent.mix(params, config, kind, x, seen, context)
+        return latent.mix(params, config, x, seen, context, add)
+    out, left = recurrent.mix(params, config, kind, x, seen, context)
+    return out if add is None else add + out, left
 
 
 def logits(params: TargetParams, config: ModelConfig, hidden_states: jax.Array) -> jax.Array:

@@ -120,11 +120,6 @@ class Drafter(Protocol):
         ...
 
 
-def take_rows(tree: Any, slots: jax.Array) -> Any:
-    """The rows of a state's arrays for these slots; of padded ones anything."""
-    return jax.tree.map(lambda x: x.at[slots].get(mode="clip"), tree)
-
-
 def choose(condition: jax.Array, chosen: Any, other: Any) -> Any:
     """Row by row: the pytree `chosen` where `condition` [batch] holds, else `other`."""
     return jax.tree.map(lambda a, b: jnp.where(condition.reshape(-1, *[1] * (a.ndim - 1)), a, b), chosen, other)

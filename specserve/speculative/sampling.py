@@ -13,6 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from specserve.kernels.rowwise import argmax
 from specserve.pytree import pytree
 
 _NEG_INF = float("-inf")
@@ -278,13 +279,6 @@ def _ordered_bits(x: jax.Array) -> jax.Array:
 def _from_ordered_bits(bits: jax.Array) -> jax.Array:
     sign = jnp.uint32(0x80000000)
     return jax.lax.bitcast_convert_type(jnp.where(bits & sign != 0, bits ^ sign, ~bits), jnp.float32)
-
-
-def argmax(x: jax.Array) -> jax.Array:  # [..., vocab] -> [...] int32
-    """The first index of the largest value. Two plain reductions: CPUs do not vectorise `jnp.argmax`."""
-    vocab = x.shape[-1]
-    index = jnp.where(x == jnp.max(x, axis=-1, keepdims=True), jnp.arange(vocab, dtype=jnp.int32), vocab)
-    return jnp.minimum(jnp.min(index, axis=-1), vocab - 1)  # a row of NaN stays in range
 
 
 def _mix(x: jax.Array) -> jax.Array:

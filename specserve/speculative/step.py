@@ -17,16 +17,17 @@ import jax
 import jax.numpy as jnp
 
 from specserve.kernels import native
+from specserve.kernels.gather import take_each, take_rows
 from specserve.models import target as target_model
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import ModelConfig
 from specserve.models.target import TargetOutput, TargetParams
 from specserve.pytree import pytree
 from specserve.speculative import sampling
-from specserve.speculative.drafter import After, Committed, Drafter, Sizes, SlotView, take_rows
+from specserve.speculative.drafter import After, Committed, Drafter, Sizes, SlotView
 from specserve.speculative.sampling import Logprobs, Nodes, SamplerRows, TokenRows
 from specserve.speculative.tree import Proposal, Tree, ancestor_mask, pad_chain
-from specserve.speculative.verify import verify
+from specserve.speculative.verify import verify, verify_chain
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ def prefill(
     causal = (offset[:, None] >= offset)[None]
     out = _run_target(config, weights, state, now, token_ids, index, causal)
     last = jnp.maximum(num_tokens - 1, 0)[:, None]
-    hidden = jnp.take_along_axis(out.hidden_states, last[..., None], axis=1)
+    hidden = take_each(out.hidden_states, last)
     logits = target_model.logits(weights.target, config.target, hidden)
     end = now.seq_lens + num_tokens
     nodes = _single_nodes(state, now, end - 1)
@@ -252,30 +253,35 @@ def verify_tree(
     now = _gather(state, slots, width)
     depth = config.verified_depth or tree.depth
     position_ids = now.seq_lens[:, None] + proposal.depths
-    mask = ancestor_mask(proposal.parents, depth)
+    is_chain = tree.top_k == 1
+    mask = jnp.tri(depth + 1, dtype=bool)[None] if is_chain else ancestor_mask(proposal.parents, depth)
     out = _run_target(config, weights, state, now, proposal.token_ids, position_ids, mask)
     logits = target_model.logits(weights.target, config.target, out.hidden_states)
     nodes = Nodes(proposal.token_ids, proposal.parents, proposal.depths, mask, _recent(state, now, now.seq_lens))
     target_ids = _draw(now, nodes, logits, position_ids + 1, allowed)
-    verdict = verify(proposal, target_ids, depth, jnp.minimum(now.rows.max_depth, tree.depth))
+    max_depth = jnp.minimum(now.rows.max_depth, tree.depth)
+    if is_chain:
+        verdict = verify_chain(proposal, target_ids, max_depth)
+    else:
+        verdict = verify(proposal, target_ids, depth, max_depth)
 
-    def along_path(x: jax.Array) -> jax.Array:  # [batch, node, ...] -> [batch, depth + 1, ...]
-        return jnp.take_along_axis(x, verdict.path.reshape(*verdict.path.shape, *[1] * (x.ndim - 2)), axis=1)
+    def accepted(x: jax.Array) -> jax.Array:  # [batch, node, ...] -> [batch, depth + 1, ...]
+        return x if verdict.path is None else take_each(x, verdict.path)
 
     step = jnp.arange(depth + 1)
     committed = Committed(
         index=now.seq_lens[:, None] + step,
-        token_ids=along_path(proposal.token_ids),
+        token_ids=accepted(proposal.token_ids),
         next_ids=verdict.token_ids,
-        aux_hidden_states=None if out.aux_hidden_states is None else along_path(out.aux_hidden_states),
+        aux_hidden_states=None if out.aux_hidden_states is None else accepted(out.aux_hidden_states),
         is_kept=step <= verdict.n_accepted[:, None],
         count=verdict.n_accepted + 1,
         n_accepted=verdict.n_accepted,
         source=proposal.source,
     )
-    state = _commit(config, weights, state, now, jax.tree.map(along_path, out.new), committed, tree)
+    state = _commit(config, weights, state, now, out.new, committed, tree, verdict.path)
     state = _emit(state, slots, now.seq_lens + 1, verdict.token_ids, committed.is_kept)
-    return state, _result(now, along_path(logits), verdict.token_ids, verdict.n_accepted, proposal.source)
+    return state, _result(now, accepted(logits), verdict.token_ids, verdict.n_accepted, proposal.source)
 
 
 def remember(config: StepConfig, state: SlotState, slot: jax.Array, start: jax.Array, number: jax.Array) -> SlotState:
@@ -330,9 +336,10 @@ def _commit(
     new: Any,  # what the target's layers leave behind, of [batch, n] tokens
     committed: Committed,
     after: After,
+    path: jax.Array | None = None,  # [batch, m] int32, which of the n tokens those committed are; None: all
 ) -> SlotState:
     """Write what is kept to the target's cache, and tell the drafter."""
-    cache = state.cache.write(new, now.view.page_table, committed.index, committed.is_kept, now.slots)
+    cache = state.cache.write(new, now.view.page_table, committed.index, committed.is_kept, now.slots, path)
     draft = state.draft
     if config.drafter:
         draft = config.drafter.observe(weights.draft, draft, now.view, committed, after)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 
+from specserve.kernels.gather import take_each
 from specserve.pytree import pytree
 
 
@@ -134,6 +135,6 @@ def ancestor_mask(parents: jax.Array, depth: int) -> jax.Array:  # [batch, node]
     current = jnp.broadcast_to(node, parents.shape)
     mask = current[..., None] == node
     for _ in range(depth):
-        current = jnp.take_along_axis(parents, current, axis=1)
+        current = take_each(parents, current)
         mask |= current[..., None] == node
     return mask

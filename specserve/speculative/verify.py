@@ -7,17 +7,19 @@ of whose children carries the drawn token ends the walk, and that token is the b
 import jax
 import jax.numpy as jnp
 
+from specserve.kernels.gather import take_each
 from specserve.pytree import pytree
 from specserve.speculative.tree import Proposal
 
 
 @pytree
 class Verdict:
-    path: jax.Array  # [batch, depth + 1] int32, the accepted nodes from the root down; past n_accepted: the last one
+    # [batch, depth + 1] int32, the accepted nodes from the root down, past n_accepted the last one; None: of a chain
+    # node i is the i-th
+    path: jax.Array | None
     n_accepted: jax.Array  # [batch] int32, accepted draft tokens, 0..depth
-    token_ids: (
-        jax.Array
-    )  # [batch, depth + 1] int32, emitted: n_accepted draft tokens and the bonus; the rest is padding
+    # [batch, depth + 1] int32, emitted: n_accepted draft tokens and the bonus; the rest is padding
+    token_ids: jax.Array
 
 
 def verify(
@@ -32,11 +34,28 @@ def verify(
     is_walking = jnp.ones_like(current, bool)
     path = [current]
     for step in range(depth):
-        drawn = jnp.take_along_axis(target_ids, current[:, None], axis=1)
+        drawn = take_each(target_ids, current[:, None])
         matches = (proposal.parents == current[:, None]) & (proposal.token_ids == drawn) & (node > 0)
         is_walking &= jnp.any(matches, axis=1) & (step < max_depth)
         current = jnp.where(is_walking, jnp.argmax(matches, axis=1).astype(current.dtype), current)
         n_accepted += is_walking.astype(n_accepted.dtype)
         path.append(current)
     nodes = jnp.stack(path, axis=1)
-    return Verdict(path=nodes, n_accepted=n_accepted, token_ids=jnp.take_along_axis(target_ids, nodes, axis=1))
+    return Verdict(path=nodes, n_accepted=n_accepted, token_ids=take_each(target_ids, nodes))
+
+
+def verify_chain(
+    proposal: Proposal,
+    target_ids: jax.Array,  # [batch, depth + 1] int32, the target's draw after each node
+    max_depth: jax.Array,  # [batch] int32, draft tokens that each sequence may accept
+) -> Verdict:
+    """`verify` of a chain, where nothing needs to be looked for: the walk ends before the first draft token that is not
+    the target's."""
+    depth = target_ids.shape[1] - 1
+    step = jnp.arange(depth, dtype=jnp.int32)
+    is_accepted = (proposal.token_ids[:, 1:] == target_ids[:, :-1]) & (step < max_depth[:, None])
+    return Verdict(
+        path=None,
+        n_accepted=jnp.min(jnp.where(is_accepted, depth, step), axis=1, initial=depth),
+        token_ids=target_ids,
+    )

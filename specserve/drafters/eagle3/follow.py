@@ -12,10 +12,11 @@ import jax.numpy as jnp
 
 from specserve.drafters.eagle3.config import Eagle3Config
 from specserve.drafters.eagle3.propose import Draft, Pending, consume, extend, propose
+from specserve.kernels.gather import take_each, take_rows
 from specserve.models.cache import Cache, Pages
 from specserve.models.config import ModelConfig
 from specserve.pytree import pytree
-from specserve.speculative.drafter import Committed, Sizes, SlotView, take_rows
+from specserve.speculative.drafter import Committed, Sizes, SlotView
 from specserve.speculative.tree import Proposal, Tree
 
 MIN_PENDING = 8  # tokens that plain steps may leave to the head before it must catch up
@@ -92,8 +93,8 @@ def observe_prompt(
         pending=_put(
             state,
             view,
-            jnp.take_along_axis(committed.next_ids, last, axis=1),
-            jnp.take_along_axis(aux, last[..., None], axis=1),
+            take_each(committed.next_ids, last),
+            take_each(aux, last),
             jnp.ones_like(committed.count),
         ),
         cache=cache,
@@ -139,8 +140,8 @@ def catch_up(weights: Draft, config: Eagle3Config, state: Eagle3State, view: Slo
     pending = take_rows(state.pending, view.slots)
     cache, _ = consume(weights, config, state.cache, view.page_table, None, view.seq_lens, pending)
     last = jnp.maximum(pending.count - 1, 0)[:, None]
-    root = jnp.take_along_axis(pending.token_ids, last, axis=1)
-    aux = jnp.take_along_axis(pending.aux_hidden_states, last[..., None], axis=1)
+    root = take_each(pending.token_ids, last)
+    aux = take_each(pending.aux_hidden_states, last)
     return dataclasses.replace(state, cache=cache, pending=_put(state, view, root, aux, jnp.minimum(pending.count, 1)))
 
 
@@ -182,6 +183,6 @@ def _kept_with_pages(state: Eagle3State, view: SlotView, committed: Committed) -
     is_boundary = (
         committed.is_kept & (committed.index % page_size == page_size - 1) & (column < view.page_table.shape[1])
     )
-    page = jnp.take_along_axis(view.page_table, jnp.minimum(column, view.page_table.shape[1] - 1), axis=1)
+    page = take_each(view.page_table, jnp.minimum(column, view.page_table.shape[1] - 1))
     page = jnp.where(is_boundary, page, state.cache.num_pages)
     return state.page_aux.at[page].set(_aux(committed), mode="drop")

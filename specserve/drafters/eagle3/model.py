@@ -179,8 +179,8 @@ def _leave(
     residual: jax.Array,  # [batch, n, d_model]
     out: jax.Array,  # [batch, n, head, head_dim], what attention found
 ) -> jax.Array:  # [batch, n, d_model], the residual stream after the layer
-    x = residual + linear(out.reshape(*residual.shape[:2], -1), layer.attention.o)
-    return x + mlp(layer.mlp, rms_norm(x, layer.mlp_norm, config.norm_eps))
+    x = linear(out.reshape(*residual.shape[:2], -1), layer.attention.o, add=residual)
+    return mlp(layer.mlp, rms_norm(x, layer.mlp_norm, config.norm_eps), add=x)
 
 
 def draft_logits(

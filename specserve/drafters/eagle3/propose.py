@@ -7,6 +7,7 @@ looks at the same noise that the target's draw will use (see `sampling`).
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specserve.drafters.eagle3.config import Eagle3Config
 from specserve.drafters.eagle3.model import (
@@ -20,13 +21,15 @@ from specserve.drafters.eagle3.model import (
     fuse_features,
 )
 from specserve.kernels.attention import attend
+from specserve.kernels.gather import take_each
+from specserve.kernels.rowwise import argmax
 from specserve.models.attention import KV
 from specserve.models.cache import Cache, Prefix
 from specserve.pytree import pytree
 from specserve.speculative import sampling
 from specserve.speculative.drafter import HEAD
 from specserve.speculative.sampling import SamplerRows
-from specserve.speculative.tree import DynamicTree, Proposal, StaticTree, Tree
+from specserve.speculative.tree import DynamicTree, Proposal, StaticTree, Tree, chain_proposal
 from specserve.speculative.vocab import DraftVocab
 
 FIRST_ENTRY = 1  # entry 0 of the draft has no feature to consume; it is never visible
@@ -117,9 +120,7 @@ def consume(
     if read_table is None:
         return pages, None
     last = jnp.maximum(pending.count - 1, 0)[:, None]
-    root, (k, v) = jax.tree.map(
-        lambda x: jnp.take_along_axis(x, last.reshape(-1, *[1] * (x.ndim - 1)), axis=1), (top, kv)
-    )
+    root, (k, v) = jax.tree.map(lambda x: take_each(x, last), (top, kv))
     seen = pages.attended(config.num_layers - 1, Prefix(read_table, seq_lens, FIRST_ENTRY))
     see_self = jnp.ones((1, 1, 1), bool)
     return pages, draft_states(draft.params, config, root, lambda q: attend(q, k, v, see_self, seen))
@@ -161,7 +162,7 @@ class _Expander:
 
         ranked = jax.lax.cond(jnp.any(self.rows.temperature > 0), noisy, lambda: logits)
         if top_k == 1:
-            index = sampling.argmax(ranked)[..., None]
+            index = argmax(ranked)[..., None]
             best = jnp.max(ranked, axis=-1, keepdims=True)
         else:
             best, index = jax.lax.top_k(ranked, top_k)
@@ -220,13 +221,16 @@ def _propose_dynamic(expand: _Expander, tree: DynamicTree, root_ids: jax.Array, 
             level_score, picked = _top_k(score, top_k)
             parent = picked // top_k  # in the level just run
             level = _Level(
-                token_ids=jnp.take_along_axis(token, picked, axis=1),
-                hidden=jnp.take_along_axis(out, parent[..., None], axis=1),
+                token_ids=take_each(token, picked),
+                hidden=take_each(out, parent),
                 kv=kv,
-                mask=jnp.take_along_axis(_see_self(level.mask), parent[..., None], axis=1),
+                mask=take_each(_see_self(level.mask), parent),
             )
             frontier = base + picked
         base += top_k**2
+    if top_k == 1:
+        source = jnp.full(batch, HEAD, jnp.int32)
+        return chain_proposal(root_ids, jnp.concatenate(tokens, axis=1)[:, : tree.num_nodes], source)
     return _rerank(
         tree,
         root_ids,
@@ -242,23 +246,19 @@ def _rerank(
     """Keep the best `num_nodes` of the pool. A child never scores above its parent and stands after it, and `top_k`
     prefers the earlier of equals, so with a node all its ancestors are kept."""
     batch, pool = scores.shape
-    depths = jnp.repeat(
-        jnp.arange(1, tree.depth + 1),
-        jnp.array([tree.top_k] + [tree.top_k**2] * (tree.depth - 1)),
-        total_repeat_length=pool,
-    )
+    depths = np.repeat(np.arange(1, tree.depth + 1), [tree.top_k] + [tree.top_k**2] * (tree.depth - 1))
     kept = jnp.broadcast_to(jnp.arange(pool), (batch, pool))
     if tree.num_nodes < pool:
         kept = jnp.sort(jax.lax.top_k(scores, tree.num_nodes)[1], axis=1)
-    parent = jnp.take_along_axis(parents, kept, axis=1)
+    parent = take_each(parents, kept)
     # where each kept node's parent stands among the kept (the root is node 0, hence + 1)
     is_parent = parent[..., None] == kept[:, None]
-    parent_node = jnp.where(parent < 0, 0, 1 + sampling.argmax(is_parent.astype(jnp.float32)))
+    parent_node = jnp.where(parent < 0, 0, 1 + argmax(is_parent.astype(jnp.float32)))
     zeros = jnp.zeros((batch, 1), jnp.int32)
     return Proposal(
-        token_ids=jnp.concatenate([root_ids[:, None], jnp.take_along_axis(token_ids, kept, axis=1)], axis=1),
+        token_ids=jnp.concatenate([root_ids[:, None], take_each(token_ids, kept)], axis=1),
         parents=jnp.concatenate([zeros, parent_node.astype(jnp.int32)], axis=1),
-        depths=jnp.concatenate([zeros, depths[kept].astype(jnp.int32)], axis=1),
+        depths=jnp.concatenate([zeros, jnp.asarray(depths, jnp.int32)[kept]], axis=1),
         source=jnp.full(batch, HEAD, jnp.int32),
     )
 

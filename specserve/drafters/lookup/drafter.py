@@ -14,9 +14,10 @@ import jax.numpy as jnp
 
 from specserve.drafters.lookup.search import MATCH_CLASSES, RECALL_LENGTH, RECALL_ROWS, Match, find, match_class
 from specserve.drafters.words import ALL_TEXT
+from specserve.kernels.gather import take_each, take_rows
 from specserve.models.config import ModelConfig
 from specserve.pytree import pytree
-from specserve.speculative.drafter import HEAD, After, Committed, Drafter, Sizes, SlotView, choose, take_rows
+from specserve.speculative.drafter import HEAD, After, Committed, Drafter, Sizes, SlotView, choose
 from specserve.speculative.tree import Proposal, Tree, chain_proposal
 
 GAIN_DECAY = 0.9
@@ -175,7 +176,7 @@ def _first_gains(promise: jax.Array) -> jax.Array:  # [1 + classes] float32
 
 def prefers_match(gains: jax.Array, match: Match) -> jax.Array:  # [batch, 1 + classes] -> [batch] bool
     """Whether the match promises more accepted tokens than the head."""
-    expected = jnp.take_along_axis(gains, _source(match)[:, None], axis=1)[:, 0]
+    expected = take_each(gains, _source(match)[:, None])[:, 0]
     return (match.length > 0) & (expected > gains[:, HEAD])
 
 

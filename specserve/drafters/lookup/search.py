@@ -6,6 +6,7 @@ It is a comparison with every place at once, on the device, so a step needs noth
 import jax
 import jax.numpy as jnp
 
+from specserve.kernels.gather import take_each
 from specserve.pytree import pytree
 
 MAX_MATCH = 8  # tokens compared: a longer match says no more
@@ -29,7 +30,7 @@ def find(
 ) -> Match:
     """The longest match, the most recent among equals; a sequence's own text before that of others."""
     back = last[:, None] - jnp.arange(MAX_MATCH)
-    suffix = jnp.where(back >= 0, jnp.take_along_axis(history, jnp.clip(back, 0), axis=1), -2)  # newest first
+    suffix = jnp.where(back >= 0, take_each(history, jnp.clip(back, 0)), -2)  # newest first
     is_earlier = jnp.arange(history.shape[1]) < last[:, None]
     length, end = _longest(history[:, None], suffix, is_earlier[:, None])
     # past its own end a match goes on with its beginning: the text repeats with this period

@@ -31,6 +31,9 @@ HANDLERS = (
     "specserve_gate",
     "specserve_rotate",
     "specserve_angles",
+    "specserve_heads",
+    "specserve_write",
+    "specserve_argmax",
 )
 
 Arguments = ParamSpec("Arguments")

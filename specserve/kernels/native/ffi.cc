@@ -107,21 +107,25 @@ const T* data_or_null(const Buffer& buffer) {
 }
 
 ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi::S32> group, ffi::AnyBuffer panels,
-                  ffi::Buffer<ffi::F32> scale, ffi::Result<ffi::Buffer<ffi::F32>> y, int64_t block) {
+                  ffi::Buffer<ffi::F32> scale, ffi::Buffer<ffi::F32> add, ffi::Result<ffi::Buffer<ffi::F32>> y,
+                  int64_t block) {
   const Kernels* chosen = kernels();
   if (!chosen) return refuse("no kernel for this processor");
   const auto x_dims = x.dimensions(), dims = panels.dimensions(), y_dims = y->dimensions();
   if (x_dims.size() != 2 || dims.size() != 4 || y_dims.size() != 2) return refuse("ranks of a product");
   Matmul call = {};
   call.x = x.typed_data();
+  if (group.element_count() && add.element_count()) return refuse("rows of experts are added to nothing");
   call.group = data_or_null<int32_t>(group);
   call.panels = panels.untyped_data();
   call.scale = data_or_null<float>(scale);
+  call.add = data_or_null<float>(add);
   call.y = y->typed_data();
   call.rows = x_dims[0], call.d_in = x_dims[1], call.d_out = y_dims[1], call.groups = dims[0];
   call.block = block > 0 ? block : std::max<int64_t>(1, call.d_in);
   const int64_t num_panels = (call.d_out + chosen->panel_width - 1) / chosen->panel_width;
-  if (dims[1] != num_panels || dims[2] != call.d_in || dims[3] != chosen->panel_width || y_dims[0] != call.rows) {
+  if (dims[1] != num_panels || dims[2] != call.d_in || dims[3] != chosen->panel_width || y_dims[0] != call.rows ||
+      (call.add && add.element_count() != y->element_count())) {
     return refuse("shapes of a product");
   }
   switch (panels.element_type()) {
@@ -252,6 +256,93 @@ ffi::Error rotate(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
   return ffi::Error::Success();
 }
 
+// The rows of one product, [q | k | v] side by side, as heads: queries and keys normed, where their norms are not empty,
+// and turned; values as they are. A norm is over each head, or over all of them where its weight is as long.
+ffi::Error heads(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> qkv, ffi::Buffer<ffi::F32> q_norm,
+                 ffi::Buffer<ffi::F32> k_norm, ffi::Buffer<ffi::F32> cos, ffi::Buffer<ffi::F32> sin,
+                 ffi::Result<ffi::Buffer<ffi::F32>> q, ffi::Result<ffi::Buffer<ffi::F32>> k,
+                 ffi::Result<ffi::Buffer<ffi::F32>> v, float eps, bool offset, bool is_interleaved) {
+  const Kernels* chosen = kernels();
+  const auto q_dims = q->dimensions(), k_dims = k->dimensions();  // [batch, n, head, head_dim]
+  if (!chosen || q_dims.size() != 4 || k_dims.size() != 4) return refuse("ranks of heads");
+  const int64_t head_dim = q_dims[3], half = cos.dimensions().back(), rows = q_dims[0] * q_dims[1];
+  const int64_t q_size = q_dims[2] * head_dim, kv_size = k_dims[2] * head_dim, size = q_size + 2 * kv_size;
+  if (static_cast<int64_t>(qkv.element_count()) != rows * size ||
+      static_cast<int64_t>(cos.element_count()) != rows * half || 2 * half > head_dim) {
+    return refuse("shapes of heads");
+  }
+  struct Part {
+    const ffi::Buffer<ffi::F32>& norm;
+    float* to;
+    int64_t begin, size;
+  };
+  const Part parts[] = {{q_norm, q->typed_data(), 0, q_size}, {k_norm, k->typed_data(), q_size, kv_size}};
+  for (const Part& part : parts) {
+    const int64_t length = part.norm.element_count();
+    if (length && length != head_dim && length != part.size) return refuse("shape of a norm of heads");
+  }
+  share(pool, rows, 8 * size, [&](int64_t begin, int64_t end) {
+    for (int64_t row = begin; row < end; ++row) {
+      for (const Part& part : parts) {
+        const float* from = qkv.typed_data() + row * size + part.begin;
+        float* to = part.to + row * part.size;
+        if (const int64_t length = part.norm.element_count()) {
+          chosen->norm({from, part.norm.typed_data(), to, length, eps, offset}, 0, part.size / length);
+          from = to;
+        }
+        const Rotate turn = {from, cos.typed_data() + row * half, sin.typed_data() + row * half, to,
+                             part.size / head_dim, head_dim, half, is_interleaved};
+        chosen->rotate(turn, 0, 1);
+      }
+      std::copy_n(qkv.typed_data() + row * size + q_size + kv_size, kv_size, v->typed_data() + row * kv_size);
+    }
+  });
+  return ffi::Error::Success();
+}
+
+// Writes entries into the pages of every layer: the path[b][i]-th of the new ones of sequence b goes to page[b][i],
+// offset[b][i]; a page out of range is nowhere. The operands after these three are the pages, keys of all layers and then
+// values, and after them the new entries in the same order, [batch, n, head, dim]. The results are the pages, in place.
+ffi::Error write(ffi::Buffer<ffi::S32> path, ffi::Buffer<ffi::S32> page, ffi::Buffer<ffi::S32> offset,
+                 ffi::RemainingArgs arguments, ffi::RemainingRets results, int64_t num_keys) {
+  const int64_t num_arrays = results.size(), batch = page.dimensions()[0], count = page.dimensions()[1];
+  if (static_cast<int64_t>(arguments.size()) != 2 * num_arrays) return refuse("arrays of a write");
+  for (int64_t i = 0; i < num_arrays; ++i) {
+    auto entries = arguments.get<ffi::Buffer<ffi::F32>>(num_arrays + i);
+    auto pages = results.get<ffi::Buffer<ffi::F32>>(i);
+    if (!entries.has_value() || !pages.has_value()) return refuse("dtype of pages");
+    const auto dims = entries->dimensions(), page_dims = (*pages)->dimensions();
+    const int64_t n = dims[1], heads = dims[2], dim = dims[3], num_pages = page_dims[0];
+    const bool is_key = i < num_keys;  // [page, head, dim, size]; a value: [page, head, size, dim]
+    const int64_t size = page_dims[is_key ? 3 : 2];
+    if (dims[0] != batch || page_dims[1] != heads || page_dims[is_key ? 2 : 3] != dim) return refuse("shapes of a write");
+    for (int64_t place = 0; place < batch * count; ++place) {
+      const int64_t to_page = page.typed_data()[place], at = offset.typed_data()[place];
+      const int64_t entry = path.typed_data()[place];
+      if (to_page < 0 || to_page >= num_pages || at < 0 || at >= size || entry < 0 || entry >= n) continue;
+      const float* from = entries->typed_data() + (place / count * n + entry) * heads * dim;
+      float* to = (*pages)->typed_data() + to_page * heads * dim * size;
+      for (int64_t head = 0; head < heads; ++head, from += dim, to += dim * size) {
+        if (is_key) {
+          for (int64_t channel = 0; channel < dim; ++channel) to[channel * size + at] = from[channel];
+        } else {
+          std::copy_n(from, dim, to + at * dim);
+        }
+      }
+    }
+  }
+  return ffi::Error::Success();
+}
+
+ffi::Error argmax(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Result<ffi::Buffer<ffi::S32>> index) {
+  const Kernels* chosen = kernels();
+  const auto dims = x.dimensions();
+  if (!chosen || !dims.back()) return refuse("shape of a largest value");
+  const Argmax call = {x.typed_data(), index->typed_data(), dims.back()};
+  share(pool, num_rows(dims), dims.back(), [&](int64_t begin, int64_t end) { chosen->argmax(call, begin, end); });
+  return ffi::Error::Success();
+}
+
 // cos and sin of position * frequency, [row, frequency] each; a function of its own because XLA computes one row's
 // cosines by another formula than those of many rows.
 ffi::Error angles(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Buffer<ffi::F32> frequencies,
@@ -300,6 +391,7 @@ SPECSERVE_HANDLER(specserve_matmul, specserve::matmul,
                       .Arg<ffi::Buffer<ffi::F32>>()
                       .Arg<ffi::Buffer<ffi::S32>>()
                       .Arg<ffi::AnyBuffer>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
                       .Arg<ffi::Buffer<ffi::F32>>()
                       .Ret<ffi::Buffer<ffi::F32>>()
                       .Attr<int64_t>("block"));
@@ -357,3 +449,30 @@ SPECSERVE_HANDLER(specserve_angles, specserve::angles,
                       .Ret<ffi::Buffer<ffi::F32>>()
                       .Ret<ffi::Buffer<ffi::F32>>()
                       .Attr<float>("magnitude"));
+
+SPECSERVE_HANDLER(specserve_heads, specserve::heads,
+                  ffi::Ffi::Bind()
+                      .Ctx<ffi::ThreadPool>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Arg<ffi::Buffer<ffi::F32>>()
+                      .Ret<ffi::Buffer<ffi::F32>>()
+                      .Ret<ffi::Buffer<ffi::F32>>()
+                      .Ret<ffi::Buffer<ffi::F32>>()
+                      .Attr<float>("eps")
+                      .Attr<bool>("offset")
+                      .Attr<bool>("is_interleaved"));
+
+SPECSERVE_HANDLER(specserve_write, specserve::write,
+                  ffi::Ffi::Bind()
+                      .Arg<ffi::Buffer<ffi::S32>>()
+                      .Arg<ffi::Buffer<ffi::S32>>()
+                      .Arg<ffi::Buffer<ffi::S32>>()
+                      .RemainingArgs()
+                      .RemainingRets()
+                      .Attr<int64_t>("num_keys"));
+
+SPECSERVE_HANDLER(specserve_argmax, specserve::argmax,
+                  ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().Arg<ffi::Buffer<ffi::F32>>().Ret<ffi::Buffer<ffi::S32>>());

@@ -11,7 +11,7 @@ namespace specserve {
 
 enum class Format : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
 
-// y[r] = x[r] @ weight[group[r]], summed in float32 over d_in in ascending order, whatever the number of rows.
+// y[r] = x[r] @ weight[group[r]] (+ add[r]), summed in float32 over d_in in ascending order, whatever the number of rows.
 //
 // A weight lies in panels of `width` outputs: [d_out / width rounded up, d_in, width]. The float32 values of one input
 // are in the order of the outputs. Of narrower values a lane of 32 bits holds several, so that shifts and masks widen
@@ -22,6 +22,7 @@ struct Matmul {
   const int32_t* group;  // [rows], which weight each row is multiplied by; null: the first. Out of range: y is 0
   const void* panels;    // [groups, d_out / width rounded up, d_in, width]
   const float* scale;    // [groups, d_in / block rounded up, d_out], of each block of inputs; null: none
+  const float* add;      // [rows, d_out], added to the finished sums; null: nothing
   float* y;              // [rows, d_out]
   int64_t rows, groups, d_in, d_out, block;
   Format format;
@@ -68,7 +69,7 @@ struct Gate {
   Activation activation;
 };
 
-// Rotary embedding of the first 2 * half channels of each head; the others are copied.
+// Rotary embedding of the first 2 * half channels of each head; the others are copied. y may be x.
 struct Rotate {
   const float* x;    // [rows, heads, head_dim]
   const float* cos;  // [rows, half]
@@ -76,6 +77,13 @@ struct Rotate {
   float* y;          // like x
   int64_t heads, head_dim, half;
   bool is_interleaved;
+};
+
+// The first index of each row's largest value; within the row also where there is no largest (NaN).
+struct Argmax {
+  const float* x;  // [rows, size]
+  int32_t* index;  // [rows]
+  int64_t size;
 };
 
 struct Kernels {
@@ -90,6 +98,7 @@ struct Kernels {
   void (*norm)(const Norm&, int64_t begin, int64_t end);
   void (*gate)(const Gate&, int64_t begin, int64_t end);
   void (*rotate)(const Rotate&, int64_t begin, int64_t end);
+  void (*argmax)(const Argmax&, int64_t begin, int64_t end);
 };
 
 // So many floats for the calling thread, until it asks again; what they hold is undefined.

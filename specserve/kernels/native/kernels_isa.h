@@ -120,7 +120,12 @@ void matmul_as(const Matmul& call, int64_t group, int64_t panel, int64_t begin, 
   }
   const float* from = num_blocks > 1 ? totals : sums;
   for (int64_t row = 0; row < rows; ++row) {
-    memcpy(call.y + call.order[begin + row] * call.d_out + column, from + row * kWidth, columns * sizeof(float));
+    const int64_t place = call.order[begin + row] * call.d_out + column;
+    if (call.add) {
+      for (int64_t i = 0; i < columns; ++i) call.y[place + i] = from[row * kWidth + i] + call.add[place + i];
+    } else {
+      memcpy(call.y + place, from + row * kWidth, columns * sizeof(float));
+    }
   }
 }
 
@@ -402,8 +407,26 @@ void rotate(const Rotate& call, int64_t begin, int64_t end) {
         y[i * step] = __builtin_fmaf(first, cos[i], -(second * sin[i]));
         y[i * step + apart] = __builtin_fmaf(second, cos[i], first * sin[i]);
       }
-      memcpy(y + 2 * call.half, x + 2 * call.half, (call.head_dim - 2 * call.half) * sizeof(float));
+      if (y != x) memcpy(y + 2 * call.half, x + 2 * call.half, (call.head_dim - 2 * call.half) * sizeof(float));
     }
+  }
+}
+
+void argmax(const Argmax& call, int64_t begin, int64_t end) {
+  for (int64_t row = begin; row < end; ++row) {
+    const float* x = call.x + row * call.size;
+    Floats best = splat(-INFINITY);
+    int64_t i = 0;
+    for (; i + LANES <= call.size; i += LANES) {
+      const Floats next = load_floats(x + i);
+      best = next > best ? next : best;
+    }
+    float largest = -INFINITY;
+    for (int lane = 0; lane < LANES; ++lane) largest = largest < best[lane] ? best[lane] : largest;
+    for (; i < call.size; ++i) largest = largest < x[i] ? x[i] : largest;
+    int64_t index = 0;
+    while (index + 1 < call.size && x[index] != largest) ++index;
+    call.index[row] = static_cast<int32_t>(index);
   }
 }
 
