@@ -17,7 +17,8 @@ from specserve.kernels import native
 from specserve.kernels.attention import PagedPrefix, attend
 from specserve.kernels.matmul import PackedMatrix, QuantizedMatrix, dequantize, matmul, matmul_by_expert, pack
 from specserve.kernels.native import build
-from specserve.kernels.rowwise import ACTIVATIONS, Activation, apply_rope, cos_sin, gated, rms_norm
+from specserve.kernels.pages import write_pages
+from specserve.kernels.rowwise import ACTIVATIONS, Activation, apply_rope, argmax, as_heads, cos_sin, gated, rms_norm
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason=native.describe())
 
@@ -74,6 +75,8 @@ def test_a_packed_product_is_x_times_w(seed: int, kind: str, rows: int, d_in: in
     rounding.assert_within(got, x.astype(np.float64) @ plain, rounding.of_product(x, plain))
     for row in {0, rows // 2, rows - 1}:
         assert (np.asarray(matmul(x[row : row + 1], packed))[0] == got[row]).all(), "a row depends on its neighbours"
+    residual = _normal(rng, rows, d_out)
+    assert (_served(matmul, x, packed, residual) == residual + got).all(), "a sum is more than the product and a sum"
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8 in blocks"])
@@ -241,3 +244,72 @@ def test_a_rotation_is_that_of_xla(rng: np.random.Generator, is_interleaved: boo
     # cosines of the same float32 angle, good to two units; two products and a sum
     rounding.assert_within(got, expected, 1.5 * 2 * np.abs(x).max() * 6 * rounding.UNIT)
     assert (_served(run, x[1:, 2:3], jnp.asarray(positions[1:, 2:3]))[0, 0] == got[1, 2]).all()
+
+
+@pytest.mark.parametrize("norm", ["none", "of each head", "of all heads"])
+@pytest.mark.parametrize("is_interleaved", [False, True])
+def test_heads_are_norms_and_rotations(rng: np.random.Generator, norm: str, is_interleaved: bool) -> None:
+    """One call, to the bit what the calls for norms and rotations give."""
+    heads, kv_heads, head_dim, half = 6, 2, 24, 8
+    qkv = jnp.asarray(_normal(rng, 2, 5, (heads + 2 * kv_heads) * head_dim))
+    sizes = {"none": (), "of each head": (head_dim, head_dim), "of all heads": (heads * head_dim, kv_heads * head_dim)}
+    norms = tuple(jnp.asarray(_normal(rng, size)) for size in sizes[norm]) or (None, None)
+    positions = jnp.asarray(rng.integers(0, 4000, (2, 5)), jnp.int32)
+    frequencies = (10000.0 ** -(np.arange(half) / half)).astype(np.float32)
+
+    def together(qkv: jax.Array) -> Any:
+        tables = cos_sin(positions, frequencies, 1.0)
+        return as_heads(
+            qkv, (heads, kv_heads, head_dim), norms, tables, eps=1e-5, offset=True, is_interleaved=is_interleaved
+        )
+
+    def apart(qkv: jax.Array) -> Any:
+        tables = cos_sin(positions, frequencies, 1.0)
+        q, k, v = jnp.split(qkv, (heads * head_dim, (heads + kv_heads) * head_dim), axis=-1)
+        made = []
+        for x, weight in zip((q, k), norms, strict=True):
+            if norm == "of all heads":
+                x = rms_norm(x, weight, 1e-5, offset=True)
+            x = x.reshape(2, 5, -1, head_dim)
+            if norm == "of each head":
+                x = rms_norm(x, weight, 1e-5, offset=True)
+            made.append(apply_rope(x, tables, is_interleaved=is_interleaved))
+        return (*made, v.reshape(2, 5, kv_heads, head_dim))
+
+    got, expected = (jax.jit(native.serving(function))(qkv) for function in (together, apart))
+    for one, other in zip(got, expected, strict=True):
+        assert one.shape == other.shape
+        assert (np.asarray(one) == np.asarray(other)).all()
+
+
+@pytest.mark.parametrize("has_path", [False, True])
+@pytest.mark.parametrize("is_latent", [False, True])
+def test_pages_are_written_as_xla_writes_them(rng: np.random.Generator, has_path: bool, is_latent: bool) -> None:
+    """All layers in one call; entries whose page is out of range are nowhere, also a page before the first."""
+    batch, n, kv_heads, head_dim, v_dim, num_pages, page_size = 3, 7, 2, 24, 16, 11, 4
+    count = 4 if has_path else n
+    layers = []
+    for _ in range(3):
+        k = _normal(rng, num_pages, kv_heads, head_dim, page_size), _normal(rng, batch, n, kv_heads, head_dim)
+        v = _normal(rng, num_pages, kv_heads, page_size, v_dim), _normal(rng, batch, n, kv_heads, v_dim)
+        layers.append((k, (None, None) if is_latent else v))
+    pages, new = ([(k[i], v[i]) for k, v in layers] for i in (0, 1))
+    places = rng.permutation(num_pages * page_size)[: batch * count].reshape(batch, count).astype(np.int32)
+    page, offset = places // page_size, places % page_size
+    page[0, 1], page[2, 3] = num_pages, num_pages + 7
+    path = rng.integers(0, n, (batch, count)).astype(np.int32) if has_path else None
+    got, expected = (jax.jit(run)(pages, new, page, offset, path) for run in (native.serving(write_pages), write_pages))
+    for one, other, before in zip(*map(jax.tree.leaves, (got, expected, pages)), strict=True):
+        assert (np.asarray(one) == np.asarray(other)).all()
+        assert (np.asarray(one) != before).any()
+
+
+@pytest.mark.parametrize("size", [1, 15, 64, 517])
+def test_the_largest_value_is_the_first_of_equals(rng: np.random.Generator, size: int) -> None:
+    x = rng.integers(-3, 3, (4, 9, size)).astype(np.float32)
+    x[0, 0], x[1, 1, size // 2] = -np.inf, np.inf
+    x[2, 2] = np.nan
+    got = _served(argmax, jnp.asarray(x))
+    assert 0 <= got[2, 2] < size
+    has_largest = ~np.isnan(x).any(axis=-1)
+    assert (got == np.argmax(x, axis=-1))[has_largest].all()

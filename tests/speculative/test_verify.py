@@ -12,11 +12,12 @@ from specserve.speculative.tree import (
     chain_proposal,
     pad_chain,
 )
-from specserve.speculative.verify import verify
+from specserve.speculative.verify import verify, verify_chain
 
 NODES, DEPTH = 9, 4
 
 _verify = jax.jit(verify, static_argnums=2)
+_verify_chain = jax.jit(verify_chain)
 _ancestor_mask = jax.jit(ancestor_mask, static_argnums=1)
 
 
@@ -85,3 +86,19 @@ def test_a_padded_chain_is_the_chain_and_more_nodes() -> None:
     assert padded.source.tolist() == [0, 3]
     np.testing.assert_array_equal(_ancestor_mask(padded.parents, DEPTH), np.tril(np.ones((2, 5, 5), bool)))
     assert pad_chain(short, 2).token_ids.tolist() == short.token_ids.tolist(), "it is long enough already"
+
+
+@given(
+    st.lists(st.integers(0, 1), min_size=2 * DEPTH, max_size=2 * DEPTH),
+    st.lists(st.integers(0, 1), min_size=2 * DEPTH + 2, max_size=2 * DEPTH + 2),
+    st.tuples(_max_depths, _max_depths),
+)
+def test_a_chain_needs_no_walk(tokens: list[int], drawn: list[int], max_depths: tuple[int, int]) -> None:
+    draft_ids = jnp.asarray(tokens, jnp.int32).reshape(2, DEPTH)
+    proposal = chain_proposal(jnp.zeros(2, jnp.int32), draft_ids, jnp.zeros(2, jnp.int32))
+    target_ids, max_depth = jnp.asarray(drawn, jnp.int32).reshape(2, DEPTH + 1), jnp.asarray(max_depths, jnp.int32)
+    walked, verdict = _verify(proposal, target_ids, DEPTH, max_depth), _verify_chain(proposal, target_ids, max_depth)
+    assert verdict.n_accepted.tolist() == walked.n_accepted.tolist()
+    for row, last in enumerate(walked.n_accepted.tolist()):
+        assert walked.path[row, : last + 1].tolist() == list(range(last + 1))
+        assert verdict.token_ids[row, : last + 1].tolist() == walked.token_ids[row, : last + 1].tolist()

@@ -6,7 +6,7 @@
 namespace specserve {
 
 const Kernels* kernels_avx2() {
-  static constexpr Kernels kernels = {"avx2", kWidth, 8 * ROWS, matmul, attend, norm, gate, rotate};
+  static constexpr Kernels kernels = {"avx2", kWidth, 8 * ROWS, matmul, attend, norm, gate, rotate, argmax};
   return &kernels;
 }
 

@@ -6,7 +6,7 @@
 namespace specserve {
 
 const Kernels* kernels_avx512() {
-  static constexpr Kernels kernels = {"avx512", kWidth, 8 * ROWS, matmul, attend, norm, gate, rotate};
+  static constexpr Kernels kernels = {"avx512", kWidth, 8 * ROWS, matmul, attend, norm, gate, rotate, argmax};
   return &kernels;
 }
 

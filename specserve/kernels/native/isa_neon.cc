@@ -6,7 +6,7 @@
 namespace specserve {
 
 const Kernels* kernels_neon() {
-  static constexpr Kernels kernels = {"neon", kWidth, 8 * ROWS, matmul, attend, norm, gate, rotate};
+  static constexpr Kernels kernels = {"neon", kWidth, 8 * ROWS, matmul, attend, norm, gate, rotate, argmax};
   return &kernels;
 }
 
