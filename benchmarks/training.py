@@ -35,7 +35,7 @@ from specserve.errors import ConfigError
 from specserve.eval.report import table
 from specserve.mesh import default_dtype
 from specserve.models.config import ModelConfig
-from specserve.models.params import is_spec
+from specserve.models.params import abstract
 from specserve.models.presets import PRESETS
 from specserve.models.target import target_spec
 from specserve.provenance import collect
@@ -247,8 +247,8 @@ def memory_cells(
 def step_memory(config: LossConfig, settings: TrainSettings, *, batch: int, seq: int, is_naive: bool) -> Memory:
     """By the compiler's own account, without running it. The naive step is its gradient alone, without what its
     optimiser takes."""
-    target: Any = _abstract(target_spec(config.target), config.target.dtype)
-    params: Any = _abstract(config.drafter.spec(), config.drafter.dtype)
+    target: Any = abstract(target_spec(config.target), config.target.dtype)
+    params: Any = abstract(config.drafter.spec(), config.drafter.dtype)
     ids: Any = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     loss_mask: Any = jax.ShapeDtypeStruct((batch, seq), jnp.bool_)
     rows = Rows(ids, loss_mask, ids, ids)
@@ -270,10 +270,6 @@ def step_memory(config: LossConfig, settings: TrainSettings, *, batch: int, seq:
     assert used is not None
     live = used.temp_size_in_bytes + used.output_size_in_bytes - used.alias_size_in_bytes
     return Memory(used.argument_size_in_bytes, live)
-
-
-def _abstract(spec: Any, dtype: str) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype(dtype)), spec, is_leaf=is_spec)
 
 
 def training_table(report: TrainBenchReport) -> Table:

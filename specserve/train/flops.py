@@ -6,7 +6,6 @@ mask shows in a row that is one document. Executed are those of this implementat
 again in the backward pass and attention runs over blocks of keys. Shares of a peak (MFU) go by the useful ones.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from specserve.kernels import recurrence
 from specserve.kernels.rows import mean_keys
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.moe import all_experts, choose_form
-from specserve.models.params import is_matrix, specs
+from specserve.models.params import is_matrix, num_params, specs
 from specserve.models.target import target_spec
 
 
@@ -69,18 +68,11 @@ def _loss(target: ModelConfig, draft: TrainedDrafter, rollout: Rollout, is_captu
 
 def _products(config: ModelConfig, layer: Any, positions: int) -> Flops:
     """The operations of a layer's matrices with one position."""
-    useful = executed = 0.0
-    for spec in specs(layer):
-        if not is_matrix(spec):
-            continue
-        size = _size(spec)
-        if config.experts is not None and spec.axes[0] == "experts":
-            needed = size / config.experts.num_experts * config.experts.top_k
-            is_dense = choose_form(config.experts, positions) is all_experts
-            useful, executed = useful + needed, executed + (size if is_dense else needed)
-        else:
-            useful, executed = useful + size, executed + size
-    return Flops(2 * useful, 2 * executed)
+    matrices = [spec for spec in specs(layer) if is_matrix(spec)]
+    experts = config.experts
+    useful = num_params(matrices, experts.top_k if experts else None)
+    is_dense = experts is not None and choose_form(experts, positions) is all_experts
+    return Flops(2 * useful, 2 * (num_params(matrices) if is_dense else useful))
 
 
 def _mixing(config: ModelConfig, kind: LayerKind, seq: int) -> Flops:
@@ -108,7 +100,3 @@ def _recurrence(config: ModelConfig, kind: LayerKind, seq: int) -> Flops:
     k, v, channels = delta.k_dim, delta.v_dim, delta.k_dim if delta.by_channel else 1
     inner = 2 * block * (2 * k + v) + block * (k + v) + 4 * block * channels
     return Flops(6 * k * v, 6 * k * v + inner) * delta.num_v_heads
-
-
-def _size(spec: Any) -> int:
-    return math.prod(spec.shape)
