@@ -1,4 +1,4 @@
-"""`specserve bench`: how fast, from one client to many."""
+"""`specserve bench`: how fast the engine is, from one client to many."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass

@@ -90,7 +90,7 @@ def line_chart(
 def _axis(
     values: np.ndarray, start: float, stop: float, *, is_rounded: bool = False
 ) -> tuple[Callable[[float], float], list[Tick]]:
-    """A linear scale from values to SVG units and some five ticks; a rounded one begins and ends with a tick."""
+    """Make a linear scale from values to SVG units, with some five ticks; a rounded one begins and ends with a tick."""
     low, high = float(values.min()), float(values.max())
     if high <= low:
         pad = abs(low) * 0.1 or 1.0
@@ -104,7 +104,7 @@ def _axis(
 
 
 def nice(size: float) -> float:
-    """The smallest of 1, 2, 2.5, 5 times a power of ten that is not below `size`."""
+    """Find the smallest of 1, 2, 2.5, 5 times a power of ten that is not below `size`."""
     power = 10.0 ** math.floor(math.log10(size))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= size * (1 - 1e-9))
 
@@ -123,13 +123,13 @@ def _finite(points: Iterable[Point]) -> np.ndarray:  # [point, 2]
 
 
 def _thin(points: np.ndarray) -> np.ndarray:
-    """Means of neighbouring points, where there are too many."""
+    """Average neighbouring points where there are too many to draw."""
     groups = np.array_split(points, min(len(points), MAX_POINTS))
     return np.array([group.mean(axis=0) for group in groups])
 
 
 def _table(series: Sequence[Series]) -> tuple[list[str], list[list[str]]]:
-    """The names, and evenly spread rows of values, the last one among them."""
+    """Tabulate series: their names, and evenly spread rows of values, the last one among them."""
     found = [dict(map(tuple, _finite(each.points))) for each in series]
     xs = sorted({x for values in found for x in values}, reverse=True)
     kept = xs[:: max(1, -(-len(xs) // MAX_SHOWN))][::-1]

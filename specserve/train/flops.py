@@ -28,6 +28,7 @@ class StepFlops:
 
     @property
     def total(self) -> Flops:
+        """The operations of the whole step."""
         return self.target + self.rollout + self.loss
 
 
@@ -40,7 +41,7 @@ def step_flops(
     seq: int,
     is_captured: bool = False,  # what the target has to say is read from a cache
 ) -> StepFlops:
-    """The operations of a step over `batch` rows of `seq` positions."""
+    """Count the operations of a step over `batch` rows of `seq` positions."""
     positions = batch * seq
     forward = Flops(0, 0) if is_captured else target_flops(target, seq, positions) * positions
     return StepFlops(
@@ -49,8 +50,8 @@ def step_flops(
 
 
 def target_flops(config: ModelConfig, seq: int, positions: int) -> Flops:
-    """The forward operations of the target's layers for each position of a row. How experts are computed depends on
-    how many positions are computed together."""
+    """Count the forward operations of the target's layers for one position of a row of `seq`. How experts are computed
+    depends on how many `positions` are computed together."""
     total = Flops(0, 0)
     spec = target_spec(config)
     for i, layer in enumerate(spec.layers):
@@ -59,15 +60,15 @@ def target_flops(config: ModelConfig, seq: int, positions: int) -> Flops:
 
 
 def _loss(target: ModelConfig, draft: TrainedDrafter, rollout: Rollout, is_captured: bool) -> Flops:
-    """The output heads' operations for each position: the target's logits once, and the draft's at every rollout step
-    with the gradients of both factors."""
+    """Count the output heads' operations for one position: the target's logits once, and the draft's at every rollout
+    step with the gradients of both factors."""
     teacher = 0 if is_captured else 2 * target.d_model * target.vocab_size
     each = 3 * 2 * draft.d_model * draft.draft_vocab_size
     return Flops(1, 1) * (teacher + rollout.length * each)
 
 
 def _products(config: ModelConfig, layer: Any, positions: int) -> Flops:
-    """The operations of a layer's matrices with one position."""
+    """Count the operations of a layer's matrices with one position."""
     matrices = [spec for spec in specs(layer) if is_matrix(spec)]
     experts = config.experts
     useful = num_params(matrices, experts.top_k if experts else None)
@@ -76,8 +77,8 @@ def _products(config: ModelConfig, layer: Any, positions: int) -> Flops:
 
 
 def _mixing(config: ModelConfig, kind: LayerKind, seq: int) -> Flops:
-    """Between the positions of a row, for each of them: attention's products of queries with keys and of weights with
-    values, or a recurrence."""
+    """Count the operations between the positions of a row, for one of them: attention's products of queries with keys
+    and of weights with values, or a recurrence."""
     if kind.mixer in ("delta", "lightning"):
         return _recurrence(config, kind, seq)
     width = 2 * config.head_dim
@@ -88,7 +89,7 @@ def _mixing(config: ModelConfig, kind: LayerKind, seq: int) -> Flops:
 
 
 def _recurrence(config: ModelConfig, kind: LayerKind, seq: int) -> Flops:
-    """A recurrence's operations for each position. Useful are reading and writing the state; executed is what
+    """Count a recurrence's operations for one position. Useful are reading and writing the state; executed is what
     `kernels.recurrence` computes in blocks."""
     block = seq if seq <= recurrence.MAX_TREE else recurrence.BLOCK
     if kind.mixer == "lightning":

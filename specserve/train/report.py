@@ -151,7 +151,7 @@ def summarize(dataset: Dataset, target_ids: np.ndarray) -> dict[str, Any]:
 
 
 def _tiles(steps: Sequence[Row], measured: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """The large figures on top, each as its name, its value, and what to know about it."""
+    """List the large figures on top, each as its name, its value, and what to know about it."""
     tiles = []
     if measured:
         best = max(measured, key=lambda row: row["tau"])
@@ -213,7 +213,7 @@ def _tau_chart(measured: Sequence[Row], curve: PowerLaw | None, num_others: int)
 
 
 def _settings(run: TrainRun) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
-    """Names and values of the settings that somebody has chosen, and of the others."""
+    """List the names and values of the settings that somebody has chosen, and those of the others."""
     chosen, others = [], []
     for leaf in config.leaves(TrainRun):
         value = attrgetter(leaf.name)(run)
@@ -235,10 +235,12 @@ def _shown(report: Report) -> list[tuple[str, str]]:
 
 
 def duration(seconds: float) -> str:
+    """Write a duration as 1:02:03, or as 2:03 below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def gigabytes(num_bytes: int) -> str:
+    """Write a size in units of 10^9 bytes."""
     return f"{num_bytes / 1e9:.1f} GB"
