@@ -73,7 +73,7 @@ class Peer:
             stamp.write_text(wanted)
 
     def convert(self, source: Path, weights: str, target: Path | None = None) -> Path:
-        """A GGUF of a model folder, or of a head for `target`."""
+        """Convert a model folder, or a head for `target`, to GGUF."""
         from specserve.provenance import fingerprint
 
         file = self.folder / f"{fingerprint(source)}-{weights}.gguf"
@@ -93,7 +93,7 @@ class Peer:
 
 
 def convert_here(llama_cpp: str, *arguments: str) -> None:
-    """In the peer's environment: llama.cpp's converter, which knows tokenizers by a hash, and not pydoc's."""
+    """Run llama.cpp's converter in the peer's environment. It knows tokenizers by a hash, and not pydoc's."""
     sys.path[:0] = [llama_cpp, f"{llama_cpp}/gguf-py"]
     base = importlib.import_module("conversion.base").TextModel
     known = base.get_vocab_base_pre
@@ -110,7 +110,7 @@ def convert_here(llama_cpp: str, *arguments: str) -> None:
 
 
 def serve_here(model: str, port: str, slots: str, threads: str, head: str = "", chain: str = "") -> None:
-    """In the peer's environment: its HTTP server, until it is killed."""
+    """Run llama.cpp's HTTP server in the peer's environment, until it is killed."""
     import xllamacpp  # pyright: ignore[reportMissingImports]
 
     params = xllamacpp.CommonParams()
@@ -197,7 +197,7 @@ def assignment(text: str) -> tuple[str, str]:
 
 
 def compare(options: argparse.Namespace) -> dict[str, Any]:
-    """Start every server, ask them in turns, print the table; what was measured, ready for JSON."""
+    """Start every server, ask them in turns and print the table; returns what was measured, ready for JSON."""
     if sys.platform != "linux":
         raise BenchmarkError(f"this runs on Linux (cores and peak memory are the kernel's to tell), not {sys.platform}")
     cores = sorted(os.sched_getaffinity(0))
@@ -258,7 +258,7 @@ def compare(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def all_servers(options: argparse.Namespace, peer: Peer, target: Path) -> Iterator[Server]:
-    """One after the other: each measures its steps alone, and nothing but it runs."""
+    """Start the servers one after the other: each measures its steps alone, and nothing but it runs."""
     slots = max(options.clients)
     for weights in options.formats:
         model = peer.convert(target, weights)
@@ -292,7 +292,7 @@ def all_servers(options: argparse.Namespace, peer: Peer, target: Path) -> Iterat
 
 
 def questions(count: int, longest: int) -> list[list[int]]:
-    """Held-out questions as token ids, some with answered ones before them."""
+    """Render held-out questions as token ids, some with answered ones before them."""
     from specserve.checkpoints.source import BUNDLED_FOLDER
     from specserve.eval.prompts import load_chats
     from specserve.tokenizer import Tokenizer
@@ -306,7 +306,7 @@ def questions(count: int, longest: int) -> list[list[int]]:
 
 
 def num_weights(folder: Path) -> int:
-    """Of a model whose embedding is its output head: all are read for every token."""
+    """Count the weights of a model whose embedding is its output head: all are read for every token."""
     from safetensors import safe_open
 
     with safe_open(folder / "model.safetensors", "numpy") as file:

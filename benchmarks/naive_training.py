@@ -38,7 +38,7 @@ MIN_BUCKET = 64  # of tokens in a row
 
 
 def padded_batches(documents: Sequence[Document], batch_size: int, max_len: int, seed: int) -> Iterator[Rows]:
-    """Endless shuffled batches, one document to a row, cut to `max_len`."""
+    """Yield shuffled batches without end, one document to a row, cut to `max_len`."""
     rng = np.random.default_rng(seed)
     order: list[int] = []
     while True:
@@ -49,7 +49,7 @@ def padded_batches(documents: Sequence[Document], batch_size: int, max_len: int,
 
 
 def batches_of_every_length(documents: Sequence[Document], batch_size: int, max_len: int) -> list[Rows]:
-    """One for each length that `padded_batches` can come to."""
+    """Make one batch for each length that `padded_batches` can come to."""
     by_length = {_length(document, max_len): document for document in documents}
     return [_padded([document] * batch_size, max_len) for document in by_length.values()]
 
@@ -74,7 +74,7 @@ def _padded(documents: Sequence[Document], max_len: int) -> Rows:
 def naive_loss(
     params: Eagle3Params, config: LossConfig, target: TargetParams, vocab: DraftVocab, rows: Rows
 ) -> tuple[jax.Array, RolloutMetrics]:
-    """What `train.step.rollout_loss` of a whole batch gives, with everything in full."""
+    """Compute what `train.step.rollout_loss` of a whole batch gives, with everything in full."""
     draft = config.drafter
     mask = Documents(rows.document_ids).dense()
     taught = target_model.forward(
@@ -120,7 +120,7 @@ def _states(
 
 
 def _attend_all(q: jax.Array, kv: Sequence[KV], mask: jax.Array) -> jax.Array:
-    """One softmax over the scores of step 0 and each later step's own."""
+    """Attend with one softmax over the scores of step 0 and each later step's own."""
     group = q.shape[2] // kv[0][0].shape[2]
     (k, v), *later = [(jnp.repeat(k, group, axis=2), jnp.repeat(v, group, axis=2)) for k, v in kv]
     q = q * q.shape[3] ** -0.5
@@ -135,7 +135,7 @@ def _attend_all(q: jax.Array, kv: Sequence[KV], mask: jax.Array) -> jax.Array:
 
 
 class NaiveTrainer:
-    """A head in training, step by step."""
+    """A head that is trained in the naive way, step by step."""
 
     def __init__(
         self,
@@ -154,7 +154,7 @@ class NaiveTrainer:
         self.params, self._state = tree, optimizer.init(tree)
 
     def step(self, rows: Rows) -> float:
-        """One step's loss."""
+        """Take one step, and return its loss."""
         (loss, metrics), gradient = self.gradient(self.params, self._target, self._vocab, rows)
         updates, self._state = self._optimizer.update(gradient, self._state, self.params)
         self.params = optax.apply_updates(self.params, updates)

@@ -23,7 +23,7 @@ PLAIN = "off"
 
 
 class BenchmarkError(Exception):
-    """Something the user can mend."""
+    """An error that the user can mend."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,8 @@ class Batch:
 
     @property
     def speed(self) -> float:
-        """Tokens per second: after the first token where one client asks, all of all clients where several do."""
+        """The speed in tokens per second: after the first token where one client asks, all of all clients where several
+        do."""
         if self.clients > 1:
             return sum(answer.num_tokens for answer in self.answers) / self.seconds
         (answer,) = self.answers
@@ -92,8 +93,9 @@ class Row:
 def summarize(
     batches: Sequence[Batch], bounds: Mapping[str, float], peak_bytes: Mapping[Arm, int], reference: Arm, peer: str
 ) -> list[Row]:
-    """A row for every arm and number of clients. `bounds` are tokens per second by weight format; answers are compared
-    with those of `reference`, and speeds with plain decoding by the engine `peer` from weights of the same format."""
+    """Make a row for every arm and number of clients. `bounds` are tokens per second by weight format; answers are
+    compared with those of `reference`, and speeds with plain decoding by the engine `peer` from weights of the same
+    format."""
     texts = {(b.clients, b.round, a.prompt): a.text for b in batches if b.arm == reference for a in b.answers}
     speeds = {(b.arm, b.clients, b.round, b.answers[0].prompt): b.speed for b in batches}
     rows = []
@@ -181,7 +183,7 @@ class Server:
         self.process.kill()
 
     def _wait(self) -> None:
-        """Until every program is compiled: `/ready` says so, `/health` where there is no such route."""
+        """Wait until every program is compiled: `/ready` says so, `/health` where there is no such route."""
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self.process.poll() is not None:
@@ -204,7 +206,7 @@ class Server:
             return response.status, response.read().decode()
 
     def ask(self, prompt: int, token_ids: Sequence[int], max_tokens: int) -> Answer:
-        """Greedily, over a stream. Nothing that was asked before helps."""
+        """Ask one prompt, greedily, over a stream. Nothing that was asked before helps."""
         body = {"prompt": token_ids, "max_tokens": max_tokens, "temperature": 0, "stream": True}
         body["stream_options"] = {"include_usage": True}
         if self.has_salt:
@@ -241,7 +243,8 @@ class Server:
     def ask_all(
         self, prompts: Mapping[int, Sequence[int]], max_tokens: int, *, clients: int = 1, number: int = 0
     ) -> Batch:
-        """So many clients, each taking the next prompt when its answer is complete, in round `number`."""
+        """Ask all prompts with so many clients, each taking the next prompt when its answer is complete, in round
+        `number`."""
         before = self.total("vllm:spec_decode_num_drafts_total")
         begin = time.perf_counter()
         with ThreadPoolExecutor(clients) as pool:
@@ -255,7 +258,7 @@ class Server:
         return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
 
     def total(self, series: str) -> int:
-        """Of a counter; 0 where there is none."""
+        """The value of a counter of the server's metrics; 0 where there is none."""
         lines = self.get("/metrics")[1].splitlines()
         return sum(int(float(line.split()[-1])) for line in lines if line.startswith(series))
 

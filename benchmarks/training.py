@@ -35,7 +35,7 @@ from specserve.errors import ConfigError
 from specserve.eval.report import table
 from specserve.mesh import default_dtype
 from specserve.models.config import ModelConfig
-from specserve.models.params import is_spec
+from specserve.models.params import abstract
 from specserve.models.presets import PRESETS
 from specserve.models.target import target_spec
 from specserve.provenance import collect
@@ -50,7 +50,7 @@ from specserve.train.step import LossConfig, StepMetrics, TrainState, loss_confi
 
 
 class Arm(Protocol):
-    """One way to train."""
+    """A way to train that is measured."""
 
     name: str
 
@@ -65,7 +65,7 @@ class Arm(Protocol):
 
 @dataclass
 class ArmResult:
-    """One value per round."""
+    """What one arm reached, one value per round."""
 
     useful: list[float] = field(default_factory=list)  # loss-bearing tokens per second
     positions: list[float] = field(default_factory=list)  # positions per second, padding included
@@ -74,6 +74,8 @@ class ArmResult:
 
 @dataclass(frozen=True)
 class TrainBenchReport:
+    """Everything that was measured."""
+
     arms: dict[str, ArmResult]
     peak_gflops: float  # per second, the median of all rounds
     padding_share: float  # of the packed rows
@@ -90,7 +92,7 @@ class TrainBenchReport:
 
 
 class PackedArm:
-    """This package's step over packed rows, its metrics read a step late as the trainer reads them."""
+    """An arm that takes this package's step over packed rows, reading its metrics a step late as the trainer does."""
 
     name = "specserve"
 
@@ -124,6 +126,8 @@ class PackedArm:
 
 
 class NaiveArm:
+    """An arm that takes the naive step over padded rows (`naive_training`)."""
+
     name = "naive"
 
     def __init__(
@@ -167,7 +171,7 @@ def run_bench(
     steps: int,
     on_round: Callable[[TrainBenchReport], None] = lambda _report: None,
 ) -> TrainBenchReport:
-    """Both arms, `steps` steps each in every round, after steps that compile."""
+    """Measure both arms, `steps` steps each in every round, after steps that compile."""
     config = loss_config(settings, target.config, new_drafter(draft, target.config, len(target_ids)))
     rows = pack(documents, settings.seq_len)
     loader = Loader(rows, settings.batch_size, settings.seed)
@@ -197,7 +201,7 @@ def run_bench(
 
 @dataclass(frozen=True)
 class Memory:
-    """Bytes that a compiled step takes."""
+    """The bytes that a compiled step takes."""
 
     arguments: int  # target, head and the optimiser's moments
     live: int  # everything else that lives at once
@@ -209,6 +213,8 @@ class Memory:
 
 @dataclass(frozen=True)
 class MemoryCell:
+    """The memory of all three steps for rows of one length."""
+
     batch: int
     seq: int
     again: Memory  # this package's step, rollout steps computed again in the backward pass
@@ -217,7 +223,7 @@ class MemoryCell:
 
 
 def bench_config(settings: TrainSettings, target: ModelConfig, draft_vocab_size: int) -> LossConfig:
-    """A plain head for a target of these shapes."""
+    """Make the configuration of a step that trains a plain head for a target of these shapes."""
     drafter = new_drafter(DraftSettings(), target, min(draft_vocab_size, target.vocab_size))
     return loss_config(settings, target, drafter)
 
@@ -225,7 +231,7 @@ def bench_config(settings: TrainSettings, target: ModelConfig, draft_vocab_size:
 def memory_cells(
     settings: TrainSettings, target: ModelConfig, draft_vocab_size: int, seqs: Sequence[int]
 ) -> list[MemoryCell]:
-    """All three steps at each sequence length."""
+    """Compile all three steps at each sequence length, and say what memory they take."""
 
     def memory(seq: int, *, remat: bool, is_naive: bool = False) -> Memory:
         own = replace(settings, remat=remat)
@@ -245,10 +251,10 @@ def memory_cells(
 
 
 def step_memory(config: LossConfig, settings: TrainSettings, *, batch: int, seq: int, is_naive: bool) -> Memory:
-    """By the compiler's own account, without running it. The naive step is its gradient alone, without what its
-    optimiser takes."""
-    target: Any = _abstract(target_spec(config.target), config.target.dtype)
-    params: Any = _abstract(config.drafter.spec(), config.drafter.dtype)
+    """Say what memory a step takes by the compiler's own account, without running it. The naive step is its gradient
+    alone, without what its optimiser takes."""
+    target: Any = abstract(target_spec(config.target), config.target.dtype)
+    params: Any = abstract(config.drafter.spec(), config.drafter.dtype)
     ids: Any = jax.ShapeDtypeStruct((batch, seq), jnp.int32)
     loss_mask: Any = jax.ShapeDtypeStruct((batch, seq), jnp.bool_)
     rows = Rows(ids, loss_mask, ids, ids)
@@ -272,12 +278,8 @@ def step_memory(config: LossConfig, settings: TrainSettings, *, batch: int, seq:
     return Memory(used.argument_size_in_bytes, live)
 
 
-def _abstract(spec: Any, dtype: str) -> Any:
-    return jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype(dtype)), spec, is_leaf=is_spec)
-
-
 def training_table(report: TrainBenchReport) -> Table:
-    """One row per way to train, medians over the rounds."""
+    """Make the table of a report, one row per way to train, with medians over the rounds."""
     shown = table("a training step", ("",), ("useful\ntokens/s", "positions/s", "share of\nmatmul peak"))
     for name, arm in report.arms.items():
         values = (statistics.median(rates) for rates in (arm.useful, arm.positions, arm.peak_share))
@@ -287,6 +289,7 @@ def training_table(report: TrainBenchReport) -> Table:
 
 
 def training_lines(report: TrainBenchReport) -> list[str]:
+    """Say what the table does not hold."""
     ratios = sorted(report.ratios)
     return [
         f"useful tokens/s to the naive arm: {statistics.median(ratios):.2f}x ({ratios[0]:.2f} to {ratios[-1]:.2f})",
@@ -295,8 +298,8 @@ def training_lines(report: TrainBenchReport) -> list[str]:
 
 
 def memory_table(cells: Sequence[MemoryCell]) -> Table:
-    """Memory of a compiled step by sequence length: of the arguments, and of the rest with rollout steps computed
-    again, with all kept, and of the naive formulation."""
+    """Make the table of a compiled step's memory by sequence length: of the arguments, and of the rest with rollout
+    steps computed again, with all kept, and of the naive formulation."""
     names = ("weights,\nmoments", "steps\nagain", "of\nnaive", "all\nkept", "of\nnaive", "naive")
     shown = table("memory of a training step, GB", ("rows x tokens",), names)
     for cell in cells:
@@ -317,6 +320,8 @@ app = typer.Typer(no_args_is_help=True)
 
 @dataclass(frozen=True)
 class TimeRun:
+    """Everything that `time` can be told."""
+
     target: str = setting("pydoc", help="preset, Hugging Face folder or hub id")
     source: str = setting("pydoc", help="conversations, as for train")
     conversations: int = setting(2000, help="use so many of them, drawn by the seed", ge=8)
@@ -347,6 +352,8 @@ def time_arms(run: TimeRun) -> None:
 
 @dataclass(frozen=True)
 class MemoryRun:
+    """Everything that `memory` can be told."""
+
     target: str = setting("qwen3-8b", help="preset, whose shapes are taken; nothing is loaded")
     seq_len: tuple[int, ...] = setting((512, 1024, 2048, 4096, 8192), help="tokens per row", ge=64)
     draft_vocab_size: int = setting(32_000, help="draft vocabulary", ge=1)

@@ -1,6 +1,6 @@
-"""`specserve bench`: how fast, from one client to many."""
+"""`specserve bench`: how fast the engine is, from one client to many."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -41,7 +41,6 @@ class BenchRun:
     max_tokens: int = setting(128, help="longest answer", ge=2)
     max_model_len: int = setting(1024, help="prompt and answer together", ge=8)
     coupling: bool = setting(True, help="also measure what it brings that the draft ranks with the target's noise")
-    transformers: bool = setting(False, help="also measure transformers' generate, greedy and one client (needs torch)")
     seed: int = setting(0, help="of the sampling", ge=0)
     output: str = setting("", help="write the JSON report here")
 
@@ -50,6 +49,12 @@ class BenchRun:
 @command(BenchRun)
 def engine(run: BenchRun) -> None:
     """Measure plain decoding, fixed speculations and `auto` on the same questions in one process, in turns."""
+    measure_engine(run)
+
+
+def measure_engine(run: BenchRun, others: "Callable[[Path], Mapping[str, Arm]] | None" = None) -> None:
+    """Run the benchmark, print its tables and write its report. `others` makes further arms of the target's folder, by
+    name. Raises ConfigError, CheckpointError or DataError."""
     from rich.markup import escape
 
     from specserve.checkpoints.source import resolve_target
@@ -57,7 +62,6 @@ def engine(run: BenchRun) -> None:
     from specserve.cli.progress import console
     from specserve.drafters.speculation import parse_speculation
     from specserve.eval.bench_cells import Plan
-    from specserve.eval.transformers_arm import transformers_arms
     from specserve.provenance import collect
     from specserve.serve.launch import load_models
 
@@ -66,8 +70,8 @@ def engine(run: BenchRun) -> None:
             parse_speculation(name)  # a wrong one is said before minutes of work
     plan = Plan(run.concurrency, run.temperature, run.rounds, run.requests, run.max_tokens, run.seed)
     models = load_models(run.target, run.draft)
-    others = dict(transformers_arms(resolve_target(models.name).folder)) if run.transformers else {}
-    report = _measure(run, models, _prompts(run, models, plan), plan, others)
+    further = others(resolve_target(models.name).folder) if others else {}
+    report = _measure(run, models, _prompts(run, models, plan), plan, further)
     _show(report)
     if run.output:
         facts = {"target": models.name, "draft": run.draft or "bundled", "settings": asdict(run)}

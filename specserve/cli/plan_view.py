@@ -15,7 +15,8 @@ SHARE_OF_PEAK = 0.4  # a good one for training in bfloat16
 
 
 def show_plan(run: TrainRun) -> None:
-    """Settings, sizes, memory, operations and what they mean on some accelerators."""
+    """Print a run's settings, and its sizes, memory, operations and what they mean on some accelerators. Raises
+    ConfigError or CheckpointError, as the run itself would."""
     from rich.console import Console
     from rich.syntax import Syntax
 
@@ -100,7 +101,8 @@ def _devices(plan: "Plan") -> "Table":
 
 
 def _table(title: str, *columns: str, footers: Sequence[str] = ()) -> "Table":
-    """The first column and what has no heading are words, to the left; numbers stand to the right."""
+    """Make an empty table. The first column and what has no heading are words, to the left; numbers stand to the
+    right."""
     from rich import box
     from rich.table import Table
 
@@ -117,7 +119,7 @@ def _flops(flops: "Flops") -> tuple[str, str]:
 
 
 def _count(number: float) -> str:
-    """1.23 T."""
+    """Write a number with the letter of its power of 1000: 1.23 T."""
     power = min(len(f"{number:.0f}") - 1, 15) // 3
     return f"{number / 1000**power:,.3g} {' KMGTP'[power]}".rstrip()
 

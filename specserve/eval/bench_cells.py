@@ -27,7 +27,7 @@ PLAIN = "off"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked, and how often."""
+    """What a benchmark asks, and how often."""
 
     concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     temperatures: tuple[float, ...] = (0.0,)
@@ -37,18 +37,19 @@ class Plan:
     seed: int = 0
 
     def requests_at(self, concurrency: int) -> int:
+        """How many questions each arm answers in a round with so many clients."""
         return max(self.num_requests, concurrency)
 
     @property
     def num_prompts(self) -> int:
-        """So many are asked once each."""
+        """How many prompts it takes to ask none of them twice."""
         per_temperature = self.num_rounds * sum(self.requests_at(concurrency) for concurrency in self.concurrencies)
         return per_temperature * len(self.temperatures)
 
 
 @dataclass(eq=False)
 class Answer:
-    """One answer as its client saw it come. Seconds count from its submission."""
+    """An answer as its client saw it come. Seconds count from its submission."""
 
     begin: float = 0.0
     token_ids: list[int] = field(default_factory=list)
@@ -57,41 +58,47 @@ class Answer:
     error: str | None = None
 
     def take(self, token_ids: Sequence[int]) -> None:
+        """Note tokens that have just arrived."""
         if token_ids:
             self.token_ids += token_ids
             self.arrivals.append(time.perf_counter() - self.begin)
 
     @property
     def gaps(self) -> list[float]:
+        """The seconds between one arrival and the next."""
         return [late - early for early, late in itertools.pairwise(self.arrivals)]
 
     @property
     def seconds_per_token(self) -> float | None:
-        """After the first, as vLLM's TPOT."""
+        """The mean seconds for each token after the first, which is vLLM's TPOT; None for an answer of one token."""
         span = self.arrivals[-1] - self.arrivals[0]
         return span / (len(self.token_ids) - 1) if len(self.token_ids) > 1 else None
 
 
 class Arm(Protocol):
-    """One way of decoding."""
+    """A way of decoding that a benchmark measures."""
 
-    def can_run(self, temperature: float, concurrency: int, /) -> bool: ...
-
-    def forget(self) -> None:
-        """Nothing that was asked before helps from now on."""
+    def can_run(self, temperature: float, concurrency: int, /) -> bool:
+        """Whether it takes part at this temperature, with so many clients."""
         ...
 
-    def stats(self) -> EngineStats: ...
+    def forget(self) -> None:
+        """Drop what it has kept of earlier questions, so that none of it helps from now on."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """The counters of its engine; all zero where there is none."""
+        ...
 
     def ask(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], concurrency: int
     ) -> tuple[list[Answer], float]:
-        """The answers, `concurrency` of them at a time, and the seconds that all of them took."""
+        """Answer the prompts, `concurrency` of them at a time; also returns the seconds that all of them took."""
         ...
 
 
 class EngineArm:
-    """An engine that runs."""
+    """An arm that asks a running engine of ours."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -169,6 +176,7 @@ class ArmResult:
 
     @property
     def ratio(self) -> float:
+        """Tokens per second to those of the plain arm in the same round, the median over the rounds."""
         return statistics.median(self.ratios)
 
     def to_json(self) -> dict[str, Any]:
@@ -196,7 +204,7 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
 
 @dataclass
 class Cell:
-    """One temperature at one concurrency."""
+    """The results of all arms at one temperature and one concurrency."""
 
     temperature: float
     concurrency: int
@@ -216,7 +224,8 @@ def run_cells(
     plan: Plan,
     on_round: Callable[[Cell], None] = lambda _cell: None,
 ) -> list[Cell]:
-    """Every cell of the plan. The arm named "off" is the yardstick; every prompt must leave room for `max_tokens`."""
+    """Measure every cell of the plan. The arm named "off" is the yardstick; every prompt must leave room for
+    `max_tokens`."""
     assert PLAIN in arms, "ratios are to plain decoding"
     supply = itertools.cycle(prompts)
     for arm in arms.values():  # first touches of memory are not measured
@@ -252,11 +261,12 @@ def _run_round(arms: Mapping[str, Arm], prompts: Sequence[Sequence[int]], plan: 
 
 
 def params_of(plan: Plan, temperature: float, i: int) -> SamplingParams:
+    """What question `i` of a round is asked with, which is the same for every arm."""
     return SamplingParams(max_tokens=plan.max_tokens, temperature=temperature, seed=plan.seed + i)
 
 
 def rotated(names: Sequence[str], number: int) -> Iterator[str]:
-    """Nobody is always first."""
+    """Give the names in an order that begins with another one in every round, so that nobody is always first."""
     return (names[(i + number) % len(names)] for i in range(len(names)))
 
 
@@ -279,4 +289,5 @@ def _record(
 
 
 def num_identical(expected: Sequence[Answer], got: Sequence[Answer]) -> int:
+    """Count the answers that are equal, token for token."""
     return sum(one.token_ids == other.token_ids for one, other in zip(expected, got, strict=True))

@@ -51,6 +51,7 @@ class Coupling:
 
     @property
     def speedup(self) -> float:
+        """Tokens per second with the coupling over those without, the median over the rounds."""
         return statistics.median(self.speedups)
 
     def to_json(self) -> dict[str, Any]:
@@ -70,7 +71,7 @@ class Coupling:
 def measure_coupling(
     name: str, coupled: Arm, uncoupled: Arm, prompts: Sequence[Sequence[int]], plan: Plan, temperature: float
 ) -> Coupling:
-    """One stream, the same questions and seeds for both, in turns."""
+    """Measure two arms in turns with one stream, asking both the same questions with the same seeds."""
     found = Coupling(name, temperature)
     for arm in (coupled, uncoupled):
         arm.ask(prompts[:1], [params_of(plan, 0.0, 0)], 1)
@@ -95,7 +96,7 @@ def measure_coupling(
 
 @dataclass
 class BenchReport:
-    """Everything that was measured."""
+    """Everything that the benchmark of the engine has measured."""
 
     plan: Plan
     cells: list[Cell] = field(default_factory=list)
@@ -107,12 +108,12 @@ class BenchReport:
 
     @property
     def num_different(self) -> int:
-        """Answers of our own arms that are not the plain arm's."""
+        """How many answers of our own arms are not the plain arm's."""
         results = [result for cell in self.cells for result in cell.arms.values() if result.must_agree]
         return sum(result.num_answers - result.num_identical for result in results)
 
     def worst(self, name: str) -> tuple[float, Cell] | None:
-        """The cell where an arm does worst against plain decoding; None where it never ran."""
+        """Find the cell where an arm does worst against plain decoding, with its ratio; None where it never ran."""
         found = [(cell.arms[name].ratio, cell) for cell in self.cells if name in cell.arms]
         return min(found, key=lambda pair: pair[0], default=None)
 
@@ -190,7 +191,7 @@ def _has_draft(name: str) -> bool:
 
 
 def _memory(models: Models, engines: Iterable[Engine]) -> dict[str, int]:
-    """Bytes. Arrays that several engines share count once."""
+    """Count bytes of memory. Arrays that several engines share count once."""
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     weights: list[Any] = [models.target.params, models.head.params if models.head else None]
     caches: list[Any] = []

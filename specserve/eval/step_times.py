@@ -25,7 +25,7 @@ PASSES = 7
 
 @dataclass(frozen=True)
 class StepTimes:
-    """Medians for one sequence, in milliseconds."""
+    """What the steps of one sequence take: medians, in milliseconds."""
 
     bound: float  # the target's weights over the read bandwidth: no plain step can be faster
     step: float  # one whole speculative step, as the engine runs it
@@ -34,6 +34,7 @@ class StepTimes:
 
     @property
     def verify(self) -> float:
+        """What is left of a speculative step without its draft."""
         return self.step - self.draft
 
     def to_json(self) -> dict[str, float]:
@@ -81,7 +82,7 @@ def measure_steps(
 
 
 def _prefill(runner: Runner, context: int, needed: int) -> None:
-    """One sequence in slot 0, whose steps emit one token each, so that the context stays what it is."""
+    """Bring one sequence into slot 0, whose steps emit one token each, so that the context stays what it is."""
     pages = list(range(-(-needed // runner.shapes.page_size)))
     token_ids = [1 + i % (runner.config.target.vocab_size - 1) for i in range(context)]
     rows = sampler_rows(SamplingParams(temperature=0.0, speculation=0), 0, context)
@@ -95,15 +96,15 @@ def _prefill(runner: Runner, context: int, needed: int) -> None:
 
 
 def bytes_per_plain_step(plain: Runner) -> int:
-    """The bytes of weights that a plain step reads: all but an embedding that is only looked up."""
+    """Count the bytes of weights that a plain step reads: all but an embedding that is only looked up."""
     params = plain.layout_for(1, None).target
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     return total if params.head is None else total - params.embedding.nbytes
 
 
 def read_bandwidth(num_bytes: int = BUFFER_BYTES) -> float:
-    """Bytes per second that all cores together read from memory, or the first device does: the best pass over a large
-    buffer, by the fastest of several reductions."""
+    """Measure how many bytes per second all cores together read from memory, or the first device does: the best pass
+    over a large buffer, by the fastest of several reductions."""
     if jax.default_backend() != "cpu":
         buffer = jnp.ones(num_bytes // 4, jnp.float32)
         total = jax.jit(jnp.sum)

@@ -108,8 +108,15 @@ def specs(tree: Any) -> list[ParamSpec]:
     return jax.tree.leaves(tree, is_leaf=is_spec)
 
 
-def num_params(tree: Any) -> int:
-    return sum(math.prod(spec.shape) for spec in specs(tree))
+def num_params(tree: Any, top_k: int | None = None) -> int:
+    """Count the parameters of a spec tree, or of one spec. With `top_k` only so many of each layer's stacked experts
+    count, which is what one token uses."""
+
+    def size(spec: ParamSpec) -> int:
+        count = spec.shape[0] if top_k is None or spec.axes[0] != "experts" else top_k
+        return count * math.prod(spec.shape[1:])
+
+    return sum(map(size, specs(tree)))
 
 
 def abstract(tree: Any, dtype: str) -> Any:

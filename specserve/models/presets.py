@@ -6,7 +6,6 @@ takes where one is too small. Sizes are computed from the facts, never stated.
 """
 
 import json
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +13,7 @@ from typing import Any
 
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
-from specserve.models.params import specs
+from specserve.models.params import num_params
 from specserve.models.target import target_spec
 
 PRESETS_FILE = Path(__file__).parent.parent / "targets" / "presets.json"
@@ -63,15 +62,9 @@ class Preset:
 
 
 def target_size(config: ModelConfig) -> TargetSize:
-    """The target's parameters, counted from its shapes; nothing is allocated."""
-    total = active = 0
-    for spec in specs(target_spec(config)):
-        size = math.prod(spec.shape)
-        total += size
-        if config.experts and spec.axes[0] == "experts":  # stacked, of which a token uses top_k
-            size = size // config.experts.num_experts * config.experts.top_k
-        active += size
-    return TargetSize(total, active)
+    """Count the target's parameters by their shapes; nothing is allocated."""
+    spec = target_spec(config)
+    return TargetSize(num_params(spec), num_params(spec, config.experts.top_k if config.experts else None))
 
 
 def _read(file: Path) -> dict[str, Preset]:

@@ -1,55 +1,58 @@
-"""Geometry of the report's line charts: numbers in, SVG coordinates and tick labels out. It knows no colours and no
-meaning; the template draws."""
+"""Geometry of the report's line charts: numbers in, SVG coordinates and tick labels out. The template draws them and
+chooses the colours."""
 
+import functools
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
-WIDTH, HEIGHT = 360, 216
+import numpy as np
+
+WIDTH, HEIGHT = 360, 216  # of a chart, in SVG units
 LEFT, RIGHT, TOP, BOTTOM = 44, 10, 10, 24  # margins, the left one at least
-LETTER, GAP = 6.6, 6  # of the widest digit at the labels' size, and from label to chart
+LETTER, GAP = 6.6, 6  # width of the widest digit of a label, and from the label to the chart
 MAX_POINTS = 240  # of a drawn line; more of them are averaged in groups
-MAX_DOTS = 40  # of a line whose single points are marked
+MAX_SHOWN = 40  # rows of the table of values, and points of a line that are marked
 
 Point = tuple[float, float]
+Tick = tuple[float, str]  # where it stands, in SVG units, and its label
 
 
 @dataclass(frozen=True)
 class Series:
+    """A line to draw. Points that are not finite are left out."""
+
     name: str
-    points: tuple[Point, ...]
-    is_dotted: bool = False  # its points are measurements worth marking
-    is_dashed: bool = False
-
-
-@dataclass(frozen=True)
-class Tick:
-    at: float  # in SVG units
-    label: str
+    points: Sequence[Point]
+    is_dotted: bool = False  # its points are measurements, which are marked where they are few
+    is_dashed: bool = False  # it is a forecast, which is drawn but stands in no table
 
 
 @dataclass(frozen=True)
 class Line:
+    """A series as SVG paths."""
+
     name: str
-    path: str  # an SVG path
-    dots: tuple[tuple[float, float, str], ...]  # x, y, and what it says
-    is_dashed: bool
+    kind: str  # solid or dashed
+    shade: float  # 0 for the first line, 1 for the last
+    path: str
+    dots: str  # the marked points, as lines without length
 
 
 @dataclass(frozen=True)
 class Chart:
-    """What the template draws, and the values as a table."""
+    """What the template draws, and the same values as a table."""
 
     title: str
+    note: str
     x_name: str
-    lines: tuple[Line, ...]
-    x_ticks: tuple[Tick, ...]
-    y_ticks: tuple[Tick, ...]
-    left: float = LEFT  # margin, in which the widest label fits
-    band: str = ""  # an SVG polygon's points
-    note: str = ""
-    columns: tuple[str, ...] = ()
-    rows: tuple[tuple[str, ...], ...] = field(default=())
+    lines: list[Line]
+    x_ticks: list[Tick]
+    y_ticks: list[Tick]
+    left: float  # margin, in which the widest label fits
+    band: str  # an SVG polygon's points
+    columns: list[str]
+    rows: list[list[str]]
 
 
 def line_chart(
@@ -60,103 +63,75 @@ def line_chart(
     band: Sequence[tuple[float, float, float]] = (),  # x, low, high
     y_from_zero: bool = False,
     note: str = "",
-) -> Chart:
-    """Axes fit what is drawn. Points need not be finite: those that are not are left out."""
-    drawn = [Series(s.name, _thin(_finite(s.points)), s.is_dotted, s.is_dashed) for s in series]
-    points = [point for s in drawn for point in s.points] + [(x, y) for x, *ys in band for y in ys]
-    y_values = [y for _, y in points] + ([0.0] if y_from_zero else [])
-    y_axis = Axis(y_values, HEIGHT - BOTTOM, TOP, is_rounded=True)
-    y_ticks = y_axis.ticks(4)
-    left = max(LEFT, GAP + LETTER * max(len(tick.label) for tick in y_ticks))
-    x_axis = Axis([x for x, _ in points], left, WIDTH - RIGHT)
-    columns, rows = _table(x_name, [s for s in series if not s.is_dashed])
-    edge = [(x, low) for x, low, _ in band] + [(x, high) for x, _, high in reversed(band)]
-    return Chart(
-        title=title,
-        x_name=x_name,
-        lines=tuple(_line(s, x_axis, y_axis) for s in drawn if s.points),
-        x_ticks=x_axis.ticks(4),
-        y_ticks=y_ticks,
-        left=left,
-        band=" ".join(f"{x_axis(x):.1f},{y_axis(y):.1f}" for x, y in edge),
-        note=note,
-        columns=columns,
-        rows=rows,
-    )
+) -> Chart | None:
+    """Lay out a chart whose axes fit what is drawn; None where there is nothing to draw."""
+    drawn = [(each, _thin(points)) for each in series if len(points := _finite(each.points))]
+    if not drawn:
+        return None
+    edge = np.array([(x, low) for x, low, _ in band] + [(x, high) for x, _, high in reversed(band)]).reshape(-1, 2)
+    x, y = np.concatenate([edge, *(points for _, points in drawn)]).T
+    y_at, y_ticks = _axis(np.append(y, 0.0) if y_from_zero else y, HEIGHT - BOTTOM, TOP, is_rounded=True)
+    left = max(LEFT, GAP + LETTER * max(len(label) for _, label in y_ticks))
+    x_at, x_ticks = _axis(x, left, WIDTH - RIGHT)
+
+    def path(points: np.ndarray, between: str) -> str:
+        return between.join(f"{x_at(x):.1f} {y_at(y):.1f}" for x, y in points)
+
+    lines = []
+    for i, (each, points) in enumerate(drawn):
+        is_marked = (each.is_dotted and len(points) <= MAX_SHOWN) or len(points) == 1
+        dots = f"M{path(points, 'h0M')}h0" if is_marked else ""
+        shade = i / max(len(drawn) - 1, 1)
+        lines.append(Line(each.name, "dashed" if each.is_dashed else "solid", shade, f"M{path(points, 'L')}", dots))
+    columns, rows = _table([each for each in series if not each.is_dashed])
+    return Chart(title, note, x_name, lines, x_ticks, y_ticks, left, path(edge, " "), [x_name, *columns], rows)
 
 
-class Axis:
-    """A linear scale from values to SVG units."""
-
-    def __init__(self, values: Sequence[float], start: float, stop: float, *, is_rounded: bool = False) -> None:
-        low, high = (min(values), max(values)) if values else (0.0, 1.0)
-        if high <= low:
-            pad = abs(low) * 0.1 or 1.0
-            low, high = low - pad, high + pad
-        if is_rounded:
-            size = nice((high - low) / 4)
-            low, high = math.floor(low / size + 1e-9) * size, math.ceil(high / size - 1e-9) * size
-        self.low, self.high, self._start, self._stop = low, high, start, stop
-
-    def __call__(self, value: float) -> float:
-        return self._start + (value - self.low) / (self.high - self.low) * (self._stop - self._start)
-
-    def ticks(self, count: int) -> tuple[Tick, ...]:
-        size = nice((self.high - self.low) / count)
-        first, last = math.ceil(self.low / size - 1e-9), math.floor(self.high / size + 1e-9)
-        return tuple(Tick(self(i * size), number(i * size)) for i in range(first, last + 1))
+def _axis(
+    values: np.ndarray, start: float, stop: float, *, is_rounded: bool = False
+) -> tuple[Callable[[float], float], list[Tick]]:
+    """Make a linear scale from values to SVG units, with some five ticks; a rounded one begins and ends with a tick."""
+    low, high = float(values.min()), float(values.max())
+    if high <= low:
+        pad = abs(low) * 0.1 or 1.0
+        low, high = low - pad, high + pad
+    size = nice((high - low) / 4)
+    if is_rounded:
+        low, high = math.floor(low / size + 1e-9) * size, math.ceil(high / size - 1e-9) * size
+    scale = functools.partial(np.interp, xp=(low, high), fp=(start, stop))
+    ticks = range(math.ceil(low / size - 1e-9), math.floor(high / size + 1e-9) + 1)
+    return scale, [(round(float(scale(i * size)), 1), number(i * size)) for i in ticks]
 
 
 def nice(size: float) -> float:
-    """The smallest of 1, 2, 2.5, 5 times a power of ten that is not below."""
+    """Find the smallest of 1, 2, 2.5, 5 times a power of ten that is not below `size`."""
     power = 10.0 ** math.floor(math.log10(size))
     return next(factor * power for factor in (1, 2, 2.5, 5, 10) if factor * power >= size * (1 - 1e-9))
 
 
 def number(value: float) -> str:
-    """Few significant digits: 0.0008, 1.25, 12k, 3.4M."""
-    if value == 0:
-        return "0"
-    for limit, unit in ((1e9, "G"), (1e6, "M"), (1e4, "k")):
+    """Write a number with few significant digits: 0.0008, 1.25, 12k, 3.4M."""
+    for limit, size, unit in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
         if abs(value) >= limit:
-            return f"{value / (1e3 if unit == 'k' else limit):.3g}{unit}"
+            return f"{value / size:.3g}{unit}"
     return f"{value:.4g}"
 
 
-def _finite(points: Sequence[Point]) -> tuple[Point, ...]:
-    return tuple((x, y) for x, y in points if math.isfinite(x) and math.isfinite(y))
+def _finite(points: Iterable[Point]) -> np.ndarray:  # [point, 2]
+    array = np.array(list(points), float).reshape(-1, 2)
+    return array[np.isfinite(array).all(axis=1)]
 
 
-def _thin(points: tuple[Point, ...]) -> tuple[Point, ...]:
-    size = -(-len(points) // MAX_POINTS)
-    if size <= 1:
-        return points
-    groups = [points[i : i + size] for i in range(0, len(points), size)]
-    return tuple((sum(x for x, _ in g) / len(g), sum(y for _, y in g) / len(g)) for g in groups)
+def _thin(points: np.ndarray) -> np.ndarray:
+    """Average neighbouring points where there are too many to draw."""
+    groups = np.array_split(points, min(len(points), MAX_POINTS))
+    return np.array([group.mean(axis=0) for group in groups])
 
 
-def _line(series: Series, x_axis: Axis, y_axis: Axis) -> Line:
-    at = [(x_axis(x), y_axis(y)) for x, y in series.points]
-    path = "M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in at)
-    is_marked = (series.is_dotted and len(at) <= MAX_DOTS) or len(at) == 1
-    said = [f"{series.name}: {number(y)} at {number(x)}" for x, y in series.points] if is_marked else []
-    dots = tuple((x, y, text) for (x, y), text in zip(at, said, strict=False))
-    return Line(series.name, path, dots, series.is_dashed)
-
-
-def _table(
-    x_name: str, series: Sequence[Series], max_rows: int = 40
-) -> tuple[tuple[str, ...], tuple[tuple[str, ...], ...]]:
-    """Evenly spread rows, the last one among them."""
-    values: dict[float, dict[str, float]] = {}
-    for s in series:
-        for x, y in _finite(s.points):
-            values.setdefault(x, {})[s.name] = y
-    xs = sorted(values)
-    every = -(-len(xs) // max_rows) if xs else 1
-    kept = xs[::-1][::every][::-1]
-    names = [s.name for s in series]
-    rows = tuple(
-        (f"{x:,.0f}", *(f"{values[x][name]:.4g}" if name in values[x] else "" for name in names)) for x in kept
-    )
-    return (x_name, *names), rows
+def _table(series: Sequence[Series]) -> tuple[list[str], list[list[str]]]:
+    """Tabulate series: their names, and evenly spread rows of values, the last one among them."""
+    found = [dict(map(tuple, _finite(each.points))) for each in series]
+    xs = sorted({x for values in found for x in values}, reverse=True)
+    kept = xs[:: max(1, -(-len(xs) // MAX_SHOWN))][::-1]
+    rows = [[f"{x:,.0f}", *(f"{values[x]:.4g}" if x in values else "" for values in found)] for x in kept]
+    return [each.name for each in series], rows

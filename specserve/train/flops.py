@@ -6,7 +6,6 @@ mask shows in a row that is one document. Executed are those of this implementat
 again in the backward pass and attention runs over blocks of keys. Shares of a peak (MFU) go by the useful ones.
 """
 
-import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +14,7 @@ from specserve.kernels import recurrence
 from specserve.kernels.rows import mean_keys
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.moe import all_experts, choose_form
-from specserve.models.params import is_matrix, specs
+from specserve.models.params import is_matrix, num_params, specs
 from specserve.models.target import target_spec
 
 
@@ -29,6 +28,7 @@ class StepFlops:
 
     @property
     def total(self) -> Flops:
+        """The operations of the whole step."""
         return self.target + self.rollout + self.loss
 
 
@@ -41,7 +41,7 @@ def step_flops(
     seq: int,
     is_captured: bool = False,  # what the target has to say is read from a cache
 ) -> StepFlops:
-    """The operations of a step over `batch` rows of `seq` positions."""
+    """Count the operations of a step over `batch` rows of `seq` positions."""
     positions = batch * seq
     forward = Flops(0, 0) if is_captured else target_flops(target, seq, positions) * positions
     return StepFlops(
@@ -50,8 +50,8 @@ def step_flops(
 
 
 def target_flops(config: ModelConfig, seq: int, positions: int) -> Flops:
-    """The forward operations of the target's layers for each position of a row. How experts are computed depends on
-    how many positions are computed together."""
+    """Count the forward operations of the target's layers for one position of a row of `seq`. How experts are computed
+    depends on how many `positions` are computed together."""
     total = Flops(0, 0)
     spec = target_spec(config)
     for i, layer in enumerate(spec.layers):
@@ -60,32 +60,25 @@ def target_flops(config: ModelConfig, seq: int, positions: int) -> Flops:
 
 
 def _loss(target: ModelConfig, draft: TrainedDrafter, rollout: Rollout, is_captured: bool) -> Flops:
-    """The output heads' operations for each position: the target's logits once, and the draft's at every rollout step
-    with the gradients of both factors."""
+    """Count the output heads' operations for one position: the target's logits once, and the draft's at every rollout
+    step with the gradients of both factors."""
     teacher = 0 if is_captured else 2 * target.d_model * target.vocab_size
     each = 3 * 2 * draft.d_model * draft.draft_vocab_size
     return Flops(1, 1) * (teacher + rollout.length * each)
 
 
 def _products(config: ModelConfig, layer: Any, positions: int) -> Flops:
-    """The operations of a layer's matrices with one position."""
-    useful = executed = 0.0
-    for spec in specs(layer):
-        if not is_matrix(spec):
-            continue
-        size = _size(spec)
-        if config.experts is not None and spec.axes[0] == "experts":
-            needed = size / config.experts.num_experts * config.experts.top_k
-            is_dense = choose_form(config.experts, positions) is all_experts
-            useful, executed = useful + needed, executed + (size if is_dense else needed)
-        else:
-            useful, executed = useful + size, executed + size
-    return Flops(2 * useful, 2 * executed)
+    """Count the operations of a layer's matrices with one position."""
+    matrices = [spec for spec in specs(layer) if is_matrix(spec)]
+    experts = config.experts
+    useful = num_params(matrices, experts.top_k if experts else None)
+    is_dense = experts is not None and choose_form(experts, positions) is all_experts
+    return Flops(2 * useful, 2 * (num_params(matrices) if is_dense else useful))
 
 
 def _mixing(config: ModelConfig, kind: LayerKind, seq: int) -> Flops:
-    """Between the positions of a row, for each of them: attention's products of queries with keys and of weights with
-    values, or a recurrence."""
+    """Count the operations between the positions of a row, for one of them: attention's products of queries with keys
+    and of weights with values, or a recurrence."""
     if kind.mixer in ("delta", "lightning"):
         return _recurrence(config, kind, seq)
     width = 2 * config.head_dim
@@ -96,7 +89,7 @@ def _mixing(config: ModelConfig, kind: LayerKind, seq: int) -> Flops:
 
 
 def _recurrence(config: ModelConfig, kind: LayerKind, seq: int) -> Flops:
-    """A recurrence's operations for each position. Useful are reading and writing the state; executed is what
+    """Count a recurrence's operations for one position. Useful are reading and writing the state; executed is what
     `kernels.recurrence` computes in blocks."""
     block = seq if seq <= recurrence.MAX_TREE else recurrence.BLOCK
     if kind.mixer == "lightning":
@@ -108,7 +101,3 @@ def _recurrence(config: ModelConfig, kind: LayerKind, seq: int) -> Flops:
     k, v, channels = delta.k_dim, delta.v_dim, delta.k_dim if delta.by_channel else 1
     inner = 2 * block * (2 * k + v) + block * (k + v) + 4 * block * channels
     return Flops(6 * k * v, 6 * k * v + inner) * delta.num_v_heads
-
-
-def _size(spec: Any) -> int:
-    return math.prod(spec.shape)

@@ -23,7 +23,7 @@ T_95 = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
 
 @dataclass(frozen=True)
 class Range:
-    """A forecast. Nine in ten of such intervals hold the truth where it is a power law under Gaussian noise."""
+    """A forecast of tau. Nine in ten of such intervals hold the truth where it is a power law under Gaussian noise."""
 
     expected: float
     low: float
@@ -32,7 +32,7 @@ class Range:
 
 @dataclass(frozen=True, eq=False)
 class PowerLaw:
-    """Every curve that the points allow, by exponent."""
+    """All the curves that the points allow, one for each exponent."""
 
     limit: np.ndarray  # a, [curve]
     gain: np.ndarray  # b, [curve], at `unit` samples
@@ -42,14 +42,14 @@ class PowerLaw:
     noise: float  # standard deviation of the points about the best curve
 
     def at(self, num_samples: float) -> Range:
-        """Tau after so many samples in all."""
+        """Forecast tau after so many samples in all."""
         taus = self.limit - self.gain * (num_samples / self.unit) ** -self.exponent
         return Range(float(taus[self.best]), float(taus.min() - self.noise), float(taus.max() + self.noise))
 
 
 def fit(num_samples: Sequence[float], taus: Sequence[float], longest: float) -> PowerLaw | None:
-    """The curve through (samples, tau), in any order; no tau is above `longest`. None where there is nothing to say:
-    too few points, a tau that does not rise, or points that the curve does not explain.
+    """Fit the curve to (samples, tau), in any order; no tau is above `longest`. The result is None where there is
+    nothing to say: too few points, a tau that does not rise, or points that the curve does not explain.
 
     For each exponent the other two parameters are a linear fit with Huber's loss. A curve is allowed when its loss is
     within what an F test with the best one's noise lets pass (a profile likelihood, Bates and Watts 1988, section 6).
@@ -78,12 +78,12 @@ def _robust_fits(
 ) -> tuple[
     np.ndarray, np.ndarray, np.ndarray, np.ndarray
 ]:  # limit, gain [curve], residual [curve, point], loss [curve]
-    """y = limit - gain * x for each curve, with Huber's loss, by reweighted least squares."""
+    """Fit y = limit - gain * x for each curve, with Huber's loss, by reweighted least squares."""
     # the median's scale, corrected for the three parameters
     correction = 1.4826 * (len(y) / (len(y) - 3)) ** 0.5
 
     def measure(weight: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
-        """Limit, gain, residual, and beyond which size a residual counts linearly."""
+        """Fit with these weights: limit, gain, residual, and beyond which size a residual counts linearly."""
         limit, gain = _weighted_fits(x, y, weight, longest)
         residual = y - (limit[:, None] - gain[:, None] * x)
         scale = correction * np.median(np.abs(residual), axis=1, keepdims=True)
@@ -100,7 +100,7 @@ def _robust_fits(
 def _weighted_fits(
     x: np.ndarray, y: np.ndarray, weight: np.ndarray, longest: float
 ) -> tuple[np.ndarray, np.ndarray]:  # limit, gain [curve]
-    """Least squares with gain >= 0 and limit <= longest."""
+    """Fit each curve by weighted least squares with gain >= 0 and limit <= longest."""
     total = weight.sum(axis=1)
     x_mean, y_mean = (weight * x).sum(axis=1) / total, (weight * y).sum(axis=1) / total
     dx = x - x_mean[:, None]

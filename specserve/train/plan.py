@@ -1,5 +1,5 @@
-"""What a training run will take, by shape arithmetic: `--dry-run`. Nothing is loaded but a config.json, and nothing
-of a model's size is allocated."""
+"""What a training run will take, by shape arithmetic: `specserve train --dry-run`. Nothing is loaded but a
+config.json, and nothing of a model's size is allocated."""
 
 import math
 from collections.abc import Callable
@@ -56,7 +56,7 @@ DEVICES = (
 
 @dataclass(frozen=True)
 class Part:
-    """Bytes on each device, and what they are."""
+    """One part of the memory that a run takes on each device."""
 
     name: str
     num_bytes: int
@@ -65,7 +65,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """A run before it is one."""
+    """What a run would take in memory and in operations, if it began."""
 
     run: TrainRun
     config_from: str
@@ -86,7 +86,7 @@ class Plan:
 
     @property
     def positions(self) -> int:
-        """The positions of a step, padding included."""
+        """How many positions a step computes over all devices, padding included."""
         return self.run.train.batch_size * self.run.train.seq_len
 
     @property
@@ -94,12 +94,12 @@ class Plan:
         return sum(part.num_bytes for part in self.memory)
 
     def positions_per_second(self, peak: float) -> float:
-        """Positions per second if every device ran at its peak."""
+        """The speed of training if every device ran at its `peak`, in operations per second."""
         return self.positions * peak * self.num_devices / self.flops.total.executed
 
 
 def make_plan(run: TrainRun) -> Plan:
-    """Raises ConfigError or CheckpointError, as the run itself would."""
+    """Work out what a run would take. Raises ConfigError or CheckpointError where the run itself would."""
     check_settings(run)
     processes.check(run.coordinator, run.num_processes, run.process_id)
     target, config_from = find_config(run.target)
@@ -135,8 +135,8 @@ def make_plan(run: TrainRun) -> Plan:
 
 
 def find_config(name: str) -> tuple[ModelConfig, str]:
-    """A target's config and where it stands, without the network: a folder's config.json, a preset's facts, or what
-    the hub's cache on this machine has. Raises ConfigError or CheckpointError."""
+    """Find a target's config, and say where it stands, without the network: in a folder's config.json, in a preset's
+    facts, or in what the hub's cache on this machine has. Raises ConfigError or CheckpointError."""
     folder = BUNDLED_FOLDER if name == BUNDLED else Path(name).expanduser()
     if folder.is_dir():
         file = folder / "config.json"
@@ -155,13 +155,13 @@ def find_config(name: str) -> tuple[ModelConfig, str]:
 
 
 def _mesh(sizes: dict[str, int]) -> Mesh:
-    """A mesh of devices that this machine need not have: only its shape is asked for."""
+    """Make a mesh of devices that this machine need not have: only its shape is asked for."""
     axes = tuple(sizes.get(axis, 1) for axis in MESH_AXES)
     return AbstractMesh(axes, MESH_AXES, axis_types=(AxisType.Auto,) * len(axes))  # type: ignore[return-value]
 
 
 def _weights(run: TrainRun, config: ModelConfig, spec: TargetParams, mesh: Mesh, is_captured: bool) -> Part:
-    """The target's, as they lie on a device."""
+    """Count the bytes of the target's weights that each device holds."""
     places = place_target(config, spec, mesh)
     leaves: list[tuple[Any, ParamSpec]] = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_spec)[0]
     total = 0
@@ -178,7 +178,7 @@ def _weights(run: TrainRun, config: ModelConfig, spec: TargetParams, mesh: Mesh,
 
 
 def _state(run: TrainRun, drafter: TrainedDrafter, mesh: Mesh) -> tuple[tuple[Part, ...], int]:
-    """What training the head keeps, and what of it the host keeps."""
+    """Count what training the head keeps on each device, and the bytes of it that are in the host's memory."""
     params = abstract(drafter.spec(), "float32")
     places = drafter.place(mesh)
     masters = _bytes(params, places)
@@ -196,15 +196,15 @@ def _state(run: TrainRun, drafter: TrainedDrafter, mesh: Mesh) -> tuple[tuple[Pa
 
 
 def _bytes(arrays: Any, places: Any, is_counted: Callable[[Any], bool] = lambda _: True) -> int:
-    """Of the parts that each device has."""
+    """Count the bytes that each device has of arrays that lie at `places`."""
     leaves = zip(jax.tree.leaves(arrays), jax.tree.leaves(places), strict=True)
     return sum(math.prod(p.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x, p in leaves if is_counted(p))
 
 
 @dataclass(frozen=True)
 class _Activations:
-    """What a step needs besides its arguments, on each device: the arrays that must be there at once. What XLA takes
-    for a CPU is within 40% of it."""
+    """An estimate of what a step needs on each device besides its arguments: the arrays that must be there at once.
+    What XLA takes for a CPU is within 40% of it."""
 
     run: TrainRun
     target: ModelConfig
@@ -213,12 +213,13 @@ class _Activations:
 
     @property
     def positions(self) -> int:
-        """The positions that a device computes at once."""
+        """How many positions a device computes at once."""
         train = self.run.train
         rows = -(-train.batch_size // (train.accumulate * num_parts(self.mesh, "batch")))
         return rows * -(-train.seq_len // num_parts(self.mesh, "sequence"))
 
     def parts(self) -> tuple[Part, ...]:
+        """The estimate in parts whose sum it is."""
         train = self.run.train
         again = "computed again backward" if train.remat else "all kept"
         return (
@@ -229,20 +230,21 @@ class _Activations:
         )
 
     def features(self) -> int:
-        """The taps in the target's dtype and in the head's, and the last hidden state."""
+        """The bytes of the taps in the target's dtype and in the head's, and of the last hidden state."""
         taps, width = len(self.drafter.aux_layers), self.target.d_model
         return (
             self.positions * width * ((taps + 1) * _itemsize(self.target.dtype) + taps * _itemsize(self.drafter.dtype))
         )
 
     def kept(self, remat: bool) -> int:
-        """Bytes of all rollout steps that stay for the backward pass."""
+        """The bytes of all rollout steps that stay for the backward pass."""
         rollout = Rollout(self.run.train.rollout, remat)
         kept = self.drafter.costs(rollout, self.run.train.seq_len).kept
         return self.positions * kept * _itemsize(self.drafter.dtype)
 
     def chunk(self) -> int:
-        """The draft's logits, their softmax and their gradient; the target's logits and distribution."""
+        """The bytes of the draft's logits, their softmax and their gradient, and of the target's logits and
+        distribution, for one chunk of positions."""
         logits = self.run.train.rollout * self.drafter.draft_vocab_size
         length = chunked_loss.chunk_length(self.positions, logits, BACKEND)
         teacher = 0 if self.run.features.capture else 2 * self.target.vocab_size
@@ -250,7 +252,7 @@ class _Activations:
         return 4 * (length * (3 * logits + teacher + self.drafter.draft_vocab_size) + gradient)
 
     def target_layer(self) -> int:
-        """The widest layer's inputs and results."""
+        """The bytes of the inputs and results of the target's widest layer."""
         if self.run.features.capture:
             return 0
         config = self.target
@@ -264,13 +266,13 @@ class _Activations:
         )
 
     def draft_layer(self) -> int:
-        """A layer's results and their gradients."""
+        """The bytes of the results of a layer of the head, and of their gradients."""
         costs = self.drafter.costs(Rollout(self.run.train.rollout, self.run.train.remat), self.run.train.seq_len)
         scores = self.scores(costs.num_heads, costs.num_kv_heads)
         return self.positions * costs.workspace * _itemsize(self.drafter.dtype) + scores
 
     def scores(self, num_heads: int, num_kv_heads: int) -> int:
-        """A block of attention's scores and weights in float32."""
+        """The bytes of one block of attention's scores and weights, in float32."""
         groups = num_heads // num_kv_heads
         num_heads = groups * rows.on_each_device(self.mesh, "kv_heads", num_kv_heads)
         length = max(rows.MIN_SEGMENT, -(-self.run.train.seq_len // rows.NUM_SEGMENTS))

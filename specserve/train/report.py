@@ -1,9 +1,10 @@
-"""`report.html`: what a run has come to, in one file that needs no network. Made of what is on disk and of the run's
-notes, so it can be made at any time; whatever comes from users' data is escaped by the template."""
+"""`report.html`: what a run has come to, in one file that needs no network. It is made of what is on disk and of the
+run's notes, so it can be made at any time; whatever comes from users' data is escaped by the template."""
 
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from specserve.data.dataset import Dataset
 from specserve.drafters.speculation import parse_speculation
 from specserve.speculative.vocab import coverage
 from specserve.train import forecast
-from specserve.train.charts import Chart, Series, line_chart, number
+from specserve.train.charts import HEIGHT, WIDTH, Chart, Series, line_chart, number
 from specserve.train.forecast import PowerLaw
 from specserve.train.run_folder import SETTINGS_FILE
 from specserve.train.settings import TrainRun
@@ -28,7 +29,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Report:
-    """What the report is made of."""
+    """Everything that the report is made of."""
 
     run: TrainRun
     notes: Mapping[str, Any]  # of the exported head: target, fingerprint, `data_summary`
@@ -38,19 +39,25 @@ class Report:
 
 
 def write(path: Path, report: Report) -> None:
+    """Write the report's page."""
     path.write_text(render(report), encoding="utf-8")
 
 
 def render(report: Report) -> str:
+    """Make the report's page, in HTML."""
     import jinja2
 
     loader = jinja2.FileSystemLoader(Path(__file__).parent)
     environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters["number"] = number
+    environment.filters |= {"number": number, "grouped": "{:,}".format}
+    environment.globals |= {"WIDTH": WIDTH, "HEIGHT": HEIGHT}
     steps = [row for row in report.rows if row["loss"] is not None]
     all_measured = [row for row in report.rows if row["tau"] is not None]
     measured = comparable(all_measured)
     curve = tau_curve(report.run, measured)
+    arms = measured[-1].get("arms", {}) if measured else {}
+    depth = max((len(arm["accept_rate"]) for arm in arms.values()), default=0)
+    chosen, as_they_come = _settings(report.run)
     return environment.get_template(TEMPLATE).render(
         run=report.run,
         notes=report.notes,
@@ -59,21 +66,23 @@ def render(report: Report) -> str:
         charts=_charts(steps, measured, curve, num_others=len(all_measured) - len(measured)),
         outlook=outlook(curve),
         measured=measured[-1] if measured else None,
-        depth=_depth(measured),
+        depth=depth,
+        depth_names=[f"depth {d}" for d in range(1, depth + 1)],
         data=report.notes.get("data_summary", {}),
-        settings=_settings(report.run),
+        chosen=chosen,
+        as_they_come=as_they_come,
         provenance=_shown(report),
         commands=commands(report.run, is_stopped=report.ending.startswith("stopped")),
     )
 
 
 def comparable(measured: Sequence[Row]) -> list[Row]:
-    """Those that measured what the last one did; a resumed run may measure something else than before."""
+    """Keep the measurements of what the last one measured; a resumed run may measure something else than before."""
     return [row for row in measured if row.get("measurement") == measured[-1].get("measurement")]
 
 
 def tau_curve(run: TrainRun, measured: Sequence[Row]) -> PowerLaw | None:
-    """The forecast's curve over loss-bearing tokens, where there is one."""
+    """Fit the forecast's curve over loss-bearing tokens; None where the measurements allow none."""
     by_tokens = {row["tokens"]: row["tau"] for row in comparable(measured) if row["tokens"]}
     tree = parse_speculation(run.eval.speculation[0])
     assert tree is not None
@@ -81,7 +90,7 @@ def tau_curve(run: TrainRun, measured: Sequence[Row]) -> PowerLaw | None:
 
 
 def outlook(curve: PowerLaw | None) -> list[str]:
-    """The forecast in words; empty where there is none."""
+    """Say the forecast in words, one sentence for each number of samples; nothing where there is none."""
     if curve is None:
         return []
     words = ((2.0, "as many samples again"), (10.0, "ten times as many samples in all"))
@@ -94,7 +103,7 @@ def outlook(curve: PowerLaw | None) -> list[str]:
 
 
 def commands(run: TrainRun, *, is_stopped: bool = False) -> list[tuple[str, str]]:
-    """What to do with the head, and how."""
+    """List what one may do with the head, each with the command for it."""
     folder, settings = shlex.quote(run.output), shlex.quote(f"{run.output.rstrip('/')}/{SETTINGS_FILE}")
     more = f"--init-from {folder} --output {shlex.quote(run.output.rstrip('/') + '-2')}"
     return [
@@ -108,8 +117,8 @@ def commands(run: TrainRun, *, is_stopped: bool = False) -> list[tuple[str, str]
 
 
 def summarize(dataset: Dataset, target_ids: np.ndarray) -> dict[str, Any]:
-    """The training data in numbers, by source: what was used, cut and left out, and how much of what is to be
-    predicted the draft vocabulary holds."""
+    """Put the training data in numbers, by source and in all: what was used, cut and left out, and which share of the
+    tokens to predict the draft vocabulary holds. `target_ids` [draft_vocab] are its tokens."""
     sources = []
     for report in dataset.reports:
         tokenized = report.tokens.tokenized
@@ -142,7 +151,7 @@ def summarize(dataset: Dataset, target_ids: np.ndarray) -> dict[str, Any]:
 
 
 def _tiles(steps: Sequence[Row], measured: Sequence[Row]) -> list[tuple[str, str, str]]:
-    """Name, value, and what to know about it."""
+    """List the large figures on top, each as its name, its value, and what to know about it."""
     tiles = []
     if measured:
         best = max(measured, key=lambda row: row["tau"])
@@ -164,38 +173,32 @@ def _tiles(steps: Sequence[Row], measured: Sequence[Row]) -> list[tuple[str, str
     return tiles
 
 
+CHARTS = (  # over steps: title, key of a row, whose value is one number or one for each rollout step, and a note
+    ("Loss by rollout step", "rollout_loss", "nats, over the draft vocabulary"),
+    ("Accuracy by rollout step", "rollout_accuracy", "how often its best token is the target's"),
+    ("Acceptance by rollout step", "rollout_acceptance", "how often a token drawn from it would be taken"),
+    ("Learning rate", "learning_rate", ""),
+    ("Gradient norm", "gradient_norm", "before it is clipped"),
+)
+
+
 def _charts(steps: Sequence[Row], measured: Sequence[Row], curve: PowerLaw | None, *, num_others: int) -> list[Chart]:
-    def by_rollout(key: str) -> list[Series]:
-        count = max((len(row.get(key, ())) for row in steps), default=0)
-        points = [tuple((row["step"], row[key][k]) for row in steps if len(row.get(key, ())) > k) for k in range(count)]
-        return [Series(f"step {k}", own) for k, own in enumerate(points)]
-
-    def single(key: str, name: str) -> list[Series]:
-        return [Series(name, tuple((row["step"], row[key]) for row in steps if row.get(key) is not None))]
-
-    charts = [
-        _tau_chart(measured, curve, num_others),
-        line_chart("Loss by rollout step", "step", by_rollout("rollout_loss"), note="nats, over the draft vocabulary"),
-        line_chart(
-            "Accuracy by rollout step",
-            "step",
-            by_rollout("rollout_accuracy"),
-            note="how often its best token is the target's",
-        ),
-        line_chart(
-            "Acceptance by rollout step",
-            "step",
-            by_rollout("rollout_acceptance"),
-            note="how often a token drawn from it would be taken",
-        ),
-        line_chart("Learning rate", "step", single("learning_rate", "learning rate"), y_from_zero=True),
-        line_chart("Gradient norm", "step", single("gradient_norm", "norm"), note="before it is clipped"),
-    ]
-    return [chart for chart in charts if chart.lines]
+    """Lay out the charts that have something to show."""
+    charts = [_tau_chart(measured, curve, num_others)]
+    for title, key, note in CHARTS:
+        values = [(row["step"], np.atleast_1d(row[key])) for row in steps if row.get(key) is not None]
+        series = [
+            Series(name, [(x, y[k]) for x, y in values if len(y) > k])
+            for k in range(max((len(y) for _, y in values), default=0))
+            for name in [f"step {k}" if key.startswith("rollout") else title.lower()]
+        ]
+        charts.append(line_chart(title, "step", series, note=note, y_from_zero=key == "learning_rate"))
+    return [chart for chart in charts if chart]
 
 
-def _tau_chart(measured: Sequence[Row], curve: PowerLaw | None, num_others: int) -> Chart:
-    points = tuple((row["tokens"], row["tau"]) for row in measured)
+def _tau_chart(measured: Sequence[Row], curve: PowerLaw | None, num_others: int) -> Chart | None:
+    """Lay out what was measured over loss-bearing tokens, with the forecast where there is one."""
+    points = [(row["tokens"], row["tau"]) for row in measured]
     series, band = [Series("tau", points, is_dotted=True)], []
     if curve is not None:
         last = points[-1][0]
@@ -209,21 +212,14 @@ def _tau_chart(measured: Sequence[Row], curve: PowerLaw | None, num_others: int)
     return line_chart("Tau", "tokens", series, band=band, note=note)
 
 
-def _depth(measured: Sequence[Row]) -> int:
-    arms = measured[-1].get("arms", {}) if measured else {}
-    return max((len(arm["accept_rate"]) for arm in arms.values()), default=0)
-
-
-def _settings(run: TrainRun) -> list[tuple[str, str, bool]]:
-    """Name, value, and whether somebody has chosen it."""
-    found = []
+def _settings(run: TrainRun) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """List the names and values of the settings that somebody has chosen, and those of the others."""
+    chosen, others = [], []
     for leaf in config.leaves(TrainRun):
-        value: Any = run
-        for part in leaf.name.split("."):
-            value = getattr(value, part)
+        value = attrgetter(leaf.name)(run)
         text = ", ".join(map(str, value)) if isinstance(value, tuple) else str(value)
-        found.append((leaf.name, text, value != leaf.default))
-    return found
+        (others if value == leaf.default else chosen).append((leaf.name, text))
+    return chosen, others
 
 
 def _shown(report: Report) -> list[tuple[str, str]]:
@@ -239,10 +235,12 @@ def _shown(report: Report) -> list[tuple[str, str]]:
 
 
 def duration(seconds: float) -> str:
+    """Write a duration as 1:02:03, or as 2:03 below an hour."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
 
 
 def gigabytes(num_bytes: int) -> str:
+    """Write a size in units of 10^9 bytes."""
     return f"{num_bytes / 1e9:.1f} GB"

@@ -210,6 +210,7 @@ def test_charts_fit_their_frame_and_keep_their_values() -> None:
     for count, scale in ((1, 1.0), (2, 1e-7), (50, 1e6), (5000, 3.0)):
         points = tuple((float(x), float(y)) for x, y in enumerate(scale * rng.normal(size=count)))
         chart = line_chart("t", "step", [Series("a", points), Series("b", (*points, (0.0, float("nan"))))])
+        assert chart is not None
         for line in chart.lines:
             at = [tuple(map(float, part.split())) for part in line.path[1:].split("L")]
             assert len(at) <= charts.MAX_POINTS
@@ -217,9 +218,10 @@ def test_charts_fit_their_frame_and_keep_their_values() -> None:
             assert all(charts.TOP - 0.1 <= y <= charts.HEIGHT - charts.BOTTOM + 0.1 for _, y in at)
             assert [x for x, _ in at] == sorted(x for x, _ in at)
         assert 2 <= len(chart.y_ticks) <= 6
-        assert chart.columns == ("step", "a", "b")
+        assert chart.columns == ["step", "a", "b"]
         assert len(chart.rows) <= 40
-        assert chart.rows[-1] == (f"{count - 1:,.0f}", f"{points[-1][1]:.4g}", f"{points[-1][1]:.4g}")
+        assert chart.rows[-1] == [f"{count - 1:,.0f}", f"{points[-1][1]:.4g}", f"{points[-1][1]:.4g}"]
+    assert line_chart("t", "step", [Series("a", ((0.0, float("nan")),))]) is None
 
 
 def test_numbers_for_people() -> None:

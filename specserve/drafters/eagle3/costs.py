@@ -1,13 +1,10 @@
 """What an EAGLE-3 head's rollout takes, for each position of a row, by the rules of `train.flops`."""
 
-import math
-from typing import Any
-
 from specserve.drafters.door import Costs, Flops, Rollout
 from specserve.drafters.eagle3.config import Eagle3Config
 from specserve.drafters.eagle3.model import draft_spec
 from specserve.kernels.rows import mean_keys
-from specserve.models.params import is_matrix, specs
+from specserve.models.params import is_matrix, num_params, specs
 
 
 def rollout_costs(config: Eagle3Config, rollout: Rollout, seq_len: int) -> Costs:
@@ -26,19 +23,15 @@ def rollout_costs(config: Eagle3Config, rollout: Rollout, seq_len: int) -> Costs
 
 def _flops(config: Eagle3Config, rollout: Rollout, seq_len: int) -> Flops:
     spec = draft_spec(config)
-    fc = _size(spec.fc)
+    fc = num_params(spec.fc)
     needs_input_gradient = bool(spec.fc_norms) or spec.fc_input_norm is not None
     once = (6.0 if needs_input_gradient else 4.0) * fc  # the features themselves are frozen
-    layers = sum(_size(leaf) for leaf in specs(spec.layers) if is_matrix(leaf))
+    layers = num_params([leaf for leaf in specs(spec.layers) if is_matrix(leaf)])
     # what only makes the step's own output is not computed again, unless a norm follows it
-    again = 0.0 if not rollout.remat else layers - (0 if config.norm_output else _size(spec.layers[-1].mlp.down))
+    again = 0.0 if not rollout.remat else layers - (0 if config.norm_output else num_params(spec.layers[-1].mlp.down))
     width = config.num_layers * config.num_heads * 2 * config.head_dim
     seen, computed = mean_keys(seq_len, 0)
     # a block of attention is computed again from queries and keys, and its backward pass has four products
     times = 2 + 2 + (1 if rollout.remat else 0)
     attention = Flops(3 * 2 * width * seen, times * 2 * width * computed)
     return Flops(once, once) + (Flops(6 * layers, 6 * layers + 2 * again) + attention) * rollout.length
-
-
-def _size(spec: Any) -> int:
-    return math.prod(spec.shape)

@@ -2,17 +2,16 @@
 
 from pathlib import Path
 
+import loading
 import pytest
-
-from specserve.eval import bench_load
-from specserve.eval.bench_load import CONFIG, Load, load_lines, measure, write_checkpoint
+from loading import CONFIG, Load, load_lines, measure, write_checkpoint
 
 SMALL = CONFIG | {"vocab_size": 256, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 2}
 SMALL |= {"num_key_value_heads": 1, "head_dim": 32}
 
 
 def test_the_checkpoint_is_as_asked_and_all_of_it_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench_load, "SHARD_BYTES", 100_000)
+    monkeypatch.setattr(loading, "SHARD_BYTES", 100_000)
     write_checkpoint(tmp_path, 500_000, SMALL)
     files = list(tmp_path.glob("*.safetensors"))
     assert len(files) > 3

@@ -1,4 +1,8 @@
-"""What a mixture of experts costs in each of its forms: one layer with random weights, on whatever device runs it."""
+"""What a mixture of experts costs in each of its forms: one layer with random weights, on whatever device runs it.
+
+Run from the checkout: `python benchmarks/experts.py`. The table has milliseconds, those of the form that the model
+takes in bold.
+"""
 
 import statistics
 import time
@@ -22,6 +26,8 @@ PATIENCE = 2.0  # seconds for each form, after which it is not timed again
 
 @dataclass(frozen=True)
 class MoeTimes:
+    """What one shape took with so many tokens."""
+
     d_model: int
     experts: Experts
     num_tokens: int
@@ -37,7 +43,9 @@ def measure_moe(
     repeats: int = 25,
     dtype: str = "float32",
 ) -> Iterator[MoeTimes]:
-    """The forms take turns, call by call, in alternating order. Every turn has other tokens, hence other experts: as in
+    """Time every form of the layer for each shape and number of tokens.
+
+    The forms take turns, call by call, in alternating order. Every turn has other tokens, hence other experts: as in
     a model, whose other layers leave nothing of this one in the caches."""
     compute = jax.jit(moe, static_argnums=(1, 3))
     for d_model, experts in shapes:
@@ -56,3 +64,19 @@ def measure_moe(
                         times[form.__name__].append(time.perf_counter() - start)
             ms = {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()}
             yield MoeTimes(d_model, experts, num_tokens, ms, choose_form(experts, num_tokens).__name__)
+
+
+def main() -> None:
+    """Print the table, row by row as it is measured."""
+    names = [form.__name__ for form in FORMS]
+    print(f"| d_model, experts, of them chosen, channels | tokens | {' | '.join(names)} |")
+    print("|" + "---|" * (2 + len(names)))
+    for row in measure_moe():
+        experts = row.experts
+        cells = (f"**{row.ms[name]:.2f}**" if name == row.chosen else f"{row.ms[name]:.2f}" for name in names)
+        shape = f"{row.d_model}, {experts.num_experts}, {experts.top_k}, {experts.d_ff}"
+        print(f"| {shape} | {row.num_tokens} | {' | '.join(cells)} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

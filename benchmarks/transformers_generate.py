@@ -1,4 +1,9 @@
-"""transformers' own `generate` as an arm of the benchmark: one stream, greedy, plain or with prompt lookup."""
+"""`specserve bench engine` with transformers' own `generate` as further arms: one stream, greedy, plain and with prompt
+lookup. Its options are those of `specserve bench engine`; a cell with more clients or a temperature is ours alone.
+
+Run from the checkout, with the `oracle` extra: `python benchmarks/transformers_generate.py --concurrency 1
+--temperature 0`.
+"""
 
 import importlib.util
 import time
@@ -6,15 +11,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import typer
+
+from specserve.cli.bench import BenchRun, measure_engine
+from specserve.cli.options import command
 from specserve.errors import ConfigError
-from specserve.eval.bench_engine import Answer
+from specserve.eval.bench_cells import Answer
 from specserve.mesh import default_dtype
 from specserve.serve.interface import EngineStats
 from specserve.serve.request import SamplingParams, SpeculationStats
 
 
 class _Streamer:
-    """Hears of tokens as transformers makes them; the prompt comes first."""
+    """Takes down tokens as transformers makes them; the prompt comes first."""
 
     def __init__(self, answer: Answer) -> None:
         self._answer, self._is_prompt = answer, True
@@ -29,7 +38,10 @@ class _Streamer:
 
 
 class TransformersArm:
-    """A model in torch. `lookup` is the number of tokens that prompt lookup proposes; 0 is plain decoding."""
+    """An arm that decodes with a model in torch.
+
+    `lookup` is the number of tokens that prompt lookup proposes; 0 is plain decoding.
+    """
 
     def __init__(self, model: Any, lookup: int = 0) -> None:
         self._model, self._lookup = model, lookup
@@ -69,15 +81,15 @@ class TransformersArm:
 
 
 def _stats(answer: Answer) -> SpeculationStats:
-    """The acceptance, by how many forwards it took: where in a draft they stopped is not told."""
+    """Tell the acceptance from how many forwards an answer took: where in a draft each stopped is not known."""
     num_steps = len(answer.arrivals) - 1
     return SpeculationStats(num_steps, accepted_per_depth=(len(answer.token_ids) - 1 - num_steps,))
 
 
 def transformers_arms(folder: Path, lookup: int = 3) -> dict[str, TransformersArm]:
-    """Plain and with prompt lookup. Raises ConfigError where torch is missing."""
+    """Load a folder's model for two arms, plain and with prompt lookup. Raises ConfigError where torch is missing."""
     if importlib.util.find_spec("torch") is None:
-        raise ConfigError("--transformers needs torch: pip install 'specserve[oracle]', or leave it out")
+        raise ConfigError("transformers' generate needs torch: pip install 'specserve[oracle]'")
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -85,3 +97,17 @@ def transformers_arms(folder: Path, lookup: int = 3) -> dict[str, TransformersAr
     logging.disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, default_dtype()))
     return {"transformers": TransformersArm(model), f"transformers, lookup {lookup}": TransformersArm(model, lookup)}
+
+
+app = typer.Typer()
+
+
+@app.command()
+@command(BenchRun)
+def main(run: BenchRun) -> None:
+    """Measure what `specserve bench engine` does, and transformers' generate beside it."""
+    measure_engine(run, transformers_arms)
+
+
+if __name__ == "__main__":
+    app()

@@ -1,4 +1,7 @@
-"""What the matrix products of one step take on this CPU, by rows: XLA's own in every cut, and the native kernel's."""
+"""What the matrix products of one step take on this CPU, by rows: XLA's own in every cut, and the native kernel's.
+
+Run from the checkout: `python benchmarks/products.py`. The table has milliseconds.
+"""
 
 import statistics
 import time
@@ -21,19 +24,20 @@ ROUNDS = 15
 
 @dataclass(frozen=True)
 class ProductsRow:
-    """Milliseconds of all products of the bundled target for so many rows, the median over the rounds, by arm."""
+    """What all products of the bundled target take for so many rows."""
 
     num_rows: int
-    ms: dict[str, float]
+    ms: dict[str, float]  # by arm, the median over the rounds
 
 
 def _float32(matrix: jax.Array) -> PackedMatrix:
-    """Packed without the step to bfloat16, as a matrix that needs all of float32 is."""
+    """Pack a matrix without the step to bfloat16, as one that needs all of float32 is packed."""
     return pack(matrix * (1 + 2**-20))
 
 
 def measure_products() -> Iterator[ProductsRow]:
-    """The arms take turns in every round, so that a noisy moment does not fall on one of them."""
+    """Time all products for each number of rows. The arms take turns in every round, so that a noisy moment does not
+    fall on one of them."""
     params = fuse_for_cpu(load_target(BUNDLED_FOLDER, dtype="float32").params)
     matrices = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params) if is_product(path)]
     ways: dict[str, Callable[[jax.Array], Weight]] = {
@@ -51,7 +55,7 @@ def measure_products() -> Iterator[ProductsRow]:
 
     @jax.jit
     def run(x: jax.Array, weights: list[Weight]) -> jax.Array:
-        """One product after another, as in a step: each waits for the sum of the one before."""
+        """Compute one product after another, as a step does: each waits for the sum of the one before."""
         for weight in weights:
             inputs = jnp.resize(x, (x.shape[0], weight.shape[0]))
             x = x + matmul(inputs, weight)[:, :1] * 1e-3
@@ -67,3 +71,15 @@ def measure_products() -> Iterator[ProductsRow]:
                 if turn:
                     seconds[name].append(time.perf_counter() - begin)
         yield ProductsRow(num_rows, {name: 1e3 * statistics.median(each) for name, each in seconds.items()})
+
+
+def main() -> None:
+    """Print the table, row by row as it is measured."""
+    for i, row in enumerate(measure_products()):
+        if not i:
+            print(f"| rows | {' | '.join(row.ms)} |\n|{'---|' * (1 + len(row.ms))}")
+        print(f"| {row.num_rows} | {' | '.join(f'{ms:.2f}' for ms in row.ms.values())} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

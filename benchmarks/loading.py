@@ -2,7 +2,9 @@
 process of its own, in turns, with the files in the page cache.
 
 PyTorch's loader maps files and reads nothing before it is used, so it is also measured with what a model needs to run
-from memory of its own: every tensor copied once.
+from memory of its own: every tensor copied once. Its arms run where the `oracle` extra is installed. Linux only.
+
+Run from the checkout: `python benchmarks/loading.py --gigabytes 2`.
 """
 
 import importlib.util
@@ -19,9 +21,12 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import typer
 
 from specserve.checkpoints.load import load_target
 from specserve.checkpoints.tensors import INDEX_FILE, write_json, write_tensors
+from specserve.cli.options import command
+from specserve.config import setting
 from specserve.models.families import model_config
 from specserve.models.params import num_params, specs
 from specserve.models.target import target_spec
@@ -42,7 +47,7 @@ SHARD_BYTES = 500_000_000
 
 @dataclass(frozen=True)
 class Load:
-    """One load in a fresh process."""
+    """What one load in a fresh process took."""
 
     seconds: float
     peak_bytes: int  # of memory, beyond what the process held before
@@ -56,7 +61,9 @@ def bench_load(
     config: Mapping[str, Any] = CONFIG,
     on_load: Callable[[str, Load], None] | None = None,
 ) -> dict[str, list[Load]]:
-    """Every arm's loads of a checkpoint of about so many bytes, which lies in a temporary folder meanwhile."""
+    """Load a checkpoint of about `num_bytes`, which lies in a temporary folder meanwhile, with every arm in turns.
+
+    Returns each arm's loads, one for each round; `on_load` hears of each as it is done."""
     arms = [arm for arm in ARMS if not arm.startswith("safetensors") or importlib.util.find_spec("torch")]
     loads: dict[str, list[Load]] = {arm: [] for arm in arms}
     with tempfile.TemporaryDirectory() as folder:
@@ -72,7 +79,7 @@ def bench_load(
 
 
 def load_lines(loads: Mapping[str, Sequence[Load]]) -> list[str]:
-    """The results for people to read: medians over the rounds."""
+    """Say the results in one line for each arm: medians over the rounds."""
     return [
         f"{arm}: {statistics.median(load.seconds for load in rounds):.2f} s, peak memory "
         f"{statistics.median(load.peak_bytes for load in rounds) / 1e9:.2f} GB for "
@@ -82,7 +89,7 @@ def load_lines(loads: Mapping[str, Sequence[Load]]) -> list[str]:
 
 
 def write_checkpoint(folder: Path, num_bytes: int, config: Mapping[str, Any]) -> None:
-    """A sharded bfloat16 checkpoint with as many layers as fit in so many bytes, one at least."""
+    """Write a sharded bfloat16 checkpoint with as many layers as fit in `num_bytes`, one at least."""
 
     def spec(num_layers: int) -> Any:
         return target_spec(model_config({**config, "num_hidden_layers": num_layers}, dtype="bfloat16"))
@@ -109,7 +116,7 @@ def write_checkpoint(folder: Path, num_bytes: int, config: Mapping[str, Any]) ->
 
 
 def measure(arm: str, folder: str) -> Load:
-    """Load in this process. Peak memory is what the process ever held, so it takes a fresh one."""
+    """Load the checkpoint in this process. Peak memory is what the process ever held, so it takes a fresh one."""
     load = ARMS[arm]()
     before = _memory("VmRSS")
     begin = time.perf_counter()
@@ -147,8 +154,31 @@ ARMS: dict[str, Callable[[], Callable[[Path], list[Any]]]] = {
 
 
 def _memory(what: str) -> int:
-    """Bytes, by Linux: VmRSS is held now, VmHWM was held at most."""
+    """The bytes of this process by Linux's account: VmRSS is held now, VmHWM was held at most."""
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(what):
             return int(line.split()[1]) * 1024
     raise OSError(f"/proc/self/status has no {what}")
+
+
+app = typer.Typer()
+
+
+@dataclass(frozen=True)
+class LoadRun:
+    """Everything that the command can be told."""
+
+    gigabytes: float = setting(2.0, help="size of the checkpoint, about", gt=0)
+    rounds: int = setting(3, help="how often the arms take turns", ge=1)
+
+
+@app.command()
+@command(LoadRun)
+def main(run: LoadRun) -> None:
+    """Load a synthetic checkpoint with every loader in turns, and say the seconds and the memory that it took."""
+    for line in load_lines(bench_load(int(run.gigabytes * 1e9), num_rounds=run.rounds)):
+        print(line)
+
+
+if __name__ == "__main__":  # the loads run in processes of their own, which import this file again
+    app()

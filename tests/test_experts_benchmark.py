@@ -1,6 +1,7 @@
 """What the forms of the experts cost is measured for each, and for the one that is chosen."""
 
-from specserve.eval.bench_moe import measure_moe
+from experts import measure_moe
+
 from specserve.models.config import Experts
 from specserve.models.moe import FORMS, choose_form
 
