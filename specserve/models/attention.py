@@ -1,4 +1,4 @@
-"""Grouped-query attention, of targets and of the draft."""
+"""Grouped-query attention layers, used by targets and by draft heads: their parameters and their forward."""
 
 import jax
 import jax.numpy as jnp
@@ -33,7 +33,9 @@ class Attention:
 
 
 def attention_spec(config: ModelConfig | HeadShape, prefix: str, d_in: int) -> Attention:
-    """`d_in` is the width of the projections' input: d_model in a target, twice that in a draft."""
+    """The parameters of one attention layer as `ParamSpec`s. `d_in` is the width of the projections' input: d_model in
+    a target, twice that in the first layer of a draft head. A draft head (`HeadShape`) has none of the options of
+    `ModelConfig`."""
     flags = config if isinstance(config, ModelConfig) else None
     names = flags.names if flags else Names()
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -74,7 +76,8 @@ def attention_spec(config: ModelConfig | HeadShape, prefix: str, d_in: int) -> A
 
 
 def fuse_attention(params: Attention) -> Attention:
-    """One product for q, k and v. Only for layers that project all three of the same tokens (`project_qkv`)."""
+    """Joins the projections of q, k and v into one matrix, and their biases into one vector. It is only for layers that
+    project all three from the same tokens (`project_qkv`)."""
     return Attention(
         q=side_by_side(params.q, params.k, params.v),
         k=None,
@@ -100,7 +103,7 @@ def mix(
     seen: PagedPrefix | None,
     context: Context,
 ) -> tuple[jax.Array, KV]:
-    """What the layer adds to the residual, [batch, n, d_model], and the tokens' own keys and values."""
+    """Computes what the layer adds to the residual, [batch, n, d_model], and the tokens' own keys and values."""
     tables = context.local_rope if kind.is_local else context.rope
     assert tables is not None, "a local layer without local rotary embeddings"
     q, k, v = project_qkv(params, config, x, tables)
@@ -165,7 +168,7 @@ def _finish(
     config: ModelConfig | HeadShape,
     rope: Tables,
 ) -> jax.Array:  # [batch, n, head, head_dim]
-    """Norm and turn: queries and keys alike."""
+    """Norms queries or keys where the model has such a norm, and applies the rotary embedding."""
     offset = isinstance(config, ModelConfig) and config.norm_offset
     over_all = norm is not None and norm.shape[0] == x.shape[-1]  # with one head it is the same
     if norm is not None and over_all:

@@ -1,4 +1,4 @@
-"""Gated delta-net layers: Qwen3-Next's, and Kimi delta attention as Ling 3 has it."""
+"""Gated delta-net layers: those of Qwen3-Next, and Kimi delta attention as Ling 3 has it."""
 
 from typing import Any
 
@@ -37,8 +37,9 @@ def delta_spec(config: ModelConfig, delta: Delta, prefix: str) -> DeltaNet:
 
 
 def _qwen_spec(config: ModelConfig, delta: Delta, prefix: str) -> DeltaNet:
-    """Two tensors hold six projections, key head by key head: its q, its k, and v and z of the value heads that share
-    it; and these heads' b and a."""
+    """The parameters of Qwen3-Next's layers. Its checkpoints keep six projections in two tensors, ordered by key head.
+    One holds for each key head q, k, and the v and z of the value heads that share it; the other holds the b and a of
+    these value heads."""
     heads, axes = delta.num_v_heads, ("embed", "heads")
     share, v_size = heads // delta.num_k_heads, heads * delta.v_dim
     k_size = delta.num_k_heads * delta.k_dim
@@ -112,7 +113,8 @@ def mix(
     seen: State,
     mask: jax.Array | Documents,  # [batch or 1, n, n] bool
 ) -> tuple[jax.Array, New]:
-    """What the layer adds to the residual, [batch, n, d_model], and what the tokens would do to its state."""
+    """Computes what the layer adds to the residual, [batch, n, d_model], and what the tokens would change in its
+    state."""
     inputs = tuple(linear(x, weight) for weight in (params.q, params.k, params.v))
     conv = params.conv
     if len(conv) == 1:
@@ -135,8 +137,8 @@ def mix(
 
 
 def _log_decay(params: DeltaNet, delta: Delta, raw: jax.Array) -> jax.Array:  # -> [batch, n, head, 1 or k_dim]
-    """-rate softplus(raw + bias) (arXiv 2412.06464, as Mamba-2 has it), or a sigmoid of the same scale between
-    `decay_bound` and 0 (Ling 3)."""
+    """The logarithm of each token's decay: -rate * softplus(raw + bias) (arXiv 2412.06464, as in Mamba-2). With a
+    `decay_bound` (Ling 3) it is bound * sigmoid(rate * (raw + bias)), which lies between the bound and 0."""
     rate = jnp.exp(params.log_rate.astype(jnp.float32))[:, None]
     raw = _by_head(raw + params.decay_bias.astype(jnp.float32), delta.k_dim if delta.by_channel else 1)
     if delta.decay_bound:

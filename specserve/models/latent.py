@@ -1,10 +1,10 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): the cache holds one latent for each token,
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). The cache holds one latent for each token,
 which all heads share, and never their keys and values.
 
-There are two forms of the same sum. Expanded: keys and values of every head are computed from the latents. Absorbed:
-the matrix that would expand the keys is applied to the query instead, and the one for the values to the result, so
-that attention runs over the latents themselves, as one KV head. The absorbed form is what a paged cache needs; the
-expanded one multiplies fewer numbers where nothing is committed and rows are long (training).
+The same sum has two forms. In the expanded form the keys and values of every head are computed from the latents. In the
+absorbed form the matrix that would expand the keys is applied to the queries instead, and the one for the values to the
+result. So attention runs over the latents themselves, as one KV head. A paged cache needs the absorbed form. The
+expanded one multiplies fewer numbers where nothing is committed and rows are long, as in training.
 """
 
 import dataclasses
@@ -78,7 +78,8 @@ def mix(
     seen: PagedPrefix | None,
     context: Context,
 ) -> tuple[jax.Array, tuple[jax.Array, None]]:
-    """What the layer adds to the residual, [batch, n, d_model], and the tokens' latents [batch, n, 1, cache_dim]."""
+    """Computes what the layer adds to the residual, [batch, n, d_model], and the tokens' latents, [batch, n, 1,
+    cache_dim]."""
     latent = config.latent
     assert latent is not None
     q_in = x
@@ -110,7 +111,7 @@ def expanded(
     new: jax.Array,  # [batch, n, 1, cache_dim]
     context: Context,
 ) -> jax.Array:  # [batch, n, head, v_dim]
-    """Attention over the new tokens alone."""
+    """Attention over the new tokens alone, in the expanded form."""
     assert config.latent is not None
     compressed, k_rope = jnp.split(new, (config.latent.kv_rank,), axis=-1)
     k_nope = _by_head(matmul(compressed[:, :, 0], params.k_up), config.num_heads)
@@ -129,7 +130,7 @@ def absorbed(
     seen: PagedPrefix | None,
     context: Context,
 ) -> jax.Array:  # [batch, n, head, v_dim]
-    """Attention over committed latents and new ones."""
+    """Attention over committed latents and new ones, in the absorbed form."""
     assert config.latent is not None
     if len(params.k_up.shape) == 2:
         params = split_by_head(params, config.num_heads)
@@ -140,7 +141,7 @@ def absorbed(
 
 
 def split_by_head(params: LatentAttention, num_heads: int) -> LatentAttention:
-    """The same weights with a matrix for each head, as the absorbed form multiplies by them."""
+    """Gives `k_up` and `v_up` an axis for heads, as the absorbed form multiplies by them. The values stay the same."""
 
     def split(weight: Weight) -> jax.Array:  # [kv_rank, head * dim] -> [kv_rank, head, dim]
         assert isinstance(weight, jax.Array)
