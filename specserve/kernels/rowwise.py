@@ -1,8 +1,8 @@
-"""What a layer does between its products, row by row: norms, gates, rotary embeddings. Arrays in, arrays out.
+"""The operations of a layer between its products, row by row: norms, gates and rotary embeddings.
 
-While a served step is traced (`native.serving`) these run as native kernels, where there are any. XLA computes one row
-by other sums and other formulas than many rows, so that a token's result would differ in its last bits between a plain
-step, a tree and a prompt; the kernels compute a row in one way. They have no gradient: serving needs none.
+While a served step is traced (`native.serving`) they run as native kernels, where there are any. XLA computes one row
+by other sums and other formulas than many rows, so a token's result would differ in its last bits between a plain step,
+a tree and a prompt. The kernels compute a row in one way. They have no gradient, which serving does not need.
 """
 
 from typing import Any, Literal
@@ -18,7 +18,7 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")  #
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, offset: bool = False) -> jax.Array:
-    """Root-mean-square norm over the last axis, computed in float32, returned in x's dtype. With `offset` the weight
+    """Root-mean-square norm over the last axis, computed in float32 and returned in x's dtype. With `offset` the weight
     is a difference from 1, as Gemma keeps it. `weight` [size] may have leading axes that broadcast."""
     if weight.ndim == 1 and native.serves(x, weight):
         return _call("specserve_norm", x.shape, x, weight, eps=np.float32(eps), offset=offset)
@@ -30,8 +30,8 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, offset: bool = Fals
 
 
 def gated(gate: jax.Array, up: jax.Array | None, activation: Activation = "silu") -> jax.Array:
-    """act(gate) * up, all [..., d_ff]; without `up`, gate [..., 2 * d_ff] holds both side by side. The clamped form is
-    GPT-OSS's: gate * sigmoid(1.702 gate) * (up + 1), both bounded by 7."""
+    """Compute act(gate) * up; both are [..., d_ff]. Without `up`, gate [..., 2 * d_ff] holds both side by side. The
+    clamped form is GPT-OSS's: gate * sigmoid(1.702 gate) * (up + 1), where gate is at most 7 and up within -7 and 7."""
     if native.serves(gate) and (up is None or native.serves(up)):
         shape = gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
         second = jnp.zeros(0, jnp.float32) if up is None else up
@@ -65,8 +65,9 @@ def apply_rope(
     *,
     is_interleaved: bool = False,
 ) -> jax.Array:
-    """Turn the first channels of each head, as many as the tables have angles for, in float32: the first half of them
-    against the second (the Hugging Face convention) or each even one against the next."""
+    """Rotate the first channels of each head, as many as the tables have angles for, in float32. Channel i of their
+    first half is rotated against channel i of the second (the Hugging Face convention), or with `is_interleaved` each
+    even channel against the next."""
     cos, sin = tables
     if native.serves(x, cos, sin) and cos.shape[:2] == x.shape[:2]:
         return _call("specserve_rotate", x.shape, x, cos, sin, is_interleaved=is_interleaved)

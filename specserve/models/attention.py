@@ -76,7 +76,7 @@ def attention_spec(config: ModelConfig | HeadShape, prefix: str, d_in: int) -> A
 
 
 def fuse_attention(params: Attention) -> Attention:
-    """Joins the projections of q, k and v into one matrix, and their biases into one vector. It is only for layers that
+    """Join the projections of q, k and v into one matrix, and their biases into one vector. It is only for layers that
     project all three from the same tokens (`project_qkv`)."""
     return Attention(
         q=side_by_side(params.q, params.k, params.v),
@@ -103,7 +103,7 @@ def mix(
     seen: PagedPrefix | None,
     context: Context,
 ) -> tuple[jax.Array, KV]:
-    """Computes what the layer adds to the residual, [batch, n, d_model], and the tokens' own keys and values."""
+    """Compute what the layer adds to the residual, [batch, n, d_model], and the tokens' own keys and values."""
     tables = context.local_rope if kind.is_local else context.rope
     assert tables is not None, "a local layer without local rotary embeddings"
     q, k, v = project_qkv(params, config, x, tables)
@@ -168,7 +168,7 @@ def _finish(
     config: ModelConfig | HeadShape,
     rope: Tables,
 ) -> jax.Array:  # [batch, n, head, head_dim]
-    """Norms queries or keys where the model has such a norm, and applies the rotary embedding."""
+    """Norm queries or keys where the model has such a norm, and apply the rotary embedding."""
     offset = isinstance(config, ModelConfig) and config.norm_offset
     over_all = norm is not None and norm.shape[0] == x.shape[-1]  # with one head it is the same
     if norm is not None and over_all:

@@ -63,7 +63,7 @@ class Cache:
 
     @classmethod
     def zeros(cls, config: ModelConfig, *, num_slots: int, num_pages: int, page_size: int) -> "Cache":
-        """Makes an empty cache for a target: every array is zero."""
+        """Make an empty cache for a target: every array is zero."""
 
         def layer(i: int) -> Pages | State:
             kind = config.kind(i)
@@ -96,7 +96,7 @@ class Cache:
         is_kept: jax.Array,  # [batch, n] bool; for recurrent layers the kept ones come first, in order
         slots: jax.Array | None = None,  # [batch] int32, needed where layers are recurrent
     ) -> "Cache":
-        """Commits the kept entries. The other entries are dropped, and so are those past the allocated pages."""
+        """Commit the kept entries. The other entries are dropped, and so are those past the allocated pages."""
         page_slot = index // self.page_size
         in_table = is_kept & (page_slot >= 0) & (page_slot < page_table.shape[1])
         page = jnp.take_along_axis(page_table, jnp.clip(page_slot, 0, page_table.shape[1] - 1), axis=1)
@@ -114,7 +114,7 @@ class Cache:
         return Cache(layers, self.num_pages, self.page_size)
 
     def reset(self, slot: jax.Array) -> "Cache":
-        """Prepares a slot ([] int32) for a new sequence: its recurrent states become zero. Pages are left as they
+        """Prepare a slot ([] int32) for a new sequence: its recurrent states become zero. Pages are left as they
         are."""
 
         def clear(layer: Pages | State) -> Pages | State:

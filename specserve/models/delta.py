@@ -113,7 +113,7 @@ def mix(
     seen: State,
     mask: jax.Array | Documents,  # [batch or 1, n, n] bool
 ) -> tuple[jax.Array, New]:
-    """Computes what the layer adds to the residual, [batch, n, d_model], and what the tokens would change in its
+    """Compute what the layer adds to the residual, [batch, n, d_model], and what the tokens would change in its
     state."""
     inputs = tuple(linear(x, weight) for weight in (params.q, params.k, params.v))
     conv = params.conv

@@ -24,7 +24,7 @@ def in_parts(
     expert_ids: jax.Array,  # [token, top_k]
     weights: jax.Array,  # [token, top_k]
 ) -> jax.Array:  # [token, d_model]
-    """Runs `compute` on every device's own experts and adds up the results. Without a mesh it only calls `compute`.
+    """Run `compute` on every device's own experts and add up the results. Without a mesh only call `compute`.
 
     For a device, the id of an expert that is elsewhere becomes the number of its own experts, one past the last, with
     weight 0. Left to itself XLA would sum each expert's output over the devices before it is weighted, and would fetch

@@ -78,7 +78,7 @@ def mix(
     seen: PagedPrefix | None,
     context: Context,
 ) -> tuple[jax.Array, tuple[jax.Array, None]]:
-    """Computes what the layer adds to the residual, [batch, n, d_model], and the tokens' latents, [batch, n, 1,
+    """Compute what the layer adds to the residual, [batch, n, d_model], and the tokens' latents, [batch, n, 1,
     cache_dim]."""
     latent = config.latent
     assert latent is not None
@@ -141,7 +141,7 @@ def absorbed(
 
 
 def split_by_head(params: LatentAttention, num_heads: int) -> LatentAttention:
-    """Gives `k_up` and `v_up` an axis for heads, as the absorbed form multiplies by them. The values stay the same."""
+    """Give `k_up` and `v_up` an axis for heads, as the absorbed form multiplies by them. The values stay the same."""
 
     def split(weight: Weight) -> jax.Array:  # [kv_rank, head * dim] -> [kv_rank, head, dim]
         assert isinstance(weight, jax.Array)

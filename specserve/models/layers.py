@@ -50,27 +50,27 @@ def norm_spec(name: str, size: int, *, offset: bool = False) -> Any:
 
 
 def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.Array:
-    """Computes x @ weight + bias: x is [..., d_in], weight [d_in, d_out], bias [d_out] or None."""
+    """Compute x @ weight + bias: x is [..., d_in], weight [d_in, d_out], bias [d_out] or None."""
     y = matmul(x, weight)
     return y if bias is None else y + bias
 
 
 def mlp(params: Mlp, x: jax.Array, activation: Activation = "silu") -> jax.Array:  # [..., d_model] -> [..., d_model]
-    """Computes down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202)."""
+    """Compute down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202)."""
     gate = linear(x, params.gate, params.gate_bias)
     up = None if params.up is None else linear(x, params.up, params.up_bias)
     return linear(gated(gate, up, activation), params.down, params.down_bias)
 
 
 def fuse_mlp(params: Mlp) -> Mlp:
-    """Joins gate and up into one matrix. On CPU the one product saves a tenth of the time of a decoded token
+    """Join gate and up into one matrix. On CPU the one product saves a tenth of the time of a decoded token
     (docs/log)."""
     gate_up, bias = side_by_side(params.gate, params.up), side_by_side(params.gate_bias, params.up_bias)
     return Mlp(gate_up, None, params.down, bias, None, params.down_bias)
 
 
 def side_by_side(*parts: Any) -> Any:
-    """Joins matrices or vectors along their outputs, their last axis. Returns None where there are none (a projection
+    """Join matrices or vectors along their outputs, their last axis. Returns None where there are none (a projection
     without bias)."""
     if parts[0] is None:
         return None

@@ -75,7 +75,7 @@ def mix(
     seen: State,
     context: Context,
 ) -> tuple[jax.Array, New]:
-    """Computes what the layer adds to the residual, [batch, n, d_model], and what the tokens would change in its
+    """Compute what the layer adds to the residual, [batch, n, d_model], and what the tokens would change in its
     state."""
 
     def heads(weight: Weight, bias: jax.Array | None, norm: jax.Array | None = None) -> jax.Array:

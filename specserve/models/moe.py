@@ -90,7 +90,7 @@ def moe(
     x: jax.Array,  # [..., d_model]
     form: "Form | None" = None,
 ) -> jax.Array:  # [..., d_model]
-    """Adds up the chosen experts' outputs, weighted, and the shared expert's output of every token. All forms compute
+    """Add up the chosen experts' outputs, weighted, and the shared expert's output of every token. All forms compute
     the same. Unless `form` is given, it is the cheapest for this number of tokens."""
     assert config.experts is not None
     rows = x.reshape(-1, x.shape[-1])
@@ -117,7 +117,7 @@ def route(
     config: ModelConfig,
     x: jax.Array,  # [token, d_model]
 ) -> tuple[jax.Array, jax.Array]:  # expert_ids [token, top_k] int32, best first; weights [token, top_k] float32
-    """Chooses the experts of each token and computes their weights, in float32. Of equal scores the lower id goes
+    """Choose the experts of each token and computes their weights, in float32. Of equal scores the lower id goes
     first.
 
     Scores are the softmax (Shazeer et al. 2017, arXiv 1701.06538, section 2.1) or the sigmoid (DeepSeek-V3, arXiv
@@ -142,7 +142,7 @@ def route(
 
 
 def _within_best_groups(choice: jax.Array, experts: Experts) -> jax.Array:  # [token, expert] -> [token, expert]
-    """Sets the scores of experts outside each token's best groups to -inf, and not to 0, because corrected scores may
+    """Set the scores of experts outside each token's best groups to -inf, and not to 0, because corrected scores may
     be negative. A group's score is that of its best expert (DeepSeek-V2, arXiv 2405.04434, section 2.2.2) or the sum of
     its two best (DeepSeek-V3, section 2.1.2)."""
     grouped = choice.reshape(choice.shape[0], experts.num_groups, -1)
@@ -185,7 +185,7 @@ def all_experts(
 def sorted_by_expert(
     params: Moe, activation: Activation, x: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    """Computes one ragged product over the tokens sorted by expert. It does only the needed work, where the backend has
+    """Compute one ragged product over the tokens sorted by expert. It does only the needed work, where the backend has
     a kernel."""
     num_experts, flat = params.down.shape[0], expert_ids.reshape(-1)
     order = jnp.argsort(flat)
@@ -204,7 +204,7 @@ def sorted_by_expert(
 def by_blocks(
     params: Moe, activation: Activation, x: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    """Loops over blocks of tokens, each of one expert. It does only the needed work, on a backend without a ragged
+    """Loop over blocks of tokens, each of one expert. It does only the needed work, on a backend without a ragged
     kernel."""
     (num_tokens, top_k), num_experts, flat = expert_ids.shape, params.down.shape[0], expert_ids.reshape(-1)
     size = _block_size(len(flat), num_experts)
@@ -237,7 +237,7 @@ def by_blocks(
 
 
 def by_rows(params: Moe, activation: Activation, x: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
-    """Multiplies packed experts, whose kernel sorts the rows by itself. It does only the needed work, and reads each
+    """Multiply packed experts, whose kernel sorts the rows by itself. It does only the needed work, and reads each
     chosen matrix once."""
     flat = expert_ids.reshape(-1).astype(jnp.int32)
 

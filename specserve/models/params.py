@@ -123,7 +123,7 @@ def abstract(tree: Any, dtype: str) -> Any:
 
 
 def init_params(tree: Any, key: jax.Array, dtype: str) -> Any:
-    """Draws fresh parameters. Every leaf draws from a key of its own, so adding a leaf changes no other."""
+    """Draw fresh parameters. Every leaf draws from a key of its own, so adding a leaf changes no other."""
 
     def init(path: tuple, spec: ParamSpec) -> jax.Array:
         if spec.init == "ones":

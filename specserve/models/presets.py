@@ -63,7 +63,7 @@ class Preset:
 
 
 def target_size(config: ModelConfig) -> TargetSize:
-    """Counts the target's parameters from their shapes; nothing is allocated."""
+    """Count the target's parameters from their shapes; nothing is allocated."""
     total = active = 0
     for spec in specs(target_spec(config)):
         size = math.prod(spec.shape)

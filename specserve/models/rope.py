@@ -103,7 +103,7 @@ def rope_tables(
 
 
 def rope_from_hf(raw: Mapping[str, Any], where: str, *, head_dim: int = 0) -> Rope:
-    """Reads the rotary settings of a config.json in both spellings, `rope_parameters` (new) and `rope_theta` with
+    """Read the rotary settings of a config.json in both spellings, `rope_parameters` (new) and `rope_theta` with
     `rope_scaling` (old). `head_dim` is needed where only a part of a head is rotated (`partial_rotary_factor`,
     `rotary_dim`). Raises ConfigError."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}

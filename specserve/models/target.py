@@ -106,7 +106,7 @@ def forward(
     prefix: Prefix | None = None,
     aux_layers: tuple[int, ...] = (),
 ) -> TargetOutput:
-    """Runs the decoder over n tokens of each sequence, which follow `prefix` where there is one."""
+    """Run the decoder over n tokens of each sequence, which follow `prefix` where there is one."""
     assert (cache is None) == (prefix is None), "cache and prefix come together"
     x = params.embedding[token_ids]
     if config.embedding_scale != 1.0:
@@ -140,7 +140,7 @@ def _layer(
     seen: Any,
     context: Context,
 ) -> tuple[jax.Array, Any]:
-    """Computes one layer's output, and what its tokens would leave in the cache."""
+    """Compute one layer's output, and what its tokens would leave in the cache."""
 
     def norm(x: jax.Array, weight: jax.Array | None) -> jax.Array:
         return x if weight is None else rms_norm(x, weight, config.norm_eps, offset=config.norm_offset)
@@ -169,7 +169,7 @@ def _mix(
 
 
 def logits(params: TargetParams, config: ModelConfig, hidden_states: jax.Array) -> jax.Array:
-    """Computes the next-token logits of normed hidden states: [..., d_model] -> [..., vocab] float32."""
+    """Compute the next-token logits of normed hidden states: [..., d_model] -> [..., vocab] float32."""
     if params.head is None:
         out = jnp.einsum("...d,vd->...v", hidden_states, params.embedding, preferred_element_type=jnp.float32)
     else:
