@@ -118,8 +118,9 @@ def _native(
 ) -> jax.Array:  # [batch, n, head, v_dim]
     """Attention by one native call, which reads the pages where they are. It adds over the keys in the order of the
     sequence, whichever of them are new, so every prefix is exact."""
-    out = jax.ffi.ffi_call("specserve_attend", jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), jnp.float32))
-    return out(
+    return native.call(
+        "specserve_attend",
+        (*q.shape[:3], v.shape[-1]),
         q,
         k,
         v,

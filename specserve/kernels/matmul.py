@@ -151,24 +151,22 @@ def dequantize(weight: jax.Array | QuantizedMatrix, dtype: jnp.dtype) -> jax.Arr
 def matmul(x: jax.Array, weight: Weight) -> jax.Array:  # [..., d_in] @ [d_in, d_out] -> [..., d_out]
     """Compute x @ weight in x's dtype. With a matrix for each expert, each has rows of its own: [expert, ..., d_in] @
     [expert, d_in, d_out]."""
-    if isinstance(weight, PackedMatrix):
-        return _packed(x, weight).astype(x.dtype)
-    if isinstance(weight, BlockedMatrix):
-        return _blocked(x, weight)
-    if isinstance(weight, QuantizedMatrix):
-        return _quantized(x, weight).astype(x.dtype)
-    return x @ weight
+    return _product(x, weight, x.dtype)
 
 
 def matmul_float32(x: jax.Array, weight: Weight) -> jax.Array:
     """Compute x @ weight with a float32 result, for logits."""
+    return _product(x, weight, jnp.dtype(jnp.float32))
+
+
+def _product(x: jax.Array, weight: Weight, dtype: jnp.dtype) -> jax.Array:
     if isinstance(weight, PackedMatrix):
-        return _packed(x, weight)
+        return _packed(x, weight).astype(dtype)
     if isinstance(weight, BlockedMatrix):
-        return _blocked(x, weight).astype(jnp.float32)
+        return _blocked(x, weight).astype(dtype)
     if isinstance(weight, QuantizedMatrix):
-        return _quantized(x, weight)
-    return jnp.matmul(x, weight, preferred_element_type=jnp.float32)
+        return _quantized(x, weight).astype(dtype)
+    return jnp.matmul(x, weight, preferred_element_type=dtype)
 
 
 def matmul_by_expert(x: jax.Array, weight: PackedMatrix, expert_ids: jax.Array) -> jax.Array:
@@ -189,8 +187,8 @@ def _packed(x: jax.Array, weight: PackedMatrix) -> jax.Array:  # float32
 def _multiply_packed(x: jax.Array, weight: PackedMatrix, expert_ids: jax.Array) -> jax.Array:  # [row, d_out] float32
     panels = weight.panels.reshape(-1, *weight.panels.shape[-3:])
     scale = jnp.zeros(0, jnp.float32) if weight.scale is None else weight.scale
-    call = jax.ffi.ffi_call("specserve_matmul", jax.ShapeDtypeStruct((x.shape[0], weight.d_out), jnp.float32))
-    return call(x.astype(jnp.float32), expert_ids, panels, scale, block=np.int64(weight.block))
+    shape, block = (x.shape[0], weight.d_out), np.int64(weight.block)
+    return native.call("specserve_matmul", shape, x.astype(jnp.float32), expert_ids, panels, scale, block=block)
 
 
 def _quantized(x: jax.Array, weight: QuantizedMatrix) -> jax.Array:  # float32

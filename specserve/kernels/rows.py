@@ -127,12 +127,8 @@ def _by_segment(
     block: Block, window: int, q: jax.Array, k: jax.Array, v: jax.Array, positions: _Positions, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
     """Compute run after run of queries, each with the keys up to the run's last query."""
-    seq = q.shape[3]
-    length = max(MIN_SEGMENT, -(-seq // NUM_SEGMENTS))
     found = []
-    for start in range(0, seq, length):
-        stop = min(start + length, seq)
-        first = max(0, start - window + 1) if window else 0
+    for first, start, stop in _segments(q.shape[3], window):
         queries, keys = positions.cut(start, stop - start), positions.cut(first, stop - first)
         part = q[:, :, :, start:stop]
         found.append(_by_block(block, part, queries, k[:, first:stop], v[:, first:stop], keys, sinks))
@@ -229,9 +225,12 @@ def mean_keys(seq: int, window: int) -> tuple[float, float]:
     `seq` tokens. A window of 0 means none."""
     reach = min(window or seq, seq)
     seen = (reach * (reach + 1) / 2 + (seq - reach) * reach) / seq
-    length = max(MIN_SEGMENT, -(-seq // NUM_SEGMENTS))
-    computed = 0
-    for start in range(0, seq, length):
-        stop = min(start + length, seq)
-        computed += (stop - start) * (stop - (max(0, start - window + 1) if window else 0))
+    computed = sum((stop - start) * (stop - first) for first, start, stop in _segments(seq, window))
     return seen, computed / seq
+
+
+def _segments(seq: int, window: int) -> list[tuple[int, int, int]]:
+    """The runs into which the queries of a row are cut: (first key, first query, end of both) of each."""
+    length = max(MIN_SEGMENT, -(-seq // NUM_SEGMENTS))
+    starts = range(0, seq, length)
+    return [(max(0, start - window + 1) if window else 0, start, min(start + length, seq)) for start in starts]

@@ -5,7 +5,7 @@ by other sums and other formulas than many rows, so a token's result would diffe
 a tree and a prompt. The kernels compute a row in one way. They have no gradient, which serving does not need.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -21,7 +21,7 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, offset: bool = Fals
     """Root-mean-square norm over the last axis, computed in float32 and returned in x's dtype. With `offset` the weight
     is a difference from 1, as Gemma keeps it. `weight` [size] may have leading axes that broadcast."""
     if weight.ndim == 1 and native.serves(x, weight):
-        return _call("specserve_norm", x.shape, x, weight, eps=np.float32(eps), offset=offset)
+        return native.call("specserve_norm", x.shape, x, weight, eps=np.float32(eps), offset=offset)
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     if offset:
@@ -35,7 +35,7 @@ def gated(gate: jax.Array, up: jax.Array | None, activation: Activation = "silu"
     if native.serves(gate) and (up is None or native.serves(up)):
         shape = gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
         second = jnp.zeros(0, jnp.float32) if up is None else up
-        return _call("specserve_gate", shape, gate, second, activation=np.int64(ACTIVATIONS.index(activation)))
+        return native.call("specserve_gate", shape, gate, second, activation=np.int64(ACTIVATIONS.index(activation)))
     if up is None:
         gate, up = jnp.split(gate, 2, axis=-1)
     if activation == "clamped_swiglu":
@@ -70,7 +70,7 @@ def apply_rope(
     even channel against the next."""
     cos, sin = tables
     if native.serves(x, cos, sin) and cos.shape[:2] == x.shape[:2]:
-        return _call("specserve_rotate", x.shape, x, cos, sin, is_interleaved=is_interleaved)
+        return native.call("specserve_rotate", x.shape, x, cos, sin, is_interleaved=is_interleaved)
     rotary_dim = 2 * cos.shape[-1]
     turned, rest = x[..., :rotary_dim].astype(jnp.float32), x[..., rotary_dim:]
     if is_interleaved:
@@ -81,7 +81,3 @@ def apply_rope(
     turned = jnp.stack(parts, axis=-1).reshape(turned.shape) if is_interleaved else jnp.concatenate(parts, axis=-1)
     turned = turned.astype(x.dtype)
     return jnp.concatenate([turned, rest], axis=-1) if rest.shape[-1] else turned
-
-
-def _call(name: str, shape: tuple[int, ...], *args: jax.Array, **attributes: Any) -> jax.Array:
-    return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(shape, jnp.float32))(*args, **attributes)

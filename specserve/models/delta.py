@@ -10,7 +10,7 @@ from specserve.kernels.recurrence import New, State, convolve, recur
 from specserve.kernels.rows import Documents
 from specserve.kernels.rowwise import rms_norm
 from specserve.models.config import Delta, ModelConfig
-from specserve.models.layers import linear, norm_spec
+from specserve.models.layers import by_head, linear, norm_spec
 from specserve.models.params import ParamSpec, Part, matrix, vector
 from specserve.pytree import pytree
 
@@ -121,16 +121,16 @@ def mix(
         k_size = delta.num_k_heads * delta.k_dim
         conv = jnp.split(conv[0], (k_size, 2 * k_size))
     q, k, v = (
-        _by_head(jax.nn.silu(convolve(new, weight, committed, mask)), dim)
-        for new, weight, committed, dim in zip(
-            inputs, conv, seen.conv, (delta.k_dim, delta.k_dim, delta.v_dim), strict=True
+        by_head(jax.nn.silu(convolve(new, weight, committed, mask)), num_heads)
+        for new, weight, committed, num_heads in zip(
+            inputs, conv, seen.conv, (delta.num_k_heads, delta.num_k_heads, delta.num_v_heads), strict=True
         )
     )
     q, k = _unit(q) * delta.k_dim**-0.5, _unit(k)
     beta = jax.nn.sigmoid(linear(x, params.beta).astype(jnp.float32))
     log_decay = _log_decay(params, delta, linear(x, params.decay).astype(jnp.float32))
     out, u = recur(q, k, v, log_decay, beta, seen.matrix, mask)
-    gate = _by_head(linear(x, params.gate).astype(jnp.float32), delta.v_dim)
+    gate = by_head(linear(x, params.gate).astype(jnp.float32), delta.num_v_heads)
     out = rms_norm(out, params.norm, config.norm_eps) * (jax.nn.sigmoid if delta.by_channel else jax.nn.silu)(gate)
     out = out.reshape(*x.shape[:2], -1).astype(x.dtype)
     return linear(out, params.o), New(k, u, log_decay, inputs)
@@ -140,7 +140,7 @@ def _log_decay(params: DeltaNet, delta: Delta, raw: jax.Array) -> jax.Array:  # 
     """The logarithm of each token's decay: -rate * softplus(raw + bias) (arXiv 2412.06464, as in Mamba-2). With a
     `decay_bound` (Ling 3) it is bound * sigmoid(rate * (raw + bias)), which lies between the bound and 0."""
     rate = jnp.exp(params.log_rate.astype(jnp.float32))[:, None]
-    raw = _by_head(raw + params.decay_bias.astype(jnp.float32), delta.k_dim if delta.by_channel else 1)
+    raw = by_head(raw + params.decay_bias.astype(jnp.float32), delta.num_v_heads)
     if delta.decay_bound:
         return delta.decay_bound * jax.nn.sigmoid(rate * raw)
     return -rate * jax.nn.softplus(raw)
@@ -148,7 +148,3 @@ def _log_decay(params: DeltaNet, delta: Delta, raw: jax.Array) -> jax.Array:  # 
 
 def _unit(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)
-
-
-def _by_head(x: jax.Array, dim: int) -> jax.Array:  # [batch, n, head * dim] -> [batch, n, head, dim]
-    return x.reshape(*x.shape[:2], -1, dim)

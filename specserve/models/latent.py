@@ -17,7 +17,7 @@ from specserve.kernels.matmul import Weight, matmul
 from specserve.kernels.rowwise import apply_rope, rms_norm
 from specserve.models.config import ModelConfig
 from specserve.models.context import Context
-from specserve.models.layers import linear, norm_spec
+from specserve.models.layers import by_head, linear, norm_spec
 from specserve.models.params import Part, matrix, vector
 from specserve.pytree import pytree
 
@@ -87,8 +87,8 @@ def mix(
         assert params.q_norm is not None
         q_in = rms_norm(linear(x, params.q_down, params.q_down_bias), params.q_norm, NORM_EPS)
     is_interleaved = config.rope.is_interleaved
-    q_nope = _by_head(linear(q_in, params.q_nope), config.num_heads)
-    q_rope = _by_head(linear(q_in, params.q_rope), config.num_heads)
+    q_nope = by_head(linear(q_in, params.q_nope), config.num_heads)
+    q_rope = by_head(linear(q_in, params.q_rope), config.num_heads)
     q_rope = apply_rope(q_rope, context.rope, is_interleaved=is_interleaved)
     down = linear(x, params.kv_down, params.kv_down_bias)
     compressed = rms_norm(down[..., : latent.kv_rank], params.kv_norm, NORM_EPS)[:, :, None]
@@ -114,8 +114,8 @@ def expanded(
     """Attention over the new tokens alone, in the expanded form."""
     assert config.latent is not None
     compressed, k_rope = jnp.split(new, (config.latent.kv_rank,), axis=-1)
-    k_nope = _by_head(matmul(compressed[:, :, 0], params.k_up), config.num_heads)
-    v = _by_head(matmul(compressed[:, :, 0], params.v_up), config.num_heads)
+    k_nope = by_head(matmul(compressed[:, :, 0], params.k_up), config.num_heads)
+    v = by_head(matmul(compressed[:, :, 0], params.v_up), config.num_heads)
     k = jnp.concatenate([k_nope, jnp.broadcast_to(k_rope, (*k_nope.shape[:3], k_rope.shape[-1]))], axis=-1)
     q = jnp.concatenate([q_nope, q_rope], axis=-1)
     return attend(q, k, v, context.mask, scale=config.attention_scale)
@@ -154,7 +154,3 @@ def split_by_head(params: LatentAttention, num_heads: int) -> LatentAttention:
 def _each_head(x: jax.Array, weight: Weight) -> jax.Array:  # [b, n, head, d_in], [head, d_in, d_out] -> like x
     by_head = matmul(x.transpose(2, 0, 1, 3).reshape(x.shape[2], -1, x.shape[3]), weight)
     return by_head.reshape(x.shape[2], *x.shape[:2], -1).transpose(1, 2, 0, 3)
-
-
-def _by_head(x: jax.Array, num_heads: int) -> jax.Array:  # [batch, n, size] -> [batch, n, head, dim]
-    return x.reshape(*x.shape[:2], num_heads, -1)

@@ -55,6 +55,10 @@ def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None) -> jax.A
     return y if bias is None else y + bias
 
 
+def by_head(x: jax.Array, num_heads: int) -> jax.Array:  # [batch, n, head * dim] -> [batch, n, head, dim]
+    return x.reshape(*x.shape[:2], num_heads, -1)
+
+
 def mlp(params: Mlp, x: jax.Array, activation: Activation = "silu") -> jax.Array:  # [..., d_model] -> [..., d_model]
     """Compute down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202)."""
     gate = linear(x, params.gate, params.gate_bias)

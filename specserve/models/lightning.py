@@ -13,7 +13,7 @@ from specserve.kernels.recurrence import New, State, recur
 from specserve.kernels.rowwise import apply_rope, rms_norm
 from specserve.models.config import Lightning, ModelConfig
 from specserve.models.context import Context
-from specserve.models.layers import linear, norm_spec
+from specserve.models.layers import by_head, linear, norm_spec
 from specserve.models.params import Part, matrix, vector
 from specserve.pytree import pytree
 
@@ -79,7 +79,7 @@ def mix(
     state."""
 
     def heads(weight: Weight, bias: jax.Array | None, norm: jax.Array | None = None) -> jax.Array:
-        states = linear(x, weight, bias).reshape(*x.shape[:2], lightning.num_heads, lightning.head_dim)
+        states = by_head(linear(x, weight, bias), lightning.num_heads)
         return states if norm is None else rms_norm(states, norm, config.norm_eps)
 
     tables = context.local_rope or context.rope  # beside latent layers, which turn another width, its own

@@ -97,14 +97,15 @@ def is_spec(node: Any) -> bool:
     return isinstance(node, ParamSpec)
 
 
-PRODUCTS = frozenset(  # fields of parameters; others are looked up, or taken apart before they are multiplied by
-    ("q", "k", "v", "o", "gate", "up", "down", "head", "fc", "q_down", "q_nope", "q_rope", "kv_down")
-)
+# Names of fields. Other parameters are vectors, looked up, or taken apart before they are multiplied by.
+PRODUCTS = frozenset(("q", "k", "v", "o", "gate", "up", "down", "head", "fc", "q_down", "q_nope", "q_rope", "kv_down"))
+# Rows are multiplied by these too, but they are small or cut up by head, so quantisation leaves them alone.
+SMALL_PRODUCTS = frozenset(("router", "shared_gate", "beta", "decay", "k_up", "v_up"))
 
 
-def is_product(path: tuple[Any, ...]) -> bool:
+def is_product(path: tuple[Any, ...], names: frozenset[str] = PRODUCTS) -> bool:
     """Whether the parameter at this path (of `jax.tree_util`) is a matrix that rows are multiplied by as it is."""
-    return jax.tree_util.keystr(path[-1:], simple=True) in PRODUCTS
+    return jax.tree_util.keystr(path[-1:], simple=True) in names
 
 
 def specs(tree: Any) -> list[ParamSpec]:

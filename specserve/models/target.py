@@ -27,11 +27,13 @@ from specserve.models.recurrent import DeltaNet, LightningAttention
 from specserve.models.rope import rope_tables
 from specserve.pytree import pytree
 
+Mixer = Attention | LatentAttention | DeltaNet | LightningAttention
+
 
 @pytree
 class Layer:
     attention_norm: jax.Array  # [d_model]
-    attention: Attention | LatentAttention | DeltaNet | LightningAttention
+    attention: Mixer
     attention_out_norm: jax.Array | None  # [d_model]
     mlp_norm: jax.Array  # [d_model]
     mlp: Mlp | Moe
@@ -85,9 +87,7 @@ def _layer_spec(config: ModelConfig, i: int) -> Layer:
     )
 
 
-def _mixer_spec(
-    config: ModelConfig, kind: LayerKind, prefix: str
-) -> Attention | LatentAttention | DeltaNet | LightningAttention:
+def _mixer_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Mixer:
     if kind.mixer in ("delta", "lightning"):
         return recurrent.spec(config, kind, f"{prefix}.{config.names.linear_attention}")
     if kind.mixer == "latent":
@@ -154,7 +154,7 @@ def _layer(
 
 
 def _mix(
-    params: Attention | LatentAttention | DeltaNet | LightningAttention,
+    params: Mixer,
     config: ModelConfig,
     kind: LayerKind,
     x: jax.Array,

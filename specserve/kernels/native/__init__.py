@@ -15,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 
@@ -131,6 +131,11 @@ def serves(*arrays: jax.Array) -> bool:
     """Whether a kernel may be called for these arrays: a served step is being traced (`is_serving`), and all are
     float32, in which the kernels compute."""
     return is_serving() and all(array.dtype == "float32" for array in arrays)
+
+
+def call(name: str, shape: tuple[int, ...], *args: jax.Array, **attributes: Any) -> jax.Array:
+    """Call the kernel `name`, whose result is one float32 array of this shape."""
+    return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(shape, "float32"))(*args, **attributes)
 
 
 @functools.cache
