@@ -29,7 +29,7 @@ class _Proposed:
 
 @dataclass(frozen=True)
 class DynamicTree(_Proposed):
-    """A tree that grows where the draft is sure (EAGLE-2, Li et al. 2024, arXiv 2406.16858). The best `top_k` nodes of
+    """A tree that grows where the draft is sure (Li et al. 2024, arXiv 2406.16858). The best `top_k` nodes of
     each level are expanded, then the best `num_nodes` of all candidates by path probability are kept. Its shape is
     decided on the device; its size is static."""
 

@@ -1,6 +1,6 @@
 """The draft vocabulary, as a subset of the target's.
 
-Ids inside the package are absolute; checkpoints store offsets (`drafters/eagle3/dialects.py`).
+Ids inside the package are absolute; the checkpoints of heads store offsets.
 """
 
 import jax
