@@ -1,7 +1,7 @@
 """specserve: speculative decoding, trained and served by the same code.
 
-`from specserve import LLM, SamplingParams` is the door for Python programs; it opens when it is used, so that importing
-the package stays quick.
+Python programs use `from specserve import LLM, SamplingParams`. Both are imported when they are first used, so that
+importing the package stays quick.
 """
 
 import importlib

@@ -1,8 +1,10 @@
-"""Every error a user can cause. A message says what is wrong, where, what was expected, what was got, and the fix."""
+"""Every error that a user can cause. A message says what is wrong, where, what was expected, what was got, and the
+fix."""
 
 
 class SpecServeError(Exception):
-    """Base of all errors raised on purpose; the CLI prints it as one line, without a traceback."""
+    """The base of all errors that are raised on purpose. The CLI prints such an error as one line, without a
+    traceback."""
 
 
 class ConfigError(SpecServeError):

@@ -1,4 +1,4 @@
-"""What the process asks of its operating system."""
+"""Requests to the operating system: memory, cores, cache files, priorities, and the end of the process."""
 
 import contextlib
 import ctypes
@@ -26,8 +26,8 @@ _LOWEST_PRIORITY = 19  # of nice(2)
 
 
 def free_memory_maps() -> int | None:
-    """How many more pieces of memory the kernel lets this process map; None where that is not known. Every compiled
-    program takes up to a thousand on CPU: three for each of its kernels."""
+    """How many more pieces of memory the kernel lets this process map, or None where that is not known. On CPU every
+    compiled program takes up to a thousand, three for each of its kernels."""
     try:
         limit = int(Path("/proc/sys/vm/max_map_count").read_text())
         return limit - Path("/proc/self/maps").read_bytes().count(b"\n")
@@ -36,19 +36,20 @@ def free_memory_maps() -> int | None:
 
 
 def free_memory() -> int:
-    """Bytes that processes may take before the host swaps, or fails."""
+    """The bytes that processes may take before the host swaps, or fails."""
     return psutil.virtual_memory().available
 
 
 def num_cores() -> int:
-    """Cores that this process may use: not everywhere can a process be bound to some of them."""
+    """The number of cores that this process may use, which is that of the machine where a process cannot be bound to
+    cores."""
     process = psutil.Process()
     return len(process.cpu_affinity() or ()) if hasattr(process, "cpu_affinity") else psutil.cpu_count() or 1
 
 
 def processor() -> str:
-    """The processor and what its instructions can do, as far as the system tells: code that a compiler has made for it
-    runs wherever the text is the same. Elsewhere than on Linux it names the machine."""
+    """Describe the processor and its instructions, as far as the system tells. Machine code that a compiler has made
+    for one processor runs wherever the text is the same. Elsewhere than on Linux the text names the machine."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
@@ -61,15 +62,15 @@ def processor() -> str:
 
 
 def cache_folder() -> Path:
-    """The user's folder for what can be made again: compiled programs, measured costs."""
+    """The user's folder for what can be made again: compiled programs and measured costs."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "specserve"
 
 
 @contextlib.contextmanager
 def whole_file(path: Path, *, is_shared: bool = False) -> Iterator[Path]:
-    """A file to write beside `path`, which then takes its place: a reader sees the old file or the new one, and half of
-    neither. Where other processes may write the same file (`is_shared`) each has a name of its own; otherwise what a
-    process that was killed has left is written over the next time. Raises OSError."""
+    """Give a file to write beside `path`, which takes its place at the end: a reader sees the old file or the new one,
+    never half of one. Where other processes may write the same file (`is_shared`) each writes a file of its own name;
+    otherwise what a killed process has left is overwritten the next time. Raises OSError."""
     own = f".{os.getpid()}-{threading.get_ident()}" if is_shared else ""
     partial = path.with_name(f"{path.name}{own}.partial")
     try:
@@ -81,7 +82,8 @@ def whole_file(path: Path, *, is_shared: bool = False) -> Iterator[Path]:
 
 
 def write_whole(path: Path, content: bytes) -> None:
-    """Write a file that several processes of this user may write at once, and nobody else. Raises OSError."""
+    """Write a file that only this user may read, and that several of the user's processes may write at once. Raises
+    OSError."""
     with whole_file(path, is_shared=True) as partial:
         partial.touch(mode=0o600)
         partial.write_bytes(content)
@@ -89,10 +91,12 @@ def write_whole(path: Path, content: bytes) -> None:
 
 @functools.cache
 def keep_freed_memory() -> bool:
-    """Let the process keep what it frees. XLA's CPU backend takes the scratch memory of a program anew at every run;
-    glibc gives such large pieces back to the kernel each time, and faulting them in again costs more than the program
-    (docs/log). Call it once everything large is loaded. Returns whether it could be done: elsewhere than on Linux with
-    glibc nothing changes."""
+    """Let the process keep the memory that it frees; call it once everything large is loaded.
+
+    XLA's CPU backend takes the scratch memory of a program anew at every run. glibc gives such large pieces back to the
+    kernel each time, and faulting them in again costs more than the program (docs/log). Returns whether it could be
+    done; elsewhere than on Linux with glibc nothing changes.
+    """
     if platform.libc_ver()[0] != "glibc":
         logger.debug("freed memory is not kept: this is not glibc")
         return False
@@ -103,16 +107,16 @@ def keep_freed_memory() -> bool:
 
 
 def give_back_freed_memory() -> None:
-    """Return what the process has freed and kept, which after compiling is hundreds of megabytes. Elsewhere than on
-    Linux with glibc nothing happens."""
+    """Return freed memory that the process has kept to the system; after compiling that is hundreds of megabytes.
+    Elsewhere than on Linux with glibc nothing happens."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 @contextlib.contextmanager
 def without_collecting() -> Iterator[None]:
-    """Let Python not look for garbage, for imports: it would look at all modules over and over, which are none. That
-    is a tenth of the time that they take."""
+    """Turn Python's garbage collector off within the context, which is meant for imports. It would walk all modules
+    again and again, though none is garbage, which is a tenth of the imports' time."""
     was_enabled = gc.isenabled()
     gc.disable()
     try:
@@ -123,8 +127,8 @@ def without_collecting() -> Iterator[None]:
 
 
 def lower_priority() -> bool:
-    """Let every other thread go before this one and those that it starts. Returns whether it could be done: threads
-    have priorities of their own on Linux alone."""
+    """Give this thread, and those that it starts, the lowest priority. Returns whether it could be done: threads have
+    priorities of their own on Linux alone."""
     if not sys.platform.startswith("linux"):
         return False
     try:
@@ -141,8 +145,8 @@ def is_compiling() -> bool:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process at once, with everything said that was to be said. It is for a process that is done while a
-    thread of it still compiles, which cannot be interrupted: the interpreter would end under it, and it would abort."""
+    """End the process at once, after flushing logs and output. It is for a process that is done while one of its
+    threads still compiles. A compile cannot be interrupted, and a process whose interpreter ends under it aborts."""
     logging.shutdown()
     sys.stdout.flush()
     sys.stderr.flush()

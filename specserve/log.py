@@ -1,4 +1,4 @@
-"""How the package logs: every module has `logging.getLogger(__name__)`; a program that is ours calls `setup` once.
+"""The package's logging: every module uses `logging.getLogger(__name__)`, and a program of ours calls `setup` once.
 
 A library user who never calls `setup` keeps their own logging as it is.
 """

@@ -1,7 +1,7 @@
-"""Devices: the mesh, the table from logical axes to mesh axes, what the hardware implies (dtype, memory), and where
-compiled programs are kept.
+"""Devices: the mesh, the table from logical axes to mesh axes, and what the hardware implies (dtype, memory,
+compilation cache).
 
-Models name logical axes ("heads", "mlp", "vocab", ...); only this file knows what they are spread over.
+Models name logical axes ("heads", "mlp", "vocab", ...); only this file knows which mesh axes they are spread over.
 """
 
 import functools
@@ -35,7 +35,7 @@ Result = TypeVar("Result")
 
 
 class Size(NamedTuple):
-    """Something that a mesh must be able to cut into equal parts."""
+    """A size of a model that a mesh must be able to cut into equal parts."""
 
     axis: str  # logical
     what: str
@@ -43,7 +43,7 @@ class Size(NamedTuple):
 
 
 class HasAxes(Protocol):
-    """What a parameter's spec says of its place."""
+    """The fields of a parameter's spec that decide where the parameter lives."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -52,14 +52,15 @@ class HasAxes(Protocol):
 
 
 def parse_mesh(text: str, axes: tuple[str, ...] = MESH_AXES) -> Mesh | None:
-    """`data=2,tensor=4`, in any order; an axis that is not named is 1. None where that is one device. Raises
-    ConfigError."""
+    """The mesh for a text such as `data=2,tensor=4`, in any order; an axis that is not named is 1. None where that is
+    one device. Raises ConfigError."""
     sizes = mesh_sizes(text, axes)
     return make_mesh(**sizes) if math.prod(sizes.values()) > 1 else None
 
 
 def mesh_sizes(text: str, axes: tuple[str, ...] = MESH_AXES) -> dict[str, int]:
-    """The same as devices by axis, of the axes that are named, whether this machine has so many or not."""
+    """The number of devices along each axis that a text such as `data=2,tensor=4` names, whether this machine has so
+    many or not. Raises ConfigError."""
     sizes: dict[str, int] = {}
     for part in filter(None, text.replace(" ", "").split(",")):
         name, _, size = part.partition("=")
@@ -86,7 +87,7 @@ def make_mesh(data: int = 1, sequence: int = 1, tensor: int = 1, expert: int = 1
 
 
 def describe_mesh(mesh: Mesh) -> str:
-    """The mesh as it is written after --mesh."""
+    """The mesh as a user writes it after --mesh."""
     return _describe(mesh.shape.items())
 
 
@@ -95,7 +96,8 @@ def _describe(sizes: Iterable[tuple[str, int]]) -> str:
 
 
 def check_divides(mesh: Mesh, sizes: Sequence[Size]) -> None:
-    """Raises ConfigError unless the mesh cuts all of these into equal parts, and no axis of it goes without use."""
+    """Check that the mesh cuts all of these sizes into equal parts, and that each of its axes cuts something. Raises
+    ConfigError."""
     for name, parts in mesh.shape.items():
         own = [size for size in sizes if LOGICAL_TO_MESH[size.axis] == name]
         uneven = ", ".join(f"{size.number} {size.what}" for size in own if size.number % parts)
@@ -115,27 +117,28 @@ def _divisors(number: int) -> str:
 
 
 def num_parts(mesh: Mesh | AbstractMesh | None, axis: str | None) -> int:
-    """Into how many parts the mesh cuts a logical axis."""
+    """The number of parts into which the mesh cuts a logical axis."""
     name = LOGICAL_TO_MESH[axis]
     return mesh.shape[name] if mesh is not None and name else 1
 
 
 def sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
-    """Where an array with these logical axes lives."""
+    """The sharding of an array with these logical axes."""
     return NamedSharding(mesh, PartitionSpec(*(LOGICAL_TO_MESH[axis] for axis in axes)))
 
 
 def whole(mesh: Mesh | None) -> NamedSharding | None:
-    """The sharding of an array that is whole on every device of the mesh; without a mesh None, which is where JAX puts
-    it."""
+    """The sharding of an array that is whole on every device of the mesh. Without a mesh it is None, with which JAX
+    takes its default device."""
     return None if mesh is None else sharding(mesh, ())
 
 
 def fitting(
     mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], units: Mapping[str, int] | None = None
 ) -> NamedSharding:
-    """The same for an array of this shape: an axis is whole on every device where its size does not divide, or the
-    number of its `units` (of "heads", say, each of which is several entries long)."""
+    """The sharding of an array with these logical axes and this shape. An axis is whole on every device where its size
+    does not divide, or where the number of its `units` does not. A unit is several entries long: of "heads", say, a
+    head."""
 
     def divides(axis: str | None, size: int) -> bool:
         parts = num_parts(mesh, axis)
@@ -145,7 +148,7 @@ def fitting(
 
 
 def shardings(spec_tree: Any, mesh: Mesh, units: Mapping[str, int] | None = None) -> Any:
-    """Where each parameter of a spec tree lives: the tree with a NamedSharding for each leaf (`HasAxes`)."""
+    """The tree of NamedShardings of a spec tree, one for each parameter (`HasAxes`)."""
 
     def place(spec: HasAxes) -> NamedSharding:
         return fitting(mesh, spec.axes, spec.shape, units)
@@ -154,7 +157,7 @@ def shardings(spec_tree: Any, mesh: Mesh, units: Mapping[str, int] | None = None
 
 
 def on_mesh(mesh: Mesh | None, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """A function to trace, in which `jax.sharding.get_abstract_mesh` tells what it is compiled for."""
+    """Wrap a function so that `traced_mesh`, called while it is traced, tells the mesh that it is compiled for."""
     if mesh is None:
         return function
 
@@ -167,13 +170,13 @@ def on_mesh(mesh: Mesh | None, function: Callable[Arguments, Result]) -> Callabl
 
 
 def traced_mesh() -> AbstractMesh | None:
-    """What the function that is being traced is compiled for, where `on_mesh` says it."""
+    """The mesh that the function being traced is compiled for, where `on_mesh` has set it."""
     mesh = jax.sharding.get_abstract_mesh()
     return None if mesh.empty else mesh
 
 
 def partition(axes: tuple[str | None, ...], cut: Collection[str]) -> PartitionSpec:
-    """How an array with these logical axes enters `over_parts`."""
+    """The PartitionSpec by which an array with these logical axes enters `over_parts`. Axes outside `cut` are whole."""
     return PartitionSpec(*(LOGICAL_TO_MESH[axis] if axis in cut else None for axis in axes))
 
 
@@ -183,8 +186,8 @@ def over_parts(
     in_partitions: Any,  # of the arguments' arrays, see `partition`
     out_partitions: Any,  # of the results'
 ) -> Callable[..., Result]:
-    """The function as each device calls it with its own parts of what is cut along these axes, and all of the rest.
-    Within it `part_index` tells which parts, and `sum_parts` adds up."""
+    """The function as each device runs it (`jax.shard_map`), with its own parts of the arrays that are cut along these
+    axes, and all of the rest. Within it `part_index` tells which parts it has, and `sum_parts` adds up over devices."""
     # unchecked: some of JAX's own functions, such as `searchsorted`, do not pass the check
     return jax.shard_map(
         function, in_specs=in_partitions, out_specs=out_partitions, axis_names=_names(cut), check_vma=False
@@ -197,8 +200,8 @@ def sum_over_parts(
     partitions: Any,  # of the first argument's arrays, see `partition`
     arguments: tuple[Any, ...],  # of which the first is cut, and the others are whole
 ) -> jax.Array:
-    """The sum over all devices that have another part of these logical axes: each calls the function with its own part
-    of the first argument."""
+    """The sum of the function's results over all devices that have different parts of these logical axes. Each calls
+    the function with its own part of the first argument."""
 
     def own(*arguments: Any) -> jax.Array:
         return sum_parts(function(*arguments), cut)
@@ -208,7 +211,7 @@ def sum_over_parts(
 
 
 def sum_parts(tree: Result, cut: Collection[str]) -> Result:
-    """Added up over the devices that have another part of these logical axes, within `over_parts`."""
+    """Within `over_parts`, add a tree of arrays up over the devices that have different parts of these logical axes."""
     return jax.lax.psum(tree, tuple(_names(cut)))
 
 
@@ -217,14 +220,15 @@ def _names(cut: Collection[str]) -> set[str]:
 
 
 def part_index(axis: str) -> jax.Array:  # [] int32
-    """Which part of a logical axis a device has, within `over_parts`."""
+    """Within `over_parts`, the index of the part of a logical axis that a device has."""
     name = LOGICAL_TO_MESH[axis]
     assert name is not None
     return jax.lax.axis_index(name)
 
 
 def free_memory(mesh: Mesh | None = None) -> int:
-    """Bytes that are free on each device of the mesh, or on the first; on CPU devices share what the host has."""
+    """The bytes that are free on each device of the mesh, or on the first device without one. CPU devices share what
+    the host has."""
     devices = list(mesh.devices.flat) if mesh is not None else jax.devices()[:1]
     stats = [device.memory_stats() for device in devices if device.process_index == jax.process_index()]
     known = [entry["bytes_limit"] - entry["bytes_in_use"] for entry in stats if entry and "bytes_limit" in entry]
@@ -232,14 +236,15 @@ def free_memory(mesh: Mesh | None = None) -> int:
 
 
 def default_dtype() -> str:
-    """bfloat16 on accelerators; float32 on CPU, where XLA emulates bfloat16 matrix products about ten times slower."""
+    """The dtype that models are computed in: bfloat16 on accelerators, and float32 on CPU, where XLA emulates bfloat16
+    matrix products about ten times slower."""
     return "float32" if jax.default_backend() == "cpu" else "bfloat16"
 
 
 def use_compilation_cache() -> None:
-    """Keep what is compiled where it is run, as training steps are, in the user's cache folder, so that a second run
-    compiles nothing. The server's programs are kept otherwise (`serve.kept`). A folder that JAX has been told of (in
-    code or by JAX_COMPILATION_CACHE_DIR) stays."""
+    """Turn on JAX's compilation cache in the user's cache folder, so that a second run of the same training compiles
+    nothing. The server keeps its programs otherwise (`serve.kept`). A folder that the user has given to JAX (in code or
+    by JAX_COMPILATION_CACHE_DIR) stays."""
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(host.cache_folder() / "jax"))
         # small programs too: there are many, and reading one takes a tenth of compiling it

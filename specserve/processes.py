@@ -1,5 +1,8 @@
-"""Several processes as one run, on one machine or many (`jax.distributed`): how they join, what they must agree on,
-whose rows of a batch are which, and the end of one as the end of all."""
+"""Several processes as one run, on one machine or many (`jax.distributed`).
+
+The file owns how they join, what they must agree on, which rows of a batch each one reads, and that all end when one
+does.
+"""
 
 import re
 import zlib
@@ -18,11 +21,11 @@ STATUS = re.compile("(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_EX
 
 
 class ProcessError(SpecServeError):
-    """Another process of the run is gone."""
+    """Another process of the run has ended, so this one cannot go on."""
 
 
 def check(coordinator: str, num_processes: int, process_id: int) -> None:
-    """Raises ConfigError where these cannot be the settings of one of several processes, or of a lone one."""
+    """Check that these are possible settings of one of several processes, or of a single one. Raises ConfigError."""
     if not coordinator and (num_processes != 1 or process_id):
         raise ConfigError("num_processes and process_id need a coordinator: host:port of the first one, or auto")
     if process_id >= num_processes and coordinator not in ("", "auto"):
@@ -30,8 +33,8 @@ def check(coordinator: str, num_processes: int, process_id: int) -> None:
 
 
 def join(coordinator: str, num_processes: int, process_id: int) -> None:
-    """Become one of several processes; call it before anything asks for devices. Without a coordinator's address there
-    is nothing to do. Raises ConfigError."""
+    """Make this process one of several; call it before anything asks for devices. Without a coordinator's address
+    nothing is done. Raises ConfigError."""
     check(coordinator, num_processes, process_id)
     if not coordinator:
         return
@@ -53,15 +56,15 @@ def join(coordinator: str, num_processes: int, process_id: int) -> None:
 
 
 class Agreement:
-    """The largest of what each process says, once per step. It is read a step late, so that no device waits for a host;
-    only the first reading waits. Of a single process it is what that says."""
+    """The largest of the numbers that each process gives, once per step. It is read a step late, so that no device
+    waits for a host; only the first reading waits. With a single process it is that process's own numbers."""
 
     def __init__(self) -> None:
         self._place = NamedSharding(Mesh(np.array(jax.devices()), "device"), PartitionSpec("device"))
         self._unread: jax.Array | None = None
 
     def __call__(self, *said: int) -> list[int]:
-        """Each below 2^31."""
+        """Give this process's numbers, each below 2^31, and get the largest of all processes, as of the step before."""
         if jax.process_count() == 1:
             return list(said)
         own = np.tile(np.array(said, np.int32), (jax.local_device_count(), 1))
@@ -71,7 +74,7 @@ class Agreement:
 
 
 def check_same(what: str, value: Any) -> None:
-    """Raises ConfigError unless every process has the same."""
+    """Check that every process has the same value. Raises ConfigError."""
     digest = zlib.crc32(repr(value).encode()) >> 1
     highest, lowest = Agreement()(digest, -digest)
     if highest != -lowest:
@@ -79,8 +82,8 @@ def check_same(what: str, value: Any) -> None:
 
 
 def shard_of(place: Sharding | None, shape: tuple[int, int]) -> tuple[int, int]:
-    """(index, count): which slice of a batch's rows this process needs for its devices, of how many. Raises ConfigError
-    where that is not a slice."""
+    """The slice of a batch's rows that this process needs for its devices, as (index, number of slices). Raises
+    ConfigError where its rows are no such slice."""
     if place is None or jax.process_count() == 1:
         return 0, 1
     rows = {index[0].indices(shape[0])[:2] for index in place.addressable_devices_indices_map(shape).values() if index}
@@ -99,7 +102,7 @@ def place_shard(
     shard: tuple[int, int],
     place: Sharding | None,
 ) -> jax.Array:  # [batch, seq, ...]
-    """The whole batch over all devices, of which this process has its shard."""
+    """Make the array of the whole batch over all devices from this process's shard of it."""
     if place is None:
         return jax.device_put(rows)
     first = shard[0] * len(rows)
@@ -114,7 +117,7 @@ def place_shard(
 
 
 def as_lost(error: Exception) -> ProcessError | None:
-    """The error of a computation that could not go on without the others."""
+    """The ProcessError to raise where a computation failed because another process has ended; None for other errors."""
     is_runtime = isinstance(error, jax.errors.JaxRuntimeError) or STATUS.match(str(error))
     if jax.process_count() == 1 or not is_runtime:
         return None
@@ -129,5 +132,5 @@ def _line(error: Exception) -> str:
 
 
 def is_first() -> bool:
-    """Is this the process that writes?"""
+    """Whether this process is the first one, which writes the run's files."""
     return jax.process_index() == 0

@@ -1,4 +1,4 @@
-"""Where a result comes from: the code, the libraries, the machine, the command, and which model it was."""
+"""The origin of a result: the code, the libraries, the machine, the command, and which model it was."""
 
 import hashlib
 import importlib.metadata
@@ -17,7 +17,8 @@ NUM_SAMPLES = 16  # places per weight file, evenly spread
 
 
 def collect() -> dict[str, object]:
-    """A JSON-ready record for logs, exports and reports. Initialises JAX's backend, so call it after flags are set."""
+    """A JSON-ready record for logs, exports and reports. It initialises JAX's backend, so call it after flags are
+    set."""
     import jax
 
     devices = jax.devices()
@@ -39,9 +40,9 @@ def collect() -> dict[str, object]:
 def fingerprint(path: Path) -> str:
     """16 hex digits that tell the model in a folder from other models.
 
-    Covers the config, and of every safetensors file its name, size, header and evenly spread samples of its content:
-    a megabyte per file, whatever its size. Names of folders and times do not count. It is a guard against mix-ups,
-    not against forgery: bytes between the samples are not read. Raises CheckpointError.
+    They cover the config, and of every safetensors file its name, size, header and evenly spread samples of its
+    content: a megabyte per file, whatever its size. Names of folders and times do not count. A fingerprint guards
+    against mix-ups, not against forgery, because bytes between the samples are not read. Raises CheckpointError.
     """
     config = path / "config.json"
     weights = sorted(path.glob("*.safetensors"))
@@ -73,7 +74,7 @@ def _update_with_samples(digest: "hashlib._Hash", file: Path) -> None:
 
 
 def _git(folder: Path) -> dict[str, object]:
-    """Commit and dirty flag when the package runs from its own checkout, else nothing."""
+    """The commit and the dirty flag when the package runs from its own checkout, else nothing."""
     if not (folder / ".git").exists():  # installed, perhaps inside somebody else's repository
         return {}
     commit, status = _run_git(folder, "rev-parse", "HEAD"), _run_git(folder, "status", "--porcelain")

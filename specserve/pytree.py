@@ -1,4 +1,4 @@
-"""Frozen dataclass pytrees: the one way arrays are grouped in this package."""
+"""Frozen dataclass pytrees, which group all arrays in this package."""
 
 import dataclasses
 from typing import Any, TypeVar, dataclass_transform
@@ -9,12 +9,14 @@ T = TypeVar("T")
 
 
 def static(default: Any = dataclasses.MISSING) -> Any:
-    """A field that is part of the tree's structure (hashable, compared when jit looks for a compiled program)."""
+    """A field that is part of the tree's structure. Its value must be hashable, and is compared when jit looks for a
+    compiled program."""
     return dataclasses.field(default=default, metadata={"static": True})
 
 
 @dataclass_transform(frozen_default=True, field_specifiers=(dataclasses.field, static))
 def pytree(cls: type[T]) -> type[T]:
-    """Make `cls` a frozen dataclass whose fields are pytree children. No `__post_init__`: `tree.map` would run it."""
+    """Make `cls` a frozen dataclass whose fields are pytree children. It must not have a `__post_init__`, which
+    `tree.map` would run."""
     cls = dataclasses.dataclass(frozen=True, eq=False)(cls)
     return jax.tree_util.register_dataclass(cls)

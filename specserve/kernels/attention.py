@@ -1,9 +1,9 @@
-"""The door to attention: `attend`. Arrays in, arrays out; it knows masks and pages, and no model.
+"""Attention over arrays: `attend` is the only function to call. It knows masks and pages, and no model.
 
-Queries see two groups of keys in one softmax: the committed prefix of their sequence, which lies in pages and is
-visible to every query, and the new keys that came with the call (tree nodes, a prefill chunk, a training row), of
-which an n x m mask says who sees whom. The mask therefore never grows with the context. Packed training rows say it
-by their document ids instead (`rows`).
+Queries see two groups of keys in one softmax. The committed prefix of their sequence lies in pages and is visible to
+every query. The new keys came with the call (tree nodes, a prefill chunk, a training row), and an n x m mask says which
+query sees which of them. The mask therefore never grows with the context. Packed training rows give document ids in
+place of a mask (`rows`).
 """
 
 import jax
@@ -35,7 +35,7 @@ class PagedPrefix:
 
 @pytree
 class _Rule:
-    """What turns products into attention, the same for every key."""
+    """How products of queries and keys become scores: the same for prefix and new keys."""
 
     softcap: float = static()
     window: int = static()
@@ -65,11 +65,11 @@ def attend(
     window: int = 0,
     position_ids: jax.Array | None = None,  # [batch, n] int32, needed for a window; the new keys are the queries' own
 ) -> jax.Array:  # [batch, n, head, v_dim]
-    """Scaled dot-product attention with grouped heads (head h reads kv_head h // (head / kv_head)).
+    """Scaled dot-product attention with grouped heads: head h reads kv_head h // (head / kv_head).
 
-    The softmax runs in float32 over [prefix | new keys]. `scale` is head_dim ** -0.5 unless given; `softcap` bounds the
-    scores by cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118, section 2); `sinks` are a logit for each head that
-    takes part in the softmax and has no value (GPT-OSS); with a `window` a query sees only the last so many tokens,
+    The softmax runs in float32 over [prefix | new keys]. `scale` is head_dim ** -0.5 unless given. `softcap` bounds the
+    scores by cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118, section 2). `sinks` are a logit for each head that
+    takes part in the softmax and has no value (GPT-OSS). With a `window` a query sees only the last so many tokens,
     itself included. A query that sees no key at all returns finite values, which callers must treat as padding.
     """
     batch, n, num_heads, head_dim = q.shape
@@ -116,10 +116,11 @@ def _native(
     window: int,
     position_ids: jax.Array | None,
 ) -> jax.Array:  # [batch, n, head, v_dim]
-    """One call that reads the pages where they are. It adds over the keys in the order of the sequence, whichever of
-    them are new, so every prefix is exact."""
-    out = jax.ffi.ffi_call("specserve_attend", jax.ShapeDtypeStruct((*q.shape[:3], v.shape[-1]), jnp.float32))
-    return out(
+    """Attention by one native call, which reads the pages where they are. It adds over the keys in the order of the
+    sequence, whichever of them are new, so every prefix is exact."""
+    return native.call(
+        "specserve_attend",
+        (*q.shape[:3], v.shape[-1]),
         q,
         k,
         v,
@@ -147,7 +148,7 @@ def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
 def _in_order(
     k: jax.Array, v: jax.Array, mask: jax.Array, prefix: PagedPrefix, rule: _Rule
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # keys and values [batch, pages * page_size, ...], and their mask
-    """Prefix and new keys as one run of keys, each at its index in the sequence."""
+    """Join prefix and new keys into one run of keys, each at its index in the sequence, and the mask with it."""
     table = prefix.page_table
     num_kv_heads, head_dim, page_size = prefix.k_pages.shape[1:]
     batch, length = table.shape[0], table.shape[1] * page_size
@@ -178,7 +179,7 @@ def _merge_paged(
     prefix: PagedPrefix,
     rule: _Rule,
 ) -> jax.Array:  # [batch, kv_head, row, v_dim]
-    """One softmax over prefix and new keys, page by page so that nothing is copied but the gathered pages."""
+    """Compute one softmax over prefix and new keys, page by page, so that only the gathered pages are copied."""
     k_pages = prefix.k_pages.at[prefix.page_table].get(mode="clip")  # [batch, page, kv_head, head_dim, page_size]
     batch, width, _, _, page_size = k_pages.shape
     per_page_q = jnp.broadcast_to(q[:, None], (batch, width, *q.shape[1:]))

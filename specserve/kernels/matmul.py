@@ -1,15 +1,16 @@
-"""The door to weight products: `matmul`. A weight is a plain matrix, a matrix of 8-bit values with scales, or, for
-serving on a CPU, a matrix packed for the native kernel or cut into blocks for XLA.
+"""Products with weights: `matmul`. A weight is a plain matrix, a matrix of 8-bit values with scales, or, for serving on
+a CPU, a matrix packed for the native kernel or cut into blocks for XLA.
 
 The native kernel (`kernels.native`) streams the panels of a packed matrix at the speed of memory, whatever the number
 of rows. It widens bfloat16 and 8-bit values in registers and adds in float32, in an order that does not depend on the
-rows of the call: a token's row is the same to the bit in a plain step, in a tree and in a prompt. Where the kernel was
-not built, XLA multiplies. Its own kernel strides through the rows of a wide matrix; contiguous blocks of columns may be
-faster for few rows, by a factor that differs between processors, so their width is timed where they run
-(`serve.layouts`).
+other rows of the call. So a token's row is the same to the bit in a plain step, in a tree and in a prompt.
+
+Where the kernel was not built, XLA multiplies. Its own kernel strides through the rows of a wide matrix. Contiguous
+blocks of columns may be faster for few rows, by a factor that differs between processors, so their width is timed where
+they run (`serve.layouts`).
 
 Quantised matrices are multiplied in x's dtype, which holds 8-bit values exactly, and scales are applied to the float32
-product; only where scales are by block and rows are many is the plain matrix made first.
+product. Only where scales are by block and rows are many is the plain matrix made first.
 """
 
 import math
@@ -27,7 +28,7 @@ from specserve.pytree import pytree, static
 
 @pytree
 class BlockedMatrix:
-    """A [d_in, d_out] matrix as contiguous blocks of columns."""
+    """A [d_in, d_out] matrix, stored as contiguous blocks of columns."""
 
     blocks: jax.Array  # [block, d_in, columns]
 
@@ -39,8 +40,9 @@ class BlockedMatrix:
 
 @pytree
 class PackedMatrix:
-    """A [d_in, d_out] matrix, or one for each expert, as the native kernel reads it: in panels of as many outputs as
-    its registers hold, each panel contiguous (see `native/kernels.h` for the order within one)."""
+    """A [d_in, d_out] matrix, or one for each expert, in the native kernel's layout. Outputs are grouped into panels,
+    as many to a panel as the registers hold, and each panel is contiguous (`native/kernels.h` has the order within
+    one)."""
 
     panels: jax.Array  # [..., panel, d_in, width] float32, bfloat16 or int8
     scale: jax.Array | None  # [..., d_in / block rounded up, d_out] float32
@@ -54,8 +56,8 @@ class PackedMatrix:
 
 @pytree
 class QuantizedMatrix:
-    """A [d_in, d_out] matrix, or one for each expert: values times scales. Each output has a scale for every `block`
-    inputs, so that matrices are put side by side, and experts or outputs picked, leaf by leaf."""
+    """A [d_in, d_out] matrix, or one for each expert, stored as values times scales. Each output has a scale for every
+    `block` inputs. So matrices are joined side by side, and experts or outputs picked, leaf by leaf."""
 
     values: jax.Array  # [..., d_in, d_out] int8 or float8
     scale: jax.Array  # [..., d_in / block rounded up, d_out] float32
@@ -69,7 +71,7 @@ class QuantizedMatrix:
         return len(self.values)
 
     def __getitem__(self, index: Any) -> "QuantizedMatrix":
-        """Some experts, or some outputs; inputs stay together."""
+        """Pick some experts, or some outputs. An index into the inputs would tear the blocks of scales."""
         return QuantizedMatrix(self.values[index], self.scale[index], self.block)
 
 
@@ -78,7 +80,7 @@ EightBits = Literal["int8", "fp8"]
 
 
 def block(weight: jax.Array, columns: int) -> Weight:
-    """Cut a [d_in, d_out] matrix into blocks; one whose width is no multiple of the block stays whole."""
+    """Cut a [d_in, d_out] matrix into blocks of `columns`. A matrix whose width is no multiple of that stays whole."""
     d_in, d_out = weight.shape
     if d_out % columns:
         return weight
@@ -88,9 +90,9 @@ def block(weight: jax.Array, columns: int) -> Weight:
 
 
 def pack(weight: jax.Array | QuantizedMatrix) -> PackedMatrix:
-    """Lay a matrix [..., d_in, d_out] out for the native kernel, exactly: float32 values that are all bfloat16 numbers,
-    as those of published checkpoints are, are kept in bfloat16, which halves what a product reads. So are float8 values
-    of quantised matrices."""
+    """Lay a matrix [..., d_in, d_out] out for the native kernel without changing a value. Float32 values that are all
+    bfloat16 numbers, as those of published checkpoints are, are kept in bfloat16, which halves what a product reads.
+    Float8 values of quantised matrices are kept in bfloat16 too."""
     scale, block_size = None, 0
     if isinstance(weight, QuantizedMatrix):
         values, scale, block_size = np.asarray(weight.values), weight.scale, weight.block
@@ -113,15 +115,18 @@ def pack(weight: jax.Array | QuantizedMatrix) -> PackedMatrix:
 
 
 def _lower_halves(values: np.ndarray) -> np.ndarray:
-    """The bits of float32 values that bfloat16 does not have, without a copy."""
+    """The lower 16 bits of float32 values, which bfloat16 does not have, as a view without a copy."""
     halves = np.ascontiguousarray(values).view(np.uint16)
     return halves[..., 0 if sys.byteorder == "little" else 1 :: 2]
 
 
 def quantize(weight: jax.Array, to: EightBits) -> QuantizedMatrix:
-    """Each output on its own and symmetrically: the largest magnitude becomes the largest value. An element is off by
-    half a step at most, 1/254 of its output's largest magnitude (int8), or by 1/16 of itself (fp8, e4m3; below 1/28,672
-    of the largest magnitude: by half a subnormal step)."""
+    """Round a matrix to 8 bits, symmetrically, with a scale for each output: its largest magnitude becomes the largest
+    value.
+
+    In int8 an element is off by half a step at most, 1/254 of its output's largest magnitude. In fp8 (e4m3) it is off
+    by at most 1/16 of itself, or by half a subnormal step below 1/28,672 of the largest magnitude.
+    """
     dtype, largest = (jnp.int8, 127.0) if to == "int8" else (jnp.float8_e4m3fn, 448.0)
     weight = weight.astype(jnp.float32)
     magnitude = jnp.abs(weight).max(axis=-2, keepdims=True)
@@ -133,7 +138,8 @@ def quantize(weight: jax.Array, to: EightBits) -> QuantizedMatrix:
 
 
 def dequantize(weight: jax.Array | QuantizedMatrix, dtype: jnp.dtype) -> jax.Array:
-    """The plain matrix, or matrices, for products that `matmul` does not know (experts, absorbed projections)."""
+    """Restore the plain matrix, or matrices, for products that `matmul` does not know (experts, absorbed
+    projections)."""
     if not isinstance(weight, QuantizedMatrix):
         return weight
     scale = weight.scale
@@ -145,36 +151,34 @@ def dequantize(weight: jax.Array | QuantizedMatrix, dtype: jnp.dtype) -> jax.Arr
 def matmul(
     x: jax.Array, weight: Weight, add: jax.Array | None = None
 ) -> jax.Array:  # [..., d_in] @ [d_in, d_out] -> [..., d_out]
-    """x @ weight, in x's dtype, and that sum with `add` [..., d_out] where it is given. Of experts' matrices each has
-    rows of its own: [expert, ..., d_in] @ [expert, d_in, d_out]."""
-    if add is not None:
-        if isinstance(weight, PackedMatrix) and len(weight.shape) == 2 and native.serves(x, add):
-            return _packed(x, weight, add)
-        return add + matmul(x, weight)
-    if isinstance(weight, PackedMatrix):
-        return _packed(x, weight).astype(x.dtype)
-    if isinstance(weight, BlockedMatrix):
-        return _blocked(x, weight)
-    if isinstance(weight, QuantizedMatrix):
-        return _quantized(x, weight).astype(x.dtype)
-    return x @ weight
+    """Compute x @ weight in x's dtype, and add it to `add` [..., d_out] where that is given. With a matrix for each
+    expert, each has rows of its own: [expert, ..., d_in] @ [expert, d_in, d_out]."""
+    if add is None:
+        return _product(x, weight, x.dtype)
+    if isinstance(weight, PackedMatrix) and len(weight.shape) == 2 and native.serves(x, add):
+        return _packed(x, weight, add)
+    return add + _product(x, weight, x.dtype)
 
 
 def matmul_float32(x: jax.Array, weight: Weight) -> jax.Array:
-    """The same product with a float32 result, for logits."""
+    """Compute x @ weight with a float32 result, for logits."""
+    return _product(x, weight, jnp.dtype(jnp.float32))
+
+
+def _product(x: jax.Array, weight: Weight, dtype: jnp.dtype) -> jax.Array:
     if isinstance(weight, PackedMatrix):
-        return _packed(x, weight)
+        return _packed(x, weight).astype(dtype)
     if isinstance(weight, BlockedMatrix):
-        return _blocked(x, weight).astype(jnp.float32)
+        return _blocked(x, weight).astype(dtype)
     if isinstance(weight, QuantizedMatrix):
-        return _quantized(x, weight)
-    return jnp.matmul(x, weight, preferred_element_type=jnp.float32)
+        return _quantized(x, weight).astype(dtype)
+    return jnp.matmul(x, weight, preferred_element_type=dtype)
 
 
 def matmul_by_expert(x: jax.Array, weight: PackedMatrix, expert_ids: jax.Array) -> jax.Array:
-    """Each row times the matrix of its own expert, in x's dtype: x [row, d_in], weight [expert, d_in, d_out] and
-    expert_ids [row] int32 -> [row, d_out]. Each matrix that any row asks for is read once. The result is 0 where the id
-    is none of the experts'."""
+    """Multiply each row by the matrix of its own expert, in x's dtype: x [row, d_in], weight [expert, d_in, d_out]
+    and expert_ids [row] int32 -> [row, d_out]. Each matrix that any row needs is read once. The result is 0 where the
+    id is not that of an expert."""
     return _multiply_packed(x, weight, expert_ids).astype(x.dtype)
 
 
@@ -193,8 +197,8 @@ def _multiply_packed(
     panels = weight.panels.reshape(-1, *weight.panels.shape[-3:])
     scale = jnp.zeros(0, jnp.float32) if weight.scale is None else weight.scale
     rest = jnp.zeros(0, jnp.float32) if add is None else add
-    call = jax.ffi.ffi_call("specserve_matmul", jax.ShapeDtypeStruct((x.shape[0], weight.d_out), jnp.float32))
-    return call(x.astype(jnp.float32), expert_ids, panels, scale, rest, block=np.int64(weight.block))
+    shape, block = (x.shape[0], weight.d_out), np.int64(weight.block)
+    return native.call("specserve_matmul", shape, x.astype(jnp.float32), expert_ids, panels, scale, rest, block=block)
 
 
 def _quantized(x: jax.Array, weight: QuantizedMatrix) -> jax.Array:  # float32

@@ -36,7 +36,7 @@ Decay = tuple[jax.Array, jax.Array]  # coarse and fine part: [count, batch, head
 
 @pytree
 class State:
-    """What a sequence has left in a layer. All zeros: nothing."""
+    """The recurrent state of each sequence in one layer. A sequence without tokens has zeros."""
 
     matrix: jax.Array  # [batch, head, k_dim, v_dim] float32
     conv: tuple[jax.Array, ...]  # each [batch, width - 1, channel]: a convolution's last inputs, the oldest first
@@ -44,7 +44,7 @@ class State:
 
 @pytree
 class New:
-    """What tokens would do to a state, with the layer's weights no longer needed."""
+    """What the tokens of a call would change in a state. Applying it (`advance`) needs none of the layer's weights."""
 
     k: jax.Array  # [batch, n, k_head, k_dim] float32
     u: jax.Array  # [batch, n, head, v_dim] float32
@@ -62,12 +62,12 @@ def recur(
     # [batch or 1, n, n] bool: a token's ancestors and itself; a parent stands before its children
     mask: jax.Array | Documents,
 ) -> tuple[jax.Array, jax.Array]:  # o and u: [batch, n, head, v_dim] float32
-    """The recurrence of the module docstring along every path. Head h reads k_head h // (head / k_head).
+    """Compute the recurrence of the module's docstring along every path. Head h reads k_head h // (head / k_head).
 
     Up to MAX_TREE tokens may form any tree. Longer rows are computed in blocks, the state handed on from block to
-    block, and must be documents one after another: said as `Documents`, nothing takes n by n. Within a block the delta
-    rule is a triangular system (the WY form, section 3.3); decays are exponentials of differences, never ratios of
-    exponentials, so that none overflows.
+    block, and must be documents one after another. Where the mask is given as `Documents`, no array is n x n. Within a
+    block the delta rule is a triangular system (the WY form, arXiv 2412.06464, section 3.3). Decays are exponentials of
+    differences, never ratios of exponentials, so that none overflows.
     """
     batch, n, num_heads, _ = v.shape
     size = n if n <= MAX_TREE else BLOCK
@@ -102,7 +102,7 @@ def recur(
 
 @pytree
 class _Block:
-    """What of a block does not depend on the state at its start."""
+    """The parts of a block's computation that do not depend on the state at its start."""
 
     q: jax.Array  # [batch, head, size, k_dim], decayed from the block's start on; 0 where the start is not seen
     k: jax.Array  # [batch, head, size, k_dim]
@@ -115,7 +115,7 @@ class _Block:
 
 
 def _step(matrix: jax.Array, block: _Block) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    """The state after a block's last token, and every token's o and u."""
+    """Compute the state after a block's last token, and every token's o and u."""
     u = block.v if block.erases is None else block.v - _matmul(block.erases, matrix)
     out = _matmul(block.q, matrix) + _matmul(block.reads, u)
     matrix = jnp.where(block.is_open[:, None, None, None], matrix, 0.0)
@@ -125,7 +125,7 @@ def _step(matrix: jax.Array, block: _Block) -> tuple[jax.Array, tuple[jax.Array,
 def _by_block(
     mask: jax.Array | Documents, count: int, size: int
 ) -> tuple[jax.Array, jax.Array]:  # [count, batch or 1, size, size] and [count, batch or 1, size]
-    """Whom a token sees within its block, and whether it sees the state at the block's start."""
+    """Which tokens a token sees within its block, and whether it sees the state at the block's start."""
     blocks = np.arange(count)
     is_first = (blocks == 0)[:, None, None]
     if isinstance(mask, Documents):
@@ -144,7 +144,7 @@ def convolve(
     seen: jax.Array,  # [batch, width - 1, channel], committed
     mask: jax.Array | Documents,  # as in `recur`
 ) -> jax.Array:  # [batch, n, channel] float32
-    """A causal convolution of each channel over the last `width` tokens of every path."""
+    """Apply a causal convolution to each channel, over the last `width` tokens of every path."""
     width = weight.shape[-1]
     inputs = jnp.concatenate([seen, x], axis=1)
     depth, ancestor = _lineage(mask)
@@ -157,8 +157,8 @@ def convolve(
 
 
 def _lineage(mask: jax.Array | Documents) -> tuple[jax.Array, Callable[[int], jax.Array]]:
-    """How many tokens a path has up to each, itself included: [batch or 1, n]; and which stands so many before it on
-    the path, if any does."""
+    """Return each token's depth, the number of tokens on its path with itself included ([batch or 1, n]), and a
+    function that gives the index of its ancestor `back` tokens before it, where it has one."""
     if isinstance(mask, Documents):
         return mask.depths(), lambda back: jnp.arange(mask.ids.shape[1]) - back
     depth = jnp.sum(mask, axis=-1, dtype=jnp.int32)
@@ -171,7 +171,7 @@ def advance(
     new: New,  # leaves [batch, m, ...]
     is_kept: jax.Array,  # [batch, m] bool; the kept tokens come first, each the child of the one before
 ) -> State:
-    """The state after the kept tokens, as if they had been run one by one. The others leave no trace."""
+    """Compute the state after the kept tokens, as if they had been run one by one. The other tokens leave no trace."""
     k = _for_each_head(new.k, new.u.shape[2])
     k, u, log_decay = (x.transpose(0, 2, 1, 3) for x in (k, new.u, new.log_decay))
     num_kept = jnp.sum(is_kept, axis=1, dtype=jnp.int32)
@@ -191,7 +191,7 @@ def _absorb(
     log_decay: jax.Array,  # [batch, head, m, 1 or k_dim]
     is_kept: jax.Array,  # [batch or 1, m] bool
 ) -> jax.Array:
-    """The matrix after the kept tokens, which are a path in the order given."""
+    """Compute the matrix after the kept tokens, which are a path in the order given."""
     k, u, log_decay = (jnp.where(is_kept[:, None, :, None], x, 0.0) for x in (k, u, log_decay))
     to_end = jax.lax.cumsum(log_decay, axis=2, reverse=True)
     after = jnp.pad(to_end[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))  # what decays a token's own write
@@ -203,8 +203,8 @@ def _along_paths(
     log_decay: jax.Array,  # [count, batch, head, size, 1 or k_dim]
     sees: jax.Array,  # [count, batch or 1, size, size]
 ) -> Decay:
-    """Each token's log decay since the block's start. Differences between neighbours are what matters, and may be small
-    against the sums: these are kept in two parts, of which the coarse one is exact in float32."""
+    """Each token's log decay since the block's start. Only differences between tokens are used, and they may be small
+    against the sums. So the sums are kept in two parts, of which the coarse one is exact in float32."""
     log_decay = jnp.maximum(log_decay, -88.0)  # nothing is left after that anyway, and MAX_TREE of them sum exactly
     coarse = jnp.round(log_decay * 512.0) / 512.0
     path = sees[:, :, None].astype(jnp.float32)
@@ -217,7 +217,7 @@ def _products(
     decay: Decay,
     sees: jax.Array,  # [count, batch or 1, size, size]
 ) -> tuple[jax.Array, jax.Array]:  # each [count, batch, head, size, size]
-    """q_i k_j and k_i k_j, decayed on the way from j to i, where i sees j, and 0 elsewhere."""
+    """Compute q_i k_j and k_i k_j, decayed on the way from j to i, where i sees j; they are 0 elsewhere."""
     if decay[0].shape[-1] == 1:
         from_to = sum(part - part.swapaxes(-1, -2) for part in decay)
         rate = jnp.exp(jnp.where(sees[:, :, None], from_to, -jnp.inf))
@@ -240,5 +240,5 @@ def _for_each_head(k: jax.Array, num_heads: int) -> jax.Array:  # [batch, n, k_h
 
 
 def _matmul(x: jax.Array, y: jax.Array) -> jax.Array:
-    """In full float32, which accelerators do not do unasked: errors stay in the state for good."""
+    """Multiply in full float32, which accelerators do not do by default. Errors would stay in the state for good."""
     return jnp.matmul(x, y, precision=jax.lax.Precision.HIGHEST)

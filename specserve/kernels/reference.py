@@ -1,4 +1,4 @@
-"""The plain twin of every fast path in this room: NumPy, loops, no cleverness. Tests hold the two equal."""
+"""Plain versions of this room's fast paths, in NumPy with loops. Tests compare the fast paths with them."""
 
 import numpy as np
 
@@ -13,7 +13,7 @@ def attend(
     mask: np.ndarray,  # [batch or 1, n, m] bool
     prefix: PagedPrefix | None = None,
 ) -> np.ndarray:  # [batch, n, head, head_dim]; NaN where a query sees no key
-    """`attention.attend`: for every query, a softmax over the keys that it sees."""
+    """The plain `attention.attend`: for every query, a softmax over the keys that it sees."""
     batch, n, num_heads, _ = q.shape
     group = num_heads // k.shape[2]
     out = np.full(q.shape, np.nan, np.float32)
@@ -37,7 +37,8 @@ def attend_rollout(
     steps_k: tuple[np.ndarray, ...],  # each [batch, seq, kv_head, head_dim]
     steps_v: tuple[np.ndarray, ...],
 ) -> np.ndarray:  # [batch, seq, head, head_dim]
-    """`attention.attend_rollout`: the keys of all steps laid side by side, of later steps each slot sees its own."""
+    """The plain `rows.attend_rollout`: the keys of all rollout steps laid side by side. Of the later steps' keys each
+    position sees its own."""
     own = np.broadcast_to(np.eye(q.shape[1], dtype=bool), mask.shape)
     return attend(
         q,
@@ -48,7 +49,7 @@ def attend_rollout(
 
 
 def matmul(x: np.ndarray, weight: BlockedMatrix | QuantizedMatrix) -> np.ndarray:  # [..., d_in] -> [..., d_out]
-    """`matmul.matmul` of a matrix that was cut or quantised: put together again, then multiplied."""
+    """The plain `matmul.matmul` with a blocked or quantised matrix, which is first put together again."""
     if isinstance(weight, BlockedMatrix):
         return x @ np.concatenate(list(np.asarray(weight.blocks)), axis=1)
     plain = np.asarray(weight.values).astype(np.float32)
@@ -65,7 +66,7 @@ def recur(
     beta: np.ndarray | None,  # [n, head]
     matrix: np.ndarray,  # [head, k_dim, v_dim]
 ) -> tuple[np.ndarray, np.ndarray]:  # o [n, head, v_dim] and the matrix after the last token
-    """`recurrence.recur` and `recurrence.advance` along one path of one sequence, token after token."""
+    """The plain `recurrence.recur` and `recurrence.advance` along one path of one sequence, token after token."""
     matrix, out = matrix.copy(), np.empty(v.shape, matrix.dtype)
     share = v.shape[1] // k.shape[1]
     for i in range(len(v)):
@@ -82,14 +83,14 @@ def convolve(
     weight: np.ndarray,  # [channel, 1, width]
     seen: np.ndarray,  # [width - 1, channel]
 ) -> tuple[np.ndarray, np.ndarray]:  # [n, channel] and the last width - 1 inputs
-    """`recurrence.convolve` along one path of one sequence, and what it will have seen."""
+    """The plain `recurrence.convolve` along one path of one sequence, and the inputs that the next call will see."""
     inputs, width = np.concatenate([seen, x]), weight.shape[-1]
     out = [(inputs[i : i + width] * weight[:, 0].T).sum(axis=0) for i in range(len(x))]
     return np.stack(out), inputs[len(x) :]
 
 
 def _committed(prefix: PagedPrefix, b: int) -> tuple[np.ndarray, np.ndarray]:  # each [seen, kv_head, head_dim]
-    """The entries of one sequence that its queries see, page after page."""
+    """The committed keys and values of one sequence that its queries see, page after page."""
     table, length = np.asarray(prefix.page_table)[b], int(prefix.lens[b])
     k_pages, v_pages = np.asarray(prefix.k_pages), np.asarray(prefix.v_pages)
     page_size = v_pages.shape[2]

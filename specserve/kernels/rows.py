@@ -1,7 +1,7 @@
-"""Attention within packed training rows: what `attention.attend` does for them, and a rollout's own entries.
+"""Attention within packed training rows (`attend_rows`), and with the later steps of a rollout (`attend_rollout`).
 
-No array has queries times keys of a whole row: blocks of queries are computed one after the other, and again in the
-backward pass, and a block leaves out the keys behind it that none of its queries sees.
+No array has queries times keys of a whole row. Blocks of queries are computed one after the other, and again in the
+backward pass, and a block leaves out the keys after it, which none of its queries sees.
 """
 
 import functools
@@ -26,17 +26,18 @@ Block = Callable[..., tuple[jax.Array, jax.Array]]
 
 @pytree
 class Documents:
-    """Who sees whom in packed rows: causal, and never across documents."""
+    """The mask of packed rows, given by document ids: attention is causal and never crosses documents."""
 
     ids: jax.Array  # [batch, seq] int32
 
     def dense(self) -> jax.Array:  # [batch, seq, seq] bool
-        """The same as a mask."""
+        """The mask as an array: True where the first position sees the second."""
         index = jnp.arange(self.ids.shape[1])
         return (index[:, None] >= index) & (self.ids[:, :, None] == self.ids[:, None])
 
     def depths(self) -> jax.Array:  # [batch, seq] int32
-        """How many tokens of its document there are up to a token, itself included. They must stand together."""
+        """How many tokens of its document precede a token, itself included. A document's tokens must stand together.
+        For example ids [7, 7, 7, 2, 2] give [1, 2, 3, 1, 2]."""
         index = jnp.arange(self.ids.shape[1])
         is_first = jnp.pad(self.ids[:, 1:] != self.ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
         return index + 1 - jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
@@ -44,7 +45,7 @@ class Documents:
 
 @pytree
 class _Positions:
-    """What decides who sees them, and whom they see."""
+    """The document and the index in the row of some queries or keys, which decide what sees what."""
 
     ids: jax.Array  # [batch, n] int32, their documents
     index: jax.Array  # [n] int32, in the row
@@ -65,8 +66,8 @@ def attend_rows(
     sinks: jax.Array | None = None,  # [head]
     window: int = 0,
 ) -> tuple[jax.Array, jax.Array]:  # [batch, seq, head, v_dim], and each softmax's log-sum-exp [batch, seq, head]
-    """Causal attention within documents; the options are those of `attention.attend`. Over a mesh that cuts the
-    sequence a device computes its own queries, for which it fetches everybody's keys."""
+    """Causal attention within documents, with the options of `attention.attend`. Over a mesh that cuts the sequence,
+    each device computes its own queries and gathers the keys of all devices."""
     batch, seq, num_heads, head_dim = q.shape
     num_kv_heads = k.shape[2]
     q = (q * (scale or head_dim**-0.5)).reshape(batch, seq, num_kv_heads, num_heads // num_kv_heads, head_dim)
@@ -101,12 +102,12 @@ def attend_rollout(
     steps_k: tuple[jax.Array, ...],  # one [batch, seq, kv_head, head_dim] for each later step, this one included
     steps_v: tuple[jax.Array, ...],
 ) -> jax.Array:  # [batch, seq, head, head_dim]
-    """Attention of a training-time-test rollout (Li et al. 2025, arXiv 2503.01840, section 3.2): position t sees the
-    step-0 entries that it saw at step 0, and its own entry of each later step: what serving's draft sees after
-    len(steps_k) proposed tokens.
+    """Attention of a training-time-test rollout (Li et al. 2025, arXiv 2503.01840, section 3.2). Position t sees the
+    entries of step 0 that it saw at step 0, and its own entry of each later step. That is what the draft sees in
+    serving after len(steps_k) proposed tokens.
 
-    The own entries are merged with what attention over step 0 gave by its log-sum-exp (Milakov and Gimelshein 2018,
-    arXiv 1805.02867), so the keys of step 0 are never copied beside them.
+    The scores of its own entries join the softmax over step 0 by log-sum-exp (Milakov and Gimelshein 2018, arXiv
+    1805.02867), so the keys of step 0 are never copied beside them.
     """
     out, lse = attend_rows(q, k, v, documents)
     if not steps_k:
@@ -125,13 +126,9 @@ def attend_rollout(
 def _by_segment(
     block: Block, window: int, q: jax.Array, k: jax.Array, v: jax.Array, positions: _Positions, sinks: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Run after run of queries, each with the keys that its last one may see."""
-    seq = q.shape[3]
-    length = max(MIN_SEGMENT, -(-seq // NUM_SEGMENTS))
+    """Compute run after run of queries, each with the keys up to the run's last query."""
     found = []
-    for start in range(0, seq, length):
-        stop = min(start + length, seq)
-        first = max(0, start - window + 1) if window else 0
+    for first, start, stop in _segments(q.shape[3], window):
         queries, keys = positions.cut(start, stop - start), positions.cut(first, stop - first)
         part = q[:, :, :, start:stop]
         found.append(_by_block(block, part, queries, k[:, first:stop], v[:, first:stop], keys, sinks))
@@ -148,7 +145,7 @@ def _by_block(
     keys: _Positions,
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """Attention over as many queries at once as SCORES_AT_ONCE allows."""
+    """Compute attention over as many queries at once as SCORES_AT_ONCE allows."""
     batch, num_kv_heads, group, n, _ = q.shape
     mesh = traced_mesh()
     num_heads = on_each_device(mesh, "kv_heads", num_kv_heads) * group
@@ -170,7 +167,7 @@ def _by_block(
 
 
 def on_each_device(mesh: Mesh | AbstractMesh | None, axis: str, size: int) -> int:
-    """How many of so many a device has: all, where the mesh does not divide them."""
+    """How much of a logical axis of this size each device has: all of it where the mesh does not divide it."""
     parts = num_parts(mesh, axis)
     return size // parts if size % parts == 0 else size
 
@@ -179,8 +176,9 @@ def part_length(n: int, most: int) -> int:
     """The length of the parts into which n items are cut, at most `most`.
 
     Parts should be few, and equal, so that none needs padding. If n has a divisor above half of `most`, that is the
-    length. Otherwise it is the length that makes the fewest parts; the last one is then padded, by fewer items than
-    there are parts."""
+    length: part_length(96, 40) is 32. Otherwise it is the length that makes the fewest parts, and the last part is
+    padded, by fewer items than there are parts: part_length(97, 40) is 33, for parts of 33, 33 and 31.
+    """
     most = min(most, n)
     divisor = max(size for size in range(1, most + 1) if n % size == 0)
     return divisor if 2 * divisor > most else -(-n // -(-n // most))
@@ -223,13 +221,16 @@ def _block(
 
 
 def mean_keys(seq: int, window: int) -> tuple[float, float]:
-    """Keys that a query of attention in rows sees, and that are computed for it, in the mean over a row of one
-    document. A window of 0 sees all."""
+    """How many keys a query sees, and how many are computed for it, both as the mean over a row of one document with
+    `seq` tokens. A window of 0 means none."""
     reach = min(window or seq, seq)
     seen = (reach * (reach + 1) / 2 + (seq - reach) * reach) / seq
-    length = max(MIN_SEGMENT, -(-seq // NUM_SEGMENTS))
-    computed = 0
-    for start in range(0, seq, length):
-        stop = min(start + length, seq)
-        computed += (stop - start) * (stop - (max(0, start - window + 1) if window else 0))
+    computed = sum((stop - start) * (stop - first) for first, start, stop in _segments(seq, window))
     return seen, computed / seq
+
+
+def _segments(seq: int, window: int) -> list[tuple[int, int, int]]:
+    """The runs into which the queries of a row are cut: (first key, first query, end of both) of each."""
+    length = max(MIN_SEGMENT, -(-seq // NUM_SEGMENTS))
+    starts = range(0, seq, length)
+    return [(max(0, start - window + 1) if window else 0, start, min(start + length, seq)) for start in starts]

@@ -1,11 +1,11 @@
-"""What a layer does between its products, row by row: norms, gates, rotary embeddings. Arrays in, arrays out.
+"""The operations of a layer between its products, row by row: norms, gates and rotary embeddings.
 
-While a served step is traced (`native.serving`) these run as native kernels, where there are any. XLA computes one row
-by other sums and other formulas than many rows, so that a token's result would differ in its last bits between a plain
-step, a tree and a prompt; the kernels compute a row in one way. They have no gradient: serving needs none.
+While a served step is traced (`native.serving`) they run as native kernels, where there are any. XLA computes one row
+by other sums and other formulas than many rows, so a token's result would differ in its last bits between a plain step,
+a tree and a prompt. The kernels compute a row in one way. They have no gradient, which serving does not need.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,10 +18,10 @@ ACTIVATIONS: tuple[Activation, ...] = ("silu", "gelu_tanh", "clamped_swiglu")  #
 
 
 def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, offset: bool = False) -> jax.Array:
-    """Root-mean-square norm over the last axis, computed in float32, returned in x's dtype. With `offset` the weight
+    """Root-mean-square norm over the last axis, computed in float32 and returned in x's dtype. With `offset` the weight
     is a difference from 1, as Gemma keeps it. `weight` [size] may have leading axes that broadcast."""
     if weight.ndim == 1 and native.serves(x, weight):
-        return _call("specserve_norm", x.shape, x, weight, eps=np.float32(eps), offset=offset)
+        return native.call("specserve_norm", x.shape, x, weight, eps=np.float32(eps), offset=offset)
     x32 = x.astype(jnp.float32)
     scale = jax.lax.rsqrt(jnp.mean(x32 * x32, axis=-1, keepdims=True) + eps)
     if offset:
@@ -30,12 +30,12 @@ def rms_norm(x: jax.Array, weight: jax.Array, eps: float, *, offset: bool = Fals
 
 
 def gated(gate: jax.Array, up: jax.Array | None, activation: Activation = "silu") -> jax.Array:
-    """act(gate) * up, all [..., d_ff]; without `up`, gate [..., 2 * d_ff] holds both side by side. The clamped form is
-    GPT-OSS's: gate * sigmoid(1.702 gate) * (up + 1), both bounded by 7."""
+    """Compute act(gate) * up; both are [..., d_ff]. Without `up`, gate [..., 2 * d_ff] holds both side by side. The
+    clamped form is GPT-OSS's: gate * sigmoid(1.702 gate) * (up + 1), where gate is at most 7 and up within -7 and 7."""
     if native.serves(gate) and (up is None or native.serves(up)):
         shape = gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
         second = jnp.zeros(0, jnp.float32) if up is None else up
-        return _call("specserve_gate", shape, gate, second, activation=np.int64(ACTIVATIONS.index(activation)))
+        return native.call("specserve_gate", shape, gate, second, activation=np.int64(ACTIVATIONS.index(activation)))
     if up is None:
         gate, up = jnp.split(gate, 2, axis=-1)
     if activation == "clamped_swiglu":
@@ -65,11 +65,12 @@ def apply_rope(
     *,
     is_interleaved: bool = False,
 ) -> jax.Array:
-    """Turn the first channels of each head, as many as the tables have angles for, in float32: the first half of them
-    against the second (the Hugging Face convention) or each even one against the next."""
+    """Rotate the first channels of each head, as many as the tables have angles for, in float32. Channel i of their
+    first half is rotated against channel i of the second (the Hugging Face convention), or with `is_interleaved` each
+    even channel against the next."""
     cos, sin = tables
     if native.serves(x, cos, sin) and cos.shape[:2] == x.shape[:2]:
-        return _call("specserve_rotate", x.shape, x, cos, sin, is_interleaved=is_interleaved)
+        return native.call("specserve_rotate", x.shape, x, cos, sin, is_interleaved=is_interleaved)
     rotary_dim = 2 * cos.shape[-1]
     turned, rest = x[..., :rotary_dim].astype(jnp.float32), x[..., rotary_dim:]
     if is_interleaved:
@@ -83,8 +84,8 @@ def apply_rope(
 
 
 def argmax(x: jax.Array) -> jax.Array:  # [..., size] -> [...] int32
-    """The first index of the largest value; of a row with NaN any index of it. Without the native kernel two plain
-    reductions: CPUs do not vectorise `jnp.argmax`."""
+    """Find the first index of the largest value; of a row with NaN, any index of that row. Without the native kernel
+    these are two plain reductions, because CPUs do not vectorise `jnp.argmax`."""
     size = x.shape[-1]
     if native.serves(x):
         return jax.ffi.ffi_call("specserve_argmax", jax.ShapeDtypeStruct(x.shape[:-1], jnp.int32))(x)
@@ -102,17 +103,12 @@ def as_heads(
     offset: bool = False,
     is_interleaved: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # q [batch, seq, head, head_dim], k and v [batch, seq, kv_head, head_dim]
-    """`rms_norm` and `apply_rope` of queries and keys, and the values, in one native call. Only where
-    `native.serves(qkv, *tables)`."""
+    """Apply `rms_norm` and `apply_rope` to queries and keys, and split the values off, in one native call. Call it only
+    where `native.serves(qkv, *tables)`."""
     num_heads, num_kv_heads, head_dim = sizes
-    shapes = [
-        jax.ShapeDtypeStruct((*qkv.shape[:2], n, head_dim), jnp.float32) for n in (num_heads, *[num_kv_heads] * 2)
-    ]
+    counts = num_heads, num_kv_heads, num_kv_heads
+    shapes = [jax.ShapeDtypeStruct((*qkv.shape[:2], count, head_dim), jnp.float32) for count in counts]
     weights = [jnp.zeros(0, jnp.float32) if norm is None else norm.astype(jnp.float32) for norm in norms]
     call = jax.ffi.ffi_call("specserve_heads", shapes)
     q, k, v = call(qkv, *weights, *tables, eps=np.float32(eps), offset=offset, is_interleaved=is_interleaved)
     return q, k, v
-
-
-def _call(name: str, shape: tuple[int, ...], *args: jax.Array, **attributes: Any) -> jax.Array:
-    return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(shape, jnp.float32))(*args, **attributes)

@@ -1,4 +1,6 @@
-"""Grouped-query attention, of targets and of the draft."""
+"""Grouped-query attention layers, used by targets and by draft heads: their parameters and their forward."""
+
+import dataclasses
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +11,7 @@ from specserve.kernels.matmul import Weight
 from specserve.kernels.rowwise import apply_rope, as_heads, rms_norm
 from specserve.models.config import HeadShape, LayerKind, ModelConfig, Names
 from specserve.models.context import Context, Tables
-from specserve.models.layers import linear, norm_spec, side_by_side
+from specserve.models.layers import by_head, linear, norm_spec, side_by_side
 from specserve.models.params import Part, matrix, vector
 from specserve.pytree import pytree
 
@@ -34,7 +36,9 @@ class Attention:
 
 
 def attention_spec(config: ModelConfig | HeadShape, prefix: str, d_in: int) -> Attention:
-    """`d_in` is the width of the projections' input: d_model in a target, twice that in a draft."""
+    """The parameters of one attention layer as `ParamSpec`s. `d_in` is the width of the projections' input: d_model in
+    a target, twice that in the first layer of a draft head. A draft head (`HeadShape`) has none of the options of
+    `ModelConfig`."""
     flags = config if isinstance(config, ModelConfig) else None
     names = flags.names if flags else Names()
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
@@ -75,21 +79,16 @@ def attention_spec(config: ModelConfig | HeadShape, prefix: str, d_in: int) -> A
 
 
 def fuse_attention(params: Attention) -> Attention:
-    """One product for q, k and v. Only for layers that project all three of the same tokens (`project_qkv`)."""
-    return Attention(
+    """Join the projections of q, k and v into one matrix, and their biases into one vector. It is only for layers that
+    project all three from the same tokens (`project_qkv`)."""
+    return dataclasses.replace(
+        params,
         q=side_by_side(params.q, params.k, params.v),
         k=None,
         v=None,
-        o=params.o,
         q_bias=side_by_side(params.q_bias, params.k_bias, params.v_bias),
         k_bias=None,
         v_bias=None,
-        o_bias=params.o_bias,
-        q_norm=params.q_norm,
-        k_norm=params.k_norm,
-        gate=params.gate,
-        gate_bias=params.gate_bias,
-        sinks=params.sinks,
     )
 
 
@@ -102,8 +101,8 @@ def mix(
     context: Context,
     add: jax.Array | None = None,
 ) -> tuple[jax.Array, KV]:
-    """What the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; and the
-    tokens' own keys and values."""
+    """Compute what the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; and
+    the tokens' own keys and values."""
     tables = context.local_rope if kind.is_local else context.rope
     assert tables is not None, "a local layer without local rotary embeddings"
     q, k, v = project_qkv(params, config, x, tables)
@@ -147,7 +146,7 @@ def project_qkv(
     q, k, v = jnp.split(qkv, (q_size, q_size + kv_size), axis=-1)
     q = _finish(q, config.num_heads, params.q_norm, config, rope)
     k = _finish(k, config.num_kv_heads, params.k_norm, config, rope)
-    return q, k, _by_head(v, config.num_kv_heads)
+    return q, k, by_head(v, config.num_kv_heads)
 
 
 def project_q(
@@ -168,7 +167,7 @@ def project_kv(
     assert params.k is not None, "fused projections come together: use project_qkv"
     assert params.v is not None
     k = _finish(linear(x, params.k, params.k_bias), config.num_kv_heads, params.k_norm, config, rope)
-    return k, _by_head(linear(x, params.v, params.v_bias), config.num_kv_heads)
+    return k, by_head(linear(x, params.v, params.v_bias), config.num_kv_heads)
 
 
 def _finish(
@@ -178,12 +177,12 @@ def _finish(
     config: ModelConfig | HeadShape,
     rope: Tables,
 ) -> jax.Array:  # [batch, n, head, head_dim]
-    """Norm and turn: queries and keys alike."""
+    """Norm queries or keys where the model has such a norm, and apply the rotary embedding."""
     offset = _has_norm_offset(config)
     over_all = norm is not None and norm.shape[0] == x.shape[-1]  # with one head it is the same
     if norm is not None and over_all:
         x = rms_norm(x, norm, config.norm_eps, offset=offset)
-    x = _by_head(x, num_heads)
+    x = by_head(x, num_heads)
     if norm is not None and not over_all:
         x = rms_norm(x, norm, config.norm_eps, offset=offset)
     return apply_rope(x, rope, is_interleaved=config.rope.is_interleaved)
@@ -191,7 +190,3 @@ def _finish(
 
 def _has_norm_offset(config: ModelConfig | HeadShape) -> bool:
     return isinstance(config, ModelConfig) and config.norm_offset
-
-
-def _by_head(x: jax.Array, num_heads: int) -> jax.Array:  # [batch, n, size] -> [batch, n, head, head_dim]
-    return x.reshape(*x.shape[:2], num_heads, -1)

@@ -1,8 +1,9 @@
-"""What committed tokens leave behind, layer by layer: keys and values in pages, or a recurrent state for each slot.
+"""The cache: what committed tokens leave behind in each layer, keys and values in pages or a recurrent state for each
+slot.
 
-A forward never writes: it reads what is committed and returns what its own tokens would leave. What is kept of that
-(all of a prefill chunk, the accepted path of a tree) is written once, by `write`. So compacting a tree costs no copy,
-a rejected node never touches a page or a state, and the buffers can be donated.
+A forward never writes: it reads the committed entries and returns the new ones of its own tokens. Those that are kept
+(all of a prefill chunk, the accepted path of a tree) are written once, by `Cache.write`. So compacting a tree costs no
+copy, a rejected node never touches a page or a state, and the buffers can be donated.
 """
 
 import functools
@@ -24,7 +25,7 @@ LayerKV = tuple[jax.Array, jax.Array | None]  # keys, values: [batch, n, kv_head
 
 @pytree
 class Pages:
-    """One layer's keys and values, under the page table that all layers share."""
+    """The keys and values of one layer, in pages under the page table that all layers share."""
 
     k: jax.Array  # [page, kv_head, head_dim, page_size], as `attend` wants it
     v: jax.Array | None  # [page, kv_head, page_size, head_dim]; None: the values are the keys' first channels
@@ -40,7 +41,7 @@ class Pages:
 
 @pytree
 class Prefix:
-    """Which committed entries of which sequences a forward sees."""
+    """Says which committed entries of which sequences a forward sees."""
 
     page_table: jax.Array  # [batch, pages] int32, as many as attention reads
     lens: jax.Array  # [batch] int32
@@ -57,7 +58,7 @@ class Cache:
 
     @classmethod
     def zeros(cls, config: ModelConfig, *, num_slots: int, num_pages: int, page_size: int) -> "Cache":
-        """An empty cache for a target."""
+        """Make an empty cache for a target: every array is zero."""
 
         def layer(i: int) -> Pages | State:
             kind = config.kind(i)
@@ -71,12 +72,13 @@ class Cache:
         return cls(tuple(layer(i) for i in range(config.num_layers)), num_pages, page_size)
 
     def layer(self, i: int, prefix: Prefix) -> PagedPrefix | State:
-        """What layer i sees of the committed sequences."""
+        """The committed entries that layer i sees: a `PagedPrefix`, or the rows of a recurrent state for the prefix's
+        slots."""
         layer = self.layers[i]
         return self.attended(i, prefix) if isinstance(layer, Pages) else _rows(layer, prefix.slots)
 
     def attended(self, i: int, prefix: Prefix) -> PagedPrefix:
-        """The same, of a layer that has pages."""
+        """The committed keys and values that layer i sees, as a `PagedPrefix`. The layer must have pages."""
         layer = self.layers[i]
         assert isinstance(layer, Pages)
         return PagedPrefix(layer.k, layer.v, prefix.page_table, prefix.lens, prefix.first, prefix.is_exact)
@@ -90,7 +92,7 @@ class Cache:
         slots: jax.Array | None = None,  # [batch] int32, needed where layers are recurrent
         path: jax.Array | None = None,  # [batch, n] int32, which of the m new entries; None: all of them in order
     ) -> "Cache":
-        """Commit the kept entries; the others, and those past the allocated pages, are dropped."""
+        """Commit the kept entries. The other entries are dropped, and so are those past the allocated pages."""
         page_slot = index // self.page_size
         in_table = is_kept & (page_slot >= 0) & (page_slot < page_table.shape[1])
         page = take_each(page_table, jnp.clip(page_slot, 0, page_table.shape[1] - 1))
@@ -113,7 +115,8 @@ class Cache:
         return Cache(tuple(done[i] for i in range(len(self.layers))), self.num_pages, self.page_size)
 
     def reset(self, slot: jax.Array) -> "Cache":
-        """A slot ([] int32) begins a new sequence: its recurrent states are those of nothing."""
+        """Prepare a slot ([] int32) for a new sequence: its recurrent states become zero. Pages are left as they
+        are."""
 
         def clear(layer: Pages | State) -> Pages | State:
             return layer if isinstance(layer, Pages) else jax.tree.map(lambda x: x.at[slot].set(0), layer)

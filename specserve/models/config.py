@@ -1,6 +1,6 @@
-"""What a target is: `ModelConfig`. Static, hashable, never edited.
+"""`ModelConfig` says what a target is. It is static and hashable, and is never edited.
 
-Which config.json keys give which of these fields is the business of `models.families`.
+`models.families` decides which keys of config.json give which of these fields.
 """
 
 import dataclasses
@@ -15,7 +15,7 @@ Mixer = Literal["attention", "latent", "delta", "lightning"]
 
 @dataclass(frozen=True)
 class LayerKind:
-    """What one layer is made of."""
+    """Says what one layer is made of: its mixer, its attention window, and whether it has experts."""
 
     mixer: Mixer = "attention"
     window: int = 0  # tokens that a query sees, itself included; 0: all before it
@@ -26,7 +26,7 @@ class LayerKind:
 
 @dataclass(frozen=True)
 class Latent:
-    """Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
+    """The sizes of multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1)."""
 
     kv_rank: int
     nope_dim: int  # of a head's query and key, without position
@@ -37,13 +37,14 @@ class Latent:
 
     @property
     def cache_dim(self) -> int:
-        """What a committed token leaves in the cache."""
+        """How many numbers a committed token has in the cache: its latent, and the key with position that all heads
+        share."""
         return self.kv_rank + self.rope_dim
 
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts in place of the MLP."""
+    """The sizes and the routing of a mixture of experts, which takes the place of the MLP."""
 
     num_experts: int
     top_k: int
@@ -63,8 +64,8 @@ class Experts:
 
 @dataclass(frozen=True)
 class Delta:
-    """Gated delta-net layers (Yang et al. 2024, arXiv 2412.06464), or Kimi's with a decay of each channel
-    (arXiv 2510.26692)."""
+    """The sizes of gated delta-net layers (Yang et al. 2024, arXiv 2412.06464), or of Kimi's, which have a decay for
+    each channel (arXiv 2510.26692)."""
 
     num_k_heads: int
     num_v_heads: int
@@ -77,7 +78,7 @@ class Delta:
 
 @dataclass(frozen=True)
 class Lightning:
-    """Lightning linear attention (arXiv 2401.04658) with a fixed decay for each head."""
+    """The sizes of lightning linear attention (arXiv 2401.04658), which has a fixed decay for each head."""
 
     num_heads: int
     head_dim: int
@@ -88,7 +89,8 @@ class Lightning:
 
 @dataclass(frozen=True)
 class Names:
-    """Where a family's checkpoints keep what others keep elsewhere. `{i}` is a layer, `{e}` an expert."""
+    """The names of tensors in a family's checkpoints, where families differ. `{i}` stands for a layer's number, `{e}`
+    for an expert's."""
 
     embedding: str = "model.embed_tokens.weight"
     norm: str = "model.norm.weight"
@@ -116,7 +118,7 @@ class Names:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """A decoder-only language model."""
+    """The shape and the arithmetic of a decoder-only language model."""
 
     family: str
     vocab_size: int
@@ -157,17 +159,18 @@ class ModelConfig:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether some layers keep a state instead of every token's keys and values."""
+        """Whether some layers keep a recurrent state instead of every token's keys and values."""
         return any(kind.mixer in ("delta", "lightning") for kind in self.layers)
 
     def for_length(self, length: int) -> "ModelConfig":
-        """For sequences of at most so many tokens: some rotary embeddings turn long ones in another way."""
+        """The config for sequences of at most `length` tokens, which some rotary embeddings depend on
+        (`Rope.for_length`)."""
         local = self.local_rope and self.local_rope.for_length(length)
         return dataclasses.replace(self, rope=self.rope.for_length(length), local_rope=local)
 
 
 class HeadShape(Protocol):
-    """What a drafter's config says of layers that are built of the target's parts."""
+    """The fields that a drafter's config must have so that its layers can be built of the target's parts."""
 
     @property
     def d_model(self) -> int: ...

@@ -1,4 +1,4 @@
-"""What every layer of one forward sees besides its input."""
+"""`Context` holds what every layer of one forward gets besides its input."""
 
 import jax
 

@@ -1,4 +1,4 @@
-"""Gated delta-net layers: Qwen3-Next's, and Kimi delta attention as Ling 3 has it."""
+"""Gated delta-net layers: those of Qwen3-Next, and Kimi delta attention as Ling 3 has it."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from specserve.kernels.recurrence import New, State, convolve, recur
 from specserve.kernels.rows import Documents
 from specserve.kernels.rowwise import rms_norm
 from specserve.models.config import Delta, ModelConfig
-from specserve.models.layers import linear, norm_spec
+from specserve.models.layers import by_head, linear, norm_spec
 from specserve.models.params import ParamSpec, Part, matrix, vector
 from specserve.pytree import pytree
 
@@ -37,8 +37,9 @@ def delta_spec(config: ModelConfig, delta: Delta, prefix: str) -> DeltaNet:
 
 
 def _qwen_spec(config: ModelConfig, delta: Delta, prefix: str) -> DeltaNet:
-    """Two tensors hold six projections, key head by key head: its q, its k, and v and z of the value heads that share
-    it; and these heads' b and a."""
+    """The parameters of Qwen3-Next's layers. Its checkpoints keep six projections in two tensors, ordered by key head.
+    One holds for each key head q, k, and the v and z of the value heads that share it; the other holds the b and a of
+    these value heads."""
     heads, axes = delta.num_v_heads, ("embed", "heads")
     share, v_size = heads // delta.num_k_heads, heads * delta.v_dim
     k_size = delta.num_k_heads * delta.k_dim
@@ -112,33 +113,34 @@ def mix(
     seen: State,
     mask: jax.Array | Documents,  # [batch or 1, n, n] bool
 ) -> tuple[jax.Array, New]:
-    """What the layer adds to the residual, [batch, n, d_model], and what the tokens would do to its state."""
+    """Compute what the layer adds to the residual, [batch, n, d_model], and what the tokens would change in its
+    state."""
     inputs = tuple(linear(x, weight) for weight in (params.q, params.k, params.v))
     conv = params.conv
     if len(conv) == 1:
         k_size = delta.num_k_heads * delta.k_dim
         conv = jnp.split(conv[0], (k_size, 2 * k_size))
     q, k, v = (
-        _by_head(jax.nn.silu(convolve(new, weight, committed, mask)), dim)
-        for new, weight, committed, dim in zip(
-            inputs, conv, seen.conv, (delta.k_dim, delta.k_dim, delta.v_dim), strict=True
+        by_head(jax.nn.silu(convolve(new, weight, committed, mask)), num_heads)
+        for new, weight, committed, num_heads in zip(
+            inputs, conv, seen.conv, (delta.num_k_heads, delta.num_k_heads, delta.num_v_heads), strict=True
         )
     )
     q, k = _unit(q) * delta.k_dim**-0.5, _unit(k)
     beta = jax.nn.sigmoid(linear(x, params.beta).astype(jnp.float32))
     log_decay = _log_decay(params, delta, linear(x, params.decay).astype(jnp.float32))
     out, u = recur(q, k, v, log_decay, beta, seen.matrix, mask)
-    gate = _by_head(linear(x, params.gate).astype(jnp.float32), delta.v_dim)
+    gate = by_head(linear(x, params.gate).astype(jnp.float32), delta.num_v_heads)
     out = rms_norm(out, params.norm, config.norm_eps) * (jax.nn.sigmoid if delta.by_channel else jax.nn.silu)(gate)
     out = out.reshape(*x.shape[:2], -1).astype(x.dtype)
     return linear(out, params.o), New(k, u, log_decay, inputs)
 
 
 def _log_decay(params: DeltaNet, delta: Delta, raw: jax.Array) -> jax.Array:  # -> [batch, n, head, 1 or k_dim]
-    """-rate softplus(raw + bias) (arXiv 2412.06464, as Mamba-2 has it), or a sigmoid of the same scale between
-    `decay_bound` and 0 (Ling 3)."""
+    """The logarithm of each token's decay: -rate * softplus(raw + bias) (arXiv 2412.06464, as in Mamba-2). With a
+    `decay_bound` (Ling 3) it is bound * sigmoid(rate * (raw + bias)), which lies between the bound and 0."""
     rate = jnp.exp(params.log_rate.astype(jnp.float32))[:, None]
-    raw = _by_head(raw + params.decay_bias.astype(jnp.float32), delta.k_dim if delta.by_channel else 1)
+    raw = by_head(raw + params.decay_bias.astype(jnp.float32), delta.num_v_heads)
     if delta.decay_bound:
         return delta.decay_bound * jax.nn.sigmoid(rate * raw)
     return -rate * jax.nn.softplus(raw)
@@ -146,7 +148,3 @@ def _log_decay(params: DeltaNet, delta: Delta, raw: jax.Array) -> jax.Array:  # 
 
 def _unit(x: jax.Array) -> jax.Array:
     return x * jax.lax.rsqrt(jnp.sum(x * x, axis=-1, keepdims=True) + NORM_EPS)
-
-
-def _by_head(x: jax.Array, dim: int) -> jax.Array:  # [batch, n, head * dim] -> [batch, n, head, dim]
-    return x.reshape(*x.shape[:2], -1, dim)

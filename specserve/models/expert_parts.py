@@ -1,4 +1,5 @@
-"""A mixture of experts over a mesh: experts, and the channels of each, are cut, and every device adds its own part."""
+"""A mixture of experts over a mesh. Experts, and the channels of each, are cut, and the devices' partial results are
+added."""
 
 import dataclasses
 from collections.abc import Callable
@@ -23,11 +24,11 @@ def in_parts(
     expert_ids: jax.Array,  # [token, top_k]
     weights: jax.Array,  # [token, top_k]
 ) -> jax.Array:  # [token, d_model]
-    """`compute` on every device's own experts, and one sum of [token, d_model]; without a mesh just `compute`. The id
-    of an expert that is elsewhere is one past the last, and its weight 0.
+    """Run `compute` on every device's own experts and add up the results. Without a mesh only call `compute`.
 
-    Left alone, XLA would sum each expert's output over the devices before it is weighed, and fetch matrices of other
-    devices for products that pick theirs.
+    For a device, the id of an expert that is elsewhere becomes the number of its own experts, one past the last, with
+    weight 0. Left to itself XLA would sum each expert's output over the devices before it is weighted, and would fetch
+    other devices' matrices for products that pick theirs.
     """
     mesh, cut = traced_mesh(), ["experts"]
     if _has_whole_blocks(experts.down, num_parts(mesh, "mlp")):
@@ -56,7 +57,8 @@ def in_parts(
 
 
 def _has_whole_blocks(weight: Any, num_parts: int) -> bool:
-    """Whether so many equal parts of a matrix's inputs have whole blocks of its scales each; else XLA cuts it."""
+    """Whether cutting a matrix's inputs into `num_parts` equal parts leaves whole blocks of its scales in each. If not,
+    XLA decides how it is cut."""
     if not isinstance(weight, QuantizedMatrix) or weight.scale.shape[-2] == 1:
         return True
     return weight.shape[-2] % (num_parts * weight.block) == 0

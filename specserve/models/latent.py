@@ -1,10 +1,10 @@
-"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1): the cache holds one latent for each token,
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434, section 2.1). The cache holds one latent for each token,
 which all heads share, and never their keys and values.
 
-There are two forms of the same sum. Expanded: keys and values of every head are computed from the latents. Absorbed:
-the matrix that would expand the keys is applied to the query instead, and the one for the values to the result, so
-that attention runs over the latents themselves, as one KV head. The absorbed form is what a paged cache needs; the
-expanded one multiplies fewer numbers where nothing is committed and rows are long (training).
+The same sum has two forms. In the expanded form the keys and values of every head are computed from the latents. In the
+absorbed form the matrix that would expand the keys is applied to the queries instead, and the one for the values to the
+result. So attention runs over the latents themselves, as one KV head. A paged cache needs the absorbed form. The
+expanded one multiplies fewer numbers where nothing is committed and rows are long, as in training.
 """
 
 import dataclasses
@@ -17,7 +17,7 @@ from specserve.kernels.matmul import Weight, matmul
 from specserve.kernels.rowwise import apply_rope, rms_norm
 from specserve.models.config import ModelConfig
 from specserve.models.context import Context
-from specserve.models.layers import linear, norm_spec
+from specserve.models.layers import by_head, linear, norm_spec
 from specserve.models.params import Part, matrix, vector
 from specserve.pytree import pytree
 
@@ -79,8 +79,8 @@ def mix(
     context: Context,
     add: jax.Array | None = None,
 ) -> tuple[jax.Array, tuple[jax.Array, None]]:
-    """What the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; and the
-    tokens' latents [batch, n, 1, cache_dim]."""
+    """Compute what the layer adds to the residual stream, [batch, n, d_model], summed with `add` where it is given; and
+    the tokens' latents, [batch, n, 1, cache_dim]."""
     latent = config.latent
     assert latent is not None
     q_in = x
@@ -88,8 +88,8 @@ def mix(
         assert params.q_norm is not None
         q_in = rms_norm(linear(x, params.q_down, params.q_down_bias), params.q_norm, NORM_EPS)
     is_interleaved = config.rope.is_interleaved
-    q_nope = _by_head(linear(q_in, params.q_nope), config.num_heads)
-    q_rope = _by_head(linear(q_in, params.q_rope), config.num_heads)
+    q_nope = by_head(linear(q_in, params.q_nope), config.num_heads)
+    q_rope = by_head(linear(q_in, params.q_rope), config.num_heads)
     q_rope = apply_rope(q_rope, context.rope, is_interleaved=is_interleaved)
     down = linear(x, params.kv_down, params.kv_down_bias)
     compressed = rms_norm(down[..., : latent.kv_rank], params.kv_norm, NORM_EPS)[:, :, None]
@@ -112,11 +112,11 @@ def expanded(
     new: jax.Array,  # [batch, n, 1, cache_dim]
     context: Context,
 ) -> jax.Array:  # [batch, n, head, v_dim]
-    """Attention over the new tokens alone."""
+    """Attention over the new tokens alone, in the expanded form."""
     assert config.latent is not None
     compressed, k_rope = jnp.split(new, (config.latent.kv_rank,), axis=-1)
-    k_nope = _by_head(matmul(compressed[:, :, 0], params.k_up), config.num_heads)
-    v = _by_head(matmul(compressed[:, :, 0], params.v_up), config.num_heads)
+    k_nope = by_head(matmul(compressed[:, :, 0], params.k_up), config.num_heads)
+    v = by_head(matmul(compressed[:, :, 0], params.v_up), config.num_heads)
     k = jnp.concatenate([k_nope, jnp.broadcast_to(k_rope, (*k_nope.shape[:3], k_rope.shape[-1]))], axis=-1)
     q = jnp.concatenate([q_nope, q_rope], axis=-1)
     return attend(q, k, v, context.mask, scale=config.attention_scale)
@@ -131,7 +131,7 @@ def absorbed(
     seen: PagedPrefix | None,
     context: Context,
 ) -> jax.Array:  # [batch, n, head, v_dim]
-    """Attention over committed latents and new ones."""
+    """Attention over committed latents and new ones, in the absorbed form."""
     assert config.latent is not None
     if len(params.k_up.shape) == 2:
         params = split_by_head(params, config.num_heads)
@@ -142,7 +142,7 @@ def absorbed(
 
 
 def split_by_head(params: LatentAttention, num_heads: int) -> LatentAttention:
-    """The same weights with a matrix for each head, as the absorbed form multiplies by them."""
+    """Give `k_up` and `v_up` an axis for heads, as the absorbed form multiplies by them. The values stay the same."""
 
     def split(weight: Weight) -> jax.Array:  # [kv_rank, head * dim] -> [kv_rank, head, dim]
         assert isinstance(weight, jax.Array)
@@ -155,7 +155,3 @@ def split_by_head(params: LatentAttention, num_heads: int) -> LatentAttention:
 def _each_head(x: jax.Array, weight: Weight) -> jax.Array:  # [b, n, head, d_in], [head, d_in, d_out] -> like x
     by_head = matmul(x.transpose(2, 0, 1, 3).reshape(x.shape[2], -1, x.shape[3]), weight)
     return by_head.reshape(x.shape[2], *x.shape[:2], -1).transpose(1, 2, 0, 3)
-
-
-def _by_head(x: jax.Array, num_heads: int) -> jax.Array:  # [batch, n, size] -> [batch, n, head, dim]
-    return x.reshape(*x.shape[:2], num_heads, -1)

@@ -1,6 +1,6 @@
-"""The building blocks that target and draft share: norms, products, the gated MLP.
+"""The building blocks that target and draft share: norms, products and the gated MLP.
 
-Spec functions return the same dataclasses as the parameters, with `ParamSpec` leaves.
+Functions named `*_spec` return the same dataclasses as the parameters, with `ParamSpec`s in place of arrays.
 """
 
 from typing import Any
@@ -28,7 +28,8 @@ class Mlp:
 def mlp_spec(
     config: ModelConfig | HeadShape, prefix: str, *, d_ff: int = 0, fused: str = "", has_bias: bool = False
 ) -> Mlp:
-    """`d_ff` is the config's unless given; `fused` names a tensor that holds gate and up."""
+    """The parameters of one MLP as `ParamSpec`s. `d_ff` is the config's unless given. `fused` names a checkpoint's
+    tensor that holds gate and up together."""
     d_ff = d_ff or config.d_ff
     parts = (Part(0, d_ff, 2 * d_ff, 2 * d_ff), Part(d_ff, 2 * d_ff, 2 * d_ff, 2 * d_ff)) if fused else (None, None)
     gate, up = (f"{prefix}.{fused or name}" for name in ("gate_proj", "up_proj"))
@@ -44,35 +45,42 @@ def mlp_spec(
 
 
 def norm_spec(name: str, size: int, *, offset: bool = False) -> Any:
-    """The weight of `rms_norm`; neutral at first."""
+    """The weight of an `rms_norm`, which begins as the neutral one: ones, or zeros with `offset`."""
     return vector(f"{name}.weight", size, init="zeros" if offset else "ones")
 
 
 def linear(x: jax.Array, weight: Weight, bias: jax.Array | None = None, *, add: jax.Array | None = None) -> jax.Array:
-    """x [..., d_in] @ weight [d_in, d_out] (+ bias [d_out]) (+ add [..., d_out], the residual stream)."""
+    """Compute x @ weight + bias, and add that to `add` where it is given: x is [..., d_in], weight [d_in, d_out], bias
+    [d_out] or None, and `add`, the residual stream, [..., d_out]."""
     if bias is None:
         return matmul(x, weight, add)
     y = matmul(x, weight) + bias
     return y if add is None else add + y
 
 
+def by_head(x: jax.Array, num_heads: int) -> jax.Array:  # [batch, n, head * dim] -> [batch, n, head, dim]
+    return x.reshape(*x.shape[:2], num_heads, -1)
+
+
 def mlp(
     params: Mlp, x: jax.Array, activation: Activation = "silu", *, add: jax.Array | None = None
 ) -> jax.Array:  # [..., d_model] -> [..., d_model]
-    """down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202), and that sum with `add` where it is given."""
+    """Compute down(act(gate(x)) * up(x)) (Shazeer 2020, arXiv 2002.05202), and add it to `add` where that is given."""
     gate = linear(x, params.gate, params.gate_bias)
     up = None if params.up is None else linear(x, params.up, params.up_bias)
     return linear(gated(gate, up, activation), params.down, params.down_bias, add=add)
 
 
 def fuse_mlp(params: Mlp) -> Mlp:
-    """One product for gate and up: on CPU a tenth less time per decoded token (docs/log)."""
+    """Join gate and up into one matrix. On CPU the one product saves a tenth of the time of a decoded token
+    (docs/log)."""
     gate_up, bias = side_by_side(params.gate, params.up), side_by_side(params.gate_bias, params.up_bias)
     return Mlp(gate_up, None, params.down, bias, None, params.down_bias)
 
 
 def side_by_side(*parts: Any) -> Any:
-    """Matrices or vectors joined along their outputs; None where there are none (a projection without bias)."""
+    """Join matrices or vectors along their outputs, their last axis. Returns None where there are none (a projection
+    without bias)."""
     if parts[0] is None:
         return None
     # on the host, where nothing is compiled for it; of quantised ones also the scales

@@ -13,7 +13,7 @@ from specserve.kernels.recurrence import New, State, recur
 from specserve.kernels.rowwise import apply_rope, rms_norm
 from specserve.models.config import Lightning, ModelConfig
 from specserve.models.context import Context
-from specserve.models.layers import linear, norm_spec
+from specserve.models.layers import by_head, linear, norm_spec
 from specserve.models.params import Part, matrix, vector
 from specserve.pytree import pytree
 
@@ -75,10 +75,11 @@ def mix(
     seen: State,
     context: Context,
 ) -> tuple[jax.Array, New]:
-    """What the layer adds to the residual, [batch, n, d_model], and what the tokens would do to its state."""
+    """Compute what the layer adds to the residual, [batch, n, d_model], and what the tokens would change in its
+    state."""
 
     def heads(weight: Weight, bias: jax.Array | None, norm: jax.Array | None = None) -> jax.Array:
-        states = linear(x, weight, bias).reshape(*x.shape[:2], lightning.num_heads, lightning.head_dim)
+        states = by_head(linear(x, weight, bias), lightning.num_heads)
         return states if norm is None else rms_norm(states, norm, config.norm_eps)
 
     tables = context.local_rope or context.rope  # beside latent layers, which turn another width, its own
@@ -95,8 +96,9 @@ def mix(
 
 
 def slopes(num_heads: int) -> np.ndarray:  # [head]
-    """ALiBi's (Press et al. 2021, arXiv 2108.12409, section 3): 2 ** (-8 i / n) for a power of two; other numbers take
-    the largest power of two below, and then every second slope of twice that many heads."""
+    """The rates at which heads forget are ALiBi's (Press et al. 2021, arXiv 2108.12409, section 3). Head i of n,
+    counted from 1, has 2 ** (-8 i / n) where n is a power of two. Other numbers take the largest power of two below,
+    and then every second slope of twice that many heads."""
     whole = 2 ** math.floor(math.log2(num_heads))
 
     def powers(n: int) -> np.ndarray:

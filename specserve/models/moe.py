@@ -1,4 +1,4 @@
-"""A mixture of experts in place of the MLP: who computes what (`route`), and the products (`moe`).
+"""A mixture of experts in place of the MLP. `route` chooses each token's experts, and `moe` computes the products.
 
 All shapes are static: how many tokens an expert gets decides values, never shapes, so no routing compiles anything.
 """
@@ -90,8 +90,8 @@ def moe(
     x: jax.Array,  # [..., d_model]
     form: "Form | None" = None,
 ) -> jax.Array:  # [..., d_model]
-    """The chosen experts' outputs, weighed and summed, and what the shared expert adds to every token. All forms
-    compute the same; the cheapest for so many tokens unless one is given."""
+    """Add up the chosen experts' outputs, weighted, and the shared expert's output of every token. All forms compute
+    the same. Unless `form` is given, it is the cheapest for this number of tokens."""
     assert config.experts is not None
     rows = x.reshape(-1, x.shape[-1])
     expert_ids, weights = route(params, config, rows)
@@ -117,11 +117,12 @@ def route(
     config: ModelConfig,
     x: jax.Array,  # [token, d_model]
 ) -> tuple[jax.Array, jax.Array]:  # expert_ids [token, top_k] int32, best first; weights [token, top_k] float32
-    """The experts of each token and their weights, computed in float32. Of equal scores the lower id goes first.
+    """Choose the experts of each token and computes their weights, in float32. Of equal scores the lower id goes
+    first.
 
     Scores are the softmax (Shazeer et al. 2017, arXiv 1701.06538, section 2.1) or the sigmoid (DeepSeek-V3, arXiv
-    2412.19437, equations 12 to 15) of the router's logits; the sigmoid's correction only chooses (equation 16), and
-    `renormalize` divides by the chosen scores' sum (equation 13).
+    2412.19437, equations 12 to 15) of the router's logits. A correction decides which experts are chosen and does not
+    change their weights (equation 16). `renormalize` divides by the chosen scores' sum (equation 13).
     """
     experts = config.experts
     assert experts is not None
@@ -141,8 +142,9 @@ def route(
 
 
 def _within_best_groups(choice: jax.Array, experts: Experts) -> jax.Array:  # [token, expert] -> [token, expert]
-    """-inf for the experts outside each token's best groups (DeepSeek-V2, arXiv 2405.04434, section 2.2.2; with the
-    two best experts' sum as a group's score: DeepSeek-V3, section 2.1.2). Not 0: corrected scores may be negative."""
+    """Set the scores of experts outside each token's best groups to -inf, and not to 0, because corrected scores may
+    be negative. A group's score is that of its best expert (DeepSeek-V2, arXiv 2405.04434, section 2.2.2) or the sum of
+    its two best (DeepSeek-V3, section 2.1.2)."""
     grouped = choice.reshape(choice.shape[0], experts.num_groups, -1)
     best = jax.lax.top_k(grouped, 1 if experts.group_score == "max" else 2)[0].sum(-1)  # [token, group]
     group_ids = jax.lax.top_k(best, experts.top_groups)[1]
@@ -166,7 +168,7 @@ def all_experts(
     expert_ids: jax.Array,  # [token, top_k]; the number of experts in `params` stands for one that is elsewhere
     weights: jax.Array,  # [token, top_k] float32
 ) -> jax.Array:  # [token, d_model]
-    """Every expert computes every token: each weight is read once, expert / top_k times the needed work is done."""
+    """Every expert computes every token. Each weight is read once, and expert / top_k times the needed work is done."""
     num_experts = params.down.shape[0]
 
     def product(x: jax.Array, weight: Matrices, bias: jax.Array | None) -> jax.Array:  # x: [expert, token, d_in]
@@ -183,7 +185,8 @@ def all_experts(
 def sorted_by_expert(
     params: Moe, activation: Activation, x: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    """One ragged product over the tokens sorted by expert: the needed work only, where the backend has a kernel."""
+    """Compute one ragged product over the tokens sorted by expert. It does only the needed work, where the backend has
+    a kernel."""
     num_experts, flat = params.down.shape[0], expert_ids.reshape(-1)
     order = jnp.argsort(flat)
     sorted_ids, counts = flat[order], jnp.bincount(flat, length=num_experts)
@@ -201,7 +204,8 @@ def sorted_by_expert(
 def by_blocks(
     params: Moe, activation: Activation, x: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    """A loop over blocks of tokens of one expert each: the needed work only, on a backend without a ragged kernel."""
+    """Loop over blocks of tokens, each of one expert. It does only the needed work, on a backend without a ragged
+    kernel."""
     (num_tokens, top_k), num_experts, flat = expert_ids.shape, params.down.shape[0], expert_ids.reshape(-1)
     size = _block_size(len(flat), num_experts)
     num_blocks = (len(flat) + (size - 1) * min(num_experts, len(flat))) // size  # enough for every routing
@@ -233,7 +237,8 @@ def by_blocks(
 
 
 def by_rows(params: Moe, activation: Activation, x: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
-    """Packed experts, whose kernel sorts the rows by itself: the needed work only, each chosen matrix read once."""
+    """Multiply packed experts, whose kernel sorts the rows by itself. It does only the needed work, and reads each
+    chosen matrix once."""
     flat = expert_ids.reshape(-1).astype(jnp.int32)
 
     def product(x: jax.Array, weight: Matrices, bias: jax.Array | None) -> jax.Array:  # x: [token * top_k, d_in]
@@ -246,7 +251,8 @@ def by_rows(params: Moe, activation: Activation, x: jax.Array, expert_ids: jax.A
 
 
 def _block_size(num_pairs: int, num_experts: int) -> int:
-    """An expert's average share as a power of two. Measured: fewer than 4 rows gain nothing, more than 64 little."""
+    """The number of tokens in a block: an expert's average share, rounded up to a power of two. Measured, fewer than 4
+    rows gain nothing and more than 64 little."""
     return min(max(4, 1 << max(num_pairs // num_experts - 1, 0).bit_length()), 64)
 
 
@@ -259,9 +265,13 @@ FORMS: tuple[Form, ...] = (all_experts, sorted_by_expert, by_blocks)
 
 
 def choose_form(experts: Experts, num_tokens: int) -> Form:
-    """The cheapest form. On CPU, measured: `by_blocks` needs a half to a quarter of the time of `all_experts` at 1 to
-    512 tokens, unless half of the experts are chosen; ragged products are dense there, ten times slower. Elsewhere, not
-    measured: up to some hundred tokens an expert's matrix costs its reading, and all of them are read either way."""
+    """The cheapest form for so many tokens.
+
+    On CPU this was measured: `by_blocks` needs a half to a quarter of the time of `all_experts` at 1 to 512 tokens,
+    unless half of the experts are chosen. Ragged products are dense there, ten times slower. Elsewhere it was not
+    measured: up to some hundred tokens the cost of an expert's matrix is reading it, and all of them are read either
+    way.
+    """
     if jax.default_backend() == "cpu":
         return all_experts if 2 * experts.top_k >= experts.num_experts else by_blocks
     return all_experts if num_tokens <= ALL_EXPERTS_TOKENS else sorted_by_expert

@@ -1,4 +1,4 @@
-"""One `ParamSpec` tree per model: initialisation, loading, export and sharding all derive from it."""
+"""A model's parameters as one tree of `ParamSpec`s, from which initialisation, loading, export and sharding derive."""
 
 import math
 from dataclasses import dataclass
@@ -10,11 +10,14 @@ import jax.numpy as jnp
 
 @dataclass(frozen=True)
 class Part:
-    """Which outputs of a stored tensor make up a parameter, where a checkpoint keeps several parameters in one tensor.
+    """Says which outputs of a stored tensor make up a parameter, where a checkpoint keeps several parameters in one
+    tensor.
 
-    Output j is one of them if start <= j % period < stop. With the period of the whole tensor that is one block of
-    outputs (q, k and v side by side); with a period of 2 every other output (gate and up in turns); with the period of
-    a head a block within each head (a head's query, then its gate)."""
+    Output j belongs to it if start <= j % period < stop. A period of the whole tensor gives one block of outputs (q, k
+    and v side by side). A period of 2 gives every other output (gate and up in turns). The period of a head gives a
+    block within each head (a head's query, then its gate). For example Part(2, 4, 4, 8) takes outputs 2, 3, 6 and 7 of
+    eight.
+    """
 
     start: int
     stop: int
@@ -24,10 +27,10 @@ class Part:
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """One parameter: its shape in memory, its logical axes, and where it stands in a checkpoint.
+    """Describes one parameter: its shape in memory, its logical axes, and where it stands in a checkpoint.
 
-    Matrices are stored [in, out]; checkpoints store [out, in], hence `transpose`. Experts are stored stacked along the
-    first axis, [expert, in, out]; checkpoints mostly store a tensor for each.
+    Matrices are stored [in, out] in memory and [out, in] in checkpoints, hence `transpose`. Experts are stacked along
+    the first axis in memory, [expert, in, out]; checkpoints mostly have a tensor for each.
     """
 
     shape: tuple[int, ...]
@@ -47,12 +50,13 @@ class ParamSpec:
 
     @property
     def names(self) -> list[str]:
-        """The names of the tensors that it is read from, in the order of its first axis where there are several."""
+        """The names of the tensors that the parameter is read from. Where there are several, they are in the order of
+        its first axis."""
         return [self.name.format(e=e) for e in range(self.shape[0])] if self.is_per_expert else [self.name]
 
     @property
     def stored_shape(self) -> tuple[int, ...]:
-        """The shape on disk, of each of `names`."""
+        """The shape that each tensor in `names` has on disk."""
         shape = self.shape[1:] if self.is_per_expert else self.shape
         if self.part:
             shape = (*shape[:-1], self.part.total)
@@ -93,14 +97,15 @@ def is_spec(node: Any) -> bool:
     return isinstance(node, ParamSpec)
 
 
-PRODUCTS = frozenset(  # fields of parameters; others are looked up, or taken apart before they are multiplied by
-    ("q", "k", "v", "o", "gate", "up", "down", "head", "fc", "q_down", "q_nope", "q_rope", "kv_down")
-)
+# Names of fields. Other parameters are vectors, looked up, or taken apart before they are multiplied by.
+PRODUCTS = frozenset(("q", "k", "v", "o", "gate", "up", "down", "head", "fc", "q_down", "q_nope", "q_rope", "kv_down"))
+# Rows are multiplied by these too, but they are small or cut up by head, so quantisation leaves them alone.
+SMALL_PRODUCTS = frozenset(("router", "shared_gate", "beta", "decay", "k_up", "v_up"))
 
 
-def is_product(path: tuple[Any, ...]) -> bool:
-    """Whether rows are multiplied by the parameter at this path as it is (`jax.tree_util`'s paths)."""
-    return jax.tree_util.keystr(path[-1:], simple=True) in PRODUCTS
+def is_product(path: tuple[Any, ...], names: frozenset[str] = PRODUCTS) -> bool:
+    """Whether the parameter at this path (of `jax.tree_util`) is a matrix that rows are multiplied by as it is."""
+    return jax.tree_util.keystr(path[-1:], simple=True) in names
 
 
 def specs(tree: Any) -> list[ParamSpec]:
@@ -120,12 +125,13 @@ def num_params(tree: Any, top_k: int | None = None) -> int:
 
 
 def abstract(tree: Any, dtype: str) -> Any:
-    """The spec tree as `jax.ShapeDtypeStruct`s: for shape arithmetic and restoring without allocating."""
+    """The spec tree with a `jax.ShapeDtypeStruct` for each parameter, for shape arithmetic and for restoring without
+    allocating."""
     return jax.tree.map(lambda spec: jax.ShapeDtypeStruct(spec.shape, spec.dtype(dtype)), tree, is_leaf=is_spec)
 
 
 def init_params(tree: Any, key: jax.Array, dtype: str) -> Any:
-    """Fresh parameters; every leaf draws from its own key, so adding a leaf changes no other."""
+    """Draw fresh parameters. Every leaf draws from a key of its own, so adding a leaf changes no other."""
 
     def init(path: tuple, spec: ParamSpec) -> jax.Array:
         if spec.init == "ones":
@@ -147,5 +153,5 @@ def _stable_hash(text: str) -> int:
 
 
 def is_matrix(spec: ParamSpec) -> bool:
-    """Whether rows are multiplied by it: no norm, no bias."""
+    """Whether the parameter is a matrix that rows are multiplied by, and not a norm, a bias or an embedding."""
     return len(spec.shape) > 1 and spec.init == "normal"

@@ -1,8 +1,8 @@
-"""Presets: names that people type for targets, with the hub id, the facts of config.json and the head to train.
+"""Presets are short names for targets, each with a hub id, the facts of its config.json and the head to train.
 
-They stand in targets/presets.json: `config` holds what decides shapes and arithmetic under config.json's own keys,
-`draft` the settings of the head where they are not the target's own, and `mesh` the devices of 80 GB that training
-takes where one is too small. Sizes are computed from the facts, never stated.
+They are kept in targets/presets.json. `config` holds what decides shapes and arithmetic, under config.json's own keys.
+`draft` holds the settings of the head where they are not the target's own. `mesh` names the devices of 80 GB that
+training takes where one is too small. Sizes are computed from these facts, never stated.
 """
 
 import json
@@ -22,7 +22,7 @@ DRAFT_VOCAB_SIZE = 32_000  # of a recommended head, as the published ones have
 
 @dataclass(frozen=True)
 class TargetSize:
-    """How many parameters a target has."""
+    """The number of a target's parameters, in all and for one token."""
 
     total: int
     active: int  # of these, what one token needs: all but the experts that it is not sent to
@@ -34,7 +34,7 @@ class TargetSize:
 
 @dataclass(frozen=True)
 class HeadSize:
-    """What a head's cost depends on."""
+    """The sizes that decide what a draft head costs."""
 
     d_model: int
     d_ff: int
@@ -43,7 +43,7 @@ class HeadSize:
 
 @dataclass(frozen=True)
 class Preset:
-    """A target by the name that people type."""
+    """A target that can be named by a short name."""
 
     name: str
     hub_id: str
@@ -55,14 +55,14 @@ class Preset:
         return model_config(self.facts, dtype="bfloat16", where=f"preset {self.name}")
 
     def head_size(self) -> HeadSize:
-        """The size of the head that its recipe trains."""
+        """The size of the head that the preset's recipe trains."""
         config = self.config()
         d_ff = self.draft.get("d_ff", config.d_ff)
         return HeadSize(config.d_model, d_ff, min(config.vocab_size, DRAFT_VOCAB_SIZE))
 
 
 def target_size(config: ModelConfig) -> TargetSize:
-    """Count the target's parameters by their shapes; nothing is allocated."""
+    """Count the target's parameters from their shapes; nothing is allocated."""
     spec = target_spec(config)
     return TargetSize(num_params(spec), num_params(spec, config.experts.top_k if config.experts else None))
 

@@ -18,7 +18,8 @@ KINDS: tuple[Kind, ...] = ("default", "linear", "dynamic", "yarn", "longrope", "
 
 @dataclass(frozen=True)
 class Rope:
-    """Base, the part of a head that turns, and the scaling of the frequencies (as transformers names them)."""
+    """The settings of a rotary embedding: its base, the part of a head that is rotated, and the scaling of the
+    frequencies, under transformers' names."""
 
     theta: float = 10_000.0
     kind: Kind = "default"
@@ -37,20 +38,20 @@ class Rope:
     length: int = 0  # of the longest sequence, which dynamic and longrope go by; 0: within original_max_len
 
     def for_length(self, length: int) -> "Rope":
-        """As vLLM does, the longest sequence that may be served decides, not the one at hand: keys that are committed
-        cannot be turned again."""
+        """The embedding for a server whose longest sequence has `length` tokens. As in vLLM, that length decides and
+        not the length at hand, because keys that are committed cannot be rotated again."""
         return dataclasses.replace(self, length=length) if self.kind in ("dynamic", "longrope") else self
 
 
 def plain_rope(rope: Rope) -> Rope:
-    """The rotary embedding of a draft head, whatever the target's: every loader of heads turns the two halves of the
-    whole head."""
+    """The rotary embedding of a draft head. Every loader of heads rotates the whole head, its first half against its
+    second, whatever the target does."""
     rope = dataclasses.replace(rope, rotary_dim=0, is_interleaved=False)
     return Rope(rope.theta) if rope.kind == "longrope" else rope  # its factors are those of the target's channels
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:  # [rotary_dim // 2] float32
-    """Radians per position (transformers' modeling_rope_utils)."""
+    """Radians per position of each pair of channels, computed as transformers' modeling_rope_utils does."""
     dim = rope.rotary_dim or head_dim
     exponents = np.arange(0, dim, 2, dtype=np.float64) / dim
     theta = rope.theta
@@ -74,7 +75,8 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:  # [rotary_dim // 2] f
 
 
 def _yarn(rope: Rope, dim: int, plain: np.ndarray) -> np.ndarray:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071): fast channels as they are, slow ones stretched, a ramp between."""
+    """Frequencies by YaRN (Peng et al. 2023, arXiv 2309.00071): fast channels keep theirs, slow ones are stretched, and
+    between both there is a ramp."""
 
     def channel(num_turns: float) -> float:  # that turns so often over the original length
         return dim * math.log(rope.original_max_len / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
@@ -88,7 +90,7 @@ def _yarn(rope: Rope, dim: int, plain: np.ndarray) -> np.ndarray:
 
 
 def yarn_magnitude(factor: float, coefficient: float = 1.0) -> float:
-    """YaRN's attention factor, section 3.4; `coefficient` is DeepSeek's mscale."""
+    """YaRN's attention factor (section 3.4). `coefficient` is DeepSeek's mscale."""
     return 1.0 if factor <= 1 else 0.1 * coefficient * math.log(factor) + 1.0
 
 
@@ -101,8 +103,9 @@ def rope_tables(
 
 
 def rope_from_hf(raw: Mapping[str, Any], where: str, *, head_dim: int = 0) -> Rope:
-    """Both spellings: `rope_parameters` (new) and `rope_theta` + `rope_scaling` (old). `head_dim` is needed where only
-    a part of a head turns (`partial_rotary_factor`, `rotary_dim`). Raises ConfigError."""
+    """Read the rotary settings of a config.json in both spellings, `rope_parameters` (new) and `rope_theta` with
+    `rope_scaling` (old). `head_dim` is needed where only a part of a head is rotated (`partial_rotary_factor`,
+    `rotary_dim`). Raises ConfigError."""
     scaling = raw.get("rope_parameters") or raw.get("rope_scaling") or {}
     theta = float(scaling.get("rope_theta", raw.get("rope_theta", 10_000.0)))
     kind = scaling.get("rope_type", scaling.get("type", "default"))
@@ -168,7 +171,7 @@ def _scaled(base: Rope, kind: Kind, scaling: Mapping[str, Any], raw: Mapping[str
 
 
 def rope_to_hf(rope: Rope) -> dict[str, Any]:
-    """The `rope_scaling` value of config.json without its theta; empty for plain rotary embeddings."""
+    """The `rope_scaling` value of config.json, without its theta. It is empty for plain rotary embeddings."""
     if rope.kind == "default":
         return {}
     out: dict[str, Any] = {"rope_type": rope.kind, "factor": rope.factor}

@@ -1,5 +1,8 @@
 """How a model is spread over a mesh: which sizes must divide, where its parameters and caches live, and whether they
-fit. What the logical axes are spread over is the business of `mesh`."""
+fit.
+
+`mesh` decides which mesh axis a logical axis is spread over.
+"""
 
 import dataclasses
 import math
@@ -20,8 +23,8 @@ from specserve.models.target import TargetParams
 
 
 def place_target(config: ModelConfig, spec: TargetParams, mesh: Mesh) -> TargetParams:
-    """Where each parameter lives. KV heads and vocabularies that do not divide are whole on every device; anything else
-    is a ConfigError."""
+    """The sharding of each parameter. KV heads and vocabularies that the mesh does not divide are whole on every
+    device. Raises ConfigError where any other size does not divide."""
     sizes = _sizes(config)
     check_divides(mesh, sizes)
     heads = math.gcd(*(size.number for size in sizes if size.axis == "heads"))
@@ -29,8 +32,8 @@ def place_target(config: ModelConfig, spec: TargetParams, mesh: Mesh) -> TargetP
 
 
 def place_cache(cache: Any, mesh: Mesh) -> Any:
-    """Where the arrays of a `Cache` live: heads are spread as those of the layers are, and everything else is whole on
-    every device."""
+    """The sharding of each array of a `Cache`: heads are spread as those of the layers are, and everything else is
+    whole on every device."""
 
     def place(layer: Pages | State) -> Pages | State:
         if isinstance(layer, Pages):
@@ -44,7 +47,7 @@ def place_cache(cache: Any, mesh: Mesh) -> Any:
 
 
 def num_bytes(caches: Sequence[Cache], mesh: Mesh | None = None) -> int:
-    """What caches, or what has their shapes, take on each device."""
+    """The bytes that caches take on each device. `caches` may also be trees of shapes."""
     places = [place_cache(cache, mesh) for cache in caches] if mesh is not None else None
     leaves = jax.tree.leaves(caches)
     return _num_bytes([leaf.shape for leaf in leaves], [leaf.dtype.itemsize for leaf in leaves], places)
@@ -53,8 +56,8 @@ def num_bytes(caches: Sequence[Cache], mesh: Mesh | None = None) -> int:
 def check_fits(
     what: str, spec: Any, places: Any | None, mesh: Mesh | None, dtype: str, product_dtype: str | None = None
 ) -> None:
-    """Raises ConfigError when a device has less free memory than its part of the parameters takes, those that rows are
-    multiplied by being of `product_dtype` where one is given."""
+    """Raises ConfigError when a device has less free memory than its part of the parameters takes. The matrices that
+    rows are multiplied by (`is_product`) are counted in `product_dtype` where that is given."""
     leaves: list[tuple[Any, ParamSpec]] = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_spec)[0]
     dtypes = [product_dtype if product_dtype and is_product(path) else leaf.dtype(dtype) for path, leaf in leaves]
     itemsizes = [np.dtype(name).itemsize for name in dtypes]
@@ -73,7 +76,7 @@ def check_fits(
 
 
 def _num_bytes(shapes: Sequence[tuple[int, ...]], itemsizes: Sequence[int], places: Any | None) -> int:
-    """Of the parts that each device has."""
+    """The bytes of the parts that each device has. Without places it is the bytes of the whole arrays."""
     if places is not None:
         shapes = [place.shard_shape(shape) for place, shape in zip(jax.tree.leaves(places), shapes, strict=True)]
     return sum(itemsize * math.prod(shape) for itemsize, shape in zip(itemsizes, shapes, strict=True))

@@ -1,6 +1,7 @@
 """The target: one decoder forward for every family, used by training (no cache) and by serving (paged prefix).
 
-It knows no tree and no request: it sees tokens, their positions, who sees whom, and the committed prefix.
+It knows no tree and no request. It gets tokens, their positions, a mask of which tokens see each other, and the
+committed prefix.
 """
 
 import dataclasses
@@ -26,11 +27,13 @@ from specserve.models.recurrent import DeltaNet, LightningAttention
 from specserve.models.rope import rope_tables
 from specserve.pytree import pytree
 
+Mixer = Attention | LatentAttention | DeltaNet | LightningAttention
+
 
 @pytree
 class Layer:
     attention_norm: jax.Array  # [d_model]
-    attention: Attention | LatentAttention | DeltaNet | LightningAttention
+    attention: Mixer
     attention_out_norm: jax.Array | None  # [d_model]
     mlp_norm: jax.Array  # [d_model]
     mlp: Mlp | Moe
@@ -84,9 +87,7 @@ def _layer_spec(config: ModelConfig, i: int) -> Layer:
     )
 
 
-def _mixer_spec(
-    config: ModelConfig, kind: LayerKind, prefix: str
-) -> Attention | LatentAttention | DeltaNet | LightningAttention:
+def _mixer_spec(config: ModelConfig, kind: LayerKind, prefix: str) -> Mixer:
     if kind.mixer in ("delta", "lightning"):
         return recurrent.spec(config, kind, f"{prefix}.{config.names.linear_attention}")
     if kind.mixer == "latent":
@@ -105,7 +106,7 @@ def forward(
     prefix: Prefix | None = None,
     aux_layers: tuple[int, ...] = (),
 ) -> TargetOutput:
-    """Run the decoder over n tokens of each sequence, after `prefix` where there is one."""
+    """Run the decoder over n tokens of each sequence, which follow `prefix` where there is one."""
     assert (cache is None) == (prefix is None), "cache and prefix come together"
     x = params.embedding[token_ids]
     if config.embedding_scale != 1.0:
@@ -139,7 +140,7 @@ def _layer(
     seen: Any,
     context: Context,
 ) -> tuple[jax.Array, Any]:
-    """One layer's output, and what its tokens would leave in the cache."""
+    """Compute one layer's output, and what its tokens would leave in the cache."""
 
     def norm(x: jax.Array, weight: jax.Array | None) -> jax.Array:
         return x if weight is None else rms_norm(x, weight, config.norm_eps, offset=config.norm_offset)
@@ -158,7 +159,7 @@ def _layer(
 
 
 def _mix(
-    params: Attention | LatentAttention | DeltaNet | LightningAttention,
+    params: Mixer,
     config: ModelConfig,
     kind: LayerKind,
     x: jax.Array,
@@ -175,7 +176,7 @@ def _mix(
 
 
 def logits(params: TargetParams, config: ModelConfig, hidden_states: jax.Array) -> jax.Array:
-    """Next-token logits of normed hidden states: [..., d_model] -> [..., vocab] float32."""
+    """Compute the next-token logits of normed hidden states: [..., d_model] -> [..., vocab] float32."""
     if params.head is None:
         out = jnp.einsum("...d,vd->...v", hidden_states, params.embedding, preferred_element_type=jnp.float32)
     else:
@@ -184,7 +185,7 @@ def logits(params: TargetParams, config: ModelConfig, hidden_states: jax.Array) 
 
 
 def head_columns(params: TargetParams, token_ids: jax.Array) -> jax.Array:  # [d_model, len(token_ids)]
-    """The output head restricted to some tokens: what a draft's head is warm-started from."""
+    """The columns of the output head for some tokens, with which a draft's head begins training."""
     if params.head is None:
         return params.embedding[token_ids].T
     assert not isinstance(params.head, BlockedMatrix | PackedMatrix), "blocked and packed parameters are for serving"
@@ -192,8 +193,8 @@ def head_columns(params: TargetParams, token_ids: jax.Array) -> jax.Array:  # [d
 
 
 def fuse_for_cpu(params: TargetParams) -> TargetParams:
-    """The same target with fewer, wider products, and with a head of its own where it was tied: XLA's CPU backend
-    would transpose the embedding at every call."""
+    """The same target with fewer, wider products. A tied output head gets a matrix of its own, because XLA's CPU
+    backend would transpose the embedding at every call."""
 
     def fuse(layer: Layer) -> Layer:
         mixer = fuse_attention(layer.attention) if isinstance(layer.attention, Attention) else layer.attention

@@ -17,7 +17,7 @@ from specserve.kernels import native
 from specserve.kernels.matmul import QuantizedMatrix, Weight, block, matmul, pack
 from specserve.mesh import whole
 from specserve.models.latent import LatentAttention, split_by_head
-from specserve.models.params import is_product
+from specserve.models.params import PRODUCTS, SMALL_PRODUCTS, is_product
 from specserve.models.target import Layer, fuse_for_cpu
 from specserve.speculative.step import Weights
 
@@ -62,7 +62,7 @@ def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) ->
     if not is_cpu:
         return Layouts(plain, plain, plain)
     if native.is_available():
-        packed = _with_products(_with_heads_apart(plain, target.config.num_heads), pack, _PACKED_TOO)
+        packed = _with_products(_with_heads_apart(plain, target.config.num_heads), pack, PRODUCTS | SMALL_PRODUCTS)
         return Layouts(packed, packed, packed)
     if sum(leaf.nbytes for leaf in jax.tree.leaves(plain)) > COPIED_BYTES:
         return Layouts(plain, plain, plain)
@@ -75,10 +75,6 @@ def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) ->
 
     one, few = (_fastest_columns(plain, rows) for rows in (1, FEW_ROWS // 2))
     return Layouts(cut(one), cut(few), plain)
-
-
-# Multiplied by too, but small or cut up by head, so that quantisation leaves them alone (`models.params.is_product`).
-_PACKED_TOO = frozenset(("router", "shared_gate", "beta", "decay", "k_up", "v_up"))
 
 
 def _with_heads_apart(weights: Weights, num_heads: int) -> Weights:
@@ -94,14 +90,13 @@ def _with_heads_apart(weights: Weights, num_heads: int) -> Weights:
 def _with_products(
     weights: Weights,
     change: Callable[[jax.Array | QuantizedMatrix], Weight],
-    others: frozenset[str] = frozenset(),  # fields to change besides
+    names: frozenset[str] = PRODUCTS,
 ) -> Weights:
     """The same weights with other matrices where rows are multiplied by them as they are (`kernels.matmul`)."""
 
     def in_tree(params: Params) -> Params:
         def leaf(path: tuple, leaf: jax.Array | QuantizedMatrix) -> Weight:
-            is_meant = is_product(path) or jax.tree_util.keystr(path[-1:], simple=True) in others
-            return change(leaf) if is_meant and len(leaf.shape) >= 2 else leaf
+            return change(leaf) if is_product(path, names) and len(leaf.shape) >= 2 else leaf
 
         return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
 

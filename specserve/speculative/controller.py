@@ -1,11 +1,13 @@
-"""Which tree when: the way to make the next step that promises the most tokens per second for the batch as a whole.
+"""The controller chooses the tree of the next step: the one that promises the most tokens per second for the whole
+batch.
 
-The promise is (expected tokens) / (measured cost). Costs come from the start of the server, and follow what steps take
-in service, where the host works beside the device. What a chain of length K is
-expected to emit follows from each sequence's acceptance by depth, 1 + sum over d of p_1 ... p_d, which is estimated
-while serving; a tree's acceptance at each depth is 1 - (1 - p)^lift, with a lift of its own that is estimated as well.
-Plain decoding is one of the ways, so a head that does not pay costs nothing but a look now and then. Host only; knows
-nothing of requests or devices.
+The promise is (expected tokens) / (measured cost). Costs are measured when the server starts, and corrected by what
+steps take in service, where the host works beside the device. A chain of length K is expected to emit 1 + sum over d <=
+K of p_1 ... p_d tokens, where p_d is the sequence's acceptance at depth d, estimated while serving. A tree's acceptance
+at each depth is 1 - (1 - p)^lift, with a lift of its own that is estimated as well. Plain decoding is one of the
+choices, so a head that does not pay costs nothing but a look now and then.
+
+The controller is host code. It knows nothing of requests or devices.
 """
 
 import math
@@ -29,7 +31,7 @@ Shape = tuple[int, int, Tree | None]  # batch size, page-table width, tree: what
 
 @dataclass(eq=False)
 class Estimate:
-    """How one sequence accepts: conditional acceptance by depth."""
+    """How one sequence accepts draft tokens: its conditional acceptance by depth."""
 
     accept_rate: np.ndarray  # [MAX_DEPTH] float64
     max_depth: int = MAX_DEPTH  # draft tokens that its request lets a step accept
@@ -37,8 +39,11 @@ class Estimate:
 
 @dataclass(eq=False)
 class Controller:
-    """`costs` are seconds per step; a way to step that has none is never chosen. `prior` is the head's own acceptance
-    by depth, from its evaluation."""
+    """Chooses trees by measured costs and estimated acceptance.
+
+    `costs` are seconds per step; a shape that has none is never chosen. `prior` is the head's own acceptance by depth,
+    from its evaluation.
+    """
 
     costs: Mapping[Shape, float]
     prior: Sequence[float] = ()
@@ -54,11 +59,12 @@ class Controller:
         self._prior = np.clip(np.array(rates[:MAX_DEPTH]), 0.02, 0.98)
 
     def start(self, max_depth: int | None) -> Estimate:
-        """The estimate for a new sequence: what is known of the head so far."""
+        """The estimate for a new sequence, which is what is known of the head so far. `max_depth` is the request's
+        bound, None for none."""
         return Estimate(self._prior.copy(), MAX_DEPTH if max_depth is None else max_depth)
 
     def expected_tokens(self, estimate: Estimate, tree: Tree | None) -> float:
-        """Tokens that one step emits for the sequence."""
+        """How many tokens one step of this tree is expected to emit for the sequence."""
         if tree is None or estimate.max_depth == 0:
             return 1.0
         reach = np.cumprod(self._rates(estimate, tree))
@@ -67,7 +73,8 @@ class Controller:
     def choose(
         self, estimates: Sequence[Estimate], trees: Sequence[Tree | None], batch_size: int, width: int
     ) -> Tree | None:
-        """The tree for the next step of these sequences, out of those compiled for the batch bucket."""
+        """The tree for the next step of these sequences, out of `trees`, which are those compiled for the batch bucket.
+        None stands for plain decoding."""
         known = [tree for tree in trees if (batch_size, width, tree) in self.costs]
         if not known:
             return trees[0]
@@ -86,7 +93,7 @@ class Controller:
         return best
 
     def speedup(self, estimates: Sequence[Estimate], batch_size: int, width: int, tree: Tree | None) -> float:
-        """What the step promises over a plain one."""
+        """The tokens per second that the step promises, over those of a plain step. 1 where either cost is unknown."""
         known = {(batch_size, width, None), (batch_size, width, tree)} <= self.costs.keys()
         if not known or not estimates:
             return 1.0
@@ -94,7 +101,7 @@ class Controller:
         return tokens / len(estimates) * self._cost(batch_size, width, None) / self._cost(batch_size, width, tree)
 
     def observe(self, estimate: Estimate, tree: Tree, n_accepted: int) -> None:
-        """A step of this tree accepted so many tokens of the sequence."""
+        """Learn that a step of this tree accepted `n_accepted` draft tokens of the sequence."""
         rates = self._rates(estimate, tree)
         last = min(len(rates), estimate.max_depth)
         num_seen = min(n_accepted + 1, last)  # the first rejection is the last thing seen
@@ -111,7 +118,7 @@ class Controller:
             self._lift[tree] = float(np.clip(lift, 1.0, 8.0))
 
     def observe_seconds(self, batch_size: int, width: int, tree: Tree | None, seconds: float) -> None:
-        """A step of this shape took so long in service."""
+        """Learn that a step of this shape took so many seconds in service."""
         cost = self.costs.get((batch_size, width, tree))
         if cost is None or seconds <= 0:
             return
@@ -121,8 +128,8 @@ class Controller:
         self._overhead[batch_size, tree] = known + COST_RATE * (seen - known)
 
     def _cost(self, batch_size: int, width: int, tree: Tree | None) -> float:
-        """Seconds of a step in service. One that has not been seen there is taken to be half as far from its cost as
-        those of its kind that have: so it is tried before one that has proved dear."""
+        """The seconds of a step in service. A step that has not run in service is taken to be off its measured cost by
+        half as much as similar steps that have, so that it is tried before one that has proved expensive."""
         overhead = self._overhead.get((batch_size, tree))
         if overhead is None:
             alike = [value for (size, other), value in self._overhead.items() if size == batch_size and other and tree]
@@ -140,7 +147,7 @@ class Controller:
         return rates if _is_chain(tree) else 1.0 - (1.0 - rates) ** self._lift_of(tree)
 
     def _lift_of(self, tree: Tree) -> float:
-        """Before anything is seen: more children help, each less than the one before."""
+        """The lift of a tree. Before anything is observed, more children help, each less than the one before."""
         return self._lift.get(tree, 1.0 + 0.35 * (tree.top_k - 1))
 
 

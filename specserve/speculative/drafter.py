@@ -1,8 +1,8 @@
-"""The door of a drafter: all that a step knows of whoever proposes its trees.
+"""The interface between a step and a drafter, which proposes the step's tree.
 
-A drafter is static, like a config: hashable, compared when a program is compiled. Its arrays are elsewhere: its weights
-in `Weights.draft`, what it keeps of the sequences in `SlotState.draft`. Each method takes both and returns the state
-anew; which pytrees they are is the drafter's own affair. `specserve.drafters` has a room for each kind.
+A drafter is static, like a config: it is hashable, and compared when a program is compiled. Its arrays are elsewhere:
+its weights in `Weights.draft`, its state of the sequences in `SlotState.draft`. Each method takes both and returns the
+new state. Which pytrees they are is up to the drafter. `specserve.drafters` has a room for each kind.
 """
 
 from dataclasses import dataclass
@@ -21,7 +21,7 @@ HEAD = 0  # `Proposal.source` of what a trained head proposes; other drafters nu
 
 @dataclass(frozen=True)
 class Sizes:
-    """The sizes of the state of all slots."""
+    """The sizes of the arrays that hold the state of all slots."""
 
     num_slots: int
     num_pages: int  # of all sequences together
@@ -32,8 +32,8 @@ class Sizes:
 
 @pytree
 class SlotView:
-    """The state's rows of the slots in a step. A padded slot reads as an empty sequence whose pages are out of range;
-    what is written to row `slots` of it must be dropped."""
+    """The state's rows for the slots in a step. A padded slot reads as an empty sequence whose pages are out of range;
+    what is written to its index in `slots` must be dropped."""
 
     slots: jax.Array  # [batch] int32, past the last slot where padded
     page_table: jax.Array  # [batch, max_pages] int32, for writing
@@ -46,7 +46,7 @@ class SlotView:
 
 @pytree
 class Committed:
-    """What a step has added to the target's cache: for each sequence so many of n consecutive places."""
+    """What a step has added to the target's cache: for each sequence, the first `count` of n consecutive positions."""
 
     index: jax.Array  # [batch, n] int32, the places
     token_ids: jax.Array  # [batch, n] int32, the tokens there
@@ -62,7 +62,7 @@ After = Literal["prompt", "plain"] | Tree  # what was committed: a chunk, a plai
 
 
 class Drafter(Protocol):
-    """Whoever proposes trees. Nothing that it does can change a token: a proposal is verified, whatever it is."""
+    """A drafter proposes trees. Nothing that it does can change a token, because every proposal is verified."""
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -71,18 +71,18 @@ class Drafter(Protocol):
 
     @property
     def remembers(self) -> bool:
-        """Whether `remember` is to be called when an answer is finished."""
+        """Whether `remember` must be called when an answer is finished."""
         ...
 
     def max_pending(self, max_depth: int) -> int:
-        """Committed tokens that it may not have consumed yet, where trees have such a depth at most: plain steps may go
-        on without `catch_up` until there are as many. 0: it is never behind. The last so many entries of a growing
-        sequence are not shared with others."""
+        """How many committed tokens the drafter may not have consumed yet, where trees are at most `max_depth` deep.
+        Plain steps may go on without `catch_up` until there are as many. 0 means that it is never behind. A growing
+        sequence's last so many entries are not shared with other sequences."""
         ...
 
     def init_state(self, target: ModelConfig, sizes: Sizes) -> Any:
-        """What it keeps of sequences before there are any: a pytree of arrays by slot, by page, or in a `Cache` under
-        the page table of the target's own."""
+        """Make the drafter's empty state: a pytree of arrays by slot, by page, or in a `Cache` under the target's page
+        table."""
         ...
 
     def admit(
@@ -93,33 +93,34 @@ class Drafter(Protocol):
         num_cached: jax.Array,  # [] int32, entries that are in its pages already, whole pages
         promise: jax.Array,  # [] float32, accepted tokens per step that its head promises
     ) -> Any:
-        """Begin a sequence. Where its prefix is cached, the pages hold what this drafter wrote for it; what else it
-        needs to go on from there it must have kept by page, so that acceptance on a hit is that of a miss."""
+        """Begin a sequence in a slot. Where its prefix is cached, the pages hold what this drafter wrote for it.
+        Anything else that it needs to go on from there it must have stored by page, so that acceptance after a hit is
+        that of a miss."""
         ...
 
     def observe(self, weights: Any, state: Any, view: SlotView, committed: Committed, after: After) -> Any:
-        """Take note of what was committed: a chunk of a prompt, the token of a plain step, or the accepted path of the
-        tree that it proposed in this step. `view` is of before the step."""
+        """Take note of committed tokens: a chunk of a prompt, the token of a plain step, or the accepted path of the
+        tree that the drafter proposed in this step. `view` shows the state before the step."""
         ...
 
     def catch_up(self, weights: Any, state: Any, view: SlotView) -> Any:
-        """Consume all that plain steps have left."""
+        """Consume all tokens that plain steps have left pending."""
         ...
 
     def propose(self, weights: Any, state: Any, view: SlotView, tree: Tree) -> tuple[Any, Proposal]:
-        """A tree below each root. It catches up first with what is pending, at most `tree.depth` + 1 tokens."""
+        """Propose a tree below each root. Pending tokens, at most `tree.depth` + 1, are consumed first."""
         ...
 
     def remember(self, state: Any, history: jax.Array, start: jax.Array, last: jax.Array, number: jax.Array) -> Any:
-        """Keep a finished answer, the `number`-th: tokens `start` to `last` of `history` [length]. The others are []
-        int32."""
+        """Keep the `number`-th finished answer: tokens `start` to `last` of `history` [length]. `start`, `last` and
+        `number` are [] int32."""
         ...
 
     def forget(self, state: Any) -> Any:
-        """The state without what `remember` has kept."""
+        """Return the state without any answer that `remember` has kept."""
         ...
 
 
 def choose(condition: jax.Array, chosen: Any, other: Any) -> Any:
-    """Row by row: the pytree `chosen` where `condition` [batch] holds, else `other`."""
+    """Select row by row: the pytree `chosen` where `condition` [batch] holds, else `other`."""
     return jax.tree.map(lambda a, b: jnp.where(condition.reshape(-1, *[1] * (a.ndim - 1)), a, b), chosen, other)

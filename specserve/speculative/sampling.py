@@ -1,11 +1,11 @@
 """The one rule by which a token is drawn, for plain decoding and for every node of a tree.
 
 The draw at a position is a function of (seed, position, distribution): `argmax(log p + gumbel(seed, position))` over
-the distribution left by the sampler options; temperature 0 is the same rule without noise. The noise is keyed by the
+the distribution left by the sampler options. Temperature 0 is the same rule without noise. The noise is keyed by the
 absolute position and the target's token id, never by a tree node, so all nodes of one depth and the draft's rows read
-the same values: plain decoding, chain and tree then give the same tokens for the same seed, and a draft that ranks its
-candidates with that noise is accepted far more often (drafter-invariant speculative decoding, Daliri et al. 2024,
-arXiv 2408.07978).
+the same values. Plain decoding, chain and tree then give the same tokens for the same seed, and a draft that ranks its
+candidates with that noise is accepted far more often (drafter-invariant speculative decoding, Daliri et al. 2024, arXiv
+2408.07978).
 """
 
 from collections.abc import Callable
@@ -25,7 +25,7 @@ UNBOUNDED = 2**31 - 1
 
 @pytree
 class SamplerRows:
-    """One row of options per sequence; all traced, so no value a user sends compiles anything."""
+    """The sampler options, one row per sequence. All are traced, so no value that a user sends compiles anything."""
 
     temperature: jax.Array  # [batch] float32, 0 is greedy
     top_k: jax.Array  # [batch] int32, 0 is off
@@ -68,7 +68,7 @@ class SamplerRows:
 
 @pytree
 class TokenRows:
-    """What the options of a sequence say about single tokens, and what it holds already."""
+    """For each sequence, what its options say about single tokens, and which tokens it holds already."""
 
     bias: jax.Array  # [batch, vocab] float32, added to the logits; -inf bans
     ledger: jax.Array  # [batch, vocab] int32: IN_PROMPT | IS_STOP | times emitted * EMITTED
@@ -85,7 +85,7 @@ class TokenRows:
 
 @pytree
 class Nodes:
-    """The nodes after which tokens are drawn: of a tree, or one per sequence."""
+    """The nodes after which tokens are drawn: those of a tree, or one per sequence."""
 
     token_ids: jax.Array  # [batch, node] int32; node 0 is the last token that is emitted, and in the ledger, already
     parents: jax.Array  # [batch, node] int32
@@ -102,8 +102,8 @@ def constrain(
     position_ids: jax.Array,  # [batch, node] int32, the position that each drawn token will take
     allowed: jax.Array | None = None,  # [batch, node, ceil(vocab / 8)] uint8, bits of allowed tokens, first is highest
 ) -> jax.Array:  # [batch, node, vocab]
-    """Bias, bans and penalties, in vLLM's order. A node counts its accepted ancestors as emitted, so the logits are
-    those that plain decoding would have met there."""
+    """Apply bias, bans and penalties to the logits, in vLLM's order. A node counts its accepted ancestors as emitted,
+    so its logits are those that plain decoding would have met there."""
     logits = _when(rows.has_bias, logits, lambda x: x + tokens.bias[:, None])
     is_early = position_ids < rows.stop_start[:, None]
     is_stop = tokens.ledger & IS_STOP != 0
@@ -122,7 +122,7 @@ def _when(is_used: jax.Array, logits: jax.Array, change: Callable[[jax.Array], j
 
 
 def _penalise(rows: SamplerRows, tokens: TokenRows, nodes: Nodes, logits: jax.Array) -> jax.Array:
-    """Repetition (Keskar et al. 2019, arXiv 1909.05858), frequency and presence penalties (OpenAI's)."""
+    """Apply repetition (Keskar et al. 2019, arXiv 1909.05858), frequency and presence penalties (OpenAI's)."""
     batch, n = nodes.token_ids.shape
     ledger = jnp.broadcast_to(tokens.ledger[:, None], logits.shape)
     below_root = jnp.arange(n) > 0  # node 0 is in the ledger
@@ -137,7 +137,7 @@ def _penalise(rows: SamplerRows, tokens: TokenRows, nodes: Nodes, logits: jax.Ar
 
 
 def _ban_words(rows: SamplerRows, tokens: TokenRows, nodes: Nodes, logits: jax.Array) -> jax.Array:
-    """Ban the token that would complete a bad word."""
+    """Ban every token that would complete a bad word."""
     batch, n = nodes.token_ids.shape
     back = jnp.arange(MAX_BAD_TOKENS - 2, -1, -1)  # oldest first: how far before the drawn token
     depth = nodes.depths[..., None] - back  # [batch, node, length - 1]; not below the root: the tree does not hold it
@@ -166,7 +166,7 @@ def logprobs(
     logits: jax.Array,  # [batch, n, vocab] float32, before any option
     token_ids: jax.Array,  # [batch, n] int32
 ) -> Logprobs:
-    """Zeros unless some row asks for them."""
+    """The log-probabilities of drawn tokens. All are zeros unless some row asks for them."""
     batch, n, vocab = logits.shape
     k = min(MAX_LOGPROBS, vocab)
 
@@ -202,7 +202,7 @@ def sample(
 
 
 def scale(rows: SamplerRows, logits: jax.Array) -> jax.Array:  # [batch, n, vocab]
-    """Logits over temperature; greedy rows keep theirs."""
+    """Divide logits by the temperature. Greedy rows stay as they are."""
     temperature = jnp.where(rows.temperature > 0, rows.temperature, 1.0)
     return logits / temperature[:, None, None]
 
@@ -212,7 +212,7 @@ def noise(
     position_ids: jax.Array,  # [batch, n] int32
     token_ids: jax.Array,  # [vocab] uint32, target ids
 ) -> jax.Array:  # [batch, n, vocab] float32
-    """Standard Gumbel noise, zero in greedy rows."""
+    """Standard Gumbel noise; it is zero in greedy rows."""
     # Two keys for each position from the 64-bit seed, then one counter-based draw for each token id.
     key = _mix(rows.seed[:, :1] ^ _mix(position_ids.astype(jnp.uint32) + jnp.uint32(0x9E3779B9)))
     other = _mix(rows.seed[:, 1:] + _mix(key ^ jnp.uint32(0x85EBCA6B)))
@@ -224,7 +224,7 @@ def noise(
 
 
 def truncate(rows: SamplerRows, logits: jax.Array) -> jax.Array:  # [batch, n, vocab], dropped tokens at -inf
-    """Top-k, then top-p over what top-k left, then min-p: the order of Hugging Face and vLLM."""
+    """Apply top-k, then top-p over what top-k left, then min-p: the order of Hugging Face and vLLM."""
     is_active = (rows.temperature > 0) & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
 
     def truncated() -> jax.Array:
@@ -241,7 +241,7 @@ def truncate(rows: SamplerRows, logits: jax.Array) -> jax.Array:  # [batch, n, v
 
 
 def _kth_largest(logits: jax.Array, k: jax.Array) -> jax.Array:  # [batch, n, vocab], [batch, 1] -> [batch, n]
-    """The k-th largest value, exactly, without a sort: bisection over the ordered bits of float32."""
+    """The k-th largest value, found exactly and without a sort by bisection over the ordered bits of float32."""
     ordered = _ordered_bits(logits)
     return _from_ordered_bits(_largest_floor(lambda floor: jnp.sum(ordered >= floor, axis=-1) >= k, logits.shape[:-1]))
 
@@ -260,7 +260,7 @@ def _nucleus_floor(probs: jax.Array, top_p: jax.Array) -> jax.Array:  # [batch, 
 
 
 def _largest_floor(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ...]) -> jax.Array:
-    """The largest uint32 for which `holds` is true, where it is monotone: 32 rounds, one bit a round."""
+    """The largest uint32 for which the monotone `holds` is true, found in 32 rounds, one bit in each."""
 
     def set_bit(i: jax.Array, floor: jax.Array) -> jax.Array:
         candidate = floor | (jnp.uint32(1) << (31 - i).astype(jnp.uint32))
@@ -270,7 +270,7 @@ def _largest_floor(holds: Callable[[jax.Array], jax.Array], shape: tuple[int, ..
 
 
 def _ordered_bits(x: jax.Array) -> jax.Array:
-    """float32 to uint32, keeping the order (sign bit flipped for positives, all bits for negatives)."""
+    """Map float32 to uint32, keeping the order: the sign bit is flipped for positives, all bits for negatives."""
     bits = jax.lax.bitcast_convert_type(x, jnp.uint32)
     sign = jnp.uint32(0x80000000)
     return jnp.where(bits & sign != 0, ~bits, bits | sign)

@@ -32,7 +32,7 @@ from specserve.speculative.verify import verify, verify_chain
 
 @dataclass(frozen=True)
 class StepConfig:
-    """Everything static about a step."""
+    """The static configuration of a step."""
 
     target: ModelConfig
     drafter: Drafter | None  # None: plain decoding
@@ -46,7 +46,7 @@ class StepConfig:
 
     @property
     def max_pending(self) -> int:
-        """Committed tokens that the drafter may not have consumed yet; 0: it is never behind."""
+        """How many committed tokens the drafter may not have consumed yet. 0 means that it is never behind."""
         return self.drafter.max_pending(self.max_depth) if self.drafter else 0
 
 
@@ -58,7 +58,7 @@ class Weights:
 
 @pytree
 class SlotState:
-    """Every sequence that is being served, one slot each, and what finished ones left behind."""
+    """The state of every sequence that is being served, one slot each, and what the drafter keeps of finished ones."""
 
     page_table: jax.Array  # [slot, max_pages] int32
     seq_lens: jax.Array  # [slot] int32
@@ -71,7 +71,7 @@ class SlotState:
 
 @pytree
 class StepResult:
-    """What the host reads after a step; row i belongs to the i-th of the step's slots."""
+    """The result that the host reads after a step. Row i belongs to the i-th of the step's slots."""
 
     counts: jax.Array  # [batch, 2 + depth + 1] int32: draft tokens accepted, the source of the proposal, the tokens
     logprobs: Logprobs  # of the tokens
@@ -79,7 +79,7 @@ class StepResult:
 
 @pytree
 class Admission:
-    """A new sequence: what its slot starts with."""
+    """A new sequence, as it is given to its slot."""
 
     page_row: jax.Array  # [max_pages] int32, allocated pages, then anything out of range
     history: jax.Array  # [max_pages * page_size] int32, the prompt (and the answer so far, after a preemption)
@@ -90,7 +90,7 @@ class Admission:
 
 
 def init_state(config: StepConfig, *, num_slots: int, num_pages: int, page_size: int, max_pages: int) -> SlotState:
-    """An empty state: `max_pages` bounds the pages of one sequence, `num_pages` those of all."""
+    """Make an empty state. `max_pages` bounds the pages of one sequence, `num_pages` those of all."""
     sizes = Sizes(num_slots, num_pages, page_size, max_pages, config.max_depth)
     return SlotState(
         page_table=jnp.full((num_slots, max_pages), num_pages, jnp.int32),
@@ -104,7 +104,7 @@ def init_state(config: StepConfig, *, num_slots: int, num_pages: int, page_size:
 
 
 def admit(config: StepConfig, state: SlotState, slot: jax.Array, new: Admission) -> SlotState:
-    """Give a slot ([] int32) to a sequence."""
+    """Give a slot ([] int32) to a new sequence."""
 
     def put(rows: jax.Array, row: jax.Array) -> jax.Array:
         return rows.at[slot].set(row[0])
@@ -136,7 +136,7 @@ def prefill(
     chunk: int,
     width: int,  # pages of each sequence that attention reads; all that is committed must lie in them
 ) -> tuple[SlotState, StepResult]:
-    """Run one chunk of each prompt."""
+    """Run one chunk of each prompt, and draw the token after it."""
     now = _gather(state, slots, width)
     offset = jnp.arange(chunk)
     index = now.seq_lens[:, None] + offset
@@ -175,7 +175,7 @@ def decode(
     *,
     width: int,  # pages of each sequence that attention reads; all that is committed must lie in them
 ) -> tuple[SlotState, StepResult]:
-    """Plain decoding: one token for each slot, of which the drafter is told."""
+    """Run one plain decoding step: draw one token for each slot, and tell the drafter."""
     now = _gather(state, slots, width)
     nodes = _single_nodes(state, now, now.seq_lens)
     index = now.seq_lens[:, None]
@@ -215,8 +215,8 @@ def speculate(
     tree: Tree,
     width: int,  # as in `decode`; the root's draft entry must lie in them too
 ) -> tuple[SlotState, StepResult]:
-    """One speculative step: a tree is proposed, the target runs once over it, its draws decide, and the accepted path
-    is committed."""
+    """Run one speculative step. The drafter proposes a tree, the target runs once over it, its draws decide, and the
+    accepted path is committed."""
     state, proposal = propose_tree(config, weights, state, slots, tree=tree, width=width)
     return verify_tree(config, weights, state, slots, proposal, tree=tree, width=width)
 
@@ -225,8 +225,8 @@ def speculate(
 def propose_tree(
     config: StepConfig, weights: Weights, state: SlotState, slots: jax.Array, *, tree: Tree, width: int
 ) -> tuple[SlotState, Proposal]:
-    """The first half of a step. Steps with constrained sequences run it alone, because the host must say which tokens
-    may follow each proposed node (`sampling.constrain`)."""
+    """Run the first half of a speculative step: propose a tree. Steps with constrained sequences run it alone, because
+    the host must say which tokens may follow each proposed node (`sampling.constrain`)."""
     assert tree.depth <= config.max_depth, f"tree of depth {tree.depth} in a state for {config.max_depth}"
     assert config.drafter is not None, "a tree is proposed by a drafter"
     view = _gather(state, slots, width).view
@@ -249,7 +249,8 @@ def verify_tree(
     tree: Tree,
     width: int,
 ) -> tuple[SlotState, StepResult]:
-    """The second half: the target's own draw after every node, and what follows from them."""
+    """Run the second half of a speculative step: draw the target's own token after every node, and commit the accepted
+    path."""
     now = _gather(state, slots, width)
     depth = config.verified_depth or tree.depth
     position_ids = now.seq_lens[:, None] + proposal.depths
@@ -285,8 +286,8 @@ def verify_tree(
 
 
 def remember(config: StepConfig, state: SlotState, slot: jax.Array, start: jax.Array, number: jax.Array) -> SlotState:
-    """Let the drafter keep the history of a slot from `start` on, an answer, the `number`-th that is finished. All
-    three are [] int32."""
+    """Let the drafter keep the `number`-th finished answer: the history of a slot from `start` on. `slot`, `start` and
+    `number` are [] int32."""
     assert config.drafter is not None, "there is nobody to remember it"
     draft = config.drafter.remember(state.draft, state.history[slot], start, state.seq_lens[slot], number)
     return dataclasses.replace(state, draft=draft)
@@ -294,7 +295,7 @@ def remember(config: StepConfig, state: SlotState, slot: jax.Array, start: jax.A
 
 @pytree
 class _Now:
-    """What a step reads of the state for its slots."""
+    """The parts of the state that a step reads for its slots."""
 
     view: SlotView
     tokens: TokenRows
@@ -338,7 +339,7 @@ def _commit(
     after: After,
     path: jax.Array | None = None,  # [batch, m] int32, which of the n tokens those committed are; None: all
 ) -> SlotState:
-    """Write what is kept to the target's cache, and tell the drafter."""
+    """Write the kept entries to the target's cache, and tell the drafter."""
     cache = state.cache.write(new, now.view.page_table, committed.index, committed.is_kept, now.slots, path)
     draft = state.draft
     if config.drafter:
@@ -368,14 +369,15 @@ def _run_target(
 
 
 def _recent(state: SlotState, now: _Now, last: jax.Array) -> jax.Array:
-    """The answer's tokens at `last` ([batch], an index of the history) and before it, newest first; -1 elsewhere."""
+    """The answer's tokens at index `last` ([batch]) of the history and before it, newest first; -1 where it has
+    none."""
     index = last[:, None] - jnp.arange(sampling.MAX_BAD_TOKENS - 1)
     token_ids = state.history.at[now.slots[:, None], jnp.clip(index, 0)].get(mode="clip")
     return jnp.where(index >= now.rows.output_start[:, None], token_ids, -1)
 
 
 def _single_nodes(state: SlotState, now: _Now, last: jax.Array) -> Nodes:
-    """The one node of a sequence that is not speculated on: the token at index `last`, [batch]."""
+    """The one node of a sequence in a step without a tree: the token at index `last`, [batch]."""
     token_ids = state.history.at[now.slots, last].get(mode="clip")[:, None]
     zeros = jnp.zeros_like(token_ids)
     return Nodes(token_ids, zeros, zeros, jnp.ones((1, 1, 1), bool), _recent(state, now, last))
@@ -394,8 +396,9 @@ def _result(now: _Now, logits: jax.Array, token_ids: jax.Array, n_accepted: jax.
 
 
 def _has_run(drawn: jax.Array) -> jax.Array:
-    """True, but only known once the target has run: a write masked by it comes after every read of the pages. Without
-    that order XLA keeps the old pages alive by copying the whole cache (docs/log)."""
+    """All True, but computed from the drawn token, so known only once the target has run. A write that it masks comes
+    after every read of the pages. Without that order XLA keeps the old pages alive by copying the whole cache
+    (docs/log)."""
     return drawn >= 0
 
 
@@ -406,7 +409,8 @@ def _emit(
     token_ids: jax.Array,  # [batch, n] int32
     is_emitted: jax.Array,  # [batch, n] bool
 ) -> SlotState:
-    """The sequences have grown: history, ledger, and all of it but the last token is committed."""
+    """Add emitted tokens to history and ledger, and set `seq_lens`, so that all but the last token counts as
+    committed."""
     index = start[:, None] + jnp.arange(token_ids.shape[1])
     is_emitted = jnp.broadcast_to(is_emitted, index.shape)
     column = jnp.where(is_emitted, index, state.history.shape[1])

@@ -1,4 +1,4 @@
-"""Trees of proposed tokens: their static shapes, their traced content, and the masks that follow from it.
+"""Trees of proposed tokens: their static shapes, their traced content, and the mask that follows from it.
 
 Node 0 is the root: the last emitted token, whose keys and values the target has not computed yet. Parents come before
 their children. A chain is a tree whose top_k is 1.
@@ -14,7 +14,7 @@ from specserve.pytree import pytree
 
 
 class _Proposed:
-    """Who proposes a tree: `head`, the name of a lookup, or `head+` that name."""
+    """A tree's `source` names who proposes it: `head`, the name of a lookup, or `head+` that name."""
 
     source: str
 
@@ -24,15 +24,15 @@ class _Proposed:
 
     @property
     def lookup(self) -> str:
-        """The name of a lookup; empty where none is asked."""
+        """The name of the lookup; empty where the head proposes alone."""
         return self.source.removeprefix("head").removeprefix("+")
 
 
 @dataclass(frozen=True)
 class DynamicTree(_Proposed):
-    """A tree that grows where the draft is sure (Li et al. 2024, arXiv 2406.16858): expand the best `top_k` nodes of
-    each level, then keep the best `num_nodes` of all candidates by path probability. Its shape is decided on the
-    device; its size is static."""
+    """A tree that grows where the draft is sure (Li et al. 2024, arXiv 2406.16858). The best `top_k` nodes of
+    each level are expanded, then the best `num_nodes` of all candidates by path probability are kept. Its shape is
+    decided on the device; its size is static."""
 
     depth: int
     top_k: int
@@ -46,7 +46,8 @@ class DynamicTree(_Proposed):
 
 @dataclass(frozen=True)
 class StaticTree(_Proposed):
-    """A fixed topology: node i + 1 is the `ranks[i]`-th best child of node `parents[i]` (0 is the root)."""
+    """A tree of fixed topology: node i + 1 is the `ranks[i]`-th best child of node `parents[i]` (0 is the root). For
+    example parents (0, 0, 1) and ranks (0, 1, 0) are the root's two best children, and the best child of the first."""
 
     parents: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -81,7 +82,7 @@ def chain(length: int, source: str = "head") -> DynamicTree:
 
 
 def static_tree(widths: tuple[int, ...], source: str = "head") -> StaticTree:
-    """Every node of depth d has its best `widths[d]` children."""
+    """The tree in which every node of depth d has its best `widths[d]` children."""
     parents: list[int] = []
     ranks: list[int] = []
     level = [0]
@@ -98,7 +99,7 @@ def static_tree(widths: tuple[int, ...], source: str = "head") -> StaticTree:
 
 @pytree
 class Proposal:
-    """What is proposed for each sequence; node 0 is the root."""
+    """The tokens proposed for each sequence, as a tree; node 0 is the root."""
 
     token_ids: jax.Array  # [batch, node] int32
     parents: jax.Array  # [batch, node] int32; the root's is itself
@@ -111,7 +112,7 @@ def chain_proposal(
     token_ids: jax.Array,  # [batch, depth] int32
     source: jax.Array,  # [batch] int32
 ) -> Proposal:
-    """One token after the other below the root."""
+    """A proposal of one token after the other below the root."""
     batch, depth = token_ids.shape
     nodes = jnp.broadcast_to(jnp.arange(depth + 1, dtype=jnp.int32), (batch, depth + 1))
     return Proposal(
@@ -123,7 +124,7 @@ def chain_proposal(
 
 
 def pad_chain(proposal: Proposal, depth: int) -> Proposal:
-    """The same chain with as many further nodes as it takes to reach `depth`."""
+    """Add nodes with token 0 to a chain until it is `depth` deep."""
     missing = depth + 1 - proposal.token_ids.shape[1]
     token_ids = jnp.pad(proposal.token_ids[:, 1:], ((0, 0), (0, missing)))
     return chain_proposal(proposal.token_ids[:, 0], token_ids, proposal.source)

@@ -1,7 +1,7 @@
-"""The target's side of a step: draw the target's own token at every node, then walk down while a child carries it.
+"""The target's side of a step: take the target's own draw at every node, and walk down while a child carries it.
 
-Sample and match: the emitted tokens are the target's draws, so they cannot depend on the draft. The first node none
-of whose children carries the drawn token ends the walk, and that token is the bonus.
+The emitted tokens are the target's draws, so they cannot depend on the draft. The walk ends at the first node of whose
+children none carries the token drawn there. That token is the bonus token.
 """
 
 import jax

@@ -1,5 +1,7 @@
-"""Draft vocabulary <-> target vocabulary. Ids inside the package are absolute; checkpoints store offsets (see
-`checkpoints/dialects.py`)."""
+"""The draft vocabulary, as a subset of the target's.
+
+Ids inside the package are absolute; the checkpoints of heads store offsets.
+"""
 
 import jax
 import numpy as np
@@ -10,7 +12,7 @@ from specserve.pytree import pytree
 
 @pytree
 class DraftVocab:
-    """Sorted, unique target ids that the draft can propose."""
+    """The target ids that the draft can propose, sorted and unique."""
 
     target_ids: jax.Array  # [draft_vocab] int32
 
@@ -20,7 +22,8 @@ def choose_draft_vocab(
     pinned: frozenset[int],
     size: int,
 ) -> np.ndarray:  # [size] int32, sorted
-    """The pinned ids (special and template tokens, every EOS) and then the most frequent ones; ties go to lower ids.
+    """Choose the pinned ids (special and template tokens, every EOS) and then the most frequent ones. Ties go to lower
+    ids.
 
     Raises DataError if the pinned ids alone do not fit.
     """
@@ -38,5 +41,5 @@ def choose_draft_vocab(
 
 
 def coverage(counts: np.ndarray, target_ids: np.ndarray) -> float:
-    """The share of the counted tokens that lies inside the draft vocabulary."""
+    """The share of the counted tokens that the draft vocabulary holds."""
     return float(counts[target_ids].sum() / max(1, counts.sum()))

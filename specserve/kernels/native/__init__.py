@@ -1,8 +1,9 @@
-"""Native CPU kernels: C++ in one shared library, called through `jax.ffi`. They are optional: where the library was not
-built, or cannot be used, one line in the log says why and XLA's own products run instead.
+"""Native CPU kernels: C++ in one shared library, called through `jax.ffi`.
 
-The kernels serve: they have no gradient and run on one CPU device. `serving` marks the functions of a served step;
-while one of them is traced, the doors of this room (`attend`, `rms_norm`, ...) call the kernels.
+They are optional. Where the library was not built, or cannot be used, one line in the log says why, and XLA's own
+products run instead. The kernels have no gradient and run on one CPU device, so only serving uses them. `serving` marks
+the functions of a served step; while one of them is traced, the functions of this room (`attend`, `rms_norm`, ...) call
+the kernels.
 """
 
 import contextlib
@@ -14,7 +15,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import NamedTuple, ParamSpec, TypeVar
+from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
 
@@ -41,7 +42,7 @@ Result = TypeVar("Result")
 
 
 class _Tracing(threading.local):
-    """What this thread traces."""
+    """Whether this thread is tracing a served step."""
 
     is_serving = False
 
@@ -51,7 +52,7 @@ _is_left_out = False
 
 
 class Native(NamedTuple):
-    """The library, or None; and its instruction set, or why there is none."""
+    """The loaded library with its instruction set, or None with the reason why there is no library."""
 
     library: ctypes.CDLL | None
     text: str
@@ -74,7 +75,7 @@ def describe() -> str:
 
 
 def panel_width() -> int:
-    """Outputs of a panel of a packed matrix, which the instruction set decides."""
+    """How many outputs a panel of a packed matrix has. The instruction set decides."""
     library = _native().library
     assert library is not None, "packing is for native kernels"
     function = library.specserve_kernels_panel_width
@@ -84,8 +85,9 @@ def panel_width() -> int:
 
 @contextlib.contextmanager
 def instruction_set(name: str) -> Iterator[None]:
-    """Run the kernels of this instruction set meanwhile, for tests of those that a processor would not choose. Matrices
-    must be packed anew. Raises ValueError where the processor cannot run them, or they were not built."""
+    """Run the kernels of this instruction set within the context, so that tests can reach those that the processor
+    would not choose. Matrices must be packed anew. Raises ValueError where the processor cannot run them, or they were
+    not built."""
     library = _native().library
     if library is None or not library.specserve_kernels_use(name.encode()):
         raise ValueError(f"{name}: not an instruction set of this processor that was built")
@@ -96,7 +98,8 @@ def instruction_set(name: str) -> Iterator[None]:
 
 
 def serving(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """A function of a served step: while it is traced, native kernels stand in for XLA's operations (`is_serving`)."""
+    """Mark a function of a served step: while it is traced, native kernels stand in for XLA's operations
+    (`is_serving`)."""
 
     @functools.wraps(function)
     def traced(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Result:
@@ -112,7 +115,8 @@ def serving(function: Callable[Arguments, Result]) -> Callable[Arguments, Result
 
 @contextlib.contextmanager
 def left_out() -> Iterator[None]:
-    """What is traced meanwhile, by any thread, runs on XLA's own operations, as where nothing was built."""
+    """Make whatever any thread traces within the context run on XLA's own operations, as if the kernels were not
+    built."""
     global _is_left_out
     before, _is_left_out = _is_left_out, True
     try:
@@ -127,8 +131,14 @@ def is_serving() -> bool:
 
 
 def serves(*arrays: jax.Array) -> bool:
-    """The same, for a kernel over these arrays: the kernels compute in float32."""
+    """Whether a kernel may be called for these arrays: a served step is being traced (`is_serving`), and all are
+    float32, in which the kernels compute."""
     return is_serving() and all(array.dtype == "float32" for array in arrays)
+
+
+def call(name: str, shape: tuple[int, ...], *args: jax.Array, **attributes: Any) -> jax.Array:
+    """Call the kernel `name`, whose result is one float32 array of this shape."""
+    return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(shape, "float32"))(*args, **attributes)
 
 
 @functools.cache
@@ -143,7 +153,8 @@ def _warn(reason: str) -> None:
 
 
 def load(folder: Path, handlers: tuple[str, ...]) -> Native:
-    """Open the library of a folder, check that it was made of the sources beside it, and register its handlers."""
+    """Open the library in a folder, check that it was made from the sources beside it, and register its handlers
+    with JAX."""
     path = folder / build.LIBRARY
     expected = build.source_hash(folder)
     fix = f"run `{build.AGAIN}`" if expected else "run `pip install --force-reinstall --no-deps specserve`"
@@ -167,7 +178,8 @@ def load(folder: Path, handlers: tuple[str, ...]) -> Native:
 
 
 def _check_whole(path: Path) -> None:
-    """Raise OSError for a file that was cut off. The loader of Linux maps what is not there, and the process dies."""
+    """Raise OSError for a file that was cut off. The loader of Linux would map the missing part, and the process would
+    die."""
     if sys.platform != "linux":
         return
     with path.open("rb") as file:

@@ -1,5 +1,5 @@
-"""The self check of an installation, `python -m specserve.kernels.native`: calls a kernel and compares its result. With
-`build` it makes the library anew, in a checkout."""
+"""The self check of an installation, `python -m specserve.kernels.native`, calls a kernel and compares its result. With
+`build` it builds the library again, in a checkout."""
 
 import logging
 import sys
@@ -15,7 +15,7 @@ logger = logging.getLogger("specserve.kernels.native")
 
 
 def main() -> None:
-    """Log the instruction set, or leave with the reason why there is none."""
+    """Log the instruction set, or exit with status 1 after the reason why there are no kernels was logged."""
     if sys.argv[1:] == ["build"]:
         build.main()
         return

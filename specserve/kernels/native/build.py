@@ -41,7 +41,7 @@ VARIANTS = {
 
 
 class NotBuilt(Exception):
-    """Why there is no library, in one line; `output` is all that the compiler said."""
+    """The library could not be built. The message is one line; `output` is all that the compiler said."""
 
     def __init__(self, reason: str, output: str = "") -> None:
         super().__init__(reason)
@@ -49,13 +49,13 @@ class NotBuilt(Exception):
 
 
 def machine() -> str:
-    """This process's processor, by one name for each."""
+    """The processor architecture that this process runs on, under one name for each: x86_64 or aarch64, for example."""
     name = platform.machine().lower()
     return {"amd64": "x86_64", "arm64": "aarch64"}.get(name, name)
 
 
 def sources(folder: Path = FOLDER) -> list[Path]:
-    """The C++ files that are compiled on this machine; none in an installed wheel."""
+    """The C++ files that are compiled on this machine. An installed wheel has none."""
     return [path for path in sorted(folder.glob("*.cc")) if _variant(path)[0] in (None, machine())]
 
 
@@ -64,8 +64,8 @@ def _variant(source: Path) -> tuple[str | None, tuple[str, ...]]:
 
 
 def source_hash(folder: Path = FOLDER) -> str | None:
-    """What the library is made of, sources and flags: a library that carries another hash is stale. None where there
-    are no sources, in an installed wheel."""
+    """A hash of the sources and the compiler's flags. A library that carries another hash is stale. None where there
+    are no sources, as in an installed wheel."""
     files = [*folder.glob("*.cc"), *folder.glob("*.h")]
     if not files:
         return None
@@ -76,7 +76,8 @@ def source_hash(folder: Path = FOLDER) -> str | None:
 
 
 def find_compiler() -> list[str]:
-    """The C++ compiler as the first words of a command: $CXX where it is set, else what stands on the path."""
+    """The C++ compiler as the first words of a command: $CXX where it is set, else a compiler on the path. Raises
+    NotBuilt."""
     wish = os.environ.get("CXX")
     if wish:
         command = shlex.split(wish)
@@ -94,7 +95,8 @@ def find_compiler() -> list[str]:
 
 
 def find_headers() -> Path:
-    """The folder with XLA's headers. jax.ffi.include_dir() says the same, but needs jax, which building does not."""
+    """The folder with XLA's headers. jax.ffi.include_dir() would give it, but needs jax, which building does not.
+    Raises NotBuilt."""
     jaxlib = importlib.util.find_spec("jaxlib")
     for folder in (jaxlib.submodule_search_locations or ()) if jaxlib else ():
         if (Path(folder) / "include" / "xla" / "ffi" / "api" / "ffi.h").is_file():
@@ -115,7 +117,8 @@ def _architecture() -> tuple[str, ...]:
 
 
 def build(folder: Path = FOLDER, into: Path | None = None) -> Path:
-    """Compile the sources of `folder` and link them into `into`, by default beside them. Raises NotBuilt."""
+    """Compile the sources of `folder` and link them into `into`, by default beside them. Return the library's path.
+    Raises NotBuilt."""
     into = into or folder
     if sys.platform not in ("linux", "darwin"):
         raise NotBuilt(f"there are no native kernels for {platform.system()} yet")
@@ -147,8 +150,9 @@ def _run(command: list[str], product: str) -> None:
 
 
 def build_or_say(folder: Path, into: Path) -> str | None:
-    """Build the library; where that fails, leave a file in its place that says why, and return the same line. Raises
-    nothing that a machine without a compiler, or with an odd one, could cause: an installation goes on without it."""
+    """Build the library. Where that fails, leave a file in its place that says why, and return the same line. It
+    raises nothing that a machine without a compiler, or with an odd one, could cause, so an installation goes on
+    without the library."""
     try:
         build(folder, into)
     except (NotBuilt, OSError) as error:
@@ -163,7 +167,7 @@ def build_or_say(folder: Path, into: Path) -> str | None:
 
 
 def main() -> None:
-    """Build beside the sources, and show what the compiler says where that fails."""
+    """Build the library beside the sources, and show what the compiler says where that fails."""
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     try:
         logger.info("built %s", build())
