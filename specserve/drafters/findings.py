@@ -30,21 +30,43 @@ class Copy:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong, or likely to be."""
+    """A fault, or a likely one, of the files that were examined: an entry of the catalogue with what was seen."""
 
     code: str
-    level: Level  # an error breaks a loader or the acceptance; a warning costs something, or might
+    level: Level
     what: str
+    consequence: str
+    mend: str
     where: str
     expected: str
     got: str
-    consequence: str
-    mend: str
     fix: Callable[[Copy], None] | None = field(default=None, repr=False, compare=False)  # None: it would be a guess
 
     def to_json(self) -> dict[str, Any]:
         names = ("code", "level", "what", "where", "expected", "got", "consequence", "mend")
         return {name: getattr(self, name) for name in names} | {"is_fixable": self.fix is not None}
+
+
+@dataclass(frozen=True)
+class Check:
+    """An entry of a catalogue: one fault that a head's files can have. Texts name in braces what `found` fills in."""
+
+    looks_at: str  # the part of the files; the documents list entries by it
+    code: str
+    level: Level  # an error breaks a loader or the acceptance; a warning costs something, or might
+    what: str
+    why: str  # what follows from it
+    mended: str = ""  # what `--fix` does about it; empty: nothing, because it would have to guess
+    by_hand: str = ""  # what to do where `--fix` would have to guess
+
+    def found(
+        self, where: str, expected: str, got: str, fix: Callable[[Copy], None] | None = None, **names: object
+    ) -> Finding:
+        """The fault as it was found at `where`; `fix` mends a copy of the files, None where that would be a guess."""
+        mend = self.mended if fix else self.by_hand
+        assert mend, f"{self.code}: the catalogue does not say how it is mended {'with' if fix else 'without'} a fix"
+        what, why, mend = (text.format(**names) for text in (self.what, self.why, mend))
+        return Finding(self.code, self.level, what, why, mend, where, expected, got, fix)
 
 
 @dataclass(frozen=True)

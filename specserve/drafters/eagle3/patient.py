@@ -30,6 +30,11 @@ class Patient:
         self.dialect: Dialect = dialects.dialect_of(self.raw, self.names)
         self.rename = dialects.renamer(self.names)
 
+    @property
+    def weights(self) -> frozenset[str]:
+        """Names of all tensors but the tables of the vocabulary."""
+        return self.names - {self.rename(D2T), self.rename(T2D)}
+
     @cached_property
     def head_rows(self) -> int | None:
         name = self.rename("lm_head.weight")
