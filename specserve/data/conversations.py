@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from specserve.chat_template import REASONING_NAMES
 from specserve.errors import ConfigError
-from specserve.tokenizer import REASONING_NAMES
 
 Split = Literal["train", "held-out"]
 SPLITS: tuple[Split, ...] = get_args(Split)

@@ -168,10 +168,10 @@ def _unread(conversations: Sequence[Conversation], tokenizer: Tokenizer) -> Coun
     """What conversations say that their chat template does not write down, and of how many that is so."""
     unread: Counter[str] = Counter()
     for conversation in conversations:
-        unread["tools"] += bool(conversation.tools) and not tokenizer.reads_tools
+        unread["tools"] += bool(conversation.tools) and not tokenizer.template.reads_tools
         has_reasoning = any(message.reasoning for message in conversation.messages)
-        unread["reasoning"] += has_reasoning and not tokenizer.reads_reasoning
-        unread.update(name for name in conversation.variables() if not tokenizer.reads_variable(name))
+        unread["reasoning"] += has_reasoning and not tokenizer.template.reads_reasoning
+        unread.update(name for name in conversation.variables() if not tokenizer.template.reads_variable(name))
     return +unread
 
 

@@ -7,6 +7,7 @@ from itertools import accumulate
 
 import numpy as np
 
+from specserve.data.chat_masks import encode_chat
 from specserve.data.conversations import Conversation
 from specserve.errors import DataError
 from specserve.tokenizer import Tokenizer
@@ -177,9 +178,8 @@ def _split(document: Document, max_len: int) -> list[Document]:
 
 def _encode(conversation: Conversation, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
     if not conversation.is_document:
-        return tokenizer.encode_chat(
-            conversation.as_dicts(), tools=conversation.tool_dicts(), template_kwargs=conversation.variables()
-        )
+        messages, tools = conversation.as_dicts(), conversation.tool_dicts()
+        return encode_chat(tokenizer, messages, tools=tools, template_kwargs=conversation.variables())
     token_ids = tokenizer.encode(conversation.messages[0].content)
     bos_id, eos_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     if bos_id is not None and token_ids[:2] == [bos_id, bos_id]:  # the text has one, and the tokenizer adds one

@@ -17,9 +17,6 @@ from pathlib import Path
 
 import numpy as np
 
-import specserve.tokenizer
-from specserve.data import conversations as rows
-from specserve.data import documents
 from specserve.data.conversations import Conversation
 from specserve.data.documents import Document, TokenizedDocuments, join, tokenize_part
 from specserve.errors import DataError
@@ -30,9 +27,17 @@ log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 CONFIG_FILES = ("config.json", "generation_config.json")  # which ids end a turn
-CODE = tuple(
-    Path(str(module.__file__)) for module in (rows, documents, specserve.tokenizer)
-)  # what decides about ids and masks
+PACKAGE = Path(__file__).parent.parent
+CODE = tuple(  # what decides about ids and masks
+    PACKAGE / name
+    for name in (
+        "chat_template.py",
+        "tokenizer.py",
+        "data/chat_masks.py",
+        "data/conversations.py",
+        "data/documents.py",
+    )
+)
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
 PART = 1000  # conversations that a worker takes at a time
 MIN_PARTS = 10  # so many before workers are worth their start: seconds, each
@@ -102,7 +107,7 @@ def _key_pieces(
     conversations: Sequence[Conversation], tokenizer: Tokenizer, folder: Path, max_len: int
 ) -> Iterator[bytes]:
     yield str(max_len).encode()
-    yield json.dumps(tokenizer.template_kwargs, sort_keys=True).encode()
+    yield json.dumps(tokenizer.template.kwargs, sort_keys=True).encode()
     for name in LIBRARIES:
         yield f"{name} {importlib.metadata.version(name)}".encode()
     for file in CODE:

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specserve.data.chat_masks import encode_chat
 from specserve.data.conversations import Conversation, Message
 from specserve.data.documents import Document, tokenize, tokenize_part, turn_end
 from specserve.tokenizer import Tokenizer
@@ -31,7 +32,7 @@ def answers(document: Document) -> list[list[int]]:
 @given(sizes=SIZES, max_len=st.integers(2, 120))
 def test_a_chat_keeps_the_answers_that_fit_and_no_part_of_another(sizes, max_len, pydoc_tokenizer):
     conversation = chat(sizes)
-    token_ids, loss_mask = pydoc_tokenizer.encode_chat(conversation.as_dicts())
+    token_ids, loss_mask = encode_chat(pydoc_tokenizer, conversation.as_dicts())
     whole = Document(np.array(token_ids), np.array(loss_mask))
     fitting = [answer for answer, end in zip(answers(whole), ends(whole), strict=True) if end <= max_len]
     result = tokenize_part([conversation], pydoc_tokenizer, max_len)
