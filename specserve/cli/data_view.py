@@ -229,14 +229,14 @@ def coloured(document: "Document", prepared: Prepared, limit: int, *, has_colour
 def _measures(report: "SourceReport") -> dict[str, int]:
     source, tokenized = report.tokens.source, report.tokens.tokenized
     return {
-        "conversations": tokenized.num_conversations,
+        "conversations": tokenized.counts["rows"],
         "held out": len(source.held_out),
         "held out elsewhere, not used": source.num_withheld,
         "bad rows, left out": len(source.problems),
-        "refused by the template, left out": tokenized.num_rejected,
-        "nothing to learn, left out": tokenized.num_dropped,
-        "cut short": tokenized.num_truncated_documents,
-        "tokens cut": tokenized.num_truncated_tokens,
+        "refused by the template, left out": tokenized.counts["rejected"],
+        "nothing to learn, left out": tokenized.counts["dropped"],
+        "cut short": tokenized.counts["truncated"],
+        "tokens cut": tokenized.counts["truncated tokens"],
         "tokens": tokenized.num_tokens,
         "packed rows": report.num_rows,
     }

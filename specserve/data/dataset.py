@@ -13,7 +13,7 @@ import numpy as np
 
 from specserve.data import pydoc
 from specserve.data.conversations import Conversation, Row, Split, TokenRow
-from specserve.data.documents import Document, TokenizedDocuments, check, join, turn_end
+from specserve.data.documents import Document, TokenizedDocuments, check, join, tokenize_part
 from specserve.data.packing import PackedRows, pack, stack
 from specserve.data.sources import PYDOC, SourceRows
 from specserve.data.token_cache import tokenize_cached
@@ -100,7 +100,7 @@ def tokenize_source(
         counts = ", ".join(f"{what} (of {count})" for what, count in unread.most_common())
         log.warning("%s: conversations say what the chat template does not read: %s", source.name, counts)
     ready = [row for row in source.train if isinstance(row, TokenRow)]
-    parts = [_cut(ready, max_len)]
+    parts = [tokenize_part(ready, tokenizer, max_len)]
     if conversations:
         parts.insert(0, tokenize_cached(conversations, tokenizer, folder, max_len, workers))
     tokenized = join(parts)
@@ -173,23 +173,6 @@ def _unread(conversations: Sequence[Conversation], tokenizer: Tokenizer) -> Coun
         unread["reasoning"] += has_reasoning and not tokenizer.template.reads_reasoning
         unread.update(name for name in conversation.variables() if not tokenizer.template.reads_variable(name))
     return +unread
-
-
-def _cut(ready: Sequence[TokenRow], max_len: int) -> TokenizedDocuments:
-    """Rows that are token ids already, cut to `max_len` as chats are: behind the last answer that fits, if one does."""
-    ends = [turn_end(row.loss_mask, max_len) for row in ready]
-    documents = [Document(row.token_ids[:end], row.loss_mask[:end]) for row, end in zip(ready, ends, strict=True)]
-    origins = [i for i, document in enumerate(documents) if document.loss_mask[1:].any()]
-    return TokenizedDocuments(
-        documents=[documents[i] for i in origins],
-        origins=origins,
-        num_conversations=len(ready),
-        num_truncated_documents=sum(len(row.token_ids) > max_len for row in ready),
-        num_truncated_tokens=sum(len(ready[i].token_ids) - ends[i] for i in origins),
-        num_dropped=len(ready) - len(origins),
-        num_dropped_tokens=sum(len(row.token_ids) for row in ready) - sum(len(ready[i].token_ids) for i in origins),
-        num_rejected=0,
-    )
 
 
 def _questions(source: SourceRows, tokenizer: Tokenizer, count: int, max_len: int) -> Iterator[Prompt]:

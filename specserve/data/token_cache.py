@@ -10,6 +10,7 @@ import json
 import logging
 import multiprocessing
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -123,14 +124,14 @@ def _key_pieces(
 
 
 def _write(path: Path, tokenized: TokenizedDocuments) -> None:
-    counts = {field: value for field, value in vars(tokenized).items() if field not in ("documents", "origins")}
+    account = {"counts": tokenized.counts, "rejection": tokenized.rejection}
     parts = tokenized.documents
     arrays = {
         "token_ids": np.concatenate([part.token_ids for part in parts]) if parts else np.empty(0, np.int32),
         "loss_mask": np.concatenate([part.loss_mask for part in parts]) if parts else np.empty(0, bool),
         "lengths": np.array([len(part) for part in parts], np.int64),
         "origins": np.array(tokenized.origins, np.int64),
-        "counts": np.frombuffer(json.dumps(counts).encode(), np.uint8),
+        "account": np.frombuffer(json.dumps(account).encode(), np.uint8),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path, is_shared=True) as partial, partial.open("wb") as file:
@@ -145,11 +146,11 @@ def _read(path: Path) -> TokenizedDocuments | None:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             token_ids, loss_mask, lengths = arrays["token_ids"], arrays["loss_mask"], arrays["lengths"]
             origins = arrays["origins"].tolist()
-            counts = json.loads(arrays["counts"].tobytes())
+            account = json.loads(arrays["account"].tobytes())
         stops = np.cumsum(lengths)
         pieces = zip((stops - lengths).tolist(), stops.tolist(), strict=True)
         found = [Document(token_ids[begin:stop], loss_mask[begin:stop]) for begin, stop in pieces]
-        return TokenizedDocuments(documents=found, origins=origins, **counts)
+        return TokenizedDocuments(found, origins, Counter(account["counts"]), account["rejection"])
     except Exception as error:  # whatever zipfile and numpy raise for a damaged file
         log.warning("%s is damaged (%s); its token ids are made again", path, error or type(error).__name__)
         return None
