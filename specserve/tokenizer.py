@@ -46,7 +46,7 @@ class Tokenizer:
             backend = backend_class.from_pretrained(str(folder), local_files_only=True, model_max_length=2**62)
         except Exception as error:  # transformers raises whatever its parsers raise
             raise CheckpointError(f"{folder}: cannot read the tokenizer: {error}") from error
-        tokenizer = cls(backend, _end_ids(folder), template_kwargs)
+        tokenizer = cls(backend, read_end_ids(folder), template_kwargs)
         tokenizer.template.check_kwargs(tokenizer.template.kwargs)
         return tokenizer
 
@@ -162,16 +162,17 @@ def _reject(record: logging.LogRecord) -> bool:
     return record.levelno > logging.WARNING
 
 
-def _end_ids(folder: Path) -> set[int]:
-    """Every id that ends a turn, by a model folder's configs."""
-    found: set[int] = set()
+def read_end_ids(folder: Path) -> tuple[int, ...]:
+    """Every id that ends a turn or a sequence, by a model folder's generation_config.json, then its config.json. Raises
+    CheckpointError."""
+    found: list[int] = []
     for path in (folder / "generation_config.json", folder / "config.json"):
         try:
             value = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
         except (OSError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path}: cannot read the ids that end a turn: {error}") from error
-        found.update(value if isinstance(value, list) else [value] if isinstance(value, int) else [])
-    return found
+        found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
+    return tuple(dict.fromkeys(found))
 
 
 def _check_unicode(text: str) -> None:

@@ -45,6 +45,8 @@ class SourceReport:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
+    """What training reads: packed rows of all sources, and an account of each source."""
+
     rows: PackedRows
     reports: tuple[SourceReport, ...]  # in the order of `rows.source_starts`
 
@@ -64,7 +66,7 @@ class Prompt:
 
 
 def draw(mixture: Sequence[SourceRows], count: int, seed: int) -> tuple[SourceRows, ...]:
-    """`count` of the mixture's training rows, drawn by the seed; all when there are no more, or `count` is 0.
+    """Draw `count` of the mixture's training rows by the seed; all when there are no more, or `count` is 0.
 
     A source of which none is drawn is left out, and logged.
     """
@@ -90,8 +92,8 @@ def tokenize_source(
     max_len: int,
     workers: int = 0,
 ) -> SourceTokens:
-    """The source's training rows, tokenised or read from the cache. What is cut or left out is counted and logged, and
-    what rows say that the chat template does not read.
+    """Tokenise the source's training rows, or read them from the cache. What is cut or left out is counted and logged,
+    and so is what rows say that the chat template does not read.
 
     Raises DataError when nothing is left.
     """
@@ -122,7 +124,7 @@ def build(sources: Sequence[SourceTokens], *, seq_len: int, vocab_size: int) -> 
 
 
 def token_counts(documents: Sequence[Document], vocab_size: int) -> np.ndarray:  # int64 [vocab]
-    """How often each token bears loss."""
+    """Count how often each token bears loss."""
     counts = np.zeros(vocab_size, np.int64)
     for document in documents:
         np.add.at(counts, document.token_ids[document.loss_mask], 1)
@@ -130,7 +132,7 @@ def token_counts(documents: Sequence[Document], vocab_size: int) -> np.ndarray: 
 
 
 def held_out_prompts(mixture: Sequence[SourceRows], tokenizer: Tokenizer, count: int, *, max_len: int) -> list[Prompt]:
-    """At most `count` questions that nobody trains on, from all sources in turn, the same ones in every run.
+    """Collect at most `count` questions that nobody trains on, from all sources in turn, the same ones in every run.
 
     Plain documents ask nothing; questions that the chat template refuses or that are longer than `max_len` tokens are
     passed over.

@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """What attention may see at once: one conversation or plain text."""
+    """One conversation or plain text, or a piece of one: all that its tokens may see when documents share a row."""
 
     token_ids: np.ndarray  # int32 [seq]
     loss_mask: np.ndarray  # bool [seq]; True where the token is to be predicted
@@ -60,7 +60,7 @@ class TokenizedDocuments:
 
 
 def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, max_len: int) -> TokenizedDocuments:
-    """The rows as documents of at most `max_len` >= 2 tokens.
+    """Make the rows into documents of at most `max_len` >= 2 tokens.
 
     A longer chat, or row of ready token ids, ends where the last answer ends that fits whole; only where not even the
     first one does is it cut inside. A plain document is learned whole, with EOS after it, in as many pieces as it
@@ -74,7 +74,8 @@ def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, max_len: int) -> Tokeniz
 
 
 def tokenize_part(rows: Sequence[Row], tokenizer: Tokenizer, max_len: int) -> TokenizedDocuments:
-    """`tokenize` that says nothing of what it left out: a worker's share, to be `join`ed and then `check`ed."""
+    """Tokenise a worker's share as `tokenize` does, without a word on what it left out: shares are `join`ed and then
+    `check`ed."""
     documents: list[Document] = []
     origins: list[int] = []
     counts: Counter[Count] = Counter({"rows": len(rows)})
@@ -111,7 +112,7 @@ def _fit(whole: Document, max_len: int, *, is_split: bool) -> tuple[list[Documen
 
 
 def join(parts: Sequence[TokenizedDocuments]) -> TokenizedDocuments:
-    """The documents of all parts in order, their counts added up."""
+    """Put the documents of all parts in order, and add up their counts."""
     documents = [document for part in parts for document in part.documents]
     starts = accumulate((part.counts["rows"] for part in parts), initial=0)
     origins = [start + origin for start, part in zip(starts, parts, strict=False) for origin in part.origins]
@@ -151,7 +152,7 @@ def turn_end(
     loss_mask: np.ndarray,  # bool [seq]
     max_len: int,
 ) -> int:
-    """How many tokens of a chat to keep: up to the end of the last answer that fits whole into `max_len`, or where
+    """Say how many tokens of a chat are kept: up to the end of the last answer that fits whole into `max_len`, or where
     there is none `max_len`. All of a chat that fits."""
     if len(loss_mask) <= max_len:
         return len(loss_mask)

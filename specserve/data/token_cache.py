@@ -51,7 +51,7 @@ def tokenize_cached(
     max_len: int,
     workers: int = 0,
 ) -> TokenizedDocuments:
-    """`tokenize_part` of all the conversations, read from the cache when the same was asked before. `workers`
+    """Tokenise all the conversations by `tokenize_part`, or read what was made of the same ones before. `workers`
     processes share the work, 0 for one per core; where there is little to do this process does it alone."""
     path = cache_folder() / "tokens" / f"{_key(conversations, tokenizer, folder, max_len)}.npz"
     if (found := _read(path)) is not None:

@@ -71,7 +71,7 @@ class Check:
 
 @dataclass(frozen=True)
 class Report:
-    """What was found in a folder."""
+    """All that the doctor says of a head's folder: what the head is, and what is wrong with it."""
 
     folder: Path
     dialect: str
@@ -110,12 +110,14 @@ class Report:
 
 
 def stored_dtype(tensors: TensorFolder) -> str:
-    """The dtype of the weights; float32, which holds both of the others, where they are of several."""
+    """Give the dtype of the weights; float32, which holds both of the others, where they are of several."""
     found = {tensors.dtype(name).name for name in tensors.names()} & set(FLOATS)
     return found.pop() if len(found) == 1 else "float32"
 
 
 def put(key: str, value: Any, *, in_layer: bool = False, everywhere: bool = False) -> Callable[[Copy], None]:
+    """A fix that writes a key of config.json: at the top, where the layer's settings stand, or in both places."""
+
     def fix(mended: Copy) -> None:
         (mended.layer if in_layer else mended.raw)[key] = value
         if everywhere:
@@ -125,6 +127,7 @@ def put(key: str, value: Any, *, in_layer: bool = False, everywhere: bool = Fals
 
 
 def describe(table: np.ndarray | None) -> str:
+    """Tell a table of the vocabulary by its size and a few of its entries."""
     if table is None:
         return "nothing"
     shown = ", ".join(str(value) for value in table.ravel()[:3].tolist())

@@ -11,7 +11,7 @@ Flags = dict[str, Any]  # fields of ModelConfig
 
 
 class Keys:
-    """Values out of a config.json, with errors that name the file and the key."""
+    """Reads values of a config.json; errors name the file and the key."""
 
     def __init__(self, raw: Mapping[str, Any], where: str) -> None:
         self.raw, self.where = raw, where

@@ -135,6 +135,7 @@ class Patient:
 
 
 def read_rope(raw: Mapping[str, Any]) -> Rope | None:
+    """Read the rotary settings of a config.json; None where they make no sense."""
     try:
         return rope_from_hf(raw, CONFIG)
     except (ConfigError, AttributeError, TypeError, ValueError):
