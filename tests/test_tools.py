@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from specserve.checkpoints.load import load_target
+from specserve.data.chat_masks import encode_chat
 from specserve.errors import CheckpointError, ConfigError
 from specserve.tokenizer import Tokenizer
 
@@ -87,8 +88,8 @@ def test_target_is_trained_resumed_and_loadable(tool, corpus, tmp_path):
     assert tokenizer.vocab_size <= TINY["vocab_size"]
     text = "7 und 7 ist vierzehn, naïve 🙂\n\tok"
     assert tokenizer.decode(tokenizer.encode(text)) == text
-    token_ids, loss_mask = tokenizer.encode_chat(
-        [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "7."}]
+    token_ids, loss_mask = encode_chat(
+        tokenizer, [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "7."}]
     )
     assert tokenizer.decode([t for t, m in zip(token_ids, loss_mask, strict=True) if m]) == "7."
 

@@ -34,6 +34,7 @@ from specserve.models.families import model_config
 from specserve.models.params import ParamSpec, Part, is_product, is_spec, specs
 from specserve.models.sharding import check_fits, place_target
 from specserve.models.target import TargetParams, target_spec
+from specserve.tokenizer import read_end_ids
 
 logger = logging.getLogger(__name__)
 Tree = TypeVar("Tree")
@@ -67,7 +68,7 @@ _OTHER_SENSES = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projec
 
 @dataclass(frozen=True)
 class Target:
-    """A loaded target."""
+    """A target's shape, its parameters, and the folder that they were read from."""
 
     config: ModelConfig
     params: TargetParams
@@ -110,7 +111,7 @@ def load_target(
     )
     if is_checked:
         check_weights(params, spec, str(folder))
-    return Target(config, params, eos_ids(folder, raw), folder)
+    return Target(config, params, read_end_ids(folder), folder)
 
 
 def _renamer(names: frozenset[str]) -> Callable[[str], str]:
@@ -133,16 +134,6 @@ def _skipped(config: ModelConfig, raw: Mapping[str, Any], rename: Callable[[str]
         for i in range(config.num_layers, config.num_layers + (1 if count is None else count)):
             further.add(re.escape(rename(config.names.layer.format(i=i))) + r"\..*")
     return skipped | dict.fromkeys(further, "layers of multi-token prediction")
-
-
-def eos_ids(folder: Path, raw_config: dict[str, object]) -> tuple[int, ...]:
-    """Every EOS id of generation_config.json and config.json."""
-    found: list[int] = []
-    generation = folder / "generation_config.json"
-    for raw in ([read_json(generation)] if generation.is_file() else []) + [raw_config]:
-        value = raw.get("eos_token_id")
-        found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
-    return tuple(dict.fromkeys(found))
 
 
 def load_params(
@@ -252,8 +243,8 @@ def _outputs_first(spec: ParamSpec) -> ParamSpec:
 
 
 def in_memory(spec: ParamSpec, stored: Sequence[LazyTensor]) -> LazyTensor:
-    """A parameter as the model takes it, from the stored tensors that its spec names: experts stacked, its own outputs
-    picked, inputs first."""
+    """Give a parameter as the model takes it, from the stored tensors that its spec names: experts stacked, its own
+    outputs picked, inputs first."""
 
     def read(index: Index) -> np.ndarray:
         rest = index[1:] if spec.is_per_expert else index
@@ -310,7 +301,7 @@ def _place_of_scale(place: Sharding | None, scale: LazyTensor) -> Sharding | Non
 
 
 def quantize_params(params: Tree, to: EightBits) -> Tree:
-    """Loaded parameters with 8-bit weights in place of the matrices that rows are multiplied by; embeddings, norms,
+    """Put 8-bit weights in place of the matrices that rows are multiplied by; embeddings, norms,
     routers and vectors stay. `load_params` does the same tensor by tensor, which needs less memory.
 
     Qwix (github.com/google/qwix) does it for models of Flax: its entry for parameters alone takes nested dicts beside a
@@ -339,7 +330,7 @@ def _not_finite(spec: ParamSpec, weight: jax.Array | QuantizedMatrix) -> list[st
 
 
 def to_numpy(params: Any, spec_tree: Any, dtype: str) -> dict[str, np.ndarray]:
-    """Parameters under their checkpoint names, in the checkpoint's layout: the inverse of `load_params`."""
+    """Give the parameters under their checkpoint names, in the checkpoint's layout: the inverse of `load_params`."""
     out: dict[str, np.ndarray] = {}
     for spec, leaf in zip(specs(spec_tree), jax.tree.leaves(params), strict=True):
         value = np.asarray(leaf).astype(spec.dtype(dtype))

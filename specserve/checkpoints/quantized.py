@@ -50,7 +50,7 @@ class LazyTensor:
 
 @dataclass(frozen=True)
 class LazyQuantized:
-    """Values, and one scale for each output and `block` inputs."""
+    """A stored matrix of 8 bits or fewer: values, and one scale for each output and `block` inputs."""
 
     values: LazyTensor  # [..., out, in] of 8 bits
     scale: LazyTensor  # [..., out, in_blocks] float32

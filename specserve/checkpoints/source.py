@@ -19,12 +19,14 @@ _COPIES = ["*/*", "consolidated*"]  # the same weights again, as others lay them
 
 @dataclass(frozen=True)
 class TargetSource:
+    """Where a target was found."""
+
     name: str  # what a checkpoint remembers and the server shows
     folder: Path
 
 
 def is_hub_id(text: str) -> bool:
-    """owner/name as the hub allows it, which neither ./name nor ../name is."""
+    """Whether the text is owner/name as the hub allows it, which neither ./name nor ../name is."""
     return _HUB_ID.fullmatch(text) is not None and not text.endswith(".git")
 
 

@@ -51,7 +51,7 @@ Index = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies."""
+    """Where a tensor lies: in which file, at which bytes, in which shape and dtype."""
 
     file: Path
     dtype: np.dtype
@@ -85,7 +85,7 @@ class TensorFolder:
         return self._entries[name].file
 
     def read(self, name: str, index: Index = ()) -> np.ndarray:
-        """A slice of a tensor, in memory of its own. Of the file only the pages under the slice are touched."""
+        """Read a slice of a tensor into memory of its own. Of the file only the pages under the slice are touched."""
         entry = self._entries[name]
         if 0 in entry.shape:  # nothing to map
             return np.empty(entry.shape, entry.dtype)[index]
@@ -94,7 +94,7 @@ class TensorFolder:
 
 
 def listed(problems: Sequence[str], limit: int = 8) -> str:
-    """All that is wrong in one line, or as much of it as a line takes."""
+    """Tell all that is wrong in one line, or as much of it as a line takes."""
     more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
     return "; ".join(problems[:limit]) + more
 
@@ -200,7 +200,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
 
 
 def read_json(path: Path) -> dict[str, object]:
-    """A JSON object on disk. Raises CheckpointError when it is missing or malformed."""
+    """Read a JSON object from disk. Raises CheckpointError when it is missing or malformed."""
     try:
         value = json.loads(path.read_text())
     except FileNotFoundError:

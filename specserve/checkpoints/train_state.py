@@ -52,14 +52,15 @@ class StateStore:
             raise self._failed(error) from error
 
     def wait(self) -> None:
-        """Until what was begun is written. Raises CheckpointError when it could not be."""
+        """Wait until what was begun is written. Raises CheckpointError when it could not be."""
         try:
             self._manager.wait_until_finished()
         except Exception as error:
             raise self._failed(error) from error
 
     def restore(self, like: Any) -> tuple[Any, dict[str, Any]]:
-        """The newest state, shaped and placed like `like`. Raises CheckpointError when there is none or it differs."""
+        """Read the newest state, shaped and placed like `like`. Raises CheckpointError when there is none or it
+        differs."""
         step = self.latest_step
         if step is None:
             raise CheckpointError(f"{self._folder}: no saved state to resume from; run without --resume")
@@ -75,7 +76,7 @@ class StateStore:
         return restored["state"], restored["extra"]
 
     def close(self) -> None:
-        """Raises CheckpointError when the last save failed."""
+        """End the last save. Raises CheckpointError when it failed."""
         self.wait()
         self._manager.close()
 

@@ -63,6 +63,7 @@ def regenerate(run: RegenerateRun) -> None:
     from rich.markup import escape
     from rich.progress import Progress
 
+    from specserve.chat_template import THINKING_SWITCH
     from specserve.cli.progress import bar_columns, console, warmup_bar
     from specserve.data import dataset, sources
     from specserve.data.conversations import Columns, parse_template_kwargs
@@ -71,7 +72,6 @@ def regenerate(run: RegenerateRun) -> None:
     from specserve.mesh import SERVING_AXES, parse_mesh
     from specserve.serve.launch import load_models, make_engine
     from specserve.serve.settings import ServeRun
-    from specserve.tokenizer import THINKING_SWITCH
 
     if weighted := [entry for entry in run.source if sources.parse_entry(entry)[1] != 1]:
         raise ConfigError(f"--source {weighted[0]}: every question is asked once, so give no weights")

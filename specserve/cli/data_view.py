@@ -72,12 +72,11 @@ class Prepared:
 
 def load(run: MixtureRun) -> Prepared:
     """Everything but the target's weights. Raises ConfigError, CheckpointError or DataError."""
-    from specserve.checkpoints.load import eos_ids
     from specserve.checkpoints.source import resolve_target
     from specserve.checkpoints.tensors import read_json
     from specserve.data.conversations import parse_template_kwargs
     from specserve.models.families import model_config
-    from specserve.tokenizer import Tokenizer
+    from specserve.tokenizer import Tokenizer, read_end_ids
     from specserve.train.prepare import draft_vocab, load_data
     from specserve.train.settings import DataSettings, TrainRun, TrainSettings
 
@@ -94,9 +93,8 @@ def load(run: MixtureRun) -> Prepared:
     )
     train = TrainRun(target=run.target, data=data, train=TrainSettings(seq_len=run.seq_len, seed=run.seed))
     dataset, _ = load_data(train, tokenizer, folder, vocab_size)
-    return Prepared(
-        dataset, tokenizer, folder, draft_vocab(dataset.counts, tokenizer, eos_ids(folder, raw), run.vocab_size)
-    )
+    draft_ids = draft_vocab(dataset.counts, tokenizer, read_end_ids(folder), run.vocab_size)
+    return Prepared(dataset, tokenizer, folder, draft_ids)
 
 
 def prepare(run: PrepareRun) -> None:
@@ -229,14 +227,14 @@ def coloured(document: "Document", prepared: Prepared, limit: int, *, has_colour
 def _measures(report: "SourceReport") -> dict[str, int]:
     source, tokenized = report.tokens.source, report.tokens.tokenized
     return {
-        "conversations": tokenized.num_conversations,
+        "conversations": tokenized.counts["rows"],
         "held out": len(source.held_out),
         "held out elsewhere, not used": source.num_withheld,
         "bad rows, left out": len(source.problems),
-        "refused by the template, left out": tokenized.num_rejected,
-        "nothing to learn, left out": tokenized.num_dropped,
-        "cut short": tokenized.num_truncated_documents,
-        "tokens cut": tokenized.num_truncated_tokens,
+        "refused by the template, left out": tokenized.counts["rejected"],
+        "nothing to learn, left out": tokenized.counts["dropped"],
+        "cut short": tokenized.counts["truncated"],
+        "tokens cut": tokenized.counts["truncated tokens"],
         "tokens": tokenized.num_tokens,
         "packed rows": report.num_rows,
     }

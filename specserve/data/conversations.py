@@ -13,8 +13,8 @@ from typing import Any, Literal, get_args
 
 import numpy as np
 
+from specserve.chat_template import REASONING_NAMES
 from specserve.errors import ConfigError
-from specserve.tokenizer import REASONING_NAMES
 
 Split = Literal["train", "held-out"]
 SPLITS: tuple[Split, ...] = get_args(Split)
@@ -120,7 +120,7 @@ Row = Conversation | TokenRow
 
 @dataclass(frozen=True)
 class Columns:
-    """Under which names a data set keeps what a row is made of: messages, or prompt and response, or text."""
+    """Says under which names a data set keeps what a row is made of: messages, or prompt and response, or text."""
 
     messages: str = ""
     prompt: str = ""
@@ -131,8 +131,8 @@ class Columns:
 
     @classmethod
     def parse(cls, entries: Sequence[str]) -> "Columns":
-        """From `messages=conversation`, or `prompt=question` with `response=answer`, or `text=body`; `category=topic`
-        and `tools=functions` with any. Raises ConfigError."""
+        """Read the entries `messages=conversation`, or `prompt=question` with `response=answer`, or `text=body`;
+        `category=topic` and `tools=functions` with any. Raises ConfigError."""
         given: dict[str, str] = {}
         for entry in entries:
             name, _, column = entry.partition("=")
@@ -155,7 +155,7 @@ class Columns:
         return bool(names) and all(name in row for name in names)
 
     def rename(self, row: Mapping[str, Any]) -> dict[str, Any]:
-        """A row that fits, in the names that `parse_row` reads."""
+        """Give a row that fits the names that `parse_row` reads."""
         renamed: dict[str, Any] = {
             "category": row.get(self.category) or "",
             "tools": row.get(self.tools or "tools"),
@@ -173,8 +173,8 @@ NO_COLUMNS = Columns()
 
 
 def parse_template_kwargs(entries: Sequence[str]) -> dict[str, Any]:
-    """Template variables from `enable_thinking=false`: each value is read as JSON, and is text where it is none.
-    Raises ConfigError."""
+    """Read template variables from entries such as `enable_thinking=false`: each value is read as JSON, and is text
+    where it is none. Raises ConfigError."""
     given: dict[str, Any] = {}
     for entry in entries:
         name, equals, text = entry.partition("=")
@@ -202,7 +202,7 @@ class BadRowError(Exception):
 
 
 def report(problems: Sequence[RowProblem]) -> str:
-    """One line: how many rows were left out, and for each reason its count and first five line numbers."""
+    """Tell in one line how many rows were left out, and for each reason its count and first five line numbers."""
     by_reason: dict[str, list[int]] = {}
     for problem in problems:
         by_reason.setdefault(problem.reason, []).append(problem.line)
@@ -221,8 +221,8 @@ def split_of(row: Row) -> Split:
 
 
 def parse_row(row: Any, source: str, vocab_size: int | None = None, *, needs_answers: bool = True) -> Row:
-    """One row: ready token ids (`input_ids`, `loss_mask`), ShareGPT (`conversations` of from/value), OpenAI (`messages`
-    or `conversations` of role/content) or a plain document (`text`). A chat may have `tools` and
+    """Read one row: ready token ids (`input_ids`, `loss_mask`), ShareGPT (`conversations` of from/value), OpenAI
+    (`messages` or `conversations` of role/content) or a plain document (`text`). A chat may have `tools` and
     `chat_template_kwargs`. A column that is null is as good as not there, and what has a structure may be JSON text.
 
     Token ids are checked against `vocab_size` where it is given. A chat must have an answer to learn from, unless only
@@ -249,7 +249,7 @@ def parse_row(row: Any, source: str, vocab_size: int | None = None, *, needs_ans
 
 
 def unread_fields(row: Mapping[str, Any]) -> set[str]:
-    """Names of fields of the row's messages that say something and that no chat template is given."""
+    """Find the names of fields of the row's messages that say something and that no chat template is given."""
     turns = row.get("messages") or row.get("conversations")
     return {
         str(name)

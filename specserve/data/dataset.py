@@ -13,7 +13,7 @@ import numpy as np
 
 from specserve.data import pydoc
 from specserve.data.conversations import Conversation, Row, Split, TokenRow
-from specserve.data.documents import Document, TokenizedDocuments, check, join, turn_end
+from specserve.data.documents import Document, TokenizedDocuments, check, join, tokenize_part
 from specserve.data.packing import PackedRows, pack, stack
 from specserve.data.sources import PYDOC, SourceRows
 from specserve.data.token_cache import tokenize_cached
@@ -45,6 +45,8 @@ class SourceReport:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
+    """What training reads: packed rows of all sources, and an account of each source."""
+
     rows: PackedRows
     reports: tuple[SourceReport, ...]  # in the order of `rows.source_starts`
 
@@ -64,7 +66,7 @@ class Prompt:
 
 
 def draw(mixture: Sequence[SourceRows], count: int, seed: int) -> tuple[SourceRows, ...]:
-    """`count` of the mixture's training rows, drawn by the seed; all when there are no more, or `count` is 0.
+    """Draw `count` of the mixture's training rows by the seed; all when there are no more, or `count` is 0.
 
     A source of which none is drawn is left out, and logged.
     """
@@ -90,8 +92,8 @@ def tokenize_source(
     max_len: int,
     workers: int = 0,
 ) -> SourceTokens:
-    """The source's training rows, tokenised or read from the cache. What is cut or left out is counted and logged, and
-    what rows say that the chat template does not read.
+    """Tokenise the source's training rows, or read them from the cache. What is cut or left out is counted and logged,
+    and so is what rows say that the chat template does not read.
 
     Raises DataError when nothing is left.
     """
@@ -100,7 +102,7 @@ def tokenize_source(
         counts = ", ".join(f"{what} (of {count})" for what, count in unread.most_common())
         log.warning("%s: conversations say what the chat template does not read: %s", source.name, counts)
     ready = [row for row in source.train if isinstance(row, TokenRow)]
-    parts = [_cut(ready, max_len)]
+    parts = [tokenize_part(ready, tokenizer, max_len)]
     if conversations:
         parts.insert(0, tokenize_cached(conversations, tokenizer, folder, max_len, workers))
     tokenized = join(parts)
@@ -122,7 +124,7 @@ def build(sources: Sequence[SourceTokens], *, seq_len: int, vocab_size: int) -> 
 
 
 def token_counts(documents: Sequence[Document], vocab_size: int) -> np.ndarray:  # int64 [vocab]
-    """How often each token bears loss."""
+    """Count how often each token bears loss."""
     counts = np.zeros(vocab_size, np.int64)
     for document in documents:
         np.add.at(counts, document.token_ids[document.loss_mask], 1)
@@ -130,7 +132,7 @@ def token_counts(documents: Sequence[Document], vocab_size: int) -> np.ndarray: 
 
 
 def held_out_prompts(mixture: Sequence[SourceRows], tokenizer: Tokenizer, count: int, *, max_len: int) -> list[Prompt]:
-    """At most `count` questions that nobody trains on, from all sources in turn, the same ones in every run.
+    """Collect at most `count` questions that nobody trains on, from all sources in turn, the same ones in every run.
 
     Plain documents ask nothing; questions that the chat template refuses or that are longer than `max_len` tokens are
     passed over.
@@ -168,28 +170,11 @@ def _unread(conversations: Sequence[Conversation], tokenizer: Tokenizer) -> Coun
     """What conversations say that their chat template does not write down, and of how many that is so."""
     unread: Counter[str] = Counter()
     for conversation in conversations:
-        unread["tools"] += bool(conversation.tools) and not tokenizer.reads_tools
+        unread["tools"] += bool(conversation.tools) and not tokenizer.template.reads_tools
         has_reasoning = any(message.reasoning for message in conversation.messages)
-        unread["reasoning"] += has_reasoning and not tokenizer.reads_reasoning
-        unread.update(name for name in conversation.variables() if not tokenizer.reads_variable(name))
+        unread["reasoning"] += has_reasoning and not tokenizer.template.reads_reasoning
+        unread.update(name for name in conversation.variables() if not tokenizer.template.reads_variable(name))
     return +unread
-
-
-def _cut(ready: Sequence[TokenRow], max_len: int) -> TokenizedDocuments:
-    """Rows that are token ids already, cut to `max_len` as chats are: behind the last answer that fits, if one does."""
-    ends = [turn_end(row.loss_mask, max_len) for row in ready]
-    documents = [Document(row.token_ids[:end], row.loss_mask[:end]) for row, end in zip(ready, ends, strict=True)]
-    origins = [i for i, document in enumerate(documents) if document.loss_mask[1:].any()]
-    return TokenizedDocuments(
-        documents=[documents[i] for i in origins],
-        origins=origins,
-        num_conversations=len(ready),
-        num_truncated_documents=sum(len(row.token_ids) > max_len for row in ready),
-        num_truncated_tokens=sum(len(ready[i].token_ids) - ends[i] for i in origins),
-        num_dropped=len(ready) - len(origins),
-        num_dropped_tokens=sum(len(row.token_ids) for row in ready) - sum(len(ready[i].token_ids) for i in origins),
-        num_rejected=0,
-    )
 
 
 def _questions(source: SourceRows, tokenizer: Tokenizer, count: int, max_len: int) -> Iterator[Prompt]:

@@ -1,13 +1,16 @@
-"""Conversations -> token documents, each with its loss mask. Host only, numpy only."""
+"""Rows of a data set -> token documents, each with its loss mask. Host only, numpy only."""
 
 import logging
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from itertools import accumulate
+from typing import Literal
 
 import numpy as np
 
-from specserve.data.conversations import Conversation
+from specserve.data.chat_masks import encode_chat
+from specserve.data.conversations import Conversation, Row, TokenRow
 from specserve.errors import DataError
 from specserve.tokenizer import Tokenizer
 
@@ -16,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """What attention may see at once: one conversation or plain text."""
+    """One conversation or plain text, or a piece of one: all that its tokens may see when documents share a row."""
 
     token_ids: np.ndarray  # int32 [seq]
     loss_mask: np.ndarray  # bool [seq]; True where the token is to be predicted
@@ -25,20 +28,27 @@ class Document:
         return len(self.token_ids)
 
 
+Count = Literal[
+    "rows",
+    "rejected",  # the chat template refuses the messages
+    "dropped",  # nothing to learn from: no loss-bearing token within max_len
+    "dropped tokens",
+    "truncated",  # chats longer than max_len
+    "truncated tokens",  # cut from those that are kept
+    "cut inside",  # of the truncated: cut inside the first answer, which does not fit
+    "tokens cut inside",  # of the truncated tokens
+    "split",  # plain texts laid into pieces of max_len; nothing of them is cut
+]
+
+
 @dataclass(frozen=True)
 class TokenizedDocuments:
+    """The documents that rows were made into, and what became of the rows."""
+
     documents: list[Document]
-    origins: list[int]  # of each document: which of the conversations it came of
-    num_conversations: int
-    num_truncated_documents: int  # chats longer than max_len
-    num_truncated_tokens: int  # cut from those that are kept
-    num_dropped: int  # nothing to learn from: no loss-bearing token within max_len
-    num_rejected: int  # the chat template refuses the messages
-    rejection: str = ""  # where and why, of the first one
-    num_inside_documents: int = 0  # of the truncated: cut inside the first answer, which does not fit
-    num_inside_tokens: int = 0  # of num_truncated_tokens
-    num_dropped_tokens: int = 0
-    num_split_documents: int = 0  # plain texts laid into pieces of max_len; nothing of them is cut
+    origins: list[int]  # of each document: which of the rows it came of
+    counts: Counter[Count]
+    rejection: str = ""  # where and why the first row was rejected
 
     @property
     def num_tokens(self) -> int:
@@ -49,105 +59,91 @@ class TokenizedDocuments:
         return sum(int(document.loss_mask.sum()) for document in self.documents)
 
 
-def tokenize(conversations: Sequence[Conversation], tokenizer: Tokenizer, max_len: int) -> TokenizedDocuments:
-    """Token ids and loss masks of at most `max_len` >= 2 tokens.
+def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, max_len: int) -> TokenizedDocuments:
+    """Make the rows into documents of at most `max_len` >= 2 tokens.
 
-    A longer chat ends where the last answer ends that fits whole; only where not even the first one does is it cut
-    inside. A plain document is learned whole, with EOS after it, in as many pieces as it takes; each begins with the
-    last token of the one before, so that every token but the first is predicted once.
+    A longer chat, or row of ready token ids, ends where the last answer ends that fits whole; only where not even the
+    first one does is it cut inside. A plain document is learned whole, with EOS after it, in as many pieces as it
+    takes; each begins with the last token of the one before, so that every token but the first is predicted once.
 
     Everything cut or left out is counted and logged. Raises DataError when nothing is left.
     """
-    tokenized = tokenize_part(conversations, tokenizer, max_len)
+    tokenized = tokenize_part(rows, tokenizer, max_len)
     check(tokenized, max_len)
     return tokenized
 
 
-def tokenize_part(conversations: Sequence[Conversation], tokenizer: Tokenizer, max_len: int) -> TokenizedDocuments:
-    """`tokenize` that says nothing of what it left out: a worker's share, to be `join`ed and then `check`ed."""
+def tokenize_part(rows: Sequence[Row], tokenizer: Tokenizer, max_len: int) -> TokenizedDocuments:
+    """Tokenise a worker's share as `tokenize` does, without a word on what it left out: shares are `join`ed and then
+    `check`ed."""
     documents: list[Document] = []
     origins: list[int] = []
-    num_truncated_documents = num_truncated_tokens = num_inside_documents = num_inside_tokens = 0
-    num_dropped = num_dropped_tokens = num_split_documents = num_rejected = 0
+    counts: Counter[Count] = Counter({"rows": len(rows)})
     rejection = ""
-    for origin, conversation in enumerate(conversations):
+    for origin, row in enumerate(rows):
         try:
-            token_ids, loss_mask = _encode(conversation, tokenizer)
+            whole = _encode(row, tokenizer)
         except DataError as error:
-            num_rejected += 1
-            rejection = rejection or f"{conversation.source}: {error}"
+            counts["rejected"] += 1
+            rejection = rejection or f"{row.source}: {error}"
             continue
-        whole = Document(np.array(token_ids, np.int32), np.array(loss_mask, bool))
-        length = len(whole) if conversation.is_document else turn_end(whole.loss_mask, max_len)
-        num_cut = len(whole) - length
-        is_inside = num_cut > 0 and bool(whole.loss_mask[length - 1 : length + 1].all())
-        num_truncated_documents += num_cut > 0
-        pieces = _split(Document(whole.token_ids[:length], whole.loss_mask[:length]), max_len)
-        # The first token is never predicted, so a mask that holds only it teaches nothing.
-        if not pieces[0].loss_mask[1:].any():
-            num_dropped += 1
-            num_dropped_tokens += len(whole)
-            continue
+        is_split = isinstance(row, Conversation) and row.is_document
+        pieces, outcome = _fit(whole, max_len, is_split=is_split)
         documents += pieces
         origins += [origin] * len(pieces)
-        num_truncated_tokens += num_cut
-        num_inside_documents += is_inside
-        num_inside_tokens += num_cut * is_inside
-        num_split_documents += len(pieces) > 1
-    return TokenizedDocuments(
-        documents=documents,
-        origins=origins,
-        num_conversations=len(conversations),
-        num_truncated_documents=num_truncated_documents,
-        num_truncated_tokens=num_truncated_tokens,
-        num_dropped=num_dropped,
-        num_rejected=num_rejected,
-        rejection=rejection,
-        num_inside_documents=num_inside_documents,
-        num_inside_tokens=num_inside_tokens,
-        num_dropped_tokens=num_dropped_tokens,
-        num_split_documents=num_split_documents,
-    )
+        counts += outcome
+    return TokenizedDocuments(documents, origins, counts, rejection)
+
+
+def _fit(whole: Document, max_len: int, *, is_split: bool) -> tuple[list[Document], Counter[Count]]:
+    """The documents of at most `max_len` tokens that a row is made into, and what it counts as."""
+    length = len(whole) if is_split else turn_end(whole.loss_mask, max_len)
+    num_cut = len(whole) - length
+    counts: Counter[Count] = Counter({"truncated": num_cut > 0})
+    pieces = _split(Document(whole.token_ids[:length], whole.loss_mask[:length]), max_len)
+    # The first token is never predicted, so a mask that holds only it teaches nothing.
+    if not pieces[0].loss_mask[1:].any():
+        counts.update({"dropped": 1, "dropped tokens": len(whole)})
+        return [], counts
+    counts.update({"truncated tokens": num_cut, "split": len(pieces) > 1})
+    if num_cut and whole.loss_mask[length - 1 : length + 1].all():
+        counts.update({"cut inside": 1, "tokens cut inside": num_cut})
+    return pieces, counts
 
 
 def join(parts: Sequence[TokenizedDocuments]) -> TokenizedDocuments:
-    """The documents of all parts in order, their counts added up."""
-    counts = {
-        field.name: sum(getattr(part, field.name) for part in parts)
-        for field in fields(TokenizedDocuments)
-        if field.name.startswith("num_")
-    }
+    """Put the documents of all parts in order, and add up their counts."""
     documents = [document for part in parts for document in part.documents]
-    starts = accumulate((part.num_conversations for part in parts), initial=0)
+    starts = accumulate((part.counts["rows"] for part in parts), initial=0)
     origins = [start + origin for start, part in zip(starts, parts, strict=False) for origin in part.origins]
     rejection = next((part.rejection for part in parts if part.rejection), "")
-    return TokenizedDocuments(documents=documents, origins=origins, rejection=rejection, **counts)
+    return TokenizedDocuments(documents, origins, sum((part.counts for part in parts), Counter()), rejection)
 
 
 def check(tokenized: TokenizedDocuments, max_len: int) -> None:
     """Log what was cut or left out. Raises DataError when nothing is left."""
-    if tokenized.num_rejected:
+    counts = tokenized.counts
+    if counts["rejected"]:
         log.warning(
-            "%d conversations left out, the chat template refuses them; %s", tokenized.num_rejected, tokenized.rejection
+            "%d conversations left out, the chat template refuses them; %s", counts["rejected"], tokenized.rejection
         )
-    if tokenized.num_truncated_documents:
-        num_inside, num_inside_tokens = tokenized.num_inside_documents, tokenized.num_inside_tokens
+    if counts["truncated"]:
         log.warning(
             "%d chats are longer than %d tokens: %d tokens cut behind the last answer that fits, %d inside the first "
             "answer of %d chats",
-            *(tokenized.num_truncated_documents, max_len, tokenized.num_truncated_tokens - num_inside_tokens),
-            *(num_inside_tokens, num_inside),
+            *(counts["truncated"], max_len, counts["truncated tokens"] - counts["tokens cut inside"]),
+            *(counts["tokens cut inside"], counts["cut inside"]),
         )
-    if tokenized.num_dropped:
+    if counts["dropped"]:
         log.warning(
             "%d documents of %d tokens have no loss-bearing token within %d and are left out",
-            *(tokenized.num_dropped, tokenized.num_dropped_tokens, max_len),
+            *(counts["dropped"], counts["dropped tokens"], max_len),
         )
-    if tokenized.num_split_documents:
-        log.info("%d plain documents are laid into pieces of %d tokens", tokenized.num_split_documents, max_len)
+    if counts["split"]:
+        log.info("%d plain documents are laid into pieces of %d tokens", counts["split"], max_len)
     if not tokenized.documents:
         raise DataError(
-            f"none of {tokenized.num_conversations} conversations has a loss-bearing token within {max_len} tokens; "
+            f"none of {counts['rows']} conversations has a loss-bearing token within {max_len} tokens; "
             "give a longer --seq-len, or other data (--source)"
         )
 
@@ -156,7 +152,7 @@ def turn_end(
     loss_mask: np.ndarray,  # bool [seq]
     max_len: int,
 ) -> int:
-    """How many tokens of a chat to keep: up to the end of the last answer that fits whole into `max_len`, or where
+    """Say how many tokens of a chat are kept: up to the end of the last answer that fits whole into `max_len`, or where
     there is none `max_len`. All of a chat that fits."""
     if len(loss_mask) <= max_len:
         return len(loss_mask)
@@ -175,15 +171,18 @@ def _split(document: Document, max_len: int) -> list[Document]:
     return pieces
 
 
-def _encode(conversation: Conversation, tokenizer: Tokenizer) -> tuple[list[int], list[bool]]:
-    if not conversation.is_document:
-        return tokenizer.encode_chat(
-            conversation.as_dicts(), tools=conversation.tool_dicts(), template_kwargs=conversation.variables()
-        )
-    token_ids = tokenizer.encode(conversation.messages[0].content)
+def _encode(row: Row, tokenizer: Tokenizer) -> Document:
+    """All token ids of a row and its loss mask. Raises DataError where the chat template refuses its messages."""
+    if isinstance(row, TokenRow):
+        return Document(row.token_ids, row.loss_mask)
+    if not row.is_document:
+        messages, tools = row.as_dicts(), row.tool_dicts()
+        token_ids, loss_mask = encode_chat(tokenizer, messages, tools=tools, template_kwargs=row.variables())
+        return Document(np.array(token_ids, np.int32), np.array(loss_mask, bool))
+    token_ids = tokenizer.encode(row.messages[0].content)
     bos_id, eos_id = tokenizer.bos_token_id, tokenizer.eos_token_id
     if bos_id is not None and token_ids[:2] == [bos_id, bos_id]:  # the text has one, and the tokenizer adds one
         del token_ids[0]
     if eos_id is not None and token_ids[-1:] != [eos_id]:
         token_ids.append(eos_id)
-    return token_ids, [True] * len(token_ids)
+    return Document(np.array(token_ids, np.int32), np.ones(len(token_ids), bool))

@@ -17,6 +17,8 @@ from specserve.errors import ConfigError, DataError
 
 @dataclass(frozen=True, eq=False)
 class Batch:
+    """The rows that a process trains on in one step."""
+
     token_ids: np.ndarray  # int32 [batch, seq]
     loss_mask: np.ndarray  # bool [batch, seq]
     document_ids: np.ndarray  # int32 [batch, seq]; 0 = padding
@@ -25,7 +27,8 @@ class Batch:
 
 
 class Loader:
-    """Rows in a new order each epoch, drawn from (seed, epoch). A batch may span two epochs, so no row is skipped."""
+    """Hands out rows in a new order each epoch, drawn from (seed, epoch). A batch may span two epochs, so no row is
+    skipped."""
 
     def __init__(self, rows: PackedRows, batch_size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> None:
         """`batch_size` > 0 rows over all processes, of which process `shard[0]` of `shard[1]` gets its slice: the
@@ -51,7 +54,7 @@ class Loader:
         self._digest = _digest(rows)
 
     def next_batch(self) -> Batch:
-        """This process's share of the next batch."""
+        """Give this process's share of the next batch."""
         index, count = self._shard
         share = self._batch_size // count
         begin = self._position + index * share
@@ -62,7 +65,7 @@ class Loader:
         return Batch(*arrays, row_ids=at)
 
     def state(self) -> dict[str, int]:
-        """All that `restore` needs, as plain integers; the same on every process."""
+        """Give all that `restore` needs, as plain integers; it is the same on every process."""
         return {
             "position": self._position,
             "seed": self._seed,

@@ -13,6 +13,8 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class PackedRows:
+    """Rows of one length, each with several documents side by side and padding behind them."""
+
     token_ids: np.ndarray  # int32 [row, seq]; 0 at padding
     loss_mask: np.ndarray  # bool [row, seq]
     document_ids: np.ndarray  # int32 [row, seq]; 1, 2, ... within a row, 0 = padding
@@ -26,7 +28,7 @@ class PackedRows:
 
     @property
     def padding_share(self) -> float:
-        """Padding slots over all slots."""
+        """Share of all positions that are padding."""
         return float(np.mean(self.document_ids == 0)) if self.document_ids.size else 0.0
 
 
@@ -47,20 +49,20 @@ def pack(documents: Sequence[Document], seq_len: int) -> PackedRows:
     positions = np.arange(seq_len, dtype=np.int32)
     for index, row in zip(order.tolist(), rows, strict=True):
         document, length = documents[index], int(lengths[index])
-        slots = slice(used[row], used[row] + length)
+        place = slice(used[row], used[row] + length)
         used[row] += length
         num_inside[row] += 1
-        packed.token_ids[row, slots] = document.token_ids[:length]
-        packed.loss_mask[row, slots] = document.loss_mask[:length]
-        packed.document_ids[row, slots] = num_inside[row]
-        packed.position_ids[row, slots] = positions[:length]
+        packed.token_ids[row, place] = document.token_ids[:length]
+        packed.loss_mask[row, place] = document.loss_mask[:length]
+        packed.document_ids[row, place] = num_inside[row]
+        packed.position_ids[row, place] = positions[:length]
     if packed.num_truncated_tokens:
         log.warning("%d tokens cut from documents longer than a row of %d", packed.num_truncated_tokens, seq_len)
     return packed
 
 
 def stack(parts: Sequence[PackedRows], weights: Sequence[float]) -> PackedRows:
-    """The rows of several sources, one source after the other: documents of two sources never share a row."""
+    """Put the rows of several sources one source after the other: documents of two sources never share a row."""
     starts = np.cumsum([0, *(len(part) for part in parts[:-1])])
     return PackedRows(
         token_ids=np.concatenate([part.token_ids for part in parts]),

@@ -58,7 +58,7 @@ DOC_QUESTIONS = ("What does `{name}` do?", "Explain `{name}`.", "Document `{name
 
 
 def build(split: Literal["train", "held-out"]) -> list[Conversation]:
-    """All question/answer pairs of the split; `source` is the module's name, `category` is "source" or "docs".
+    """Build all question/answer pairs of the split; `source` is the module's name, `category` is "source" or "docs".
 
     The first call of an environment takes seconds and fills the user's cache folder; later ones read it.
     """
@@ -80,7 +80,8 @@ def build(split: Literal["train", "held-out"]) -> list[Conversation]:
 
 
 def held_out_prompts(count: int) -> list[Conversation]:
-    """`count` held-out questions without their answers, one module after the other, so that they are spread out."""
+    """Choose `count` held-out questions without their answers, one module after the other, so that they are spread
+    out."""
     by_module: dict[str, list[Conversation]] = {}
     for conversation in sorted(build("held-out"), key=lambda c: _hash(c.messages[0].content)):
         by_module.setdefault(conversation.source, []).append(conversation)

@@ -80,7 +80,7 @@ _HUB_NAME = re.compile(r"(?P<hub_id>[\w.-]+/[\w.-]+)(?:/(?P<config>[\w.-]+))?")
 
 @dataclass(frozen=True)
 class SourceRows:
-    """What one source gives."""
+    """The rows that one source gives, and how often they are used."""
 
     name: str
     weight: float  # how many times per epoch each of its training rows is used
@@ -91,7 +91,7 @@ class SourceRows:
 
 
 def parse_entry(entry: str) -> tuple[str, float]:
-    """(name, weight) of `NAME` or `NAME=WEIGHT`. Raises ConfigError."""
+    """Give the name and the weight of `NAME` or `NAME=WEIGHT`. Raises ConfigError."""
     name, equals, text = entry.rpartition("=")
     try:
         weight = float(text) if equals else 1.0
@@ -112,7 +112,7 @@ def load_mixture(
     withheld: Collection[str] = (),  # keys of further questions that nothing may be trained on
     needs_answers: bool = True,  # False where the questions are all that is wanted
 ) -> tuple[SourceRows, ...]:
-    """Every source of a mixture, each `NAME` or `NAME=WEIGHT`. A name is `pydoc`, a key of DATASETS or
+    """Read every source of a mixture, each `NAME` or `NAME=WEIGHT`. A name is `pydoc`, a key of DATASETS or
     `owner/name[/config]` of the hub, both with `[:SPLIT]` as `datasets` has it (`gsm8k:test`, `magpie:train[:5%]`), or
     a file.
 
@@ -143,7 +143,7 @@ def load_mixture(
 
 
 def load(source: str, *, split: Split) -> tuple[Conversation, ...]:
-    """The conversations of one source's part. Raises ConfigError or DataError; bad rows are counted and logged."""
+    """Read the conversations of one source's part. Raises ConfigError or DataError; bad rows are counted and logged."""
     part = _read(source, NO_COLUMNS, None)
     rows = part.train if split == "train" else part.held_out
     conversations = tuple(row for row in rows if isinstance(row, Conversation))

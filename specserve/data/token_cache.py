@@ -10,6 +10,7 @@ import json
 import logging
 import multiprocessing
 import os
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -17,9 +18,6 @@ from pathlib import Path
 
 import numpy as np
 
-import specserve.tokenizer
-from specserve.data import conversations as rows
-from specserve.data import documents
 from specserve.data.conversations import Conversation
 from specserve.data.documents import Document, TokenizedDocuments, join, tokenize_part
 from specserve.errors import DataError
@@ -30,9 +28,17 @@ log = logging.getLogger(__name__)
 
 TOKENIZER_FILES = ("tokenizer*", "*.jinja", "special_tokens_map.json", "vocab*", "merges.txt", "*.model", "*.tiktoken")
 CONFIG_FILES = ("config.json", "generation_config.json")  # which ids end a turn
-CODE = tuple(
-    Path(str(module.__file__)) for module in (rows, documents, specserve.tokenizer)
-)  # what decides about ids and masks
+PACKAGE = Path(__file__).parent.parent
+CODE = tuple(  # what decides about ids and masks
+    PACKAGE / name
+    for name in (
+        "chat_template.py",
+        "tokenizer.py",
+        "data/chat_masks.py",
+        "data/conversations.py",
+        "data/documents.py",
+    )
+)
 LIBRARIES = ("transformers", "tokenizers", "jinja2")
 PART = 1000  # conversations that a worker takes at a time
 MIN_PARTS = 10  # so many before workers are worth their start: seconds, each
@@ -45,7 +51,7 @@ def tokenize_cached(
     max_len: int,
     workers: int = 0,
 ) -> TokenizedDocuments:
-    """`tokenize_part` of all the conversations, read from the cache when the same was asked before. `workers`
+    """Tokenise all the conversations by `tokenize_part`, or read what was made of the same ones before. `workers`
     processes share the work, 0 for one per core; where there is little to do this process does it alone."""
     path = cache_folder() / "tokens" / f"{_key(conversations, tokenizer, folder, max_len)}.npz"
     if (found := _read(path)) is not None:
@@ -102,7 +108,7 @@ def _key_pieces(
     conversations: Sequence[Conversation], tokenizer: Tokenizer, folder: Path, max_len: int
 ) -> Iterator[bytes]:
     yield str(max_len).encode()
-    yield json.dumps(tokenizer.template_kwargs, sort_keys=True).encode()
+    yield json.dumps(tokenizer.template.kwargs, sort_keys=True).encode()
     for name in LIBRARIES:
         yield f"{name} {importlib.metadata.version(name)}".encode()
     for file in CODE:
@@ -118,14 +124,14 @@ def _key_pieces(
 
 
 def _write(path: Path, tokenized: TokenizedDocuments) -> None:
-    counts = {field: value for field, value in vars(tokenized).items() if field not in ("documents", "origins")}
+    account = {"counts": tokenized.counts, "rejection": tokenized.rejection}
     parts = tokenized.documents
     arrays = {
         "token_ids": np.concatenate([part.token_ids for part in parts]) if parts else np.empty(0, np.int32),
         "loss_mask": np.concatenate([part.loss_mask for part in parts]) if parts else np.empty(0, bool),
         "lengths": np.array([len(part) for part in parts], np.int64),
         "origins": np.array(tokenized.origins, np.int64),
-        "counts": np.frombuffer(json.dumps(counts).encode(), np.uint8),
+        "account": np.frombuffer(json.dumps(account).encode(), np.uint8),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path, is_shared=True) as partial, partial.open("wb") as file:
@@ -140,11 +146,11 @@ def _read(path: Path) -> TokenizedDocuments | None:
         with path.open("rb") as file, np.load(file, allow_pickle=False) as arrays:
             token_ids, loss_mask, lengths = arrays["token_ids"], arrays["loss_mask"], arrays["lengths"]
             origins = arrays["origins"].tolist()
-            counts = json.loads(arrays["counts"].tobytes())
+            account = json.loads(arrays["account"].tobytes())
         stops = np.cumsum(lengths)
         pieces = zip((stops - lengths).tolist(), stops.tolist(), strict=True)
         found = [Document(token_ids[begin:stop], loss_mask[begin:stop]) for begin, stop in pieces]
-        return TokenizedDocuments(documents=found, origins=origins, **counts)
+        return TokenizedDocuments(found, origins, Counter(account["counts"]), account["rejection"])
     except Exception as error:  # whatever zipfile and numpy raise for a damaged file
         log.warning("%s is damaged (%s); its token ids are made again", path, error or type(error).__name__)
         return None

@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from specserve.checkpoints.load import Target, eos_ids
+from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import SINGLE_FILE, TensorFolder, listed, read_json, write_json, write_tensors
 from specserve.drafters import doctor
 from specserve.drafters.door import Dialect, Head
@@ -21,13 +21,14 @@ from specserve.drafters.registry import KINDS
 from specserve.errors import CheckpointError
 from specserve.models.families import model_config
 from specserve.models.target import target_spec
+from specserve.tokenizer import read_end_ids
 
 DTYPES = ("bfloat16", "float16", "float32")
 
 
 @dataclass(frozen=True)
 class Imported:
-    """What was done on the way in."""
+    """A head that was imported: the layout that it was in, and what was changed, one line each."""
 
     head: Head
     dialect: str
@@ -35,11 +36,11 @@ class Imported:
 
 
 def describe_target(folder: Path) -> Target:
-    """A target as a head's files must fit it, without its weights: in their place stand the specs. The config.json is
-    enough. Raises ConfigError or CheckpointError."""
+    """Describe a target as a head's files must fit it: specs stand in the place of its weights, so that its config.json
+    is enough. Raises ConfigError or CheckpointError."""
     raw = read_json(folder / CONFIG)
     config = model_config(raw, dtype="float32", where=str(folder / CONFIG))
-    return Target(config, target_spec(config), eos_ids(folder, raw), folder)
+    return Target(config, target_spec(config), read_end_ids(folder), folder)
 
 
 def export_head(
@@ -109,8 +110,9 @@ def write_head(folder: Path, tensors: Mapping[str, np.ndarray], raw: Mapping[str
 
 
 def write_folder(output: Path, write: Callable[[Path], None]) -> None:
-    """All of a folder or nothing of it: it is written beside, then renamed. In a folder with other files each file is
-    replaced whole, and what is not written stays. Raises CheckpointError when there is no room or no right to write."""
+    """Write all of a folder or nothing of it: it is written beside, then renamed. In a folder with other files each
+    file is replaced whole, and what is not written stays. Raises CheckpointError when there is no room or no right to
+    write."""
     try:
         output.parent.mkdir(parents=True, exist_ok=True)
         partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))

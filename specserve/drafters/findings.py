@@ -30,16 +30,16 @@ class Copy:
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong, or likely to be."""
+    """A fault, or a likely one, of the files that were examined: an entry of the catalogue with what was seen."""
 
     code: str
-    level: Level  # an error breaks a loader or the acceptance; a warning costs something, or might
+    level: Level
     what: str
+    consequence: str
+    mend: str
     where: str
     expected: str
     got: str
-    consequence: str
-    mend: str
     fix: Callable[[Copy], None] | None = field(default=None, repr=False, compare=False)  # None: it would be a guess
 
     def to_json(self) -> dict[str, Any]:
@@ -48,8 +48,30 @@ class Finding:
 
 
 @dataclass(frozen=True)
+class Check:
+    """An entry of a catalogue: one fault that a head's files can have. Texts name in braces what `found` fills in."""
+
+    looks_at: str  # the part of the files; the documents list entries by it
+    code: str
+    level: Level  # an error breaks a loader or the acceptance; a warning costs something, or might
+    what: str
+    why: str  # what follows from it
+    mended: str = ""  # what `--fix` does about it; empty: nothing, because it would have to guess
+    by_hand: str = ""  # what to do where `--fix` would have to guess
+
+    def found(
+        self, where: str, expected: str, got: str, fix: Callable[[Copy], None] | None = None, **names: object
+    ) -> Finding:
+        """The fault as it was found at `where`; `fix` mends a copy of the files, None where that would be a guess."""
+        mend = self.mended if fix else self.by_hand
+        assert mend, f"{self.code}: the catalogue does not say how it is mended {'with' if fix else 'without'} a fix"
+        what, why, mend = (text.format(**names) for text in (self.what, self.why, mend))
+        return Finding(self.code, self.level, what, why, mend, where, expected, got, fix)
+
+
+@dataclass(frozen=True)
 class Report:
-    """What was found in a folder."""
+    """All that the doctor says of a head's folder: what the head is, and what is wrong with it."""
 
     folder: Path
     dialect: str
@@ -88,12 +110,14 @@ class Report:
 
 
 def stored_dtype(tensors: TensorFolder) -> str:
-    """The dtype of the weights; float32, which holds both of the others, where they are of several."""
+    """Give the dtype of the weights; float32, which holds both of the others, where they are of several."""
     found = {tensors.dtype(name).name for name in tensors.names()} & set(FLOATS)
     return found.pop() if len(found) == 1 else "float32"
 
 
 def put(key: str, value: Any, *, in_layer: bool = False, everywhere: bool = False) -> Callable[[Copy], None]:
+    """A fix that writes a key of config.json: at the top, where the layer's settings stand, or in both places."""
+
     def fix(mended: Copy) -> None:
         (mended.layer if in_layer else mended.raw)[key] = value
         if everywhere:
@@ -103,6 +127,7 @@ def put(key: str, value: Any, *, in_layer: bool = False, everywhere: bool = Fals
 
 
 def describe(table: np.ndarray | None) -> str:
+    """Tell a table of the vocabulary by its size and a few of its entries."""
     if table is None:
         return "nothing"
     shown = ", ".join(str(value) for value in table.ravel()[:3].tolist())

@@ -18,12 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any, Literal
 
+from specserve.chat_template import END_THINK, THINK
+from specserve.data.chat_masks import encode_chat
 from specserve.data.conversations import Conversation, Row, TokenRow
 from specserve.errors import CapacityError, ConfigError, DataError, RequestError
 from specserve.serve.completion import Collector, Completion
 from specserve.serve.engine import Engine
 from specserve.serve.request import FinishReason, Request, SamplingParams
-from specserve.tokenizer import END_THINK, THINK, Tokenizer
+from specserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
@@ -51,8 +53,8 @@ class Manner:
 
     def check(self, tokenizer: Tokenizer) -> None:
         """Raises ConfigError for what this target's chat template does not know."""
-        tokenizer.check_template_kwargs(self.template_kwargs)
-        if self.thinking == "keep" and tokenizer.template_mentions(FINAL_CHANNEL):
+        tokenizer.template.check_kwargs(self.template_kwargs)
+        if self.thinking == "keep" and tokenizer.template.mentions(FINAL_CHANNEL):
             raise ConfigError(
                 f"the target reasons in channels and rows hold reasoning in {THINK} tags, which its chat template does "
                 "not know: give --thinking drop"
@@ -245,7 +247,7 @@ class _Run:
         """What the row holds of an answer."""
         tokenizer, manner = self._tokenizer, self._manner
         text, is_begun = completion.text, False
-        if tokenizer.template_mentions(FINAL_CHANNEL):
+        if tokenizer.template.mentions(FINAL_CHANNEL):
             text = tokenizer.decode(completion.token_ids, skip_special_tokens=False)
         else:
             is_begun = tokenizer.decode(job.prompt[-8:], skip_special_tokens=False).rstrip().endswith(THINK)
@@ -270,7 +272,7 @@ class _Run:
             said.pop()  # the template writes its own
         try:
             answered = [*job.messages, {"role": "assistant", "content": content}]
-            found, _ = self._tokenizer.encode_chat(answered, template_kwargs=job.template_kwargs)
+            found, _ = encode_chat(self._tokenizer, answered, template_kwargs=job.template_kwargs)
         except DataError:
             return False
         return found[: len(said)] == said

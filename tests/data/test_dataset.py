@@ -54,7 +54,7 @@ def same(left: TokenizedDocuments, right: TokenizedDocuments) -> bool:
 def test_a_hit_is_what_is_made_afresh(pydoc_tokenizer, cache, monkeypatch):
     rows = [*chats(20), Conversation((Message("user", "long " * 90), Message("assistant", "a")), "", "long")]
     fresh = tokenize_part(rows, pydoc_tokenizer, 64)
-    assert (len(fresh.documents), fresh.num_dropped) == (20, 1)
+    assert (len(fresh.documents), fresh.counts["dropped"]) == (20, 1)
     first = tokenize_cached(rows, pydoc_tokenizer, BUNDLED_FOLDER, 64)
     monkeypatch.setattr(token_cache, "tokenize_part", None)  # a hit makes nothing
     assert same(first, fresh)
@@ -135,7 +135,7 @@ def test_workers_make_what_one_process_makes(pydoc_tokenizer, monkeypatch):
     rows = [*chats(30), Conversation((Message("user", "long " * 90), Message("assistant", "a")), "", "long")]
     alone = tokenize_part(rows, pydoc_tokenizer, 64)
     assert same(token_cache._tokenize(rows, pydoc_tokenizer, 64, workers=2), alone)
-    assert alone.num_dropped == 1
+    assert alone.counts["dropped"] == 1
 
 
 def test_prepared_rows_are_a_source_like_the_one_they_came_of(pydoc_tokenizer, tmp_path):
@@ -157,8 +157,8 @@ def test_prepared_rows_are_a_source_like_the_one_they_came_of(pydoc_tokenizer, t
     short = tokenize_source(again, pydoc_tokenizer, BUNDLED_FOLDER, max_len=20)
     assert {len(document) for document in short.tokenized.documents} == {20}
     lengths = [len(row.token_ids) for row in again.train]
-    assert short.tokenized.num_truncated_documents == sum(length > 20 for length in lengths)
-    assert short.tokenized.num_truncated_tokens == sum(max(0, length - 20) for length in lengths)
+    assert short.tokenized.counts["truncated"] == sum(length > 20 for length in lengths)
+    assert short.tokenized.counts["truncated tokens"] == sum(max(0, length - 20) for length in lengths)
 
 
 def test_a_row_of_token_ids_is_cut_behind_the_last_answer_that_fits(pydoc_tokenizer):
@@ -166,7 +166,7 @@ def test_a_row_of_token_ids_is_cut_behind_the_last_answer_that_fits(pydoc_tokeni
     row = TokenRow(np.arange(10, dtype=np.int32), loss_mask, "", "", "1")
     cut = tokenize_source(source([row]), pydoc_tokenizer, BUNDLED_FOLDER, max_len=8).tokenized
     assert [document.token_ids.tolist() for document in cut.documents] == [[0, 1, 2]]
-    assert (cut.num_truncated_documents, cut.num_truncated_tokens) == (1, 7)
+    assert (cut.counts["truncated"], cut.counts["truncated tokens"]) == (1, 7)
 
 
 def test_every_source_is_accounted_for(pydoc_tokenizer):

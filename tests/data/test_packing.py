@@ -70,7 +70,7 @@ def test_tokenize_counts_what_it_cuts_and_drops(pydoc_tokenizer):
 
     plain = Conversation((Message("text", "some text"),), "", "here")
     result = tokenize([ask("q", "a"), ask("q " * 50, "a"), ask("q", "a " * 50), plain], tokenizer, 40)
-    assert (len(result.documents), result.num_dropped, result.num_truncated_documents) == (3, 1, 2)
+    assert (len(result.documents), result.counts["dropped"], result.counts["truncated"]) == (3, 1, 2)
     short, cut, whole = result.documents
     assert len(cut) == 40
     assert tokenizer.decode(short.token_ids[short.loss_mask].tolist(), skip_special_tokens=False) == "a<|im_end|>"

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specserve.data.chat_masks import encode_chat
 from specserve.data.conversations import Conversation, Message
 from specserve.data.documents import Document, tokenize, tokenize_part, turn_end
 from specserve.tokenizer import Tokenizer
@@ -31,27 +32,27 @@ def answers(document: Document) -> list[list[int]]:
 @given(sizes=SIZES, max_len=st.integers(2, 120))
 def test_a_chat_keeps_the_answers_that_fit_and_no_part_of_another(sizes, max_len, pydoc_tokenizer):
     conversation = chat(sizes)
-    token_ids, loss_mask = pydoc_tokenizer.encode_chat(conversation.as_dicts())
+    token_ids, loss_mask = encode_chat(pydoc_tokenizer, conversation.as_dicts())
     whole = Document(np.array(token_ids), np.array(loss_mask))
     fitting = [answer for answer, end in zip(answers(whole), ends(whole), strict=True) if end <= max_len]
     result = tokenize_part([conversation], pydoc_tokenizer, max_len)
     kept = sum(map(len, result.documents))
-    assert kept + result.num_truncated_tokens + result.num_dropped_tokens == len(token_ids)
-    assert result.num_truncated_documents == (len(token_ids) > max_len)
+    assert kept + result.counts["truncated tokens"] + result.counts["dropped tokens"] == len(token_ids)
+    assert result.counts["truncated"] == (len(token_ids) > max_len)
     if not result.documents:
-        assert result.num_dropped == 1
+        assert result.counts["dropped"] == 1
         assert not any(loss_mask[1:max_len])
         return
     [document] = result.documents
     assert document.token_ids.tolist() == token_ids[: len(document)]
     if fitting:
         assert answers(document) == fitting
-        assert result.num_inside_documents == 0
+        assert result.counts["cut inside"] == 0
         assert len(document) == len(token_ids) or document.loss_mask[-1]
     else:
         assert len(document) == max_len
-        assert result.num_inside_documents == 1
-        assert result.num_inside_tokens == result.num_truncated_tokens == len(token_ids) - max_len
+        assert result.counts["cut inside"] == 1
+        assert result.counts["tokens cut inside"] == result.counts["truncated tokens"] == len(token_ids) - max_len
 
 
 def ends(document: Document) -> list[int]:
@@ -70,7 +71,7 @@ def test_every_token_of_a_plain_document_but_the_first_is_learned_once(size, max
     assert learned == whole[1:]
     assert result.num_loss_tokens == len(whole)
     assert result.origins == [0] * len(result.documents)
-    assert (result.num_truncated_tokens, result.num_split_documents) == (0, len(whole) > max_len)
+    assert (result.counts["truncated tokens"], result.counts["split"]) == (0, len(whole) > max_len)
 
 
 def test_what_is_cut_is_said_per_reason(pydoc_tokenizer, caplog):

@@ -2,10 +2,11 @@
 as the head it was, and a healthy head is left in peace."""
 
 import contextlib
+import importlib.util
 import itertools
 import json
-import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +19,17 @@ from test_dialects import Tensors, assert_same
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.drafters import doctor
-from specserve.drafters.door import DIALECTS, Dialect, Head
+from specserve.drafters.door import Dialect, Head
+from specserve.drafters.eagle3.catalogue import CATALOGUE
 from specserve.drafters.exchange import describe_target, export_head, write_head
 from specserve.drafters.head import load_head, save_head
 from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 from specserve.errors import SpecServeError
+from specserve.tokenizer import Tokenizer
 
 Raw = dict[str, Any]
 Plant = Callable[[Raw, Tensors], object]
+ROOT = Path(__file__).parent.parent.parent
 FLAGS = {"fc_norm": True, "norm_before_fc": True}
 
 
@@ -95,7 +99,7 @@ def poke(array: np.ndarray) -> np.ndarray:
 
 
 absolute = change("d2t", lambda d2t: d2t + np.arange(48))
-MENDABLE: list[tuple[set[str], Plant]] = [
+TABLES: list[tuple[set[str], Plant]] = [  # the same tensors in every layout
     ({"absolute-d2t"}, absolute),
     ({"absolute-d2t", "t2d-missing"}, both(absolute, drop_tensor("t2d"))),
     ({"unsorted-d2t"}, shuffle_rows),
@@ -103,9 +107,12 @@ MENDABLE: list[tuple[set[str], Plant]] = [
     ({"d2t-dtype"}, change("d2t", lambda d2t: d2t.astype(np.int32))),
     ({"t2d-missing"}, drop_tensor("t2d")),
     ({"t2d-dtype"}, change("t2d", lambda t2d: t2d.astype(np.uint8))),
+]
+KEYS_AND_NAMES: list[tuple[set[str], Plant]] = [
     ({"names"}, prefix),
     ({"draft-vocab-size"}, drop("draft_vocab_size")),
     ({"architecture"}, drop("architectures")),
+    ({"architecture"}, lambda raw, tensors: raw.update(architectures=["LlamaForCausalLM"])),
     ({"model-type"}, drop("model_type")),
     ({"tied"}, put(tie_word_embeddings=True)),
     ({"norm-flag"}, lambda raw, tensors: raw.update(fc_norm=False)),
@@ -119,10 +126,10 @@ MENDABLE: list[tuple[set[str], Plant]] = [
     ({"rope-spellings"}, put(rope_parameters={"rope_type": "yarn"})),
     ({"rope-missing"}, drop("rope_theta", "rope_scaling", "rope_parameters")),
 ]
+MENDABLE = [("sglang", *each) for each in TABLES + KEYS_AND_NAMES] + [("speculators", *each) for each in KEYS_AND_NAMES]
 
 
-@pytest.mark.parametrize("dialect", ["sglang", "speculators"])
-@pytest.mark.parametrize(("codes", "plant"), MENDABLE, ids=["+".join(sorted(codes)) for codes, _ in MENDABLE])
+@pytest.mark.parametrize(("dialect", "codes", "plant"), MENDABLE)
 def test_what_can_be_mended_comes_back_as_it_was(
     tmp_path: Path, described: Target, head: Head, dialect: Dialect, codes: set[str], plant: Plant
 ) -> None:
@@ -200,9 +207,22 @@ def test_a_head_of_another_width_needs_an_embedding(tmp_path: Path, described: T
     assert [finding.code for finding in doctor.examine(tmp_path / "head", described).findings] == ["embedding"]
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
-@pytest.mark.parametrize("with_target", [True, False])
-@pytest.mark.parametrize("num_layers", [1, 2])
+def test_a_head_for_a_target_of_another_width_is_told(tmp_path: Path, described: Target) -> None:
+    other = replace(described, config=replace(described.config, d_model=2 * described.config.d_model))
+    write(tmp_path / "head", tiny.random_head(other.config, seed=1, has_embedding=True), other, "sglang")
+    assert [finding.code for finding in doctor.examine(tmp_path / "head", described).findings] == ["target-width"]
+
+
+def test_rotary_settings_in_one_spelling_are_written_in_both(tmp_path: Path, described: Target, head: Head) -> None:
+    write(tmp_path / "head", head, described, "sglang")
+    edit(tmp_path / "head", both(put(rope_theta=5e5), drop("rope_parameters")))
+    report = doctor.examine(tmp_path / "head", None)
+    assert [finding.code for finding in report.findings] == ["rope-one-spelling"]
+    assert report.mended()[1]["rope_parameters"] == {"rope_type": "default", "rope_theta": 5e5}
+
+
+@pytest.mark.parametrize("dialect", ["sglang", "vllm", "speculators"])  # sglang-jax reads what sglang reads
+@pytest.mark.parametrize(("with_target", "num_layers"), [(True, 1), (False, 1), (True, 2)])
 def test_healthy_heads_are_left_in_peace(
     tmp_path: Path, described: Target, head: Head, dialect: Dialect, with_target: bool, num_layers: int
 ) -> None:
@@ -212,8 +232,9 @@ def test_healthy_heads_are_left_in_peace(
     assert doctor.examine(tmp_path / "head", described if with_target else None).findings == []
 
 
-@pytest.mark.parametrize("dialect", ["sglang", "speculators"])
-@pytest.mark.parametrize("plant", [put(num_hidden_layers=1), drop("num_hidden_layers")])
+@pytest.mark.parametrize(
+    ("dialect", "plant"), [("sglang", drop("num_hidden_layers")), ("speculators", put(num_hidden_layers=1))]
+)
 def test_layers_that_nobody_states_are_counted(
     tmp_path: Path, described: Target, dialect: Dialect, plant: Plant
 ) -> None:
@@ -238,7 +259,9 @@ def test_the_shipped_head_is_healthy_and_its_tokens_are_watched(tmp_path: Path) 
     tensors = load_file(BUNDLED_HEAD_FOLDER / "model.safetensors")
     ids = tensors["d2t"] + np.arange(len(tensors["d2t"]))
     unused = np.setdiff1d(np.arange(100, 8192), ids)
-    lost = ids[np.isin(ids, target.eos_ids)]
+    template = Tokenizer.load(BUNDLED_FOLDER).template_token_ids() - set(target.eos_ids)
+    num_ends = int(np.isin(ids, target.eos_ids).sum())
+    lost = ids[np.isin(ids, [*target.eos_ids, max(template)])]
     ids = np.sort(np.append(np.setdiff1d(ids, lost), unused[: len(lost)]))
     mask = np.zeros(8192, bool)
     mask[ids] = True
@@ -246,8 +269,9 @@ def test_the_shipped_head_is_healthy_and_its_tokens_are_watched(tmp_path: Path) 
     save_file(tensors | tables, tmp_path / "model.safetensors")
     (tmp_path / "config.json").write_bytes((BUNDLED_HEAD_FOLDER / "config.json").read_bytes())
     found = doctor.examine(tmp_path, target).findings
-    assert [(finding.code, finding.level) for finding in found] == [("eos", "warning")]
-    assert f"{len(lost)} missing" in found[0].got
+    assert [(finding.code, finding.level) for finding in found] == [("eos", "warning"), ("template-tokens", "warning")]
+    assert f"{num_ends} missing" in found[0].got
+    assert f"1 missing: {max(template)} '" in found[1].got
     assert "'<|" in found[0].got, "a token is shown as text"
 
 
@@ -276,12 +300,18 @@ def test_whatever_is_in_the_files_the_doctor_does_not_stumble(tmp_path: Path, de
         examine()
 
 
-def test_every_finding_is_in_the_documents() -> None:
-    root = Path(__file__).parent.parent.parent
-    source = "".join(
-        (root / "specserve/drafters/eagle3" / f"checks_{name}.py").read_text() for name in ("files", "meaning")
-    )
-    codes = set(re.findall(r'(?:Finding\(|^        \()\s*"([a-z0-9-]+)"', source, re.M))
-    assert len(codes) > 30
-    documented = set(re.findall(r"`([a-z0-9-]+)`", (root / "docs" / "checkpoints.md").read_text()))
-    assert codes <= documented
+def test_the_documents_list_the_catalogue() -> None:
+    spec = importlib.util.spec_from_file_location("list_checks", ROOT / "tools" / "list_checks.py")
+    assert spec is not None
+    assert spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    page = tool.PAGE.read_text()
+    assert tool.page(page) == page, "run `python tools/list_checks.py`"
+    assert all(f"| `{check.code}` | {check.level} |" in page for check in CATALOGUE)
+
+
+def test_every_check_is_planted_here() -> None:
+    """Each entry's code stands in this file beside the fault that it is found by."""
+    source = Path(__file__).read_text()
+    assert [check.code for check in CATALOGUE if f'"{check.code}"' not in source] == []

@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import re
+from collections import Counter
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -92,7 +93,8 @@ def data_summary() -> dict[str, Any]:
     def source(name: str, weight: float, tokens: list[int], count: int) -> SourceTokens:
         documents = [Document(np.array([1, *tokens], np.int32), np.array([False] + [True] * len(tokens)))] * count
         row = Conversation((Message("user", "x"),), "", name)
-        tokenized = TokenizedDocuments(documents, list(range(count)), count + 2, 1, 5, 1, 1)
+        counts = Counter({"rows": count + 2, "truncated": 1, "truncated tokens": 5, "dropped": 1, "rejected": 1})
+        tokenized = TokenizedDocuments(documents, list(range(count)), counts)
         return SourceTokens(SourceRows(name, weight, (row,) * count, ()), (row,) * count, tokenized)
 
     dataset = build([source(HOSTILE, 2.0, [2, 3, 4], 6), source("plain", 1.0, [4, 9], 3)], seq_len=8, vocab_size=10)

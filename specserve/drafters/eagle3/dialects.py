@@ -73,8 +73,8 @@ def _as_vllm(name: str) -> str:
 
 
 def flat_config(raw: Mapping[str, Any]) -> dict[str, Any]:
-    """A head's config.json without nesting: speculators keeps the layer's settings, NVIDIA some flags, in an inner
-    object. Heads of SpecForge's early days call the draft vocabulary truncated. Raises ConfigError."""
+    """Take the nesting out of a head's config.json: speculators keeps the layer's settings, NVIDIA some flags, in an
+    inner object. Heads of SpecForge's early days call the draft vocabulary truncated. Raises ConfigError."""
     eagle = _inner(raw, "eagle_config")
     flat = {**_inner(raw, "transformer_layer_config"), **raw}
     flat |= {flag: eagle[flag] for flag in FLAGS if flag in eagle}
@@ -91,7 +91,7 @@ def _inner(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def tap_ids(raw: Mapping[str, Any]) -> list[int]:
-    """The layer ids as they are written; none where the taps are the default. Raises ConfigError."""
+    """Read the layer ids as they are written; none where the taps are the default. Raises ConfigError."""
     ids = _inner(raw, "eagle_config").get(TAP_IDS) or raw.get(TAP_IDS) or []
     if not isinstance(ids, list) or any(type(i) is not int for i in ids):
         raise ConfigError(f"config.json: {TAP_IDS} must list layers, got {ids!r}")
@@ -99,7 +99,7 @@ def tap_ids(raw: Mapping[str, Any]) -> list[int]:
 
 
 def bad_keys(flat: Mapping[str, Any]) -> list[str]:
-    """Keys that the shapes follow from, and that are no counts, or missing where nothing else tells them."""
+    """Find keys that the shapes follow from, and that are no counts, or missing where nothing else tells them."""
     given = {key: flat.get(key) for key in (*REQUIRED, *_OPTIONAL)}
     is_count = {key: type(value) is int and value > 0 for key, value in given.items()}
     return [key for key, value in given.items() if not is_count[key] and (key in REQUIRED or value is not None)]
@@ -153,7 +153,8 @@ def draft_config_to_hf(
     target_name: str = "",
     target_architectures: Sequence[str] = (),
 ) -> dict[str, Any]:
-    """config.json of a head, with both spellings of the rotary settings. Only speculators names the target."""
+    """Write the config.json of a head, with both spellings of the rotary settings. Only speculators names the
+    target."""
     layer: dict[str, Any] = {
         "model_type": "llama",
         "hidden_size": config.d_model,
@@ -210,7 +211,7 @@ def draft_config_to_hf(
 
 
 def rope_keys(config: Eagle3Config) -> dict[str, Any]:
-    """Both spellings of the rotary settings: what older readers look for, and newer ones."""
+    """Write both spellings of the rotary settings: what older readers look for, and newer ones."""
     scaling = rope_to_hf(config.rope)
     return {
         "rope_theta": config.rope.theta,
@@ -220,7 +221,7 @@ def rope_keys(config: Eagle3Config) -> dict[str, Any]:
 
 
 def unknown_to(dialect: Dialect, config: Eagle3Config) -> list[str]:
-    """What of a head the engine that a flavour is for does not compute, as its public code reads today."""
+    """List what of a head the engine that a flavour is for does not compute, as its public code reads today."""
     if dialect == "speculators":  # vLLM reads this layout too, and computes both
         used = ["a width that is not the target's"] if config.d_model != config.target_d_model else []
         return [*used, "fc_norm with norm_before_fc"] if config.fc_norm and config.norm_before_fc else used
@@ -237,14 +238,14 @@ def unknown_to(dialect: Dialect, config: Eagle3Config) -> list[str]:
 
 
 def name_tensors(tensors: Mapping[str, np.ndarray], dialect: Dialect) -> dict[str, np.ndarray]:
-    """Tensors with our names under those of a flavour."""
+    """Put tensors with our names under those of a flavour."""
     if dialect in ("sglang", "sglang-jax"):
         return dict(tensors)
     return {_as_vllm(name): value for name, value in tensors.items()}
 
 
 def vocab_to_tensors(target_ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
-    """`d2t` as offsets (target_id = i + d2t[i]) in int64, which JAX without x64 could not write, and `t2d`."""
+    """Make `d2t` as offsets (target_id = i + d2t[i]) in int64, which JAX without x64 could not write, and `t2d`."""
     draft_ids = np.arange(len(target_ids), dtype=np.int64)
     is_drafted = np.zeros(vocab_size, bool)
     is_drafted[target_ids] = True
@@ -313,7 +314,8 @@ def is_sound(target_ids: np.ndarray, draft_vocab_size: int, vocab_size: int) -> 
 def vocab_from_tensors(
     d2t: np.ndarray | None, t2d: np.ndarray | None, config: Eagle3Config, where: str
 ) -> np.ndarray:  # [draft_vocab] int32
-    """Target ids of the draft rows. Raises CheckpointError unless they are sorted, unique, in range, and agree."""
+    """Read the target ids of the draft rows. Raises CheckpointError unless they are sorted, unique, in range, and
+    agree."""
     if d2t is None:
         if config.draft_vocab_size != config.vocab_size:
             raise CheckpointError(f"{where}: d2t is missing and the draft vocabulary is not the target's")

@@ -30,8 +30,8 @@ def head_files(
     dialect: Dialect,
     target_name: str,
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """The tensors and the config.json of a head in a dialect. Heads in the layout of speculators bring an embedding
-    along; where one is shared that is the target's. Raises CheckpointError where it cannot be read."""
+    """Make the tensors and the config.json of a head in a dialect. Heads in the layout of speculators bring an
+    embedding along; where one is shared that is the target's. Raises CheckpointError where it cannot be read."""
     tensors = to_numpy(params, draft_spec(config), dtype)
     tensors |= dialects.vocab_to_tensors(target_ids, config.vocab_size)
     if dialect == "speculators" and params.embedding is None:
@@ -60,7 +60,7 @@ def head_files(
 def load(
     folder: Path, target: Target, *, dtype: str, mesh: Mesh | None
 ) -> tuple[Eagle3Config, Eagle3Params, np.ndarray]:
-    """The head in a folder: its shape, its parameters and its draft vocabulary [draft_vocab] int32. Raises as
+    """Load the head in a folder: its shape, its parameters and its draft vocabulary [draft_vocab] int32. Raises as
     `read_config` does."""
     tensors = TensorFolder(folder)
     names = tensors.names()
@@ -76,8 +76,8 @@ def load(
 
 
 def read_config(folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> Eagle3Config:
-    """What the head's config.json and the names of its tensors say of its shape. Raises ConfigError or CheckpointError,
-    also where it belongs to another target."""
+    """Read what the head's config.json and the names of its tensors say of its shape. Raises ConfigError or
+    CheckpointError, also where it belongs to another target."""
     where, names = folder / CONFIG, TensorFolder(folder).names()
     config = dialects.draft_config_from_hf(read_json(where), target, names, dtype=dtype, where=str(where))
     if (config.vocab_size, config.target_d_model) != (target.vocab_size, target.d_model):
@@ -103,7 +103,7 @@ def has_own_embedding(folder: Path) -> bool:
 def without_copies(
     config: Eagle3Config, params: Eagle3Params, target: Target, dtype: str
 ) -> tuple[Eagle3Config, Eagle3Params, list[str]]:
-    """The head without an embedding that is the target's own, and what was changed."""
+    """Drop an embedding that is the target's own from the head; says what was changed."""
     shared = target_embedding(target, dtype) if params.embedding is not None else None
     if shared is None or not np.array_equal(np.asarray(params.embedding), shared):
         return config, params, []
@@ -112,7 +112,7 @@ def without_copies(
 
 
 def target_embedding(target: Target, dtype: str) -> np.ndarray | None:  # [vocab, d_model]
-    """The target's token embedding as a head in `dtype` would store it; None where its weights are not there."""
+    """Read the target's token embedding as a head in `dtype` would store it; None where its weights are not there."""
     try:
         tensors = TensorFolder(target.folder)
     except CheckpointError:

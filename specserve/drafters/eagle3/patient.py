@@ -30,6 +30,11 @@ class Patient:
         self.dialect: Dialect = dialects.dialect_of(self.raw, self.names)
         self.rename = dialects.renamer(self.names)
 
+    @property
+    def weights(self) -> frozenset[str]:
+        """Names of all tensors but the tables of the vocabulary."""
+        return self.names - {self.rename(D2T), self.rename(T2D)}
+
     @cached_property
     def head_rows(self) -> int | None:
         name = self.rename("lm_head.weight")
@@ -130,6 +135,7 @@ class Patient:
 
 
 def read_rope(raw: Mapping[str, Any]) -> Rope | None:
+    """Read the rotary settings of a config.json; None where they make no sense."""
     try:
         return rope_from_hf(raw, CONFIG)
     except (ConfigError, AttributeError, TypeError, ValueError):

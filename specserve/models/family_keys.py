@@ -1,0 +1,77 @@
+"""How values are read out of a config.json, so that errors name the file and the key."""
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from specserve.errors import ConfigError
+from specserve.models.rope import Rope, rope_from_hf
+
+Flags = dict[str, Any]  # fields of ModelConfig
+
+
+class Keys:
+    """Reads values of a config.json; errors name the file and the key."""
+
+    def __init__(self, raw: Mapping[str, Any], where: str) -> None:
+        self.raw, self.where = raw, where
+
+    @property
+    def num_layers(self) -> int:
+        return self.integer("num_hidden_layers")
+
+    @property
+    def head_dim(self) -> int:
+        """What is stated, or the width shared out among the heads."""
+        share = self.integer("hidden_size") // self.integer("num_attention_heads")
+        return self.integer("head_dim", max(share, 1))
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if value is None:
+            raise ConfigError(f"{self.where}: {key} is missing; is this the config.json of a language model?")
+        if isinstance(value, bool) or not isinstance(value, int) or value < least:
+            kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
+            raise ConfigError(f"{self.where}: {key} must be {kind}, got {value!r}")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+            raise ConfigError(f"{self.where}: {key} must be a number, got {value!r}")
+        return float(value)
+
+    def flag(self, key: str, default: bool = False) -> bool:
+        value = self.raw.get(key)
+        value = default if value is None else value
+        if not isinstance(value, bool):
+            raise ConfigError(f"{self.where}: {key} must be true or false, got {value!r}")
+        return value
+
+    def bias(self, default: bool = False) -> dict[str, bool]:
+        """The flags of ModelConfig for a family that states one bias for all of attention's projections."""
+        stated = self.flag("attention_bias", default)
+        return {"qkv_bias": stated, "o_bias": stated}
+
+    def rope(self, head_dim: int, changes: Mapping[str, Any] | None = None) -> Rope:
+        """The rotary settings, with some keys changed."""
+        return rope_from_hf({**self.raw, **(changes or {})}, self.where, head_dim=head_dim)
+
+    def kinds(self, default: list[str]) -> list[str]:
+        """Each layer's entry of `layer_types`, or the default where nothing is stated."""
+        return self.strings("layer_types", self.num_layers) or default
+
+    def strings(self, key: str, count: int) -> list[str] | None:
+        value = self.raw.get(key)
+        if value is not None and (not isinstance(value, list) or len(value) < count):
+            raise ConfigError(f"{self.where}: {key} must list one entry for each of {count} layers, got {value!r}")
+        return None if value is None else [str(entry) for entry in value[:count]]
+
+    def must_be(self, key: str, *values: object) -> None:
+        """Refuse what is not built, rather than compute something else. A missing key is fine."""
+        got = self.raw.get(key)
+        if got is not None and got not in values:
+            allowed = " or ".join(repr(value) for value in values or (None,))
+            raise ConfigError(f"{self.where}: {key} is {got!r}; specserve computes only {allowed}")
