@@ -1,14 +1,14 @@
 """`specserve bench`: how fast, from one client to many."""
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import typer
 
 from specserve.cli.options import command
-from specserve.config import setting
+from specserve.eval.settings import BenchRun
 
 if TYPE_CHECKING:
     from specserve.eval.bench_cells import Arm, Plan
@@ -21,29 +21,6 @@ app = typer.Typer(help="Measurements of speed.", no_args_is_help=True)
 @app.callback()
 def bench() -> None:
     """Measurements of speed."""
-
-
-@dataclass(frozen=True)
-class BenchRun:
-    """Everything that `specserve bench engine` can be told."""
-
-    draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")
-    target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
-    arms: tuple[str, ...] = setting(
-        ("chain:3", "tree:4x2x7", "auto"), help="speculations to measure against plain decoding, as for serve"
-    )
-    concurrency: tuple[int, ...] = setting((1, 2, 4, 8, 16, 32), help="clients at once", ge=1)
-    temperature: tuple[float, ...] = setting((0.0, 1.0), help="0 is greedy", ge=0)
-    bench: str = setting("pydoc", help="pydoc, mt-bench, or a .jsonl of questions")
-    history: int = setting(2, help="answered questions that a chat of pydoc brings along, at most", ge=0)
-    rounds: int = setting(3, help="how often the arms take turns at each concurrency", ge=1)
-    requests: int = setting(8, help="questions per round and arm, or as many as there are clients", ge=1)
-    max_tokens: int = setting(128, help="longest answer", ge=2)
-    max_model_len: int = setting(1024, help="prompt and answer together", ge=8)
-    coupling: bool = setting(True, help="also measure what it brings that the draft ranks with the target's noise")
-    transformers: bool = setting(False, help="also measure transformers' generate, greedy and one client (needs torch)")
-    seed: int = setting(0, help="of the sampling", ge=0)
-    output: str = setting("", help="write the JSON report here")
 
 
 @app.command("engine")

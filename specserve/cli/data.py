@@ -1,59 +1,19 @@
 """`specserve data`: training data."""
 
 import shlex
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
 
 import typer
 
 from specserve.cli import data_view
 from specserve.cli.options import command
-from specserve.config import setting
+from specserve.data.settings import InspectRun, PrepareRun
 from specserve.errors import ConfigError
+from specserve.eval.settings import RegenerateRun
 
 app = typer.Typer(help="Training data.", no_args_is_help=True)
-app.command("prepare")(command(data_view.PrepareRun)(data_view.prepare))
-app.command("inspect")(command(data_view.InspectRun)(data_view.inspect))
-
-
-@dataclass(frozen=True)
-class RegenerateRun:
-    """Everything that `specserve data regenerate` can be told."""
-
-    target: str = setting("pydoc", help="preset, Hugging Face folder or hub id: who answers")
-    draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")
-    speculation: str = setting("", help="as of `serve`; changes no token. Empty: auto where there is a head, else off")
-    source: tuple[str, ...] = setting(
-        ("pydoc",), help="what is asked: pydoc, data sets by name, owner/name of the hub, or files, as of `train`"
-    )
-    columns: tuple[str, ...] = setting((), help="what the columns of a source hold, as data.columns of `train`")
-    output: str = setting("regenerated.jsonl", help="file that rows are appended to; answered ones are skipped")
-    count: int = setting(2000, help="conversations, drawn by the seed; 0: all", ge=0)
-    samples: int = setting(1, help="rows per conversation, each drawn anew", ge=1)
-    max_tokens: int = setting(256, help="longest answer", ge=1)
-    temperature: float = setting(0.0, help="0 is greedy", ge=0)
-    top_p: float = setting(
-        1.0, help="draw from the most likely tokens that together reach this probability", gt=0, le=1
-    )
-    top_k: int = setting(0, help="draw from so many most likely tokens; 0: all", ge=0)
-    seed: int = setting(0, help="which conversations are drawn, and the sampling", ge=0)
-    thinking: Literal["keep", "drop"] = setting("keep", help="reasoning in the rows")
-    enable_thinking: Literal["", "true", "false"] = setting(
-        "", help="what the chat template is told of reasoning; empty: nothing"
-    )
-    template_kwargs: tuple[str, ...] = setting(
-        (), help="variables of the chat template, as data.template_kwargs of `train`"
-    )
-    cut: Literal["keep", "drop"] = setting("keep", help="answers that end at max_tokens")
-    quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the target, as of `serve`")
-    mesh: str = setting("", help="devices to spread the models over, as of `serve`")
-    max_slots: int = setting(16, help="sequences at once", ge=1)
-    max_model_len: int = setting(
-        1024,
-        help="prompt and answer together; 0: the target's context, at most 4,096; longer questions are left out",
-        ge=0,
-    )
+app.command("prepare")(command(PrepareRun)(data_view.prepare))
+app.command("inspect")(command(InspectRun)(data_view.inspect))
 
 
 @app.command("regenerate")

@@ -1,32 +1,15 @@
 """`specserve eval`: acceptance and speed of a head."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from specserve.cli.options import command
-from specserve.config import setting
+from specserve.eval.settings import EvalRun
 
 if TYPE_CHECKING:
     from specserve.eval.acceptance import Report
     from specserve.eval.prompts import Question
     from specserve.serve.launch import Models
-
-
-@dataclass(frozen=True)
-class EvalRun:
-    """Everything that `specserve eval` can be told."""
-
-    draft: str = setting("", help="folder of a draft head; empty: the bundled one")
-    target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
-    bench: str = setting("mt-bench", help="mt-bench, pydoc, or a .jsonl of questions")
-    speculation: str = setting("chain:3,auto", help="anything that serve takes but off; or several, by commas")
-    limit: int = setting(0, help="ask only so many questions, evenly spread; 0: all", ge=0)
-    max_tokens: int = setting(256, help="longest answer", ge=1)
-    temperature: float = setting(0.0, help="0 is greedy", ge=0)
-    concurrency: int = setting(1, help="sequences at once", ge=1)
-    max_model_len: int = setting(0, help="prompt and answer together; 0: the target's context, at most 4,096", ge=0)
-    output: str = setting("", help="write the JSON report here")
 
 
 @command(EvalRun)

@@ -1,7 +1,7 @@
 """What commands share: settings as flags, start-up (logging, memory), and how an error is said."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -11,6 +11,7 @@ from specserve import config, host, log
 from specserve.errors import SpecServeError
 
 Schema = TypeVar("Schema")
+SEPARATOR = "__"  # stands for the dot of a setting's name in the name of a Python parameter
 
 
 def command(schema: type[Schema]) -> Callable[[Callable[[Schema], None]], Callable[..., None]]:
@@ -20,7 +21,7 @@ def command(schema: type[Schema]) -> Callable[[Callable[[Schema], None]], Callab
     def wrap(run: Callable[[Schema], None]) -> Callable[..., None]:
         def invoke(config_file: Path | None, overrides: list[str] | None, log_level: str, **flags: Any) -> None:
             start(log_level)
-            run(config.resolve(schema, file=config_file, overrides=overrides or (), flags=config.flags_from(flags)))
+            run(config.resolve(schema, file=config_file, overrides=overrides or (), flags=flags_from(flags)))
 
         common = {
             "config_file": Annotated[Path | None, typer.Option("--config", help="YAML file of settings.")],
@@ -33,12 +34,48 @@ def command(schema: type[Schema]) -> Callable[[Callable[[Schema], None]], Callab
             inspect.Parameter(name, kind, default=defaults[name], annotation=annotation)
             for name, annotation in common.items()
         ]
-        invoke.__signature__ = inspect.Signature(parameters + config.cli_parameters(schema))  # type: ignore[attr-defined]
+        invoke.__signature__ = inspect.Signature(parameters + cli_parameters(schema))  # type: ignore[attr-defined]
         invoke.__doc__ = run.__doc__
         invoke.__name__ = run.__name__
         return invoke
 
     return wrap
+
+
+def cli_parameters(schema: type) -> list[inspect.Parameter]:
+    """One keyword-only parameter per setting, for the `__signature__` of a typer command.
+
+    The flag is the last part of the setting's name, so two settings of one schema may not share it (an AssertionError).
+    Each defaults to None, "not given"; pass what the command receives through `flags_from` to `config.resolve`.
+    """
+    parameters: dict[str, inspect.Parameter] = {}
+    for leaf in config.leaves(schema):
+        assert leaf.flag not in parameters, f"{schema.__name__}: {leaf.name} and another setting share {leaf.flag}"
+        # what an empty default means is said by the help text
+        has_default = not leaf.field.is_required() and leaf.default not in ("", ())
+        option = typer.Option(
+            f"{leaf.flag}/--no-{leaf.flag[2:]}" if leaf.field.annotation is bool else leaf.flag,
+            help=f"{leaf.help} (default: {_default_text(leaf.default)})" if has_default else leaf.help,
+            rich_help_panel=leaf.section or None,
+            show_default=False,  # the parameter's own default is None, "not given"
+            metavar="A,B,..." if leaf.is_list else None,
+        )
+        kind = list[str] if leaf.is_list else leaf.field.annotation  # a list is typed as one text, or its flag repeats
+        parameters[leaf.flag] = inspect.Parameter(
+            leaf.name.replace(".", SEPARATOR),
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[kind | None, option],  # type: ignore[operator]
+        )
+    return list(parameters.values())
+
+
+def flags_from(arguments: Mapping[str, object]) -> dict[str, object]:
+    """The arguments that a command got for `cli_parameters`, by dotted name."""
+    return {
+        name.replace(SEPARATOR, "."): (",".join(value) if value else None) if isinstance(value, list) else value
+        for name, value in arguments.items()
+    }
 
 
 def start(log_level: str = "info") -> None:
@@ -53,3 +90,9 @@ def show_error(error: SpecServeError) -> None:
     from rich.markup import escape
 
     Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+
+
+def _default_text(default: object) -> str:
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
+    return str(default).lower() if isinstance(default, bool) else str(default)

@@ -1,12 +1,13 @@
 """What can be asked of a head that is to be trained."""
 
-from dataclasses import dataclass
 from typing import Literal
 
-from specserve.config import setting
+from pydantic.dataclasses import dataclass
+
+from specserve.config import RULES, setting
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=RULES)
 class DraftSettings:
     """The head's size. Zero means the target's own, or with init_from that of the head that is gone on from."""
 

@@ -1,13 +1,15 @@
 """The settings of a training run: one schema for YAML, `--set a.b=c` and flags (see `config`)."""
 
-from dataclasses import dataclass, field
 from typing import Literal
 
-from specserve.config import setting
+from pydantic import Field, NonNegativeFloat
+from pydantic.dataclasses import dataclass
+
+from specserve.config import RULES, setting
 from specserve.drafters.settings import DraftSettings
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=RULES)
 class DataSettings:
     """Where conversations come from."""
 
@@ -26,7 +28,7 @@ class DataSettings:
     eval_prompts: int = setting(24, help="held-out prompts for the acceptance measured while training", ge=0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=RULES)
 class TrainSettings:
     """The optimisation."""
 
@@ -63,17 +65,17 @@ class TrainSettings:
     resume: bool = setting(False, help="go on from the state in the output folder")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=RULES)
 class EvalSettings:
     """Acceptance on held-out prompts, by the code that serves. The first speculation at the first temperature is the
     run's tau; every pair is measured at the end."""
 
     speculation: tuple[str, ...] = setting(("chain:3",), help="chains and trees to measure")
-    temperature: tuple[float, ...] = setting((0.0,), help="temperatures to measure at; 0 is greedy", ge=0)
+    temperature: tuple[NonNegativeFloat, ...] = setting((0.0,), help="temperatures to measure at; 0 is greedy")
     eval_tokens: int = setting(128, help="longest answer", ge=1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=RULES)
 class CaptureSettings:
     """The target's hidden states kept on disk, so that training needs no target in memory."""
 
@@ -82,7 +84,7 @@ class CaptureSettings:
     capture_top_k: int = setting(20, help="tokens of the target's distribution that are kept for each position", ge=1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=RULES)
 class TrainRun:
     """Everything that `specserve train` can be told."""
 
@@ -101,12 +103,12 @@ class TrainRun:
     check_weights: bool = setting(False, help="refuse a target with weights that are not numbers (reads them all)")
     init_from: str = setting("", help="folder or hub id of a head to go on from; empty: a new head")
     output: str = setting("ckpt", help="folder for the head, its state and its metrics")
-    trackers: tuple[str, ...] = setting(
-        (), help="wandb, tensorboard; metrics.jsonl is always written", choices=("wandb", "tensorboard")
+    trackers: tuple[Literal["wandb", "tensorboard"], ...] = setting(
+        (), help="wandb, tensorboard; metrics.jsonl is always written"
     )
     dry_run: bool = setting(False, help="show settings, sizes, memory and FLOPs, and load no weights")
-    data: DataSettings = field(default_factory=DataSettings)
-    draft: DraftSettings = field(default_factory=DraftSettings)
-    train: TrainSettings = field(default_factory=TrainSettings)
-    eval: EvalSettings = field(default_factory=EvalSettings)
-    features: CaptureSettings = field(default_factory=CaptureSettings)
+    data: DataSettings = Field(default_factory=DataSettings)
+    draft: DraftSettings = Field(default_factory=DraftSettings)
+    train: TrainSettings = Field(default_factory=TrainSettings)
+    eval: EvalSettings = Field(default_factory=EvalSettings)
+    features: CaptureSettings = Field(default_factory=CaptureSettings)
