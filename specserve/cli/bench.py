@@ -3,41 +3,27 @@
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import typer
+from rich.markup import escape
+from rich.progress import Progress
 
-from specserve.cli.options import command
+from specserve.checkpoints.source import resolve_target
+from specserve.checkpoints.tensors import write_json
+from specserve.cli.progress import bar_columns, console
+from specserve.drafters.speculation import parse_speculation
+from specserve.errors import DataError
+from specserve.eval.bench_cells import Arm, Cell, Plan
+from specserve.eval.bench_engine import BenchReport, run_bench
+from specserve.eval.prompts import load_chats
+from specserve.eval.report import bench_lines, bench_table, coupling_table
 from specserve.eval.settings import BenchRun
-
-if TYPE_CHECKING:
-    from specserve.eval.bench_cells import Arm, Plan
-    from specserve.eval.bench_engine import BenchReport
-    from specserve.serve.launch import Models
-
-app = typer.Typer(help="Measurements of speed.", no_args_is_help=True)
+from specserve.eval.transformers_arm import transformers_arms
+from specserve.provenance import collect
+from specserve.serve.launch import Models, load_models
 
 
-@app.callback()
-def bench() -> None:
-    """Measurements of speed."""
-
-
-@app.command("engine")
-@command(BenchRun)
 def engine(run: BenchRun) -> None:
-    """Measure plain decoding, fixed speculations and `auto` on the same questions in one process, in turns."""
-    from rich.markup import escape
-
-    from specserve.checkpoints.source import resolve_target
-    from specserve.checkpoints.tensors import write_json
-    from specserve.cli.progress import console
-    from specserve.drafters.speculation import parse_speculation
-    from specserve.eval.bench_cells import Plan
-    from specserve.eval.transformers_arm import transformers_arms
-    from specserve.provenance import collect
-    from specserve.serve.launch import load_models
-
+    """Print a table for every temperature, and write the JSON report where one is wanted."""
     for name in run.arms:
         if name != "auto":
             parse_speculation(name)  # a wrong one is said before minutes of work
@@ -52,11 +38,7 @@ def engine(run: BenchRun) -> None:
         console.print(f"report written to {escape(run.output)}")
 
 
-def _prompts(run: BenchRun, models: "Models", plan: "Plan") -> list[list[int]]:
-    from specserve.cli.progress import console
-    from specserve.errors import DataError
-    from specserve.eval.prompts import load_chats
-
+def _prompts(run: BenchRun, models: Models, plan: Plan) -> list[list[int]]:
     assert models.tokenizer is not None
     chats = load_chats(run.bench, plan.num_prompts, run.history)
     rendered = [models.tokenizer.render_chat(chat) for chat in chats]
@@ -72,14 +54,8 @@ def _prompts(run: BenchRun, models: "Models", plan: "Plan") -> list[list[int]]:
 
 
 def _measure(
-    run: BenchRun, models: "Models", prompts: list[list[int]], plan: "Plan", others: "Mapping[str, Arm]"
-) -> "BenchReport":
-    from rich.progress import Progress
-
-    from specserve.cli.progress import bar_columns, console
-    from specserve.eval.bench_cells import Cell
-    from specserve.eval.bench_engine import run_bench
-
+    run: BenchRun, models: Models, prompts: list[list[int]], plan: Plan, others: Mapping[str, Arm]
+) -> BenchReport:
     with Progress(*bar_columns(), console=console, transient=True) as progress:
         compiling = progress.add_task("compiling", note="")
         rounds = len(run.temperature) * len(run.concurrency) * run.rounds
@@ -106,10 +82,7 @@ def _measure(
         )
 
 
-def _show(report: "BenchReport") -> None:
-    from specserve.cli.progress import console
-    from specserve.eval.report import bench_lines, bench_table, coupling_table
-
+def _show(report: BenchReport) -> None:
     for temperature in report.plan.temperatures:
         console.print(bench_table(report.cells, temperature))
     if report.couplings:

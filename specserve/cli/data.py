@@ -3,36 +3,24 @@
 import shlex
 from pathlib import Path
 
-import typer
+from rich.markup import escape
+from rich.progress import Progress
 
-from specserve.cli import data_view
-from specserve.cli.options import command
-from specserve.data.settings import InspectRun, PrepareRun
+from specserve.cli.progress import bar_columns, console, warmup_bar
+from specserve.data import dataset, sources
+from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.errors import ConfigError
+from specserve.eval import regenerate as eval_regenerate
+from specserve.eval.regenerate import Account, Manner
 from specserve.eval.settings import RegenerateRun
+from specserve.mesh import SERVING_AXES, parse_mesh
+from specserve.serve.launch import load_models, make_engine
+from specserve.serve.settings import ServeRun
+from specserve.tokenizer import THINKING_SWITCH
 
-app = typer.Typer(help="Training data.", no_args_is_help=True)
-app.command("prepare")(command(PrepareRun)(data_view.prepare))
-app.command("inspect")(command(InspectRun)(data_view.inspect))
 
-
-@app.command("regenerate")
-@command(RegenerateRun)
 def regenerate(run: RegenerateRun) -> None:
-    """Have the target answer the questions of a data set itself: what it says is what a draft must predict."""
-    from rich.markup import escape
-    from rich.progress import Progress
-
-    from specserve.cli.progress import bar_columns, console, warmup_bar
-    from specserve.data import dataset, sources
-    from specserve.data.conversations import Columns, parse_template_kwargs
-    from specserve.eval import regenerate as eval_regenerate
-    from specserve.eval.regenerate import Account, Manner
-    from specserve.mesh import SERVING_AXES, parse_mesh
-    from specserve.serve.launch import load_models, make_engine
-    from specserve.serve.settings import ServeRun
-    from specserve.tokenizer import THINKING_SWITCH
-
+    """Append the answers to `output`, and print how many there are and how fast they came."""
     if weighted := [entry for entry in run.source if sources.parse_entry(entry)[1] != 1]:
         raise ConfigError(f"--source {weighted[0]}: every question is asked once, so give no weights")
     mixture = sources.load_mixture(run.source, Columns.parse(run.columns), needs_answers=False)

@@ -5,20 +5,28 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
+import numpy as np
+from rich.markup import escape
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from specserve.checkpoints.load import eos_ids
+from specserve.checkpoints.source import resolve_target
+from specserve.checkpoints.tensors import read_json
+from specserve.cli.progress import console
+from specserve.data.conversations import Split, parse_template_kwargs
+from specserve.data.dataset import Dataset, SourceReport, SourceTokens, tokenize_source, write_rows
+from specserve.data.documents import Document
 from specserve.data.settings import InspectRun, MixtureRun, PrepareRun
+from specserve.data.sources import parse_entry
 from specserve.errors import ConfigError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from rich.table import Table
-    from rich.text import Text
-
-    from specserve.data.conversations import Split
-    from specserve.data.dataset import Dataset, SourceReport, SourceTokens
-    from specserve.data.documents import Document
-    from specserve.tokenizer import Tokenizer
+from specserve.models.families import model_config
+from specserve.speculative.vocab import coverage
+from specserve.tokenizer import Tokenizer
+from specserve.train.prepare import draft_vocab, load_data
+from specserve.train.settings import DataSettings, TrainRun, TrainSettings
 
 OUTSIDE, LEARNED, GIVEN = "bold red", "green", "dim"  # of the draft vocabulary; bears loss; does not
 MARKS = "⟦⟧"  # around what bears loss, where there are no colours
@@ -29,23 +37,14 @@ NUM_BINS, BAR_WIDTH = 10, 40
 class Prepared:
     """A mixture, tokenised and packed, and the draft vocabulary that a run would choose for it."""
 
-    dataset: "Dataset"
-    tokenizer: "Tokenizer"
+    dataset: Dataset
+    tokenizer: Tokenizer
     folder: Path  # of the target
-    draft_ids: "np.ndarray"  # [draft_vocab] int32
+    draft_ids: np.ndarray  # [draft_vocab] int32
 
 
 def load(run: MixtureRun) -> Prepared:
     """Everything but the target's weights. Raises ConfigError, CheckpointError or DataError."""
-    from specserve.checkpoints.load import eos_ids
-    from specserve.checkpoints.source import resolve_target
-    from specserve.checkpoints.tensors import read_json
-    from specserve.data.conversations import parse_template_kwargs
-    from specserve.models.families import model_config
-    from specserve.tokenizer import Tokenizer
-    from specserve.train.prepare import draft_vocab, load_data
-    from specserve.train.settings import DataSettings, TrainRun, TrainSettings
-
     folder = resolve_target(run.target, needs_weights=False).folder
     raw = read_json(folder / "config.json")
     vocab_size = model_config(raw, dtype="float32").vocab_size
@@ -65,13 +64,7 @@ def load(run: MixtureRun) -> Prepared:
 
 
 def prepare(run: PrepareRun) -> None:
-    """Read, tokenise and pack a mixture once, into the cache that training reads; account for every row of it."""
-    from rich.markup import escape
-
-    from specserve.cli.progress import console
-    from specserve.data.dataset import tokenize_source, write_rows
-    from specserve.data.sources import parse_entry
-
+    """Fill the cache that training reads, print what became of every row, and write the token ids to `output`."""
     if run.output and not run.output.endswith(".jsonl"):
         raise ConfigError(f"--output {run.output}: expected a name ending in .jsonl, or none")
     if any(parse_entry(entry)[0] == run.output for entry in run.source):
@@ -97,13 +90,7 @@ def prepare(run: PrepareRun) -> None:
 
 
 def inspect(run: InspectRun) -> None:
-    """Show what training will see: rows with the loss-bearing tokens coloured, counts, lengths, vocabulary coverage."""
-    import numpy as np
-    from rich.rule import Rule
-    from rich.text import Text
-
-    from specserve.cli.progress import console
-
+    """Print some conversations, coloured by what training does with each token, and tables of the whole mixture."""
     prepared = load(run)
     for report in prepared.dataset.reports:
         documents = report.tokens.tokenized.documents
@@ -122,13 +109,8 @@ def inspect(run: InspectRun) -> None:
         console.print(histogram(report))
 
 
-def summary(prepared: Prepared) -> "Table":
+def summary(prepared: Prepared) -> Table:
     """One column per source and one for the mixture; measures are the lines, so that it fits a narrow terminal."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    from specserve.speculative.vocab import coverage
-
     reports, rows = prepared.dataset.reports, prepared.dataset.rows
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", style="dim")
@@ -153,11 +135,8 @@ def summary(prepared: Prepared) -> "Table":
     return table
 
 
-def histogram(report: "SourceReport") -> "Text":
+def histogram(report: SourceReport) -> Text:
     """How long the documents are, in tokens."""
-    import numpy as np
-    from rich.text import Text
-
     lengths = [len(document) for document in report.tokens.tokenized.documents]
     edges = np.linspace(0, max(lengths), min(NUM_BINS, max(lengths)) + 1).astype(int)
     counts = np.histogram(lengths, edges + 1)[0]  # bins (low, high]
@@ -170,11 +149,8 @@ def histogram(report: "SourceReport") -> "Text":
     return text
 
 
-def coloured(document: "Document", prepared: Prepared, limit: int, *, has_colours: bool) -> "Text":
+def coloured(document: Document, prepared: Prepared, limit: int, *, has_colours: bool) -> Text:
     """The first `limit` tokens of the document, by what training does with them."""
-    import numpy as np
-    from rich.text import Text
-
     is_inside = np.isin(document.token_ids, prepared.draft_ids) | (not has_colours)
     styles = np.where(is_inside, LEARNED, OUTSIDE)
     styles = np.where(document.loss_mask, styles, GIVEN)[:limit].tolist()
@@ -191,7 +167,7 @@ def coloured(document: "Document", prepared: Prepared, limit: int, *, has_colour
     return text
 
 
-def _measures(report: "SourceReport") -> dict[str, int]:
+def _measures(report: SourceReport) -> dict[str, int]:
     source, tokenized = report.tokens.source, report.tokens.tokenized
     return {
         "conversations": tokenized.num_conversations,
@@ -207,7 +183,7 @@ def _measures(report: "SourceReport") -> dict[str, int]:
     }
 
 
-def _loss_share(reports: "Sequence[SourceReport]") -> float:
+def _loss_share(reports: Sequence[SourceReport]) -> float:
     tokens = sum(report.tokens.tokenized.num_tokens for report in reports)
     return sum(report.tokens.tokenized.num_loss_tokens for report in reports) / max(1, tokens)
 

@@ -1,30 +1,26 @@
 """`specserve eval`: acceptance and speed of a head."""
 
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from specserve.cli.options import command
+from rich.markup import escape
+from rich.progress import Progress
+
+from specserve.checkpoints.tensors import write_json
+from specserve.cli.progress import bar_columns, console
+from specserve.drafters.speculation import parse_speculation
+from specserve.errors import ConfigError
+from specserve.eval import acceptance, prompts, report
+from specserve.eval.acceptance import Report
+from specserve.eval.engines import engine_pair
+from specserve.eval.prompts import Question
 from specserve.eval.settings import EvalRun
-
-if TYPE_CHECKING:
-    from specserve.eval.acceptance import Report
-    from specserve.eval.prompts import Question
-    from specserve.serve.launch import Models
+from specserve.eval.step_times import measure_steps
+from specserve.provenance import collect
+from specserve.serve.launch import Models, load_models
 
 
-@command(EvalRun)
 def evaluate(run: EvalRun) -> None:
-    """Measure tau, acceptance by depth and category, and plain against speculative tokens/s in one run."""
-    from rich.markup import escape
-
-    from specserve.checkpoints.tensors import write_json
-    from specserve.cli.progress import console
-    from specserve.drafters.speculation import parse_speculation
-    from specserve.errors import ConfigError
-    from specserve.eval import prompts, report
-    from specserve.provenance import collect
-    from specserve.serve.launch import load_models
-
+    """Print a table of every speculation that was asked for, and write the JSON report where one is wanted."""
     ways = list(dict.fromkeys(part.strip() for part in run.speculation.split(",")))
     trees = {way: None if way == "auto" else parse_speculation(way) for way in ways}
     for way, tree in trees.items():
@@ -54,17 +50,9 @@ def evaluate(run: EvalRun) -> None:
 
 
 def _measure(
-    run: EvalRun, speculation: str, models: "Models", questions: "list[Question]"
-) -> "tuple[Report, dict[str, float], list[str]]":
+    run: EvalRun, speculation: str, models: Models, questions: list[Question]
+) -> tuple[Report, dict[str, float], list[str]]:
     """One way to speculate beside plain decoding: its report, the milliseconds of its step, and lines about them."""
-    from rich.progress import Progress
-
-    from specserve.cli.progress import bar_columns, console
-    from specserve.drafters.speculation import parse_speculation
-    from specserve.eval import acceptance, report
-    from specserve.eval.engines import engine_pair
-    from specserve.eval.step_times import measure_steps
-
     with Progress(*bar_columns(), console=console, transient=True) as progress:
         task = progress.add_task(f"{speculation}: compiling", note="")
         pair = engine_pair(

@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
 from specserve import config, host, log
 from specserve.errors import SpecServeError
@@ -86,9 +88,6 @@ def start(log_level: str = "info") -> None:
 
 def show_error(error: SpecServeError) -> None:
     """One line on stderr, whatever brackets a path or an advice in it has."""
-    from rich.console import Console
-    from rich.markup import escape
-
     Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
 
 
