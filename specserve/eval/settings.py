@@ -2,10 +2,11 @@
 
 from typing import Literal
 
-from pydantic import NonNegativeFloat, PositiveInt
+from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, setting
+from specserve.speculative.ranges import Temperature, TopK, TopP
 
 
 @dataclass(frozen=True, config=RULES)
@@ -18,7 +19,7 @@ class EvalRun:
     speculation: str = setting("chain:3,auto", help="anything that serve takes but off; or several, by commas")
     limit: int = setting(0, help="ask only so many questions, evenly spread; 0: all", ge=0)
     max_tokens: int = setting(256, help="longest answer", ge=1)
-    temperature: float = setting(0.0, help="0 is greedy", ge=0)
+    temperature: Temperature = setting(0.0, help="0 is greedy")
     concurrency: int = setting(1, help="sequences at once", ge=1)
     max_model_len: int = setting(0, help="prompt and answer together; 0: the target's context, at most 4,096", ge=0)
     output: str = setting("", help="write the JSON report here")
@@ -34,7 +35,7 @@ class BenchRun:
         ("chain:3", "tree:4x2x7", "auto"), help="speculations to measure against plain decoding, as for serve"
     )
     concurrency: tuple[PositiveInt, ...] = setting((1, 2, 4, 8, 16, 32), help="clients at once")
-    temperature: tuple[NonNegativeFloat, ...] = setting((0.0, 1.0), help="0 is greedy")
+    temperature: tuple[Temperature, ...] = setting((0.0, 1.0), help="0 is greedy")
     bench: str = setting("pydoc", help="pydoc, mt-bench, or a .jsonl of questions")
     history: int = setting(2, help="answered questions that a chat of pydoc brings along, at most", ge=0)
     rounds: int = setting(3, help="how often the arms take turns at each concurrency", ge=1)
@@ -62,11 +63,9 @@ class RegenerateRun:
     count: int = setting(2000, help="conversations, drawn by the seed; 0: all", ge=0)
     samples: int = setting(1, help="rows per conversation, each drawn anew", ge=1)
     max_tokens: int = setting(256, help="longest answer", ge=1)
-    temperature: float = setting(0.0, help="0 is greedy", ge=0)
-    top_p: float = setting(
-        1.0, help="draw from the most likely tokens that together reach this probability", gt=0, le=1
-    )
-    top_k: int = setting(0, help="draw from so many most likely tokens; 0: all", ge=0)
+    temperature: Temperature = setting(0.0, help="0 is greedy")
+    top_p: TopP = setting(1.0, help="draw from the most likely tokens that together reach this probability")
+    top_k: TopK = setting(0, help="draw from so many most likely tokens; 0: all")
     seed: int = setting(0, help="which conversations are drawn, and the sampling", ge=0)
     thinking: Literal["keep", "drop"] = setting("keep", help="reasoning in the rows")
     enable_thinking: Literal["", "true", "false"] = setting(

@@ -2,11 +2,12 @@
 
 from typing import Literal
 
-from pydantic import Field, NonNegativeFloat
+from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, setting
 from specserve.drafters.settings import DraftSettings
+from specserve.speculative.ranges import Temperature
 
 
 @dataclass(frozen=True, config=RULES)
@@ -71,7 +72,7 @@ class EvalSettings:
     run's tau; every pair is measured at the end."""
 
     speculation: tuple[str, ...] = setting(("chain:3",), help="chains and trees to measure")
-    temperature: tuple[NonNegativeFloat, ...] = setting((0.0,), help="temperatures to measure at; 0 is greedy")
+    temperature: tuple[Temperature, ...] = setting((0.0,), help="temperatures to measure at; 0 is greedy")
     eval_tokens: int = setting(128, help="longest answer", ge=1)
 
 
