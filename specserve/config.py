@@ -82,7 +82,7 @@ class Leaf:
 
 
 def leaves(schema: type, prefix: str = "") -> list[Leaf]:
-    """Every setting of the schema, in the order of definition."""
+    """List every setting of the schema, in the order of definition."""
     found: list[Leaf] = []
     for name, field in schema.__pydantic_fields__.items():
         if is_pydantic_dataclass(field.annotation):  # type: ignore[arg-type]
@@ -100,7 +100,7 @@ def resolve(
     flags: Mapping[str, object] | None = None,
     arguments: Mapping[str, object] | None = None,
 ) -> T:
-    """The schema filled from its defaults, then the YAML file, then `a.b=value` texts, then flags or arguments.
+    """Fill the schema from its defaults, then the YAML file, then `a.b=value` texts, then flags or arguments.
 
     `flags` maps dotted names to values; None means that the flag was not given. `arguments` are those of a Python call,
     where None is a value. An unknown name and a wrong value are errors in every layer, also where a stronger layer
@@ -127,7 +127,7 @@ def resolve(
 
 
 def to_yaml(config: Any) -> str:
-    """The settings as YAML text; `resolve` of it gives them back."""
+    """Write the settings as YAML text that `resolve` reads back to the same settings."""
     plain = TypeAdapter(type(config)).dump_python(config, mode="json")
     return yaml.safe_dump(plain, sort_keys=False, width=100)
 

@@ -122,13 +122,14 @@ def _existing(folder: Path) -> Path:
 
 
 def _has_embedding(folder: Path) -> bool:
-    """Whether the head brings one along. On the way in it is compared with the target's, on the way out to where every
-    head has one a missing one is the target's: of the target's weights nothing else is ever read."""
+    """Whether the head brings its own embedding along. An import compares it with the target's. An export to a layout
+    in which every head has one takes the target's where it is missing. No other weight of the target is ever read."""
     return kind_of(read_json(folder / CONFIG)).has_own_embedding(folder)
 
 
 def _target(folder: Path, name: str, *, needs_weights: bool) -> tuple[str, Target]:
-    """The target that was asked for, or that the head's notes name."""
+    """Resolve the target that was asked for, else the one that the head's notes name. Raises ConfigError where neither
+    is known."""
     name = name or str(read_notes(folder).get("target", ""))
     if not name:
         raise ConfigError(f"{folder} does not say which target it was trained for; give it with --target")
@@ -141,7 +142,7 @@ def _console() -> Console:
 
 
 def _show(report: Report, unchecked: str) -> None:
-    """`unchecked` says why there is no target, where there is none."""
+    """Print the facts, tensors and findings. `unchecked` says why nothing was compared with a target; empty: it was."""
     console = Console(highlight=False)
     console.print(f"[bold]{escape(str(report.folder))}[/]")
     facts = Table.grid(padding=(0, 2))

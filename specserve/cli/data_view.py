@@ -35,7 +35,7 @@ NUM_BINS, BAR_WIDTH = 10, 40
 
 @dataclass(frozen=True)
 class Prepared:
-    """A mixture, tokenised and packed, and the draft vocabulary that a run would choose for it."""
+    """A mixture that is tokenised and packed, with the draft vocabulary that a training run would choose for it."""
 
     dataset: Dataset
     tokenizer: Tokenizer
@@ -44,7 +44,8 @@ class Prepared:
 
 
 def load(run: MixtureRun) -> Prepared:
-    """Everything but the target's weights. Raises ConfigError, CheckpointError or DataError."""
+    """Read the tokenizer and the mixture, but none of the target's weights. Raises ConfigError, CheckpointError or
+    DataError."""
     folder = resolve_target(run.target, needs_weights=False).folder
     raw = read_json(folder / "config.json")
     vocab_size = model_config(raw, dtype="float32").vocab_size
@@ -110,7 +111,8 @@ def inspect(run: InspectRun) -> None:
 
 
 def summary(prepared: Prepared) -> Table:
-    """One column per source and one for the mixture; measures are the lines, so that it fits a narrow terminal."""
+    """A table with a column for each source and one for the mixture. Measures are its lines, so that it fits a narrow
+    terminal."""
     reports, rows = prepared.dataset.reports, prepared.dataset.rows
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", style="dim")
@@ -136,7 +138,7 @@ def summary(prepared: Prepared) -> Table:
 
 
 def histogram(report: SourceReport) -> Text:
-    """How long the documents are, in tokens."""
+    """A bar chart of the documents of a source by their length in tokens."""
     lengths = [len(document) for document in report.tokens.tokenized.documents]
     edges = np.linspace(0, max(lengths), min(NUM_BINS, max(lengths)) + 1).astype(int)
     counts = np.histogram(lengths, edges + 1)[0]  # bins (low, high]
@@ -150,7 +152,7 @@ def histogram(report: SourceReport) -> Text:
 
 
 def coloured(document: Document, prepared: Prepared, limit: int, *, has_colours: bool) -> Text:
-    """The first `limit` tokens of the document, by what training does with them."""
+    """The first `limit` tokens of the document as text, coloured by what training does with each."""
     is_inside = np.isin(document.token_ids, prepared.draft_ids) | (not has_colours)
     styles = np.where(is_inside, LEARNED, OUTSIDE)
     styles = np.where(document.loss_mask, styles, GIVEN)[:limit].tolist()

@@ -52,7 +52,8 @@ def evaluate(run: EvalRun) -> None:
 def _measure(
     run: EvalRun, speculation: str, models: Models, questions: list[Question]
 ) -> tuple[Report, dict[str, float], list[str]]:
-    """One way to speculate beside plain decoding: its report, the milliseconds of its step, and lines about them."""
+    """Measure one way to speculate beside plain decoding. Returns its report, the milliseconds of its step by part, and
+    lines about them to print."""
     with Progress(*bar_columns(), console=console, transient=True) as progress:
         task = progress.add_task(f"{speculation}: compiling", note="")
         pair = engine_pair(

@@ -13,15 +13,15 @@ from specserve import host
 
 @dataclass(frozen=True)
 class Lazy:
-    """A command by name. `body` and `settings` are written `module:name`."""
+    """Where a command is and what the list of commands says of it. `body` and `settings` are written `module:name`."""
 
     body: str
     help: str
     settings: str = ""  # the schema of a body that takes resolved settings; without one, typer reads its signature
 
     def load(self, name: str) -> Any:
-        """The click command. Where there are settings, the body is not imported before they are found right: their
-        help, and what is wrong with them, is said without waiting for JAX."""
+        """Make the click command. Where there are settings, the body is imported only once they are found right, so
+        that their help and their errors do not wait for JAX."""
         app = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
         app.command(name, help=self.help)(self._of_settings() if self.settings else _imported(self.body))
         return typer.main.get_command(app)
@@ -33,8 +33,8 @@ class Lazy:
 
 
 class LazyGroup(TyperGroup):
-    """A group whose `lazy` commands, which a subclass names, stand in the list of commands by name and help alone. The
-    real one takes the place when it is called or its own help is asked for."""
+    """A group of commands that a subclass names in `lazy`. They are listed by name and help alone; a command is
+    imported when it is called or its own help is asked for."""
 
     lazy: ClassVar[Mapping[str, Lazy]] = {}
 

@@ -12,7 +12,7 @@ from specserve.errors import SpecServeError
 
 
 class Root(LazyGroup):
-    """`specserve`."""
+    """The commands of `specserve` itself; `bench` and `data` are groups of their own."""
 
     lazy: ClassVar[Mapping[str, Lazy]] = {
         "quickstart": Lazy(
@@ -56,7 +56,7 @@ class Root(LazyGroup):
 
 
 class Bench(LazyGroup):
-    """`specserve bench`."""
+    """The commands of `specserve bench`."""
 
     lazy: ClassVar[Mapping[str, Lazy]] = {
         "engine": Lazy(
@@ -68,7 +68,7 @@ class Bench(LazyGroup):
 
 
 class Data(LazyGroup):
-    """`specserve data`."""
+    """The commands of `specserve data`."""
 
     lazy: ClassVar[Mapping[str, Lazy]] = {
         "prepare": Lazy(
@@ -111,7 +111,7 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def main() -> None:
-    """Entry point: an error a user can mend is one message, without a traceback, and exit status 2."""
+    """Run the command line. An error that a user can mend is one message without a traceback, and exit status 2."""
     status: int | str | None = 0
     try:
         app()

@@ -1,4 +1,4 @@
-"""What commands share: settings as flags, start-up (logging, memory), and how an error is said."""
+"""What the commands share: settings as flags, the start of logging, how memory is kept, and how an error is shown."""
 
 import inspect
 from collections.abc import Callable, Mapping
@@ -25,17 +25,13 @@ def command(schema: type[Schema]) -> Callable[[Callable[[Schema], None]], Callab
             start(log_level)
             run(config.resolve(schema, file=config_file, overrides=overrides or (), flags=flags_from(flags)))
 
-        common = {
-            "config_file": Annotated[Path | None, typer.Option("--config", help="YAML file of settings.")],
-            "overrides": Annotated[list[str] | None, typer.Option("--set", help="section.name=value, repeatable.")],
-            "log_level": Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")],
-        }
-        kind = inspect.Parameter.KEYWORD_ONLY
-        defaults: dict[str, Any] = {"config_file": None, "overrides": None, "log_level": "info"}
-        parameters = [
-            inspect.Parameter(name, kind, default=defaults[name], annotation=annotation)
-            for name, annotation in common.items()
+        common: list[tuple[str, Any, Any]] = [
+            ("config_file", Path | None, typer.Option(None, "--config", help="YAML file of settings.")),
+            ("overrides", list[str] | None, typer.Option(None, "--set", help="section.name=value, repeatable.")),
+            ("log_level", str, typer.Option("info", "--log-level", help="debug, info, warning or error.")),
         ]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters = [inspect.Parameter(name, kind, default=how, annotation=what) for name, what, how in common]
         invoke.__signature__ = inspect.Signature(parameters + cli_parameters(schema))  # type: ignore[attr-defined]
         invoke.__doc__ = run.__doc__
         invoke.__name__ = run.__name__
@@ -81,13 +77,13 @@ def flags_from(arguments: Mapping[str, object]) -> dict[str, object]:
 
 
 def start(log_level: str = "info") -> None:
-    """Logging, and how memory is kept."""
+    """Set up logging, and let the process keep the memory that it frees (see `host`)."""
     log.setup(log_level)
     host.keep_freed_memory()  # before there are threads
 
 
 def show_error(error: SpecServeError) -> None:
-    """One line on stderr, whatever brackets a path or an advice in it has."""
+    """Print the error as one line on stderr. Brackets in it are text, not markup."""
     Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
 
 

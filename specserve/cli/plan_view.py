@@ -17,7 +17,8 @@ SHARE_OF_PEAK = 0.4  # a good one for training in bfloat16
 
 
 def show_plan(run: TrainRun) -> None:
-    """Settings, sizes, memory, operations and what they mean on some accelerators."""
+    """Print the resolved settings and the sizes, memory and operations that follow, with what they mean on some
+    devices."""
     plan, console = make_plan(run), Console()
 
     console.print(Syntax(config.to_yaml(plan.run).rstrip(), "yaml", theme="ansi_dark", background_color="default"))
@@ -92,7 +93,8 @@ def _devices(plan: Plan) -> Table:
 
 
 def _table(title: str, *columns: str, footers: Sequence[str] = ()) -> Table:
-    """The first column and what has no heading are words, to the left; numbers stand to the right."""
+    """An empty table. Its first column and columns without a heading hold words, to the left; others numbers, to the
+    right."""
     table = Table(title=title, title_justify="left", title_style="bold", caption_justify="left", box=box.SIMPLE_HEAD)
     table.show_header, table.show_footer, table.pad_edge = any(columns), bool(footers), False
     for i, name in enumerate(columns):
@@ -106,7 +108,7 @@ def _flops(flops: Flops) -> tuple[str, str]:
 
 
 def _count(number: float) -> str:
-    """1.23 T."""
+    """The number with three digits and a prefix of units: 1.23e12 is "1.23 T"."""
     power = min(len(f"{number:.0f}") - 1, 15) // 3
     return f"{number / 1000**power:,.3g} {' KMGTP'[power]}".rstrip()
 

@@ -114,7 +114,7 @@ def _evaluate_and_ask(models: Models, questions: list[Question], name: str, spec
 
 
 def _ask(url: str, question: str) -> str:
-    """One chat completion through the real endpoint, as any client would ask for it."""
+    """Ask for a chat completion over HTTP, as any client would, and return question and answer as text."""
     body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 64}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

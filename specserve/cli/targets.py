@@ -22,7 +22,7 @@ from specserve.train.recipe import recipe
 
 @dataclass(frozen=True)
 class Row:
-    """A target as it is listed."""
+    """One line of the list of targets. Sizes are in parameters and bytes."""
 
     name: str
     hub_id: str | None  # None: it is bundled
@@ -38,7 +38,7 @@ class Row:
 
     @property
     def size(self) -> tuple[str, str]:
-        """Parameters, and how many of them a token needs where that is not all."""
+        """The number of parameters, and of those that a token needs where that is not all, as text."""
         is_sparse = self.active_parameters < self.parameters
         return _short(self.parameters), f"{_short(self.active_parameters)} active" if is_sparse else ""
 
@@ -103,7 +103,7 @@ def _wide_table(rows: Sequence[Row]) -> Table:
 
 
 def _narrow_table(rows: Sequence[Row]) -> Table:
-    """Two lines for each."""
+    """The table with two lines for each target."""
     table = _table("target, family\nfrom", "parameters", "bf16", "head", right=(1, 2, 3))
     for row in rows:
         name = f"[bold]{row.name}[/] {row.family}\n[dim]{row.origin}[/]"
@@ -119,7 +119,7 @@ def _table(*columns: str, right: Sequence[int]) -> Table:
 
 
 def _short(value: float, million: str = "M", billion: str = "B", trillion: str = "T") -> str:
-    """Three significant digits and a unit."""
+    """The value with three significant digits and a unit: 7.62e9 is "7.62B"."""
     scale, unit = next(
         (scale, unit)
         for scale, unit in ((1e12, trillion), (1e9, billion), (1e6, million))

@@ -55,7 +55,7 @@ def _train(run: TrainRun) -> None:
 
 
 def _report(error: Exception) -> None:
-    """Now, for nothing else comes after it."""
+    """Show the error at once, because the process ends without unwinding."""
     if isinstance(error, SpecServeError):
         show_error(error)
     else:

@@ -7,7 +7,7 @@ from specserve.config import RULES, setting
 
 @dataclass(frozen=True, config=RULES)
 class MixtureRun:
-    """What `specserve data prepare` and `inspect` can both be told: the settings of `specserve train`."""
+    """The settings that `specserve data prepare` and `inspect` share. They mean what they mean to `specserve train`."""
 
     target: str = setting("pydoc", help="preset, Hugging Face folder or hub id: whose tokenizer and chat template")
     source: tuple[str, ...] = setting(
@@ -27,14 +27,14 @@ class MixtureRun:
 
 @dataclass(frozen=True, config=RULES)
 class PrepareRun(MixtureRun):
-    """Everything that `specserve data prepare` can be told."""
+    """The settings of `specserve data prepare`."""
 
     output: str = setting("", help=".jsonl to write the token ids to, a source again; empty: only the cache is filled")
 
 
 @dataclass(frozen=True, config=RULES)
 class InspectRun(MixtureRun):
-    """Everything that `specserve data inspect` can be told."""
+    """The settings of `specserve data inspect`."""
 
     show: int = setting(2, help="conversations to show of each source", ge=0)
     show_tokens: int = setting(400, help="tokens to show of each", ge=1)

@@ -11,7 +11,7 @@ from specserve.speculative.ranges import Temperature, TopK, TopP
 
 @dataclass(frozen=True, config=RULES)
 class EvalRun:
-    """Everything that `specserve eval` can be told."""
+    """The settings of `specserve eval`."""
 
     draft: str = setting("", help="folder of a draft head; empty: the bundled one")
     target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
@@ -27,7 +27,7 @@ class EvalRun:
 
 @dataclass(frozen=True, config=RULES)
 class BenchRun:
-    """Everything that `specserve bench engine` can be told."""
+    """The settings of `specserve bench engine`."""
 
     draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")
     target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
@@ -50,7 +50,7 @@ class BenchRun:
 
 @dataclass(frozen=True, config=RULES)
 class RegenerateRun:
-    """Everything that `specserve data regenerate` can be told."""
+    """The settings of `specserve data regenerate`."""
 
     target: str = setting("pydoc", help="preset, Hugging Face folder or hub id: who answers")
     draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")

@@ -10,7 +10,7 @@ from specserve.drafters.words import WAYS
 
 @dataclass(frozen=True, config=RULES)
 class ServeRun:
-    """Everything that `specserve serve` can be told."""
+    """The settings of `specserve serve`."""
 
     target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
     draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")

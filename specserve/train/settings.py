@@ -12,7 +12,7 @@ from specserve.speculative.ranges import Temperature
 
 @dataclass(frozen=True, config=RULES)
 class DataSettings:
-    """Where conversations come from."""
+    """Where the conversations come from, and how many of them are used."""
 
     source: tuple[str, ...] = setting(
         ("pydoc",),
@@ -31,7 +31,7 @@ class DataSettings:
 
 @dataclass(frozen=True, config=RULES)
 class TrainSettings:
-    """The optimisation."""
+    """How the head is optimised, and how often the run reports, measures and saves."""
 
     max_steps: int = setting(0, help="stop after this many steps; 0: no limit but max_minutes", ge=0)
     max_minutes: float = setting(240.0, help="stop after this much time, evaluation included; 0: no limit", ge=0)
@@ -68,8 +68,8 @@ class TrainSettings:
 
 @dataclass(frozen=True, config=RULES)
 class EvalSettings:
-    """Acceptance on held-out prompts, by the code that serves. The first speculation at the first temperature is the
-    run's tau; every pair is measured at the end."""
+    """How acceptance is measured on held-out prompts, by the code that serves. The first speculation at the first
+    temperature is the run's tau; every pair is measured at the end."""
 
     speculation: tuple[str, ...] = setting(("chain:3",), help="chains and trees to measure")
     temperature: tuple[Temperature, ...] = setting((0.0,), help="temperatures to measure at; 0 is greedy")
@@ -78,7 +78,7 @@ class EvalSettings:
 
 @dataclass(frozen=True, config=RULES)
 class CaptureSettings:
-    """The target's hidden states kept on disk, so that training needs no target in memory."""
+    """Whether the target's hidden states are kept on disk, so that training needs no target in memory."""
 
     capture: str = setting("", help="folder of captured hidden states: made when it is not there, then trained from")
     capture_format: Literal["int8", "int4", "fp8"] = setting("int8", help="how hidden states are kept, a scale per row")
@@ -87,7 +87,7 @@ class CaptureSettings:
 
 @dataclass(frozen=True, config=RULES)
 class TrainRun:
-    """Everything that `specserve train` can be told."""
+    """The settings of `specserve train`."""
 
     target: str = setting("pydoc", help="preset, Hugging Face folder or hub id")
     quantization: Literal["none", "stored", "int8", "fp8"] = setting(
