@@ -15,6 +15,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pydantic.dataclasses
 import typer
 from naive_training import NaiveTrainer, batches_of_every_length, naive_loss, padded_batches
 from rich.table import Table
@@ -24,7 +25,7 @@ from specserve.checkpoints.source import resolve_target
 from specserve.checkpoints.tensors import write_json
 from specserve.cli.options import command
 from specserve.cli.progress import console
-from specserve.config import setting
+from specserve.config import RULES, setting
 from specserve.data import sources
 from specserve.data.documents import Document, tokenize
 from specserve.data.loader import Loader
@@ -318,7 +319,7 @@ def memory_table(cells: Sequence[MemoryCell]) -> Table:
 app = typer.Typer(no_args_is_help=True)
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, config=RULES)
 class TimeRun:
     """Everything that `time` can be told."""
 
@@ -329,7 +330,7 @@ class TimeRun:
     rounds: int = setting(5, help="how often the arms take turns", ge=1)
     steps: int = setting(8, help="steps of each arm in a round", ge=1)
     output: str = setting("", help="write the JSON report here")
-    train: TrainSettings = field(default_factory=TrainSettings)
+    train: TrainSettings = pydantic.Field(default_factory=TrainSettings)
 
 
 @app.command("time")
@@ -350,7 +351,7 @@ def time_arms(run: TimeRun) -> None:
         write_json(Path(run.output), {"settings": asdict(run), **report.to_json(), "provenance": collect()})
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, config=RULES)
 class MemoryRun:
     """Everything that `memory` can be told."""
 

@@ -1,58 +1,51 @@
-"""Settings: one schema per room, from which the YAML file, the `a.b=value` overrides and the CLI flags all follow.
+"""Settings: one schema per command, from which the YAML file, the `a.b=value` overrides and the CLI flags all follow.
 
-A schema is a frozen dataclass whose leaves are made with `setting` and whose sections are other such dataclasses.
-`resolve` layers defaults < YAML < overrides < flags; an unknown key or a bad value in any layer, overruled or not, is
-a ConfigError that says what, where, expected and got. This file knows no setting by name. It is imported by every
-schema, so yaml and typer are imported only where they are used.
+A schema is a pydantic dataclass, `@dataclass(frozen=True, config=RULES)`. Its leaves are made with `setting`, and its
+sections are other such dataclasses. pydantic checks and converts values; this file adds the layers (defaults < YAML <
+overrides < flags) and says in which of them a wrong value stands. It knows no setting by name.
 """
 
-import dataclasses
 import difflib
 import functools
-import inspect
-import math
-import types
-import typing
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import MISSING, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, ClassVar, TypeVar, get_origin
+
+import yaml
+from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
+from pydantic.dataclasses import is_pydantic_dataclass
+from pydantic.fields import FieldInfo
 
 from specserve.errors import ConfigError
 
 T = TypeVar("T")
 
-TRUE_WORDS = frozenset({"true", "yes", "on"})
-FALSE_WORDS = frozenset({"false", "no", "off"})
-WORDS = {bool: "true or false", int: "an integer", float: "a number", str: "text", Path: "a path"}
-NONE_WORDS = frozenset({"none", "null"})
-SEPARATOR = "__"  # stands for the dot in a Python parameter name
+RULES = ConfigDict(extra="forbid", allow_inf_nan=False, validate_default=True)
+WORDS = {"boolean": "true or false", "integer": "an integer", "number": "a number", "string": "text"}
+SIGNS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
-@dataclass(frozen=True)
-class Rule:
-    """What a setting means and which values it may have; bounds hold for each element of a tuple."""
-
-    help: str
-    ge: float | None = None
-    gt: float | None = None
-    le: float | None = None
-    lt: float | None = None
-    choices: tuple[Any, ...] | None = None
+def setting(default: Any = ..., *, help: str, **bounds: float) -> Any:
+    """A leaf of a schema: a pydantic field with its one-line help and its bounds (ge, gt, le, lt). Without a default it
+    is required."""
+    return Field(default, description=help, **bounds)  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True)
 class Leaf:
-    """One setting of a schema."""
+    """One setting of a schema, by its dotted name: `train.lr`."""
 
-    name: str  # dotted: train.lr
-    type: Any  # the annotation
-    default: Any  # dataclasses.MISSING when the setting must be given
-    rule: Rule
+    name: str
+    field: FieldInfo
+
+    @property
+    def default(self) -> Any:
+        return self.field.default
 
     @property
     def help(self) -> str:
-        return self.rule.help
+        return self.field.description or ""
 
     @property
     def section(self) -> str:
@@ -67,27 +60,36 @@ class Leaf:
     @property
     def expected(self) -> str:
         """The values it takes, in words: "a number > 0"."""
-        return _expected(self.type, self.rule)
+        return _in_words(self._type.json_schema())
+
+    @property
+    def is_list(self) -> bool:
+        return get_origin(self.field.annotation) is tuple
+
+    def read(self, raw: Any) -> Any:
+        """The value that `raw` stands for. Text is converted; anything else must already have the right type, so that
+        true is not 1. Raises pydantic's ValidationError."""
+        if self.is_list and isinstance(raw, str):  # also in a file: a list of one is often written without brackets
+            has_brackets = raw.startswith("[") and raw.endswith("]")  # an item may end with one: gsm8k:train[:5%]
+            inner = (raw[1:-1] if has_brackets else raw).strip()
+            raw = [part.strip() for part in inner.split(",")] if inner else []
+        return self._type.validate_python(raw, strict=not isinstance(raw, str | list))
+
+    @property
+    def _type(self) -> TypeAdapter[Any]:
+        kind: Any = Annotated[self.field.annotation, self.field]
+        return TypeAdapter(kind, config=RULES)
 
 
-def setting(
-    default: Any = MISSING,
-    *,
-    help: str,
-    ge: float | None = None,
-    gt: float | None = None,
-    le: float | None = None,
-    lt: float | None = None,
-    choices: Sequence[Any] | None = None,
-) -> Any:
-    """A leaf of a schema: a dataclass field with its one-line help and its bounds. Without a default it is required."""
-    rule = Rule(help, ge, gt, le, lt, None if choices is None else tuple(choices))
-    return dataclasses.field(default=default, metadata={"rule": rule})
-
-
-def leaves(schema: type) -> list[Leaf]:
-    """Every setting of the schema, in the order of definition."""
-    return list(_leaves(schema))
+def leaves(schema: type, prefix: str = "") -> list[Leaf]:
+    """List every setting of the schema, in the order of definition."""
+    found: list[Leaf] = []
+    for name, field in schema.__pydantic_fields__.items():
+        if is_pydantic_dataclass(field.annotation):  # type: ignore[arg-type]
+            found += leaves(field.annotation, f"{prefix}{name}.")
+        else:
+            found.append(Leaf(prefix + name, field))
+    return found
 
 
 def resolve(
@@ -98,90 +100,36 @@ def resolve(
     flags: Mapping[str, object] | None = None,
     arguments: Mapping[str, object] | None = None,
 ) -> T:
-    """The schema filled from its defaults, then the YAML file, then `a.b=value` texts, then flags or arguments.
+    """Fill the schema from its defaults, then the YAML file, then `a.b=value` texts, then flags or arguments.
 
     `flags` maps dotted names to values; None means that the flag was not given. `arguments` are those of a Python call,
-    where None is a value. Raises ConfigError.
+    where None is a value. An unknown name and a wrong value are errors in every layer, also where a stronger layer
+    overrules them. Raises ConfigError.
     """
     known = {leaf.name: leaf for leaf in leaves(schema)}
     values: dict[str, Any] = {}
-    for name, raw, where, is_text in _layers(known, file, overrides, flags or {}, arguments or {}):
-        leaf = known.get(name)
-        if leaf is None:
+    for name, raw, where in _layers(known, file, overrides, flags or {}, arguments or {}):
+        if name not in known:
             raise ConfigError(f"{where}: {_unknown(name, known)}")
         try:
-            values[name] = _coerce(raw, leaf.type, leaf.rule, is_text)
-        except _MismatchError:
-            raise ConfigError(f"{where}: {name} must be {leaf.expected}, got {_shown(raw)}") from None
-    missing = [leaf for leaf in known.values() if leaf.default is MISSING and leaf.name not in values]
+            values[name] = known[name].read(raw)
+        except ValidationError:
+            raise ConfigError(f"{where}: {name} must be {known[name].expected}, got {_shown(raw)}") from None
+    missing = [leaf for leaf in known.values() if leaf.field.is_required() and leaf.name not in values]
     if missing:
         what = "; ".join(f"{leaf.name} ({leaf.flag}): {leaf.help}" for leaf in missing)
         raise ConfigError(f"{schema.__name__}: not given and without a default: {what}")
-    return _build(schema, values, "")
+    nested: dict[str, Any] = {}
+    for name, value in values.items():
+        *sections, last = name.split(".")
+        functools.reduce(lambda inside, section: inside.setdefault(section, {}), sections, nested)[last] = value
+    return schema(**nested)
 
 
 def to_yaml(config: Any) -> str:
-    """The settings as YAML text; `resolve` of it gives them back."""
-    import yaml
-
-    return yaml.safe_dump(_plain(config), sort_keys=False, width=100)
-
-
-def cli_parameters(schema: type) -> list[inspect.Parameter]:
-    """One keyword-only parameter per setting, for the `__signature__` of a typer command.
-
-    The flag is the last part of the name, so two settings of one schema may not share it (an AssertionError). Each
-    defaults to None, "not given"; pass what the command receives through `flags_from` to `resolve`.
-    """
-    import typer
-
-    parameters: dict[str, inspect.Parameter] = {}
-    for leaf in leaves(schema):
-        assert leaf.flag not in parameters, f"{schema.__name__}: {leaf.name} and another setting share {leaf.flag}"
-        plain_type = _without_none(leaf.type)
-        is_native = plain_type in (bool, int, float, str, Path) or typing.get_origin(plain_type) is Literal
-        option = typer.Option(
-            f"{leaf.flag}/--no-{leaf.flag[2:]}" if plain_type is bool else leaf.flag,
-            help=f"{leaf.help} (default: {_default_text(leaf.default)})" if _has_default_text(leaf) else leaf.help,
-            rich_help_panel=leaf.section or None,
-            show_default=False,  # the parameter's own default is None, "not given"
-            metavar=None if is_native else "A,B,...",  # a tuple is typed as one text
-        )
-        parameters[leaf.flag] = inspect.Parameter(
-            leaf.name.replace(".", SEPARATOR),
-            inspect.Parameter.KEYWORD_ONLY,
-            default=None,
-            annotation=Annotated[(plain_type if is_native else list[str]) | None, option],  # a list's flag may repeat
-        )
-    return list(parameters.values())
-
-
-def flags_from(arguments: Mapping[str, object]) -> dict[str, object]:
-    """The arguments that a command got for `cli_parameters`, by dotted name."""
-    return {
-        name.replace(SEPARATOR, "."): (",".join(value) if value else None) if isinstance(value, list) else value
-        for name, value in arguments.items()
-    }
-
-
-@functools.cache
-def _leaves(schema: type, prefix: str = "") -> tuple[Leaf, ...]:
-    hints = typing.get_type_hints(schema)
-    found: list[Leaf] = []
-    for field in dataclasses.fields(schema):
-        name = f"{prefix}{field.name}"
-        assert SEPARATOR not in name, f"{name}: a setting's name may not contain {SEPARATOR}"
-        if dataclasses.is_dataclass(hints[field.name]):
-            own_default = field.default_factory if field.default is MISSING else type(field.default)
-            assert own_default in (MISSING, hints[field.name]), f"{name}: a section's defaults stand in its class"
-            found.extend(_leaves(hints[field.name], f"{name}."))
-            continue
-        assert "rule" in field.metadata, f"{schema.__name__}.{field.name}: make it with setting(default, help=...)"
-        leaf = Leaf(name, hints[field.name], field.default, field.metadata["rule"])
-        assert leaf.expected  # the type is one that we know
-        assert leaf.default is MISSING or _fits(leaf), f"{name}: the default {leaf.default!r} is not {leaf.expected}"
-        found.append(leaf)
-    return tuple(found)
+    """Write the settings as YAML text that `resolve` reads back to the same settings."""
+    plain = TypeAdapter(type(config)).dump_python(config, mode="json")
+    return yaml.safe_dump(plain, sort_keys=False, width=100)
 
 
 def _layers(
@@ -190,38 +138,44 @@ def _layers(
     overrides: Sequence[str],
     flags: Mapping[str, object],
     arguments: Mapping[str, object],
-) -> Iterator[tuple[str, Any, str, bool]]:
-    """(dotted name, raw value, where it stands, is it text typed by a person) of everything given, weakest first."""
+) -> Iterator[tuple[str, Any, str]]:
+    """(dotted name, raw value, where it stands) of everything given, weakest first."""
     if file is not None:
         sections = {name[:i] for name in known for i, char in enumerate(name) if char == "."}
-        for name, raw in _flatten(_read_yaml(file), "", sections, file):
-            yield name, raw, str(file), False
+        for name, raw in _flatten(_read_yaml(file), "", sections):
+            yield name, raw, str(file)
     for text in overrides:
         name, equals, raw = text.partition("=")
         if not equals:
             raise ConfigError(f"override {text!r}: expected name=value, as in {next(iter(known))}=...")
-        yield name.strip(), raw.strip(), f"override {text!r}", True
+        yield name.strip(), raw.strip(), f"override {text!r}"
     for name, raw in flags.items():
         if raw is not None:
-            yield name, raw, f"flag {known[name].flag if name in known else name}", isinstance(raw, str)
+            yield name, raw, f"flag {known[name].flag if name in known else name}"
     for name, raw in arguments.items():
-        yield name, raw, "argument", False
+        yield name, raw, "argument"
+
+
+class _Loader(yaml.SafeLoader):
+    """Scalars stay the text that was written, for pydantic to read by the type of the setting: to YAML alone `off` is
+    False and `3e-4` is text. Null and merge keys keep their meaning. A key that is repeated, of which PyYAML keeps the
+    last and says nothing, is an error."""
+
+    yaml_implicit_resolvers: ClassVar[Any] = {
+        first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
+        for first, resolvers in yaml.SafeLoader.yaml_implicit_resolvers.items()
+    }
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if repeated := [key for i, key in enumerate(keys) if key in keys[:i] and key != "<<"]:
+            raise yaml.constructor.ConstructorError(None, None, f"{repeated[0]!r} is set twice", node.start_mark)
+        return super().construct_mapping(node, deep)
 
 
 def _read_yaml(file: Path) -> Mapping[Any, Any]:
-    import yaml
-
-    class Loader(yaml.SafeLoader):
-        """PyYAML keeps the last of two equal keys and says nothing."""
-
-        def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
-            keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-            if repeated := [key for i, key in enumerate(keys) if key in keys[:i] and key != "<<"]:
-                raise yaml.constructor.ConstructorError(None, None, f"{repeated[0]!r} is set twice", node.start_mark)
-            return super().construct_mapping(node, deep)
-
     try:
-        raw = yaml.load(file.read_text(encoding="utf-8"), Loader)
+        raw = yaml.load(file.read_text(encoding="utf-8"), _Loader)
     except OSError as error:
         raise ConfigError(f"{file}: cannot read the settings: {error.strerror}") from error
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -233,17 +187,13 @@ def _read_yaml(file: Path) -> Mapping[Any, Any]:
     return raw
 
 
-def _flatten(raw: Mapping[Any, Any], prefix: str, sections: set[str], file: Path) -> Iterator[tuple[str, Any]]:
+def _flatten(raw: Mapping[Any, Any], prefix: str, sections: set[str]) -> Iterator[tuple[str, Any]]:
     for key, value in raw.items():
         name = f"{prefix}{key}"
         if isinstance(value, Mapping) and (value or name in sections):
-            yield from _flatten(value, f"{name}.", sections, file)
-        elif name not in sections:
+            yield from _flatten(value, f"{name}.", sections)
+        elif name not in sections or value is not None:  # a section with nothing in it is fine
             yield name, value
-        elif value is not None:  # a section with nothing in it is fine
-            raise ConfigError(
-                f"{file}: {name} is a section; expected `name: value` lines below it, got {_shown(value)}"
-            )
 
 
 def _unknown(name: str, known: Mapping[str, Leaf]) -> str:
@@ -257,137 +207,17 @@ def _unknown(name: str, known: Mapping[str, Leaf]) -> str:
     return f"there is no setting {name}; {hint}"
 
 
-class _MismatchError(Exception):
-    """A value that does not fit; never leaves this module."""
-
-
-def _coerce(raw: Any, kind: Any, rule: Rule, is_text: bool) -> Any:
-    """`raw` as a value of the annotation `kind`. Raises _MismatchError.
-
-    Text that a person typed may say "none"; a YAML file has null for it, but its numbers may
-    be text as well: YAML reads 3e-4 as text.
-    """
-    if _without_none(kind) is not kind:
-        if raw is None or (is_text and isinstance(raw, str) and raw.lower() in NONE_WORDS):
-            return None
-        return _coerce(raw, _without_none(kind), rule, is_text)
-    if typing.get_origin(kind) is tuple:
-        if isinstance(raw, str):  # also in a file: a list of one is often written without brackets
-            has_brackets = raw.startswith("[") and raw.endswith("]")  # an item may end with one: gsm8k:train[:5%]
-            inner = (raw[1:-1] if has_brackets else raw).strip()
-            raw = [part.strip() for part in inner.split(",")] if inner else []
-        if not isinstance(raw, list | tuple):
-            raise _MismatchError
-        return tuple(_coerce(item, typing.get_args(kind)[0], rule, is_text) for item in raw)
-    if typing.get_origin(kind) is Literal:
-        value = next(
-            (choice for choice in typing.get_args(kind) if raw == choice or (is_text and raw == str(choice))), None
-        )
-        if value is None:
-            raise _MismatchError
-        return value
-    value = _scalar(raw, kind)
-    _check_bounds(value, rule)
-    return value
-
-
-def _fits(leaf: Leaf) -> bool:
-    try:
-        return _coerce(leaf.default, leaf.type, leaf.rule, is_text=False) == leaf.default
-    except _MismatchError:
-        return False
-
-
-def _scalar(raw: Any, kind: Any) -> Any:
-    if kind is bool:
-        if isinstance(raw, bool):
-            return raw
-        if isinstance(raw, str) and raw.lower() in TRUE_WORDS | FALSE_WORDS:
-            return raw.lower() in TRUE_WORDS
-    elif kind in (int, float) and isinstance(raw, str | int | float) and not isinstance(raw, bool):
-        try:
-            value = kind(raw)
-            if math.isfinite(value) and (isinstance(raw, str) or value == raw):  # 2.0 is an int, 2.5 is not
-                return value
-        except (ValueError, OverflowError):
-            pass
-    elif kind is str and isinstance(raw, str):
-        return raw
-    elif kind is Path and isinstance(raw, str | Path):
-        return Path(raw)
-    raise _MismatchError
-
-
-def _check_bounds(value: Any, rule: Rule) -> None:
-    is_inside = (
-        (rule.ge is None or value >= rule.ge)
-        and (rule.gt is None or value > rule.gt)
-        and (rule.le is None or value <= rule.le)
-        and (rule.lt is None or value < rule.lt)
-        and (rule.choices is None or value in rule.choices)
-    )
-    if not is_inside:
-        raise _MismatchError
-
-
-def _without_none(kind: Any) -> Any:
-    """`T` of `T | None`, else `kind` itself."""
-    if typing.get_origin(kind) not in (types.UnionType, typing.Union):
-        return kind
-    members = [member for member in typing.get_args(kind) if member is not types.NoneType]
-    assert len(members) == 1, f"a setting may be T | None, no other union: {kind}"
-    return members[0]
-
-
-def _expected(kind: Any, rule: Rule) -> str:
-    plain_type = _without_none(kind)
-    if plain_type is not kind:
-        return f"{_expected(plain_type, rule)}, or none"
-    if typing.get_origin(kind) is tuple:
-        assert typing.get_args(kind)[1:] == (...,), f"a list setting is tuple[T, ...], not {kind}"
-        return f"a list, each {_expected(typing.get_args(kind)[0], rule)}"
-    assert kind in WORDS or typing.get_origin(kind) is Literal, f"a setting cannot have the type {kind}"
-    choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else rule.choices
-    if choices is not None:
-        return f"one of {', '.join(map(str, choices))}"
-    signs = ((">=", rule.ge), (">", rule.gt), ("<=", rule.le), ("<", rule.lt))
-    bounds = " and ".join(f"{sign} {bound:g}" for sign, bound in signs if bound is not None)
-    return f"{WORDS[kind]} {bounds}".rstrip()
+def _in_words(schema: Mapping[str, Any]) -> str:
+    """The values that a JSON schema takes: "an integer >= 1"."""
+    if schema["type"] == "array":
+        return f"a list, each {_in_words(schema['items'])}"
+    if "enum" in schema:
+        return f"one of {', '.join(map(str, schema['enum']))}"
+    bounds = " and ".join(f"{sign} {schema[bound]:g}" for bound, sign in SIGNS.items() if bound in schema)
+    return f"{WORDS[schema['type']]} {bounds}".rstrip()
 
 
 def _shown(raw: Any) -> str:
-    """The value as the user may have written it, with its type where YAML's reading may surprise: `no` is False."""
+    """The value as the user may have written it, with its type where that may surprise."""
     text = repr(raw) if len(repr(raw)) <= 60 else f"{repr(raw)[:57]}..."
     return text if isinstance(raw, str) else f"{text} ({type(raw).__name__})"
-
-
-def _has_default_text(leaf: Leaf) -> bool:
-    """An empty default is explained by the help text."""
-    return leaf.default is not MISSING and leaf.default not in ("", ())
-
-
-def _default_text(default: Any) -> str:
-    if isinstance(default, tuple):
-        return ",".join(map(str, default)) or "empty"
-    return str(default).lower() if isinstance(default, bool | None) else str(default)
-
-
-def _build(schema: type[T], values: Mapping[str, Any], prefix: str) -> T:
-    hints = typing.get_type_hints(schema)
-    arguments = {}
-    for field in dataclasses.fields(schema):  # type: ignore[arg-type]
-        name = f"{prefix}{field.name}"
-        if dataclasses.is_dataclass(hints[field.name]):
-            arguments[field.name] = _build(hints[field.name], values, f"{name}.")
-        elif name in values:
-            arguments[field.name] = values[name]
-    return schema(**arguments)
-
-
-def _plain(value: Any) -> Any:
-    """A config as what YAML has: mappings, lists, scalars."""
-    if dataclasses.is_dataclass(value):
-        return {field.name: _plain(getattr(value, field.name)) for field in dataclasses.fields(value)}
-    if isinstance(value, tuple):
-        return [_plain(item) for item in value]
-    return str(value) if isinstance(value, Path) else value

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from specserve import config
-from specserve.cli.data import RegenerateRun
+from specserve.eval.settings import RegenerateRun
 from specserve.serve.settings import ServeRun
 from specserve.train.settings import TrainRun
 

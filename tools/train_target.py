@@ -14,7 +14,6 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -24,6 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import typer
+from pydantic.dataclasses import dataclass
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 
 from specserve import mesh, provenance
@@ -32,7 +32,7 @@ from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.checkpoints.tensors import SINGLE_FILE, read_json, write_json, write_tensors
 from specserve.checkpoints.train_state import StateStore
 from specserve.cli.options import command
-from specserve.config import setting
+from specserve.config import RULES, setting
 from specserve.data.conversations import Conversation
 from specserve.data.documents import Document, tokenize
 from specserve.data.loader import Loader
@@ -59,7 +59,7 @@ SPLIT = (
 STATE_FOLDER, METRICS_FILE, NOTES_FILE = "state", "metrics.jsonl", "specserve.json"
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=RULES)
 class TargetRun:
     """All that a run can be told. The defaults are the bundled target's."""
 

@@ -1,70 +1,34 @@
 """`specserve bench`: how fast the engine is, from one client to many."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import typer
+from rich.markup import escape
+from rich.progress import Progress
 
-from specserve.cli.options import command
-from specserve.config import setting
-
-if TYPE_CHECKING:
-    from specserve.eval.bench_cells import Arm, Plan
-    from specserve.eval.bench_engine import BenchReport
-    from specserve.serve.launch import Models
-
-app = typer.Typer(help="Measurements of speed.", no_args_is_help=True)
-
-
-@app.callback()
-def bench() -> None:
-    """Measurements of speed."""
+from specserve.checkpoints.source import resolve_target
+from specserve.checkpoints.tensors import write_json
+from specserve.cli.progress import bar_columns, console
+from specserve.drafters.speculation import parse_speculation
+from specserve.errors import DataError
+from specserve.eval.bench_cells import Arm, Cell, Plan
+from specserve.eval.bench_engine import BenchReport, run_bench
+from specserve.eval.prompts import load_chats
+from specserve.eval.report import bench_lines, bench_table, coupling_table
+from specserve.eval.settings import BenchRun
+from specserve.provenance import collect
+from specserve.serve.launch import Models, load_models
 
 
-@dataclass(frozen=True)
-class BenchRun:
-    """Everything that `specserve bench engine` can be told."""
-
-    draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")
-    target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
-    arms: tuple[str, ...] = setting(
-        ("chain:3", "tree:4x2x7", "auto"), help="speculations to measure against plain decoding, as for serve"
-    )
-    concurrency: tuple[int, ...] = setting((1, 2, 4, 8, 16, 32), help="clients at once", ge=1)
-    temperature: tuple[float, ...] = setting((0.0, 1.0), help="0 is greedy", ge=0)
-    bench: str = setting("pydoc", help="pydoc, mt-bench, or a .jsonl of questions")
-    history: int = setting(2, help="answered questions that a chat of pydoc brings along, at most", ge=0)
-    rounds: int = setting(3, help="how often the arms take turns at each concurrency", ge=1)
-    requests: int = setting(8, help="questions per round and arm, or as many as there are clients", ge=1)
-    max_tokens: int = setting(128, help="longest answer", ge=2)
-    max_model_len: int = setting(1024, help="prompt and answer together", ge=8)
-    coupling: bool = setting(True, help="also measure what it brings that the draft ranks with the target's noise")
-    seed: int = setting(0, help="of the sampling", ge=0)
-    output: str = setting("", help="write the JSON report here")
-
-
-@app.command("engine")
-@command(BenchRun)
 def engine(run: BenchRun) -> None:
     """Measure plain decoding, fixed speculations and `auto` on the same questions in one process, in turns."""
     measure_engine(run)
 
 
-def measure_engine(run: BenchRun, others: "Callable[[Path], Mapping[str, Arm]] | None" = None) -> None:
+def measure_engine(run: BenchRun, others: Callable[[Path], Mapping[str, Arm]] | None = None) -> None:
     """Run the benchmark, print its tables and write its report. `others` makes further arms of the target's folder, by
     name. Raises ConfigError, CheckpointError or DataError."""
-    from rich.markup import escape
-
-    from specserve.checkpoints.source import resolve_target
-    from specserve.checkpoints.tensors import write_json
-    from specserve.cli.progress import console
-    from specserve.drafters.speculation import parse_speculation
-    from specserve.eval.bench_cells import Plan
-    from specserve.provenance import collect
-    from specserve.serve.launch import load_models
-
     for name in run.arms:
         if name != "auto":
             parse_speculation(name)  # a wrong one is said before minutes of work
@@ -79,11 +43,7 @@ def measure_engine(run: BenchRun, others: "Callable[[Path], Mapping[str, Arm]] |
         console.print(f"report written to {escape(run.output)}")
 
 
-def _prompts(run: BenchRun, models: "Models", plan: "Plan") -> list[list[int]]:
-    from specserve.cli.progress import console
-    from specserve.errors import DataError
-    from specserve.eval.prompts import load_chats
-
+def _prompts(run: BenchRun, models: Models, plan: Plan) -> list[list[int]]:
     assert models.tokenizer is not None
     chats = load_chats(run.bench, plan.num_prompts, run.history)
     rendered = [models.tokenizer.render_chat(chat) for chat in chats]
@@ -99,14 +59,8 @@ def _prompts(run: BenchRun, models: "Models", plan: "Plan") -> list[list[int]]:
 
 
 def _measure(
-    run: BenchRun, models: "Models", prompts: list[list[int]], plan: "Plan", others: "Mapping[str, Arm]"
-) -> "BenchReport":
-    from rich.progress import Progress
-
-    from specserve.cli.progress import bar_columns, console
-    from specserve.eval.bench_cells import Cell
-    from specserve.eval.bench_engine import run_bench
-
+    run: BenchRun, models: Models, prompts: list[list[int]], plan: Plan, others: Mapping[str, Arm]
+) -> BenchReport:
     with Progress(*bar_columns(), console=console, transient=True) as progress:
         compiling = progress.add_task("compiling", note="")
         rounds = len(run.temperature) * len(run.concurrency) * run.rounds
@@ -133,10 +87,7 @@ def _measure(
         )
 
 
-def _show(report: "BenchReport") -> None:
-    from specserve.cli.progress import console
-    from specserve.eval.report import bench_lines, bench_table, coupling_table
-
+def _show(report: BenchReport) -> None:
     for temperature in report.plan.temperatures:
         console.print(bench_table(report.cells, temperature))
     if report.couplings:

@@ -3,15 +3,24 @@
 import json
 import shlex
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Literal
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.markup import escape
+from rich.padding import Padding
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from rich.console import Console
-
-    from specserve.checkpoints.load import Target
-    from specserve.drafters.findings import Finding, Report
+from specserve.checkpoints.load import Target
+from specserve.checkpoints.source import resolve_target
+from specserve.checkpoints.tensors import read_json
+from specserve.drafters import doctor, exchange
+from specserve.drafters.exchange import describe_target
+from specserve.drafters.findings import CONFIG, Finding, Report
+from specserve.drafters.notes import read_notes
+from specserve.drafters.registry import KINDS, kind_of
+from specserve.errors import CheckpointError, ConfigError, SpecServeError
 
 Flavour = Literal["sglang", "vllm", "speculators", "sglang-jax"]
 Dtype = Literal["", "bfloat16", "float16", "float32"]
@@ -26,12 +35,7 @@ def export(
     dtype: Annotated[Dtype, typer.Option(help="Of the weights; left out: as they are stored.")] = "",
     force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
 ) -> None:
-    """Write a head as another engine reads it. Its weights, rounded by nobody, stay bit for bit."""
-    from rich.markup import escape
-
-    from specserve.drafters import exchange
-    from specserve.drafters.registry import KINDS
-
+    """Write `folder` in the layout of the engine `to`, and warn of what that engine does not compute."""
     folder = _existing(folder)
     name, described = _target(folder, target, needs_weights=to == "speculators" and not _has_embedding(folder))
     output = output or folder.with_name(f"{folder.resolve().name}-{to}")
@@ -49,11 +53,7 @@ def import_(
     dtype: Annotated[Dtype, typer.Option(help="Of the weights; left out: as they are stored.")] = "",
     force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
 ) -> None:
-    """Read a head from elsewhere and write it as ours. What is wrong and can be mended without guessing is mended."""
-    from rich.markup import escape
-
-    from specserve.drafters import exchange
-
+    """Write `folder` in our own layout, and print what was mended on the way."""
     folder = _existing(folder)
     name, described = _target(folder, target, needs_weights=_has_embedding(folder))
     found = exchange.import_head(folder, output, described, target_name=name, dtype=dtype, is_forced=force)
@@ -76,11 +76,7 @@ def inspect(
     fix: Annotated[Path | None, typer.Option(help="Write a mended copy to this folder.")] = None,
     force: Annotated[bool, typer.Option("--force", help="With --fix: into a folder that is not empty.")] = False,
 ) -> None:
-    """Say what is wrong with a head's files, what it costs and how to mend it. Exit status 1 where there are errors."""
-    from specserve.drafters import doctor, exchange
-    from specserve.drafters.notes import read_notes
-    from specserve.errors import SpecServeError
-
+    """Print the findings about `folder`, and with `fix` what is left of them in the mended copy. Errors exit with 1."""
     folder = _existing(folder)
     noted = str(read_notes(folder).get("target", ""))
     described, unchecked = None, "no target given (--target)"
@@ -113,8 +109,6 @@ def inspect(
 
 
 def _existing(folder: Path) -> Path:
-    from specserve.errors import CheckpointError, ConfigError
-
     folder = folder.expanduser()
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; expected one with config.json and model.safetensors")
@@ -128,22 +122,14 @@ def _existing(folder: Path) -> Path:
 
 
 def _has_embedding(folder: Path) -> bool:
-    """Whether the head brings one along. On the way in it is compared with the target's, on the way out to where every
-    head has one a missing one is the target's: of the target's weights nothing else is ever read."""
-    from specserve.checkpoints.tensors import read_json
-    from specserve.drafters.findings import CONFIG
-    from specserve.drafters.registry import kind_of
-
+    """Whether the head brings its own embedding along. An import compares it with the target's. An export to a layout
+    in which every head has one takes the target's where it is missing. No other weight of the target is ever read."""
     return kind_of(read_json(folder / CONFIG)).has_own_embedding(folder)
 
 
-def _target(folder: Path, name: str, *, needs_weights: bool) -> "tuple[str, Target]":
-    """The target that was asked for, or that the head's notes name."""
-    from specserve.checkpoints.source import resolve_target
-    from specserve.drafters.exchange import describe_target
-    from specserve.drafters.notes import read_notes
-    from specserve.errors import ConfigError
-
+def _target(folder: Path, name: str, *, needs_weights: bool) -> tuple[str, Target]:
+    """Resolve the target that was asked for, else the one that the head's notes name. Raises ConfigError where neither
+    is known."""
     name = name or str(read_notes(folder).get("target", ""))
     if not name:
         raise ConfigError(f"{folder} does not say which target it was trained for; give it with --target")
@@ -151,19 +137,12 @@ def _target(folder: Path, name: str, *, needs_weights: bool) -> "tuple[str, Targ
     return source.name, describe_target(source.folder)
 
 
-def _console() -> "Console":
-    from rich.console import Console
-
+def _console() -> Console:
     return Console(soft_wrap=True)
 
 
-def _show(report: "Report", unchecked: str) -> None:
-    """`unchecked` says why there is no target, where there is none."""
-    from rich.box import SIMPLE_HEAD
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.table import Table
-
+def _show(report: Report, unchecked: str) -> None:
+    """Print the facts, tensors and findings. `unchecked` says why nothing was compared with a target; empty: it was."""
     console = Console(highlight=False)
     console.print(f"[bold]{escape(str(report.folder))}[/]")
     facts = Table.grid(padding=(0, 2))
@@ -191,11 +170,7 @@ def _show(report: "Report", unchecked: str) -> None:
         console.print("[bold green]nothing is wrong with it[/]")
 
 
-def _show_finding(console: "Console", finding: "Finding") -> None:
-    from rich.markup import escape
-    from rich.padding import Padding
-    from rich.table import Table
-
+def _show_finding(console: Console, finding: Finding) -> None:
     color = "red" if finding.level == "error" else "yellow"
     console.print(f"[bold {color}]{finding.level}[/] {finding.code}: [bold]{escape(finding.what)}[/]")
     how = finding.mend + (" (--fix does)" if finding.fix else " (by hand)")
@@ -211,12 +186,7 @@ def _show_finding(console: "Console", finding: "Finding") -> None:
     console.print(Padding(grid, (0, 0, 1, 2)))
 
 
-def _show_mended(report: "Report", after: "Report") -> None:
-    from rich.console import Console
-    from rich.markup import escape
-    from rich.padding import Padding
-    from rich.table import Table
-
+def _show_mended(report: Report, after: Report) -> None:
     console = Console(highlight=False)
     console.print()
     console.print(f"[bold]{escape(str(after.folder))}[/]: a mended copy")

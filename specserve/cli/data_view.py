@@ -5,20 +5,27 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from specserve.config import setting
+import numpy as np
+from rich.markup import escape
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from specserve.checkpoints.source import resolve_target
+from specserve.checkpoints.tensors import read_json
+from specserve.cli.progress import console
+from specserve.data.conversations import Split, parse_template_kwargs
+from specserve.data.dataset import Dataset, SourceReport, SourceTokens, tokenize_source, write_rows
+from specserve.data.documents import Document
+from specserve.data.settings import InspectRun, MixtureRun, PrepareRun
+from specserve.data.sources import parse_entry
 from specserve.errors import ConfigError
-
-if TYPE_CHECKING:
-    import numpy as np
-    from rich.table import Table
-    from rich.text import Text
-
-    from specserve.data.conversations import Split
-    from specserve.data.dataset import Dataset, SourceReport, SourceTokens
-    from specserve.data.documents import Document
-    from specserve.tokenizer import Tokenizer
+from specserve.models.families import model_config
+from specserve.speculative.vocab import coverage
+from specserve.tokenizer import Tokenizer, read_end_ids
+from specserve.train.prepare import draft_vocab, load_data
+from specserve.train.settings import DataSettings, TrainRun, TrainSettings
 
 OUTSIDE, LEARNED, GIVEN = "bold red", "green", "dim"  # of the draft vocabulary; bears loss; does not
 MARKS = "⟦⟧"  # around what bears loss, where there are no colours
@@ -26,60 +33,18 @@ NUM_BINS, BAR_WIDTH = 10, 40
 
 
 @dataclass(frozen=True)
-class MixtureRun:
-    """What `specserve data prepare` and `inspect` can both be told: the settings of `specserve train`."""
-
-    target: str = setting("pydoc", help="preset, Hugging Face folder or hub id: whose tokenizer and chat template")
-    source: tuple[str, ...] = setting(
-        ("pydoc",),
-        help="pydoc, a named or hub data set, .jsonl, .json or .parquet files; NAME=2 uses each conversation twice",
-    )
-    columns: tuple[str, ...] = setting(
-        (), help="what the columns hold: messages=COLUMN, or prompt=COLUMN,response=COLUMN, or text=COLUMN"
-    )
-    template_kwargs: tuple[str, ...] = setting((), help="variables of the chat template, as data.template_kwargs")
-    max_conversations: int = setting(0, help="use only so many, drawn by the seed; 0: all", ge=0)
-    seq_len: int = setting(256, help="tokens per row", ge=8)
-    vocab_size: int = setting(0, help="draft vocabulary; 0: half the target's, at most 32,000", ge=0)
-    workers: int = setting(0, help="processes that tokenise; 0: one per core", ge=0)
-    seed: int = setting(0, help="which conversations are drawn, and which rows are shown", ge=0)
-
-
-@dataclass(frozen=True)
-class PrepareRun(MixtureRun):
-    """Everything that `specserve data prepare` can be told."""
-
-    output: str = setting("", help=".jsonl to write the token ids to, a source again; empty: only the cache is filled")
-
-
-@dataclass(frozen=True)
-class InspectRun(MixtureRun):
-    """Everything that `specserve data inspect` can be told."""
-
-    show: int = setting(2, help="conversations to show of each source", ge=0)
-    show_tokens: int = setting(400, help="tokens to show of each", ge=1)
-
-
-@dataclass(frozen=True)
 class Prepared:
-    """A mixture, tokenised and packed, and the draft vocabulary that a run would choose for it."""
+    """A mixture that is tokenised and packed, with the draft vocabulary that a training run would choose for it."""
 
-    dataset: "Dataset"
-    tokenizer: "Tokenizer"
+    dataset: Dataset
+    tokenizer: Tokenizer
     folder: Path  # of the target
-    draft_ids: "np.ndarray"  # [draft_vocab] int32
+    draft_ids: np.ndarray  # [draft_vocab] int32
 
 
 def load(run: MixtureRun) -> Prepared:
-    """Everything but the target's weights. Raises ConfigError, CheckpointError or DataError."""
-    from specserve.checkpoints.source import resolve_target
-    from specserve.checkpoints.tensors import read_json
-    from specserve.data.conversations import parse_template_kwargs
-    from specserve.models.families import model_config
-    from specserve.tokenizer import Tokenizer, read_end_ids
-    from specserve.train.prepare import draft_vocab, load_data
-    from specserve.train.settings import DataSettings, TrainRun, TrainSettings
-
+    """Read the tokenizer and the mixture, but none of the target's weights. Raises ConfigError, CheckpointError or
+    DataError."""
     folder = resolve_target(run.target, needs_weights=False).folder
     raw = read_json(folder / "config.json")
     vocab_size = model_config(raw, dtype="float32").vocab_size
@@ -98,13 +63,7 @@ def load(run: MixtureRun) -> Prepared:
 
 
 def prepare(run: PrepareRun) -> None:
-    """Read, tokenise and pack a mixture once, into the cache that training reads; account for every row of it."""
-    from rich.markup import escape
-
-    from specserve.cli.progress import console
-    from specserve.data.dataset import tokenize_source, write_rows
-    from specserve.data.sources import parse_entry
-
+    """Fill the cache that training reads, print what became of every row, and write the token ids to `output`."""
     if run.output and not run.output.endswith(".jsonl"):
         raise ConfigError(f"--output {run.output}: expected a name ending in .jsonl, or none")
     if any(parse_entry(entry)[0] == run.output for entry in run.source):
@@ -130,13 +89,7 @@ def prepare(run: PrepareRun) -> None:
 
 
 def inspect(run: InspectRun) -> None:
-    """Show what training will see: rows with the loss-bearing tokens coloured, counts, lengths, vocabulary coverage."""
-    import numpy as np
-    from rich.rule import Rule
-    from rich.text import Text
-
-    from specserve.cli.progress import console
-
+    """Print some conversations, coloured by what training does with each token, and tables of the whole mixture."""
     prepared = load(run)
     for report in prepared.dataset.reports:
         documents = report.tokens.tokenized.documents
@@ -155,13 +108,9 @@ def inspect(run: InspectRun) -> None:
         console.print(histogram(report))
 
 
-def summary(prepared: Prepared) -> "Table":
-    """One column per source and one for the mixture; measures are the lines, so that it fits a narrow terminal."""
-    from rich.markup import escape
-    from rich.table import Table
-
-    from specserve.speculative.vocab import coverage
-
+def summary(prepared: Prepared) -> Table:
+    """A table with a column for each source and one for the mixture. Measures are its lines, so that it fits a narrow
+    terminal."""
     reports, rows = prepared.dataset.reports, prepared.dataset.rows
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("", style="dim")
@@ -186,11 +135,8 @@ def summary(prepared: Prepared) -> "Table":
     return table
 
 
-def histogram(report: "SourceReport") -> "Text":
-    """How long the documents are, in tokens."""
-    import numpy as np
-    from rich.text import Text
-
+def histogram(report: SourceReport) -> Text:
+    """A bar chart of the documents of a source by their length in tokens."""
     lengths = [len(document) for document in report.tokens.tokenized.documents]
     edges = np.linspace(0, max(lengths), min(NUM_BINS, max(lengths)) + 1).astype(int)
     counts = np.histogram(lengths, edges + 1)[0]  # bins (low, high]
@@ -203,11 +149,8 @@ def histogram(report: "SourceReport") -> "Text":
     return text
 
 
-def coloured(document: "Document", prepared: Prepared, limit: int, *, has_colours: bool) -> "Text":
-    """The first `limit` tokens of the document, by what training does with them."""
-    import numpy as np
-    from rich.text import Text
-
+def coloured(document: Document, prepared: Prepared, limit: int, *, has_colours: bool) -> Text:
+    """The first `limit` tokens of the document as text, coloured by what training does with each."""
     is_inside = np.isin(document.token_ids, prepared.draft_ids) | (not has_colours)
     styles = np.where(is_inside, LEARNED, OUTSIDE)
     styles = np.where(document.loss_mask, styles, GIVEN)[:limit].tolist()
@@ -224,7 +167,7 @@ def coloured(document: "Document", prepared: Prepared, limit: int, *, has_colour
     return text
 
 
-def _measures(report: "SourceReport") -> dict[str, int]:
+def _measures(report: SourceReport) -> dict[str, int]:
     source, tokenized = report.tokens.source, report.tokens.tokenized
     return {
         "conversations": tokenized.counts["rows"],
@@ -240,7 +183,7 @@ def _measures(report: "SourceReport") -> dict[str, int]:
     }
 
 
-def _loss_share(reports: "Sequence[SourceReport]") -> float:
+def _loss_share(reports: Sequence[SourceReport]) -> float:
     tokens = sum(report.tokens.tokenized.num_tokens for report in reports)
     return sum(report.tokens.tokenized.num_loss_tokens for report in reports) / max(1, tokens)
 

@@ -1,47 +1,26 @@
 """`specserve eval`: acceptance and speed of a head."""
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from specserve.cli.options import command
-from specserve.config import setting
+from rich.markup import escape
+from rich.progress import Progress
 
-if TYPE_CHECKING:
-    from specserve.eval.acceptance import Report
-    from specserve.eval.prompts import Question
-    from specserve.serve.launch import Models
-
-
-@dataclass(frozen=True)
-class EvalRun:
-    """Everything that `specserve eval` can be told."""
-
-    draft: str = setting("", help="folder of a draft head; empty: the bundled one")
-    target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
-    bench: str = setting("mt-bench", help="mt-bench, pydoc, or a .jsonl of questions")
-    speculation: str = setting("chain:3,auto", help="anything that serve takes but off; or several, by commas")
-    limit: int = setting(0, help="ask only so many questions, evenly spread; 0: all", ge=0)
-    max_tokens: int = setting(256, help="longest answer", ge=1)
-    temperature: float = setting(0.0, help="0 is greedy", ge=0)
-    concurrency: int = setting(1, help="sequences at once", ge=1)
-    max_model_len: int = setting(0, help="prompt and answer together; 0: the target's context, at most 4,096", ge=0)
-    output: str = setting("", help="write the JSON report here")
+from specserve.checkpoints.tensors import write_json
+from specserve.cli.progress import bar_columns, console
+from specserve.drafters.speculation import parse_speculation
+from specserve.errors import ConfigError
+from specserve.eval import acceptance, prompts, report
+from specserve.eval.acceptance import Report
+from specserve.eval.engines import engine_pair
+from specserve.eval.prompts import Question
+from specserve.eval.settings import EvalRun
+from specserve.eval.step_times import measure_steps
+from specserve.provenance import collect
+from specserve.serve.launch import Models, load_models
 
 
-@command(EvalRun)
 def evaluate(run: EvalRun) -> None:
-    """Measure tau, acceptance by depth and category, and plain against speculative tokens/s in one run."""
-    from rich.markup import escape
-
-    from specserve.checkpoints.tensors import write_json
-    from specserve.cli.progress import console
-    from specserve.drafters.speculation import parse_speculation
-    from specserve.errors import ConfigError
-    from specserve.eval import prompts, report
-    from specserve.provenance import collect
-    from specserve.serve.launch import load_models
-
+    """Print a table of every speculation that was asked for, and write the JSON report where one is wanted."""
     ways = list(dict.fromkeys(part.strip() for part in run.speculation.split(",")))
     trees = {way: None if way == "auto" else parse_speculation(way) for way in ways}
     for way, tree in trees.items():
@@ -71,17 +50,10 @@ def evaluate(run: EvalRun) -> None:
 
 
 def _measure(
-    run: EvalRun, speculation: str, models: "Models", questions: "list[Question]"
-) -> "tuple[Report, dict[str, float], list[str]]":
-    """One way to speculate beside plain decoding: its report, the milliseconds of its step, and lines about them."""
-    from rich.progress import Progress
-
-    from specserve.cli.progress import bar_columns, console
-    from specserve.drafters.speculation import parse_speculation
-    from specserve.eval import acceptance, report
-    from specserve.eval.engines import engine_pair
-    from specserve.eval.step_times import measure_steps
-
+    run: EvalRun, speculation: str, models: Models, questions: list[Question]
+) -> tuple[Report, dict[str, float], list[str]]:
+    """Measure one way to speculate beside plain decoding. Returns its report, the milliseconds of its step by part, and
+    lines about them to print."""
     with Progress(*bar_columns(), console=console, transient=True) as progress:
         task = progress.add_task(f"{speculation}: compiling", note="")
         pair = engine_pair(

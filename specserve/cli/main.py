@@ -1,15 +1,97 @@
-"""The `specserve` command. Commands are imported when they run, so that `--help` answers at once."""
+"""The `specserve` command: which commands there are, what they say of themselves, and where their code is."""
 
 import sys
+from collections.abc import Mapping
+from typing import ClassVar
 
 import typer
 
 from specserve import __version__, host
-from specserve.cli import bench, checkpoints, data, evaluate, quickstart, serve, targets, train
-from specserve.cli.options import show_error
+from specserve.cli.lazy import Lazy, LazyGroup
 from specserve.errors import SpecServeError
 
+
+class Root(LazyGroup):
+    """The commands of `specserve` itself; `bench` and `data` are groups of their own."""
+
+    lazy: ClassVar[Mapping[str, Lazy]] = {
+        "quickstart": Lazy(
+            "specserve.cli.quickstart:quickstart",
+            "Train a head on the bundled target, evaluate it on held-out prompts, serve it, and ask it something.",
+        ),
+        "train": Lazy(
+            "specserve.cli.train:train",
+            "Train a draft head against a frozen target and write it to a folder that `serve --draft` takes.",
+            "specserve.train.settings:TrainRun",
+        ),
+        "serve": Lazy(
+            "specserve.cli.serve:serve",
+            "Serve a target with a draft head over HTTP. Without arguments: the bundled target with the bundled head.",
+            "specserve.serve.settings:ServeRun",
+        ),
+        "eval": Lazy(
+            "specserve.cli.evaluate:evaluate",
+            "Measure tau, acceptance by depth and category, and plain against speculative tokens/s in one run.",
+            "specserve.eval.settings:EvalRun",
+        ),
+        "targets": Lazy(
+            "specserve.cli.targets:targets",
+            "List the targets that have a name here: their size, memory in bfloat16 and the head to train.",
+        ),
+        "export": Lazy(
+            "specserve.cli.checkpoints:export",
+            "Write a head as another engine reads it. Its weights, rounded by nobody, stay bit for bit.",
+        ),
+        "import": Lazy(
+            "specserve.cli.checkpoints:import_",
+            "Read a head from elsewhere and write it as ours. What is wrong and can be mended without guessing is "
+            "mended.",
+        ),
+        "inspect": Lazy(
+            "specserve.cli.checkpoints:inspect",
+            "Say what is wrong with a head's files, what it costs and how to mend it. Exit status 1 where there are "
+            "errors.",
+        ),
+    }
+
+
+class Bench(LazyGroup):
+    """The commands of `specserve bench`."""
+
+    lazy: ClassVar[Mapping[str, Lazy]] = {
+        "engine": Lazy(
+            "specserve.cli.bench:engine",
+            "Measure plain decoding, fixed speculations and `auto` on the same questions in one process, in turns.",
+            "specserve.eval.settings:BenchRun",
+        ),
+    }
+
+
+class Data(LazyGroup):
+    """The commands of `specserve data`."""
+
+    lazy: ClassVar[Mapping[str, Lazy]] = {
+        "prepare": Lazy(
+            "specserve.cli.data_view:prepare",
+            "Read, tokenise and pack a mixture once, into the cache that training reads; account for every row of it.",
+            "specserve.data.settings:PrepareRun",
+        ),
+        "inspect": Lazy(
+            "specserve.cli.data_view:inspect",
+            "Show what training will see: rows with the loss-bearing tokens coloured, counts, lengths, vocabulary "
+            "coverage.",
+            "specserve.data.settings:InspectRun",
+        ),
+        "regenerate": Lazy(
+            "specserve.cli.data:regenerate",
+            "Have the target answer the questions of a data set itself: what it says is what a draft must predict.",
+            "specserve.eval.settings:RegenerateRun",
+        ),
+    }
+
+
 app = typer.Typer(
+    cls=Root,
     name="specserve",
     help="Speculative decoding, trained and served by the same code.",
     no_args_is_help=True,
@@ -17,16 +99,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command("quickstart")(quickstart.quickstart)
-app.command("train")(train.train)
-app.command("serve")(serve.serve)
-app.command("eval")(evaluate.evaluate)
-app.command("targets")(targets.targets)
-app.command("export")(checkpoints.export)
-app.command("import")(checkpoints.import_)
-app.command("inspect")(checkpoints.inspect)
-app.add_typer(bench.app, name="bench")
-app.add_typer(data.app, name="data")
+app.add_typer(typer.Typer(cls=Bench, help="Measurements of speed.", no_args_is_help=True), name="bench")
+app.add_typer(typer.Typer(cls=Data, help="Training data.", no_args_is_help=True), name="data")
 
 
 @app.callback(invoke_without_command=True)
@@ -37,11 +111,13 @@ def root(version: bool = typer.Option(False, "--version", help="Print the versio
 
 
 def main() -> None:
-    """Entry point: an error a user can mend is one message, without a traceback, and exit status 2."""
+    """Run the command line. An error that a user can mend is one message without a traceback, and exit status 2."""
     status: int | str | None = 0
     try:
         app()
     except SpecServeError as error:
+        from specserve.cli.options import show_error  # imports pydantic, which `specserve --help` does not wait for
+
         show_error(error)
         status = 2
     except SystemExit as end:

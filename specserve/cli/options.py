@@ -1,16 +1,19 @@
-"""What commands share: settings as flags, start-up (logging, memory), and how an error is said."""
+"""What the commands share: settings as flags, the start of logging, how memory is kept, and how an error is shown."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
+from rich.console import Console
+from rich.markup import escape
 
 from specserve import config, host, log
 from specserve.errors import SpecServeError
 
 Schema = TypeVar("Schema")
+SEPARATOR = "__"  # stands for the dot of a setting's name in the name of a Python parameter
 
 
 def command(schema: type[Schema]) -> Callable[[Callable[[Schema], None]], Callable[..., None]]:
@@ -20,20 +23,16 @@ def command(schema: type[Schema]) -> Callable[[Callable[[Schema], None]], Callab
     def wrap(run: Callable[[Schema], None]) -> Callable[..., None]:
         def invoke(config_file: Path | None, overrides: list[str] | None, log_level: str, **flags: Any) -> None:
             start(log_level)
-            run(config.resolve(schema, file=config_file, overrides=overrides or (), flags=config.flags_from(flags)))
+            run(config.resolve(schema, file=config_file, overrides=overrides or (), flags=flags_from(flags)))
 
-        common = {
-            "config_file": Annotated[Path | None, typer.Option("--config", help="YAML file of settings.")],
-            "overrides": Annotated[list[str] | None, typer.Option("--set", help="section.name=value, repeatable.")],
-            "log_level": Annotated[str, typer.Option("--log-level", help="debug, info, warning or error.")],
-        }
-        kind = inspect.Parameter.KEYWORD_ONLY
-        defaults: dict[str, Any] = {"config_file": None, "overrides": None, "log_level": "info"}
-        parameters = [
-            inspect.Parameter(name, kind, default=defaults[name], annotation=annotation)
-            for name, annotation in common.items()
+        common: list[tuple[str, Any, Any]] = [
+            ("config_file", Path | None, typer.Option(None, "--config", help="YAML file of settings.")),
+            ("overrides", list[str] | None, typer.Option(None, "--set", help="section.name=value, repeatable.")),
+            ("log_level", str, typer.Option("info", "--log-level", help="debug, info, warning or error.")),
         ]
-        invoke.__signature__ = inspect.Signature(parameters + config.cli_parameters(schema))  # type: ignore[attr-defined]
+        kind = inspect.Parameter.KEYWORD_ONLY
+        parameters = [inspect.Parameter(name, kind, default=how, annotation=what) for name, what, how in common]
+        invoke.__signature__ = inspect.Signature(parameters + cli_parameters(schema))  # type: ignore[attr-defined]
         invoke.__doc__ = run.__doc__
         invoke.__name__ = run.__name__
         return invoke
@@ -41,15 +40,54 @@ def command(schema: type[Schema]) -> Callable[[Callable[[Schema], None]], Callab
     return wrap
 
 
+def cli_parameters(schema: type) -> list[inspect.Parameter]:
+    """One keyword-only parameter per setting, for the `__signature__` of a typer command.
+
+    The flag is the last part of the setting's name, so two settings of one schema may not share it (an AssertionError).
+    Each defaults to None, "not given"; pass what the command receives through `flags_from` to `config.resolve`.
+    """
+    parameters: dict[str, inspect.Parameter] = {}
+    for leaf in config.leaves(schema):
+        assert leaf.flag not in parameters, f"{schema.__name__}: {leaf.name} and another setting share {leaf.flag}"
+        # what an empty default means is said by the help text
+        has_default = not leaf.field.is_required() and leaf.default not in ("", ())
+        option = typer.Option(
+            f"{leaf.flag}/--no-{leaf.flag[2:]}" if leaf.field.annotation is bool else leaf.flag,
+            help=f"{leaf.help} (default: {_default_text(leaf.default)})" if has_default else leaf.help,
+            rich_help_panel=leaf.section or None,
+            show_default=False,  # the parameter's own default is None, "not given"
+            metavar="A,B,..." if leaf.is_list else None,
+        )
+        kind = list[str] if leaf.is_list else leaf.field.annotation  # a list is typed as one text, or its flag repeats
+        parameters[leaf.flag] = inspect.Parameter(
+            leaf.name.replace(".", SEPARATOR),
+            inspect.Parameter.KEYWORD_ONLY,
+            default=None,
+            annotation=Annotated[kind | None, option],  # type: ignore[operator]
+        )
+    return list(parameters.values())
+
+
+def flags_from(arguments: Mapping[str, object]) -> dict[str, object]:
+    """The arguments that a command got for `cli_parameters`, by dotted name."""
+    return {
+        name.replace(SEPARATOR, "."): (",".join(value) if value else None) if isinstance(value, list) else value
+        for name, value in arguments.items()
+    }
+
+
 def start(log_level: str = "info") -> None:
-    """Logging, and how memory is kept."""
+    """Set up logging, and let the process keep the memory that it frees (see `host`)."""
     log.setup(log_level)
     host.keep_freed_memory()  # before there are threads
 
 
 def show_error(error: SpecServeError) -> None:
-    """One line on stderr, whatever brackets a path or an advice in it has."""
-    from rich.console import Console
-    from rich.markup import escape
-
+    """Print the error as one line on stderr. Brackets in it are text, not markup."""
     Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+
+
+def _default_text(default: object) -> str:
+    if isinstance(default, tuple):
+        return ",".join(map(str, default))
+    return str(default).lower() if isinstance(default, bool) else str(default)

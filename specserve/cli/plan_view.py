@@ -1,15 +1,17 @@
 """What `specserve train --dry-run` prints."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.syntax import Syntax
+from rich.table import Table
+
+from specserve import config
+from specserve.train.flops import Flops
+from specserve.train.plan import DEVICES, Plan, make_plan
 from specserve.train.settings import TrainRun
-
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from specserve.train.flops import Flops
-    from specserve.train.plan import Plan
 
 SHARE_OF_PEAK = 0.4  # a good one for training in bfloat16
 
@@ -17,12 +19,6 @@ SHARE_OF_PEAK = 0.4  # a good one for training in bfloat16
 def show_plan(run: TrainRun) -> None:
     """Print a run's settings, and its sizes, memory, operations and what they mean on some accelerators. Raises
     ConfigError or CheckpointError, as the run itself would."""
-    from rich.console import Console
-    from rich.syntax import Syntax
-
-    from specserve import config
-    from specserve.train.plan import make_plan
-
     plan, console = make_plan(run), Console()
 
     console.print(Syntax(config.to_yaml(plan.run).rstrip(), "yaml", theme="ansi_dark", background_color="default"))
@@ -31,9 +27,7 @@ def show_plan(run: TrainRun) -> None:
         console.print(table, highlight=False)
 
 
-def _sizes(plan: "Plan") -> "Table":
-    from rich.markup import escape
-
+def _sizes(plan: Plan) -> Table:
     target, drafter, size = plan.target, plan.drafter, plan.target_size
     active = f", {size.active:,} active" if size.active < size.total else ""
     table = _table("Models", "", "parameters", "")
@@ -46,7 +40,7 @@ def _sizes(plan: "Plan") -> "Table":
     return table
 
 
-def _memory(plan: "Plan") -> "Table":
+def _memory(plan: Plan) -> Table:
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "one device"
     table = _table(f"Memory of each device ({mesh})", "", "bytes", "", footers=("sum", _bytes(plan.device_bytes), ""))
     for part in plan.memory:
@@ -67,7 +61,7 @@ def _memory(plan: "Plan") -> "Table":
     return table
 
 
-def _operations(plan: "Plan") -> "Table":
+def _operations(plan: Plan) -> Table:
     flops = plan.flops
     table = _table("Operations of a step", "", "useful", "executed", "", footers=("sum", *_flops(flops.total), ""))
     rows = (
@@ -82,9 +76,7 @@ def _operations(plan: "Plan") -> "Table":
     return table
 
 
-def _devices(plan: "Plan") -> "Table":
-    from specserve.train.plan import DEVICES
-
+def _devices(plan: Plan) -> Table:
     table = _table(
         f"On {plan.num_devices} of", "", "memory", "", "positions/s at peak", f"at {SHARE_OF_PEAK:.0%}", "the run"
     )
@@ -100,12 +92,9 @@ def _devices(plan: "Plan") -> "Table":
     return table
 
 
-def _table(title: str, *columns: str, footers: Sequence[str] = ()) -> "Table":
+def _table(title: str, *columns: str, footers: Sequence[str] = ()) -> Table:
     """Make an empty table. The first column and what has no heading are words, to the left; numbers stand to the
     right."""
-    from rich import box
-    from rich.table import Table
-
     table = Table(title=title, title_justify="left", title_style="bold", caption_justify="left", box=box.SIMPLE_HEAD)
     table.show_header, table.show_footer, table.pad_edge = any(columns), bool(footers), False
     for i, name in enumerate(columns):
@@ -114,7 +103,7 @@ def _table(title: str, *columns: str, footers: Sequence[str] = ()) -> "Table":
     return table
 
 
-def _flops(flops: "Flops") -> tuple[str, str]:
+def _flops(flops: Flops) -> tuple[str, str]:
     return _count(flops.useful), _count(flops.executed)
 
 

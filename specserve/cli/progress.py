@@ -14,5 +14,5 @@ console = Console()
 
 
 def warmup_bar(text: str = "compiling") -> AbstractContextManager[Callable[[int, int, str], None]]:
-    """A bar over the programs being compiled."""
+    """Show a bar while programs compile. The context gives the function to report with: (done, total, name)."""
     return progress.warmup_bar(console, text=text)

@@ -4,16 +4,27 @@ import json
 import shlex
 import urllib.request
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.markup import escape
+from rich.progress import Progress
 
+from specserve.checkpoints.source import BUNDLED
 from specserve.cli.options import start
-
-if TYPE_CHECKING:
-    from specserve.eval.acceptance import Report
-    from specserve.eval.prompts import Question
-    from specserve.serve.launch import Models
+from specserve.cli.progress import bar_columns, console
+from specserve.cli.training_bar import TrainingBar
+from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
+from specserve.eval.acceptance import Report, evaluate
+from specserve.eval.engines import engine_pair
+from specserve.eval.prompts import Question, load_questions
+from specserve.eval.report import summary_table
+from specserve.serve.api import HttpServer, create_app
+from specserve.serve.launch import Models, load_models
+from specserve.train.observers import observing
+from specserve.train.prepare import prepare
+from specserve.train.run_folder import RunFolder
+from specserve.train.settings import DataSettings, DraftSettings, EvalSettings, TrainRun, TrainSettings
 
 SPECULATION = "chain:3"
 NUM_QUESTIONS, MAX_TOKENS = 12, 128
@@ -24,23 +35,8 @@ def quickstart(
     output: Annotated[Path, typer.Option(help="Folder for the head.")] = Path("ckpt"),
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
-    """Train a head on the bundled target, evaluate it on held-out prompts, serve it, and ask it something."""
+    """Print what each stage found and the commands to go on with."""
     start(log_level)
-    from rich.markup import escape
-
-    from specserve.checkpoints.source import BUNDLED
-    from specserve.cli.progress import console
-    from specserve.cli.training_bar import TrainingBar
-    from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
-    from specserve.eval.acceptance import Report
-    from specserve.eval.prompts import load_questions
-    from specserve.eval.report import summary_table
-    from specserve.serve.launch import load_models
-    from specserve.train.observers import observing
-    from specserve.train.prepare import prepare
-    from specserve.train.run_folder import RunFolder
-    from specserve.train.settings import DataSettings, DraftSettings, EvalSettings, TrainRun, TrainSettings
-
     console.rule("1. train a draft head for the bundled target")
     # few minutes are few steps: small batches, and Muon, learn most from them
     settings = TrainSettings(
@@ -86,16 +82,7 @@ def quickstart(
     console.print(f"  [bold]specserve eval --draft {shown} --bench pydoc[/]")
 
 
-def _evaluate_and_ask(
-    models: "Models", questions: "list[Question]", name: str, speculation: str
-) -> "tuple[Report, str]":
-    from rich.progress import Progress
-
-    from specserve.cli.progress import bar_columns, console
-    from specserve.eval.acceptance import Report, evaluate
-    from specserve.eval.engines import engine_pair
-    from specserve.serve.api import HttpServer, create_app
-
+def _evaluate_and_ask(models: Models, questions: list[Question], name: str, speculation: str) -> tuple[Report, str]:
     with Progress(*bar_columns(), console=console, transient=True) as progress:
         task = progress.add_task(f"{name}, {speculation}: compiling", note="")
         pair = engine_pair(
@@ -127,7 +114,7 @@ def _evaluate_and_ask(
 
 
 def _ask(url: str, question: str) -> str:
-    """One chat completion through the real endpoint, as any client would ask for it."""
+    """Ask for a chat completion over HTTP, as any client would, and return question and answer as text."""
     body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 64}
     request = urllib.request.Request(
         f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

@@ -2,22 +2,17 @@
 
 from dataclasses import replace
 
-from specserve import host
-from specserve.cli.options import command
+from rich.markup import escape
+
+from specserve.cli.progress import console, warmup_bar
+from specserve.mesh import SERVING_AXES, parse_mesh
+from specserve.serve.api import HttpServer, bind_listener, create_app
+from specserve.serve.launch import load_models, make_engine
 from specserve.serve.settings import ServeRun
 
 
-@command(ServeRun)
 def serve(run: ServeRun) -> None:
-    """Serve a target with a draft head over HTTP. Without arguments: the bundled target with the bundled head."""
-    with host.without_collecting():
-        from rich.markup import escape
-
-        from specserve.cli.progress import console, warmup_bar
-        from specserve.mesh import SERVING_AXES, parse_mesh
-        from specserve.serve.api import HttpServer, bind_listener, create_app
-        from specserve.serve.launch import load_models, make_engine
-
+    """Load the models, compile their programs, and serve until SIGTERM or Ctrl-C."""
     if run.warmup_only:
         run = replace(run, early_ready=False)  # everything is to be compiled before the end
     listener = bind_listener(run.host, run.port)  # a taken port is said before minutes of loading

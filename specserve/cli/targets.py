@@ -3,19 +3,26 @@
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
+from rich.box import SIMPLE_HEAD
+from rich.console import Console
+from rich.table import Table
 
-if TYPE_CHECKING:
-    from rich.table import Table
-
-    from specserve.models.presets import HeadSize
+from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER
+from specserve.checkpoints.tensors import read_json
+from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
+from specserve.errors import ConfigError
+from specserve.models.config import ModelConfig
+from specserve.models.families import model_config
+from specserve.models.presets import PRESETS, HeadSize, target_size
+from specserve.train.recipe import recipe
 
 
 @dataclass(frozen=True)
 class Row:
-    """A target as it is listed."""
+    """One line of the list of targets. Sizes are in parameters and bytes."""
 
     name: str
     hub_id: str | None  # None: it is bundled
@@ -23,7 +30,7 @@ class Row:
     parameters: int
     active_parameters: int
     bf16_bytes: int
-    head: "HeadSize"  # recommended, or bundled
+    head: HeadSize  # recommended, or bundled
 
     @property
     def origin(self) -> str:
@@ -31,7 +38,7 @@ class Row:
 
     @property
     def size(self) -> tuple[str, str]:
-        """Parameters, and how many of them a token needs where that is not all."""
+        """The number of parameters, and of those that a token needs where that is not all, as text."""
         is_sparse = self.active_parameters < self.parameters
         return _short(self.parameters), f"{_short(self.active_parameters)} active" if is_sparse else ""
 
@@ -51,12 +58,8 @@ def targets(
         bool, typer.Option("--recipe", help="Print settings to train its head with, for `specserve train --config`.")
     ] = False,
 ) -> None:
-    """List the targets that have a name here: their size, memory in bfloat16 and the head to train."""
-    from specserve.errors import ConfigError
-
+    """Print a table or JSON of the targets, or the recipe of one. Raises ConfigError for an unknown name."""
     if has_recipe:
-        from specserve.train.recipe import recipe
-
         if not name:
             raise ConfigError("--recipe: which target's? Give its name, as in `specserve targets qwen3-8b --recipe`")
         print(recipe(name), end="")
@@ -67,7 +70,6 @@ def targets(
     if as_json:
         print(json.dumps([asdict(row) for row in rows], indent=2))
         return
-    from rich.console import Console
 
     console = Console()
     wide = _wide_table(rows)
@@ -82,13 +84,6 @@ def targets(
 
 
 def _rows() -> list[Row]:
-    from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER
-    from specserve.checkpoints.tensors import read_json
-    from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
-    from specserve.models.config import ModelConfig
-    from specserve.models.families import model_config
-    from specserve.models.presets import PRESETS, HeadSize, target_size
-
     def row(name: str, hub_id: str | None, config: ModelConfig, head: HeadSize) -> Row:
         size = target_size(config)
         return Row(name, hub_id, config.family, size.total, size.active, size.bf16_bytes, head)
@@ -100,15 +95,15 @@ def _rows() -> list[Row]:
     return [row(BUNDLED, None, bundled, bundled_head), *presets]
 
 
-def _wide_table(rows: Sequence[Row]) -> "Table":
+def _wide_table(rows: Sequence[Row]) -> Table:
     table = _table("target", "from", "family", "parameters", "", "bf16", "head", "", right=(3, 4, 5, 6, 7))
     for row in rows:
         table.add_row(row.name, row.origin, row.family, *row.size, row.memory, *row.head_shape)
     return table
 
 
-def _narrow_table(rows: Sequence[Row]) -> "Table":
-    """Two lines for each."""
+def _narrow_table(rows: Sequence[Row]) -> Table:
+    """The table with two lines for each target."""
     table = _table("target, family\nfrom", "parameters", "bf16", "head", right=(1, 2, 3))
     for row in rows:
         name = f"[bold]{row.name}[/] {row.family}\n[dim]{row.origin}[/]"
@@ -116,10 +111,7 @@ def _narrow_table(rows: Sequence[Row]) -> "Table":
     return table
 
 
-def _table(*columns: str, right: Sequence[int]) -> "Table":
-    from rich.box import SIMPLE_HEAD
-    from rich.table import Table
-
+def _table(*columns: str, right: Sequence[int]) -> Table:
     table = Table(box=SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     for i, name in enumerate(columns):
         table.add_column(name, justify="right" if i in right else "left", overflow="fold")
@@ -127,7 +119,7 @@ def _table(*columns: str, right: Sequence[int]) -> "Table":
 
 
 def _short(value: float, million: str = "M", billion: str = "B", trillion: str = "T") -> str:
-    """Three significant digits and a unit."""
+    """The value with three significant digits and a unit: 7.62e9 is "7.62B"."""
     scale, unit = next(
         (scale, unit)
         for scale, unit in ((1e12, trillion), (1e9, billion), (1e6, million))

@@ -4,20 +4,25 @@ import os
 import shlex
 import traceback
 
-from specserve.cli.options import command, show_error
+from rich.markup import escape
+
+from specserve import processes
+from specserve.cli.options import show_error
+from specserve.cli.plan_view import show_plan
+from specserve.cli.progress import console
+from specserve.cli.training_bar import TrainingBar
 from specserve.errors import SpecServeError
+from specserve.train.observers import observing
+from specserve.train.prepare import prepare
+from specserve.train.run_folder import SETTINGS_FILE, RunFolder
 from specserve.train.settings import TrainRun
 
 
-@command(TrainRun)
 def train(run: TrainRun) -> None:
-    """Train a draft head against a frozen target and write it to a folder that `serve --draft` takes."""
+    """Train in this process, or in one of several that run this command. With `dry_run`, print the plan and return."""
     if run.dry_run:
-        from specserve.cli.plan_view import show_plan
-
         show_plan(run)
         return
-    from specserve import processes
 
     processes.join(run.coordinator, run.num_processes, run.process_id)
     try:
@@ -30,15 +35,6 @@ def train(run: TrainRun) -> None:
 
 
 def _train(run: TrainRun) -> None:
-    from rich.markup import escape
-
-    from specserve import processes
-    from specserve.cli.progress import console
-    from specserve.cli.training_bar import TrainingBar
-    from specserve.train.observers import observing
-    from specserve.train.prepare import prepare
-    from specserve.train.run_folder import SETTINGS_FILE, RunFolder
-
     with RunFolder(run, is_first=processes.is_first()) as folder:
         if not folder.is_first:
             prepare(run, folder).train()
@@ -59,7 +55,7 @@ def _train(run: TrainRun) -> None:
 
 
 def _report(error: Exception) -> None:
-    """Now, for nothing else comes after it."""
+    """Show the error at once, because the process ends without unwinding."""
     if isinstance(error, SpecServeError):
         show_error(error)
     else:

@@ -20,7 +20,7 @@ from specserve.train.trainer import Progress as Moment
 
 
 class TrainingBar:
-    """The loss falling and the acceptance length rising."""
+    """Shows how far a training run is, its loss, tau and speed: a live bar on a terminal, else a line per report."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
@@ -93,7 +93,7 @@ class TrainingBar:
         return f"step {moment.step:,}  tau {moment.evaluation.tau:.3f} ({best})  by depth {rates}"
 
     def summary(self, next_command: str) -> None:
-        """What came out, and what to type next."""
+        """Print the last measurement, the best one, the outlook, and the command to go on with."""
         trainer = self._trainer
         if self._evaluation:
             console.print(_arms_table(self._evaluation.to_json()))
@@ -110,7 +110,7 @@ class TrainingBar:
 
 
 def _arms_table(found: dict[str, Any]) -> Table:
-    """Every arm that was measured, and the sources of those that have several."""
+    """A table of every arm that was measured, with a line for each source of those that have several."""
     table = Table(box=SIMPLE_HEAD, pad_edge=False)
     table.add_column("held-out prompts")
     table.add_column("tau", justify="right")

@@ -1,14 +1,15 @@
-"""What can be asked of a head that is to be trained."""
+"""The settings of the head that a training run makes (see `config`)."""
 
-from dataclasses import dataclass
 from typing import Literal
 
-from specserve.config import setting
+from pydantic.dataclasses import dataclass
+
+from specserve.config import RULES, setting
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=RULES)
 class DraftSettings:
-    """The head's size. Zero means the target's own, or with init_from that of the head that is gone on from."""
+    """The size of the head that is trained. Zero means the target's own, or with `init_from` the earlier head's."""
 
     vocab_size: int = setting(0, help="draft vocabulary; 0: half the target's, at most 32,000", ge=0)
     num_layers: int = setting(0, help="decoder layers of the head; 0: one", ge=0)

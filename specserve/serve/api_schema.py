@@ -5,15 +5,16 @@ that changes nothing (`UNSUPPORTED`), or an error that names it. Types are stric
 Knows nothing of HTTP; errors are RequestError with `param` set.
 """
 
+import dataclasses
 import json
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
-from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from pydantic_core import PydanticCustomError, from_json
 
 from specserve.errors import RequestError
-from specserve.serve.request import MAX_TOKEN_IDS, SamplingParams
+from specserve.serve.request import MAX_TOKEN_IDS, SamplingParams, describe, request_error
 
 MAX_SALT_CHARS = 1024
 MAX_MESSAGES = 10_000
@@ -57,6 +58,10 @@ _UNSUPPORTED_IN_CHAT = _UNSUPPORTED_ANYWHERE | {
 }
 
 
+# What a body and SamplingParams both have; a field that the body lacks fails when the first request is read.
+_OPTIONS = [field.name for field in dataclasses.fields(SamplingParams)]
+
+
 def _as_prompts(value: Any) -> list[str | list[int]]:
     """A string, a list of strings, token ids, or a list of token id lists: always a list of prompts."""
     if isinstance(value, str):
@@ -93,7 +98,7 @@ def _as_token_id(key: str) -> int:
     """JSON's names are strings. Only the plain spelling: "07" and "7" would be two biases of one token."""
     if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key):
         raise RequestError(
-            f"logit_bias must map token ids in decimal to numbers, got the key {_describe(key)}", param="logit_bias"
+            f"logit_bias must map token ids in decimal to numbers, got the key {describe(key)}", param="logit_bias"
         )
     return int(key)
 
@@ -143,24 +148,24 @@ class SamplingBody(Body):
     """What completions and chat share. Ranges are SamplingParams' business, token ids and words the engine's."""
 
     model: str | None = None  # None: the one model that is served
-    n: Int64 = 1
+    n: Int64 = SamplingParams.n
     best_of: Int64 | None = None  # only n itself: nothing is ever ranked and dropped
     max_tokens: Int64 | None = None
-    min_tokens: Int64 = 0
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: Int64 = 0
-    min_p: float = 0.0
-    presence_penalty: float = 0.0
-    frequency_penalty: float = 0.0
-    repetition_penalty: float = 1.0
+    min_tokens: Int64 = SamplingParams.min_tokens
+    temperature: float = SamplingParams.temperature
+    top_p: float = SamplingParams.top_p
+    top_k: Int64 = SamplingParams.top_k
+    min_p: float = SamplingParams.min_p
+    presence_penalty: float = SamplingParams.presence_penalty
+    frequency_penalty: float = SamplingParams.frequency_penalty
+    repetition_penalty: float = SamplingParams.repetition_penalty
     logit_bias: Annotated[dict[str, float], BeforeValidator(_check_num_biases)] = {}
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] = []
     seed: Int64 | None = None
     stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_strings)] = []
     stop_token_ids: TokenIds = []
-    ignore_eos: bool = False
+    ignore_eos: bool = SamplingParams.ignore_eos
     return_tokens_as_token_ids: bool = False  # names tokens "token_id:7" in logprobs
     speculation: Annotated[int | None, PlainValidator(_as_speculation)] = None
     priority: Int64 = 0
@@ -185,27 +190,9 @@ class SamplingBody(Body):
             raise RequestError(f"best_of is not supported yet: leave it out or send n, {self.n}", param="best_of")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream: true", param="stream_options")
-        return SamplingParams(
-            n=self.n,
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias={_as_token_id(key): bias for key, bias in self.logit_bias.items()},
-            allowed_token_ids=self.allowed_token_ids,
-            bad_words=self.bad_words,
-            seed=self.seed,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            logprobs=logprobs,
-            speculation=self.speculation,
-        )
+        options = {name: getattr(self, name) for name in _OPTIONS}
+        bias = {_as_token_id(key): value for key, value in self.logit_bias.items()}
+        return SamplingParams(**options | {"max_tokens": max_tokens, "logprobs": logprobs, "logit_bias": bias})
 
 
 class CompletionBody(SamplingBody):
@@ -341,7 +328,7 @@ def parse_body(body_type: type[_BodyT], raw: bytes) -> _BodyT:
     try:
         return body_type.model_validate(fields)
     except ValidationError as error:
-        raise _as_request_error(error.errors(include_url=False, include_context=False)[0]) from None
+        raise _as_request_error(error) from None
 
 
 def _parse_object(raw: bytes) -> dict[str, Any]:
@@ -352,7 +339,7 @@ def _parse_object(raw: bytes) -> dict[str, Any]:
     except ValueError as error:
         raise RequestError(f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):
-        raise RequestError(f"the request body must be a JSON object, got {_describe(value)}")
+        raise RequestError(f"the request body must be a JSON object, got {describe(value)}")
     return cast(dict[str, Any], value)
 
 
@@ -371,24 +358,15 @@ def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
         raise RequestError(f"{name} is not supported yet: leave it out{allowed}", param=name)
 
 
-def _as_request_error(error: ErrorDetails) -> RequestError:
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in error["loc"]).lstrip(".")
-    if error["type"] == "extra_forbidden":
+def _as_request_error(error: ValidationError) -> RequestError:
+    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
+    if first["type"] == "extra_forbidden":
         return _unknown_field(param)
-    if error["type"] == "missing":
+    if first["type"] == "missing":
         return RequestError(f"{param} is required", param=param)
-    message = error["msg"].removeprefix("Input ")
-    return RequestError(f"{param} {message[0].lower()}{message[1:]}, got {_describe(error['input'])}", param=param)
+    return request_error(error, param)
 
 
 def _unknown_field(name: str) -> RequestError:
     return RequestError(f"unknown field: {name[:200]}", param=name[:200])
-
-
-def _describe(value: Any) -> str:
-    if isinstance(value, list):
-        return f"a list of {len(value)}"
-    if isinstance(value, dict):
-        return "an object"
-    text = json.dumps(value, default=repr)
-    return text if len(text) <= 80 else text[:80] + "..."

@@ -5,23 +5,41 @@
 
 import dataclasses
 import enum
+import functools
+import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import Annotated, Any, Protocol, Self, get_type_hints
 
 import numpy as np
+from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from specserve.errors import RequestError
+from specserve.speculative.ranges import (
+    Bias,
+    MinP,
+    NumTokens,
+    Penalty,
+    RepetitionPenalty,
+    Temperature,
+    TokenId,
+    TopK,
+    TopP,
+)
 from specserve.speculative.sampling import MAX_LOGPROBS
 
 MAX_SEED = 2**63 - 1
-MAX_STOP_STRINGS = 64
-MAX_STOP_CHARS = 1024
+MAX_WORDS = 64  # stop strings, or bad words
+MAX_WORD_CHARS = 1024
 MAX_TOKEN_IDS = 1024  # of one list of token ids in the options, logit_bias included
-MAX_BAD_WORDS = 64
 MAX_CHOICES = 128
 SMALLEST_TEMPERATURE = 1e-5  # below it, as in vLLM, sampling is greedy: logits over less would overflow
+
+_Word = Annotated[str, Field(min_length=1, max_length=MAX_WORD_CHARS)]
+Words = Annotated[Sequence[_Word], Field(max_length=MAX_WORDS), AfterValidator(tuple)]
+TokenIds = Annotated[Sequence[TokenId], Field(max_length=MAX_TOKEN_IDS), AfterValidator(tuple)]
+Biases = Annotated[Mapping[TokenId, Bias], Field(max_length=MAX_TOKEN_IDS), AfterValidator(dict)]
 
 
 class FinishReason(enum.StrEnum):
@@ -38,86 +56,38 @@ class SamplingParams:
     """How to draw the answers to one prompt, under vLLM's names. The constructor checks every value: RequestError
     names the field and the range. Token ids are checked against the vocabulary when the request is submitted."""
 
-    n: int = 1  # answers; answer i is drawn with seed + i
-    max_tokens: int | None = None  # None: up to the context length
-    min_tokens: int = 0  # no end-of-sequence or stop token id before
-    temperature: float = 1.0  # 0 is greedy
-    top_p: float = 1.0
-    top_k: int = 0  # 0 or -1: off
-    min_p: float = 0.0
-    presence_penalty: float = 0.0  # taken from the logit of every token the answer holds
-    frequency_penalty: float = 0.0  # the same, times how often it holds it
-    repetition_penalty: float = 1.0  # divides positive and multiplies negative logits of tokens in prompt or answer
-    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added to the logits of token ids
-    allowed_token_ids: Sequence[int] | None = None  # None: all
-    bad_words: Sequence[str] = ()  # never produced, nor with a space in front
-    seed: int | None = None  # None: the engine draws one
-    stop: str | Sequence[str] = ()
-    stop_token_ids: Sequence[int] = ()
+    n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1  # answers; answer i is drawn with seed + i
+    max_tokens: Annotated[NumTokens, Field(ge=1)] | None = None  # None: up to the context length
+    min_tokens: NumTokens = 0  # no end-of-sequence or stop token id before
+    temperature: Annotated[Temperature, AfterValidator(lambda t: t if t >= SMALLEST_TEMPERATURE else 0.0)] = 1.0
+    top_p: TopP = 1.0
+    top_k: Annotated[TopK, AfterValidator(lambda k: max(0, k))] = 0  # 0 or -1: off
+    min_p: MinP = 0.0
+    presence_penalty: Penalty = 0.0  # taken from the logit of every token the answer holds
+    frequency_penalty: Penalty = 0.0  # taken from that logit as often as the answer holds the token
+    repetition_penalty: RepetitionPenalty = 1.0  # divides positive and multiplies negative logits of tokens seen
+    logit_bias: Biases = field(default_factory=dict)  # added to the logits of token ids
+    allowed_token_ids: Annotated[TokenIds, Field(min_length=1)] | None = None  # None: all
+    bad_words: Words = ()  # never produced, nor with a space in front
+    seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None  # None: the engine draws one
+    stop: Annotated[Words, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = ()
+    stop_token_ids: TokenIds = ()
     ignore_eos: bool = False
-    logprobs: int | None = None  # of each token, and of this many most likely ones; None: none
-    speculation: int | None = None  # draft tokens that a step may accept; 0: decode plainly; None: the server's choice
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # of each token, and of so many likely ones
+    speculation: NumTokens | None = None  # draft tokens that a step may accept; 0: none; None: the server's choice
 
     def __post_init__(self) -> None:
-        self._check_ranges()
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        if len(stop) > MAX_STOP_STRINGS or any(not s or len(s) > MAX_STOP_CHARS for s in stop):
+        for name, kind in _kinds().items():
+            try:
+                object.__setattr__(self, name, kind.validate_python(getattr(self, name)))
+            except ValidationError as error:
+                raise request_error(error, name) from None
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
-                f"stop must be at most {MAX_STOP_STRINGS} strings of 1 to {MAX_STOP_CHARS} characters", param="stop"
-            )
-        if len(self.bad_words) > MAX_BAD_WORDS or any(not w or len(w) > MAX_STOP_CHARS for w in self.bad_words):
-            raise RequestError(
-                f"bad_words must be at most {MAX_BAD_WORDS} strings of 1 to {MAX_STOP_CHARS} characters",
-                param="bad_words",
-            )
-        # the one spelling of each value, so that nobody downstream meets another
-        plain = {
-            "temperature": float(self.temperature) if self.temperature >= SMALLEST_TEMPERATURE else 0.0,
-            "top_k": max(0, self.top_k),
-            "logit_bias": dict(self.logit_bias),
-            "allowed_token_ids": None if self.allowed_token_ids is None else tuple(self.allowed_token_ids),
-            "bad_words": tuple(self.bad_words),
-            "stop": stop,
-            "stop_token_ids": tuple(self.stop_token_ids),
-        }
-        for name, value in plain.items():
-            object.__setattr__(self, name, value)
-
-    def _check_ranges(self) -> None:
-        _check("n", self.n, 1, MAX_CHOICES)
-        if self.max_tokens is not None:
-            _check("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _check("min_tokens", self.min_tokens, 0, 2**31 - 1 if self.max_tokens is None else self.max_tokens)
-        _check("temperature", self.temperature, 0.0, 100.0)
-        _check("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
-        _check("top_k", self.top_k, -1, 2**31 - 1)
-        _check("min_p", self.min_p, 0.0, 1.0)
-        _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check("repetition_penalty", self.repetition_penalty, 0.0, 100.0, exclusive_low=True)
-        if self.seed is not None:
-            _check("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
-        if self.logprobs is not None:
-            _check("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.speculation is not None:
-            _check("speculation", self.speculation, 0, 2**31 - 1)
-        for name, token_ids in (
-            ("stop_token_ids", self.stop_token_ids),
-            ("allowed_token_ids", self.allowed_token_ids or ()),
-            ("logit_bias", self.logit_bias),
-        ):
-            if len(token_ids) > MAX_TOKEN_IDS:
-                raise RequestError(f"{name} holds {len(token_ids)} token ids, at most {MAX_TOKEN_IDS}", param=name)
-            for token_id in token_ids:
-                _check(name, token_id, 0, 2**31 - 1)
-        for bias in self.logit_bias.values():
-            _check("logit_bias", bias, -100.0, 100.0)
-        if self.allowed_token_ids is not None and not self.allowed_token_ids:
-            raise RequestError(
-                "allowed_token_ids must hold at least one token id, or be left out", param="allowed_token_ids"
+                f"min_tokens should be at most max_tokens, {self.max_tokens}, got {self.min_tokens}", param="min_tokens"
             )
 
-    def choices(self) -> "list[SamplingParams]":
+    def choices(self) -> list[Self]:
         """One SamplingParams for each of the n answers."""
         return [
             dataclasses.replace(self, n=1, seed=None if self.seed is None else _wrap_seed(self.seed + i))
@@ -129,11 +99,28 @@ def _wrap_seed(seed: int) -> int:
     return (seed + MAX_SEED + 1) % (2 * MAX_SEED + 2) - MAX_SEED - 1
 
 
-def _check(name: str, value: float, low: float, high: float, *, exclusive_low: bool = False) -> None:
-    is_inside = (low < value if exclusive_low else low <= value) and value <= high  # false for NaN
-    if not is_inside:
-        bracket = "(" if exclusive_low else "["
-        raise RequestError(f"{name} must be in {bracket}{low}, {high}], got {value}", param=name)
+@functools.cache
+def _kinds() -> dict[str, TypeAdapter[Any]]:
+    """What checks each field, and brings it into the one spelling that the engine knows."""
+    hints = get_type_hints(SamplingParams, include_extras=True)
+    return {name: TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False)) for name, hint in hints.items()}
+
+
+def request_error(error: ValidationError, param: str) -> RequestError:
+    """The first of pydantic's findings about the field `param`, as the error that a client is told."""
+    found = error.errors(include_url=False, include_context=False)[0]
+    message = found["msg"].removeprefix("Input ")
+    return RequestError(f"{param} {message[0].lower()}{message[1:]}, got {describe(found['input'])}", param=param)
+
+
+def describe(value: Any) -> str:
+    """A value as a client sent it, cut where it is long."""
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return f"a list of {len(value)}"
+    if isinstance(value, Mapping):
+        return "an object"
+    text = json.dumps(value, default=repr)
+    return text if len(text) <= 80 else text[:80] + "..."
 
 
 @dataclass(frozen=True)

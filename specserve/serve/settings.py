@@ -1,15 +1,16 @@
 """The settings of a server: one schema for YAML, `--set` and flags (see `config`)."""
 
-from dataclasses import dataclass
 from typing import Literal
 
-from specserve.config import setting
+from pydantic.dataclasses import dataclass
+
+from specserve.config import RULES, setting
 from specserve.drafters.words import WAYS
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=RULES)
 class ServeRun:
-    """Everything that `specserve serve` can be told."""
+    """The settings of `specserve serve`."""
 
     target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
     draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")
@@ -35,9 +36,7 @@ class ServeRun:
         0.0, help="share of the memory that is free after loading; 0: max_slots times max_model_len", ge=0, lt=1
     )
     prefix_cache: bool = setting(True, help="keep the pages of finished sequences for prompts that begin alike")
-    schedule: str = setting(
-        "fcfs", help="who is admitted first among equal priorities", choices=("fcfs", "longest-prefix")
-    )
+    schedule: Literal["fcfs", "longest-prefix"] = setting("fcfs", help="who is admitted first among equal priorities")
     prefill_tokens: int = setting(0, help="prompt tokens per round, between two steps; 0: one largest chunk", ge=0)
     max_queue: int = setting(256, help="requests that may wait; more get a 503", ge=1)
     deterministic: bool = setting(

@@ -1,15 +1,18 @@
 """The settings of a training run: one schema for YAML, `--set a.b=c` and flags (see `config`)."""
 
-from dataclasses import dataclass, field
 from typing import Literal
 
-from specserve.config import setting
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from specserve.config import RULES, setting
 from specserve.drafters.settings import DraftSettings
+from specserve.speculative.ranges import Temperature
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=RULES)
 class DataSettings:
-    """Where conversations come from."""
+    """Where the conversations come from, and how many of them are used."""
 
     source: tuple[str, ...] = setting(
         ("pydoc",),
@@ -26,9 +29,9 @@ class DataSettings:
     eval_prompts: int = setting(24, help="held-out prompts for the acceptance measured while training", ge=0)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=RULES)
 class TrainSettings:
-    """The optimisation."""
+    """How the head is optimised, and how often the run reports, measures and saves."""
 
     max_steps: int = setting(0, help="stop after this many steps; 0: no limit but max_minutes", ge=0)
     max_minutes: float = setting(240.0, help="stop after this much time, evaluation included; 0: no limit", ge=0)
@@ -63,28 +66,28 @@ class TrainSettings:
     resume: bool = setting(False, help="go on from the state in the output folder")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=RULES)
 class EvalSettings:
-    """Acceptance on held-out prompts, by the code that serves. The first speculation at the first temperature is the
-    run's tau; every pair is measured at the end."""
+    """How acceptance is measured on held-out prompts, by the code that serves. The first speculation at the first
+    temperature is the run's tau; every pair is measured at the end."""
 
     speculation: tuple[str, ...] = setting(("chain:3",), help="chains and trees to measure")
-    temperature: tuple[float, ...] = setting((0.0,), help="temperatures to measure at; 0 is greedy", ge=0)
+    temperature: tuple[Temperature, ...] = setting((0.0,), help="temperatures to measure at; 0 is greedy")
     eval_tokens: int = setting(128, help="longest answer", ge=1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=RULES)
 class CaptureSettings:
-    """The target's hidden states kept on disk, so that training needs no target in memory."""
+    """Whether the target's hidden states are kept on disk, so that training needs no target in memory."""
 
     capture: str = setting("", help="folder of captured hidden states: made when it is not there, then trained from")
     capture_format: Literal["int8", "int4", "fp8"] = setting("int8", help="how hidden states are kept, a scale per row")
     capture_top_k: int = setting(20, help="tokens of the target's distribution that are kept for each position", ge=1)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, config=RULES)
 class TrainRun:
-    """Everything that `specserve train` can be told."""
+    """The settings of `specserve train`."""
 
     target: str = setting("pydoc", help="preset, Hugging Face folder or hub id")
     quantization: Literal["none", "stored", "int8", "fp8"] = setting(
@@ -101,12 +104,12 @@ class TrainRun:
     check_weights: bool = setting(False, help="refuse a target with weights that are not numbers (reads them all)")
     init_from: str = setting("", help="folder or hub id of a head to go on from; empty: a new head")
     output: str = setting("ckpt", help="folder for the head, its state and its metrics")
-    trackers: tuple[str, ...] = setting(
-        (), help="wandb, tensorboard; metrics.jsonl is always written", choices=("wandb", "tensorboard")
+    trackers: tuple[Literal["wandb", "tensorboard"], ...] = setting(
+        (), help="wandb, tensorboard; metrics.jsonl is always written"
     )
     dry_run: bool = setting(False, help="show settings, sizes, memory and FLOPs, and load no weights")
-    data: DataSettings = field(default_factory=DataSettings)
-    draft: DraftSettings = field(default_factory=DraftSettings)
-    train: TrainSettings = field(default_factory=TrainSettings)
-    eval: EvalSettings = field(default_factory=EvalSettings)
-    features: CaptureSettings = field(default_factory=CaptureSettings)
+    data: DataSettings = Field(default_factory=DataSettings)
+    draft: DraftSettings = Field(default_factory=DraftSettings)
+    train: TrainSettings = Field(default_factory=TrainSettings)
+    eval: EvalSettings = Field(default_factory=EvalSettings)
+    features: CaptureSettings = Field(default_factory=CaptureSettings)

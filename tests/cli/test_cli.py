@@ -1,5 +1,6 @@
 """The command line as users type it: it answers at once, and what is wrong is said in one line with the fix."""
 
+import importlib
 import os
 import shlex
 import subprocess
@@ -10,9 +11,10 @@ from types import SimpleNamespace
 import pytest
 
 from specserve.cli import train
+from specserve.cli.lazy import LazyGroup
+from specserve.cli.main import Bench, Data, Root
 from specserve.cli.options import show_error
 from specserve.errors import ConfigError
-from specserve.train import prepare
 from specserve.train.run_folder import SETTINGS_FILE
 from specserve.train.settings import TrainRun
 from specserve.train.trainer import Progress
@@ -29,10 +31,31 @@ def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedP
     )
 
 
-def test_help_imports_nothing_heavy() -> None:
-    code = "import sys, specserve.cli.main; print([m for m in ('jax', 'numpy', 'transformers') if m in sys.modules])"
-    out = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert out.stdout.strip() == "[]"
+HEAVY = ["jax", "numpy", "transformers"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "unneeded"),
+    [
+        (["--help"], [*HEAVY, "pydantic", "yaml"]),
+        (["data", "--help"], [*HEAVY, "specserve.config"]),
+        (["train", "--help"], HEAVY),
+    ],
+)
+def test_help_imports_nothing_heavy(arguments: list[str], unneeded: list[str]) -> None:
+    code = (
+        "import sys; from specserve.cli.main import app; app(sys.argv[2:], standalone_mode=False); "
+        "sys.exit(', '.join(m for m in sys.argv[1].split() if m in sys.modules) or None)"
+    )
+    subprocess.run([sys.executable, "-c", code, " ".join(unneeded), *arguments], check=True)
+
+
+@pytest.mark.parametrize("group", [Root, Bench, Data])
+def test_every_command_is_where_the_table_says(group: type[LazyGroup]) -> None:
+    for name, lazy in group.lazy.items():
+        assert lazy.load(name).name == name
+        module, _, function = lazy.body.partition(":")
+        assert callable(getattr(importlib.import_module(module), function))
 
 
 @pytest.mark.parametrize(
@@ -71,7 +94,7 @@ def test_the_command_that_goes_on_with_a_run_can_be_pasted(
 ) -> None:
     """On one line however narrow the output, and whatever the folder is called."""
     stopped = SimpleNamespace(train=lambda _observers: Progress(7, 1.0, 0.5, 0, ending="stopped by SIGTERM"))
-    monkeypatch.setattr(prepare, "prepare", lambda _run, _folder: stopped)
+    monkeypatch.setattr(train, "prepare", lambda _run, _folder: stopped)
     monkeypatch.setenv("COLUMNS", "40")
     output = tmp_path / "a [b] folder"
     train._train(TrainRun(output=str(output)))
