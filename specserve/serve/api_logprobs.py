@@ -4,8 +4,8 @@ Owns the text of single tokens. Knows nothing of HTTP or of the engine.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from specserve.serve.decoder import REPLACEMENT
 from specserve.serve.interface import TokenizerLike
@@ -15,6 +15,9 @@ Json = dict[str, Any]
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's floor
 MAX_TOKENS_PER_CHAR = 4  # UTF-8 has at most four bytes a character
+
+# How one endpoint spells the log-probabilities of the next tokens of a choice, which is named by its index.
+LogprobsFormat = Callable[[int, Sequence[TokenLogprobs]], Json]
 
 
 class TokenTexts:
@@ -54,14 +57,6 @@ class TextOffsets:
             self._offset += len(text)
             self._open_ids.clear()
         return offset
-
-
-class LogprobsFormat(Protocol):
-    """How one endpoint spells the log-probabilities of one reply."""
-
-    def __call__(self, index: int, logprobs: Sequence[TokenLogprobs], /) -> Json:
-        """The log-probabilities of the next tokens of choice `index`."""
-        ...
 
 
 class CompletionLogprobs:

@@ -7,6 +7,7 @@ Knows nothing of HTTP; errors are RequestError with `param` set.
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
@@ -179,33 +180,37 @@ class SamplingBody(Body):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Raises RequestError for what single fields cannot show."""
+    @property
+    def max_new_tokens(self) -> int | None:
+        """Tokens of one answer, at most; None: as many as fit."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many most likely tokens to tell at each place besides the one drawn; None: no log-probabilities."""
+        raise NotImplementedError
+
+    def reword(self, error: RequestError) -> RequestError:
+        """An error of SamplingParams or of the engine under the name that the client of this endpoint sent."""
+        return error
+
+    def sampling_params(self) -> SamplingParams:
+        """The options under the engine's names: fields of one name are the same. Raises RequestError, for values out of
+        range and for what single fields cannot show."""
         if self.best_of not in (None, self.n):
             raise RequestError(f"best_of is not supported yet: leave it out or send n, {self.n}", param="best_of")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream: true", param="stream_options")
-        return SamplingParams(
-            n=self.n,
-            max_tokens=max_tokens,
-            min_tokens=self.min_tokens,
-            temperature=self.temperature,
-            top_p=self.top_p,
-            top_k=self.top_k,
-            min_p=self.min_p,
-            presence_penalty=self.presence_penalty,
-            frequency_penalty=self.frequency_penalty,
-            repetition_penalty=self.repetition_penalty,
-            logit_bias={_as_token_id(key): bias for key, bias in self.logit_bias.items()},
-            allowed_token_ids=self.allowed_token_ids,
-            bad_words=self.bad_words,
-            seed=self.seed,
-            stop=self.stop,
-            stop_token_ids=self.stop_token_ids,
-            ignore_eos=self.ignore_eos,
-            logprobs=logprobs,
-            speculation=self.speculation,
-        )
+        other = {
+            "max_tokens": self.max_new_tokens,
+            "logprobs": self.num_logprobs,
+            "logit_bias": {_as_token_id(key): bias for key, bias in self.logit_bias.items()},
+        }
+        same = {item.name: getattr(self, item.name) for item in fields(SamplingParams) if item.name not in other}
+        try:
+            return SamplingParams(**same, **other)
+        except RequestError as error:
+            raise self.reword(error) from None
 
 
 class CompletionBody(SamplingBody):
@@ -275,10 +280,6 @@ class ChatBody(SamplingBody):
     chat_template_kwargs: ChatTemplateKwargs | None = None
 
     @property
-    def template_kwargs(self) -> dict[str, Any]:
-        return {} if self.chat_template_kwargs is None else self.chat_template_kwargs.model_dump(exclude_none=True)
-
-    @property
     def max_new_tokens(self) -> int | None:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise RequestError(
@@ -293,7 +294,6 @@ class ChatBody(SamplingBody):
         return self.top_logprobs if self.logprobs else None
 
     def reword(self, error: RequestError) -> RequestError:
-        """An error of SamplingParams or of the engine under the name that the client of this endpoint sent."""
         if error.param == "prompt":
             return RequestError(str(error), param="messages")
         if error.param == "max_tokens" and self.max_completion_tokens is not None:
@@ -330,16 +330,16 @@ _BodyT = TypeVar("_BodyT", bound=Body)
 
 def parse_body(body_type: type[_BodyT], raw: bytes) -> _BodyT:
     """Bytes to a checked body. Raises RequestError that names the field."""
-    fields: dict[str, Any] = {}
+    given: dict[str, Any] = {}
     for name, value in _parse_object(raw).items():
         if name in body_type.UNSUPPORTED:
             _check_neutral(name, value, body_type.UNSUPPORTED[name])
         elif name not in body_type.model_fields:
             raise _unknown_field(name)
         elif value is not None:  # null means "not given"
-            fields[name] = value
+            given[name] = value
     try:
-        return body_type.model_validate(fields)
+        return body_type.model_validate(given)
     except ValidationError as error:
         raise _as_request_error(error.errors(include_url=False, include_context=False)[0]) from None
 

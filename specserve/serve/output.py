@@ -8,10 +8,9 @@ from specserve.tokenizer import Tokenizer
 class OutputStream:
     """The output of one sequence. Text that may still turn out to be part of a stop string is held back."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None, eos_ids: frozenset[int]) -> None:
-        params = request.params
-        self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
-        self._stops = params.stop
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        self._stop_ids = request.stop_ids
+        self._stops = request.params.stop
         self._num_left = request.max_new_tokens
         self._decoder = IncrementalDecoder(tokenizer) if tokenizer else None  # None: token ids alone
         self._held = ""  # decoded, not yet given out

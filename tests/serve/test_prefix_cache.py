@@ -110,10 +110,10 @@ def test_the_answer_is_cached_with_its_question(
     controller = engine.rounds.controller
     first = Ask(PROMPT[:13], params)
     if first_turn == "plain":
-        engine.rounds.controller = Fixed(None)
+        engine.rounds.complete(Fixed(None), is_partial=False)
     inbox = run(engine, [first])[0]
     reference.check(first, inbox)
-    engine.rounds.controller = controller
+    engine.rounds.complete(controller, is_partial=False)
     prompt = (*first.prompt, *inbox.token_ids, 7, 8, 9, 10)
     second = [Ask(prompt, SamplingParams(max_tokens=30, seed=seed, ignore_eos=True)) for seed in range(4)]
     hits = [run(engine, [ask])[0] for ask in second]
