@@ -159,11 +159,13 @@ class SamplingBody(Body):
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] = []
     seed: Int64 | None = None
-    stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_strings)] = []
+    stop: Annotated[
+        list[str], Field(fail_fast=True), BeforeValidator(_as_strings, json_schema_input_type=str | list[str])
+    ] = []
     stop_token_ids: TokenIds = []
     ignore_eos: bool = False
     return_tokens_as_token_ids: bool = False  # names tokens "token_id:7" in logprobs
-    speculation: Annotated[int | None, PlainValidator(_as_speculation)] = None
+    speculation: Annotated[int | None, PlainValidator(_as_speculation, json_schema_input_type=int | str)] = None
     priority: Int64 = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] = ""
     stream: bool = False
@@ -218,7 +220,10 @@ class CompletionBody(SamplingBody):
 
     UNSUPPORTED = _UNSUPPORTED_IN_COMPLETIONS
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(_as_prompts)]
+    prompt: Annotated[
+        list[str | list[int]],
+        PlainValidator(_as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
     echo: bool = False
     add_special_tokens: bool = True
     max_tokens: Int64 | None = DEFAULT_COMPLETION_TOKENS
@@ -243,7 +248,11 @@ class ChatMessage(Body):
     """One message. "developer" is OpenAI's newer word for "system" and means the same here."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(_as_text_parts)]
+    content: Annotated[
+        list[TextPart],
+        Field(fail_fast=True),
+        BeforeValidator(_as_text_parts, json_schema_input_type=str | list[TextPart]),
+    ]
     # Fields of an assistant message that clients send back as they got them: only empty.
     name: None = None
     refusal: None = None

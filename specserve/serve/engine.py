@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from specserve import host
 from specserve.drafters.speculation import describe
 from specserve.errors import CapacityError, RequestError
-from specserve.serve.completion import Collector, Completion
+from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.interface import EngineStats
 from specserve.serve.options import bad_sequences, check_token_ids
 from specserve.serve.pages import PagePool
@@ -249,13 +249,13 @@ class Engine:
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams],
-        on_done: Callable[[int, Completion], None] = lambda _i, _completion: None,
-    ) -> list[Completion]:
+        on_done: Callable[[int, CompletionOutput], None] = lambda _i, _completion: None,
+    ) -> list[CompletionOutput]:
         """Run many prompts and wait; results in order. `on_done` is called on the engine's thread as each ends."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         window = threading.Semaphore(self.options.max_queue)
 
-        def ended(i: int, completion: Completion) -> None:
+        def ended(i: int, completion: CompletionOutput) -> None:
             window.release()
             on_done(i, completion)
 

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from specserve.serve.completion import Completion
+from specserve.serve.completion import CompletionOutput
 
 
 def bar_columns() -> list[ProgressColumn]:
@@ -37,7 +37,7 @@ def warmup_bar(
 
 
 @contextmanager
-def answer_bar(total: int, *, is_shown: bool = True) -> Iterator[Callable[[Completion], None]]:
+def answer_bar(total: int, *, is_shown: bool = True) -> Iterator[Callable[[CompletionOutput], None]]:
     """A bar over answers: how many tokens per second, and how many per target forward."""
     num_tokens = num_steps = num_accepted = 0
     begin = time.monotonic()
@@ -45,7 +45,7 @@ def answer_bar(total: int, *, is_shown: bool = True) -> Iterator[Callable[[Compl
     with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
         task = progress.add_task("answering", total=total, note="")
 
-        def on_done(completion: Completion) -> None:
+        def on_done(completion: CompletionOutput) -> None:
             nonlocal num_tokens, num_steps, num_accepted
             num_tokens += len(completion.token_ids)
             num_steps += completion.stats.num_steps

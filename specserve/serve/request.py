@@ -33,6 +33,39 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True)
+class Range:
+    """The values from `low` to `high`, both among them; the lowest is not where the range `is_open`."""
+
+    low: float
+    high: float
+    is_open: bool = False
+
+    def check(self, name: str, value: float) -> None:
+        """Raises RequestError, which names the field, for a value outside."""
+        is_inside = (self.low < value if self.is_open else self.low <= value) and value <= self.high  # false for NaN
+        if not is_inside:
+            bracket = "(" if self.is_open else "["
+            raise RequestError(f"{name} must be in {bracket}{self.low}, {self.high}], got {value}", param=name)
+
+
+RANGES: Mapping[str, Range] = {  # of every field of SamplingParams that is a number
+    "n": Range(1, MAX_CHOICES),
+    "max_tokens": Range(1, 2**31 - 1),
+    "min_tokens": Range(0, 2**31 - 1),
+    "temperature": Range(0.0, 100.0),
+    "top_p": Range(0.0, 1.0, is_open=True),
+    "top_k": Range(-1, 2**31 - 1),
+    "min_p": Range(0.0, 1.0),
+    "presence_penalty": Range(-2.0, 2.0),
+    "frequency_penalty": Range(-2.0, 2.0),
+    "repetition_penalty": Range(0.0, 100.0, is_open=True),
+    "seed": Range(-MAX_SEED - 1, MAX_SEED),
+    "logprobs": Range(0, MAX_LOGPROBS),
+    "speculation": Range(0, 2**31 - 1),
+}
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How to draw the answers to one prompt, under vLLM's names. The constructor checks every value: RequestError
     names the field and the range. Token ids are checked against the vocabulary when the request is submitted."""
@@ -83,23 +116,12 @@ class SamplingParams:
             object.__setattr__(self, name, value)
 
     def _check_ranges(self) -> None:
-        _check("n", self.n, 1, MAX_CHOICES)
+        for name, allowed in RANGES.items():
+            is_left_out = getattr(self, name) is None and getattr(SamplingParams, name) is None  # the default
+            if not is_left_out:
+                allowed.check(name, getattr(self, name))
         if self.max_tokens is not None:
-            _check("max_tokens", self.max_tokens, 1, 2**31 - 1)
-        _check("min_tokens", self.min_tokens, 0, 2**31 - 1 if self.max_tokens is None else self.max_tokens)
-        _check("temperature", self.temperature, 0.0, 100.0)
-        _check("top_p", self.top_p, 0.0, 1.0, exclusive_low=True)
-        _check("top_k", self.top_k, -1, 2**31 - 1)
-        _check("min_p", self.min_p, 0.0, 1.0)
-        _check("presence_penalty", self.presence_penalty, -2.0, 2.0)
-        _check("frequency_penalty", self.frequency_penalty, -2.0, 2.0)
-        _check("repetition_penalty", self.repetition_penalty, 0.0, 100.0, exclusive_low=True)
-        if self.seed is not None:
-            _check("seed", self.seed, -MAX_SEED - 1, MAX_SEED)
-        if self.logprobs is not None:
-            _check("logprobs", self.logprobs, 0, MAX_LOGPROBS)
-        if self.speculation is not None:
-            _check("speculation", self.speculation, 0, 2**31 - 1)
+            Range(0, self.max_tokens).check("min_tokens", self.min_tokens)
         for name, token_ids in (
             ("stop_token_ids", self.stop_token_ids),
             ("allowed_token_ids", self.allowed_token_ids or ()),
@@ -108,9 +130,9 @@ class SamplingParams:
             if len(token_ids) > MAX_TOKEN_IDS:
                 raise RequestError(f"{name} holds {len(token_ids)} token ids, at most {MAX_TOKEN_IDS}", param=name)
             for token_id in token_ids:
-                _check(name, token_id, 0, 2**31 - 1)
+                Range(0, 2**31 - 1).check(name, token_id)
         for bias in self.logit_bias.values():
-            _check("logit_bias", bias, -100.0, 100.0)
+            Range(-100.0, 100.0).check("logit_bias", bias)
         if self.allowed_token_ids is not None and not self.allowed_token_ids:
             raise RequestError(
                 "allowed_token_ids must hold at least one token id, or be left out", param="allowed_token_ids"
@@ -126,13 +148,6 @@ class SamplingParams:
 
 def _wrap_seed(seed: int) -> int:
     return (seed + MAX_SEED + 1) % (2 * MAX_SEED + 2) - MAX_SEED - 1
-
-
-def _check(name: str, value: float, low: float, high: float, *, exclusive_low: bool = False) -> None:
-    is_inside = (low < value if exclusive_low else low <= value) and value <= high  # false for NaN
-    if not is_inside:
-        bracket = "(" if exclusive_low else "["
-        raise RequestError(f"{name} must be in {bracket}{low}, {high}], got {value}", param=name)
 
 
 @dataclass(frozen=True)
