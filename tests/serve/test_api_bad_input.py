@@ -174,7 +174,7 @@ def test_what_is_not_supported_is_refused_but_where_it_changes_nothing(http: htt
     cases.append((path, sound | {"surprise": None}, "surprise"))
     for place in _places(path):
         for option in place.options:
-            if option.get("additionalProperties") is False:
+            if "properties" in option:
                 cases.append((path, place.put(option["sound"] | {"surprise": 1}), f"{place.param}.surprise"))
     _assert_each_is_refused(http, cases)
 
@@ -199,6 +199,8 @@ BAD_FIELDS: list[Case] = [
     *[(*_completion(bad_words=words), "bad_words") for words in ([""], ["x"] * 65, ["y" * 2**20])],
     (*_completion(logit_bias={str(i): 1 for i in range(5000)}), "logit_bias"),
     (*_chat(allowed_token_ids=[]), "allowed_token_ids"),
+    *[(*_chat(cache_salt=salt), "cache_salt") for salt in ("", "x" * 1025)],
+    (*_chat(messages=USER * 10_001), "messages"),
     # prompts and messages
     *[(*_completion(prompt=p), "prompt") for p in ("", [], [[]], ["a", 1], [1, "a"], [[1], "a"], [["a"]], None)],
     *[(*_completion(prompt=p), "prompt") for p in ([-1], [256], [1.0], [True], [[1], [2**70]], [[1], []])],
