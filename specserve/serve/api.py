@@ -59,7 +59,7 @@ class ModelNotFoundError(RequestError):
 
 
 def create_app(engine: EngineLike, *, api_key: str | None = None) -> FastAPI:
-    """All routes over one engine. With `api_key`, every route but /health, /ready and /version needs it.
+    """Make the app with all routes over one engine. With `api_key`, all but /health, /ready and /version need that key.
 
     The app keeps its Prometheus series in `app.state.metrics`.
     """

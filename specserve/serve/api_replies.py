@@ -12,12 +12,13 @@ Json = dict[str, Any]
 
 
 def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> Json:
-    """OpenAI's error shape."""
+    """The body of an error reply, in OpenAI's shape. `param` is the field that was wrong."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 class ReplyFormat:
-    """How one endpoint spells its replies. `logprobs` are those of the tokens at hand, none unless asked for."""
+    """Spells the replies of one endpoint. The log-probabilities it takes are those of the tokens at hand, none
+    unless they were asked for."""
 
     ID_PREFIX: ClassVar[str]
     KIND: ClassVar[str]

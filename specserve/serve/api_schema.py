@@ -122,7 +122,7 @@ def _as_text_parts(value: Any) -> Any:
 
 
 class Body(BaseModel):
-    """Base of all bodies. `UNSUPPORTED` names known fields that may only be sent at a value that changes nothing."""
+    """The base of all bodies. `UNSUPPORTED` has known fields that may only be sent at values that change nothing."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -135,13 +135,16 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
+    """The value of `stream_options`."""
+
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
     include_obfuscation: Literal[False] = False
 
 
 class SamplingBody(Body):
-    """What completions and chat share. Ranges are SamplingParams' business, token ids and words the engine's."""
+    """The fields that completions and chat share. SamplingParams checks the ranges of their values; the engine checks
+    token ids and words against its vocabulary."""
 
     model: str | None = None  # None: the one model that is served
     n: Int64 = 1
@@ -184,7 +187,7 @@ class SamplingBody(Body):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """Tokens of one answer, at most; None: as many as fit."""
+        """The most tokens that one answer may have; None: as many as fit."""
         return self.max_tokens
 
     @property
@@ -240,12 +243,14 @@ class CompletionBody(SamplingBody):
 
 
 class TextPart(Body):
+    """One part of a message's content. There are no others than text."""
+
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(Body):
-    """One message. "developer" is OpenAI's newer word for "system" and means the same here."""
+    """One message of a chat. "developer" is OpenAI's newer word for "system" and means the same here."""
 
     role: Literal["system", "developer", "user", "assistant"]
     content: Annotated[
@@ -262,6 +267,7 @@ class ChatMessage(Body):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def for_template(self) -> dict[str, str]:
+        """The message as chat templates take it, its parts joined by line ends."""
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": "\n".join(part.text for part in self.content)}
 
@@ -338,7 +344,7 @@ _BodyT = TypeVar("_BodyT", bound=Body)
 
 
 def parse_body(body_type: type[_BodyT], raw: bytes) -> _BodyT:
-    """Bytes to a checked body. Raises RequestError that names the field."""
+    """The checked body that these bytes are. Raises RequestError, whose `param` names the field that is wrong."""
     given: dict[str, Any] = {}
     for name, value in _parse_object(raw).items():
         if name in body_type.UNSUPPORTED:

@@ -1,4 +1,4 @@
-"""Finished sequences, for callers that wait: what the deltas of each add up to."""
+"""Gathers the deltas of sequences into whole answers, for callers that wait for them."""
 
 import threading
 import time
@@ -30,7 +30,8 @@ class CompletionOutput:
 
 
 class Collector:
-    """Gathers the deltas of `count` sequences. `on_done` is called on the engine's thread as each ends."""
+    """Gathers the deltas of `count` sequences into answers, whose `index` is 0. `on_done` is called on the engine's
+    thread as each ends, with the sequence's number and its answer."""
 
     def __init__(self, count: int, on_done: Callable[[int, CompletionOutput], None]) -> None:
         self._done: list[CompletionOutput | None] = [None] * count
@@ -38,7 +39,7 @@ class Collector:
         self._finished = threading.Semaphore(0)
 
     def listener(self, i: int) -> Callable[[Delta], None]:
-        """What sequence i calls with each of its deltas."""
+        """The listener of sequence i, for `Engine.submit`. Its seconds count from here."""
         token_ids: list[int] = []
         text: list[str] = []
         logprobs: list[TokenLogprobs] = []
@@ -73,7 +74,7 @@ class Collector:
         return on_delta
 
     def wait(self) -> list[CompletionOutput]:
-        """All of them, in order."""
+        """Wait until all have ended; the answers are in the sequences' order."""
         for _ in self._done:
             self._finished.acquire()
         return [completion for completion in self._done if completion is not None]

@@ -38,7 +38,7 @@ Finish = Iterator[object]  # a generator; what it returns is the controller to g
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine treats its requests; see `settings.ServeRun`."""
+    """How an engine treats its requests. `settings.ServeRun` has the same settings with their help."""
 
     max_queue: int = 1024
     prefill_tokens: int = 0
@@ -48,7 +48,8 @@ class EngineOptions:
 
 
 class Engine:
-    """Continuous batching over the slots of a `Runner`."""
+    """Answers requests by continuous batching over the slots of a `Runner`, on a thread of its own. It is a context
+    manager that starts and stops that thread; requests may be submitted before it starts."""
 
     def __init__(
         self,
@@ -208,7 +209,7 @@ class Engine:
         return request
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """The number of tokens the sequence may grow by. Raises RequestError, as `submit` does."""
+        """Tell how many tokens the sequence may grow by. Raises RequestError, as `submit` does."""
         if params.n != 1:
             raise RequestError("the engine takes one sequence at a time; submit params.choices()", param="n")
         if params.stop and self._tokenizer is None:

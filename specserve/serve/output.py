@@ -1,4 +1,4 @@
-"""From a sequence's new token ids to what its client gets: where it ends, and which text is certain."""
+"""Turns the token ids that steps emit into deltas: finds where a sequence ends, and which of its text is certain."""
 
 from specserve.serve.decoder import IncrementalDecoder
 from specserve.serve.request import Delta, FinishReason, Request
@@ -16,7 +16,7 @@ class OutputStream:
         self._held = ""  # decoded, not yet given out
 
     def push(self, token_ids: list[int]) -> Delta:
-        """Take the tokens of one step, in order; those past the end of the sequence are left out."""
+        """The delta that the tokens of one step make, in order. Tokens past the end of the sequence are left out."""
         taken: list[int] = []
         text: list[str] = []
         for token_id in token_ids:

@@ -1,4 +1,4 @@
-"""Bars for people who wait: over programs being compiled, over answers being made. Silent without a terminal."""
+"""Progress bars for people who wait while programs compile or answers are made. They are silent without a terminal."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -11,6 +11,7 @@ from specserve.serve.completion import CompletionOutput
 
 
 def bar_columns() -> list[ProgressColumn]:
+    """The columns of every bar of the server: description, bar, percentage, times, and a note of the task."""
     return [
         TextColumn("{task.description}"),
         BarColumn(),
@@ -25,7 +26,8 @@ def bar_columns() -> list[ProgressColumn]:
 def warmup_bar(
     console: Console | None = None, *, is_shown: bool = True, text: str = "compiling"
 ) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar over the programs being compiled; silent until the first one is done."""
+    """Show a bar over the programs that are being compiled, from the first one that is done. The function that is
+    given is called with (programs done, programs in total, name of the last one)."""
     console = console or Console(stderr=True)
     with Progress(*bar_columns(), console=console, transient=True, disable=not is_shown) as progress:
         task = progress.add_task(text, note="")
@@ -38,7 +40,8 @@ def warmup_bar(
 
 @contextmanager
 def answer_bar(total: int, *, is_shown: bool = True) -> Iterator[Callable[[CompletionOutput], None]]:
-    """A bar over answers: how many tokens per second, and how many per target forward."""
+    """Show a bar over `total` answers, with tokens per second and tokens per forward of the target. The function that
+    is given is called with each answer."""
     num_tokens = num_steps = num_accepted = 0
     begin = time.monotonic()
     columns, console = bar_columns(), Console(stderr=True)

@@ -73,7 +73,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a prompt to run."""
+    """A part of a prompt that is to run next, in one prefill program."""
 
     sequence: Sequence
     num_cached: int  # tokens that its pages held when it was admitted
@@ -97,6 +97,8 @@ class Round:
 
 
 class Scheduler:
+    """The queue, the sequences in slots, and the pages: `schedule` decides what the next round runs."""
+
     def __init__(
         self,
         num_slots: int,
@@ -110,8 +112,8 @@ class Scheduler:
         prefers_cached: bool = False,  # among equal priorities, the longest cached prefix first
         is_deterministic: bool = False,
     ) -> None:
-        """Deterministic: pages are reserved for the whole answer, so nothing is ever computed again in another way,
-        and only prompts are cached, which one program has computed."""
+        """With `is_deterministic` pages are reserved for the whole answer, so nothing is ever computed again in another
+        way, and only prompts are cached, which one program has computed."""
         self.pool = pool
         self.waiting: list[Sequence] = []  # by rank
         self.running: list[Sequence] = []  # by rank
@@ -129,6 +131,8 @@ class Scheduler:
         self._num_added += 1
 
     def schedule(self) -> Round:
+        """Plan the next round, and take what it needs: pages for every sequence that decodes (from younger ones, if
+        there are no others), and slots and pages for those that leave the queue."""
         preempted: list[Sequence] = []
         decode: list[Sequence] = []
         new_pages: list[tuple[int, int, int]] = []
