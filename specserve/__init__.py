@@ -8,7 +8,8 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specserve.serve.llm import LLM, CompletionOutput, RequestOutput
+    from specserve.serve.completion import CompletionOutput
+    from specserve.serve.llm import LLM, RequestOutput
     from specserve.serve.request import SamplingParams
 
 __version__ = "0.1.0"
@@ -16,7 +17,7 @@ __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__vers
 
 _ROOMS = {
     "LLM": "specserve.serve.llm",
-    "CompletionOutput": "specserve.serve.llm",
+    "CompletionOutput": "specserve.serve.completion",
     "RequestOutput": "specserve.serve.llm",
     "SamplingParams": "specserve.serve.request",
 }

@@ -22,7 +22,7 @@ from specserve.chat_template import END_THINK, THINK
 from specserve.data.chat_masks import encode_chat
 from specserve.data.conversations import Conversation, Row, TokenRow
 from specserve.errors import CapacityError, ConfigError, DataError, RequestError
-from specserve.serve.completion import Collector, Completion
+from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.engine import Engine
 from specserve.serve.request import FinishReason, Request, SamplingParams
 from specserve.tokenizer import Tokenizer
@@ -165,7 +165,7 @@ class _Run:
     ) -> None:
         self._engine, self._tokenizer, self._manner = engine, engine.tokenizer, manner
         self._file, self._account, self._on_answer = file, account, on_answer
-        self._finished: queue.SimpleQueue[tuple[_Job, Completion]] = queue.SimpleQueue()
+        self._finished: queue.SimpleQueue[tuple[_Job, CompletionOutput]] = queue.SimpleQueue()
         self._open: dict[str, Request] = {}
 
     def answer(self, jobs: Sequence[_Job]) -> None:
@@ -219,7 +219,7 @@ class _Run:
             log.debug("%s: %s", job.row.source, error)
             raise _Refused("refused by the chat template or the engine") from error
 
-    def _take(self, job: _Job, completion: Completion) -> None:
+    def _take(self, job: _Job, completion: CompletionOutput) -> None:
         if completion.finish_reason == FinishReason.CANCELLED:
             raise CapacityError(f"the engine stopped: {completion.error}; run the same command again to go on")
         if completion.finish_reason == FinishReason.ERROR:
@@ -243,7 +243,7 @@ class _Run:
         else:
             self._write(job)
 
-    def _content(self, job: _Job, completion: Completion) -> str:
+    def _content(self, job: _Job, completion: CompletionOutput) -> str:
         """What the row holds of an answer."""
         tokenizer, manner = self._tokenizer, self._manner
         text, is_begun = completion.text, False

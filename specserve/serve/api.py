@@ -26,6 +26,7 @@ from specserve.serve.api_replies import ChatFormat, CompletionFormat, Json, Repl
 from specserve.serve.api_schema import (
     ChatBody,
     ChatMessage,
+    ChatTemplateKwargs,
     CompletionBody,
     DetokenizeBody,
     SamplingBody,
@@ -41,8 +42,8 @@ from specserve.serve.http_guard import (
 )
 from specserve.serve.interface import EngineLike
 from specserve.serve.metrics import CONTENT_TYPE, Metrics
-from specserve.serve.request import MAX_CHOICES
-from specserve.serve.streaming import ClientGoneError, Generation, Prompt
+from specserve.serve.request import MAX_CHOICES, SamplingParams
+from specserve.serve.streaming import ClientGoneError, Generation
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +59,7 @@ class ModelNotFoundError(RequestError):
 
 
 def create_app(engine: EngineLike, *, api_key: str | None = None) -> FastAPI:
-    """All routes over one engine. With `api_key`, every route but /health, /ready and /version needs it.
+    """Make the app with all routes over one engine. With `api_key`, all but /health, /ready and /version need that key.
 
     The app keeps its Prometheus series in `app.state.metrics`.
     """
@@ -83,11 +84,16 @@ def create_app(engine: EngineLike, *, api_key: str | None = None) -> FastAPI:
 def _add_generation_routes(app: FastAPI, engine: EngineLike, metrics: Metrics) -> None:
     texts = TokenTexts(engine.tokenizer)
 
-    async def respond(http: Request, body: SamplingBody, prompts: list[Prompt], reply_format: ReplyFormat) -> Response:
-        generation = Generation(engine, metrics, http, prompts, priority=body.priority, cache_salt=body.cache_salt)
+    async def respond(
+        http: Request, body: SamplingBody, params: SamplingParams, prompts: list[list[int]], reply_format: ReplyFormat
+    ) -> Response:
+        options = {"priority": body.priority, "cache_salt": body.cache_salt}
+        try:
+            generation = Generation(engine, metrics, http, prompts, params, **options)
+        except RequestError as error:
+            raise body.reword(error) from None
         if body.stream:
-            events = generation.stream(reply_format, include_usage=body.include_usage)
-            return EventSourceResponse(events, headers=_SSE_HEADERS)
+            return EventSourceResponse(generation.stream(reply_format), headers=_SSE_HEADERS)
         try:
             return JSONResponse(await generation.reply(reply_format))
         except ClientGoneError:
@@ -95,20 +101,17 @@ def _add_generation_routes(app: FastAPI, engine: EngineLike, metrics: Metrics) -
 
     @app.post("/v1/completions", response_model=None)
     async def completions(http: Request) -> Response:
-        body, prompts = await _off_loop(_prepare_completion, engine, await read_body(http))
+        body, params, prompts, echoes = await _off_loop(_prepare_completion, engine, await read_body(http))
         logprobs = CompletionLogprobs(texts, as_token_ids=body.return_tokens_as_token_ids)
-        reply_format = CompletionFormat(engine.model_name, logprobs, include_usage=body.include_usage)
-        return await respond(http, body, prompts, reply_format)
+        reply_format = CompletionFormat(engine.model_name, logprobs, include_usage=body.include_usage, echoes=echoes)
+        return await respond(http, body, params, prompts, reply_format)
 
     @app.post("/v1/chat/completions", response_model=None)
     async def chat_completions(http: Request) -> Response:
-        body, prompts = await _off_loop(_prepare_chat, engine, await read_body(http))
+        body, params, token_ids = await _off_loop(_prepare_chat, engine, await read_body(http))
         logprobs = ChatLogprobs(texts, as_token_ids=body.return_tokens_as_token_ids)
         reply_format = ChatFormat(engine.model_name, logprobs, include_usage=body.include_usage)
-        try:
-            return await respond(http, body, prompts, reply_format)
-        except RequestError as error:  # the engine speaks of the prompt; this client sent messages
-            raise body.reword(error) from None
+        return await respond(http, body, params, [token_ids], reply_format)
 
 
 async def _off_loop(prepare: Callable[[EngineLike, bytes], _T], engine: EngineLike, raw: bytes) -> _T:
@@ -116,36 +119,37 @@ async def _off_loop(prepare: Callable[[EngineLike, bytes], _T], engine: EngineLi
     return await run_in_threadpool(prepare, engine, raw)
 
 
-def _prepare_completion(engine: EngineLike, raw: bytes) -> tuple[CompletionBody, list[Prompt]]:
+def _prepare_completion(
+    engine: EngineLike, raw: bytes
+) -> tuple[CompletionBody, SamplingParams, list[list[int]], list[str]]:
+    """The body, its options, its prompts as token ids, and the text to put before each answer (none without echo)."""
     body = parse_body(CompletionBody, raw)
     _check_model(engine, body.model)
-    params = body.sampling_params(max_tokens=body.max_tokens, logprobs=body.num_logprobs)
+    params = body.sampling_params()
     if len(body.prompt) * params.n > MAX_CHOICES:
         raise RequestError(
             f"one request makes at most {MAX_CHOICES} sequences, got {len(body.prompt)} prompts times n={body.n}",
             param="prompt",
         )
-    choices = params.choices()
-    prompts = []
+    prompts, echoes = [], []
     for prompt in body.prompt:
         if isinstance(prompt, str):
-            token_ids, text = _encode(engine, prompt, add_special_tokens=body.add_special_tokens), prompt
+            prompts.append(_encode(engine, prompt, add_special_tokens=body.add_special_tokens))
         else:
             _check_token_ids(engine, prompt, "prompt")
-            token_ids, text = prompt, _decode(engine, prompt) if body.echo else ""
-        prompts.append(Prompt(token_ids, choices, echo=text if body.echo else ""))
-    return body, prompts
+            prompts.append(prompt)
+        if body.echo:
+            text = prompt if isinstance(prompt, str) else _decode(engine, prompt)
+            echoes += [text] * params.n
+    return body, params, prompts, echoes
 
 
-def _prepare_chat(engine: EngineLike, raw: bytes) -> tuple[ChatBody, list[Prompt]]:
+def _prepare_chat(engine: EngineLike, raw: bytes) -> tuple[ChatBody, SamplingParams, list[int]]:
+    """The body, its options, and the token ids of its messages under the chat template."""
     body = parse_body(ChatBody, raw)
     _check_model(engine, body.model)
-    try:
-        params = body.sampling_params(max_tokens=body.max_new_tokens, logprobs=body.num_logprobs)
-    except RequestError as error:
-        raise body.reword(error) from None
-    token_ids = _render_chat(engine, body.messages, True, body.template_kwargs)
-    return body, [Prompt(token_ids, params.choices())]
+    params = body.sampling_params()
+    return body, params, _render_chat(engine, body.messages, True, body.chat_template_kwargs)
 
 
 def _encode(engine: EngineLike, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -161,12 +165,13 @@ def _decode(engine: EngineLike, token_ids: list[int]) -> str:
 
 
 def _render_chat(
-    engine: EngineLike, messages: list[ChatMessage], add_generation_prompt: bool, template_kwargs: Json
+    engine: EngineLike, messages: list[ChatMessage], add_generation_prompt: bool, kwargs: ChatTemplateKwargs | None
 ) -> list[int]:
     if not engine.tokenizer.has_chat_template:
         raise RequestError(f"{engine.model_name} has no chat template; use /v1/completions", param="messages")
     rendered = [message.for_template() for message in messages]
     _check_text_length(engine, sum(len(message["content"]) for message in rendered), "messages")
+    template_kwargs = {} if kwargs is None else kwargs.model_dump(exclude_none=True)
     return engine.tokenizer.render_chat(
         rendered, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs or None
     )
@@ -212,8 +217,7 @@ def _tokenize(engine: EngineLike, raw: bytes) -> list[int]:
     if body.messages is None:
         _check_text_length(engine, len(body.prompt or ""), "prompt")
         return engine.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
-    kwargs = {} if body.chat_template_kwargs is None else body.chat_template_kwargs.model_dump(exclude_none=True)
-    return _render_chat(engine, body.messages, body.add_generation_prompt, kwargs)
+    return _render_chat(engine, body.messages, body.add_generation_prompt, body.chat_template_kwargs)
 
 
 def _detokenize(engine: EngineLike, raw: bytes) -> str:

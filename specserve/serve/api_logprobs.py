@@ -4,8 +4,8 @@ Owns the text of single tokens. Knows nothing of HTTP or of the engine.
 """
 
 from collections import defaultdict
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from specserve.serve.decoder import REPLACEMENT
 from specserve.serve.interface import TokenizerLike
@@ -16,9 +16,13 @@ Json = dict[str, Any]
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's floor
 MAX_TOKENS_PER_CHAR = 4  # UTF-8 has at most four bytes a character
 
+# How one endpoint spells the log-probabilities of the next tokens of a choice, which is named by its index.
+LogprobsFormat = Callable[[int, Sequence[TokenLogprobs]], Json]
+
 
 class TokenTexts:
-    """The text of each token as it stands inside a longer text. Keeps what it has decoded: one text per token id."""
+    """A mapping of token ids to their text as it stands inside a longer text. It keeps what it has decoded, one text
+    for each token id."""
 
     def __init__(self, tokenizer: TokenizerLike) -> None:
         self._tokenizer = tokenizer
@@ -33,13 +37,13 @@ class TokenTexts:
         return text
 
     def shown(self, token_ids: Sequence[int]) -> str:
-        """What these tokens add to an answer, where special tokens are no text."""
+        """The text that these tokens add to an answer, where special tokens are no text."""
         text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
         return self[token_ids[0]] if text and len(token_ids) == 1 else text
 
 
 class TextOffsets:
-    """Where each token of one answer begins in its text. The tokens of one character all begin where it does."""
+    """Tells where each token of one answer begins in its text. The tokens of one character all begin where it does."""
 
     def __init__(self, texts: TokenTexts) -> None:
         self._texts = texts
@@ -47,6 +51,7 @@ class TextOffsets:
         self._open_ids: list[int] = []  # of a character that is not whole yet
 
     def push(self, token_id: int) -> int:
+        """Take the next token of the answer; its first character's index in the text."""
         offset = self._offset
         self._open_ids.append(token_id)
         text = self._texts.shown(self._open_ids)
@@ -56,16 +61,9 @@ class TextOffsets:
         return offset
 
 
-class LogprobsFormat(Protocol):
-    """How one endpoint spells the log-probabilities of one reply."""
-
-    def __call__(self, index: int, logprobs: Sequence[TokenLogprobs], /) -> Json:
-        """The log-probabilities of the next tokens of choice `index`."""
-        ...
-
-
 class CompletionLogprobs:
-    """Parallel lists. As at OpenAI, `top_logprobs` has the token itself besides the most likely ones."""
+    """Spells log-probabilities as /v1/completions does, in parallel lists. As at OpenAI, `top_logprobs` has the token
+    itself besides the most likely ones."""
 
     def __init__(self, texts: TokenTexts, *, as_token_ids: bool = False) -> None:
         self._texts = texts
@@ -91,7 +89,8 @@ class CompletionLogprobs:
 
 
 class ChatLogprobs:
-    """One object per token. `bytes` is null for a token that is only a part of a character."""
+    """Spells log-probabilities as /v1/chat/completions does, one object for each token. `bytes` is null for a token
+    that is only a part of a character."""
 
     def __init__(self, texts: TokenTexts, *, as_token_ids: bool = False) -> None:
         self._texts = texts

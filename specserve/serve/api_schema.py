@@ -126,7 +126,7 @@ def _as_text_parts(value: Any) -> Any:
 
 
 class Body(BaseModel):
-    """Base of all bodies. `UNSUPPORTED` names known fields that may only be sent at a value that changes nothing."""
+    """The base of all bodies. `UNSUPPORTED` has known fields that may only be sent at values that change nothing."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
@@ -139,13 +139,16 @@ class Body(BaseModel):
 
 
 class StreamOptions(Body):
+    """The value of `stream_options`."""
+
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
     include_obfuscation: Literal[False] = False
 
 
 class SamplingBody(Body):
-    """What completions and chat share. Ranges are SamplingParams' business, token ids and words the engine's."""
+    """The fields that completions and chat share. SamplingParams checks the ranges of their values; the engine checks
+    token ids and words against its vocabulary."""
 
     model: str | None = None  # None: the one model that is served
     n: Int64 = SamplingParams.n
@@ -163,11 +166,13 @@ class SamplingBody(Body):
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] = []
     seed: Int64 | None = None
-    stop: Annotated[list[str], Field(fail_fast=True), BeforeValidator(_as_strings)] = []
+    stop: Annotated[
+        list[str], Field(fail_fast=True), BeforeValidator(_as_strings, json_schema_input_type=str | list[str])
+    ] = []
     stop_token_ids: TokenIds = []
     ignore_eos: bool = SamplingParams.ignore_eos
     return_tokens_as_token_ids: bool = False  # names tokens "token_id:7" in logprobs
-    speculation: Annotated[int | None, PlainValidator(_as_speculation)] = None
+    speculation: Annotated[int | None, PlainValidator(_as_speculation, json_schema_input_type=int | str)] = None
     priority: Int64 = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] = ""
     stream: bool = False
@@ -184,15 +189,34 @@ class SamplingBody(Body):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling_params(self, *, max_tokens: int | None, logprobs: int | None) -> SamplingParams:
-        """Raises RequestError for what single fields cannot show."""
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The most tokens that one answer may have; None: as many as fit."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """How many most likely tokens to tell at each place besides the one drawn; None: no log-probabilities."""
+        raise NotImplementedError
+
+    def reword(self, error: RequestError) -> RequestError:
+        """An error of SamplingParams or of the engine under the name that the client of this endpoint sent."""
+        return error
+
+    def sampling_params(self) -> SamplingParams:
+        """The options under the engine's names: fields of one name are the same. Raises RequestError, for values out of
+        range and for what single fields cannot show."""
         if self.best_of not in (None, self.n):
             raise RequestError(f"best_of is not supported yet: leave it out or send n, {self.n}", param="best_of")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream: true", param="stream_options")
         options = {name: getattr(self, name) for name in _OPTIONS}
         bias = {_as_token_id(key): value for key, value in self.logit_bias.items()}
-        return SamplingParams(**options | {"max_tokens": max_tokens, "logprobs": logprobs, "logit_bias": bias})
+        options |= {"max_tokens": self.max_new_tokens, "logprobs": self.num_logprobs, "logit_bias": bias}
+        try:
+            return SamplingParams(**options)
+        except RequestError as error:
+            raise self.reword(error) from None
 
 
 class CompletionBody(SamplingBody):
@@ -200,7 +224,10 @@ class CompletionBody(SamplingBody):
 
     UNSUPPORTED = _UNSUPPORTED_IN_COMPLETIONS
 
-    prompt: Annotated[list[str | list[int]], PlainValidator(_as_prompts)]
+    prompt: Annotated[
+        list[str | list[int]],
+        PlainValidator(_as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
     echo: bool = False
     add_special_tokens: bool = True
     max_tokens: Int64 | None = DEFAULT_COMPLETION_TOKENS
@@ -217,15 +244,21 @@ class CompletionBody(SamplingBody):
 
 
 class TextPart(Body):
+    """One part of a message's content. There are no others than text."""
+
     type: Literal["text"]
     text: str
 
 
 class ChatMessage(Body):
-    """One message. "developer" is OpenAI's newer word for "system" and means the same here."""
+    """One message of a chat. "developer" is OpenAI's newer word for "system" and means the same here."""
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[list[TextPart], Field(fail_fast=True), BeforeValidator(_as_text_parts)]
+    content: Annotated[
+        list[TextPart],
+        Field(fail_fast=True),
+        BeforeValidator(_as_text_parts, json_schema_input_type=str | list[TextPart]),
+    ]
     # Fields of an assistant message that clients send back as they got them: only empty.
     name: None = None
     refusal: None = None
@@ -235,6 +268,7 @@ class ChatMessage(Body):
     annotations: Annotated[list[Any], Field(max_length=0)] | None = None
 
     def for_template(self) -> dict[str, str]:
+        """The message as chat templates take it, its parts joined by line ends."""
         role = "system" if self.role == "developer" else self.role
         return {"role": role, "content": "\n".join(part.text for part in self.content)}
 
@@ -262,10 +296,6 @@ class ChatBody(SamplingBody):
     chat_template_kwargs: ChatTemplateKwargs | None = None
 
     @property
-    def template_kwargs(self) -> dict[str, Any]:
-        return {} if self.chat_template_kwargs is None else self.chat_template_kwargs.model_dump(exclude_none=True)
-
-    @property
     def max_new_tokens(self) -> int | None:
         if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
             raise RequestError(
@@ -280,7 +310,6 @@ class ChatBody(SamplingBody):
         return self.top_logprobs if self.logprobs else None
 
     def reword(self, error: RequestError) -> RequestError:
-        """An error of SamplingParams or of the engine under the name that the client of this endpoint sent."""
         if error.param == "prompt":
             return RequestError(str(error), param="messages")
         if error.param == "max_tokens" and self.max_completion_tokens is not None:
@@ -316,17 +345,17 @@ _BodyT = TypeVar("_BodyT", bound=Body)
 
 
 def parse_body(body_type: type[_BodyT], raw: bytes) -> _BodyT:
-    """Bytes to a checked body. Raises RequestError that names the field."""
-    fields: dict[str, Any] = {}
+    """The checked body that these bytes are. Raises RequestError, whose `param` names the field that is wrong."""
+    given: dict[str, Any] = {}
     for name, value in _parse_object(raw).items():
         if name in body_type.UNSUPPORTED:
             _check_neutral(name, value, body_type.UNSUPPORTED[name])
         elif name not in body_type.model_fields:
             raise _unknown_field(name)
         elif value is not None:  # null means "not given"
-            fields[name] = value
+            given[name] = value
     try:
-        return body_type.model_validate(fields)
+        return body_type.model_validate(given)
     except ValidationError as error:
         raise _as_request_error(error) from None
 

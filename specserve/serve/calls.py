@@ -20,7 +20,7 @@ from specserve.speculative.tree import Proposal, Tree
 
 @dataclass(frozen=True)
 class Call:
-    """A function with its arguments; which program that takes follows from `key`."""
+    """A function with its arguments. Calls of one `key` run in one compiled program."""
 
     key: Hashable
     function: Any  # jitted
@@ -63,20 +63,24 @@ class Calls:
         self._verify = jit(step.verify_tree, 1, both, "tree", "width")
 
     def begin(self, **sizes: int) -> Call:
-        """An empty state of these sizes (`step.init_state`). In one program: the cache must not be whole on one device
-        of a mesh, not for a moment."""
+        """Make an empty state of these sizes (`step.init_state`) in one program: the cache must not be whole on one
+        device of a mesh, not for a moment."""
         return Call("begin", self._begin, (), sizes)
 
     def admit(self, state: SlotState, slot: jax.Array, new: Admission) -> Call:
+        """Give a slot, [] int32, to a new sequence (`step.admit`)."""
         return Call("admit", self._admit, (state, slot, new))
 
     def extend(self, page_table: jax.Array, entries: jax.Array) -> Call:
+        """Set entries of the page table: `entries`, [3, n] int32, are slots, columns and pages."""
         return Call("extend", self._extend, (page_table, entries))
 
     def remember(self, state: SlotState, slot: jax.Array, start: jax.Array, number: jax.Array) -> Call:
+        """Let the drafter keep the answer in a slot (`step.remember`); all three are [] int32."""
         return Call("remember", self._remember, (state, slot, start, number))
 
     def catch_up(self, layout: Weights, state: SlotState, slots: jax.Array) -> Call:
+        """Let the drafter read what plain steps have left pending in `slots`, [batch] int32 (`step.catch_up`)."""
         return Call(("catch up", id(layout), len(slots)), self._catch_up, (layout, state, slots))
 
     def prefill(

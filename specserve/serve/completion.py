@@ -1,37 +1,45 @@
-"""Finished sequences, for callers that wait: what the deltas of each add up to."""
+"""Gathers the deltas of sequences into whole answers, for callers that wait for them."""
 
 import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specserve.serve.request import Delta, FinishReason, SpeculationStats, TokenLogprobs
+from specserve.serve.request import Delta, SpeculationStats, TokenLogprobs
 
 
 @dataclass(frozen=True)
-class Completion:
-    """A finished sequence, for callers that wait (`Engine.generate`)."""
+class CompletionStats(SpeculationStats):
+    """What speculation did for one answer, and how long it took."""
 
-    token_ids: tuple[int, ...]
-    text: str
-    finish_reason: FinishReason
-    stats: SpeculationStats
-    logprobs: tuple[TokenLogprobs, ...] = ()
-    error: str | None = None
-    seconds_to_first: float = 0.0  # since it was submitted
+    seconds_to_first_token: float = 0.0  # both since it was submitted, so waiting for a slot counts
     seconds: float = 0.0
 
 
-class Collector:
-    """Gathers the deltas of `count` sequences. `on_done` is called on the engine's thread as each ends."""
+@dataclass(frozen=True)
+class CompletionOutput:
+    """One answer."""
 
-    def __init__(self, count: int, on_done: Callable[[int, Completion], None]) -> None:
-        self._done: list[Completion | None] = [None] * count
+    index: int  # among the `n` of its prompt
+    text: str  # empty without a tokenizer
+    token_ids: tuple[int, ...]  # with the one that ended it
+    finish_reason: str  # "stop", "length", "cancelled", or "error": then `error` says why
+    stats: CompletionStats
+    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, when they were asked for
+    error: str | None = None
+
+
+class Collector:
+    """Gathers the deltas of `count` sequences into answers, whose `index` is 0. `on_done` is called on the engine's
+    thread as each ends, with the sequence's number and its answer."""
+
+    def __init__(self, count: int, on_done: Callable[[int, CompletionOutput], None]) -> None:
+        self._done: list[CompletionOutput | None] = [None] * count
         self._on_done = on_done
         self._finished = threading.Semaphore(0)
 
     def listener(self, i: int) -> Callable[[Delta], None]:
-        """What sequence i calls with each of its deltas."""
+        """The listener of sequence i, for `Engine.submit`. Its seconds count from here."""
         token_ids: list[int] = []
         text: list[str] = []
         logprobs: list[TokenLogprobs] = []
@@ -47,15 +55,15 @@ class Collector:
             text.append(delta.text)
             logprobs.extend(delta.logprobs)
             if delta.finish_reason is not None:
-                completion = Completion(
-                    tuple(token_ids),
-                    "".join(text),
-                    delta.finish_reason,
-                    delta.stats or SpeculationStats(),
-                    tuple(logprobs),
-                    delta.error,
-                    first,
-                    now,
+                stats = vars(delta.stats or SpeculationStats())
+                completion = CompletionOutput(
+                    index=0,
+                    text="".join(text),
+                    token_ids=tuple(token_ids),
+                    finish_reason=delta.finish_reason.value,
+                    stats=CompletionStats(**stats, seconds_to_first_token=first, seconds=now),
+                    logprobs=tuple(logprobs),
+                    error=delta.error,
                 )
                 self._done[i] = completion
                 try:
@@ -65,8 +73,8 @@ class Collector:
 
         return on_delta
 
-    def wait(self) -> list[Completion]:
-        """All of them, in order."""
+    def wait(self) -> list[CompletionOutput]:
+        """Wait until all have ended; the answers are in the sequences' order."""
         for _ in self._done:
             self._finished.acquire()
         return [completion for completion in self._done if completion is not None]

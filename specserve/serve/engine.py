@@ -3,6 +3,7 @@
 Other threads only `submit`, `cancel` and ask; the engine never sees HTTP, the device never sees a request.
 """
 
+import dataclasses
 import itertools
 import logging
 import queue
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 from specserve import host
 from specserve.drafters.speculation import describe
 from specserve.errors import CapacityError, RequestError
-from specserve.serve.completion import Collector, Completion
+from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.interface import EngineStats
 from specserve.serve.options import bad_sequences, check_token_ids
 from specserve.serve.pages import PagePool
@@ -37,7 +38,7 @@ Finish = Iterator[object]  # a generator; what it returns is the controller to g
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine treats its requests; see `settings.ServeRun`."""
+    """How an engine treats its requests. `settings.ServeRun` has the same settings with their help."""
 
     max_queue: int = 1024
     prefill_tokens: int = 0
@@ -47,7 +48,8 @@ class EngineOptions:
 
 
 class Engine:
-    """Continuous batching over the slots of a `Runner`."""
+    """Answers requests by continuous batching over the slots of a `Runner`, on a thread of its own. It is a context
+    manager that starts and stops that thread; requests may be submitted before it starts."""
 
     def __init__(
         self,
@@ -70,10 +72,8 @@ class Engine:
             runner,
             self._new_scheduler(),
             tokenizer,
-            self.eos_ids,
             controller,
             is_partial=bool(late_programs),
-            on_admitted=self._count_admitted,
             on_end=self._count_ended,
         )
         self._num_left = len(late_programs)
@@ -89,13 +89,11 @@ class Engine:
         self._on_compiled = on_compiled
         self._finish: Finish | None = None
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._num_queued = 0  # submitted and not yet admitted for the first time
         self._num_open = 0  # submitted and not ended
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._has_died = self._is_stopping = self._is_draining = self._is_flushing = False
         self._ids = itertools.count()
-        self._num_missed = runner.compiled.num_missed
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         self._watchdog = threading.Thread(target=self._watch, name="engine-watchdog", daemon=True)
 
@@ -168,28 +166,9 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine has done so far. It may be called from any thread, at any time."""
-        scheduler, counters = self.rounds.scheduler, self.rounds.counters
-        pool = scheduler.pool
-        num_running, start = len(scheduler.running), self.rounds.wait_start
-        return EngineStats(
-            num_running=num_running,
-            num_waiting=max(0, self._num_open - num_running),
-            num_pages=pool.num_pages,
-            num_pages_held=pool.num_pages - pool.num_available,
-            num_pages_cached=pool.num_cached,
-            num_prefix_queries=scheduler.num_queried,
-            num_prefix_hits=scheduler.num_hits,
-            num_preemptions=scheduler.num_preemptions,
-            num_rebuilds=counters.num_rebuilds,
-            num_steps=sum(counters.steps.copy().values()),
-            num_steps_by_speculation=counters.steps.copy(),
-            busy_seconds=counters.busy_seconds,
-            host_seconds=counters.busy_seconds - counters.wait_seconds,
-            num_late_compiles=counters.num_late_compiles,
-            num_programs_left=self._num_left,
-            estimated_speedup=counters.num_tokens / counters.plain_tokens if counters.plain_tokens else 1.0,
-            seconds_in_step=time.monotonic() - start if start else 0.0,
-        )
+        stats, num_open = self.rounds.stats(), self._num_open
+        num_waiting = max(0, num_open - stats.num_running)
+        return dataclasses.replace(stats, num_waiting=num_waiting, num_programs_left=self._num_left)
 
     def submit(
         self,
@@ -215,20 +194,22 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
             token_mask=token_mask,
+            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
+            bad_sequences=bad_sequences(params, self._tokenizer),
         )
         with self._lock:  # `_run` takes it at its end, so nothing is put behind its back
             if self._is_stopping or self._is_draining or self._has_died:
                 raise CapacityError("the engine is stopping; send the request again later or elsewhere")
-            if self._num_queued >= self.options.max_queue:
-                raise CapacityError(f"{self._num_queued} requests are waiting already; try again later")
-            self._num_queued += 1
+            num_waiting = self._num_open - self.rounds.num_running
+            if num_waiting >= self.options.max_queue:
+                raise CapacityError(f"{num_waiting} requests are waiting already; try again later")
             self._num_open += 1
             self._inbox.put(request)
         self._wake.set()
         return request
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """The number of tokens the sequence may grow by. Raises RequestError, as `submit` does."""
+        """Tell how many tokens the sequence may grow by. Raises RequestError, as `submit` does."""
         if params.n != 1:
             raise RequestError("the engine takes one sequence at a time; submit params.choices()", param="n")
         if params.stop and self._tokenizer is None:
@@ -269,13 +250,13 @@ class Engine:
         self,
         prompts: Sequence[Sequence[int]],
         params: SamplingParams | Sequence[SamplingParams],
-        on_done: Callable[[int, Completion], None] = lambda _i, _completion: None,
-    ) -> list[Completion]:
+        on_done: Callable[[int, CompletionOutput], None] = lambda _i, _completion: None,
+    ) -> list[CompletionOutput]:
         """Run many prompts and wait; results in order. `on_done` is called on the engine's thread as each ends."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
         window = threading.Semaphore(self.options.max_queue)
 
-        def ended(i: int, completion: Completion) -> None:
+        def ended(i: int, completion: CompletionOutput) -> None:
             window.release()
             on_done(i, completion)
 
@@ -314,10 +295,7 @@ class Engine:
     def _run(self) -> None:
         try:
             while not self._is_stopping:
-                start = time.perf_counter()
-                if self._round():
-                    self.rounds.counters.busy_seconds += time.perf_counter() - start
-                elif not self._finish:
+                if not self._round() and not self._finish:
                     self._wake.wait(IDLE_SECONDS)
                     self._wake.clear()
                 if self._has_late and not self._num_left:
@@ -337,17 +315,13 @@ class Engine:
         self._take_inbox()
         if self._is_flushing:
             self._is_flushing = False
-            self.rounds.scheduler.pool.flush()
-            self.runner.forget_answers()
+            self.rounds.flush_cache()
         try:
-            was_busy = self.rounds.run()
+            return self.rounds.run()
         except Exception as error:
             logger.exception("a step failed; ending the running requests and rebuilding the cache")
             self.rounds.rebuild(error)
             return True
-        if was_busy:
-            self._count_compiles()
-        return was_busy
 
     def _on_late(self, program: Program, error: Exception | None) -> None:
         """Called on a compiler's thread."""
@@ -371,17 +345,6 @@ class Engine:
             self._has_late, self._finish = False, None
             logger.info("all programs are compiled")
 
-    def _count_compiles(self) -> None:
-        num_missed = self.runner.compiled.num_missed
-        if num_missed != self._num_missed and not self.rounds.is_partial:
-            logger.warning("%d programs were compiled while serving", num_missed - self._num_missed)
-            self.rounds.count_late_compiles(num_missed - self._num_missed)
-        self._num_missed = num_missed
-
-    def _count_admitted(self) -> None:
-        with self._lock:
-            self._num_queued -= 1
-
     def _count_ended(self) -> None:
         with self._lock:
             self._num_open -= 1
@@ -389,7 +352,7 @@ class Engine:
     def _take_inbox(self) -> None:
         while True:
             try:
-                self.rounds.scheduler.add(self._inbox.get_nowait())
+                self.rounds.add(self._inbox.get_nowait())
             except queue.Empty:
                 return
 

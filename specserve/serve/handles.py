@@ -1,4 +1,4 @@
-"""A step on its way, and what it brings back to the host."""
+"""A step that has been dispatched, and the result that it brings back to the host."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from specserve.speculative.step import StepResult
 
 @dataclass(frozen=True)
 class HostResult:
-    """One step's outcome on the host; row i belongs to the i-th slot asked for."""
+    """What one step did, on the host. Row i belongs to the i-th slot that the step was asked for."""
 
     token_ids: np.ndarray  # [batch, depth + 1] int32
     n_accepted: np.ndarray  # [batch] int32
@@ -18,17 +18,19 @@ class HostResult:
     logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None  # chosen, top, top_ids; see `sampling.Logprobs`
 
     def emitted(self, row: int) -> list[int]:
+        """The tokens that the step adds to a sequence: the accepted ones and the bonus token."""
         return self.token_ids[row, : self.n_accepted[row] + 1].tolist()
 
 
 class StepHandle:
-    """A step on its way. `read` waits for it, once."""
+    """A step that the device has been asked for. `read` waits for its result and may be called once."""
 
     def __init__(self, result: StepResult, on_read: Callable[[np.ndarray], None], *, has_logprobs: bool) -> None:
         self._result, self._on_read, self._has_logprobs = result, on_read, has_logprobs
 
     def read(self) -> HostResult:
-        """The one device-to-host copy of a step; a second one when somebody asked for log-probabilities."""
+        """Wait for the step and copy its result to the host: one copy, and a second one when somebody asked for
+        log-probabilities. Raises what the device raises."""
         counts = np.asarray(self._result.counts)
         logprobs = None
         if self._has_logprobs:

@@ -89,7 +89,8 @@ class BugGate:
 
 
 async def read_body(request: Request) -> bytes:
-    """The body of a JSON request. Raises HTTPException 408, 413 or 415."""
+    """Read the body of a JSON request. Raises HTTPException: 408 where it takes too long, 413 where it is too large,
+    415 where it is not JSON."""
     content_type = request.headers.get("content-type", "")
     if content_type.split(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, f"send Content-Type: application/json, got {content_type[:80]!r}")
@@ -129,7 +130,7 @@ def error_response(
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Every error that leaves a route becomes a body in OpenAI's shape."""
+    """Make every error that leaves a route a reply in OpenAI's shape."""
     app.add_middleware(BugGate)
 
     @app.exception_handler(RequestError)

@@ -10,7 +10,8 @@ import numpy as np
 
 
 class Ledger:
-    """One row for each slot, and one more for padding."""
+    """Upper bounds of how long each slot's sequence is and of how much of it the drafter has not read. There is one row
+    for each slot, and one more for padding."""
 
     def __init__(self, num_slots: int, max_pending: int) -> None:
         """`max_pending` is what a drafter may leave unread, see `speculative.drafter`."""
@@ -20,12 +21,12 @@ class Ledger:
         self._generation = [0] * (num_slots + 1)  # of the slot's sequences
 
     def begin(self, slot: int, num_cached: int) -> None:
-        """A sequence of which so many entries are committed."""
+        """A sequence has taken the slot, and this many of its entries are committed already."""
         self._lens[slot], self._pending[slot] = num_cached, 1
         self._generation[slot] += 1
 
     def prefilled(self, slot: int, num_tokens: int) -> None:
-        """So many more tokens of its prompt are on their way."""
+        """A prefill of this many more tokens of the slot's prompt has been dispatched."""
         self._lens[slot] += num_tokens
         self._pending[slot] = 1
 
@@ -35,8 +36,8 @@ class Ledger:
             self._pending[slot] = 1
 
     def stepped(self, slots: Sequence[int], depth: int) -> Callable[[np.ndarray], None]:
-        """A step that may emit 1 + `depth` tokens for each is on its way; 0 is a plain one. What is returned is to be
-        called with the accepted tokens of each, once they are read."""
+        """A step that emits 1 to 1 + `depth` tokens for each of these slots has been dispatched; depth 0 is a plain
+        step. The caller calls what is returned with the accepted tokens of each slot, [slot], once they are read."""
         for slot in slots:
             self._lens[slot] += 1 + depth
             self._pending[slot] = 1 + depth if depth else min(self._pending[slot] + 1, self._max_pending)
@@ -50,9 +51,9 @@ class Ledger:
         return on_read
 
     def num_entries(self, slots: Sequence[int]) -> int:
-        """Committed entries of the longest."""
+        """How many entries the longest sequence in these slots has committed, at most."""
         return max((self._lens[slot] for slot in slots), default=0)
 
     def num_pending(self, slots: Sequence[int]) -> int:
-        """Tokens that the drafter has not read, of the one that has most."""
+        """How many tokens the drafter has not read, at most, of the sequence in these slots that has the most."""
         return max((self._pending[slot] for slot in slots), default=0)

@@ -3,6 +3,8 @@
 Owns the models and a running engine, and knows no HTTP and no event loop, so it works alike in a script and a notebook.
 """
 
+import dataclasses
+import itertools
 import operator
 import weakref
 from collections.abc import Mapping, Sequence
@@ -13,10 +15,10 @@ from typing import Any, TypedDict, Unpack
 from specserve import config, host
 from specserve.errors import CapacityError, ConfigError, RequestError
 from specserve.mesh import SERVING_AXES, parse_mesh
-from specserve.serve.completion import Completion
+from specserve.serve.completion import CompletionOutput
 from specserve.serve.launch import load_models, make_engine
 from specserve.serve.progress import answer_bar, warmup_bar
-from specserve.serve.request import SamplingParams, SpeculationStats, TokenLogprobs
+from specserve.serve.request import SamplingParams
 from specserve.serve.settings import ServeRun
 from specserve.tokenizer import Tokenizer
 
@@ -52,27 +54,6 @@ class TokensPrompt(TypedDict):
 
 Prompt = str | Sequence[int] | TextPrompt | TokensPrompt
 Message = Mapping[str, Any]
-
-
-@dataclass(frozen=True)
-class CompletionStats(SpeculationStats):
-    """What speculation did for one answer, and how long it took."""
-
-    seconds_to_first_token: float = 0.0  # both since it was submitted, so waiting for a slot counts
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class CompletionOutput:
-    """One answer."""
-
-    index: int  # among the `n` of its prompt
-    text: str  # empty without a tokenizer
-    token_ids: tuple[int, ...]  # with the one that ended it
-    finish_reason: str  # "stop", "length", or "error": then `error` says why
-    stats: CompletionStats
-    logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, when they were asked for
-    error: str | None = None
 
 
 @dataclass(frozen=True)
@@ -217,10 +198,15 @@ class LLM:
         flat = [choice for own in choices for choice in own]
         with answer_bar(len(flat), is_shown=self._progress if progress is None else progress) as on_done:
             found = iter(self.engine.generate(prompts, flat, lambda _i, completion: on_done(completion)))
-        return [
-            RequestOutput(text, ids, [_output(i, next(found), own.logprobs is not None) for i in range(own.n)])
-            for (text, ids), own in zip(asked, each, strict=True)
-        ]
+        outputs = []
+        for (text, ids), own in zip(asked, each, strict=True):
+            has_logprobs = own.logprobs is not None
+            answers = [
+                dataclasses.replace(answer, index=i, logprobs=answer.logprobs if has_logprobs else None)
+                for i, answer in enumerate(itertools.islice(found, own.n))
+            ]
+            outputs.append(RequestOutput(text, ids, answers))
+        return outputs
 
 
 def _is_single(prompts: Any) -> bool:
@@ -248,24 +234,3 @@ def _at(i: int, total: int, call: Any) -> Any:
         if total == 1:
             raise
         raise RequestError(f"prompt {i} of {total}: {error}", param=error.param) from None
-
-
-def _output(index: int, completion: Completion, has_logprobs: bool) -> CompletionOutput:
-    done = completion.stats
-    stats = CompletionStats(
-        done.num_steps,
-        done.num_draft_tokens,
-        done.accepted_per_depth,
-        done.num_cached_tokens,
-        completion.seconds_to_first,
-        completion.seconds,
-    )
-    return CompletionOutput(
-        index,
-        completion.text,
-        completion.token_ids,
-        completion.finish_reason.value,
-        stats,
-        completion.logprobs if has_logprobs else None,
-        completion.error,
-    )

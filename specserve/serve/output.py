@@ -1,4 +1,4 @@
-"""From a sequence's new token ids to what its client gets: where it ends, and which text is certain."""
+"""Turns the token ids that steps emit into deltas: finds where a sequence ends, and which of its text is certain."""
 
 from specserve.serve.decoder import IncrementalDecoder
 from specserve.serve.request import Delta, FinishReason, Request
@@ -8,16 +8,15 @@ from specserve.tokenizer import Tokenizer
 class OutputStream:
     """The output of one sequence. Text that may still turn out to be part of a stop string is held back."""
 
-    def __init__(self, request: Request, tokenizer: Tokenizer | None, eos_ids: frozenset[int]) -> None:
-        params = request.params
-        self._stop_ids = frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else eos_ids)
-        self._stops = params.stop
+    def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        self._stop_ids = request.stop_ids
+        self._stops = request.params.stop
         self._num_left = request.max_new_tokens
         self._decoder = IncrementalDecoder(tokenizer) if tokenizer else None  # None: token ids alone
         self._held = ""  # decoded, not yet given out
 
     def push(self, token_ids: list[int]) -> Delta:
-        """Take the tokens of one step, in order; those past the end of the sequence are left out."""
+        """The delta that the tokens of one step make, in order. Tokens past the end of the sequence are left out."""
         taken: list[int] = []
         text: list[str] = []
         for token_id in token_ids:

@@ -1,4 +1,4 @@
-"""Bars for people who wait: over programs being compiled, over answers being made. Silent without a terminal."""
+"""Progress bars for people who wait while programs compile or answers are made. They are silent without a terminal."""
 
 import time
 from collections.abc import Callable, Iterator
@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from specserve.serve.completion import Completion
+from specserve.serve.completion import CompletionOutput
 
 
 def bar_columns() -> list[ProgressColumn]:
+    """The columns of every bar of the server: description, bar, percentage, times, and a note of the task."""
     return [
         TextColumn("{task.description}"),
         BarColumn(),
@@ -25,7 +26,8 @@ def bar_columns() -> list[ProgressColumn]:
 def warmup_bar(
     console: Console | None = None, *, is_shown: bool = True, text: str = "compiling"
 ) -> Iterator[Callable[[int, int, str], None]]:
-    """A bar over the programs being compiled; silent until the first one is done."""
+    """Show a bar over the programs that are being compiled, from the first one that is done. The function that is
+    given is called with (programs done, programs in total, name of the last one)."""
     console = console or Console(stderr=True)
     with Progress(*bar_columns(), console=console, transient=True, disable=not is_shown) as progress:
         task = progress.add_task(text, note="")
@@ -37,15 +39,16 @@ def warmup_bar(
 
 
 @contextmanager
-def answer_bar(total: int, *, is_shown: bool = True) -> Iterator[Callable[[Completion], None]]:
-    """A bar over answers: how many tokens per second, and how many per target forward."""
+def answer_bar(total: int, *, is_shown: bool = True) -> Iterator[Callable[[CompletionOutput], None]]:
+    """Show a bar over `total` answers, with tokens per second and tokens per forward of the target. The function that
+    is given is called with each answer."""
     num_tokens = num_steps = num_accepted = 0
     begin = time.monotonic()
     columns, console = bar_columns(), Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
         task = progress.add_task("answering", total=total, note="")
 
-        def on_done(completion: Completion) -> None:
+        def on_done(completion: CompletionOutput) -> None:
             nonlocal num_tokens, num_steps, num_accepted
             num_tokens += len(completion.token_ids)
             num_steps += completion.stats.num_steps

@@ -7,7 +7,6 @@ import dataclasses
 import enum
 import functools
 import json
-import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Protocol, Self, get_type_hints
@@ -136,6 +135,18 @@ class SpeculationStats:
     accepted_per_depth: tuple[int, ...] = ()
     num_cached_tokens: int = 0  # prompt tokens whose keys and values were in the prefix cache
 
+    def with_step(self, num_nodes: int, depth: int, n_accepted: int) -> "SpeculationStats":
+        """The same and one more step, which proposed `num_nodes` draft tokens in a tree of this depth (both 0: plain
+        decoding) and accepted `n_accepted` of them."""
+        accepted = [*self.accepted_per_depth, *[0] * (depth - len(self.accepted_per_depth))]
+        accepted[:n_accepted] = [count + 1 for count in accepted[:n_accepted]]
+        return dataclasses.replace(
+            self,
+            num_steps=self.num_steps + 1,
+            num_draft_tokens=self.num_draft_tokens + num_nodes,
+            accepted_per_depth=tuple(accepted),
+        )
+
     @property
     def num_accepted(self) -> int:
         return sum(self.accepted_per_depth)
@@ -188,7 +199,7 @@ class Delta:
 
 @dataclass(eq=False)
 class Request:
-    """One sequence on its way through the engine."""
+    """One sequence as it was asked for, checked, and with all that follows from its options and the model."""
 
     request_id: str
     prompt_ids: tuple[int, ...]
@@ -199,7 +210,8 @@ class Request:
     priority: int = 0  # lower runs first, as in vLLM
     cache_salt: str = ""  # prefixes are shared only between requests of one salt
     token_mask: TokenMask | None = None
-    arrival_time: float = field(default_factory=time.monotonic)
+    stop_ids: frozenset[int] = frozenset()  # any of them ends it: its stop token ids, and the model's EOS ids
+    bad_sequences: Sequence[tuple[int, ...]] = ()  # token ids that spell its bad words
     is_cancelled: bool = False  # set from any thread
 
     def cancel(self) -> None:

@@ -10,17 +10,24 @@ import bisect
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from specserve.serve.output import OutputStream
 from specserve.serve.pages import PagePool
-from specserve.serve.request import Request
+from specserve.serve.request import Request, SpeculationStats
+from specserve.speculative.controller import Estimate
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One request's place in the engine."""
+    """One request in the engine, from its arrival to its end: the only object that scheduler and rounds share."""
 
     request: Request
-    order: int
+    # What the rounds keep. The scheduler only counts the emitted tokens.
+    output: OutputStream
     output_ids: list[int] = field(default_factory=list)  # emitted and read
+    estimate: Estimate | None = None  # how many draft tokens it accepts; None before its first admission
+    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    # What the scheduler keeps.
+    order: int = -1  # of arrival
     slot: int = -1
     epoch: int = 0  # steps dispatched in an earlier one no longer count
     pages: list[int] = field(default_factory=list)
@@ -30,6 +37,17 @@ class Sequence:
     num_cached: int | None = None  # prompt tokens that were cached at the first admission
     num_in_flight: int = 0  # steps dispatched and not read
     most_in_flight: int = 0  # tokens they may emit, at most
+    has_ended: bool = False
+
+    def dispatched(self, most: int) -> None:
+        """A program that emits one to `most` tokens of this sequence is on its way."""
+        self.num_in_flight += 1
+        self.most_in_flight += most
+
+    def landed(self, most: int) -> None:
+        """That program's result has been read."""
+        self.num_in_flight -= 1
+        self.most_in_flight -= most
 
     @property
     def token_ids(self) -> list[int]:
@@ -55,7 +73,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a prompt to run."""
+    """A part of a prompt that is to run next, in one prefill program."""
 
     sequence: Sequence
     num_cached: int  # tokens that its pages held when it was admitted
@@ -79,6 +97,8 @@ class Round:
 
 
 class Scheduler:
+    """The queue, the sequences in slots, and the pages: `schedule` decides what the next round runs."""
+
     def __init__(
         self,
         num_slots: int,
@@ -92,8 +112,8 @@ class Scheduler:
         prefers_cached: bool = False,  # among equal priorities, the longest cached prefix first
         is_deterministic: bool = False,
     ) -> None:
-        """Deterministic: pages are reserved for the whole answer, so nothing is ever computed again in another way,
-        and only prompts are cached, which one program has computed."""
+        """With `is_deterministic` pages are reserved for the whole answer, so nothing is ever computed again in another
+        way, and only prompts are cached, which one program has computed."""
         self.pool = pool
         self.waiting: list[Sequence] = []  # by rank
         self.running: list[Sequence] = []  # by rank
@@ -104,11 +124,15 @@ class Scheduler:
         self._is_caching, self._prefers_cached, self._is_deterministic = is_caching, prefers_cached, is_deterministic
         self._num_added = 0
 
-    def add(self, request: Request) -> None:
-        bisect.insort(self.waiting, Sequence(request, self._num_added), key=lambda sequence: sequence.rank)
+    def add(self, sequence: Sequence) -> None:
+        """Put a new sequence into the queue: behind those of its priority, before those of a higher number."""
+        sequence.order = self._num_added
+        bisect.insort(self.waiting, sequence, key=lambda other: other.rank)
         self._num_added += 1
 
     def schedule(self) -> Round:
+        """Plan the next round, and take what it needs: pages for every sequence that decodes (from younger ones, if
+        there are no others), and slots and pages for those that leave the queue."""
         preempted: list[Sequence] = []
         decode: list[Sequence] = []
         new_pages: list[tuple[int, int, int]] = []
@@ -237,6 +261,7 @@ class Scheduler:
 
     def finish(self, sequence: Sequence) -> None:
         """A sequence has ended, wherever it stands: its slot and its pages are free, or it waits no more."""
+        sequence.has_ended = True
         if sequence.is_running:
             self._leave(sequence)
         else:

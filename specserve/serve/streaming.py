@@ -6,10 +6,11 @@ bodies and fields (`api_schema`) or of how a reply is spelled (`api_replies`).
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from fastapi import Request as HttpRequest
@@ -17,11 +18,11 @@ from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
 from starlette.concurrency import run_in_threadpool
 
 from specserve.errors import CapacityError, SpecServeError
-from specserve.serve.api_replies import Json, ReplyFormat, error_body, usage_body
+from specserve.serve.api_replies import Json, ReplyFormat, error_body
 from specserve.serve.http_guard import INTERNAL_ERROR, EngineFailureError
 from specserve.serve.interface import EngineLike
 from specserve.serve.metrics import Metrics, SequenceMetrics
-from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats, TokenLogprobs
+from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
 
 logger = logging.getLogger(__name__)
 
@@ -33,28 +34,20 @@ class ClientGoneError(Exception):
     """The client closed the connection; all its sequences have been cancelled."""
 
 
-@dataclass(frozen=True)
-class Prompt:
-    """One prompt of a request and the draws that are wanted of it."""
+@dataclass(eq=False)
+class _Choice:
+    """One sequence of a reply, and what has come of it so far."""
 
-    token_ids: Sequence[int]
-    choices: Sequence[SamplingParams]
-    echo: str = ""  # text to put before each answer
-
-
-@dataclass
-class _Totals:
-    num_completion_tokens: int = 0
-    stats: dict[int, SpeculationStats] = field(default_factory=dict)  # by choice
-
-    def add(self, index: int, delta: Delta) -> None:
-        self.num_completion_tokens += len(delta.token_ids)
-        if delta.stats is not None:
-            self.stats[index] = delta.stats
+    request: Request
+    metrics: SequenceMetrics
+    is_first: bool  # of its prompt's
+    num_tokens: int = 0
+    stats: SpeculationStats | None = None  # None until it has ended
 
 
 class Generation:
-    """All sequences of one HTTP request. Make it on the event loop, then consume `reply` or `stream` once.
+    """All sequences of one HTTP request, `params.n` of each prompt. Make it on the event loop, then consume `reply` or
+    `stream` once.
 
     Choices are numbered prompt by prompt. Raises, from the constructor, what `engine.submit` raises; then no
     sequence is left behind.
@@ -65,7 +58,8 @@ class Generation:
         engine: EngineLike,
         metrics: Metrics,
         http: HttpRequest,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
         *,
         priority: int = 0,
         cache_salt: str = "",
@@ -74,21 +68,14 @@ class Generation:
         self._http = http
         self._loop = asyncio.get_running_loop()
         self._arrivals: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()  # None: the client has gone
-        self._requests: list[Request] = []
-        self._sequence_metrics: list[SequenceMetrics] = []
-        self._echoes = [prompt.echo for prompt in prompts for _ in prompt.choices]
-        self._num_prompt_tokens = sum(len(prompt.token_ids) for prompt in prompts)
-        self._first_choices: list[int] = []  # of each prompt
-        self._totals = _Totals()
+        self._choices: list[_Choice] = []
+        each = params.choices()
         try:
-            for prompt in prompts:
-                self._first_choices.append(len(self._requests))
-                for params in prompt.choices:
-                    on_delta = partial(self._on_delta, len(self._requests))
-                    self._requests.append(
-                        engine.submit(prompt.token_ids, params, on_delta, priority=priority, cache_salt=cache_salt)
-                    )
-                    self._sequence_metrics.append(metrics.start_sequence(len(prompt.token_ids)))
+            for token_ids, own in itertools.product(prompts, each):
+                on_delta = partial(self._on_delta, len(self._choices))
+                request = engine.submit(token_ids, own, on_delta, priority=priority, cache_salt=cache_salt)
+                is_first = len(self._choices) % len(each) == 0
+                self._choices.append(_Choice(request, metrics.start_sequence(len(token_ids)), is_first))
         except BaseException:
             self.cancel()
             raise
@@ -97,38 +84,40 @@ class Generation:
 
     def cancel(self) -> None:
         """Stop every sequence. Safe at any time, also after the end."""
-        for request in self._requests:
-            request.cancel()
+        for choice in self._choices:
+            choice.request.cancel()
 
     async def reply(self, reply_format: ReplyFormat) -> Json:
         """The whole reply. Raises ClientGoneError, CapacityError or EngineFailureError."""
-        texts = list(self._echoes)
-        logprobs: list[list[TokenLogprobs]] = [[] for _ in texts]
-        reasons: dict[int, FinishReason] = {}
+        arrived: list[list[Delta]] = [[] for _ in self._choices]
         async with contextlib.aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
-                texts[index] += delta.text
-                logprobs[index] += delta.logprobs
-                if delta.finish_reason is not None:
-                    reasons[index] = delta.finish_reason
+                arrived[index].append(delta)
 
         def spell() -> Json:
             choices = [
-                reply_format.choice(index, text, str(reasons[index]), logprobs[index])
-                for index, text in enumerate(texts)
+                reply_format.choice(
+                    index,
+                    "".join(delta.text for delta in deltas),
+                    str(deltas[-1].finish_reason),
+                    [item for delta in deltas for item in delta.logprobs],
+                )
+                for index, deltas in enumerate(arrived)
             ]
             return reply_format.reply(choices, self._usage())
 
-        # Log-probabilities of a long answer take a while to spell; other requests' streams go on meanwhile.
-        return await run_in_threadpool(spell) if any(logprobs) else spell()
+        if any(delta.logprobs for deltas in arrived for delta in deltas):
+            # those of a long answer take a while to spell; other requests' streams go on meanwhile
+            return await run_in_threadpool(spell)
+        return spell()
 
-    async def stream(self, reply_format: ReplyFormat, *, include_usage: bool) -> AsyncIterator[bytes]:
+    async def stream(self, reply_format: ReplyFormat) -> AsyncIterator[bytes]:
         """The reply as server-sent events, ending in [DONE]. An error after the start becomes an event."""
         try:
             async with contextlib.aclosing(self._chunks(reply_format)) as chunks:
                 async for chunk in chunks:
                     yield KEEPALIVE_COMMENT if chunk is None else _event(chunk)
-            if include_usage:
+            if reply_format.include_usage:
                 yield _event(reply_format.usage_chunk(self._usage()))
         except ClientGoneError:
             return
@@ -152,7 +141,7 @@ class Generation:
                 last_time = self._loop.time()
                 if index not in started:
                     started.add(index)
-                    first = reply_format.first_chunk(index, self._echoes[index])
+                    first = reply_format.first_chunk(index)
                     if first is not None:
                         yield first
                 # A step may add tokens and no text yet: in the middle of a character, or of what may be a stop string.
@@ -162,7 +151,7 @@ class Generation:
 
     async def _deltas(self, *, is_idle_reported: bool = False) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) until every sequence has ended; (-1, empty delta) about once a second while nothing comes."""
-        num_open = len(self._requests)
+        num_open = len(self._choices)
         try:
             while num_open:
                 try:
@@ -177,26 +166,35 @@ class Generation:
                 if arrival is None:
                     raise ClientGoneError
                 index, delta = arrival
-                self._check(index, delta)
-                self._totals.add(index, delta)
+                choice = self._choices[index]
+                _check(choice.request, delta)
+                choice.num_tokens += len(delta.token_ids)
+                choice.stats = delta.stats
                 num_open -= delta.finish_reason is not None
                 yield arrival
         finally:
             self.cancel()
             self._watch.cancel()
 
-    def _check(self, index: int, delta: Delta) -> None:
-        if delta.finish_reason is FinishReason.ERROR:
-            logger.error("request %s failed: %s", self._requests[index].request_id, delta.error)
-            raise EngineFailureError("the engine failed on this request; the server's log has the details")
-        if delta.finish_reason is FinishReason.CANCELLED:
-            raise CapacityError("the server is stopping")
-
     def _usage(self) -> Json:
-        stats = self._totals.stats
-        num_cached = sum(stats[index].num_cached_tokens for index in self._first_choices if index in stats)
-        num_completion_tokens = self._totals.num_completion_tokens
-        return usage_body(self._num_prompt_tokens, num_cached, num_completion_tokens, list(stats.values()))
+        """Token counts of the reply: every prompt once, all its sequences, and what speculation did for them."""
+        first = [choice for choice in self._choices if choice.is_first]
+        num_prompt_tokens = sum(len(choice.request.prompt_ids) for choice in first)
+        num_tokens = sum(choice.num_tokens for choice in self._choices)
+        stats = [choice.stats for choice in self._choices if choice.stats is not None]
+        num_accepted = sum(item.num_accepted for item in stats)
+        return {
+            "prompt_tokens": num_prompt_tokens,
+            "completion_tokens": num_tokens,
+            "total_tokens": num_prompt_tokens + num_tokens,
+            "prompt_tokens_details": {
+                "cached_tokens": sum(choice.stats.num_cached_tokens for choice in first if choice.stats is not None)
+            },
+            "completion_tokens_details": {
+                "accepted_prediction_tokens": num_accepted,
+                "rejected_prediction_tokens": sum(item.num_draft_tokens for item in stats) - num_accepted,
+            },
+        }
 
     def _on_delta(self, index: int, delta: Delta) -> None:
         """Called on the engine's thread."""
@@ -207,7 +205,7 @@ class Generation:
 
     def _receive(self, index: int, delta: Delta) -> None:
         # Here and not where deltas are read: a sequence whose client left still ends, and still counts.
-        self._sequence_metrics[index].observe(delta)
+        self._choices[index].metrics.observe(delta)
         self._arrivals.put_nowait((index, delta))
 
     async def _watch_client(self) -> None:
@@ -215,6 +213,14 @@ class Generation:
             pass
         self.cancel()
         self._arrivals.put_nowait(None)
+
+
+def _check(request: Request, delta: Delta) -> None:
+    if delta.finish_reason is FinishReason.ERROR:
+        logger.error("request %s failed: %s", request.request_id, delta.error)
+        raise EngineFailureError("the engine failed on this request; the server's log has the details")
+    if delta.finish_reason is FinishReason.CANCELLED:
+        raise CapacityError("the server is stopping")
 
 
 def _event(payload: Json) -> bytes:

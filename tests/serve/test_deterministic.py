@@ -11,7 +11,8 @@ import pytest
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
 from specserve.drafters.speculation import parse_speculation
-from specserve.serve.engine import Completion, Engine, EngineOptions
+from specserve.serve.completion import CompletionOutput
+from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
 from specserve.serve.shapes import DETERMINISTIC_DEPTH
@@ -58,7 +59,7 @@ def _asks() -> tuple[list[list[int]], list[SamplingParams]]:
     ]
 
 
-def _run(engine: Engine, order: list[list[int]]) -> list[tuple[int, Completion]]:
+def _run(engine: Engine, order: list[list[int]]) -> list[tuple[int, CompletionOutput]]:
     """Groups of requests, each group as one batch."""
     prompts, params = _asks()
     found = []
@@ -73,14 +74,14 @@ ORDER = [[0], [1], [2], [3], [0, 1, 2, 3], [3, 2, 1, 0, 1, 0]]  # the first time
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_target: Target, tiny_head: Head) -> dict[int, Completion]:
+def expected(tiny_target: Target, tiny_head: Head) -> dict[int, CompletionOutput]:
     """Plainly, alone, and nothing cached."""
     return dict(_run(_engine(tiny_target, tiny_head, "off", is_caching=False), [[0], [1], [2], [3]]))
 
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)
 def test_a_request_gets_the_same_bits(
-    tiny_target: Target, tiny_head: Head, expected: dict[int, Completion], speculation: str
+    tiny_target: Target, tiny_head: Head, expected: dict[int, CompletionOutput], speculation: str
 ) -> None:
     found = _run(_engine(tiny_target, tiny_head, speculation), ORDER)
     for i, completion in found:

@@ -14,7 +14,7 @@ from engines import Ask, check_equal, find_tie
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
 from specserve.drafters.speculation import parse_speculation
-from specserve.serve.completion import Completion
+from specserve.serve.completion import CompletionOutput
 from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.layouts import make_layouts
 from specserve.serve.request import SamplingParams
@@ -70,7 +70,7 @@ def _engine(target: Target, head: Head | None, speculation: str, tokenizer: Toke
 
 
 @pytest.fixture(scope="module")
-def plain(pydoc_target: Target, pydoc_tokenizer: Tokenizer, prompts: list[list[int]]) -> list[Completion]:
+def plain(pydoc_target: Target, pydoc_tokenizer: Tokenizer, prompts: list[list[int]]) -> list[CompletionOutput]:
     """Plain decoding of all prompts as one batch."""
     with _engine(pydoc_target, None, "off", pydoc_tokenizer) as engine:
         together = engine.generate(prompts, PARAMS)
@@ -102,7 +102,7 @@ def test_speculative_output_equals_plain_output(
     pydoc_target: Target,
     pydoc_tokenizer: Tokenizer,
     prompts: list[list[int]],
-    plain: list[Completion],
+    plain: list[CompletionOutput],
     quality: str,
 ) -> None:
     head: Head = request.getfixturevalue("pydoc_head" if quality == "trained" else "random_pydoc_head")
@@ -130,8 +130,8 @@ def _check_equal(
     tokenizer: Tokenizer,
     prompt: Sequence[int],
     params: SamplingParams,
-    plain: Completion,
-    other: Completion,
+    plain: CompletionOutput,
+    other: CompletionOutput,
     what: str,
 ) -> None:
     check_equal(target, tokenizer, Ask(tuple(prompt), params), other.token_ids, plain.token_ids, what)

@@ -10,8 +10,9 @@ from specserve.serve.request import Delta, FinishReason, Request, SamplingParams
 from specserve.tokenizer import Tokenizer
 
 
-def _request(params: SamplingParams, max_new_tokens: int) -> Request:
-    return Request("r", (1,), params, max_new_tokens, 0, lambda _delta: None)
+def _stream(tokenizer: Tokenizer, params: SamplingParams, max_new_tokens: int, stop_id: int) -> OutputStream:
+    request = Request("r", (1,), params, max_new_tokens, 0, lambda _delta: None, stop_ids=frozenset({stop_id}))
+    return OutputStream(request, tokenizer)
 
 
 TEXT = "def f(x):\n    # größer 日本語 🎉\n    return x  END of it; END"
@@ -28,8 +29,7 @@ def test_stop_strings_hold_however_the_tokens_arrive(
     """In any pieces: the text is cut before the first stop string, and nothing of it is ever given out."""
     token_ids = pydoc_tokenizer.encode(TEXT, add_special_tokens=False)
     assert len(token_ids) <= 60
-    params = SamplingParams(stop=stops)
-    stream = OutputStream(_request(params, limit), pydoc_tokenizer, frozenset({2}))
+    stream = _stream(pydoc_tokenizer, SamplingParams(stop=stops), limit, 2)
     text, taken, reason = "", [], None
     bounds = sorted({0, len(token_ids), *(cut for cut in cuts if cut < len(token_ids))})
     for start, stop in itertools.pairwise(bounds):
@@ -55,8 +55,8 @@ def test_stop_strings_hold_however_the_tokens_arrive(
 
 def test_stop_ids_end_a_sequence_and_are_not_text(pydoc_tokenizer: Tokenizer) -> None:
     [a], [b] = (pydoc_tokenizer.encode(text, add_special_tokens=False) for text in ("a", "b"))
-    stream = OutputStream(_request(SamplingParams(stop_token_ids=[b]), 9), pydoc_tokenizer, frozenset({2}))
+    stream = _stream(pydoc_tokenizer, SamplingParams(), 9, b)
     assert stream.push([a, a]) == Delta((a, a), "aa")
     assert stream.push([a, b, a]) == Delta((a, b), "a", FinishReason.STOP)
-    ignoring = OutputStream(_request(SamplingParams(ignore_eos=True), 3), pydoc_tokenizer, frozenset({b}))
-    assert ignoring.push([a, b, b, b]) == Delta((a, b, b), "abb", FinishReason.LENGTH)
+    stream = _stream(pydoc_tokenizer, SamplingParams(), 3, 2)
+    assert stream.push([a, b, b, b]) == Delta((a, b, b), "abb", FinishReason.LENGTH)

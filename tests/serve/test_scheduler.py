@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specserve.serve.output import OutputStream
 from specserve.serve.pages import PagePool
 from specserve.serve.request import Request, SamplingParams
 from specserve.serve.scheduler import Round, Scheduler, Sequence
@@ -19,6 +20,10 @@ def _request(prompt_ids: list[int], max_new_tokens: int, priority: int = 0, salt
     return Request(
         "r", tuple(prompt_ids), SamplingParams(), max_new_tokens, 0, lambda _delta: None, priority, cache_salt=salt
     )
+
+
+def _add(scheduler: Scheduler, request: Request) -> None:
+    scheduler.add(Sequence(request, OutputStream(request, None)))
 
 
 def _scheduler(num_slots: int = 2, num_pages: int = 12, **options: object) -> Scheduler:
@@ -56,8 +61,7 @@ class Device:
             if chunk.is_last:
                 rows.append((chunk.sequence, chunk.sequence.epoch, 1))
         for sequence, _, most in rows:
-            sequence.num_in_flight += 1
-            sequence.most_in_flight += most
+            sequence.dispatched(most)
         self.flights.append(rows)
         while len(self.flights) > (0 if plan.is_empty else 1):
             self._land()
@@ -67,8 +71,7 @@ class Device:
         for sequence, epoch, most in self.flights.popleft():
             if sequence.epoch != epoch or not sequence.is_running:
                 continue
-            sequence.num_in_flight -= 1
-            sequence.most_in_flight -= most
+            sequence.landed(most)
             for _ in range(self.rng.randint(1, most)):
                 sequence.output_ids.append(sum(sequence.token_ids[-3:]) % 5)
                 if len(sequence.output_ids) == sequence.request.max_new_tokens:
@@ -153,7 +156,7 @@ def test_everybody_is_served_and_nothing_is_left(
     )
     device = Device(scheduler, rng)
     for request in requests:
-        scheduler.add(request)
+        _add(scheduler, request)
         if rng.random() < 0.5:
             device.round()
     device.run()
@@ -175,7 +178,7 @@ def test_everybody_is_served_and_nothing_is_left(
 def test_pages_are_taken_as_a_sequence_grows() -> None:
     scheduler = _scheduler(1)
     device = Device(scheduler)
-    scheduler.add(_request([1] * 9, 20))
+    _add(scheduler, _request([1] * 9, 20))
     held = []
     while not device.done:
         device.round()
@@ -188,7 +191,7 @@ def test_pages_are_taken_as_a_sequence_grows() -> None:
 def test_deterministic_sequences_reserve_their_whole_answer() -> None:
     scheduler = _scheduler(2, num_pages=10, is_deterministic=True)
     for _ in range(2):
-        scheduler.add(_request([1] * 9, 20))
+        _add(scheduler, _request([1] * 9, 20))
     scheduler.schedule()
     assert [len(sequence.pages) for sequence in scheduler.running] == [7]
     assert len(scheduler.waiting) == 1, "7 more pages are not to be had"
@@ -197,8 +200,8 @@ def test_deterministic_sequences_reserve_their_whole_answer() -> None:
 def test_a_preempted_sequence_finds_its_own_words_in_the_cache() -> None:
     scheduler = _scheduler(2, num_pages=9)
     device = Device(scheduler)
-    scheduler.add(_request([1] * 9, 24))
-    scheduler.add(_request([2] * 9, 24))
+    _add(scheduler, _request([1] * 9, 24))
+    _add(scheduler, _request([2] * 9, 24))
     preempted: list[Sequence] = []
     while not preempted:
         preempted += device.round().preempted
@@ -216,10 +219,10 @@ def test_the_longest_cached_prefix_goes_first_among_equals(prefers_cached: bool)
     scheduler = _scheduler(1, prefers_cached=prefers_cached)
     device = Device(scheduler)
     cached = [1, 2, 3, 4, 5, 6, 7, 8, 9]
-    scheduler.add(_request(cached, 2))
+    _add(scheduler, _request(cached, 2))
     device.run()
     for prompt, priority in (([9] * 9, 0), (cached[:5] + [0] * 4, 0), (cached, 0), (cached, 1), ([8] * 5, -1)):
-        scheduler.add(_request(prompt, 2, priority))
+        _add(scheduler, _request(prompt, 2, priority))
     device.first.clear()
     while scheduler.waiting or scheduler.running:
         plan = scheduler.schedule()
@@ -233,7 +236,7 @@ def test_a_prompt_shares_its_round_with_what_is_left_of_it() -> None:
     """Chunks of one round hold no more than the largest, or than was asked for; one prompt at a time."""
     scheduler = _scheduler(4, num_pages=40)
     for length in (20, 3, 3, 30):
-        scheduler.add(_request([length] * length, 1))
+        _add(scheduler, _request([length] * length, 1))
     device = Device(scheduler)
     chunks = [[(chunk.sequence.order, chunk.num_tokens) for chunk in device.round().chunks] for _ in range(5)]
     assert chunks == [[(0, 16)], [(0, 4), (1, 3), (2, 3), (3, 4)], [(3, 16)], [(3, 10)], []]
@@ -243,7 +246,7 @@ def test_the_last_token_of_a_prompt_is_always_run() -> None:
     """Its logits are wanted, even if all its pages are cached."""
     scheduler = _scheduler(1)
     for _ in range(2):
-        scheduler.add(_request([1] * 8, 1))
+        _add(scheduler, _request([1] * 8, 1))
     device = Device(scheduler)
     device.run()
     assert device.num_prefilled == 8 + 4
