@@ -105,7 +105,7 @@ def _measure(
                 acceptance.Report(run.bench, speculation, run.temperature, run.concurrency),
                 max_tokens=run.max_tokens,
                 on_answer=lambda so_far: progress.update(
-                    task, completed=so_far.num_answers + so_far.num_skipped, note=f"tau {so_far.tally.tau:.2f}"
+                    task, completed=so_far.num_answers + so_far.num_skipped, note=f"tau {so_far.acceptance.tau:.2f}"
                 ),
             )
     host = pair.speculative.stats()

@@ -114,7 +114,7 @@ def _evaluate_and_ask(
                 Report("pydoc", speculation, 0.0, 1),
                 max_tokens=MAX_TOKENS,
                 on_answer=lambda found: progress.update(
-                    task, completed=found.num_answers, note=f"tau {found.tally.tau:.2f}"
+                    task, completed=found.num_answers, note=f"tau {found.acceptance.tau:.2f}"
                 ),
             )
             server = HttpServer(create_app(pair.speculative), port=0)

@@ -13,30 +13,8 @@ from typing import Any
 from specserve.errors import DataError, RequestError
 from specserve.eval.prompts import Question
 from specserve.serve.engine import Engine
-from specserve.serve.request import SamplingParams, SpeculationStats
-
-
-@dataclass
-class Tally:
-    """Speculation pooled over sequences."""
-
-    num_steps: int = 0
-    accepted: list[int] = field(default_factory=list)
-
-    def add(self, stats: SpeculationStats) -> None:
-        self.num_steps += stats.num_steps
-        self.accepted += [0] * (len(stats.accepted_per_depth) - len(self.accepted))
-        for depth, count in enumerate(stats.accepted_per_depth):
-            self.accepted[depth] += count
-
-    @property
-    def tau(self) -> float:
-        return 1.0 + sum(self.accepted) / max(1, self.num_steps)
-
-    @property
-    def accept_rate(self) -> list[float]:
-        """Conditional acceptance at each depth."""
-        return list(SpeculationStats(self.num_steps, accepted_per_depth=tuple(self.accepted)).accept_rate)
+from specserve.serve.request import SamplingParams
+from specserve.speculative.acceptance import Acceptance
 
 
 @dataclass
@@ -59,8 +37,8 @@ class Report:
     speculation: str
     temperature: float
     concurrency: int
-    tally: Tally = field(default_factory=Tally)
-    by_category: dict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    by_category: dict[str, Acceptance] = field(default_factory=lambda: defaultdict(Acceptance))
     plain: Arm = field(default_factory=Arm)
     speculative: Arm = field(default_factory=Arm)
     speedups: list[float] = field(default_factory=list)  # one per group of questions
@@ -79,11 +57,11 @@ class Report:
             "speculation": self.speculation,
             "temperature": self.temperature,
             "concurrency": self.concurrency,
-            "tau": self.tally.tau,
-            "accept_rate": self.tally.accept_rate,
-            "accepted_per_depth": self.tally.accepted,
-            "num_steps": self.tally.num_steps,
-            "tau_by_category": {name: tally.tau for name, tally in self.by_category.items()},
+            "tau": self.acceptance.tau,
+            "accept_rate": self.acceptance.accept_rate,
+            "accepted_per_depth": self.acceptance.accepted_per_depth,
+            "num_steps": self.acceptance.num_steps,
+            "tau_by_category": {name: found.tau for name, found in self.by_category.items()},
             "plain_tokens_per_second": self.plain.tokens_per_second,
             "speculative_tokens_per_second": self.speculative.tokens_per_second,
             "speedup_median": self.speedup,
@@ -164,6 +142,6 @@ def _run_group(
     for (chat, _), expected, got in zip(group, *answers, strict=True):
         report.num_answers += 1
         report.num_identical += expected.token_ids == got.token_ids
-        report.tally.add(got.stats)
-        report.by_category[chat.question.category].add(got.stats)
+        report.acceptance += got.stats
+        report.by_category[chat.question.category] += got.stats
         chat.messages.append({"role": "assistant", "content": expected.text})

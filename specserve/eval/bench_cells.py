@@ -17,10 +17,10 @@ from typing import Any, Protocol
 import numpy as np
 
 from specserve.errors import SpecServeError
-from specserve.eval.acceptance import Tally
 from specserve.serve.engine import Engine
 from specserve.serve.interface import EngineStats
-from specserve.serve.request import Delta, FinishReason, SamplingParams, SpeculationStats
+from specserve.serve.request import Delta, FinishReason, SamplingParams
+from specserve.speculative.acceptance import Acceptance
 
 PLAIN = "off"
 
@@ -53,7 +53,7 @@ class Answer:
     begin: float = 0.0
     token_ids: list[int] = field(default_factory=list)
     arrivals: list[float] = field(default_factory=list)  # of deltas with tokens
-    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    acceptance: Acceptance = field(default_factory=Acceptance)
     error: str | None = None
 
     def take(self, token_ids: Sequence[int]) -> None:
@@ -117,7 +117,7 @@ class EngineArm:
             def on_delta(delta: Delta) -> None:
                 answer.take(delta.token_ids)
                 if delta.finish_reason is not None:
-                    answer.stats = delta.stats or SpeculationStats()
+                    answer.acceptance = delta.stats or Acceptance()
                     if delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
                         answer.error = delta.error or delta.finish_reason
                     window.release()
@@ -158,7 +158,7 @@ class ArmResult:
     first: list[float] = field(default_factory=list)  # seconds to the first token, by answer
     gaps: list[float] = field(default_factory=list)  # seconds between deltas
     per_token: list[float] = field(default_factory=list)  # seconds per token after the first, by answer
-    tally: Tally = field(default_factory=Tally)
+    acceptance: Acceptance = field(default_factory=Acceptance)
     steps: Counter[str] = field(default_factory=Counter)  # by speculation
     busy_seconds: float = 0.0
     host_seconds: float = 0.0
@@ -180,8 +180,8 @@ class ArmResult:
             "ttft_ms": _percentiles(self.first),
             "itl_ms": _percentiles(self.gaps),
             "tpot_ms": _percentiles(self.per_token),
-            "tau": self.tally.tau,
-            "accept_rate": self.tally.accept_rate,
+            "tau": self.acceptance.tau,
+            "accept_rate": self.acceptance.accept_rate,
             "steps_by_speculation": dict(self.steps),
             "host_share": self.host_seconds / self.busy_seconds if self.busy_seconds else None,
             "tokens": self.num_tokens,
@@ -272,7 +272,7 @@ def _record(
         result.gaps += answer.gaps
         if answer.seconds_per_token is not None:
             result.per_token.append(answer.seconds_per_token)
-        result.tally.add(answer.stats)
+        result.acceptance += answer.acceptance
     result.busy_seconds += after.busy_seconds - before.busy_seconds
     result.host_seconds += after.host_seconds - before.host_seconds
     result.steps += Counter(after.num_steps_by_speculation) - Counter(before.num_steps_by_speculation)

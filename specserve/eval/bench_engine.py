@@ -14,7 +14,6 @@ import jax
 
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
-from specserve.eval.acceptance import Tally
 from specserve.eval.bench_cells import (
     PLAIN,
     Answer,
@@ -31,6 +30,7 @@ from specserve.eval.engines import measured_engine
 from specserve.eval.step_times import StepTimes, measure_steps, read_bandwidth
 from specserve.serve.engine import Engine
 from specserve.serve.launch import Models
+from specserve.speculative.acceptance import Acceptance
 
 AUTO = "auto"
 CONTEXT = 128  # committed tokens where steps are timed, or half of what fits
@@ -43,8 +43,8 @@ class Coupling:
 
     arm: str
     temperature: float
-    coupled: Tally = field(default_factory=Tally)
-    uncoupled: Tally = field(default_factory=Tally)
+    coupled: Acceptance = field(default_factory=Acceptance)
+    uncoupled: Acceptance = field(default_factory=Acceptance)
     speedups: list[float] = field(default_factory=list)  # tokens per second, coupled over uncoupled, by round
     num_answers: int = 0
     num_identical: int = 0
@@ -82,11 +82,11 @@ def measure_coupling(
         answers: dict[str, list[Answer]] = {}
         rates: dict[str, float] = {}
         for side in rotated(("coupled", "uncoupled"), number):
-            arm, tally = (coupled, found.coupled) if side == "coupled" else (uncoupled, found.uncoupled)
+            arm = coupled if side == "coupled" else uncoupled
             answers[side], seconds = arm.ask(asked, params, 1)
             rates[side] = sum(len(answer.token_ids) for answer in answers[side]) / seconds
-            for answer in answers[side]:
-                tally.add(answer.stats)
+        found.coupled = sum((answer.acceptance for answer in answers["coupled"]), found.coupled)
+        found.uncoupled = sum((answer.acceptance for answer in answers["uncoupled"]), found.uncoupled)
         found.speedups.append(rates["coupled"] / rates["uncoupled"])
         found.num_answers += len(asked)
         found.num_identical += num_identical(answers["coupled"], answers["uncoupled"])

@@ -23,6 +23,7 @@ from specserve.errors import CapacityError, ConfigError, DataError, RequestError
 from specserve.serve.completion import Collector, Completion
 from specserve.serve.engine import Engine
 from specserve.serve.request import FinishReason, Request, SamplingParams
+from specserve.speculative.acceptance import Acceptance
 from specserve.tokenizer import END_THINK, THINK, Tokenizer
 
 log = logging.getLogger(__name__)
@@ -67,8 +68,7 @@ class Account:
     num_there: int = 0  # found in the file, not made again
     num_answers: int = 0
     num_tokens: int = 0
-    num_steps: int = 0  # of the target, after prefill
-    num_accepted: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
     num_compared: int = 0  # answers whose row was rendered as training will render it
     num_exact: int = 0  # of them, those that come back as the very tokens that were generated
     left_out: Counter[str] = field(default_factory=Counter)  # why there is no row
@@ -80,11 +80,6 @@ class Account:
         return self.num_tokens / max(time.monotonic() - self.start, 1e-9)
 
     @property
-    def tau(self) -> float:
-        """Tokens per target forward, pooled."""
-        return 1 + self.num_accepted / max(self.num_steps, 1)
-
-    @property
     def num_settled(self) -> int:
         """Rows that need nothing more."""
         return self.num_there + self.num_rows + self.left_out.total()
@@ -93,7 +88,7 @@ class Account:
         """All of it, line by line."""
         lines = [
             f"{self.num_rows} rows written, {self.num_there} there already; {self.num_answers} answers of "
-            f"{self.num_tokens:,} tokens at {self.tokens_per_second:,.0f} tokens/s, tau {self.tau:.2f}"
+            f"{self.num_tokens:,} tokens at {self.tokens_per_second:,.0f} tokens/s, tau {self.acceptance.tau:.2f}"
         ]
         if self.num_compared:
             lines.append(f"{self.num_exact} of {self.num_compared} come back in training as the tokens they were")
@@ -226,8 +221,7 @@ class _Run:
         account = self._account
         account.num_answers += 1
         account.num_tokens += len(completion.token_ids)
-        account.num_steps += completion.stats.num_steps
-        account.num_accepted += completion.stats.num_accepted
+        account.acceptance += completion.stats
         is_cut = completion.finish_reason == FinishReason.LENGTH
         content = self._content(job, completion)
         if is_cut and self._manner.cut == "drop":

@@ -6,10 +6,11 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from specserve.eval.acceptance import Report, Tally
+from specserve.eval.acceptance import Report
 from specserve.eval.bench_cells import ArmResult, Cell
 from specserve.eval.bench_engine import AUTO, BenchReport, Coupling
 from specserve.eval.step_times import StepTimes
+from specserve.speculative.acceptance import Acceptance
 
 
 def summary_table(rows: Sequence[tuple[str, Report]], title: str) -> Table:
@@ -19,8 +20,8 @@ def summary_table(rows: Sequence[tuple[str, Report]], title: str) -> Table:
     for name, report in rows:
         shown.add_row(
             escape(name),
-            f"{report.tally.tau:.2f}",
-            _by_depth(report.tally),
+            f"{report.acceptance.tau:.2f}",
+            _by_depth(report.acceptance),
             f"{report.plain.tokens_per_second:.0f}",
             f"{report.speculative.tokens_per_second:.0f}",
             f"{report.speedup:.2f}x",
@@ -29,14 +30,14 @@ def summary_table(rows: Sequence[tuple[str, Report]], title: str) -> Table:
     return shown
 
 
-def _by_depth(tally: Tally) -> str:
-    return " ".join(f"{rate:.2f}" for rate in tally.accept_rate)
+def _by_depth(found: Acceptance) -> str:
+    return " ".join(f"{rate:.2f}" for rate in found.accept_rate)
 
 
 def category_table(report: Report) -> Table:
     shown = table("by category", ("category",), ("tau", "acceptance by depth", "steps"))
-    for name, tally in sorted(report.by_category.items()):
-        shown.add_row(escape(name), f"{tally.tau:.2f}", _by_depth(tally), str(tally.num_steps))
+    for name, found in sorted(report.by_category.items()):
+        shown.add_row(escape(name), f"{found.tau:.2f}", _by_depth(found), str(found.num_steps))
     return shown
 
 
@@ -63,7 +64,7 @@ def _bench_row(result: ArmResult) -> tuple[str, ...]:
     return (
         f"{found['tokens_per_second']:.0f}",
         f"{result.ratio:.2f}x",
-        f"{result.tally.tau:.2f}",
+        f"{result.acceptance.tau:.2f}",
         latency("ttft_ms"),
         latency("itl_ms"),
         host,

@@ -10,7 +10,8 @@ from specserve.errors import ConfigError
 from specserve.eval.bench_engine import Answer
 from specserve.mesh import default_dtype
 from specserve.serve.interface import EngineStats
-from specserve.serve.request import SamplingParams, SpeculationStats
+from specserve.serve.request import SamplingParams
+from specserve.speculative.acceptance import Acceptance
 
 
 class _Streamer:
@@ -63,15 +64,15 @@ class TransformersArm:
                 streamer=_Streamer(answer),
                 **options,
             )
-            answer.stats = _stats(answer) if self._lookup else SpeculationStats(len(answer.token_ids) - 1)
+            answer.acceptance = _acceptance(answer) if self._lookup else Acceptance(len(answer.token_ids) - 1)
             answers.append(answer)
         return answers, time.perf_counter() - begin
 
 
-def _stats(answer: Answer) -> SpeculationStats:
+def _acceptance(answer: Answer) -> Acceptance:
     """The acceptance, by how many forwards it took: where in a draft they stopped is not told."""
     num_steps = len(answer.arrivals) - 1
-    return SpeculationStats(num_steps, accepted_per_depth=(len(answer.token_ids) - 1 - num_steps,))
+    return Acceptance(num_steps, accepted_per_depth=(len(answer.token_ids) - 1 - num_steps,))
 
 
 def transformers_arms(folder: Path, lookup: int = 3) -> dict[str, TransformersArm]:

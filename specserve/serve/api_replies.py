@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from typing import Any, Protocol
 
 from specserve.serve.api_logprobs import LogprobsFormat
-from specserve.serve.request import SpeculationStats, TokenLogprobs
+from specserve.serve.request import TokenLogprobs
+from specserve.speculative.acceptance import Acceptance
 
 Json = dict[str, Any]
 
@@ -17,18 +18,18 @@ def error_body(message: str, kind: str, *, param: str | None = None, code: str |
 
 
 def usage_body(
-    num_prompt_tokens: int, num_cached_tokens: int, num_completion_tokens: int, stats: Sequence[SpeculationStats]
+    num_prompt_tokens: int, num_cached_tokens: int, num_completion_tokens: int, stats: Sequence[Acceptance]
 ) -> Json:
     """Token counts of one reply: every prompt once, all its sequences, and what speculation did for them."""
-    num_accepted = sum(item.num_accepted for item in stats)
+    total = sum(stats, Acceptance())
     return {
         "prompt_tokens": num_prompt_tokens,
         "completion_tokens": num_completion_tokens,
         "total_tokens": num_prompt_tokens + num_completion_tokens,
         "prompt_tokens_details": {"cached_tokens": num_cached_tokens},
         "completion_tokens_details": {
-            "accepted_prediction_tokens": num_accepted,
-            "rejected_prediction_tokens": sum(item.num_draft_tokens for item in stats) - num_accepted,
+            "accepted_prediction_tokens": total.num_accepted,
+            "rejected_prediction_tokens": total.num_draft_tokens - total.num_accepted,
         },
     }
 

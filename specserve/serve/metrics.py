@@ -14,7 +14,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from specserve.serve.interface import EngineStats
-from specserve.serve.request import Delta, SpeculationStats
+from specserve.serve.request import Delta
+from specserve.speculative.acceptance import Acceptance
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _FIRST_TOKEN_BUCKETS = (
@@ -103,7 +104,7 @@ class Metrics:
         if delta.stats is not None:
             self._observe_speculation(delta.stats)
 
-    def _observe_speculation(self, stats: SpeculationStats) -> None:
+    def _observe_speculation(self, stats: Acceptance) -> None:
         self._num_drafts.inc(stats.num_steps)
         self._num_draft_tokens.inc(stats.num_draft_tokens)
         self._num_accepted.inc(stats.num_accepted)

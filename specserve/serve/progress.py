@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from specserve.serve.completion import Completion
+from specserve.speculative.acceptance import Acceptance
 
 
 def bar_columns() -> list[ProgressColumn]:
@@ -39,18 +40,18 @@ def warmup_bar(
 @contextmanager
 def answer_bar(total: int, *, is_shown: bool = True) -> Iterator[Callable[[Completion], None]]:
     """A bar over answers: how many tokens per second, and how many per target forward."""
-    num_tokens = num_steps = num_accepted = 0
+    num_tokens = 0
+    accepted = Acceptance()
     begin = time.monotonic()
     columns, console = bar_columns(), Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
         task = progress.add_task("answering", total=total, note="")
 
         def on_done(completion: Completion) -> None:
-            nonlocal num_tokens, num_steps, num_accepted
+            nonlocal num_tokens, accepted
             num_tokens += len(completion.token_ids)
-            num_steps += completion.stats.num_steps
-            num_accepted += completion.stats.num_accepted
-            rate, tau = num_tokens / max(time.monotonic() - begin, 1e-9), 1 + num_accepted / max(num_steps, 1)
-            progress.update(task, advance=1, note=f"{rate:,.0f} tokens/s  tau {tau:.2f}")
+            accepted += completion.stats
+            rate = num_tokens / max(time.monotonic() - begin, 1e-9)
+            progress.update(task, advance=1, note=f"{rate:,.0f} tokens/s  tau {accepted.tau:.2f}")
 
         yield on_done

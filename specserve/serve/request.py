@@ -13,6 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from specserve.errors import RequestError
+from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.sampling import MAX_LOGPROBS
 
 MAX_SEED = 2**63 - 1
@@ -137,31 +138,10 @@ def _check(name: str, value: float, low: float, high: float, *, exclusive_low: b
 
 
 @dataclass(frozen=True)
-class SpeculationStats:
-    """What speculation did for one sequence (all zero under plain decoding).
+class SpeculationStats(Acceptance):
+    """What speculation and the prefix cache did for one sequence."""
 
-    `accepted_per_depth[d]` counts the steps that accepted a draft token at depth d+1; `num_steps` counts target
-    forwards after prefill, so tau = emitted tokens per step = 1 + sum(accepted_per_depth) / num_steps.
-    """
-
-    num_steps: int = 0
-    num_draft_tokens: int = 0
-    accepted_per_depth: tuple[int, ...] = ()
     num_cached_tokens: int = 0  # prompt tokens whose keys and values were in the prefix cache
-
-    @property
-    def num_accepted(self) -> int:
-        return sum(self.accepted_per_depth)
-
-    @property
-    def tau(self) -> float:
-        return 1.0 + self.num_accepted / self.num_steps if self.num_steps else 1.0
-
-    @property
-    def accept_rate(self) -> tuple[float, ...]:
-        """Conditional acceptance at each depth."""
-        above = (self.num_steps, *self.accepted_per_depth[:-1])
-        return tuple(n / max(1, m) for n, m in zip(self.accepted_per_depth, above, strict=False))
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ from specserve.serve.output import OutputStream
 from specserve.serve.request import Delta, FinishReason, SpeculationStats, TokenLogprobs, TokenMask
 from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Chunk, Round, Scheduler, Sequence
+from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.controller import Controller, Estimate
 from specserve.speculative.tree import Tree
 from specserve.tokenizer import Tokenizer
@@ -36,9 +37,7 @@ class Active:
     output: OutputStream
     estimate: Estimate
     bad: list[tuple[int, ...]]
-    num_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted: list[int] = field(default_factory=list)  # by depth
+    acceptance: Acceptance = field(default_factory=Acceptance)
 
 
 @dataclass(frozen=True)
@@ -276,16 +275,14 @@ class Rounds:
                 self._emit(active, result, row)
 
     def _observe(self, active: Active, tree: Tree | None, result: HostResult, row: int) -> None:
-        active.num_steps += 1
         if tree is None:
+            active.acceptance = active.acceptance.after_step()
             return
-        limit = active.estimate.max_depth
-        if limit:
-            active.num_draft_tokens += tree.num_nodes
         n_accepted = int(result.n_accepted[row])
-        active.num_accepted += [0] * (tree.depth - len(active.num_accepted))
-        for depth in range(n_accepted):
-            active.num_accepted[depth] += 1
+        num_draft_tokens = tree.num_nodes if active.estimate.max_depth else 0  # 0: the request wants none
+        active.acceptance = active.acceptance.after_step(
+            n_accepted, depth=tree.depth, num_draft_tokens=num_draft_tokens
+        )
         self.controller.observe(active.estimate, tree, n_accepted)
 
     def _emit(self, active: Active, result: HostResult, row: int) -> None:
@@ -307,7 +304,7 @@ class Rounds:
     def _deliver(self, active: Active, delta: Delta) -> None:
         request = active.sequence.request
         if delta.finish_reason is not None:
-            stats = self._stats(active)
+            stats = SpeculationStats(**vars(active.acceptance), num_cached_tokens=active.sequence.num_cached or 0)
             delta = Delta(delta.token_ids, delta.text, delta.finish_reason, delta.error, stats, delta.logprobs)
             # before its listener hears of it: who has the last token finds the slot and the pages free
             self._end(active, delta.finish_reason)
@@ -328,14 +325,6 @@ class Rounds:
             self.runner.remember(sequence.slot, len(request.prompt_ids))
         self.scheduler.finish(sequence)
         self._on_end()
-
-    def _stats(self, active: Active) -> SpeculationStats:
-        return SpeculationStats(
-            num_steps=active.num_steps,
-            num_draft_tokens=active.num_draft_tokens,
-            accepted_per_depth=tuple(active.num_accepted),
-            num_cached_tokens=active.sequence.num_cached or 0,
-        )
 
     def _drop_cancelled(self) -> None:
         gone = Delta(finish_reason=FinishReason.CANCELLED)

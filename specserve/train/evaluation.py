@@ -11,7 +11,8 @@ from jax.sharding import Mesh
 from specserve.checkpoints.load import Target
 from specserve.data.dataset import Prompt
 from specserve.drafters.door import TrainedDrafter
-from specserve.train.acceptance import Acceptance, AcceptanceMeter, Measured, arms
+from specserve.speculative.acceptance import Acceptance
+from specserve.train.acceptance import AcceptanceMeter, Measured, arms
 from specserve.train.settings import EvalSettings
 
 

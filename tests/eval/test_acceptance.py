@@ -10,13 +10,14 @@ from specserve.checkpoints.load import Target
 from specserve.data.conversations import Conversation, Message
 from specserve.drafters.door import Head
 from specserve.errors import DataError
-from specserve.eval.acceptance import Arm, Report, Tally, evaluate
+from specserve.eval.acceptance import Arm, Report, evaluate
 from specserve.eval.engines import EnginePair, engine_pair
 from specserve.eval.prompts import Question, load_questions
 from specserve.eval.regenerate import Manner, regenerate
 from specserve.eval.report import summary_table
 from specserve.eval.step_times import measure_steps
 from specserve.serve.launch import Models
+from specserve.speculative.acceptance import Acceptance
 from specserve.tokenizer import Tokenizer
 
 
@@ -51,10 +52,10 @@ def test_arms_agree_and_the_books_balance(pair: EnginePair, tmp_path: Path) -> N
         assert found.num_answers == found.num_identical == 3
         assert found.num_skipped == 1
         assert found.plain.num_tokens == found.speculative.num_tokens
-        assert found.tally.num_steps == sum(tally.num_steps for tally in found.by_category.values())
-        assert found.tally.tau == pytest.approx(1 + sum(found.tally.accepted) / found.tally.num_steps)
+        total = found.acceptance
+        assert total == sum(found.by_category.values(), Acceptance())
         # every token but each answer's first came from a step; an answer's last step may overshoot its end
-        from_steps = found.tally.num_steps + sum(found.tally.accepted)
+        from_steps = total.num_steps + total.num_accepted
         assert 0 <= from_steps - (found.speculative.num_tokens - found.num_answers) <= 2 * found.num_answers
         json.dumps(found.to_json())
 
@@ -79,15 +80,15 @@ def _regeneration_is_the_same_with_speculation(pair: EnginePair, folder: Path) -
 
 def test_no_number_of_a_table_is_cut_off_in_a_narrow_terminal() -> None:
     """Names of folders may be folded there."""
-    tally = Tally(num_steps=1000, accepted=[612, 401, 233, 187, 151, 109, 71])
-    report = Report("pydoc", "chain:7", 0.0, 1, tally=tally, speedups=[1.23], num_answers=24, num_identical=24)
+    total = Acceptance(1000, 7000, (612, 401, 233, 187, 151, 109, 71))
+    report = Report("pydoc", "chain:7", 0.0, 1, acceptance=total, speedups=[1.23], num_answers=24, num_identical=24)
     report.plain, report.speculative = Arm(6_000, 60.0), Arm(6_000, 48.0)
     console = Console(width=80)
     folder = "/home/someone/experiments/heads/pydoc-muon-1.5e-3-rollout-3"
     with console.capture() as capture:
         console.print(summary_table([(folder, report)], "pydoc, chain:7"))
     words = capture.get().split()
-    rates = [f"{rate:.2f}" for rate in tally.accept_rate]
+    rates = [f"{rate:.2f}" for rate in total.accept_rate]
     for word in ("2.76", "100", "125", "1.23x", "24/24", *rates):
         assert word in words
     assert "…" not in capture.get()

@@ -53,7 +53,7 @@ def test_every_arm_answers_the_same(report: BenchReport) -> None:
         assert list(cell.arms) == ["off", *ARMS]
         plain = cell.arms["off"]
         assert plain.ratios == [1.0, 1.0]
-        assert plain.tally.tau == 1
+        assert plain.acceptance.tau == 1
         assert set(plain.steps) == {"off"}
         for result in cell.arms.values():
             assert result.num_answers == result.num_identical == 6
@@ -65,7 +65,7 @@ def test_every_arm_answers_the_same(report: BenchReport) -> None:
                 rel=0.5,  # a mean over answers of different lengths, each timed
             )
             # one delta per step that emitted, after each answer's first
-            assert len(result.gaps) == result.tally.num_steps
+            assert len(result.gaps) == result.acceptance.num_steps
             assert 0 <= result.host_seconds <= result.busy_seconds
         assert set(cell.arms["chain:2"].steps) == {"chain:2"}
 

@@ -6,7 +6,7 @@ import math
 import pytest
 
 from specserve.errors import RequestError
-from specserve.serve.request import SamplingParams, SpeculationStats
+from specserve.serve.request import SamplingParams
 
 
 @pytest.mark.parametrize(
@@ -71,8 +71,3 @@ def test_choice_i_has_seed_plus_i_and_seeds_wrap() -> None:
 def test_tiny_temperatures_are_greedy() -> None:
     assert SamplingParams(temperature=1e-30).temperature == 0.0
     assert SamplingParams(temperature=0.01).temperature == 0.01
-
-
-def test_tau_counts_the_bonus() -> None:
-    assert SpeculationStats().tau == 1.0
-    assert SpeculationStats(num_steps=10, num_draft_tokens=30, accepted_per_depth=(6, 3, 1)).tau == 2.0
