@@ -10,7 +10,9 @@ from specserve.config import setting
 if TYPE_CHECKING:
     from specserve.eval.acceptance import Report
     from specserve.eval.prompts import Question
+    from specserve.eval.step_times import StepTimes
     from specserve.serve.launch import Models
+    from specserve.speculative.tree import Tree
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,7 @@ def evaluate(run: EvalRun) -> None:
     from specserve.provenance import collect
     from specserve.serve.launch import load_models
 
-    ways = list(dict.fromkeys(part.strip() for part in run.speculation.split(",")))
+    ways = [part.strip() for part in run.speculation.split(",")]
     trees = {way: None if way == "auto" else parse_speculation(way) for way in ways}
     for way, tree in trees.items():
         if tree is None and way != "auto":
@@ -53,12 +55,12 @@ def evaluate(run: EvalRun) -> None:
         if models.head is None and tree is not None and tree.uses_head:
             raise ConfigError(f"--speculation {way}: there is no head for {models.name}; give one with --draft")
     found, results = [], []
-    for way in ways:
-        one, steps, lines = _measure(run, way, models, questions)
+    for way, tree in trees.items():
+        one, steps, times = _measure(run, way, tree, models, questions)
         found.append(one)
         results.append({**one.to_json(), "step": steps})
-        for line in lines:
-            console.print(line)
+        if times:
+            console.print(f"{way}: {report.step_line(times)}")
     name = run.draft or "bundled"
     console.print(report.summary_table([(f"{name}, {one.speculation}", one) for one in found], run.bench))
     console.print(report.category_table(found[0]))
@@ -71,20 +73,20 @@ def evaluate(run: EvalRun) -> None:
 
 
 def _measure(
-    run: EvalRun, speculation: str, models: "Models", questions: "list[Question]"
-) -> "tuple[Report, dict[str, float], list[str]]":
-    """One way to speculate beside plain decoding: its report, the milliseconds of its step, and lines about them."""
+    run: EvalRun, speculation: str, tree: "Tree | None", models: "Models", questions: "list[Question]"
+) -> "tuple[Report, dict[str, float], StepTimes | None]":
+    """One way to speculate beside plain decoding: its report, the milliseconds of its steps by name, and where the time
+    of a step goes if it has one tree that a head proposes."""
     from rich.progress import Progress
 
     from specserve.cli.progress import bar_columns, console
-    from specserve.drafters.speculation import parse_speculation
-    from specserve.eval import acceptance, report
+    from specserve.eval import acceptance
     from specserve.eval.engines import engine_pair
     from specserve.eval.step_times import measure_steps
 
     with Progress(*bar_columns(), console=console, transient=True) as progress:
         task = progress.add_task(f"{speculation}: compiling", note="")
-        pair = engine_pair(
+        plain, speculative = engine_pair(
             models,
             speculation,
             num_slots=run.concurrency,
@@ -93,22 +95,23 @@ def _measure(
         )
         total = sum(len(question.turns) for question in questions)
         task = progress.add_task(f"{speculation}: answering", total=total, note="")
-        tree = None if speculation == "auto" else parse_speculation(speculation)
         times = None
         if tree is not None and tree.uses_head:
-            times = measure_steps(pair.plain.runner, pair.speculative.runner, context=128)
-        with pair:
+            times = measure_steps(plain.runner, speculative.runner, context=128)
+        with plain, speculative:
             found = acceptance.evaluate(
-                pair.plain,
-                pair.speculative,
+                plain,
+                speculative,
                 questions,
                 acceptance.Report(run.bench, speculation, run.temperature, run.concurrency),
                 max_tokens=run.max_tokens,
                 on_answer=lambda so_far: progress.update(
-                    task, completed=so_far.num_answers + so_far.num_skipped, note=f"tau {so_far.acceptance.tau:.2f}"
+                    task,
+                    completed=so_far.plain.num_answers + so_far.num_skipped,
+                    note=f"tau {so_far.speculative.acceptance.tau:.2f}",
                 ),
             )
-    host = pair.speculative.stats()
+    host = speculative.stats()
     steps = times.to_json() if times else {}
     steps["host_ms"] = 1e3 * host.host_seconds / max(1, host.num_steps)
-    return found, steps, [f"{speculation}: {report.step_line(times)}"] if times else []
+    return found, steps, times

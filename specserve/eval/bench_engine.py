@@ -3,7 +3,6 @@ and what each costs: time by part of a step, memory, late compiles."""
 
 import itertools
 import resource
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,23 +13,11 @@ import jax
 
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
-from specserve.eval.bench_cells import (
-    PLAIN,
-    Answer,
-    Arm,
-    Cell,
-    EngineArm,
-    Plan,
-    num_identical,
-    params_of,
-    rotated,
-    run_cells,
-)
+from specserve.eval.bench_cells import PLAIN, Arm, ArmResult, Cell, EngineArm, Plan, params_of, run_cells, run_round
 from specserve.eval.engines import measured_engine
 from specserve.eval.step_times import StepTimes, measure_steps, read_bandwidth
 from specserve.serve.engine import Engine
 from specserve.serve.launch import Models
-from specserve.speculative.acceptance import Acceptance
 
 AUTO = "auto"
 CONTEXT = 128  # committed tokens where steps are timed, or half of what fits
@@ -43,27 +30,20 @@ class Coupling:
 
     arm: str
     temperature: float
-    coupled: Acceptance = field(default_factory=Acceptance)
-    uncoupled: Acceptance = field(default_factory=Acceptance)
-    speedups: list[float] = field(default_factory=list)  # tokens per second, coupled over uncoupled, by round
-    num_answers: int = 0
-    num_identical: int = 0
-
-    @property
-    def speedup(self) -> float:
-        return statistics.median(self.speedups)
+    coupled: ArmResult = field(default_factory=ArmResult)
+    uncoupled: ArmResult = field(default_factory=ArmResult)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "speculation": self.arm,
             "temperature": self.temperature,
-            "tau_coupled": self.coupled.tau,
-            "tau_uncoupled": self.uncoupled.tau,
-            "accept_rate_coupled": self.coupled.accept_rate,
-            "accept_rate_uncoupled": self.uncoupled.accept_rate,
-            "speedup": self.speedup,
-            "answers": self.num_answers,
-            "identical_answers": self.num_identical,
+            "tau_coupled": self.coupled.acceptance.tau,
+            "tau_uncoupled": self.uncoupled.acceptance.tau,
+            "accept_rate_coupled": self.coupled.acceptance.accept_rate,
+            "accept_rate_uncoupled": self.uncoupled.acceptance.accept_rate,
+            "speedup": self.coupled.ratio,
+            "answers": self.coupled.num_answers,
+            "identical_answers": self.coupled.num_identical,
         }
 
 
@@ -72,24 +52,17 @@ def measure_coupling(
 ) -> Coupling:
     """One stream, the same questions and seeds for both, in turns."""
     found = Coupling(name, temperature)
-    for arm in (coupled, uncoupled):
+    arms = {"coupled": coupled, "uncoupled": uncoupled}
+    results = {"coupled": found.coupled, "uncoupled": found.uncoupled}
+    cell = Cell(temperature, 1, results, yardstick="uncoupled")
+    for arm in arms.values():
         arm.ask(prompts[:1], [params_of(plan, 0.0, 0)], 1)
         arm.forget()
     supply = itertools.cycle(prompts)
     for number in range(plan.num_rounds):
         asked = list(itertools.islice(supply, plan.num_requests))
         params = [params_of(plan, temperature, number * plan.num_requests + i) for i in range(len(asked))]
-        answers: dict[str, list[Answer]] = {}
-        rates: dict[str, float] = {}
-        for side in rotated(("coupled", "uncoupled"), number):
-            arm = coupled if side == "coupled" else uncoupled
-            answers[side], seconds = arm.ask(asked, params, 1)
-            rates[side] = sum(len(answer.token_ids) for answer in answers[side]) / seconds
-        found.coupled = sum((answer.acceptance for answer in answers["coupled"]), found.coupled)
-        found.uncoupled = sum((answer.acceptance for answer in answers["uncoupled"]), found.uncoupled)
-        found.speedups.append(rates["coupled"] / rates["uncoupled"])
-        found.num_answers += len(asked)
-        found.num_identical += num_identical(answers["coupled"], answers["uncoupled"])
+        run_round(arms, asked, params, cell, number)
     return found
 
 

@@ -20,12 +20,12 @@ def summary_table(rows: Sequence[tuple[str, Report]], title: str) -> Table:
     for name, report in rows:
         shown.add_row(
             escape(name),
-            f"{report.acceptance.tau:.2f}",
-            _by_depth(report.acceptance),
+            f"{report.speculative.acceptance.tau:.2f}",
+            _by_depth(report.speculative.acceptance),
             f"{report.plain.tokens_per_second:.0f}",
             f"{report.speculative.tokens_per_second:.0f}",
-            f"{report.speedup:.2f}x",
-            f"{report.num_identical}/{report.num_answers}",
+            f"{report.speculative.ratio:.2f}x",
+            f"{report.speculative.num_identical}/{report.speculative.num_answers}",
         )
     return shown
 
@@ -80,12 +80,12 @@ def coupling_table(couplings: Sequence[Coupling]) -> Table:
     for found in couplings:
         shown.add_row(
             found.arm,
-            f"{found.coupled.tau:.2f}",
-            f"{found.uncoupled.tau:.2f}",
-            f"{found.speedup:.2f}x",
-            _by_depth(found.coupled),
-            _by_depth(found.uncoupled),
-            f"{found.num_identical}/{found.num_answers}",
+            f"{found.coupled.acceptance.tau:.2f}",
+            f"{found.uncoupled.acceptance.tau:.2f}",
+            f"{found.coupled.ratio:.2f}x",
+            _by_depth(found.coupled.acceptance),
+            _by_depth(found.uncoupled.acceptance),
+            f"{found.coupled.num_identical}/{found.coupled.num_answers}",
         )
     return shown
 

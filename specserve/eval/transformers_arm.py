@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from specserve.errors import ConfigError
-from specserve.eval.bench_engine import Answer
+from specserve.eval.bench_cells import Answer
 from specserve.mesh import default_dtype
 from specserve.serve.interface import EngineStats
 from specserve.serve.request import SamplingParams

@@ -79,8 +79,8 @@ def _spans(per_token: list[float], num_tokens: int) -> float:
 def test_the_rest_of_the_report(report: BenchReport, models: Models) -> None:
     (coupling,) = report.couplings
     assert (coupling.arm, coupling.temperature) == ("chain:2", 1.0)
-    assert coupling.num_answers == coupling.num_identical == 6
-    assert coupling.coupled.num_steps > 0 < coupling.uncoupled.num_steps
+    assert coupling.coupled.num_answers == coupling.coupled.num_identical == 6
+    assert coupling.coupled.acceptance.num_steps > 0 < coupling.uncoupled.acceptance.num_steps
     times = report.steps["chain:2"]
     assert 0 < times.draft < times.step
     weights = sum(leaf.nbytes for leaf in [models.target.params.embedding, models.target.params.norm])
