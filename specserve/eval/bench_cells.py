@@ -27,7 +27,7 @@ PLAIN = "off"
 
 @dataclass(frozen=True)
 class Plan:
-    """What is asked, and how often."""
+    """The settings of a benchmark: which cells it has, and how many answers each arm gives in them."""
 
     concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     temperatures: tuple[float, ...] = (0.0,)
@@ -41,7 +41,7 @@ class Plan:
 
     @property
     def num_prompts(self) -> int:
-        """So many are asked once each."""
+        """How many prompts it takes for no prompt to be asked twice."""
         per_temperature = self.num_rounds * sum(self.requests_at(concurrency) for concurrency in self.concurrencies)
         return per_temperature * len(self.temperatures)
 
@@ -68,18 +68,18 @@ class Answer:
 
     @property
     def seconds_per_token(self) -> float | None:
-        """After the first, as vLLM's TPOT."""
+        """Seconds per token after the first one, as vLLM's TPOT; None where there is only one."""
         span = self.arrivals[-1] - self.arrivals[0]
         return span / (len(self.token_ids) - 1) if len(self.token_ids) > 1 else None
 
 
 class Arm(Protocol):
-    """One way of decoding."""
+    """One way of decoding, which can be asked and timed."""
 
     def can_run(self, temperature: float, concurrency: int, /) -> bool: ...
 
     def forget(self) -> None:
-        """Nothing that was asked before helps from now on."""
+        """Empty every cache of earlier prompts, so that nothing that was asked before makes a later answer faster."""
         ...
 
     def stats(self) -> EngineStats: ...
@@ -87,12 +87,12 @@ class Arm(Protocol):
     def ask(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], concurrency: int
     ) -> tuple[list[Answer], float]:
-        """The answers, `concurrency` of them at a time, and the seconds that all of them took."""
+        """Answer the prompts, `concurrency` at a time. Returns the answers, and the seconds that all of them took."""
         ...
 
 
 class EngineArm:
-    """An engine that runs."""
+    """An engine of this package as an arm. It must have been started."""
 
     def __init__(self, engine: Engine) -> None:
         self.engine = engine
@@ -153,7 +153,7 @@ class EngineArm:
 
 @dataclass
 class ArmResult:
-    """What one arm did in one cell."""
+    """What one arm did in one cell, over all its rounds."""
 
     rates: list[float] = field(default_factory=list)  # tokens per second, by round
     ratios: list[float] = field(default_factory=list)  # of them to the yardstick's, by round
@@ -177,7 +177,7 @@ class ArmResult:
 
     @property
     def tokens_per_second(self) -> float:
-        """The rate of all rounds together."""
+        """The tokens of all rounds over the seconds of all rounds."""
         return self.num_tokens / max(self.seconds, 1e-9)
 
     def to_json(self) -> dict[str, Any]:
@@ -205,7 +205,7 @@ def _percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
 
 @dataclass
 class Cell:
-    """One temperature at one concurrency."""
+    """The results of all arms at one temperature and one concurrency."""
 
     temperature: float
     concurrency: int
@@ -226,7 +226,7 @@ def run_cells(
     plan: Plan,
     on_round: Callable[[Cell], None] = lambda _cell: None,
 ) -> list[Cell]:
-    """Every cell of the plan. The arm named "off" is the yardstick; every prompt must leave room for `max_tokens`."""
+    """Measure every cell. The arm named "off" is the yardstick; every prompt must leave room for `max_tokens`."""
     assert PLAIN in arms, "ratios are to plain decoding"
     supply = itertools.cycle(prompts)
     for arm in arms.values():  # first touches of memory are not measured

@@ -26,7 +26,8 @@ OnWarmup = Callable[[str, int, int, str], None]  # arm, done, total, name of the
 
 @dataclass
 class Coupling:
-    """What it brings that the draft ranks its candidates with the noise that the target will draw with."""
+    """The same tree with and without coupling. With it the draft ranks its candidates with the noise that the target
+    will draw with, so that at temperatures above 0 more of them are accepted."""
 
     arm: str
     temperature: float
@@ -50,7 +51,7 @@ class Coupling:
 def measure_coupling(
     name: str, coupled: Arm, uncoupled: Arm, prompts: Sequence[Sequence[int]], plan: Plan, temperature: float
 ) -> Coupling:
-    """One stream, the same questions and seeds for both, in turns."""
+    """Measure both arms on the same questions and seeds, one answer at a time. They take turns in being the first."""
     found = Coupling(name, temperature)
     arms = {"coupled": coupled, "uncoupled": uncoupled}
     results = {"coupled": found.coupled, "uncoupled": found.uncoupled}
@@ -68,7 +69,7 @@ def measure_coupling(
 
 @dataclass
 class BenchReport:
-    """Everything that was measured."""
+    """Everything that one benchmark has measured."""
 
     plan: Plan
     cells: list[Cell] = field(default_factory=list)
@@ -80,12 +81,12 @@ class BenchReport:
 
     @property
     def num_different(self) -> int:
-        """Answers of our own arms that are not the plain arm's."""
+        """How many answers of engines of this package differ from the plain arm's. Any is a bug."""
         results = [result for cell in self.cells for result in cell.arms.values() if result.must_agree]
         return sum(result.num_answers - result.num_identical for result in results)
 
     def worst(self, name: str) -> tuple[float, Cell] | None:
-        """The cell where an arm does worst against plain decoding; None where it never ran."""
+        """The arm's lowest ratio to plain decoding, and the cell where it has it; None where the arm never ran."""
         found = [(cell.arms[name].ratio, cell) for cell in self.cells if name in cell.arms]
         return min(found, key=lambda pair: pair[0], default=None)
 

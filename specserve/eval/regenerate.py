@@ -39,7 +39,7 @@ FAILED = "the engine failed"
 
 @dataclass(frozen=True)
 class Manner:
-    """How to answer: all that a row depends on beside its question and the target."""
+    """The settings of an answer: all that a row depends on beside its question and the target."""
 
     max_tokens: int = 256
     temperature: float = 0.0
@@ -62,7 +62,7 @@ class Manner:
 
 @dataclass
 class Account:
-    """What has become of the questions so far."""
+    """How many questions were answered, and why others were not, so far."""
 
     num_rows: int = 0  # written by this run
     num_there: int = 0  # found in the file, not made again
@@ -81,11 +81,11 @@ class Account:
 
     @property
     def num_settled(self) -> int:
-        """Rows that need nothing more."""
+        """How many rows are finished: written now or earlier, or left out for good."""
         return self.num_there + self.num_rows + self.left_out.total()
 
     def describe(self) -> str:
-        """All of it, line by line."""
+        """The account as text for people, one line per subject."""
         lines = [
             f"{self.num_rows} rows written, {self.num_there} there already; {self.num_answers} answers of "
             f"{self.num_tokens:,} tokens at {self.tokens_per_second:,.0f} tokens/s, tau {self.acceptance.tau:.2f}"
@@ -112,7 +112,7 @@ class _Job:
 
 
 class _Refused(Exception):
-    """The job ends here, and why."""
+    """Raised where a conversation cannot go on; the message is the reason."""
 
 
 def regenerate(

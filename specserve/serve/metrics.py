@@ -119,7 +119,7 @@ class Metrics:
 
 
 class EngineCollector(Collector):
-    """The engine's state at the moment of a scrape."""
+    """Reads the engine's state at the moment of a scrape."""
 
     def __init__(self, model_name: str, read_stats: Callable[[], EngineStats]) -> None:
         self._model_name = model_name
@@ -174,7 +174,7 @@ class EngineCollector(Collector):
 
 
 class SequenceMetrics:
-    """The clock of one sequence."""
+    """Measures the latencies of one sequence, and counts its tokens, from its deltas."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

@@ -58,7 +58,7 @@ class Controller:
         return Estimate(self._prior.copy(), MAX_DEPTH if max_depth is None else max_depth)
 
     def expected_tokens(self, estimate: Estimate, tree: Tree | None) -> float:
-        """Tokens that one step emits for the sequence."""
+        """How many tokens a step over this tree is expected to emit for the sequence, the bonus token included."""
         if tree is None or estimate.max_depth == 0:
             return 1.0
         reach = np.cumprod(self._rates(estimate, tree))
@@ -67,7 +67,7 @@ class Controller:
     def choose(
         self, estimates: Sequence[Estimate], trees: Sequence[Tree | None], batch_size: int, width: int
     ) -> Tree | None:
-        """The tree for the next step of these sequences, out of those compiled for the batch bucket."""
+        """Choose the tree for the next step of these sequences, out of those compiled for the batch bucket."""
         known = [tree for tree in trees if (batch_size, width, tree) in self.costs]
         if not known:
             return trees[0]
@@ -86,7 +86,7 @@ class Controller:
         return best
 
     def speedup(self, estimates: Sequence[Estimate], batch_size: int, width: int, tree: Tree | None) -> float:
-        """What the step promises over a plain one."""
+        """The tokens per second of a step over this tree, over those of a plain step; 1.0 where a cost is unknown."""
         known = {(batch_size, width, None), (batch_size, width, tree)} <= self.costs.keys()
         if not known or not estimates:
             return 1.0

@@ -97,7 +97,7 @@ def static_tree(widths: tuple[int, ...], source: str = "head") -> StaticTree:
 
 @pytree
 class Proposal:
-    """What is proposed for each sequence; node 0 is the root."""
+    """The tree of draft tokens that is proposed for each sequence; node 0 is the root."""
 
     token_ids: jax.Array  # [batch, node] int32
     parents: jax.Array  # [batch, node] int32; the root's is itself
@@ -110,7 +110,7 @@ def chain_proposal(
     token_ids: jax.Array,  # [batch, depth] int32
     source: jax.Array,  # [batch] int32
 ) -> Proposal:
-    """One token after the other below the root."""
+    """A proposal of one token after the other below the root."""
     batch, depth = token_ids.shape
     nodes = jnp.broadcast_to(jnp.arange(depth + 1, dtype=jnp.int32), (batch, depth + 1))
     return Proposal(
@@ -122,7 +122,7 @@ def chain_proposal(
 
 
 def pad_chain(proposal: Proposal, depth: int) -> Proposal:
-    """The same chain with as many further nodes as it takes to reach `depth`."""
+    """Lengthen a proposed chain with padding nodes until it has `depth`."""
     missing = depth + 1 - proposal.token_ids.shape[1]
     token_ids = jnp.pad(proposal.token_ids[:, 1:], ((0, 0), (0, missing)))
     return chain_proposal(proposal.token_ids[:, 0], token_ids, proposal.source)

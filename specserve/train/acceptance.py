@@ -36,7 +36,7 @@ Run = Callable[..., tuple[SlotState, StepResult]]
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of speculating that is measured."""
+    """One way of speculating that is measured: a tree, and a temperature."""
 
     speculation: str  # as `parse_speculation` reads it
     temperature: float = 0.0  # 0 is greedy
@@ -47,7 +47,7 @@ class Arm:
 
     @property
     def tree(self) -> Tree:
-        """Raises ConfigError where there is nothing for a head to propose."""
+        """The tree that the head proposes. Raises ConfigError where it proposes none, or not alone."""
         tree = parse_speculation(self.speculation)
         if tree is None or tree.lookup:
             raise ConfigError(
@@ -58,7 +58,8 @@ class Arm:
 
 
 def arms(speculations: Sequence[str], temperatures: Sequence[float]) -> tuple[Arm, ...]:
-    """Every pair, the first of both first. Raises ConfigError."""
+    """Every speculation at every temperature, each once; the first at the first comes first. Raises ConfigError where
+    one cannot be measured."""
     if not speculations or not temperatures:
         raise ConfigError("eval.speculation and eval.temperature need at least one value each")
     found = tuple(dict.fromkeys(Arm(*pair) for pair in itertools.product(speculations, temperatures)))
@@ -69,7 +70,7 @@ def arms(speculations: Sequence[str], temperatures: Sequence[float]) -> tuple[Ar
 
 @dataclass(frozen=True)
 class Measured:
-    """What one arm has come to."""
+    """The acceptance of one arm, over all prompts and by the source of the prompts."""
 
     arm: Arm
     total: Acceptance
@@ -77,7 +78,7 @@ class Measured:
 
 
 class AcceptanceMeter:
-    """Speculative decoding of fixed prompts with whatever head it is given."""
+    """Answers fixed prompts by speculative decoding with whatever head it is given, and counts what is accepted."""
 
     def __init__(
         self,
@@ -128,7 +129,7 @@ class AcceptanceMeter:
         }
 
     def measure(self, params: Any, target_ids: np.ndarray, arm: Arm) -> Measured:
-        """The prompts' answers, of at most `max_new_tokens` each, as far as the context goes."""
+        """Answer every prompt with at most `max_new_tokens` tokens, or fewer where the context ends, and count."""
         target = self._target.params
         weights = Weights(target, self._drafter.weights(params, target, jnp.asarray(target_ids)))
         by_source: defaultdict[str, Acceptance] = defaultdict(Acceptance)
