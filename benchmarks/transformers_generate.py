@@ -19,7 +19,8 @@ from specserve.errors import ConfigError
 from specserve.eval.bench_cells import Answer
 from specserve.mesh import default_dtype
 from specserve.serve.interface import EngineStats
-from specserve.serve.request import SamplingParams, SpeculationStats
+from specserve.serve.request import SamplingParams
+from specserve.speculative.acceptance import Acceptance
 
 
 class _Streamer:
@@ -75,15 +76,15 @@ class TransformersArm:
                 streamer=_Streamer(answer),
                 **options,
             )
-            answer.stats = _stats(answer) if self._lookup else SpeculationStats(len(answer.token_ids) - 1)
+            answer.acceptance = _acceptance(answer) if self._lookup else Acceptance(len(answer.token_ids) - 1)
             answers.append(answer)
         return answers, time.perf_counter() - begin
 
 
-def _stats(answer: Answer) -> SpeculationStats:
+def _acceptance(answer: Answer) -> Acceptance:
     """Tell the acceptance from how many forwards an answer took: where in a draft each stopped is not known."""
     num_steps = len(answer.arrivals) - 1
-    return SpeculationStats(num_steps, accepted_per_depth=(len(answer.token_ids) - 1 - num_steps,))
+    return Acceptance(num_steps, accepted_per_depth=(len(answer.token_ids) - 1 - num_steps,))
 
 
 def transformers_arms(folder: Path, lookup: int = 3) -> dict[str, TransformersArm]:

@@ -56,7 +56,8 @@ def regenerate(run: RegenerateRun) -> None:
         task = progress.add_task("answering", total=len(rows) * run.samples, note="")
 
         def on_answer(account: Account) -> None:
-            note = f"{account.num_tokens:,} tokens  {account.tokens_per_second:,.0f} tokens/s  tau {account.tau:.2f}"
+            rate, tau = account.tokens_per_second, account.acceptance.tau
+            note = f"{account.num_tokens:,} tokens  {rate:,.0f} tokens/s  tau {tau:.2f}"
             progress.update(task, completed=account.num_settled, note=note)
 
         account = eval_regenerate.regenerate(

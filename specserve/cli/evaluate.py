@@ -14,13 +14,15 @@ from specserve.eval.acceptance import Report
 from specserve.eval.engines import engine_pair
 from specserve.eval.prompts import Question
 from specserve.eval.settings import EvalRun
-from specserve.eval.step_times import measure_steps
+from specserve.eval.step_times import StepTimes, measure_steps
 from specserve.provenance import collect
 from specserve.serve.launch import Models, load_models
+from specserve.speculative.tree import Tree
 
 
 def evaluate(run: EvalRun) -> None:
-    """Print a table of every speculation that was asked for, and write the JSON report where one is wanted."""
+    """Measure tau, acceptance by depth and category, and plain against speculative tokens/s in one run, for every
+    speculation that was asked for. Prints a table of each, and writes the JSON report where one is wanted."""
     ways = list(dict.fromkeys(part.strip() for part in run.speculation.split(",")))
     trees = {way: None if way == "auto" else parse_speculation(way) for way in ways}
     for way, tree in trees.items():
@@ -32,12 +34,12 @@ def evaluate(run: EvalRun) -> None:
         if models.head is None and tree is not None and tree.uses_head:
             raise ConfigError(f"--speculation {way}: there is no head for {models.name}; give one with --draft")
     found, results = [], []
-    for way in ways:
-        one, steps, lines = _measure(run, way, models, questions)
+    for way, tree in trees.items():
+        one, steps, times = _measure(run, way, tree, models, questions)
         found.append(one)
         results.append({**one.to_json(), "step": steps})
-        for line in lines:
-            console.print(line)
+        if times:
+            console.print(f"{way}: {report.step_line(times)}")
     name = run.draft or "bundled"
     console.print(report.summary_table([(f"{name}, {one.speculation}", one) for one in found], run.bench))
     console.print(report.category_table(found[0]))
@@ -50,13 +52,13 @@ def evaluate(run: EvalRun) -> None:
 
 
 def _measure(
-    run: EvalRun, speculation: str, models: Models, questions: list[Question]
-) -> tuple[Report, dict[str, float], list[str]]:
-    """Measure one way to speculate beside plain decoding. Returns its report, the milliseconds of its step by part, and
-    lines about them to print."""
+    run: EvalRun, speculation: str, tree: Tree | None, models: Models, questions: list[Question]
+) -> tuple[Report, dict[str, float], StepTimes | None]:
+    """Measure one way to speculate beside plain decoding. Returns its report, the milliseconds of its steps by name,
+    and where the time of a step goes if it has one tree that a head proposes."""
     with Progress(*bar_columns(), console=console, transient=True) as progress:
         task = progress.add_task(f"{speculation}: compiling", note="")
-        pair = engine_pair(
+        plain, speculative = engine_pair(
             models,
             speculation,
             num_slots=run.concurrency,
@@ -65,22 +67,23 @@ def _measure(
         )
         total = sum(len(question.turns) for question in questions)
         task = progress.add_task(f"{speculation}: answering", total=total, note="")
-        tree = None if speculation == "auto" else parse_speculation(speculation)
         times = None
         if tree is not None and tree.uses_head:
-            times = measure_steps(pair.plain.runner, pair.speculative.runner, context=128)
-        with pair:
+            times = measure_steps(plain.runner, speculative.runner, context=128)
+        with plain, speculative:
             found = acceptance.evaluate(
-                pair.plain,
-                pair.speculative,
+                plain,
+                speculative,
                 questions,
                 acceptance.Report(run.bench, speculation, run.temperature, run.concurrency),
                 max_tokens=run.max_tokens,
                 on_answer=lambda so_far: progress.update(
-                    task, completed=so_far.num_answers + so_far.num_skipped, note=f"tau {so_far.tally.tau:.2f}"
+                    task,
+                    completed=so_far.plain.num_answers + so_far.num_skipped,
+                    note=f"tau {so_far.speculative.acceptance.tau:.2f}",
                 ),
             )
-    host = pair.speculative.stats()
+    host = speculative.stats()
     steps = times.to_json() if times else {}
     steps["host_ms"] = 1e3 * host.host_seconds / max(1, host.num_steps)
-    return found, steps, [f"{speculation}: {report.step_line(times)}"] if times else []
+    return found, steps, times

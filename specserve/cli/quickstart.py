@@ -85,7 +85,7 @@ def quickstart(
 def _evaluate_and_ask(models: Models, questions: list[Question], name: str, speculation: str) -> tuple[Report, str]:
     with Progress(*bar_columns(), console=console, transient=True) as progress:
         task = progress.add_task(f"{name}, {speculation}: compiling", note="")
-        pair = engine_pair(
+        plain, speculative = engine_pair(
             models,
             speculation,
             num_slots=1,
@@ -93,18 +93,18 @@ def _evaluate_and_ask(models: Models, questions: list[Question], name: str, spec
             on_warmup=lambda done, total, what: progress.update(task, completed=done, total=total, note=what),
         )
         task = progress.add_task(f"{name}, {speculation}: answering", total=len(questions), note="")
-        with pair:
+        with plain, speculative:
             report = evaluate(
-                pair.plain,
-                pair.speculative,
+                plain,
+                speculative,
                 questions,
                 Report("pydoc", speculation, 0.0, 1),
                 max_tokens=MAX_TOKENS,
                 on_answer=lambda found: progress.update(
-                    task, completed=found.num_answers, note=f"tau {found.tally.tau:.2f}"
+                    task, completed=found.plain.num_answers, note=f"tau {found.speculative.acceptance.tau:.2f}"
                 ),
             )
-            server = HttpServer(create_app(pair.speculative), port=0)
+            server = HttpServer(create_app(speculative), port=0)
             server.start()
             try:
                 text = _ask(server.url, questions[0].turns[0])

@@ -12,11 +12,12 @@ from rich.table import Table
 from rich.text import Text
 
 from specserve.cli.progress import console
+from specserve.train.evaluation import Evaluation
 from specserve.train.observers import read_metrics
 from specserve.train.report import REPORT_FILE, duration, gigabytes, outlook, tau_curve
 from specserve.train.speed import Speed
-from specserve.train.trainer import Evaluation, Trainer
 from specserve.train.trainer import Progress as Moment
+from specserve.train.trainer import Trainer
 
 
 class TrainingBar:
@@ -87,7 +88,7 @@ class TrainingBar:
 
     def _measured(self, moment: Moment) -> str:
         assert moment.evaluation
-        rates = " ".join(f"{rate:.2f}" for rate in moment.evaluation.to_json()["accept_rate"])
+        rates = " ".join(f"{rate:.2f}" for rate in moment.evaluation.arms[0].total.accept_rate)
         is_best = moment.evaluation.tau > self._trainer.best.tau
         best = "the best so far" if is_best else f"best {self._trainer.best.tau:.3f} at {self._trainer.best.step:,}"
         return f"step {moment.step:,}  tau {moment.evaluation.tau:.3f} ({best})  by depth {rates}"

@@ -3,92 +3,49 @@
 The arms are interleaved (a group of questions plain, then the same group speculative), so that a noisy machine is
 noisy for both, and their answers are compared: speculation may not change a token."""
 
-import statistics
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from specserve.errors import DataError, RequestError
+from specserve.eval.bench_cells import PLAIN, ArmResult, Cell, EngineArm, run_round
 from specserve.eval.prompts import Question
 from specserve.serve.engine import Engine
-from specserve.serve.request import SamplingParams, SpeculationStats
-
-
-@dataclass
-class Tally:
-    """Speculation pooled over sequences."""
-
-    num_steps: int = 0
-    accepted: list[int] = field(default_factory=list)
-
-    def add(self, stats: SpeculationStats) -> None:
-        self.num_steps += stats.num_steps
-        self.accepted += [0] * (len(stats.accepted_per_depth) - len(self.accepted))
-        for depth, count in enumerate(stats.accepted_per_depth):
-            self.accepted[depth] += count
-
-    @property
-    def tau(self) -> float:
-        return 1.0 + sum(self.accepted) / max(1, self.num_steps)
-
-    @property
-    def accept_rate(self) -> list[float]:
-        """Conditional acceptance at each depth."""
-        return list(SpeculationStats(self.num_steps, accepted_per_depth=tuple(self.accepted)).accept_rate)
-
-
-@dataclass
-class Arm:
-    """One way of decoding: what it produced and how long it took."""
-
-    num_tokens: int = 0
-    seconds: float = 0.0
-
-    @property
-    def tokens_per_second(self) -> float:
-        return self.num_tokens / max(self.seconds, 1e-9)
+from specserve.serve.request import SamplingParams
+from specserve.speculative.acceptance import Acceptance
 
 
 @dataclass
 class Report:
-    """What an evaluation found."""
+    """What an evaluation found: both arms, and the speculative one's acceptance by category of question."""
 
     bench: str
     speculation: str
     temperature: float
     concurrency: int
-    tally: Tally = field(default_factory=Tally)
-    by_category: dict[str, Tally] = field(default_factory=lambda: defaultdict(Tally))
-    plain: Arm = field(default_factory=Arm)
-    speculative: Arm = field(default_factory=Arm)
-    speedups: list[float] = field(default_factory=list)  # one per group of questions
-    num_answers: int = 0
-    num_identical: int = 0
+    plain: ArmResult = field(default_factory=ArmResult)
+    speculative: ArmResult = field(default_factory=ArmResult)
+    by_category: dict[str, Acceptance] = field(default_factory=lambda: defaultdict(Acceptance))
     num_skipped: int = 0  # prompts that do not fit the context
 
-    @property
-    def speedup(self) -> float:
-        """Tokens per second of the speculative arm over the plain one: the median over groups."""
-        return statistics.median(self.speedups) if self.speedups else float("nan")
-
     def to_json(self) -> dict[str, Any]:
+        found = self.speculative.acceptance
         return {
             "bench": self.bench,
             "speculation": self.speculation,
             "temperature": self.temperature,
             "concurrency": self.concurrency,
-            "tau": self.tally.tau,
-            "accept_rate": self.tally.accept_rate,
-            "accepted_per_depth": self.tally.accepted,
-            "num_steps": self.tally.num_steps,
-            "tau_by_category": {name: tally.tau for name, tally in self.by_category.items()},
+            "tau": found.tau,
+            "accept_rate": found.accept_rate,
+            "accepted_per_depth": found.accepted_per_depth,
+            "num_steps": found.num_steps,
+            "tau_by_category": {name: found.tau for name, found in self.by_category.items()},
             "plain_tokens_per_second": self.plain.tokens_per_second,
             "speculative_tokens_per_second": self.speculative.tokens_per_second,
-            "speedup_median": self.speedup,
-            "answers": self.num_answers,
-            "identical_answers": self.num_identical,
+            "speedup_median": self.speculative.ratio,
+            "answers": self.speculative.num_answers,
+            "identical_answers": self.speculative.num_identical,
             "skipped_prompts": self.num_skipped,
         }
 
@@ -109,7 +66,12 @@ def evaluate(
     seed: int = 0,
     on_answer: Callable[[Report], None] = lambda _report: None,
 ) -> Report:
-    """Have every conversation twice. Both engines run (started) over the same target. Fills and returns `report`."""
+    """Have every conversation twice, through two engines that run over the same target. Fills and returns `report`, of
+    which `on_answer` hears after every group of questions. Raises DataError where the target has no chat template, or
+    no prompt fits its context, and SpecServeError where an engine fails on an answer."""
+    arms = {PLAIN: EngineArm(plain), report.speculation: EngineArm(speculative)}
+    results = {PLAIN: report.plain, report.speculation: report.speculative}
+    cell = Cell(report.temperature, report.concurrency, results)
     chats = [_Chat(question) for question in questions]
     for turn in range(max(len(question.turns) for question in questions)):
         asked = [chat for chat in chats if turn < len(chat.question.turns)]
@@ -121,10 +83,19 @@ def evaluate(
             pairs = zip(asked[start : start + report.concurrency], prompts[start:], strict=False)
             group = [(chat, prompt) for chat, prompt in pairs if len(prompt) < plain.max_model_len]
             report.num_skipped += min(report.concurrency, len(asked) - start) - len(group)
-            if group:
-                _run_group(plain, speculative, group, report, max_tokens, seed)
-                on_answer(report)
-    if not report.num_answers:
+            if not group:
+                continue
+            rooms = [min(max_tokens, plain.max_model_len - len(prompt)) for _, prompt in group]
+            params = [
+                SamplingParams(max_tokens=room, temperature=report.temperature, seed=seed + i)
+                for i, room in enumerate(rooms)
+            ]
+            answers = run_round(arms, [prompt for _, prompt in group], params, cell)
+            for (chat, _), said, got in zip(group, answers[PLAIN], answers[report.speculation], strict=True):
+                report.by_category[chat.question.category] += got.acceptance
+                chat.messages.append({"role": "assistant", "content": said.text})
+            on_answer(report)
+    if not report.plain.num_answers:
         raise DataError(f"{report.bench}: none of the prompts fits a context of {plain.max_model_len} tokens")
     return report
 
@@ -134,36 +105,3 @@ def _render(engine: Engine, messages: list[dict[str, str]]) -> list[int]:
         return engine.tokenizer.render_chat(messages)
     except RequestError as error:
         raise DataError(f"the target cannot be asked: {error}") from error
-
-
-def _run_group(
-    plain: Engine,
-    speculative: Engine,
-    group: list[tuple[_Chat, list[int]]],
-    report: Report,
-    max_tokens: int,
-    seed: int,
-) -> None:
-    params = [
-        SamplingParams(
-            max_tokens=min(max_tokens, plain.max_model_len - len(prompt)), temperature=report.temperature, seed=seed + i
-        )
-        for i, (_, prompt) in enumerate(group)
-    ]
-    rates, answers = [], []
-    for engine, arm in ((plain, report.plain), (speculative, report.speculative)):
-        begin = time.perf_counter()
-        completions = engine.generate([prompt for _, prompt in group], params)
-        seconds = time.perf_counter() - begin
-        num_tokens = sum(len(completion.token_ids) for completion in completions)
-        arm.num_tokens += num_tokens
-        arm.seconds += seconds
-        rates.append(num_tokens / seconds)
-        answers.append(completions)
-    report.speedups.append(rates[1] / rates[0])
-    for (chat, _), expected, got in zip(group, *answers, strict=True):
-        report.num_answers += 1
-        report.num_identical += expected.token_ids == got.token_ids
-        report.tally.add(got.stats)
-        report.by_category[chat.question.category].add(got.stats)
-        chat.messages.append({"role": "assistant", "content": expected.text})

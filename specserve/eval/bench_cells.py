@@ -10,17 +10,17 @@ import statistics
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
 from specserve.errors import SpecServeError
-from specserve.eval.acceptance import Tally
 from specserve.serve.engine import Engine
 from specserve.serve.interface import EngineStats
-from specserve.serve.request import Delta, FinishReason, SamplingParams, SpeculationStats
+from specserve.serve.request import Delta, FinishReason, SamplingParams
+from specserve.speculative.acceptance import Acceptance
 
 PLAIN = "off"
 
@@ -53,8 +53,9 @@ class Answer:
 
     begin: float = 0.0
     token_ids: list[int] = field(default_factory=list)
+    text: str = ""  # empty where the engine has no tokenizer
     arrivals: list[float] = field(default_factory=list)  # of deltas with tokens
-    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    acceptance: Acceptance = field(default_factory=Acceptance)
     error: str | None = None
 
     def take(self, token_ids: Sequence[int]) -> None:
@@ -123,8 +124,9 @@ class EngineArm:
         def listener(answer: Answer) -> Callable[[Delta], None]:
             def on_delta(delta: Delta) -> None:
                 answer.take(delta.token_ids)
+                answer.text += delta.text
                 if delta.finish_reason is not None:
-                    answer.stats = delta.stats or SpeculationStats()
+                    answer.acceptance = delta.stats or Acceptance()
                     if delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
                         answer.error = delta.error or delta.finish_reason
                     window.release()
@@ -158,26 +160,32 @@ class EngineArm:
 
 @dataclass
 class ArmResult:
-    """What one arm did in one cell."""
+    """What one arm did in one cell, over all its rounds."""
 
     rates: list[float] = field(default_factory=list)  # tokens per second, by round
-    ratios: list[float] = field(default_factory=list)  # to the plain arm, by round
+    ratios: list[float] = field(default_factory=list)  # of them to the yardstick's, by round
     first: list[float] = field(default_factory=list)  # seconds to the first token, by answer
     gaps: list[float] = field(default_factory=list)  # seconds between deltas
     per_token: list[float] = field(default_factory=list)  # seconds per token after the first, by answer
-    tally: Tally = field(default_factory=Tally)
+    acceptance: Acceptance = field(default_factory=Acceptance)
     steps: Counter[str] = field(default_factory=Counter)  # by speculation
     busy_seconds: float = 0.0
     host_seconds: float = 0.0
+    seconds: float = 0.0  # of all rounds
     num_tokens: int = 0
     num_answers: int = 0
-    num_identical: int = 0  # to the plain arm's, token for token
+    num_identical: int = 0  # to the yardstick's, token for token
     must_agree: bool = True  # it is one of ours
 
     @property
     def ratio(self) -> float:
         """Tokens per second to those of the plain arm in the same round, the median over the rounds."""
         return statistics.median(self.ratios)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The tokens of all rounds over the seconds of all rounds."""
+        return self.num_tokens / max(self.seconds, 1e-9)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -188,8 +196,8 @@ class ArmResult:
             "ttft_ms": _percentiles(self.first),
             "itl_ms": _percentiles(self.gaps),
             "tpot_ms": _percentiles(self.per_token),
-            "tau": self.tally.tau,
-            "accept_rate": self.tally.accept_rate,
+            "tau": self.acceptance.tau,
+            "accept_rate": self.acceptance.accept_rate,
             "steps_by_speculation": dict(self.steps),
             "host_share": self.host_seconds / self.busy_seconds if self.busy_seconds else None,
             "tokens": self.num_tokens,
@@ -209,6 +217,7 @@ class Cell:
     temperature: float
     concurrency: int
     arms: dict[str, ArmResult]
+    yardstick: str = PLAIN  # the arm that all are compared with
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -240,24 +249,35 @@ def run_cells(
                 for arm in taking_part.values():
                     arm.forget()
             asked = list(itertools.islice(supply, plan.requests_at(concurrency)))
-            _run_round(taking_part, asked, plan, cell, number)
+            run_round(taking_part, asked, [params_of(plan, temperature, i) for i in range(len(asked))], cell, number)
             on_round(cell)
         cells.append(cell)
     return cells
 
 
-def _run_round(arms: Mapping[str, Arm], prompts: Sequence[Sequence[int]], plan: Plan, cell: Cell, number: int) -> None:
-    params = [params_of(plan, cell.temperature, i) for i in range(len(prompts))]
+def run_round(
+    arms: Mapping[str, Arm],
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    cell: Cell,
+    number: int = 0,
+) -> dict[str, list[Answer]]:
+    """Ask every arm the same, and record in the cell what came of it. Of round `number` the arm at that place, counted
+    around, is the first, so nobody always is. Returns the answers of each arm."""
     answers: dict[str, list[Answer]] = {}
-    for name in rotated(list(arms), number):
+    names = list(arms)
+    for i in range(len(names)):
+        name = names[(i + number) % len(names)]
         before = arms[name].stats()
         found, seconds = arms[name].ask(prompts, params, cell.concurrency)
         answers[name] = found
         _record(cell.arms[name], found, seconds, before, arms[name].stats())
-    plain = cell.arms[PLAIN].rates[-1]
+    yardstick = cell.arms[cell.yardstick].rates[-1]
     for name, result in cell.arms.items():
-        result.ratios.append(result.rates[-1] / plain)
-        result.num_identical += num_identical(answers[PLAIN], answers[name])
+        result.ratios.append(result.rates[-1] / yardstick)
+        pairs = zip(answers[cell.yardstick], answers[name], strict=True)
+        result.num_identical += sum(expected.token_ids == got.token_ids for expected, got in pairs)
+    return answers
 
 
 def params_of(plan: Plan, temperature: float, i: int) -> SamplingParams:
@@ -265,16 +285,12 @@ def params_of(plan: Plan, temperature: float, i: int) -> SamplingParams:
     return SamplingParams(max_tokens=plan.max_tokens, temperature=temperature, seed=plan.seed + i)
 
 
-def rotated(names: Sequence[str], number: int) -> Iterator[str]:
-    """Give the names in an order that begins with another one in every round, so that nobody is always first."""
-    return (names[(i + number) % len(names)] for i in range(len(names)))
-
-
 def _record(
     result: ArmResult, answers: Sequence[Answer], seconds: float, before: EngineStats, after: EngineStats
 ) -> None:
     num_tokens = sum(len(answer.token_ids) for answer in answers)
     result.rates.append(num_tokens / seconds)
+    result.seconds += seconds
     result.num_tokens += num_tokens
     result.num_answers += len(answers)
     for answer in answers:
@@ -282,12 +298,7 @@ def _record(
         result.gaps += answer.gaps
         if answer.seconds_per_token is not None:
             result.per_token.append(answer.seconds_per_token)
-        result.tally.add(answer.stats)
+        result.acceptance += answer.acceptance
     result.busy_seconds += after.busy_seconds - before.busy_seconds
     result.host_seconds += after.host_seconds - before.host_seconds
     result.steps += Counter(after.num_steps_by_speculation) - Counter(before.num_steps_by_speculation)
-
-
-def num_identical(expected: Sequence[Answer], got: Sequence[Answer]) -> int:
-    """Count the answers that are equal, token for token."""
-    return sum(one.token_ids == other.token_ids for one, other in zip(expected, got, strict=True))

@@ -3,7 +3,6 @@ and what each costs: time by part of a step, memory, late compiles."""
 
 import itertools
 import resource
-import statistics
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
@@ -14,19 +13,7 @@ import jax
 
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
-from specserve.eval.acceptance import Tally
-from specserve.eval.bench_cells import (
-    PLAIN,
-    Answer,
-    Arm,
-    Cell,
-    EngineArm,
-    Plan,
-    num_identical,
-    params_of,
-    rotated,
-    run_cells,
-)
+from specserve.eval.bench_cells import PLAIN, Arm, ArmResult, Cell, EngineArm, Plan, params_of, run_cells, run_round
 from specserve.eval.engines import measured_engine
 from specserve.eval.step_times import StepTimes, measure_steps, read_bandwidth
 from specserve.serve.engine import Engine
@@ -39,58 +26,44 @@ OnWarmup = Callable[[str, int, int, str], None]  # arm, done, total, name of the
 
 @dataclass
 class Coupling:
-    """What it brings that the draft ranks its candidates with the noise that the target will draw with."""
+    """The same tree with and without coupling. With it the draft ranks its candidates with the noise that the target
+    will draw with, so that at temperatures above 0 more of them are accepted."""
 
     arm: str
     temperature: float
-    coupled: Tally = field(default_factory=Tally)
-    uncoupled: Tally = field(default_factory=Tally)
-    speedups: list[float] = field(default_factory=list)  # tokens per second, coupled over uncoupled, by round
-    num_answers: int = 0
-    num_identical: int = 0
-
-    @property
-    def speedup(self) -> float:
-        """Tokens per second with the coupling over those without, the median over the rounds."""
-        return statistics.median(self.speedups)
+    coupled: ArmResult = field(default_factory=ArmResult)
+    uncoupled: ArmResult = field(default_factory=ArmResult)
 
     def to_json(self) -> dict[str, Any]:
         return {
             "speculation": self.arm,
             "temperature": self.temperature,
-            "tau_coupled": self.coupled.tau,
-            "tau_uncoupled": self.uncoupled.tau,
-            "accept_rate_coupled": self.coupled.accept_rate,
-            "accept_rate_uncoupled": self.uncoupled.accept_rate,
-            "speedup": self.speedup,
-            "answers": self.num_answers,
-            "identical_answers": self.num_identical,
+            "tau_coupled": self.coupled.acceptance.tau,
+            "tau_uncoupled": self.uncoupled.acceptance.tau,
+            "accept_rate_coupled": self.coupled.acceptance.accept_rate,
+            "accept_rate_uncoupled": self.uncoupled.acceptance.accept_rate,
+            "speedup": self.coupled.ratio,
+            "answers": self.coupled.num_answers,
+            "identical_answers": self.coupled.num_identical,
         }
 
 
 def measure_coupling(
     name: str, coupled: Arm, uncoupled: Arm, prompts: Sequence[Sequence[int]], plan: Plan, temperature: float
 ) -> Coupling:
-    """Measure two arms in turns with one stream, asking both the same questions with the same seeds."""
+    """Measure both arms on the same questions and seeds, one answer at a time. They take turns in being the first."""
     found = Coupling(name, temperature)
-    for arm in (coupled, uncoupled):
+    arms = {"coupled": coupled, "uncoupled": uncoupled}
+    results = {"coupled": found.coupled, "uncoupled": found.uncoupled}
+    cell = Cell(temperature, 1, results, yardstick="uncoupled")
+    for arm in arms.values():
         arm.ask(prompts[:1], [params_of(plan, 0.0, 0)], 1)
         arm.forget()
     supply = itertools.cycle(prompts)
     for number in range(plan.num_rounds):
         asked = list(itertools.islice(supply, plan.num_requests))
         params = [params_of(plan, temperature, number * plan.num_requests + i) for i in range(len(asked))]
-        answers: dict[str, list[Answer]] = {}
-        rates: dict[str, float] = {}
-        for side in rotated(("coupled", "uncoupled"), number):
-            arm, tally = (coupled, found.coupled) if side == "coupled" else (uncoupled, found.uncoupled)
-            answers[side], seconds = arm.ask(asked, params, 1)
-            rates[side] = sum(len(answer.token_ids) for answer in answers[side]) / seconds
-            for answer in answers[side]:
-                tally.add(answer.stats)
-        found.speedups.append(rates["coupled"] / rates["uncoupled"])
-        found.num_answers += len(asked)
-        found.num_identical += num_identical(answers["coupled"], answers["uncoupled"])
+        run_round(arms, asked, params, cell, number)
     return found
 
 

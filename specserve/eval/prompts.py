@@ -15,7 +15,7 @@ MT_BENCH_HUB_ID = "HuggingFaceH4/mt_bench_prompts"
 
 @dataclass(frozen=True)
 class Question:
-    """One conversation to have: each turn is asked with the answers so far."""
+    """A conversation to have with the target: its turns are asked one after the other, each with the answers so far."""
 
     question_id: str
     category: str

@@ -25,6 +25,7 @@ from specserve.errors import CapacityError, ConfigError, DataError, RequestError
 from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.engine import Engine
 from specserve.serve.request import FinishReason, Request, SamplingParams
+from specserve.speculative.acceptance import Acceptance
 from specserve.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
@@ -40,7 +41,7 @@ FAILED = "the engine failed"
 
 @dataclass(frozen=True)
 class Manner:
-    """How to answer: all that a row depends on beside its question and the target."""
+    """The settings of an answer: all that a row depends on beside its question and the target."""
 
     max_tokens: int = 256
     temperature: float = 0.0
@@ -63,14 +64,13 @@ class Manner:
 
 @dataclass
 class Account:
-    """What has become of the questions so far."""
+    """How many questions were answered, and why others were not, so far."""
 
     num_rows: int = 0  # written by this run
     num_there: int = 0  # found in the file, not made again
     num_answers: int = 0
     num_tokens: int = 0
-    num_steps: int = 0  # of the target, after prefill
-    num_accepted: int = 0
+    acceptance: Acceptance = field(default_factory=Acceptance)
     num_compared: int = 0  # answers whose row was rendered as training will render it
     num_exact: int = 0  # of them, those that come back as the very tokens that were generated
     left_out: Counter[str] = field(default_factory=Counter)  # why there is no row
@@ -82,20 +82,15 @@ class Account:
         return self.num_tokens / max(time.monotonic() - self.start, 1e-9)
 
     @property
-    def tau(self) -> float:
-        """Tokens per target forward, pooled."""
-        return 1 + self.num_accepted / max(self.num_steps, 1)
-
-    @property
     def num_settled(self) -> int:
-        """Rows that need nothing more."""
+        """How many rows are finished: written now or earlier, or left out for good."""
         return self.num_there + self.num_rows + self.left_out.total()
 
     def describe(self) -> str:
-        """All of it, line by line."""
+        """The account as text for people, one line per subject."""
         lines = [
             f"{self.num_rows} rows written, {self.num_there} there already; {self.num_answers} answers of "
-            f"{self.num_tokens:,} tokens at {self.tokens_per_second:,.0f} tokens/s, tau {self.tau:.2f}"
+            f"{self.num_tokens:,} tokens at {self.tokens_per_second:,.0f} tokens/s, tau {self.acceptance.tau:.2f}"
         ]
         if self.num_compared:
             lines.append(f"{self.num_exact} of {self.num_compared} come back in training as the tokens they were")
@@ -119,7 +114,7 @@ class _Job:
 
 
 class _Refused(Exception):
-    """The job ends here, and why."""
+    """Raised where a conversation cannot go on; the message is the reason."""
 
 
 def regenerate(
@@ -228,8 +223,7 @@ class _Run:
         account = self._account
         account.num_answers += 1
         account.num_tokens += len(completion.token_ids)
-        account.num_steps += completion.stats.num_steps
-        account.num_accepted += completion.stats.num_accepted
+        account.acceptance += completion.stats
         is_cut = completion.finish_reason == FinishReason.LENGTH
         content = self._content(job, completion)
         if is_cut and self._manner.cut == "drop":

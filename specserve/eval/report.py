@@ -6,10 +6,11 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from specserve.eval.acceptance import Report, Tally
+from specserve.eval.acceptance import Report
 from specserve.eval.bench_cells import ArmResult, Cell
 from specserve.eval.bench_engine import AUTO, BenchReport, Coupling
 from specserve.eval.step_times import StepTimes
+from specserve.speculative.acceptance import Acceptance
 
 
 def summary_table(rows: Sequence[tuple[str, Report]], title: str) -> Table:
@@ -19,24 +20,24 @@ def summary_table(rows: Sequence[tuple[str, Report]], title: str) -> Table:
     for name, report in rows:
         shown.add_row(
             escape(name),
-            f"{report.tally.tau:.2f}",
-            _by_depth(report.tally),
+            f"{report.speculative.acceptance.tau:.2f}",
+            _by_depth(report.speculative.acceptance),
             f"{report.plain.tokens_per_second:.0f}",
             f"{report.speculative.tokens_per_second:.0f}",
-            f"{report.speedup:.2f}x",
-            f"{report.num_identical}/{report.num_answers}",
+            f"{report.speculative.ratio:.2f}x",
+            f"{report.speculative.num_identical}/{report.speculative.num_answers}",
         )
     return shown
 
 
-def _by_depth(tally: Tally) -> str:
-    return " ".join(f"{rate:.2f}" for rate in tally.accept_rate)
+def _by_depth(found: Acceptance) -> str:
+    return " ".join(f"{rate:.2f}" for rate in found.accept_rate)
 
 
 def category_table(report: Report) -> Table:
     shown = table("by category", ("category",), ("tau", "acceptance by depth", "steps"))
-    for name, tally in sorted(report.by_category.items()):
-        shown.add_row(escape(name), f"{tally.tau:.2f}", _by_depth(tally), str(tally.num_steps))
+    for name, found in sorted(report.by_category.items()):
+        shown.add_row(escape(name), f"{found.tau:.2f}", _by_depth(found), str(found.num_steps))
     return shown
 
 
@@ -63,7 +64,7 @@ def _bench_row(result: ArmResult) -> tuple[str, ...]:
     return (
         f"{found['tokens_per_second']:.0f}",
         f"{result.ratio:.2f}x",
-        f"{result.tally.tau:.2f}",
+        f"{result.acceptance.tau:.2f}",
         latency("ttft_ms"),
         latency("itl_ms"),
         host,
@@ -79,12 +80,12 @@ def coupling_table(couplings: Sequence[Coupling]) -> Table:
     for found in couplings:
         shown.add_row(
             found.arm,
-            f"{found.coupled.tau:.2f}",
-            f"{found.uncoupled.tau:.2f}",
-            f"{found.speedup:.2f}x",
-            _by_depth(found.coupled),
-            _by_depth(found.uncoupled),
-            f"{found.num_identical}/{found.num_answers}",
+            f"{found.coupled.acceptance.tau:.2f}",
+            f"{found.uncoupled.acceptance.tau:.2f}",
+            f"{found.coupled.ratio:.2f}x",
+            _by_depth(found.coupled.acceptance),
+            _by_depth(found.uncoupled.acceptance),
+            f"{found.coupled.num_identical}/{found.coupled.num_answers}",
         )
     return shown
 

@@ -20,7 +20,7 @@ from specserve.speculative.tree import Proposal, Tree
 
 @dataclass(frozen=True)
 class Call:
-    """A function with its arguments. Calls of one `key` run in one compiled program."""
+    """A jitted function with its arguments. Calls with the same `key` run the same compiled program."""
 
     key: Hashable
     function: Any  # jitted
@@ -28,12 +28,12 @@ class Call:
     static: dict[str, Any] = field(default_factory=dict)
 
     def lower(self) -> jax.stages.Lowered:
-        """Traced for such arguments. They are not read: arrays that were given away will do."""
+        """Trace the function for arguments of these shapes. Their values are not read, so donated arrays will do."""
         return self.function.lower(*jax.tree.map(shape_of, self.arguments), **self.static)
 
 
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:
-    """What a program is compiled for, of an array or of a shape."""
+    """The shape, dtype and sharding of an array: what of it a program is compiled for."""
     place = getattr(x, "sharding", None)
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place if isinstance(place, NamedSharding) else None)
 
@@ -134,5 +134,5 @@ class Calls:
 
 
 def _extend(_config: StepConfig, page_table: jax.Array, entries: jax.Array) -> jax.Array:
-    """`entries` [3, n]: slot, column and page; a slot out of range is padding."""
+    """Write pages into the page table. `entries` [3, n]: slot, column and page; a slot out of range is padding."""
     return page_table.at[entries[0], entries[1]].set(entries[2], mode="drop")

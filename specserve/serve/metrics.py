@@ -14,7 +14,8 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from specserve.serve.interface import EngineStats
-from specserve.serve.request import Delta, SpeculationStats
+from specserve.serve.request import Delta
+from specserve.speculative.acceptance import Acceptance
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _FIRST_TOKEN_BUCKETS = (
@@ -103,7 +104,7 @@ class Metrics:
         if delta.stats is not None:
             self._observe_speculation(delta.stats)
 
-    def _observe_speculation(self, stats: SpeculationStats) -> None:
+    def _observe_speculation(self, stats: Acceptance) -> None:
         self._num_drafts.inc(stats.num_steps)
         self._num_draft_tokens.inc(stats.num_draft_tokens)
         self._num_accepted.inc(stats.num_accepted)
@@ -118,7 +119,7 @@ class Metrics:
 
 
 class EngineCollector(Collector):
-    """The engine's state at the moment of a scrape."""
+    """Reads the engine's state at the moment of a scrape."""
 
     def __init__(self, model_name: str, read_stats: Callable[[], EngineStats]) -> None:
         self._model_name = model_name
@@ -173,7 +174,7 @@ class EngineCollector(Collector):
 
 
 class SequenceMetrics:
-    """The clock of one sequence."""
+    """Measures the latencies of one sequence, and counts its tokens, from its deltas."""
 
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics

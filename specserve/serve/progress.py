@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from specserve.serve.completion import CompletionOutput
+from specserve.speculative.acceptance import Acceptance
 
 
 def bar_columns() -> list[ProgressColumn]:
@@ -42,18 +43,18 @@ def warmup_bar(
 def answer_bar(total: int, *, is_shown: bool = True) -> Iterator[Callable[[CompletionOutput], None]]:
     """Show a bar over `total` answers, with tokens per second and tokens per forward of the target. The function that
     is given is called with each answer."""
-    num_tokens = num_steps = num_accepted = 0
+    num_tokens = 0
+    accepted = Acceptance()
     begin = time.monotonic()
     columns, console = bar_columns(), Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not is_shown) as progress:
         task = progress.add_task("answering", total=total, note="")
 
         def on_done(completion: CompletionOutput) -> None:
-            nonlocal num_tokens, num_steps, num_accepted
+            nonlocal num_tokens, accepted
             num_tokens += len(completion.token_ids)
-            num_steps += completion.stats.num_steps
-            num_accepted += completion.stats.num_accepted
-            rate, tau = num_tokens / max(time.monotonic() - begin, 1e-9), 1 + num_accepted / max(num_steps, 1)
-            progress.update(task, advance=1, note=f"{rate:,.0f} tokens/s  tau {tau:.2f}")
+            accepted += completion.stats
+            rate = num_tokens / max(time.monotonic() - begin, 1e-9)
+            progress.update(task, advance=1, note=f"{rate:,.0f} tokens/s  tau {accepted.tau:.2f}")
 
         yield on_done

@@ -15,6 +15,7 @@ import numpy as np
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
 
 from specserve.errors import RequestError
+from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.ranges import (
     Bias,
     MinP,
@@ -123,43 +124,10 @@ def describe(value: Any) -> str:
 
 
 @dataclass(frozen=True)
-class SpeculationStats:
-    """What speculation did for one sequence (all zero under plain decoding).
+class SpeculationStats(Acceptance):
+    """What speculation and the prefix cache did for one sequence."""
 
-    `accepted_per_depth[d]` counts the steps that accepted a draft token at depth d+1; `num_steps` counts target
-    forwards after prefill, so tau = emitted tokens per step = 1 + sum(accepted_per_depth) / num_steps.
-    """
-
-    num_steps: int = 0
-    num_draft_tokens: int = 0
-    accepted_per_depth: tuple[int, ...] = ()
     num_cached_tokens: int = 0  # prompt tokens whose keys and values were in the prefix cache
-
-    def with_step(self, num_nodes: int, depth: int, n_accepted: int) -> "SpeculationStats":
-        """The same and one more step, which proposed `num_nodes` draft tokens in a tree of this depth (both 0: plain
-        decoding) and accepted `n_accepted` of them."""
-        accepted = [*self.accepted_per_depth, *[0] * (depth - len(self.accepted_per_depth))]
-        accepted[:n_accepted] = [count + 1 for count in accepted[:n_accepted]]
-        return dataclasses.replace(
-            self,
-            num_steps=self.num_steps + 1,
-            num_draft_tokens=self.num_draft_tokens + num_nodes,
-            accepted_per_depth=tuple(accepted),
-        )
-
-    @property
-    def num_accepted(self) -> int:
-        return sum(self.accepted_per_depth)
-
-    @property
-    def tau(self) -> float:
-        return 1.0 + self.num_accepted / self.num_steps if self.num_steps else 1.0
-
-    @property
-    def accept_rate(self) -> tuple[float, ...]:
-        """Conditional acceptance at each depth."""
-        above = (self.num_steps, *self.accepted_per_depth[:-1])
-        return tuple(n / max(1, m) for n, m in zip(self.accepted_per_depth, above, strict=False))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from specserve.serve.handles import HostResult, StepHandle
 from specserve.serve.interface import EngineStats
 from specserve.serve.options import sampler_rows, token_rows
 from specserve.serve.output import OutputStream
-from specserve.serve.request import Delta, FinishReason, Request, TokenLogprobs, TokenMask
+from specserve.serve.request import Delta, FinishReason, Request, SpeculationStats, TokenLogprobs, TokenMask
 from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Chunk, Round, Scheduler, Sequence
 from specserve.speculative.controller import Controller, Estimate
@@ -298,11 +298,15 @@ class Rounds:
                 self._guard(sequence, functools.partial(self._emit, sequence, result, row))
 
     def _observe(self, sequence: Sequence, tree: Tree | None, n_accepted: int) -> None:
+        if tree is None:
+            sequence.acceptance = sequence.acceptance.after_step()
+            return
         estimate = self._estimate(sequence)
-        num_nodes = tree.num_nodes if tree and estimate.max_depth else 0
-        sequence.stats = sequence.stats.with_step(num_nodes, tree.depth if tree else 0, n_accepted)
-        if tree is not None:
-            self.controller.observe(estimate, tree, n_accepted)
+        num_draft_tokens = tree.num_nodes if estimate.max_depth else 0  # 0: the request wants none
+        sequence.acceptance = sequence.acceptance.after_step(
+            n_accepted, depth=tree.depth, num_draft_tokens=num_draft_tokens
+        )
+        self.controller.observe(estimate, tree, n_accepted)
 
     def _emit(self, sequence: Sequence, result: HostResult, row: int) -> None:
         """Hand over new tokens."""
@@ -319,7 +323,7 @@ class Rounds:
     def _deliver(self, sequence: Sequence, delta: Delta) -> None:
         reason = delta.finish_reason
         if reason is not None:
-            stats = dataclasses.replace(sequence.stats, num_cached_tokens=sequence.num_cached or 0)
+            stats = SpeculationStats(**vars(sequence.acceptance), num_cached_tokens=sequence.num_cached or 0)
             delta = dataclasses.replace(delta, stats=stats)
             # before its listener hears of it: who has the last token finds the slot and the pages free
             self._end(sequence, reason)

@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 
 from specserve.serve.output import OutputStream
 from specserve.serve.pages import PagePool
-from specserve.serve.request import Request, SpeculationStats
+from specserve.serve.request import Request
+from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.controller import Estimate
 
 
@@ -25,7 +26,7 @@ class Sequence:
     output: OutputStream
     output_ids: list[int] = field(default_factory=list)  # emitted and read
     estimate: Estimate | None = None  # how many draft tokens it accepts; None before its first admission
-    stats: SpeculationStats = field(default_factory=SpeculationStats)
+    acceptance: Acceptance = field(default_factory=Acceptance)
     # What the scheduler keeps.
     order: int = -1  # of arrival
     slot: int = -1

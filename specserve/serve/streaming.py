@@ -23,6 +23,7 @@ from specserve.serve.http_guard import INTERNAL_ERROR, EngineFailureError
 from specserve.serve.interface import EngineLike
 from specserve.serve.metrics import Metrics, SequenceMetrics
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
+from specserve.speculative.acceptance import Acceptance
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +183,7 @@ class Generation:
         num_prompt_tokens = sum(len(choice.request.prompt_ids) for choice in first)
         num_tokens = sum(choice.num_tokens for choice in self._choices)
         stats = [choice.stats for choice in self._choices if choice.stats is not None]
-        num_accepted = sum(item.num_accepted for item in stats)
+        total = sum(stats, Acceptance())
         return {
             "prompt_tokens": num_prompt_tokens,
             "completion_tokens": num_tokens,
@@ -191,8 +192,8 @@ class Generation:
                 "cached_tokens": sum(choice.stats.num_cached_tokens for choice in first if choice.stats is not None)
             },
             "completion_tokens_details": {
-                "accepted_prediction_tokens": num_accepted,
-                "rejected_prediction_tokens": sum(item.num_draft_tokens for item in stats) - num_accepted,
+                "accepted_prediction_tokens": total.num_accepted,
+                "rejected_prediction_tokens": total.num_draft_tokens - total.num_accepted,
             },
         }
 

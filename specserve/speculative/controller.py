@@ -64,7 +64,7 @@ class Controller:
         return Estimate(self._prior.copy(), MAX_DEPTH if max_depth is None else max_depth)
 
     def expected_tokens(self, estimate: Estimate, tree: Tree | None) -> float:
-        """How many tokens one step of this tree is expected to emit for the sequence."""
+        """How many tokens a step over this tree is expected to emit for the sequence, the bonus token included."""
         if tree is None or estimate.max_depth == 0:
             return 1.0
         reach = np.cumprod(self._rates(estimate, tree))

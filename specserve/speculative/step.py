@@ -32,7 +32,7 @@ from specserve.speculative.verify import verify, verify_chain
 
 @dataclass(frozen=True)
 class StepConfig:
-    """The static configuration of a step."""
+    """The configuration of a step: everything that is known when it is compiled."""
 
     target: ModelConfig
     drafter: Drafter | None  # None: plain decoding
@@ -79,7 +79,7 @@ class StepResult:
 
 @pytree
 class Admission:
-    """A new sequence, as it is given to its slot."""
+    """The arrays that a slot is filled with when a sequence is admitted to it."""
 
     page_row: jax.Array  # [max_pages] int32, allocated pages, then anything out of range
     history: jax.Array  # [max_pages * page_size] int32, the prompt (and the answer so far, after a preemption)

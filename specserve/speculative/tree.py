@@ -99,7 +99,7 @@ def static_tree(widths: tuple[int, ...], source: str = "head") -> StaticTree:
 
 @pytree
 class Proposal:
-    """The tokens proposed for each sequence, as a tree; node 0 is the root."""
+    """The tree of draft tokens that is proposed for each sequence; node 0 is the root."""
 
     token_ids: jax.Array  # [batch, node] int32
     parents: jax.Array  # [batch, node] int32; the root's is itself
@@ -124,7 +124,7 @@ def chain_proposal(
 
 
 def pad_chain(proposal: Proposal, depth: int) -> Proposal:
-    """Add nodes with token 0 to a chain until it is `depth` deep."""
+    """Lengthen a proposed chain with padding nodes until it has `depth`."""
     missing = depth + 1 - proposal.token_ids.shape[1]
     token_ids = jnp.pad(proposal.token_ids[:, 1:], ((0, 0), (0, missing)))
     return chain_proposal(proposal.token_ids[:, 0], token_ids, proposal.source)

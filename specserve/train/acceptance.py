@@ -4,6 +4,7 @@ of its own. Tau here is tau in production, for chains and trees, greedy and samp
 import dataclasses
 import functools
 import itertools
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -20,6 +21,7 @@ from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError, DataError
 from specserve.mesh import on_mesh, whole
 from specserve.speculative import step
+from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.step import SlotState, StepConfig, StepResult, Weights
 from specserve.speculative.tree import Tree
@@ -34,7 +36,7 @@ Run = Callable[..., tuple[SlotState, StepResult]]
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of speculating that is measured."""
+    """One way of speculating that is measured: a tree, and a temperature."""
 
     speculation: str  # as `parse_speculation` reads it
     temperature: float = 0.0  # 0 is greedy
@@ -45,7 +47,7 @@ class Arm:
 
     @property
     def tree(self) -> Tree:
-        """Raises ConfigError where there is nothing for a head to propose."""
+        """The tree that the head proposes. Raises ConfigError where it proposes none, or not alone."""
         tree = parse_speculation(self.speculation)
         if tree is None or tree.lookup:
             raise ConfigError(
@@ -56,7 +58,8 @@ class Arm:
 
 
 def arms(speculations: Sequence[str], temperatures: Sequence[float]) -> tuple[Arm, ...]:
-    """Every pair, the first of both first. Raises ConfigError."""
+    """Every speculation at every temperature, each once; the first at the first comes first. Raises ConfigError where
+    one cannot be measured."""
     if not speculations or not temperatures:
         raise ConfigError("eval.speculation and eval.temperature need at least one value each")
     found = tuple(dict.fromkeys(Arm(*pair) for pair in itertools.product(speculations, temperatures)))
@@ -66,27 +69,8 @@ def arms(speculations: Sequence[str], temperatures: Sequence[float]) -> tuple[Ar
 
 
 @dataclass(frozen=True)
-class Acceptance:
-    """Pooled over steps."""
-
-    num_steps: int
-    accepted_per_depth: tuple[int, ...]
-
-    @property
-    def tau(self) -> float:
-        """Tokens per target forward, the bonus included."""
-        return 1.0 + sum(self.accepted_per_depth) / max(1, self.num_steps)
-
-    @property
-    def accept_rate(self) -> tuple[float, ...]:
-        """Conditional acceptance at each depth: accepted there over accepted one depth above."""
-        above = (self.num_steps, *self.accepted_per_depth[:-1])
-        return tuple(n / max(1, m) for n, m in zip(self.accepted_per_depth, above, strict=True))
-
-
-@dataclass(frozen=True)
 class Measured:
-    """What one arm has come to."""
+    """The acceptance of one arm, over all prompts and by the source of the prompts."""
 
     arm: Arm
     total: Acceptance
@@ -94,7 +78,7 @@ class Measured:
 
 
 class AcceptanceMeter:
-    """Speculative decoding of fixed prompts with whatever head it is given."""
+    """Answers fixed prompts by speculative decoding with whatever head it is given, and counts what is accepted."""
 
     def __init__(
         self,
@@ -145,29 +129,29 @@ class AcceptanceMeter:
         }
 
     def measure(self, params: Any, target_ids: np.ndarray, arm: Arm) -> Measured:
-        """The prompts' answers, of at most `max_new_tokens` each, as far as the context goes."""
+        """Answer every prompt with at most `max_new_tokens` tokens, or fewer where the context ends, and count."""
         target = self._target.params
         weights = Weights(target, self._drafter.weights(params, target, jnp.asarray(target_ids)))
-        books: dict[str, np.ndarray] = {}  # by source: steps, then accepted tokens by depth
+        by_source: defaultdict[str, Acceptance] = defaultdict(Acceptance)
         for start in range(0, len(self._order), self._num_slots):
             group = self._order[start : start + self._num_slots]
-            for i, book in zip(group, self._answer(weights, group, arm), strict=True):
-                books[self._prompts[i].source] = books.get(self._prompts[i].source, 0) + book
-        by_source = {source: _acceptance(books[source], arm) for source in sorted(books)}
-        return Measured(arm, _acceptance(np.sum(list(books.values()), axis=0), arm), by_source)
+            for i, found in zip(group, self._answer(weights, group, arm), strict=True):
+                by_source[self._prompts[i].source] += found
+        return Measured(arm, sum(by_source.values(), Acceptance()), dict(sorted(by_source.items())))
 
     def _num_pages(self, i: int) -> int:
         longest = min(len(self._prompts[i].token_ids) + self._max_new_tokens, self._context)
         return -(-(longest + self._max_depth + 1) // PAGE_SIZE)
 
-    def _answer(self, weights: Weights, group: list[int], arm: Arm) -> np.ndarray:  # [len(group), 1 + depth] int64
+    def _answer(self, weights: Weights, group: list[int], arm: Arm) -> list[Acceptance]:
         """Answer one group; slots beyond it stay empty."""
         count = len(group)
         lens = np.array([len(self._prompts[i].token_ids) for i in group])
         limits = np.minimum(self._max_new_tokens, self._context - lens)
         eos = np.array(self._target.eos_ids)
-        state = self._admit(group, arm)
-        books, num_new, is_open = np.zeros((count, 1 + self._max_depth), np.int64), np.ones(count, int), limits > 1
+        state, tree = self._admit(group, arm), arm.tree
+        found = [Acceptance(accepted_per_depth=(0,) * tree.depth) for _ in group]
+        num_new, is_open = np.ones(count, int), limits > 1
         for start in range(0, int(lens.max()), self._chunk):
             num_tokens = self._fill(np.clip(lens - start, 0, self._chunk), 0)
             is_last = self._fill(lens <= start + self._chunk, False)
@@ -177,13 +161,13 @@ class AcceptanceMeter:
         while is_open.any():
             state, result = self._steps[arm.speculation](weights, state, self._slots(is_open))
             counts = np.asarray(result.counts)
-            n_accepted, token_ids = counts[:, 0], counts[:, 2:]
             for row in np.flatnonzero(is_open):
-                books[row, : n_accepted[row] + 1] += 1
-                emitted = token_ids[row, : n_accepted[row] + 1]
+                n_accepted = int(counts[row, 0])
+                found[row] = found[row].after_step(n_accepted, depth=tree.depth, num_draft_tokens=tree.num_nodes)
+                emitted = counts[row, 2 : 2 + n_accepted + 1]
                 num_new[row] += len(emitted)
                 is_open[row] = not np.isin(emitted, eos).any() and num_new[row] < limits[row]
-        return books
+        return found
 
     def _admit(self, group: list[int], arm: Arm) -> SlotState:
         """A state whose slots hold the group's prompts, each with pages for its own answer."""
@@ -218,7 +202,3 @@ class AcceptanceMeter:
         filled = np.full(self._num_slots, rest, bool if values.dtype == bool else np.int32)
         filled[: len(values)] = values
         return jnp.asarray(filled)
-
-
-def _acceptance(book: np.ndarray, arm: Arm) -> Acceptance:
-    return Acceptance(int(book[0]), tuple(int(n) for n in book[1 : 1 + arm.tree.depth]))

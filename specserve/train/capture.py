@@ -45,7 +45,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Manifest:
-    """Whose features a folder holds, and how."""
+    """The manifest of a folder of features: which target, data and draft vocabulary they are of, and their format."""
 
     version: int
     target: str  # its fingerprint
@@ -65,7 +65,7 @@ class Manifest:
 
 
 class FeatureFolder:
-    """What is captured, by row of the data."""
+    """The captured features on disk, which are read by the number of a row of the data."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         """Raises CheckpointError when the folder cannot be written, or holds the features of another target, of other
@@ -95,16 +95,16 @@ class FeatureFolder:
             raise CheckpointError(f"{folder}: cannot be written ({error}); give another --capture") from error
 
     def missing(self) -> list[int]:
-        """Numbers of the files that are not there yet."""
+        """The numbers of the files that are not there yet."""
         return [i for i in range(self.manifest.num_files) if not (self._folder_of(i) / SINGLE_FILE).is_file()]
 
     def rows_of(self, number: int) -> range:
-        """Which rows of the data stand in a file."""
+        """The numbers of the rows of the data that a file holds."""
         begin = number * self.manifest.rows_per_file
         return range(begin, min(begin + self.manifest.rows_per_file, self.manifest.num_rows))
 
     def write(self, number: int, features: Features) -> None:
-        """One file, whole. Raises CheckpointError when that fails, which leaves the other files as they are."""
+        """Write one file, whole. Raises CheckpointError when that fails, which leaves the other files as they are."""
         folder = self._folder_of(number)
         arrays = {name: np.asarray(array) for name, array in _arrays(features).items()}
         arrays["codes"] = arrays["codes"].view(np.uint8)
@@ -202,7 +202,7 @@ def capture(
 
 
 def make_capture(manifest: Manifest, config: ModelConfig, mesh: Mesh | None = None) -> Any:
-    """The jitted program: (target's parameters, draft vocabulary, rows) -> Features."""
+    """Return the jitted program that captures: (target's parameters, draft vocabulary, rows) -> Features."""
 
     def run(params: Any, vocab: DraftVocab, rows: Rows) -> Features:
         out = target_model.forward(

@@ -11,13 +11,15 @@ from jax.sharding import Mesh
 from specserve.checkpoints.load import Target
 from specserve.data.dataset import Prompt
 from specserve.drafters.door import TrainedDrafter
-from specserve.train.acceptance import Acceptance, AcceptanceMeter, Measured, arms
+from specserve.speculative.acceptance import Acceptance
+from specserve.train.acceptance import AcceptanceMeter, Measured, arms
 from specserve.train.settings import EvalSettings
 
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a measurement came to, the run's own arm first."""
+    """What a measurement of a head found, by arm: the run's own arm, the first speculation at the first temperature,
+    comes first."""
 
     arms: tuple[Measured, ...]
     num_skipped: int  # prompts that do not fit the context
@@ -25,9 +27,11 @@ class Evaluation:
 
     @property
     def tau(self) -> float:
+        """The mean number of tokens that a step of the run's own arm emits. By it the best head is chosen."""
         return self.arms[0].total.tau
 
     def to_json(self) -> dict[str, Any]:
+        """What the metrics and the notes of the head keep of it."""
         first = self.arms[0].total
         return {
             "tau": first.tau,
@@ -39,7 +43,8 @@ class Evaluation:
 
 
 class HeldOutEvaluator:
-    """Measures the first arm while the run goes on, and all of them at its end. Compiles each once."""
+    """Measures a head on the run's held-out prompts: the first arm while the run goes on, all of them at its end. The
+    programs are compiled once, at the first measurement that needs them."""
 
     def __init__(
         self,

@@ -47,5 +47,5 @@ def observing(run: TrainRun) -> Iterator[Sequence[Observer]]:
 
 
 def read_metrics(folder: Path) -> list[dict[str, Any]]:
-    """The rows of a run that ends."""
+    """Read `metrics.jsonl` of a run that has ended, one dictionary per line."""
     return [json.loads(line) for line in (folder / METRICS_FILE).read_text(encoding="utf-8").splitlines()]

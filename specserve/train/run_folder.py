@@ -92,7 +92,7 @@ class RunFolder:
 
     @property
     def has_state(self) -> bool:
-        """Is a state saved here, whole?"""
+        """Whether a whole state of the run is saved here."""
         return self.state.is_dir() and any(entry.name.isdecimal() for entry in self.state.iterdir())
 
     def close(self) -> None:
@@ -159,7 +159,7 @@ class Metrics:
             raise CheckpointError(f"{self._path}: cannot be written ({error.strerror})") from error
 
     def write(self, row: dict[str, Any]) -> None:
-        """Every number of the row is finite. Raises CheckpointError when the disk is full."""
+        """Append one row, all of whose numbers are finite. Raises CheckpointError when the disk is full."""
         if self._file is None:
             return
         try:

@@ -20,7 +20,7 @@ PROJECT = "specserve"  # WANDB_PROJECT says otherwise
 
 
 class Tracker(Protocol):
-    """Takes rows, in the order of their steps."""
+    """Sends rows of metrics somewhere. They come in the order of their steps."""
 
     def log(self, row: Mapping[str, Any]) -> None: ...
 
@@ -32,7 +32,7 @@ def open_trackers(
     folder: Path,  # of the run, which keeps what a resumed run needs
     settings: Mapping[str, Any],  # of the run, nested
 ) -> list[Tracker]:
-    """Raises ConfigError where one is not installed or cannot begin."""
+    """Begin the trackers of these names. Raises ConfigError where one is not installed or cannot begin."""
     kinds = {"wandb": WandbTracker, "tensorboard": TensorBoardTracker}
     trackers: list[Tracker] = []
     try:
@@ -84,7 +84,7 @@ class WandbTracker:
 
 
 class TensorBoardTracker:
-    """Event files in the folder's `tensorboard/`."""
+    """Writes TensorBoard's event files into the folder's `tensorboard/`."""
 
     def __init__(self, folder: Path, settings: Mapping[str, Any]) -> None:
         self._make = _load("tensorboardX", "tensorboardX", "tensorboard").SummaryWriter

@@ -3,9 +3,9 @@
 What plugs in:
 
 * An `Evaluator` measures a head: `measure(params, is_last=...)`, called by every process alike, the last one after the
-  last step. By the `tau` of what it returns the best head is chosen and the run ends early (`train.patience`); the
-  entries of its `to_json` stand in `metrics.jsonl` and in the notes of the exported head. Only taus of one `identity`
-  are compared.
+  last step. By the `tau` of the `Evaluation` that it returns the best head is chosen and the run ends early
+  (`train.patience`); the entries of its `to_json` stand in `metrics.jsonl` and in the notes of the exported head. Only
+  taus of one `identity` are compared.
 * An `Observer` is called with a `Progress`, on the first process alone: for every logged step (`loss` and its
   companions), for every measurement (`evaluation`), and once when all is written (`ending`). `Progress.row()` is the
   line of `metrics.jsonl`. It sees the run and changes nothing; what it raises ends the run as a crash would.
@@ -45,6 +45,7 @@ from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import whole
 from specserve.speculative.vocab import DraftVocab
 from specserve.train.capture import FeatureFolder
+from specserve.train.evaluation import Evaluation
 from specserve.train.head import new_drafter
 from specserve.train.optimizer import learning_rate_scale, make_optimizer
 from specserve.train.run_folder import SETTINGS_FILE, Metrics, RunFolder
@@ -55,29 +56,16 @@ from specserve.train.step import StepMetrics, TrainState, loss_config, make_step
 logger = logging.getLogger(__name__)
 
 
-class Evaluation(Protocol):
-    """What a measurement came to."""
-
-    @property
-    def tau(self) -> float:
-        """Tokens per target forward, of the first speculation at the first temperature."""
-        ...
-
-    def to_json(self) -> dict[str, Any]:
-        """What the metrics and the head's notes keep, `tau` among it."""
-        ...
-
-
 class Evaluator(Protocol):
-    """Measures heads by the code that serves them."""
+    """Measures heads by the code that serves them (`evaluation.HeldOutEvaluator`)."""
 
     @property
     def identity(self) -> str:
-        """What is measured, in words; no two measurements that cannot be compared have the same."""
+        """What is measured, in words. Two measurements whose taus cannot be compared have different words."""
         ...
 
     def measure(self, params: Any, *, is_last: bool) -> Evaluation:
-        """The last measurement of a run may take more time than the others."""
+        """Measure a head's parameters. The last measurement of a run (`is_last`) may take more time than the others."""
         ...
 
 
@@ -101,7 +89,7 @@ class Progress:
     ending: str = ""  # why the run ended
 
     def row(self) -> dict[str, Any]:
-        """The line of `metrics.jsonl`."""
+        """This moment as a line of `metrics.jsonl`."""
         row: dict[str, Any] = {
             "step": self.step,
             "seconds": round(self.seconds, 3),
@@ -126,7 +114,7 @@ Observer = Callable[[Progress], None]
 
 @dataclass(frozen=True)
 class TrainingData:
-    """What a run learns from."""
+    """The data of a run, and the head that it starts from."""
 
     loader: Loader
     target_ids: np.ndarray  # [draft_vocab] int32, the draft vocabulary

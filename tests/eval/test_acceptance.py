@@ -10,27 +10,30 @@ from specserve.checkpoints.load import Target
 from specserve.data.conversations import Conversation, Message
 from specserve.drafters.door import Head
 from specserve.errors import DataError
-from specserve.eval.acceptance import Arm, Report, Tally, evaluate
-from specserve.eval.engines import EnginePair, engine_pair
+from specserve.eval.acceptance import Report, evaluate
+from specserve.eval.bench_cells import ArmResult
+from specserve.eval.engines import engine_pair
 from specserve.eval.prompts import Question, load_questions
 from specserve.eval.regenerate import Manner, regenerate
 from specserve.eval.report import summary_table
 from specserve.eval.step_times import measure_steps
+from specserve.serve.engine import Engine
 from specserve.serve.launch import Models
+from specserve.speculative.acceptance import Acceptance
 from specserve.tokenizer import Tokenizer
 
 
 @pytest.fixture(scope="module")
 def pair(
     pydoc_target: Target, pydoc_head: Head, pydoc_tokenizer: Tokenizer, tmp_path_factory: pytest.TempPathFactory
-) -> EnginePair:
+) -> tuple[Engine, Engine]:
     models = Models("pydoc", pydoc_target, pydoc_head, lambda: pydoc_tokenizer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("programs")))
-        pair = engine_pair(models, "chain:2", num_slots=2, max_model_len=128)  # one width of page tables
-    times = measure_steps(pair.plain.runner, pair.speculative.runner, context=40, repeats=3)
+        plain, speculative = engine_pair(models, "chain:2", num_slots=2, max_model_len=128)  # one width of page tables
+    times = measure_steps(plain.runner, speculative.runner, context=40, repeats=3)
     assert 0 < times.draft < times.step
-    return pair
+    return plain, speculative
 
 
 QUESTIONS = [
@@ -41,53 +44,57 @@ QUESTIONS = [
 
 
 @pytest.mark.slow
-def test_arms_agree_and_the_books_balance(pair: EnginePair, tmp_path: Path) -> None:
+def test_arms_agree_and_the_books_balance(pair: tuple[Engine, Engine], tmp_path: Path) -> None:
     """One test for one pair of engines: an engine starts once."""
-    with pair:
-        report = evaluate(pair.plain, pair.speculative, QUESTIONS, Report("x", "chain:2", 0.0, 2), max_tokens=24)
-        sampled = evaluate(pair.plain, pair.speculative, QUESTIONS, Report("x", "chain:2", 1.0, 1), max_tokens=24)
-        _regeneration_is_the_same_with_speculation(pair, tmp_path)
+    plain, speculative = pair
+    with plain, speculative:
+        report = evaluate(plain, speculative, QUESTIONS, Report("x", "chain:2", 0.0, 2), max_tokens=24)
+        sampled = evaluate(plain, speculative, QUESTIONS, Report("x", "chain:2", 1.0, 1), max_tokens=24)
+        _regeneration_is_the_same_with_speculation(plain, speculative, tmp_path)
     for found in (report, sampled):
-        assert found.num_answers == found.num_identical == 3
+        assert found.speculative.num_answers == found.speculative.num_identical == 3
         assert found.num_skipped == 1
         assert found.plain.num_tokens == found.speculative.num_tokens
-        assert found.tally.num_steps == sum(tally.num_steps for tally in found.by_category.values())
-        assert found.tally.tau == pytest.approx(1 + sum(found.tally.accepted) / found.tally.num_steps)
+        total = found.speculative.acceptance
+        assert total == sum(found.by_category.values(), Acceptance())
         # every token but each answer's first came from a step; an answer's last step may overshoot its end
-        from_steps = found.tally.num_steps + sum(found.tally.accepted)
-        assert 0 <= from_steps - (found.speculative.num_tokens - found.num_answers) <= 2 * found.num_answers
-        json.dumps(found.to_json())
+        from_steps = total.num_steps + total.num_accepted
+        assert 0 <= from_steps - (found.speculative.num_tokens - 3) <= 2 * 3
+        assert json.loads(json.dumps(found.to_json()))["identical_answers"] == 3
 
 
-def _regeneration_is_the_same_with_speculation(pair: EnginePair, folder: Path) -> None:
+def _regeneration_is_the_same_with_speculation(plain: Engine, speculative: Engine, folder: Path) -> None:
     """Also where a run without it was killed in the middle of a row, and one with it goes on."""
     questions = ["What does `f0` do?", "What does `f1` do?", "Write the function `os.path.join`."]
     asked = [Conversation((Message("user", question),), "docs", "x") for question in questions]
     asked.append(Conversation((*asked[2].messages, Message("assistant", "old"), *asked[0].messages), "source", "y"))
     for temperature in (0.0, 1.0):
         manner = Manner(max_tokens=8, temperature=temperature)
-        plain, speculative = folder / f"plain{temperature}.jsonl", folder / f"speculative{temperature}.jsonl"
-        account = regenerate(pair.plain, asked, plain, manner)
+        whole, mended = folder / f"whole{temperature}.jsonl", folder / f"mended{temperature}.jsonl"
+        account = regenerate(plain, asked, whole, manner)
         assert account.num_rows == 4
-        first, *_, last = plain.read_text().splitlines(keepends=True)
-        speculative.write_text(first + last[:20])
-        plain.with_name(f"{plain.name}.settings.json").rename(folder / f"{speculative.name}.settings.json")
-        account = regenerate(pair.speculative, asked, speculative, manner)
+        first, *_, last = whole.read_text().splitlines(keepends=True)
+        mended.write_text(first + last[:20])
+        whole.with_name(f"{whole.name}.settings.json").rename(folder / f"{mended.name}.settings.json")
+        account = regenerate(speculative, asked, mended, manner)
         assert (account.num_there, account.num_rows) == (1, 3)
-        assert sorted(speculative.read_text().splitlines()) == sorted(plain.read_text().splitlines())
+        assert sorted(mended.read_text().splitlines()) == sorted(whole.read_text().splitlines())
 
 
 def test_no_number_of_a_table_is_cut_off_in_a_narrow_terminal() -> None:
     """Names of folders may be folded there."""
-    tally = Tally(num_steps=1000, accepted=[612, 401, 233, 187, 151, 109, 71])
-    report = Report("pydoc", "chain:7", 0.0, 1, tally=tally, speedups=[1.23], num_answers=24, num_identical=24)
-    report.plain, report.speculative = Arm(6_000, 60.0), Arm(6_000, 48.0)
+    total = Acceptance(1000, 7000, (612, 401, 233, 187, 151, 109, 71))
+    plain = ArmResult(num_tokens=6_000, seconds=60.0)
+    speculative = ArmResult(
+        ratios=[1.23], acceptance=total, num_tokens=6_000, seconds=48.0, num_answers=24, num_identical=24
+    )
+    report = Report("pydoc", "chain:7", 0.0, 1, plain, speculative)
     console = Console(width=80)
     folder = "/home/someone/experiments/heads/pydoc-muon-1.5e-3-rollout-3"
     with console.capture() as capture:
         console.print(summary_table([(folder, report)], "pydoc, chain:7"))
     words = capture.get().split()
-    rates = [f"{rate:.2f}" for rate in tally.accept_rate]
+    rates = [f"{rate:.2f}" for rate in total.accept_rate]
     for word in ("2.76", "100", "125", "1.23x", "24/24", *rates):
         assert word in words
     assert "…" not in capture.get()

@@ -53,7 +53,7 @@ def test_every_arm_answers_the_same(report: BenchReport) -> None:
         assert list(cell.arms) == ["off", *ARMS]
         plain = cell.arms["off"]
         assert plain.ratios == [1.0, 1.0]
-        assert plain.tally.tau == 1
+        assert plain.acceptance.tau == 1
         assert set(plain.steps) == {"off"}
         for result in cell.arms.values():
             assert result.num_answers == result.num_identical == 6
@@ -65,7 +65,7 @@ def test_every_arm_answers_the_same(report: BenchReport) -> None:
                 rel=0.5,  # a mean over answers of different lengths, each timed
             )
             # one delta per step that emitted, after each answer's first
-            assert len(result.gaps) == result.tally.num_steps
+            assert len(result.gaps) == result.acceptance.num_steps
             assert 0 <= result.host_seconds <= result.busy_seconds
         assert set(cell.arms["chain:2"].steps) == {"chain:2"}
 
@@ -79,8 +79,8 @@ def _spans(per_token: list[float], num_tokens: int) -> float:
 def test_the_rest_of_the_report(report: BenchReport, models: Models) -> None:
     (coupling,) = report.couplings
     assert (coupling.arm, coupling.temperature) == ("chain:2", 1.0)
-    assert coupling.num_answers == coupling.num_identical == 6
-    assert coupling.coupled.num_steps > 0 < coupling.uncoupled.num_steps
+    assert coupling.coupled.num_answers == coupling.coupled.num_identical == 6
+    assert coupling.coupled.acceptance.num_steps > 0 < coupling.uncoupled.acceptance.num_steps
     times = report.steps["chain:2"]
     assert 0 < times.draft < times.step
     weights = sum(leaf.nbytes for leaf in [models.target.params.embedding, models.target.params.norm])

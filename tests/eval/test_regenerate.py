@@ -82,7 +82,7 @@ def test_every_turn_is_answered_to_the_answers_before_it(tmp_path):
     assert messages[2]["content"].endswith("</think>\n\n3 of one")
     assert messages[4]["content"].endswith("</think>\n\n5 of two")
     assert "assistant\n3 of one<|im_end|>" in engine.prompts[1]  # the new answer, and its reasoning is gone
-    assert (account.num_rows, account.num_answers, account.tau) == (1, 2, 2.0)
+    assert (account.num_rows, account.num_answers, account.acceptance.tau) == (1, 2, 2.0)
 
 
 @pytest.mark.parametrize("num_before", [0, 1, 4])

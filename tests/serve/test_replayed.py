@@ -16,8 +16,9 @@ from specserve.drafters.door import Head
 from specserve.errors import ConfigError, DataError
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
+from specserve.speculative.acceptance import Acceptance
 from specserve.train import acceptance
-from specserve.train.acceptance import Acceptance, AcceptanceMeter, Arm, arms
+from specserve.train.acceptance import AcceptanceMeter, Arm, arms
 
 ARMS = arms(("tree:3x3x8", "chain:3"), (0.0, 0.8))
 SEED = 2**32 - 5  # the seeds of the prompts differ in both words
@@ -52,11 +53,9 @@ def _served(runner: Runner, arm: Arm, prompts: Sequence[Prompt]) -> dict[str, Ac
     ]
     with make_engine(runner, Fixed(arm.tree)) as engine:
         stats = [done.stats for done in engine.generate([prompt.token_ids for prompt in prompts], params)]
-    found = {}
-    for source in sorted({prompt.source for prompt in prompts}):
-        own = [stat for stat, prompt in zip(stats, prompts, strict=True) if prompt.source == source and stat.num_steps]
-        accepted = np.sum([stat.accepted_per_depth for stat in own], axis=0)
-        found[source] = Acceptance(sum(stat.num_steps for stat in own), tuple(int(n) for n in accepted))
+    found: dict[str, Acceptance] = {}
+    for stat, prompt in zip(stats, prompts, strict=True):
+        found[prompt.source] = found.get(prompt.source, Acceptance()) + stat
     return found
 
 
@@ -75,13 +74,10 @@ def test_served_acceptance_equals_replayed(
         with moved_weights(fixed_runner, tiny_target, tiny_head, seed):
             assert _served(fixed_runner, arm, prompts) == served, "a prompt sits on a near-tie; another seed"
     assert replayed.by_source == served
-    assert sum(replayed.total.accepted_per_depth) > 2
+    assert list(replayed.by_source) == ["a", "b", "c"]
     books = [(found.num_steps, *found.accepted_per_depth) for found in replayed.by_source.values()]
     assert (replayed.total.num_steps, *replayed.total.accepted_per_depth) == tuple(np.sum(books, axis=0))
-    assert replayed.total.tau == 1 + sum(replayed.total.accepted_per_depth) / replayed.total.num_steps
-    assert replayed.total.accept_rate[1] == (
-        replayed.total.accepted_per_depth[1] / replayed.total.accepted_per_depth[0]
-    )
+    assert replayed.total.num_accepted > 2
 
 
 def test_one_program_for_prompts_and_one_for_each_tree(meter: AcceptanceMeter, tiny_head: Head) -> None:
@@ -120,7 +116,7 @@ def test_an_answer_that_begins_with_its_end_takes_no_step(
     target = dataclasses.replace(tiny_target, eos_ids=(first,))
     arm = Arm("chain:3")
     meter = AcceptanceMeter(target, tiny_head.drafter, [arm], [Prompt("x", token_ids)], max_new_tokens=9)
-    assert meter.measure(tiny_head.params, tiny_head.target_ids, arm).total == Acceptance(0, (0, 0, 0))
+    assert meter.measure(tiny_head.params, tiny_head.target_ids, arm).total == Acceptance(0, 0, (0, 0, 0))
 
 
 def test_arms_are_every_pair_and_only_what_a_head_proposes() -> None:

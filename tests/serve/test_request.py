@@ -7,7 +7,7 @@ import pytest
 from ranges import OUTSIDE
 
 from specserve.errors import RequestError
-from specserve.serve.request import SamplingParams, SpeculationStats
+from specserve.serve.request import SamplingParams
 
 NUMBERS = {name: values for name, values in OUTSIDE.items() if values}
 
@@ -67,15 +67,3 @@ def test_choice_i_has_seed_plus_i_and_seeds_wrap() -> None:
 def test_tiny_temperatures_are_greedy() -> None:
     assert SamplingParams(temperature=1e-30).temperature == 0.0
     assert SamplingParams(temperature=0.01).temperature == 0.01
-
-
-def test_tau_counts_the_bonus() -> None:
-    assert SpeculationStats().tau == 1.0
-    assert SpeculationStats(num_steps=10, num_draft_tokens=30, accepted_per_depth=(6, 3, 1)).tau == 2.0
-
-
-def test_stats_grow_by_steps() -> None:
-    stats = SpeculationStats(num_cached_tokens=4)
-    for num_nodes, depth, n_accepted in [(3, 3, 2), (0, 0, 0), (8, 2, 1), (0, 3, 0)]:
-        stats = stats.with_step(num_nodes, depth, n_accepted)
-    assert stats == SpeculationStats(4, 11, (2, 1, 0), 4)

@@ -18,7 +18,8 @@ from specserve.data.dataset import Prompt
 from specserve.drafters.head import load_head
 from specserve.drafters.notes import read_notes
 from specserve.mesh import make_mesh
-from specserve.train.acceptance import Acceptance, AcceptanceMeter, Arm, Measured
+from specserve.speculative.acceptance import Acceptance
+from specserve.train.acceptance import AcceptanceMeter, Arm, Measured
 from specserve.train.evaluation import Evaluation, HeldOutEvaluator
 from specserve.train.observers import observing, read_metrics
 from specserve.train.settings import EvalSettings, TrainRun
@@ -161,7 +162,7 @@ class Told:
 def test_the_bar_tells_what_happens(finished: Path, monkeypatch: pytest.MonkeyPatch, is_terminal: bool) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(training_bar, "console", Console(file=screen, force_terminal=is_terminal, width=120))
-    found = Acceptance(100, (50, 25))
+    found = Acceptance(100, 200, (50, 25))
     measured = Evaluation(
         tuple(Measured(Arm(*name), found, {"a": found, "b[i]": found}) for name in PAIRS), 0, "chain:2"
     )

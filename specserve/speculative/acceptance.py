@@ -1,0 +1,58 @@
+"""How many draft tokens the target accepted: the counts behind tau and behind acceptance by depth.
+
+The training loop, the evaluation, the benchmarks and the server all count with this class, so their numbers mean the
+same. It knows nothing of where the counts come from.
+"""
+
+import itertools
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Acceptance:
+    """What the steps after prefill accepted, of one sequence or (by `+`) of many.
+
+    A step is one forward of the target over a tree of draft tokens. It emits the draft tokens that it accepts, and one
+    token of the target's own, the bonus token. So the mean number of tokens that a step emits is
+
+        tau = 1 + (accepted draft tokens) / (steps)
+
+    A step of plain decoding has no draft tokens. It counts as a step that accepts none, and plain decoding has tau 1.
+    """
+
+    num_steps: int = 0
+    num_draft_tokens: int = 0  # proposed, accepted or not
+    accepted_per_depth: tuple[int, ...] = ()  # [d]: the steps that accepted a draft token at depth d + 1
+
+    @property
+    def num_accepted(self) -> int:
+        """Draft tokens that were accepted."""
+        return sum(self.accepted_per_depth)
+
+    @property
+    def tau(self) -> float:
+        """The mean number of tokens that a step emits; 1.0 where there was no step."""
+        return 1.0 + self.num_accepted / max(1, self.num_steps)
+
+    @property
+    def accept_rate(self) -> tuple[float, ...]:
+        """The conditional acceptance at each depth: of the steps that accepted a token one depth above (at depth 1: of
+        all steps), the share that accepted one there. Of 10 steps that accepted (6, 3) it is (0.6, 0.5)."""
+        above = (self.num_steps, *self.accepted_per_depth)
+        return tuple(n / max(1, m) for n, m in zip(self.accepted_per_depth, above, strict=False))
+
+    def after_step(self, n_accepted: int = 0, *, depth: int = 0, num_draft_tokens: int = 0) -> "Acceptance":
+        """These counts and one step more, over a tree of this depth; by default a step of plain decoding."""
+        counts = [*self.accepted_per_depth, *[0] * (depth - len(self.accepted_per_depth))]
+        for d in range(n_accepted):
+            counts[d] += 1
+        return Acceptance(self.num_steps + 1, self.num_draft_tokens + num_draft_tokens, tuple(counts))
+
+    def __add__(self, other: "Acceptance") -> "Acceptance":
+        """The counts of both together."""
+        by_depth = itertools.zip_longest(self.accepted_per_depth, other.accepted_per_depth, fillvalue=0)
+        return Acceptance(
+            self.num_steps + other.num_steps,
+            self.num_draft_tokens + other.num_draft_tokens,
+            tuple(n + m for n, m in by_depth),
+        )
