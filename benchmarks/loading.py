@@ -21,12 +21,13 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pydantic.dataclasses
 import typer
 
 from specserve.checkpoints.load import load_target
 from specserve.checkpoints.tensors import INDEX_FILE, write_json, write_tensors
 from specserve.cli.options import command
-from specserve.config import setting
+from specserve.config import RULES, setting
 from specserve.models.families import model_config
 from specserve.models.params import num_params, specs
 from specserve.models.target import target_spec
@@ -164,7 +165,7 @@ def _memory(what: str) -> int:
 app = typer.Typer()
 
 
-@dataclass(frozen=True)
+@pydantic.dataclasses.dataclass(frozen=True, config=RULES)
 class LoadRun:
     """Everything that the command can be told."""
 

@@ -29,6 +29,7 @@ def _documents(lengths: list[int]) -> list[Document]:
     return [Document(rng.integers(0, 64, n).astype(np.int32), np.arange(n) >= n // 2) for n in lengths]
 
 
+@pytest.mark.slow
 def test_both_arms_are_measured_on_the_same_conversations(tiny_target: Target) -> None:
     documents = _documents([9, 30, 41, 64, 17, 50])
     report = run_bench(tiny_target, documents, np.arange(48), SETTINGS, DraftSettings(), rounds=2, steps=2)

@@ -294,7 +294,10 @@ def _answers(runner: Runner) -> list[np.ndarray]:
     return [*found, *map(np.asarray, jax.tree.leaves(runner.state))]
 
 
-@pytest.mark.parametrize("is_spread", [False, True], ids=["one device", "mesh"])
+@pytest.mark.parametrize(
+    "is_spread",
+    [pytest.param(False, id="one device"), pytest.param(True, id="mesh", marks=pytest.mark.slow)],
+)
 def test_a_server_s_programs_are_kept(
     tiny_target: Target, tiny_head: Head, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_spread: bool
 ) -> None:

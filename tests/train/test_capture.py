@@ -151,6 +151,7 @@ def test_capture_then_train_is_training(tmp_path: Path, tiny_target: Target, row
         assert 0 < off < bound, (how, top_k, off)
 
 
+@pytest.mark.slow
 def test_features_are_spread_and_split_as_rows_are(tmp_path: Path, tiny_target: Target, rows: PackedRows) -> None:
     mesh = make_mesh(data=2, sequence=2)
     run = _run(tmp_path, max_steps=3, accumulate=2)

@@ -70,6 +70,7 @@ def test_killed_at_other_moments_too(whole: Path, tmp_path: Path, tiny_target: T
     _assert_same_head(tmp_path, whole, tiny_target)
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_on_other_devices(whole: Path, tmp_path: Path, tiny_target: Target) -> None:
     """One device, then a mesh of eight, then one again."""
     mesh = make_mesh(data=2, tensor=4)

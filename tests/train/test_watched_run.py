@@ -118,6 +118,7 @@ def test_a_run_that_is_stopped_has_a_report_too_and_goes_on(tmp_path: Path, tiny
     assert f"{read_metrics(tmp_path)[-1]['tau']:.3f}" in page
 
 
+@pytest.mark.slow  # tests/models/test_sharding.py and test_trainer.py hold a mesh by default
 def test_a_mesh_measures_the_same(finished: Path, tiny_target: Target) -> None:
     alone, over = (
         HeldOutEvaluator(target, head.drafter, head.target_ids, PROMPTS, EVAL, seed=0, mesh=mesh)
