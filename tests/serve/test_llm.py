@@ -1,5 +1,6 @@
 """Offline batches: the same answers as ever, in order, and nothing runs before everything asked is sound."""
 
+import gc
 import os
 import signal
 import subprocess
@@ -98,8 +99,12 @@ def test_an_interrupt_cancels_and_the_next_call_works(llm: LLM) -> None:
 
     thread = threading.Thread(target=interrupt, daemon=True)
     thread.start()
-    with pytest.raises(KeyboardInterrupt):
-        llm.generate([PROMPTS[0]] * 200, _greedy(100))
+    gc.disable()  # an interrupt is lost in what libraries have called at each collection
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            llm.generate([PROMPTS[0]] * 200, _greedy(100))
+    finally:
+        gc.enable()
     thread.join()
     again = llm.generate(PROMPTS[0], _greedy(8))
     assert again[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
