@@ -75,6 +75,8 @@ def pydoc_head(pydoc_target: Target) -> Head:
 def random_pydoc_head(pydoc_head: Head) -> Head:
     """An untrained head of the shipped one's shape: nearly all that it proposes is wrong."""
     params = init_params(pydoc_head.drafter.spec(), jax.random.key(7), "float32")
+    # numbers of bfloat16, as the shipped head's are: so both are packed alike, and one can take the other's place
+    params = jax.tree.map(lambda x: x.astype("bfloat16").astype(x.dtype), params)
     return Head(pydoc_head.drafter, params, pydoc_head.target_ids)
 
 
