@@ -5,6 +5,7 @@ by other sums and other formulas than many rows, so a token's result would diffe
 a tree and a prompt. The kernels compute a row in one way. They have no gradient, which serving does not need.
 """
 
+import functools
 from typing import Literal
 
 import jax
@@ -94,21 +95,46 @@ def argmax(x: jax.Array) -> jax.Array:  # [..., size] -> [...] int32
 
 
 def as_heads(
+    x: jax.Array,  # [batch, seq, size]: queries or keys of all heads side by side
+    num_heads: int,
+    norm: jax.Array | None,  # [head_dim], or as long as all heads
+    tables: tuple[jax.Array, jax.Array],  # from `cos_sin`
+    *,
+    eps: float,
+    offset: bool = False,
+    is_interleaved: bool = False,
+) -> jax.Array:  # [batch, seq, head, head_dim]
+    """Split queries or keys into heads, with `rms_norm` (of each head, or of all together) and `apply_rope`."""
+    over_all = norm is not None and norm.shape[0] == x.shape[-1]  # with one head it is the same
+    if norm is not None and over_all:
+        x = rms_norm(x, norm, eps, offset=offset)
+    x = x.reshape(*x.shape[:2], num_heads, -1)
+    if norm is not None and not over_all:
+        x = rms_norm(x, norm, eps, offset=offset)
+    return apply_rope(x, tables, is_interleaved=is_interleaved)
+
+
+def split_as_heads(
     qkv: jax.Array,  # [batch, seq, (num_heads + 2 * num_kv_heads) * head_dim]: queries, keys and values side by side
     sizes: tuple[int, int, int],  # num_heads, num_kv_heads, head_dim
-    norms: tuple[jax.Array | None, jax.Array | None],  # of queries and keys: [head_dim], or as long as all their heads
+    norms: tuple[jax.Array | None, jax.Array | None],  # of queries and keys, as in `as_heads`
     tables: tuple[jax.Array, jax.Array],  # from `cos_sin`
     *,
     eps: float,
     offset: bool = False,
     is_interleaved: bool = False,
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # q [batch, seq, head, head_dim], k and v [batch, seq, kv_head, head_dim]
-    """Apply `rms_norm` and `apply_rope` to queries and keys, and split the values off, in one native call. Call it only
-    where `native.serves(qkv, *tables)`."""
+    """Split the three apart and make `as_heads` of queries and keys. While serving it is one native call, which gives
+    the bits that the separate calls give."""
     num_heads, num_kv_heads, head_dim = sizes
-    counts = num_heads, num_kv_heads, num_kv_heads
-    shapes = [jax.ShapeDtypeStruct((*qkv.shape[:2], count, head_dim), jnp.float32) for count in counts]
-    weights = [jnp.zeros(0, jnp.float32) if norm is None else norm.astype(jnp.float32) for norm in norms]
-    call = jax.ffi.ffi_call("specserve_heads", shapes)
-    q, k, v = call(qkv, *weights, *tables, eps=np.float32(eps), offset=offset, is_interleaved=is_interleaved)
-    return q, k, v
+    if native.serves(qkv, *tables) and tables[0].shape[:2] == qkv.shape[:2]:
+        counts = num_heads, num_kv_heads, num_kv_heads
+        shapes = [jax.ShapeDtypeStruct((*qkv.shape[:2], count, head_dim), jnp.float32) for count in counts]
+        weights = [jnp.zeros(0, jnp.float32) if norm is None else norm.astype(jnp.float32) for norm in norms]
+        call = jax.ffi.ffi_call("specserve_heads", shapes)
+        q, k, v = call(qkv, *weights, *tables, eps=np.float32(eps), offset=offset, is_interleaved=is_interleaved)
+        return q, k, v
+    q, k, v = jnp.split(qkv, (num_heads * head_dim, (num_heads + num_kv_heads) * head_dim), axis=-1)
+    finish = functools.partial(as_heads, tables=tables, eps=eps, offset=offset, is_interleaved=is_interleaved)
+    q, k = finish(q, num_heads, norms[0]), finish(k, num_kv_heads, norms[1])
+    return q, k, v.reshape(*v.shape[:2], num_kv_heads, head_dim)

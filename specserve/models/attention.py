@@ -1,14 +1,13 @@
 """Grouped-query attention layers, used by targets and by draft heads: their parameters and their forward."""
 
 import dataclasses
+from typing import Any
 
 import jax
-import jax.numpy as jnp
 
-from specserve.kernels import native
 from specserve.kernels.attention import PagedPrefix, attend
 from specserve.kernels.matmul import Weight
-from specserve.kernels.rowwise import apply_rope, as_heads, rms_norm
+from specserve.kernels.rowwise import as_heads, split_as_heads
 from specserve.models.config import HeadShape, LayerKind, ModelConfig, Names
 from specserve.models.context import Context, Tables
 from specserve.models.layers import by_head, linear, norm_spec, side_by_side
@@ -131,22 +130,13 @@ def project_qkv(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:  # q [batch, n, head, head_dim], k and v [batch, n, kv_head, head_dim]
     if params.k is not None:
         return project_q(params, config, x, rope), *project_kv(params, config, x, rope)
-    q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
-    qkv = linear(x, params.q, params.q_bias)
-    if native.serves(qkv, *rope) and rope[0].shape[:2] == x.shape[:2]:
-        return as_heads(
-            qkv,
-            (config.num_heads, config.num_kv_heads, config.head_dim),
-            (params.q_norm, params.k_norm),
-            rope,
-            eps=config.norm_eps,
-            offset=_has_norm_offset(config),
-            is_interleaved=config.rope.is_interleaved,
-        )
-    q, k, v = jnp.split(qkv, (q_size, q_size + kv_size), axis=-1)
-    q = _finish(q, config.num_heads, params.q_norm, config, rope)
-    k = _finish(k, config.num_kv_heads, params.k_norm, config, rope)
-    return q, k, by_head(v, config.num_kv_heads)
+    return split_as_heads(
+        linear(x, params.q, params.q_bias),
+        (config.num_heads, config.num_kv_heads, config.head_dim),
+        (params.q_norm, params.k_norm),
+        rope,
+        **_rules(config),
+    )
 
 
 def project_q(
@@ -155,7 +145,7 @@ def project_q(
     x: jax.Array,  # [batch, n, d_in]
     rope: Tables,
 ) -> jax.Array:  # [batch, n, head, head_dim]
-    return _finish(linear(x, params.q, params.q_bias), config.num_heads, params.q_norm, config, rope)
+    return as_heads(linear(x, params.q, params.q_bias), config.num_heads, params.q_norm, rope, **_rules(config))
 
 
 def project_kv(
@@ -166,27 +156,14 @@ def project_kv(
 ) -> KV:
     assert params.k is not None, "fused projections come together: use project_qkv"
     assert params.v is not None
-    k = _finish(linear(x, params.k, params.k_bias), config.num_kv_heads, params.k_norm, config, rope)
+    k = as_heads(linear(x, params.k, params.k_bias), config.num_kv_heads, params.k_norm, rope, **_rules(config))
     return k, by_head(linear(x, params.v, params.v_bias), config.num_kv_heads)
 
 
-def _finish(
-    x: jax.Array,  # [batch, n, size]
-    num_heads: int,
-    norm: jax.Array | None,
-    config: ModelConfig | HeadShape,
-    rope: Tables,
-) -> jax.Array:  # [batch, n, head, head_dim]
-    """Norm queries or keys where the model has such a norm, and apply the rotary embedding."""
-    offset = _has_norm_offset(config)
-    over_all = norm is not None and norm.shape[0] == x.shape[-1]  # with one head it is the same
-    if norm is not None and over_all:
-        x = rms_norm(x, norm, config.norm_eps, offset=offset)
-    x = by_head(x, num_heads)
-    if norm is not None and not over_all:
-        x = rms_norm(x, norm, config.norm_eps, offset=offset)
-    return apply_rope(x, rope, is_interleaved=config.rope.is_interleaved)
-
-
-def _has_norm_offset(config: ModelConfig | HeadShape) -> bool:
-    return isinstance(config, ModelConfig) and config.norm_offset
+def _rules(config: ModelConfig | HeadShape) -> dict[str, Any]:
+    """How queries and keys are normed and rotated."""
+    return {
+        "eps": config.norm_eps,
+        "offset": isinstance(config, ModelConfig) and config.norm_offset,
+        "is_interleaved": config.rope.is_interleaved,
+    }

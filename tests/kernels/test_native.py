@@ -18,7 +18,17 @@ from specserve.kernels.attention import PagedPrefix, attend
 from specserve.kernels.matmul import PackedMatrix, QuantizedMatrix, dequantize, matmul, matmul_by_expert, pack
 from specserve.kernels.native import build
 from specserve.kernels.pages import write_pages
-from specserve.kernels.rowwise import ACTIVATIONS, Activation, apply_rope, argmax, as_heads, cos_sin, gated, rms_norm
+from specserve.kernels.rowwise import (
+    ACTIVATIONS,
+    Activation,
+    apply_rope,
+    argmax,
+    as_heads,
+    cos_sin,
+    gated,
+    rms_norm,
+    split_as_heads,
+)
 
 pytestmark = pytest.mark.skipif(not native.is_available(), reason=native.describe())
 
@@ -259,21 +269,15 @@ def test_heads_are_norms_and_rotations(rng: np.random.Generator, norm: str, is_i
 
     def together(qkv: jax.Array) -> Any:
         tables = cos_sin(positions, frequencies, 1.0)
-        return as_heads(
+        return split_as_heads(
             qkv, (heads, kv_heads, head_dim), norms, tables, eps=1e-5, offset=True, is_interleaved=is_interleaved
         )
 
     def apart(qkv: jax.Array) -> Any:
         tables = cos_sin(positions, frequencies, 1.0)
         q, k, v = jnp.split(qkv, (heads * head_dim, (heads + kv_heads) * head_dim), axis=-1)
-        made = []
-        for x, weight in zip((q, k), norms, strict=True):
-            if norm == "of all heads":
-                x = rms_norm(x, weight, 1e-5, offset=True)
-            x = x.reshape(2, 5, -1, head_dim)
-            if norm == "of each head":
-                x = rms_norm(x, weight, 1e-5, offset=True)
-            made.append(apply_rope(x, tables, is_interleaved=is_interleaved))
+        parts = zip((q, k), (heads, kv_heads), norms, strict=True)
+        made = [as_heads(*part, tables, eps=1e-5, offset=True, is_interleaved=is_interleaved) for part in parts]
         return (*made, v.reshape(2, 5, kv_heads, head_dim))
 
     got, expected = (jax.jit(native.serving(function))(qkv) for function in (together, apart))
