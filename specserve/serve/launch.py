@@ -134,32 +134,7 @@ def make_engine(
     serves.
 
     A measurement can have the draft rank without the target's noise, to see what that brings."""
-    is_auto = run.speculation == "auto"
-    trees = choose_trees(models, run)
-    longest = run.max_model_len or min(models.target.config.max_len, LARGEST_DEFAULT_CONTEXT)
-    if longest > models.target.config.max_len:
-        raise ConfigError(f"--max-model-len {longest}: the target's context is {models.target.config.max_len}")
-    if longest < 2:
-        raise ConfigError("--max-model-len must be at least 2: one token to ask, one to answer")
-    parts = num_parts(models.mesh, "batch")
-    if run.max_slots % parts:
-        raise ConfigError(
-            f"--max-slots {run.max_slots}: they are spread over data={parts}, so make it a multiple of that"
-        )
-    runner = Runner(
-        models.target,
-        models.head,
-        trees,
-        num_slots=run.max_slots,
-        max_model_len=longest,
-        page_size=run.page_size,
-        num_pages=_num_pages(models, run, longest),
-        is_deterministic=run.deterministic,
-        is_coupled=is_coupled,
-        has_constrained=run.constrained,
-        mesh=models.mesh,
-        folder=host.cache_folder() / "programs",
-    )
+    runner = _make_runner(models, run, is_coupled=is_coupled)
     programs = runner.programs()
     late = [program for program in programs if _is_early(run) and not program.is_plain]
     first = programs[: len(programs) - len(late)]
@@ -181,13 +156,13 @@ def make_engine(
 
     def make_controller() -> Generator[object, None, Controller | None]:
         """Knows what each step costs here, and what the head's own evaluation says of it."""
-        if not is_auto:
+        if run.speculation != "auto":
             return None
         costs = yield from step_costs(runner, cost_file(names, runner))
         logger.info("milliseconds per step: %s", describe_costs(costs))
         return Controller(costs, acceptance)  # the models themselves may go before
 
-    controller = Controller({}) if is_auto else None
+    controller = Controller({}) if run.speculation == "auto" else None
     if not late:
         on_warmup(len(programs), len(programs), "timing the steps")
         controller = finish(make_controller())
@@ -206,6 +181,35 @@ def make_engine(
         ),
         late_programs=late,
         on_compiled=make_controller,
+    )
+
+
+def _make_runner(models: Models, run: ServeRun, *, is_coupled: bool) -> Runner:
+    """Give the device the models, and a cache as large as the settings say. Nothing is compiled yet."""
+    trees = choose_trees(models, run)
+    longest = run.max_model_len or min(models.target.config.max_len, LARGEST_DEFAULT_CONTEXT)
+    if longest > models.target.config.max_len:
+        raise ConfigError(f"--max-model-len {longest}: the target's context is {models.target.config.max_len}")
+    if longest < 2:
+        raise ConfigError("--max-model-len must be at least 2: one token to ask, one to answer")
+    parts = num_parts(models.mesh, "batch")
+    if run.max_slots % parts:
+        raise ConfigError(
+            f"--max-slots {run.max_slots}: they are spread over data={parts}, so make it a multiple of that"
+        )
+    return Runner(
+        models.target,
+        models.head,
+        trees,
+        num_slots=run.max_slots,
+        max_model_len=longest,
+        page_size=run.page_size,
+        num_pages=_num_pages(models, run, longest),
+        is_deterministic=run.deterministic,
+        is_coupled=is_coupled,
+        has_constrained=run.constrained,
+        mesh=models.mesh,
+        folder=host.cache_folder() / "programs",
     )
 
 

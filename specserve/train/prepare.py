@@ -3,13 +3,14 @@
 import logging
 from collections.abc import Collection
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
 
 from specserve import processes, provenance
 from specserve.checkpoints.load import load_target
-from specserve.checkpoints.source import BUNDLED, resolve_target
+from specserve.checkpoints.source import BUNDLED, TargetSource, resolve_target
 from specserve.data import dataset, pydoc, sources
 from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.data.dataset import Dataset, Prompt
@@ -70,14 +71,6 @@ def prepare(run: TrainRun, folder: RunFolder) -> Trainer:
         len(target_ids),
         100 * data.coverage,
     )
-    notes = {
-        "target": source.name,
-        "target_fingerprint": provenance.fingerprint(source.folder),
-        "quantization": run.quantization,
-        **({"init_from": run.init_from} if head else {}),
-        "data": list(run.data.source),
-        "data_summary": summarize(loaded, target_ids),
-    }
     drafter = head.drafter if head else new_drafter(run.draft, target.config, len(target_ids))
     evaluator = features = None
     if run.features.capture:
@@ -86,8 +79,7 @@ def prepare(run: TrainRun, folder: RunFolder) -> Trainer:
         capture.capture(features, source.folder, run, rows, target_ids, mesh)
         logger.warning(
             "training from captured states, without the target: tau is not measured; afterwards run specserve eval "
-            "--target %s --draft %s",
-            *(run.target, run.output),
+            f"--target {run.target} --draft {run.output}"
         )
     elif prompts:
         evaluator = HeldOutEvaluator(target, drafter, target_ids, prompts, run.eval, seed=run.train.seed, mesh=mesh)
@@ -95,13 +87,25 @@ def prepare(run: TrainRun, folder: RunFolder) -> Trainer:
         run,
         target,
         data,
-        notes,
+        _notes(run, source, loaded, target_ids),
         folder,
         evaluator=evaluator,
         stopwatch=make_stopwatch(run, target.config, drafter, mesh),
         features=features,
         mesh=mesh,
     )
+
+
+def _notes(run: TrainRun, source: TargetSource, loaded: Dataset, target_ids: np.ndarray) -> dict[str, Any]:
+    """What a head says of the run that trained it, known before its first step."""
+    return {
+        "target": source.name,
+        "target_fingerprint": provenance.fingerprint(source.folder),
+        "quantization": run.quantization,
+        **({"init_from": run.init_from} if run.init_from else {}),
+        "data": list(run.data.source),
+        "data_summary": summarize(loaded, target_ids),
+    }
 
 
 def draft_vocab(

@@ -155,25 +155,7 @@ def draft_config_to_hf(
 ) -> dict[str, Any]:
     """Write the config.json of a head, with both spellings of the rotary settings. Only speculators names the
     target."""
-    layer: dict[str, Any] = {
-        "model_type": "llama",
-        "hidden_size": config.d_model,
-        "intermediate_size": config.d_ff,
-        "num_hidden_layers": config.num_layers,
-        "num_attention_heads": config.num_heads,
-        "num_key_value_heads": config.num_kv_heads,
-        "head_dim": config.head_dim,
-        "hidden_act": "silu",
-        "rms_norm_eps": config.norm_eps,
-        "vocab_size": config.vocab_size,
-        "max_position_embeddings": config.max_len,
-        **rope_keys(config),
-        "attention_bias": False,
-        "tie_word_embeddings": False,
-        "torch_dtype": dtype,
-        "bos_token_id": bos_id,
-        "eos_token_id": eos_id,
-    }
+    layer = _layer_to_hf(config, dtype, bos_id, eos_id)
     head = {
         "architectures": [ARCHITECTURES[dialect]],
         "target_hidden_size": config.target_d_model,
@@ -208,6 +190,29 @@ def draft_config_to_hf(
     if dialect == "vllm":
         return out | {TAP_IDS: input_ids, "num_aux_hidden_states": len(input_ids)}
     return out | {"eagle_config": {"use_aux_hidden_state": True, TAP_IDS: output_ids}}
+
+
+def _layer_to_hf(config: Eagle3Config, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+    """The part of a config.json that describes the head's own layers, in the keys of a Llama."""
+    return {
+        "model_type": "llama",
+        "hidden_size": config.d_model,
+        "intermediate_size": config.d_ff,
+        "num_hidden_layers": config.num_layers,
+        "num_attention_heads": config.num_heads,
+        "num_key_value_heads": config.num_kv_heads,
+        "head_dim": config.head_dim,
+        "hidden_act": "silu",
+        "rms_norm_eps": config.norm_eps,
+        "vocab_size": config.vocab_size,
+        "max_position_embeddings": config.max_len,
+        **rope_keys(config),
+        "attention_bias": False,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+    }
 
 
 def rope_keys(config: Eagle3Config) -> dict[str, Any]:
