@@ -254,8 +254,14 @@ class Server:
         return Batch(self.arm, clients, number, seconds, answers, num_forwards)
 
     def peak_bytes(self) -> int:
+        return self._memory("VmHWM")
+
+    def resident_bytes(self) -> int:
+        return self._memory("VmRSS")
+
+    def _memory(self, what: str) -> int:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith("VmHWM"))
+        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(what))
 
     def total(self, series: str) -> int:
         """The value of a counter of the server's metrics; 0 where there is none."""
