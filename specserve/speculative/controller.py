@@ -2,10 +2,13 @@
 batch.
 
 The promise is (expected tokens) / (measured cost). Costs are measured when the server starts, and corrected by what
-steps take in service, where the host works beside the device. A chain of length K is expected to emit 1 + sum over d <=
-K of p_1 ... p_d tokens, where p_d is the sequence's acceptance at depth d, estimated while serving. A tree's acceptance
-at each depth is 1 - (1 - p)^lift, with a lift of its own that is estimated as well. Plain decoding is one of the
-choices, so a head that does not pay costs nothing but a look now and then.
+steps take in service, where the host works beside the device. A start on a busy machine may have measured anything, so
+nothing bounds the correction, and now and then one step looks at another way than the best.
+
+A chain of length K is expected to emit 1 + sum over d <= K of p_1 ... p_d tokens, where p_d is the sequence's
+acceptance at depth d, estimated while serving. A tree's acceptance at each depth is 1 - (1 - p)^lift, with a lift of
+its own that is estimated as well. Plain decoding is one of the choices, so a head that does not pay costs nothing but
+the looks.
 
 The controller is host code. It knows nothing of requests or devices.
 """
@@ -21,8 +24,9 @@ from specserve.speculative.tree import StaticTree, Tree
 MAX_DEPTH = 16  # acceptance beyond is taken for that at this depth
 UNKNOWN_PRIOR = 0.5  # acceptance where a head says nothing of its own
 SLOT_RATE, PRIOR_RATE, LIFT_RATE = 0.08, 0.01, 0.02  # how fast estimates follow what is seen
-PROBE_STEPS = 64  # after so many plain steps, one step looks whether speculation would pay by now
-COST_RATE, WORST_RATIO = 0.1, 2.0  # how fast costs follow what is seen, of which no more than this is believed
+LOOK_STEPS = 64  # after so many steps, one looks whether another way would pay more by now
+COST_RATE, WORST_RATIO = 0.1, 2.0  # how fast costs follow what is seen; no step counts as further off than this ratio
+FIRST_WORST_RATIO = 4.0  # the same for the first step of its kind
 NEAR = 0.95  # speculation that promises less than this much of what plain decoding does is far from paying
 LOYALTY = 1.02  # another way must promise more than this much of what the current one does
 
@@ -49,9 +53,11 @@ class Controller:
     prior: Sequence[float] = ()
     is_following: bool = True  # whether speculation may pay soon, so that the draft should keep up with plain steps
     _lift: dict[Tree, float] = field(default_factory=dict)
-    _overhead: dict[tuple[int, Tree | None], float] = field(default_factory=dict)  # log(seconds in service / cost)
+    # log(seconds in service / cost), and how many steps it was learnt from
+    _overhead: dict[tuple[int, Tree | None], tuple[float, int]] = field(default_factory=dict)
     _current: Tree | None = None
-    _num_plain: int = 0  # plain steps since the last look
+    _num_steps: int = 0  # since the last look
+    _num_looks: int = 0
 
     def __post_init__(self) -> None:
         rates = [*self.prior] or [UNKNOWN_PRIOR]
@@ -82,15 +88,35 @@ class Controller:
         promises = {tree: self._promise(estimates, batch_size, width, tree) for tree in known}
         best = max(known, key=promises.__getitem__)
         self.is_following = any(promises[tree] > NEAR * promises[best] for tree in speculative)
-        if best is None and speculative:
-            self._num_plain += 1
-            if self._num_plain >= PROBE_STEPS and any(estimate.max_depth for estimate in estimates):
-                self._num_plain = 0
-                return min(speculative, key=lambda tree: self._cost(batch_size, width, tree))
-        else:
-            self._num_plain = 0
+        self._num_steps += bool(speculative) and any(estimate.max_depth for estimate in estimates)
+        if self._num_steps >= LOOK_STEPS:
+            self._num_steps = 0
+            self._num_looks += 1
+            look = self._look(estimates, known, best, batch_size, width)
+            if look != best:
+                return look
         self._current = best
         return best
+
+    def _look(
+        self,
+        estimates: Sequence[Estimate],
+        known: Sequence[Tree | None],
+        best: Tree | None,
+        batch_size: int,
+        width: int,
+    ) -> Tree | None:
+        """A way to try once: of those that speculate, the one that would promise most if it were off its measured cost
+        no more than others are, whatever its own steps seemed to take; or, every second time, plain decoding."""
+        if best is not None and self._num_looks % 2 and None in known:
+            return None
+
+        def hope(tree: Tree) -> float:
+            tokens = sum(self.expected_tokens(estimate, tree) for estimate in estimates)
+            overhead = min(self._overhead_of(batch_size, tree), self._usual_overhead(batch_size, tree))
+            return tokens / (self.costs[batch_size, width, tree] * math.exp(overhead))
+
+        return max((tree for tree in known if tree not in (None, best)), key=hope, default=best)
 
     def speedup(self, estimates: Sequence[Estimate], batch_size: int, width: int, tree: Tree | None) -> float:
         """The tokens per second that the step promises, over those of a plain step. 1 where either cost is unknown."""
@@ -122,20 +148,30 @@ class Controller:
         cost = self.costs.get((batch_size, width, tree))
         if cost is None or seconds <= 0:
             return
-        bound = math.log(WORST_RATIO)
-        seen = min(max(math.log(seconds / cost), -bound), bound)
-        known = self._overhead.get((batch_size, tree), seen)
-        self._overhead[batch_size, tree] = known + COST_RATE * (seen - known)
+        overhead = self._overhead_of(batch_size, tree)
+        num_seen = self._overhead.get((batch_size, tree), (0.0, 0))[1]
+        bound = math.log(WORST_RATIO if num_seen else FIRST_WORST_RATIO)
+        surprise = min(max(math.log(seconds / cost) - overhead, -bound), bound)
+        rate = max(COST_RATE, 1 / (num_seen + 1.5))  # nearly the mean of the first steps
+        self._overhead[batch_size, tree] = overhead + rate * surprise, num_seen + 1
 
     def _cost(self, batch_size: int, width: int, tree: Tree | None) -> float:
-        """The seconds of a step in service. A step that has not run in service is taken to be off its measured cost by
-        half as much as similar steps that have, so that it is tried before one that has proved expensive."""
-        overhead = self._overhead.get((batch_size, tree))
-        if overhead is None:
-            alike = [value for (size, other), value in self._overhead.items() if size == batch_size and other and tree]
-            alike = alike or [value for (size, _), value in self._overhead.items() if size == batch_size] or [0.0]
-            overhead = 0.5 * sum(alike) / len(alike)
-        return self.costs[batch_size, width, tree] * math.exp(overhead)
+        """The seconds of a step in service."""
+        return self.costs[batch_size, width, tree] * math.exp(self._overhead_of(batch_size, tree))
+
+    def _overhead_of(self, batch_size: int, tree: Tree | None) -> float:
+        """How far a step is off its measured cost: log(seconds in service / cost)."""
+        seen = self._overhead.get((batch_size, tree))
+        return seen[0] if seen else self._usual_overhead(batch_size, tree)
+
+    def _usual_overhead(self, batch_size: int, tree: Tree | None) -> float:
+        """What to expect of a step that has not run in service: as much faster as similar ones have been on average,
+        or half as much slower, so that it is tried before one that has proved expensive. Similar are those of the same
+        kind, plain or speculative, or else all."""
+        seen = {other: value for (size, other), (value, _) in self._overhead.items() if size == batch_size}
+        alike = [value for other, value in seen.items() if (other is None) == (tree is None)] or [*seen.values()]
+        mean = sum(alike) / len(alike) if alike else 0.0
+        return min(mean, 0.5 * mean)
 
     def _promise(self, estimates: Sequence[Estimate], batch_size: int, width: int, tree: Tree | None) -> float:
         tokens = sum(self.expected_tokens(estimate, tree) for estimate in estimates)
