@@ -1,5 +1,5 @@
 """Speculation changes no token of any architecture: experts, latents, windows, recurrent states. Through the engine, in
-mixed batches with preemptions, over plain steps, chains and trees in any order, against plain decoding alone."""
+mixed batches with preemptions, over plain steps and trees in any order, against plain decoding alone."""
 
 import dataclasses
 from pathlib import Path
@@ -102,7 +102,7 @@ BROADEST = ("delta nets",)  # latents are in test_sharded; the others take minut
 def test_speculation_changes_no_token_of(case: str, rng: np.random.Generator) -> None:
     target = make_target(case)
     head = tiny.random_head(target.config, seed=1, num_kv_heads=2, head_dim=8, rope=tiny.PLAIN_ROPE)
-    runner = make_runner(target, head, "off", "chain:3", "tree:3x3x9", num_slots=3, has_constrained=False)
+    runner = make_runner(target, head, "off", "tree:3x3x9", num_slots=3, has_constrained=False)
     runner.warmup()
     reference = Reference(target)
     with serving(make_engine(runner, Dice(0), num_pages=18)) as engine, reference.engine:
