@@ -99,13 +99,13 @@ def test_nothing_compiles_after_warm_up(engine: Engine) -> None:
 
 
 def test_growing_into_wider_page_tables_changes_nothing(
-    tiny_target: Target, tiny_head: Head, pydoc_tokenizer: Tokenizer, answer: list[int]
+    tiny_target: Target, pydoc_tokenizer: Tokenizer, answer: list[int]
 ) -> None:
     """XLA's operations read the narrowest table that holds their sequences: here 16 entries, then 56. The native kernel
     reads no more of a table than a sequence has, so there is one."""
-    tree = parse_speculation("chain:2")
+    tree = parse_speculation("ngram:2")
     with native.left_out():
-        runner = Runner(tiny_target, tiny_head, [tree], num_slots=1, max_model_len=56, page_size=2, num_pages=28)
+        runner = Runner(tiny_target, None, [tree], num_slots=1, max_model_len=56, page_size=2, num_pages=28)
         assert runner.shapes.widths == (8, 28)
         with Engine(runner, pydoc_tokenizer, model_name="tiny", eos_ids=()) as engine:
             [completion] = engine.generate([PROMPT], greedy(40))
