@@ -5,14 +5,16 @@ import os
 import shlex
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
-from specserve.cli import train
+from specserve import host
+from specserve.cli import serve, train
 from specserve.cli.lazy import LazyGroup
-from specserve.cli.main import Bench, Data, Root
+from specserve.cli.main import Bench, Data, Root, main
 from specserve.cli.options import show_error
 from specserve.errors import ConfigError
 from specserve.train.run_folder import SETTINGS_FILE
@@ -29,6 +31,24 @@ def run(*arguments: str, cwd: Path, **environment: str) -> subprocess.CompletedP
         text=True,
         timeout=120,
     )
+
+
+@pytest.fixture
+def say(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., str]:
+    """What is wrong with a command line: what the command says on stderr, in this process."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.setattr(host, "is_compiling", lambda: False)  # else it would end this process
+    monkeypatch.setattr(serve, "bind_listener", lambda _host, _port: None)  # which the end of a process gives back
+
+    def say(*arguments: str) -> str:
+        monkeypatch.setattr(sys, "argv", ["specserve", *arguments])
+        with pytest.raises(SystemExit) as end:
+            main()
+        assert end.value.code == 2
+        return capsys.readouterr().err
+
+    return say
 
 
 HEAVY = ["jax", "numpy", "transformers"]
@@ -65,23 +85,24 @@ def test_every_command_is_where_the_table_says(group: type[LazyGroup]) -> None:
         (("train", "--lr", "-1"), "train.lr"),
         (("train", "--target", "qwen3-8x"), "qwen3-8b"),
         (("serve", "--draft", "./nowhere"), "specserve train"),
-        (("serve", "--speculation", "chain:0", "--port", "0"), "chain:0"),
+        (("serve", "--speculation", "chain:0"), "chain:0"),
         (("eval", "--bench", "missing.jsonl"), "missing.jsonl"),
     ],
 )
-def test_wrong_input_is_one_line_that_names_the_fix(arguments: tuple[str, ...], expected: str, tmp_path: Path) -> None:
-    done = run(*arguments, cwd=tmp_path)
-    assert done.returncode == 2, done.stdout + done.stderr
-    assert done.stderr.startswith("error: ")
-    assert expected in done.stderr
-    assert "Traceback" not in done.stderr
+def test_wrong_input_is_one_line_that_names_the_fix(
+    say: Callable[..., str], arguments: tuple[str, ...], expected: str
+) -> None:
+    said = say(*arguments)
+    assert said.startswith("error: ")
+    assert expected in said
+    assert "Traceback" not in said
 
 
-def test_brackets_in_a_path_or_an_advice_are_said_as_they_are(tmp_path: Path) -> None:
+def test_brackets_in_a_path_or_an_advice_are_said_as_they_are(say: Callable[..., str]) -> None:
     """They are no markup of the terminal's."""
-    done = run("train", "--output", "out[/y]", "--resume", cwd=tmp_path)
-    assert (done.returncode, done.stderr[:6]) == (2, "error:")
-    assert "out[/y]" in done.stderr
+    said = say("train", "--output", "out[/y]", "--resume")
+    assert said.startswith("error:")
+    assert "out[/y]" in said
 
 
 def test_the_advice_to_install_an_extra_is_whole(capsys: pytest.CaptureFixture[str]) -> None:
@@ -105,6 +126,7 @@ def test_the_command_that_goes_on_with_a_run_can_be_pasted(
 def test_unreachable_hub_names_the_folder_for_the_weights(tmp_path: Path) -> None:
     done = run("train", "--target", "qwen3-8b", cwd=tmp_path, HF_HOME=str(tmp_path / "hub"))
     assert done.returncode == 2
+    assert done.stderr.startswith("error: ")
     assert "Qwen/Qwen3-8B" in done.stderr
     assert "--target models/Qwen3-8B" in done.stderr
     assert "Traceback" not in done.stderr

@@ -1,6 +1,7 @@
 """A server over a real socket with a fake engine behind it, and two clients; and what the engine's tests run on."""
 
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import openai
@@ -50,24 +51,32 @@ def client(server: HttpServer) -> Iterator[openai.OpenAI]:
 
 
 @pytest.fixture(scope="session")
-def runner(tiny_target: Target, tiny_head: Head) -> Runner:
+def kept(pytestconfig: pytest.Config) -> Path | None:
+    """Where the runners below keep their programs: each of pytest's workers has them, and one compiles them for all."""
+    has_cache = pytestconfig.pluginmanager.hasplugin("cacheprovider")
+    return pytestconfig.cache.mkdir("programs") if has_cache else None  # type: ignore[union-attr]
+
+
+@pytest.fixture(scope="session")
+def runner(tiny_target: Target, tiny_head: Head, kept: Path | None) -> Runner:
     """Every kind of tree that a head proposes, and plain decoding; all compiled. A test makes an engine of its own."""
-    runner = make_runner(tiny_target, tiny_head, "tree:3x3x8", "chain:3", "static:2x1", "head+suffix:3", "off")
+    ways = "tree:3x3x8", "chain:3", "static:2x1", "head+suffix:3", "off"
+    runner = make_runner(tiny_target, tiny_head, *ways, folder=kept)
     runner.warmup()
     return runner
 
 
 @pytest.fixture(scope="session")
-def lookup_runner(tiny_target: Target) -> Runner:
+def lookup_runner(tiny_target: Target, kept: Path | None) -> Runner:
     """Drafts without a head."""
-    runner = make_runner(tiny_target, None, "ngram:3", "off", has_constrained=False)
+    runner = make_runner(tiny_target, None, "ngram:3", "off", has_constrained=False, folder=kept)
     runner.warmup()
     return runner
 
 
 @pytest.fixture(scope="session")
-def reference(tiny_target: Target) -> Iterator[Reference]:
+def reference(tiny_target: Target, kept: Path | None) -> Iterator[Reference]:
     """What plain decoding says, asked one by one."""
-    reference = Reference(tiny_target)
+    reference = Reference(tiny_target, kept)
     with reference.engine:
         yield reference

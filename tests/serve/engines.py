@@ -287,9 +287,9 @@ class Reference:
     """Plain decoding, one request at a time, without a prefix cache. What has been asked before is remembered, and how
     firmly its tokens stand."""
 
-    def __init__(self, target: Target) -> None:
+    def __init__(self, target: Target, folder: Path | None = None) -> None:
         self.target = target
-        self.runner = make_runner(target, None, "off", num_slots=1, chunk=64)
+        self.runner = make_runner(target, None, "off", num_slots=1, chunk=64, folder=folder)
         self.engine = make_engine(self.runner, is_caching=False)
         self.off = float(tiny.tolerance(target, range(VOCAB)).max())  # of a logit, by rounding
         self._answers: dict[str, Inbox] = {}

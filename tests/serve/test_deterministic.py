@@ -2,11 +2,13 @@
 its prompt was cached, and however it is speculated on."""
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
+from engines import EOS
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
@@ -22,7 +24,13 @@ NUM_SLOTS, MAX_LEN, PAGE_SIZE = 4, 256, 8
 NUM_TOKENS = 40
 
 
-SPECULATIONS = ["off", "chain:1", "chain:3", "head+suffix:7"]
+SPECULATIONS = ["off", "chain:3", "head+suffix:7"]
+
+
+@pytest.fixture(scope="module")
+def make(tiny_target: Target, tiny_head: Head) -> Callable[[str], Runner]:
+    """Each runner is made once."""
+    return functools.cache(functools.partial(_runner, tiny_target, tiny_head))
 
 
 def _runner(target: Target, head: Head, speculation: str) -> Runner:
@@ -39,10 +47,9 @@ def _runner(target: Target, head: Head, speculation: str) -> Runner:
     )
 
 
-def _engine(target: Target, head: Head, speculation: str, *, is_caching: bool = True) -> Engine:
-    options = EngineOptions(is_caching=is_caching)
-    runner = _runner(target, head, speculation)
-    return Engine(runner, None, model_name="tiny", eos_ids=target.eos_ids, options=options)
+def _engine(runner: Runner, *, is_caching: bool = True) -> Engine:
+    runner.reset()
+    return Engine(runner, None, model_name="tiny", eos_ids=(EOS,), options=EngineOptions(is_caching=is_caching))
 
 
 def _asks() -> tuple[list[list[int]], list[SamplingParams]]:
@@ -74,16 +81,16 @@ ORDER = [[0], [1], [2], [3], [0, 1, 2, 3], [3, 2, 1, 0, 1, 0]]  # the first time
 
 
 @pytest.fixture(scope="module")
-def expected(tiny_target: Target, tiny_head: Head) -> dict[int, CompletionOutput]:
+def expected(make: Callable[[str], Runner]) -> dict[int, CompletionOutput]:
     """Plainly, alone, and nothing cached."""
-    return dict(_run(_engine(tiny_target, tiny_head, "off", is_caching=False), [[0], [1], [2], [3]]))
+    return dict(_run(_engine(make("off"), is_caching=False), [[0], [1], [2], [3]]))
 
 
 @pytest.mark.parametrize("speculation", SPECULATIONS)
 def test_a_request_gets_the_same_bits(
-    tiny_target: Target, tiny_head: Head, expected: dict[int, CompletionOutput], speculation: str
+    make: Callable[[str], Runner], expected: dict[int, CompletionOutput], speculation: str
 ) -> None:
-    found = _run(_engine(tiny_target, tiny_head, speculation), ORDER)
+    found = _run(_engine(make(speculation)), ORDER)
     for i, completion in found:
         assert len(completion.token_ids) == NUM_TOKENS
         assert completion.token_ids == expected[i].token_ids, f"request {i}"
@@ -94,11 +101,11 @@ def test_a_request_gets_the_same_bits(
     assert num_cached[0] == 0 < min(num_cached[1:]), "one miss, and hits from then on"
 
 
-def test_every_way_to_step_is_of_one_shape(tiny_target: Target, tiny_head: Head) -> None:
+def test_every_way_to_step_is_of_one_shape(make: Callable[[str], Runner]) -> None:
     """For all that this machine's products do, other numbers of rows may give other bits on another."""
     found = set()
     for speculation in SPECULATIONS:
-        runner = _runner(tiny_target, tiny_head, speculation)
+        runner = make(speculation)
         shapes = runner.shapes
         assert (shapes.chunks[1:], shapes.batch_sizes, shapes.widths) == (
             (),

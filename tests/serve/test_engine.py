@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 import pytest
-from engines import Ask, Inbox, check_idle, greedy, run, submit
+from engines import Ask, Inbox, Reference, check_idle, greedy, run, submit
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
@@ -28,32 +28,15 @@ PROMPT = [5, 9, 33, 7, 7, 60, 12]
 TREE = parse_speculation("tree:2x4x8")
 
 
-def _runner(target: Target, head: Head | None) -> Runner:
-    runner = Runner(
-        target,
-        head,
-        [TREE if head else None],
-        num_slots=2,
-        max_model_len=MAX_LEN,
-        page_size=PAGE_SIZE,
-        num_pages=NUM_PAGES,
-    )
-    runner.shapes = dataclasses.replace(runner.shapes, chunks=(16, 64))
-    return runner
-
-
 @pytest.fixture(scope="module")
 def runner(tiny_target: Target, tiny_head: Head) -> Runner:
     """Two slots, warmed up; every test puts an engine of its own on it."""
-    runner = _runner(tiny_target, tiny_head)
+    sizes = {"num_slots": 2, "max_model_len": MAX_LEN, "page_size": PAGE_SIZE, "num_pages": NUM_PAGES}
+    runner = Runner(tiny_target, tiny_head, [TREE], **sizes)
+    runner.shapes = dataclasses.replace(runner.shapes, chunks=(16, 64))
     runner.warmup()
     assert runner.num_compiled == runner.num_programs
     return runner
-
-
-@pytest.fixture(scope="module")
-def plain_runner(tiny_target: Target) -> Runner:
-    return _runner(tiny_target, None)
 
 
 def _engine(runner: Runner, tokenizer: Tokenizer, *, eos_ids: Sequence[int] = (2,), **options: object) -> Engine:
@@ -79,11 +62,11 @@ def _ask(engine: Engine, prompt: Sequence[int], params: SamplingParams) -> Inbox
 
 
 @pytest.fixture(scope="module")
-def answer(plain_runner: Runner, pydoc_tokenizer: Tokenizer) -> list[int]:
+def answer(reference: Reference) -> list[int]:
     """What the target says to PROMPT, 40 tokens, plainly decoded."""
-    with _engine(plain_runner, pydoc_tokenizer) as engine:
-        [completion] = engine.generate([PROMPT], greedy(40, ignore_eos=True))
-    return list(completion.token_ids)
+    ask = Ask(tuple(PROMPT), greedy(40, ignore_eos=True))
+    assert reference.is_firm(ask)
+    return reference.answer(ask).token_ids
 
 
 def test_more_requests_than_slots_are_served_in_turn(engine: Engine, answer: list[int]) -> None:
@@ -116,13 +99,13 @@ def test_nothing_compiles_after_warm_up(engine: Engine) -> None:
 
 
 def test_growing_into_wider_page_tables_changes_nothing(
-    tiny_target: Target, tiny_head: Head, pydoc_tokenizer: Tokenizer, answer: list[int]
+    tiny_target: Target, pydoc_tokenizer: Tokenizer, answer: list[int]
 ) -> None:
     """XLA's operations read the narrowest table that holds their sequences: here 16 entries, then 56. The native kernel
     reads no more of a table than a sequence has, so there is one."""
-    tree = parse_speculation("chain:2")
+    tree = parse_speculation("ngram:2")
     with native.left_out():
-        runner = Runner(tiny_target, tiny_head, [tree], num_slots=1, max_model_len=56, page_size=2, num_pages=28)
+        runner = Runner(tiny_target, None, [tree], num_slots=1, max_model_len=56, page_size=2, num_pages=28)
         assert runner.shapes.widths == (8, 28)
         with Engine(runner, pydoc_tokenizer, model_name="tiny", eos_ids=()) as engine:
             [completion] = engine.generate([PROMPT], greedy(40))

@@ -9,7 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import tiny
-from engines import Ask, check_equal, find_tie
+from engines import Ask, Fixed, check_equal, find_tie
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
@@ -21,8 +21,10 @@ from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
 from specserve.tokenizer import Tokenizer
 
-NUM_TOKENS = 96  # from any prompt six pages on
+NUM_TOKENS = 60  # from any prompt three pages on, and few enough that every text fits one forward of 128 tokens
 ALONE = (0, 3)  # a greedy and a sampled request
+TREES = {text: parse_speculation(text) for text in ("chain:3", "static:3x2x1", "tree:3x3x8")}
+LONELY = "tree:3x3x8"  # serves requests one by one, the others all of them as a batch
 GREEDY = SamplingParams(max_tokens=NUM_TOKENS, temperature=0.0, seed=0, ignore_eos=True)
 
 
@@ -44,53 +46,67 @@ PARAMS = [  # one for each prompt; greedy and sampled rows share every step
 
 @pytest.fixture(scope="module")
 def prompts(pydoc_tokenizer: Tokenizer) -> list[list[int]]:
-    """Lengths from 1 to 257: around the ends of pages (16) and of prefill chunks (64, 256)."""
+    """Lengths from 1 to 65: around the ends of pages (16) and of the prefill chunk (64)."""
     code = pydoc_tokenizer.encode(Path(json.decoder.__file__).read_text())
     questions = ["What does `os.path.join` do?", "Write the function `json.dumps`.", "Explain `jax.vmap`."]
     chats = [pydoc_tokenizer.render_chat([{"role": "user", "content": question}]) for question in questions]
-    one, page, chunk, over, two = (code[100 * i : 100 * i + n] for i, n in enumerate((1, 16, 64, 65, 257)))
-    return [chats[0], chats[1], two, one, chunk, chats[2], over, page]
-
-
-def _engine(target: Target, head: Head | None, speculation: str, tokenizer: Tokenizer) -> Engine:
-    runner = Runner(
-        target,
-        head,
-        [parse_speculation(speculation)],
-        num_slots=8,
-        max_model_len=512,
-        page_size=16,
-        num_pages=8 * 32,
-        has_constrained=False,
-    )
-    # each of these costs programs; growing from one width into the next is tested on a tiny target (test_engine)
-    runner.shapes = dataclasses.replace(runner.shapes, batch_sizes=(1, 8), widths=runner.shapes.widths[-1:])
-    options = EngineOptions(is_caching=head is not None)  # against plain decoding without a prefix cache
-    return Engine(runner, tokenizer, model_name="test", eos_ids=target.eos_ids, options=options)
+    one, page, over, chunk, longest = (code[100 * i : 100 * i + n] for i, n in enumerate((1, 16, 17, 64, 65)))
+    return [chats[0], chats[1], longest, one, chunk, chats[2], over, page]
 
 
 @pytest.fixture(scope="module")
-def plain(pydoc_target: Target, pydoc_tokenizer: Tokenizer, prompts: list[list[int]]) -> list[CompletionOutput]:
-    """Plain decoding of all prompts as one batch."""
-    with _engine(pydoc_target, None, "off", pydoc_tokenizer) as engine:
-        together = engine.generate(prompts, PARAMS)
-        alone = [engine.generate([prompts[i]], [PARAMS[i]])[0] for i in ALONE]
-    for i, completion in zip(ALONE, alone, strict=True):
-        _check_equal(pydoc_target, pydoc_tokenizer, prompts[i], PARAMS[i], together[i], completion, "plain alone")
-    assert all(len(completion.token_ids) == NUM_TOKENS for completion in together)
+def runner(pydoc_target: Target, pydoc_head: Head) -> Runner:
+    """Every way to step over one state: a program is compiled when a test asks for it."""
+    runner = Runner(
+        pydoc_target,
+        pydoc_head,
+        [None, *TREES.values()],
+        num_slots=8,
+        max_model_len=128,
+        page_size=16,
+        num_pages=8 * 8,
+        has_constrained=False,
+    )
+    # more chunks cost programs; growing from one width into the next is tested on a tiny target (test_engine)
+    shapes = runner.shapes
+    runner.shapes = dataclasses.replace(
+        shapes, batch_sizes=(1, 8), widths=shapes.widths[-1:], chunks=(64,), max_rows=1024
+    )
+    return runner
+
+
+def _engine(runner: Runner, target: Target, speculation: str, tokenizer: Tokenizer) -> Engine:
+    runner.reset()
+    options = EngineOptions(is_caching=speculation != "off")  # against plain decoding without a prefix cache
+    tree = TREES.get(speculation)
+    return Engine(runner, tokenizer, model_name="test", eos_ids=target.eos_ids, controller=Fixed(tree), options=options)
+
+
+@pytest.fixture(scope="module")
+def plain(
+    runner: Runner, pydoc_target: Target, pydoc_tokenizer: Tokenizer, prompts: list[list[int]]
+) -> list[CompletionOutput]:
+    """Plain decoding of all prompts as one batch: what the target itself says, in a forward over each whole text."""
+    with _engine(runner, pydoc_target, "off", pydoc_tokenizer) as engine:
+        completions = engine.generate(prompts, PARAMS)
+    assert all(len(completion.token_ids) == NUM_TOKENS for completion in completions)
     longest = max(range(len(prompts)), key=lambda i: len(prompts[i]))
-    off = float(tiny.tolerance(pydoc_target, [*prompts[longest], *together[longest].token_ids]).max())
-    for prompt, params, completion in zip(prompts, PARAMS, together, strict=True):
+    off = float(tiny.tolerance(pydoc_target, [*prompts[longest], *completions[longest].token_ids]).max())
+    for prompt, params, completion in zip(prompts, PARAMS, completions, strict=True):
         ask = Ask(tuple(prompt), params)
         assert not (tie := find_tie(pydoc_target, pydoc_tokenizer, ask, completion.token_ids, off)), f"{ask}: {tie}"
-    return together
+    return completions
 
 
 @pytest.fixture(scope="module", params=["chain:3", pytest.param("static:3x2x1", marks=pytest.mark.slow), "tree:3x3x8"])
 def speculative_engine(
-    request: pytest.FixtureRequest, pydoc_target: Target, pydoc_head: Head, pydoc_tokenizer: Tokenizer
+    request: pytest.FixtureRequest,
+    runner: Runner,
+    pydoc_target: Target,
+    pydoc_tokenizer: Tokenizer,
+    plain: list[CompletionOutput],  # whose engine has left the runner
 ) -> Iterator[Engine]:
-    with _engine(pydoc_target, pydoc_head, request.param, pydoc_tokenizer) as engine:
+    with _engine(runner, pydoc_target, request.param, pydoc_tokenizer) as engine:
         yield engine
 
 
@@ -108,19 +124,15 @@ def test_speculative_output_equals_plain_output(
     head: Head = request.getfixturevalue("pydoc_head" if quality == "trained" else "random_pydoc_head")
     speculative_engine.runner.layouts = make_layouts(pydoc_target, head)  # weights are traced: nothing compiles
     speculative_engine.flush_cache()  # of draft entries by another head
-    together, alone = range(len(prompts)), ALONE
-    if quality == "random":  # as many steps as tokens take their time
-        is_chain = speculative_engine.runner.shapes.trees == (parse_speculation("chain:3"),)
-        together, alone = (together, ()) if is_chain else ((), alone)
+    together = list(range(len(prompts)))
+    groups = [[i] for i in ALONE] if speculative_engine.rounds.controller.tree == TREES[LONELY] else [together]
     tau = []
-    for what, requests in (("in a batch of 8", [together]), ("alone", [[i] for i in alone])):
-        for group in requests:
-            completions = speculative_engine.generate([prompts[i] for i in group], [PARAMS[i] for i in group])
-            for i, completion in zip(group, completions, strict=True):
-                _check_equal(
-                    pydoc_target, pydoc_tokenizer, prompts[i], PARAMS[i], plain[i], completion, f"request {i} {what}"
-                )
-                tau.append(completion.stats.tau)
+    for group in groups:
+        completions = speculative_engine.generate([prompts[i] for i in group], [PARAMS[i] for i in group])
+        for i, completion in zip(group, completions, strict=True):
+            what = f"request {i} of {len(group)}"
+            _check_equal(pydoc_target, pydoc_tokenizer, prompts[i], PARAMS[i], plain[i], completion, what)
+            tau.append(completion.stats.tau)
     mean = np.mean(tau)
     assert mean > 1.3 if quality == "trained" else mean < 1.3, f"tau {mean}: was anything, or everything, accepted?"
 

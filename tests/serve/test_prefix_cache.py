@@ -32,7 +32,7 @@ PROMPT = tuple(random.Random(4).choices(range(3, VOCAB), k=41))
 PARAMS = [greedy(30, ignore_eos=True), SamplingParams(max_tokens=30, seed=3, ignore_eos=True, presence_penalty=0.3)]
 
 
-@pytest.fixture(params=["tree:3x3x8", "chain:3", pytest.param("static:2x1", marks=pytest.mark.slow)])
+@pytest.fixture(params=["tree:3x3x8"])
 def engine(request: pytest.FixtureRequest, runner: Runner) -> Iterator[Engine]:
     with serving(make_engine(runner, Fixed(parse_speculation(request.param)))) as engine:
         yield engine
@@ -87,7 +87,11 @@ def _said(inbox: Inbox) -> tuple[Any, ...]:
     return inbox.token_ids, stats.num_steps, stats.accepted_per_depth
 
 
-@pytest.mark.parametrize("params", PARAMS, ids=["greedy", "sampled"])
+@pytest.mark.parametrize(
+    ("engine", "params"),
+    [pytest.param("tree:3x3x8", PARAMS[0], id="greedy"), pytest.param("chain:3", PARAMS[1], id="sampled")],
+    indirect=["engine"],
+)
 def test_a_hit_equals_a_miss_in_tokens_and_acceptance(
     engine: Engine, num_prefilled: list[int], check_hit: Check, params: SamplingParams
 ) -> None:
@@ -100,7 +104,9 @@ def test_a_hit_equals_a_miss_in_tokens_and_acceptance(
     check_hit(later, later_hit, 16)
 
 
-@pytest.mark.parametrize("first_turn", ["speculative", "plain"])
+@pytest.mark.parametrize(
+    ("engine", "first_turn"), [("tree:3x3x8", "speculative"), ("chain:3", "plain")], indirect=["engine"]
+)
 def test_the_answer_is_cached_with_its_question(
     engine: Engine, reference: Reference, check_hit: Check, first_turn: str
 ) -> None:

@@ -1,6 +1,7 @@
 """The one rule of drawing: truncation equals a plain sort, the noise is uniform and independent, rows do not mix."""
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +30,19 @@ def _rows(
     words = np.stack([seeds & np.uint64(0xFFFFFFFF), seeds >> np.uint64(32)], axis=1).astype(np.uint32)
     return dataclasses.replace(
         SamplerRows.greedy(batch),
-        temperature=jnp.asarray(temperature, jnp.float32),
-        top_k=jnp.full(batch, top_k, jnp.int32),
-        top_p=jnp.full(batch, top_p, jnp.float32),
-        min_p=jnp.full(batch, min_p, jnp.float32),
-        seed=jnp.asarray(words),
+        temperature=_array(temperature, np.float32),
+        top_k=_array([top_k] * batch, np.int32),
+        top_p=_array([top_p] * batch, np.float32),
+        min_p=_array([min_p] * batch, np.float32),
+        seed=_array(words, np.uint32),
     )
 
 
-_truncate = jax.jit(sampling.truncate)
+def _array(values: Any, dtype: type) -> jax.Array:
+    return jnp.asarray(np.asarray(values, dtype))  # nothing compiles for it
+
+
+_truncate, _sample, _noise = jax.jit(sampling.truncate), jax.jit(sampling.sample), jax.jit(sampling.noise)
 
 
 @given(
@@ -76,20 +81,19 @@ def _sorted_truncation(logits: np.ndarray, top_k: int, top_p: float, min_p: floa
 
 def test_rows_do_not_mix(rng: np.random.Generator) -> None:
     """Greedy rows are the argmax, and a sampled row draws what it draws alone."""
-    logits = jnp.asarray(rng.standard_normal((4, 3, VOCAB)), jnp.float32)
-    positions = jnp.asarray(rng.integers(0, 99, (4, 3)), jnp.int32)
+    logits = rng.standard_normal((4, 3, VOCAB)).astype(np.float32)
+    positions = rng.integers(0, 99, (4, 3)).astype(np.int32)
     rows = _rows([0.0, 1.0, 0.0, 0.3], top_p=0.9)
-    together = sampling.sample(rows, logits, positions)
+    together = np.asarray(_sample(rows, logits, positions))
     np.testing.assert_array_equal(together[::2], np.argmax(logits, axis=-1)[::2])
     for i in range(4):
-        one = jax.tree.map(lambda x, i=i: x[i : i + 1], rows)
-        np.testing.assert_array_equal(together[i], sampling.sample(one, logits[i : i + 1], positions[i : i + 1])[0])
+        one = jax.tree.map(lambda x, i=i: np.asarray(x)[i : i + 1], rows)
+        np.testing.assert_array_equal(together[i], _sample(one, logits[i : i + 1], positions[i : i + 1])[0])
 
 
 def test_a_draw_depends_on_the_position_and_not_on_the_node(rng: np.random.Generator) -> None:
-    row = jnp.asarray(rng.standard_normal(VOCAB), jnp.float32)
-    logits = jnp.broadcast_to(row, (1, 5, VOCAB))
-    drawn = np.asarray(sampling.sample(_rows([1.5]), logits, jnp.asarray([[7, 8, 7, 9, 7]], jnp.int32)))[0]
+    logits = np.broadcast_to(rng.standard_normal(VOCAB).astype(np.float32), (1, 5, VOCAB))
+    drawn = np.asarray(_sample(_rows([1.5]), logits, np.array([[7, 8, 7, 9, 7]], np.int32)))[0]
     assert drawn[0] == drawn[2] == drawn[4]
 
 
@@ -100,10 +104,10 @@ def test_argmax_takes_the_first_of_equals_and_survives_nan() -> None:
 
 def _uniform(seeds: np.ndarray, positions: np.ndarray, tokens: np.ndarray) -> np.ndarray:  # [seed, position, token]
     rows = _rows([1.0] * len(seeds), seeds=seeds)
-    position_ids = jnp.broadcast_to(jnp.asarray(positions, jnp.int32), (len(seeds), len(positions)))
-    gumbel = sampling.noise(rows, position_ids, jnp.asarray(tokens, jnp.uint32))
+    position_ids = np.broadcast_to(positions.astype(np.int32), (len(seeds), len(positions)))
+    gumbel = np.asarray(_noise(rows, position_ids, tokens.astype(np.uint32)))
     assert np.isfinite(gumbel).all()
-    return np.exp(-np.exp(-np.asarray(gumbel, np.float64)))
+    return np.exp(-np.exp(-gumbel.astype(np.float64)))
 
 
 @pytest.mark.parametrize("axis", [0, 1, 2], ids=["seed", "position", "token"])

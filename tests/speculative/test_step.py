@@ -21,6 +21,7 @@ from specserve.drafters.lookup.drafter import MixedState
 from specserve.drafters.speculation import drafter_for, parse_speculation
 from specserve.drafters.words import ALL_TEXT
 from specserve.models.cache import Pages
+from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams, forward
 from specserve.speculative import step
 from specserve.speculative.sampling import UNBOUNDED, SamplerRows, TokenRows
@@ -163,6 +164,18 @@ def _rows(temperature: tuple[float, ...], max_depth: tuple[int, ...] = (UNBOUNDE
     )
 
 
+@functools.cache
+def _forward_with_taps(config: ModelConfig, taps: tuple[int, ...]) -> Any:
+    """A plain forward over whole texts, jitted: the aux hidden states of the tapped layers."""
+
+    def run(params: TargetParams, token_ids: jax.Array) -> Any:
+        position_ids = jnp.broadcast_to(jnp.arange(token_ids.shape[1], dtype=jnp.int32), token_ids.shape)
+        out = forward(params, config, token_ids, position_ids, tiny.causal(token_ids.shape[1]), aux_layers=taps)
+        return out.aux_hidden_states
+
+    return jax.jit(run)
+
+
 def _decoded(target: Target, prompts: list[list[int]], num: int, rows: SamplerRows) -> list[list[int]]:
     """Plainly, so many steps after the first token: texts that no rounding changes."""
 
@@ -183,16 +196,21 @@ LOOKUP = (0.0, 1.0, 0.2)  # greedy, sampled, and nearly greedy: then the text re
 COUPLED = (0.0, 4.0, 4.0)  # where the shared noise decides, even a random head is accepted often
 
 
-@pytest.mark.parametrize(
-    "speculation", ["ngram:3", "suffix:3", "head+ngram:3", "head+suffix:3", "head+suffix:tree:3x2x6"]
-)
+@pytest.fixture(scope="module")
+def plain(tiny_target: Target) -> tuple[list[list[int]], list[list[int]]]:
+    """Prompts, and their texts with what plain decoding says."""
+    prompts = _prompts(np.random.default_rng(0))
+    return prompts, _decoded(tiny_target, prompts, 32, _rows(LOOKUP))
+
+
+# each text that is searched, with a head and without, in a chain and in a tree; the engine serves the other pairs
+@pytest.mark.parametrize("speculation", ["suffix:3", "head+ngram:3", "head+suffix:tree:3x2x6"])
 def test_lookup_drafts_change_no_token(
-    tiny_target: Target, tiny_head: Head, rng: np.random.Generator, speculation: str
+    tiny_target: Target, tiny_head: Head, plain: tuple[list[list[int]], list[list[int]]], speculation: str
 ) -> None:
     tree = parse_speculation(speculation)
     assert tree is not None
-    prompts = _prompts(rng)
-    plain = _decoded(tiny_target, prompts, 32, _rows(LOOKUP))
+    prompts, texts = plain
     other = Slots(tiny_target, tiny_head if tree.uses_head else None, tree, _rows(LOOKUP))
     for slot, prompt in enumerate(prompts):
         other.admit(slot, prompt)
@@ -202,13 +220,13 @@ def test_lookup_drafts_change_no_token(
         for slot, count in zip(running, other.speculate(running), strict=True):
             accepted[slot] += count
     _check_between_steps(other)
-    for expected, got in zip(plain, other.texts, strict=True):
+    for expected, got in zip(texts, other.texts, strict=True):
         num = min(len(expected), len(got))
         assert num >= 37
         assert got[:num] == expected[:num]
     assert sum(accepted) > 10, "little was accepted, so little was tested"
     if tree.lookup == ALL_TEXT:
-        _recalls(other, prompts[1], len(plain[1]))
+        _recalls(other, prompts[1], len(texts[1]))
 
 
 def _recalls(slots: Slots, prompt: list[int], length: int) -> None:
@@ -317,19 +335,11 @@ def _draft_entries(slots: Slots) -> list[np.ndarray]:
 def _check_pages(target: Target, slots: Slots) -> None:
     """`page_aux` holds what the target's tapped layers said at the last entry of every full page."""
     assert slots.followed is not None
-    page_aux, length = np.asarray(slots.followed.page_aux), MAX_PAGES * PAGE_SIZE
-    padded = np.zeros((NUM_SLOTS, length), np.int32)
+    page_aux = np.asarray(slots.followed.page_aux)
+    padded = np.zeros((NUM_SLOTS, MAX_PAGES * PAGE_SIZE), np.int32)
     for slot, text in enumerate(slots.texts):
         padded[slot, : len(text)] = text
-    position_ids = np.broadcast_to(np.arange(length, dtype=np.int32), padded.shape)
-
-    @jax.jit
-    def run(params: TargetParams) -> jax.Array:
-        taps = slots.config.aux_layers
-        out = forward(params, target.config, padded, position_ids, tiny.causal(length), aux_layers=taps)
-        assert out.aux_hidden_states is not None
-        return out.aux_hidden_states
-
+    run = functools.partial(_forward_with_taps(target.config, slots.config.aux_layers), token_ids=padded)
     states, off = run(target.params), tolerance(run, target.params)
     for slot, text in enumerate(slots.texts):
         for column in range((len(text) - 1) // PAGE_SIZE):

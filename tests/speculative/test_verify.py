@@ -1,5 +1,7 @@
 """Walking down a tree, against a walk written as a loop; the masks of trees, against ancestors written as a loop."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -16,9 +18,17 @@ from specserve.speculative.verify import verify, verify_chain
 
 NODES, DEPTH = 9, 4
 
-_verify = jax.jit(verify, static_argnums=2)
-_verify_chain = jax.jit(verify_chain)
+_verify_on_device = jax.jit(verify, static_argnums=2)
+_verify_chain_on_device = jax.jit(verify_chain)
 _ancestor_mask = jax.jit(ancestor_mask, static_argnums=1)
+
+
+def _verify(*args: Any) -> Any:  # NumPy arrays, of which rows are read without a program for each
+    return jax.device_get(_verify_on_device(*args))
+
+
+def _verify_chain(*args: Any) -> Any:
+    return jax.device_get(_verify_chain_on_device(*args))
 
 
 @st.composite
@@ -44,9 +54,9 @@ def test_verify_walks_while_a_child_carries_the_targets_token(
     trees: tuple[tuple[list[int], list[int], list[int]], ...], max_depths: tuple[int, int]
 ) -> None:
     """And no further than each sequence may go."""
-    parents, tokens, drawn = (jnp.asarray(x, jnp.int32) for x in zip(*trees, strict=True))
-    proposal = Proposal(tokens, parents, jnp.zeros_like(parents), jnp.zeros(2, jnp.int32))
-    verdict = _verify(proposal, drawn, DEPTH, jnp.asarray(max_depths, jnp.int32))
+    parents, tokens, drawn = (np.array(x, np.int32) for x in zip(*trees, strict=True))
+    proposal = Proposal(tokens, parents, np.zeros_like(parents), np.zeros(2, np.int32))
+    verdict = _verify(proposal, drawn, DEPTH, np.array(max_depths, np.int32))
     for row, (parent, token, draws) in enumerate(trees):
         node, path, emitted = 0, [0], [draws[0]]
         while found := [i for i in range(1, NODES) if parent[i] == node and token[i] == draws[node]]:
@@ -72,7 +82,7 @@ def test_ancestor_mask_is_the_node_and_its_ancestors(tree: tuple[list[int], list
             if at == 0:
                 break
             at = parents[at]
-    np.testing.assert_array_equal(_ancestor_mask(jnp.asarray([parents], jnp.int32), DEPTH)[0], expected)
+    np.testing.assert_array_equal(np.asarray(_ancestor_mask(np.array([parents], np.int32), DEPTH))[0], expected)
 
 
 def test_a_padded_chain_is_the_chain_and_more_nodes() -> None:
@@ -94,9 +104,9 @@ def test_a_padded_chain_is_the_chain_and_more_nodes() -> None:
     st.tuples(_max_depths, _max_depths),
 )
 def test_a_chain_needs_no_walk(tokens: list[int], drawn: list[int], max_depths: tuple[int, int]) -> None:
-    draft_ids = jnp.asarray(tokens, jnp.int32).reshape(2, DEPTH)
+    draft_ids = jnp.asarray(np.array(tokens, np.int32).reshape(2, DEPTH))
     proposal = chain_proposal(jnp.zeros(2, jnp.int32), draft_ids, jnp.zeros(2, jnp.int32))
-    target_ids, max_depth = jnp.asarray(drawn, jnp.int32).reshape(2, DEPTH + 1), jnp.asarray(max_depths, jnp.int32)
+    target_ids, max_depth = np.array(drawn, np.int32).reshape(2, DEPTH + 1), np.array(max_depths, np.int32)
     walked, verdict = _verify(proposal, target_ids, DEPTH, max_depth), _verify_chain(proposal, target_ids, max_depth)
     assert verdict.n_accepted.tolist() == walked.n_accepted.tolist()
     for row, last in enumerate(walked.n_accepted.tolist()):
