@@ -106,7 +106,7 @@ def make_shapes(
     """For the default backend. Deterministic steps take one tree at most, a chain of at most DETERMINISTIC_DEPTH."""
     assert trees, "a server needs at least one way to make a step"
     max_pages = -(-max_model_len // page_size)
-    chunks = prefill_chunks(is_recurrent)
+    chunks = prefill_chunks(max_model_len, is_recurrent)
     max_rows = CPU_ROWS if jax.default_backend() == "cpu" else DEVICE_ROWS
     if is_deterministic:
         assert len(trees) == 1, "deterministic steps have one shape"
@@ -125,10 +125,11 @@ def make_shapes(
     )
 
 
-def prefill_chunks(is_recurrent: bool) -> tuple[int, ...]:
-    """How many prompt tokens the prefill programs take."""
+def prefill_chunks(max_model_len: int, is_recurrent: bool) -> tuple[int, ...]:
+    """How many prompt tokens the prefill programs take: up to the size that holds the longest prompt."""
     chunks = CPU_CHUNKS if jax.default_backend() == "cpu" else DEVICE_CHUNKS
-    return tuple(size for size in chunks if size <= RECURRENT_CHUNK or not is_recurrent)
+    chunks = tuple(size for size in chunks if size <= RECURRENT_CHUNK or not is_recurrent)
+    return tuple(size for i, size in enumerate(chunks) if not i or chunks[i - 1] < max_model_len)
 
 
 def page_widths(max_pages: int) -> tuple[int, ...]:

@@ -117,11 +117,12 @@ def test_speculation_changes_no_token_of(case: str, rng: np.random.Generator) ->
     assert sum(sum(each.accepted_per_depth) for each in stats if each) > 10, "nothing was accepted"
 
 
-def test_recurrent_layers_take_short_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_chunks_are_as_long_as_prompts_and_layers_let_them_be(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(shapes, "CPU_CHUNKS", shapes.DEVICE_CHUNKS)
 
-    def chunks(case: str) -> tuple[int, ...]:
-        sizes = {"num_slots": 1, "num_pages": 4, "page_size": 16, "max_model_len": 64}
+    def chunks(case: str, max_model_len: int = 2048) -> tuple[int, ...]:
+        sizes = {"num_slots": 1, "num_pages": 4, "page_size": 16, "max_model_len": max_model_len}
         return Runner(make_target(case), None, [None], **sizes).shapes.chunks
 
     assert (chunks("dense"), chunks("delta nets")) == ((64, 256, 1024), (64, 256))
+    assert (chunks("dense", 64), chunks("dense", 65)) == ((64,), (64, 256))
