@@ -50,6 +50,14 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
 
 
 @pytest.fixture(scope="session")
+def shallow_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """The same with 2 layers, for laws about heads and losses, which see no more of a target."""
+    folder = tmp_path_factory.mktemp("shallow-target")
+    tiny.write_target(folder, tiny.TARGET | {"num_hidden_layers": 2}, seed=0)
+    return load_target(folder, dtype="float32")
+
+
+@pytest.fixture(scope="session")
 def tiny_head(tiny_target: Target) -> Head:
     """Random, with a draft vocabulary of 48 of the 64 tokens."""
     return tiny.random_head(tiny_target.config, seed=1)
