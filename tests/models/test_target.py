@@ -63,9 +63,10 @@ def test_a_verified_tree_equals_its_paths_run_one_by_one(tiny_target: Target, rn
     n = len(prompt)
     positions = jnp.arange(n, dtype=jnp.int32)[None]
     table = jnp.asarray([[2, 0, 1]], jnp.int32)
-    first = forward(params, config, jnp.asarray([prompt], jnp.int32), positions, tiny.causal(n))
+    run = jax.jit(forward, static_argnums=1)
+    first = run(params, config, jnp.asarray([prompt], jnp.int32), positions, tiny.causal(n))
     cache = _cache(tiny_target, 3).write(first.new, table, positions, jnp.ones((1, n), bool))
-    out = forward(
+    out = run(
         params,
         config,
         jnp.asarray([tokens], jnp.int32),

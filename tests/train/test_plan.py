@@ -42,7 +42,7 @@ WIDE = tiny.TARGET | {
     "num_key_value_heads": 1,
     "intermediate_size": 768,
 }
-BATCH, SEQ = 1, 1024
+BATCH, SEQ = 1, 512
 
 
 @pytest.fixture(scope="module", autouse=True)
