@@ -1,5 +1,6 @@
 """The set-up of every test: eight CPU devices, strict dtype promotion, tiny models, and the bundled one."""
 
+import gc
 import os
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
@@ -34,6 +35,12 @@ def pytest_configure(config: pytest.Config) -> None:
         jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.2)
 
 
+def pytest_collection_finish() -> None:
+    """Tracing makes many small objects, few of which are garbage: looking for it less often saves a thirtieth."""
+    gc.freeze()
+    gc.set_threshold(50_000, 50, 50)
+
+
 def pytest_runtest_setup(item: pytest.Function) -> None:
     """Programs over tiny models compile without LLVM's own optimiser, which takes longer than they run: the graph, its
     fusions and its memory are the same. The bundled target runs as users run it."""
@@ -46,6 +53,14 @@ def tiny_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
     """Random, 6 layers, vocabulary 64, loaded from a Hugging Face folder."""
     folder = tmp_path_factory.mktemp("tiny-target")
     tiny.write_target(folder, tiny.TARGET, seed=0)
+    return load_target(folder, dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def shallow_target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    """The same with 2 layers, for laws about heads and losses, which see no more of a target."""
+    folder = tmp_path_factory.mktemp("shallow-target")
+    tiny.write_target(folder, tiny.TARGET | {"num_hidden_layers": 2}, seed=0)
     return load_target(folder, dtype="float32")
 
 

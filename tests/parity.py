@@ -5,10 +5,11 @@ tests/models/test_families.py bounds the differences by what rounding does, tool
 """
 
 import ast
+import dataclasses
 import functools
 import importlib.util
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,18 +25,51 @@ import tiny
 from specserve.checkpoints.load import Target, load_target
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import ModelConfig
+from specserve.models.families import model_config
 from specserve.models.target import TargetParams, forward, fuse_for_cpu, logits
 from specserve.speculative.tree import ancestor_mask
 
 TESTS = Path(__file__).parent
 RAWS = {path.parent.name: json.loads(path.read_text()) for path in sorted(TESTS.glob("goldens/*/config.json"))}
 ONE_OF_EACH = tuple({raw["model_type"]: case for case, raw in RAWS.items()}.values())  # family
+# what of a config is the same to a cache and to fused parameters: it is of each token alone, or a name
+OF_A_TOKEN = {"family", "rope", "local_rope", "experts", "activation", "mlp_bias", "out_norms", "norm_offset"}
+OF_A_TOKEN |= {"embedding_scale", "logit_softcap", "names", "layers", "dtype"}
 LENGTH, CHUNK, PAGE_SIZE = 64, 8, 8
 PARENTS = (0, 0, 0, 1, 1, 2, 3, 6)  # of a tree's nodes, the root included
 PATH = (0, 1, 3, 6, 7)  # that is accepted
 TREE_AT = 56
 TABLE = np.asarray([[5, 2, 8, 0, 7, 3, 1, 6, 4]], np.int32)  # pages lie in no order
 QUICKLY = {"xla_backend_optimization_level": 0}  # compiling is nearly all of the time here
+
+
+def _choices(config: ModelConfig) -> set[Any]:
+    """What a target has and has not, of that which a cache or fused parameters can get wrong."""
+    kinds = {(kind.mixer, kind.window > 0, kind.is_local, kind.has_experts) for kind in map(config.kind, range(3))}
+    return kinds | {("fused", bool(config.names.qkv), bool(config.names.gate_up))} | _flags(config, "")
+
+
+def _flags(config: Any, prefix: str) -> set[Any]:
+    found: set[Any] = set()
+    for name in {field.name for field in dataclasses.fields(config)} - OF_A_TOKEN:
+        value = getattr(config, name)
+        is_part = dataclasses.is_dataclass(value)
+        found.add((prefix + name, value if isinstance(value, str) else bool(value)))
+        found |= _flags(value, f"{prefix}{name}.") if is_part else set()
+    return found
+
+
+def _covering(raws: Mapping[str, dict[str, Any]]) -> tuple[str, ...]:
+    """A few cases in which every choice occurs."""
+    choices = {case: _choices(model_config(raw, dtype="float32")) for case, raw in raws.items()}
+    left, chosen = set[Any]().union(*choices.values()), []
+    while left:
+        chosen.append(max(choices, key=lambda case: len(choices[case] & left)))
+        left -= choices[chosen[-1]]
+    return tuple(chosen)
+
+
+CACHED = _covering(RAWS | bailing.CASES)  # the cases that run over pages and states
 
 Run = Callable[[np.ndarray], tuple[np.ndarray, np.ndarray]]  # token_ids [n] -> logits [n, vocab], layers [layer, n, d]
 

@@ -2,6 +2,7 @@
 a run (see `start`)."""
 
 import dataclasses
+import functools
 import json
 import os
 import shlex
@@ -12,10 +13,12 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+import optax
 from jax.sharding import Mesh
 from quick_compile import compile_without_emitters
 
@@ -29,12 +32,14 @@ from specserve.drafters.door import Head
 from specserve.drafters.eagle3.model import Eagle3Params
 from specserve.mesh import parse_mesh
 from specserve.speculative.acceptance import Acceptance
+from specserve.train import trainer
 from specserve.train.acceptance import Arm, Measured
 from specserve.train.evaluation import Evaluation, HeldOutEvaluator
+from specserve.train.optimizer import make_optimizer
 from specserve.train.run_folder import Metrics, RunFolder
 from specserve.train.settings import DraftSettings, EvalSettings, TrainRun, TrainSettings
 from specserve.train.speed import Speed
-from specserve.train.step import place_rows
+from specserve.train.step import make_step, place_rows
 from specserve.train.trainer import Trainer, TrainingData
 
 JOINING = {"coordinator": "", "num_processes": 1, "process_id": 0}
@@ -68,6 +73,23 @@ class NormEvaluator:
         return Evaluation((Measured(Arm("chain:1"), found, {"a": found}),), 0, self.identity)
 
 
+# what bounds a run and watches it, but is no part of its step
+NOT_OF_THE_STEP = ("max_steps", "max_minutes", "log_every", "eval_every", "save_every", "keep", "patience", "resume")
+
+_optimizer = functools.cache(make_optimizer)
+_step = functools.cache(make_step)
+
+
+def make_trainer(run: TrainRun, *args: Any, **kwargs: Any) -> Trainer:
+    """A `Trainer` whose step is that of earlier ones of the same settings: tracing it takes longer than ten steps."""
+
+    def optimizer(settings: TrainSettings) -> optax.GradientTransformation:
+        return _optimizer(dataclasses.replace(settings, **{name: getattr(SETTINGS, name) for name in NOT_OF_THE_STEP}))
+
+    with mock.patch.multiple(trainer, make_optimizer=optimizer, make_step=_step):
+        return Trainer(run, *args, **kwargs)
+
+
 def tiny_run(output: Path, **changes: Any) -> TrainRun:
     names = {field.name for field in dataclasses.fields(TrainRun)}
     train = {name: value for name, value in changes.items() if name not in names}
@@ -98,16 +120,14 @@ def tiny_trainer(
         coverage=0.75,
         head=head,
     )
-    return Trainer(run, target, data, {"target": "tiny"}, folder, evaluator=evaluator, mesh=mesh)
+    return make_trainer(run, target, data, {"target": "tiny"}, folder, evaluator=evaluator, mesh=mesh)
 
 
-def tiny_evaluator(trainer: Trainer, mesh: Mesh | None) -> HeldOutEvaluator:
+def tiny_evaluator(of: Trainer, mesh: Mesh | None) -> HeldOutEvaluator:
     """The real one, for the run's head."""
     prompts = [Prompt("a", (1, 2, 3)), Prompt("b", (4,) * 9)]
     settings = EvalSettings(speculation=("chain:2",), eval_tokens=8)
-    return HeldOutEvaluator(
-        trainer.target, trainer.drafter, trainer.data.target_ids, prompts, settings, seed=0, mesh=mesh
-    )
+    return HeldOutEvaluator(of.target, of.drafter, of.data.target_ids, prompts, settings, seed=0, mesh=mesh)
 
 
 def resolved(command: str) -> TrainRun:
@@ -205,11 +225,11 @@ def main() -> None:
     _arrange(told["death"])
     mesh = parse_mesh(changes.pop("mesh", ""))
     target = load_target(Path(told["target"]), dtype="float32", mesh=mesh)
-    trainer = tiny_trainer(Path(told["output"]), target, evaluator=NormEvaluator(), mesh=mesh, **changes)
+    run = tiny_trainer(Path(told["output"]), target, evaluator=NormEvaluator(), mesh=mesh, **changes)
     if told["is_measured"]:
-        trainer.evaluator = tiny_evaluator(trainer, mesh)
+        run.evaluator = tiny_evaluator(run, mesh)
     try:
-        print(trainer.train().ending, flush=True)
+        print(run.train().ending, flush=True)
     except Exception:
         traceback.print_exc()
         sys.stderr.flush()

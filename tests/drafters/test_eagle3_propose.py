@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tiny
 from rounding import assert_same, tolerance
+from scipy.special import log_softmax
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
@@ -38,6 +39,14 @@ class World:
     hidden: jax.Array
 
 
+@functools.cache
+def _consume(config: Eagle3Config):
+    def run(draft, pages, table, seq_lens, pending):
+        return consume(draft, config, pages, table, table, seq_lens, pending)
+
+    return jax.jit(run)
+
+
 def _aux_size(config: Eagle3Config) -> int:
     return len(config.aux_layers) * config.target_d_model
 
@@ -57,7 +66,7 @@ def world(request: pytest.FixtureRequest, tiny_target: Target) -> World:
     pages = empty_cache(config, num_pages=3 * MAX_PAGES, page_size=PAGE_SIZE)
     table = jnp.asarray(rng.permutation(3 * MAX_PAGES).reshape(3, MAX_PAGES), jnp.int32)
     seq_lens = jnp.asarray(count)
-    pages, hidden = consume(draft, config, pages, table, table, seq_lens, pending)
+    pages, hidden = _consume(config)(draft, pages, table, seq_lens, pending)
     root_ids = jnp.take_along_axis(pending.token_ids, jnp.asarray(count)[:, None] - 1, axis=1)[:, 0]
     return World(draft, head, pages, table, seq_lens, root_ids, hidden)
 
@@ -78,13 +87,14 @@ def _propose(world: World, tree: Tree, rows: SamplerRows | None = None) -> Propo
 def _log_probs(world: World, row: int, paths: dict[tuple[int, ...], np.ndarray], path: tuple[int, ...]) -> np.ndarray:
     """log q over the draft vocabulary after a path of target ids below the root, one pass per token."""
     if path not in paths:
-        padded = jnp.zeros((3, 4), jnp.int32).at[row, : len(path)].set(jnp.asarray(path, jnp.int32))
+        padded = np.zeros((3, 4), np.int32)
+        padded[row, : len(path)] = path
         for depth, logits in enumerate(_forced_chain(world, padded)[: len(path) + 1]):
-            paths[path[:depth]] = np.asarray(jax.nn.log_softmax(logits[row]), np.float64)
+            paths[path[:depth]] = log_softmax(np.asarray(logits[row], np.float64))
     return paths[path]
 
 
-def _forced_chain(world: World, token_ids: jax.Array) -> list[jax.Array]:  # [batch, depth] -> depth x [batch, vocab]
+def _forced_chain(world: World, token_ids: np.ndarray) -> list[jax.Array]:  # [batch, depth] -> depth x [batch, vocab]
     """Run the draft over given tokens, as a chain would."""
     return _chain_program(world.head.drafter.config)(
         world.draft, world.pages, world.table, world.seq_lens, world.hidden, token_ids
@@ -118,7 +128,11 @@ def _paths(proposal: Proposal, row: int) -> list[tuple[int, ...]]:
     return paths
 
 
-@pytest.mark.parametrize("tree", [DynamicTree(3, 3, 8), DynamicTree(2, 2, 6), DynamicTree(4, 2, 5), chain(3)])
+@pytest.mark.parametrize(
+    ("world", "tree"),
+    [(2, DynamicTree(3, 3, 8)), (1, DynamicTree(2, 2, 6)), (2, DynamicTree(4, 2, 5)), (1, chain(3))],
+    indirect=["world"],
+)
 def test_dynamic_tree_is_the_best_of_eagle2s_candidates(world: World, tree: DynamicTree) -> None:
     proposal = _propose(world, tree)
     target_ids = world.head.target_ids
@@ -163,7 +177,7 @@ def test_a_sampled_chain_is_drawn_with_the_targets_noise(world: World) -> None:
         temperature=jnp.asarray([0.0, 1.0, 2.0], jnp.float32),
         seed=jnp.asarray([[1, 0], [2, 0], [3, 9]], jnp.uint32),
     )
-    logits = _forced_chain(world, jnp.zeros((3, 1), jnp.int32))[0][:, None]
+    logits = _forced_chain(world, np.zeros((3, 1), np.int32))[0][:, None]
     everything = sampling.noise(rows, world.seq_lens[:, None] + 1, jnp.arange(64, dtype=jnp.uint32))
     scores = sampling.scale(rows, logits) + everything[..., world.head.target_ids]
     expected = world.head.target_ids[np.argmax(scores[:, 0], axis=-1)]
@@ -189,7 +203,7 @@ def test_catching_up_in_pieces_equals_catching_up_at_once(tiny_target: Target, n
                 jnp.pad(aux[:, start:stop], ((0, 0), (0, room), (0, 0))),
                 jnp.asarray([stop - start], jnp.int32),
             )
-            pages, hidden = consume(draft, config, pages, table, table, jnp.asarray([stop], jnp.int32), pending)
+            pages, hidden = _consume(config)(draft, pages, table, jnp.asarray([stop], jnp.int32), pending)
         return hidden
 
     assert_same(run(draft, [3, 4, 8]), run(draft, []), tolerance(lambda draft: run(draft, []), draft))

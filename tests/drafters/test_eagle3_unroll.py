@@ -1,6 +1,7 @@
 """Losses, the masks of the rollout, and the law that training unrolls the head as serving does."""
 
 import dataclasses
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -31,6 +32,12 @@ from specserve.train.losses import LossName
 from specserve.train.step import LossConfig, loss_and_gradient, place_rows, rollout_loss, teach
 
 ROLLOUT = 3
+SHORT = 2  # a step after the target's text and one after the head's own: all that gradients tell apart
+
+
+@pytest.fixture(scope="module")
+def head(shallow_target: Target) -> Head:
+    return tiny.random_head(shallow_target.config, seed=1)
 
 
 def _rows(documents: list[list[int]], masks: list[list[bool]], seq: int) -> Rows:
@@ -67,34 +74,33 @@ def test_the_loss_mask_moves_with_the_step(rng: np.random.Generator) -> None:
     [
         {},
         {"norm_output": True, "fc_norm": True, "norm_before_residual": True, "norm_before_fc": True},
-        {"num_layers": 2},
-        {"num_layers": 3, "norm_output": True, "d_model": 24, "has_embedding": True},
+        {"num_layers": 2, "norm_output": True, "d_model": 24, "has_embedding": True},
     ],
 )
 def test_rollout_step_k_equals_servings_kth_draft_step(
-    tiny_target: Target, rng: np.random.Generator, flags: dict[str, Any]
+    shallow_target: Target, rng: np.random.Generator, flags: dict[str, Any]
 ) -> None:
     """Law 4. Serving: prefill, catch up with the root, then a chain that is forced to follow the text."""
-    head = tiny.random_head(tiny_target.config, seed=2, **flags)
+    head = tiny.random_head(shallow_target.config, seed=2, **flags)
     n, config = 24, head.drafter.config
     text = rng.integers(0, 64, n).tolist()
-    embedding = token_embedding(head.params, tiny_target.params.embedding)
+    embedding = token_embedding(head.params, shallow_target.params.embedding)
     rows = _rows([text], [[True] * n], n)
     taps = config.aux_layers
 
     @jax.jit
     def train(target: TargetParams, params: Eagle3Params, embedding: jax.Array) -> list[jax.Array]:
-        out = forward(target, tiny_target.config, rows.token_ids, rows.position_ids, tiny.causal(n), aux_layers=taps)
+        out = forward(target, shallow_target.config, rows.token_ids, rows.position_ids, tiny.causal(n), aux_layers=taps)
         assert out.aux_hidden_states is not None
         states = rollout_states(params, config, embedding, rows, out.aux_hidden_states, Rollout(ROLLOUT, True))
         return [draft_logits(params.output, config, state)[0] for state in states]
 
-    args = tiny_target.params, head.params, embedding
+    args = shallow_target.params, head.params, embedding
     trained, off = train(*args), tolerance(train, *args)
 
-    draft = head.drafter.weights(head.params, tiny_target.params, jnp.asarray(head.target_ids))
-    weights = Weights(tiny_target.params, draft)
-    step_config = StepConfig(tiny_target.config, head.drafter, ROLLOUT)
+    draft = head.drafter.weights(head.params, shallow_target.params, jnp.asarray(head.target_ids))
+    weights = Weights(shallow_target.params, draft)
+    step_config = StepConfig(shallow_target.config, head.drafter, ROLLOUT)
     greedy = SamplerRows.greedy(1)
 
     @jax.jit
@@ -128,7 +134,7 @@ def test_rollout_step_k_equals_servings_kth_draft_step(
 
 
 def _config(target: Target, head: Head, **changes: Any) -> LossConfig:
-    return dataclasses.replace(LossConfig(target.config, head.drafter, Rollout(ROLLOUT, True), 0.8), **changes)
+    return dataclasses.replace(LossConfig(target.config, head.drafter, Rollout(SHORT, True), 0.8), **changes)
 
 
 def _ragged_rows(rng: np.random.Generator, lengths: tuple[int, ...], seq: int) -> tuple[Rows, list[Rows]]:
@@ -139,9 +145,12 @@ def _ragged_rows(rng: np.random.Generator, lengths: tuple[int, ...], seq: int) -
     return _rows(documents, masks, seq), alone
 
 
-def test_packed_documents_do_not_leak(tiny_target: Target, tiny_head: Head, rng: np.random.Generator) -> None:
+def test_packed_documents_do_not_leak(shallow_target: Target, head: Head, rng: np.random.Generator) -> None:
     """The loss of a row is the sum of its documents' losses, each in a row of its own."""
-    config, vocab = _config(tiny_target, tiny_head), DraftVocab(jnp.asarray(tiny_head.target_ids))
+    config, vocab = (
+        _config(shallow_target, head, rollout=Rollout(ROLLOUT, True)),
+        DraftVocab(jnp.asarray(head.target_ids)),
+    )
     packed, alone = _ragged_rows(rng, (9, 17, 11), 40)
 
     @jax.jit
@@ -149,7 +158,7 @@ def test_packed_documents_do_not_leak(tiny_target: Target, tiny_head: Head, rng:
         args = params, config, target, vocab, rows, teach(target, config, rows)
         return rollout_loss(*args, jnp.ones(ROLLOUT))
 
-    args = tiny_head.params, tiny_target.params
+    args = head.params, shallow_target.params
     (loss, sums), off = losses(*args, packed), tolerance(losses, *args, packed)
     each = [losses(*args, rows) for rows in alone]
     assert sums.n_known.min() > 0
@@ -159,20 +168,20 @@ def test_packed_documents_do_not_leak(tiny_target: Target, tiny_head: Head, rng:
 
 @pytest.mark.parametrize(("name", "seq"), [("ce", 40), ("lk-hybrid", 41)])  # a prime: the last chunk is filled up
 def test_the_chunked_loss_and_its_gradient_equal_the_naive_ones(
-    tiny_target: Target,
-    tiny_head: Head,
+    shallow_target: Target,
+    head: Head,
     rng: np.random.Generator,
     monkeypatch: pytest.MonkeyPatch,
     name: LossName,
     seq: int,
 ) -> None:
     """The naive one: all logits of the target, all logits of every rollout step, and JAX's own gradient."""
-    monkeypatch.setitem(chunked_loss.LOGITS_AT_ONCE, "cpu", ROLLOUT * 48 * 5)
-    config, vocab = _config(tiny_target, tiny_head, loss=name), DraftVocab(jnp.asarray(tiny_head.target_ids))
+    monkeypatch.setitem(chunked_loss.LOGITS_AT_ONCE, "cpu", SHORT * 48 * 5)
+    config, vocab = _config(shallow_target, head, loss=name), DraftVocab(jnp.asarray(head.target_ids))
     rows, _ = _ragged_rows(rng, (9, 17, 11), seq)
-    n_positions = jnp.sum(all_weights(rows, ROLLOUT), axis=(1, 2))
 
     def chunked(params: Eagle3Params, target: TargetParams) -> tuple[jax.Array, RolloutMetrics]:
+        n_positions = jnp.sum(all_weights(rows, SHORT), axis=(1, 2))
         loss, sums = rollout_loss(params, config, target, vocab, rows, teach(target, config, rows), n_positions)
         return loss, RolloutMetrics.of(sums)
 
@@ -180,68 +189,80 @@ def test_the_chunked_loss_and_its_gradient_equal_the_naive_ones(
         return naive_loss(params, config, target, vocab, rows)
 
     mine, other = (jax.jit(jax.value_and_grad(form, has_aux=True)) for form in (chunked, naive))
-    args = tiny_head.params, tiny_target.params
+    args = head.params, shallow_target.params
     expected = other(*args)
     assert_same(mine(*args), expected, tolerance(other, *args))  # which also says that no gradient is nothing but noise
     assert all(np.any(leaf) for leaf in jax.tree.leaves(expected[1])), "nothing was tested"
 
 
-@pytest.mark.parametrize(
-    ("axes", "accumulate", "remat"),
-    [({}, 2, True), ({"data": 2, "tensor": 2, "sequence": 2}, 1, True), ({"data": 2, "sequence": 4}, 2, False)],
-)
-def test_parts_of_a_batch_and_devices_give_the_same_gradient(
-    tiny_target: Target,
-    tiny_head: Head,
-    rng: np.random.Generator,
-    monkeypatch: pytest.MonkeyPatch,
-    axes: dict[str, int],
-    accumulate: int,
-    remat: bool,
-) -> None:
-    monkeypatch.setitem(chunked_loss.LOGITS_AT_ONCE, "cpu", ROLLOUT * 48 * 5)
+def _gradient(
+    config: LossConfig, target: Target, head: Head, rows: Rows, mesh: Mesh | None = None
+) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+    """The program, and what it takes."""
+    params: Any = head.params
+    if mesh is not None:
+        params = jax.device_put(params, config.drafter.place(mesh))
+    placed = jax.device_put(rows, place_rows(mesh, rows.token_ids.shape))
+
+    @jax.jit
+    def gradient(params: Eagle3Params, target: TargetParams, vocab: DraftVocab, rows: Rows) -> tuple[Any, ...]:
+        return on_mesh(mesh, loss_and_gradient)(
+            params, config, target, vocab, rows, lambda part: teach(target, config, part)
+        )
+
+    vocab = DraftVocab(jnp.asarray(head.target_ids))
+    return gradient, (params, target.params, jax.device_put(vocab, whole(mesh)), placed)
+
+
+@dataclasses.dataclass(frozen=True)
+class Whole:
+    """A batch, its gradient at once on one device, and what rounding explains of that."""
+
+    rows: Rows
+    gradient: Any
+    off: Any
+
+
+@pytest.fixture(scope="module")
+def at_once(shallow_target: Target, head: Head) -> Iterator[Whole]:
+    rng = np.random.default_rng(0)
     token_ids = jnp.asarray(rng.integers(0, 64, (4, 32)), jnp.int32)
     document_ids = jnp.asarray(np.sort(rng.integers(1, 4, (4, 32)), axis=1), jnp.int32)
     positions = jnp.broadcast_to(jnp.arange(32, dtype=jnp.int32), (4, 32))
     rows = Rows(token_ids, jnp.asarray(rng.random((4, 32)) < 0.7), document_ids, positions)
-    vocab = DraftVocab(jnp.asarray(tiny_head.target_ids))
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setitem(chunked_loss.LOGITS_AT_ONCE, "cpu", SHORT * 48 * 5)
+        gradient, args = _gradient(_config(shallow_target, head), shallow_target, head, rows)
+        yield Whole(rows, gradient(*args), tolerance(gradient, *args))
 
-    def run(config: LossConfig, target: Target, mesh: Mesh | None, *, is_exact: bool = True) -> tuple[Any, ...]:
-        params: Any = tiny_head.params
-        if mesh is not None:
-            params = jax.device_put(params, config.drafter.place(mesh))
-        placed = jax.device_put(rows, place_rows(mesh, token_ids.shape))
 
-        @jax.jit
-        def gradient(params: Eagle3Params, target: TargetParams, vocab: DraftVocab, rows: Rows) -> tuple[Any, ...]:
-            return on_mesh(mesh, loss_and_gradient)(
-                params, config, target, vocab, rows, lambda part: teach(target, config, part)
-            )
-
-        args = params, target.params, jax.device_put(vocab, whole(mesh)), placed
-        return gradient(*args) if is_exact else tolerance(gradient, *args)
-
-    expected, off = (run(_config(tiny_target, tiny_head), tiny_target, None, is_exact=each) for each in (True, False))
+@pytest.mark.parametrize(
+    ("axes", "accumulate", "remat"), [({}, 2, False), ({"data": 2, "tensor": 2, "sequence": 2}, 2, True)]
+)
+def test_parts_of_a_batch_and_devices_give_the_same_gradient(
+    at_once: Whole, shallow_target: Target, head: Head, axes: dict[str, int], accumulate: int, remat: bool
+) -> None:
+    config = _config(shallow_target, head, accumulate=accumulate, rollout=Rollout(SHORT, remat))
     mesh = make_mesh(**axes) if axes else None
-    target = load_target(tiny_target.folder, dtype="float32", mesh=mesh)
-    got = run(_config(tiny_target, tiny_head, accumulate=accumulate, rollout=Rollout(ROLLOUT, remat)), target, mesh)
-    assert_same(got, expected, off)
+    target = load_target(shallow_target.folder, dtype="float32", mesh=mesh)
+    gradient, args = _gradient(config, target, head, at_once.rows, mesh)
+    assert_same(gradient(*args), at_once.gradient, at_once.off)
 
 
 def test_teacher_is_the_targets_distribution_over_the_draft_vocabulary(
-    tiny_target: Target, tiny_head: Head, rng: np.random.Generator
+    shallow_target: Target, head: Head, rng: np.random.Generator
 ) -> None:
     text = rng.integers(0, 64, 12).tolist()
-    config, target_ids = _config(tiny_target, tiny_head), tiny_head.target_ids
+    config, target_ids = _config(shallow_target, head), head.target_ids
     rows, vocab = _rows([text], [[True] * 12], 12), DraftVocab(jnp.asarray(target_ids))
 
     @jax.jit
     def distribution(params: TargetParams) -> tuple[jax.Array, jax.Array]:
-        return teach(params, config, rows).teacher.distribution(params, tiny_target.config, vocab)
+        return teach(params, config, rows).teacher.distribution(params, shallow_target.config, vocab)
 
-    probs, found = distribution(tiny_target.params)
-    off, _ = tolerance(distribution, tiny_target.params)
-    logits = tiny.target_logits(tiny_target, text)
+    probs, found = distribution(shallow_target.params)
+    off, _ = tolerance(distribution, shallow_target.params)
+    logits = tiny.target_logits(shallow_target, text)
     best = logits.argmax(-1)
     expected = [int(np.flatnonzero(target_ids == token)[0]) if token in target_ids else -1 for token in best]
     assert found[0].tolist() == expected

@@ -103,17 +103,20 @@ def _trees(draw: st.DrawFn) -> tuple[list[int], list[int], int]:
     return parents, depths, draw(st.integers(1, len(parents) - 1))
 
 
+@jax.jit
+def _beside(tokens: Any, parents: Any, depths: Any, chain: Any) -> Proposal:
+    """The tree with the chain grafted on, after token 100."""
+    own = Proposal(tokens, parents, depths, jnp.asarray([HEAD], jnp.int32))
+    return lookup.graft(chain_proposal(jnp.asarray([100], jnp.int32), chain, jnp.asarray([2], jnp.int32)), own)
+
+
 @given(_trees())
 def test_a_match_beside_a_tree_is_a_tree_that_holds_both(tree: tuple[list[int], list[int], int]) -> None:
     """The chain whole, then the first nodes of the tree below the same root, as many as there were."""
     parents, depths, length = tree
     num = len(parents)
     tokens = list(range(100, 100 + num))
-    own = Proposal(*(jnp.asarray([x], jnp.int32) for x in (tokens, parents, depths)), jnp.asarray([HEAD], jnp.int32))
-    match = chain_proposal(
-        jnp.asarray([100], jnp.int32), jnp.arange(7, 7 + length, dtype=jnp.int32)[None], jnp.asarray([2], jnp.int32)
-    )
-    found = lookup.graft(match, own)
+    found = _beside(*(np.asarray([x], np.int32) for x in (tokens, parents, depths, range(7, 7 + length))))
     got_tokens, got_parents, got_depths = (x[0].tolist() for x in (found.token_ids, found.parents, found.depths))
     assert len(got_tokens) == len(got_parents) == len(got_depths) == num
     assert found.source.tolist() == [2]

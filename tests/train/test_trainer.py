@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_run import NormEvaluator, curve, metrics, resolved, tiny_trainer
+from tiny_run import SETTINGS, NormEvaluator, curve, metrics, resolved, tiny_trainer
 
 from specserve.checkpoints.load import Target, load_target
 from specserve.drafters.door import Head
@@ -249,8 +249,8 @@ def test_what_is_no_number_stops_the_run_and_says_how_to_go_on(tmp_path: Path, t
         trainer.train()
     assert [row["step"] for row in metrics(tmp_path / "high")] == [1, 2]
     (command,) = re.findall(r"`(.*)`", str(raised.value))
-    run = resolved(command.replace("LOWER", "0.001"))
-    assert (run.train.lr, run.train.resume, run.init_from) == (0.001, False, "")
+    run = resolved(command.replace("LOWER", str(SETTINGS.lr)))  # a step that is compiled
+    assert (run.train.lr, run.train.resume, run.init_from) == (SETTINGS.lr, False, "")
     assert tiny_trainer(Path(run.output), tiny_target, lr=run.train.lr, max_steps=1).train().ending == "finished"
 
 

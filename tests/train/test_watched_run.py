@@ -39,12 +39,20 @@ def _optax_promotes() -> Iterator[None]:
         yield
 
 
-def _trainer(output: Path, target: Target, **changes: Any) -> Trainer:
-    trainer = tiny_trainer(output, target, eval=EVAL, **changes)
-    trainer.evaluator = HeldOutEvaluator(
-        target, trainer.drafter, trainer.data.target_ids, PROMPTS, EVAL, seed=trainer.settings.seed
-    )
-    return trainer
+@pytest.fixture(scope="module")
+def make(tiny_target: Target) -> Callable[..., Trainer]:
+    """Makes trainers, which are measured alike and so by one evaluator."""
+    evaluators: dict[str, HeldOutEvaluator] = {}
+
+    def trainer_in(output: Path, **changes: Any) -> Trainer:
+        trainer = tiny_trainer(output, tiny_target, eval=EVAL, **changes)
+        if not evaluators:
+            seed, ids = trainer.settings.seed, trainer.data.target_ids
+            evaluators["one"] = HeldOutEvaluator(tiny_target, trainer.drafter, ids, PROMPTS, EVAL, seed=seed)
+        trainer.evaluator = evaluators["one"]
+        return trainer
+
+    return trainer_in
 
 
 def _watched(trainer: Trainer, *more: Callable[[Progress], None]) -> Progress:
@@ -53,14 +61,13 @@ def _watched(trainer: Trainer, *more: Callable[[Progress], None]) -> Progress:
 
 
 @pytest.fixture(scope="module")
-def finished(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Path:
+def finished(tmp_path_factory: pytest.TempPathFactory, make: Callable[..., Trainer]) -> Path:
     output = tmp_path_factory.mktemp("watched") / "run"
-    trainer = _trainer(output, tiny_target, eval_every=4, trackers=("tensorboard",))
-    assert _watched(trainer).ending == "finished"
+    assert _watched(make(output, eval_every=4, trackers=("tensorboard",))).ending == "finished"
     return output
 
 
-def test_one_arm_is_measured_on_the_way_and_all_at_the_end(finished: Path, tiny_target: Target) -> None:
+def test_one_arm_is_measured_on_the_way_and_all_at_the_end(finished: Path) -> None:
     *between, last = [row for row in metrics(finished) if row["tau"]]
     assert [(row["step"], list(row["arms"])) for row in between] == [(4, ARMS[:1]), (8, ARMS[:1])]
     assert (last["step"], list(last["arms"]), last["is_last"]) == (10, ARMS, True)
@@ -104,15 +111,15 @@ def test_the_report_and_the_trackers_are_there(finished: Path) -> None:
     assert len(list((finished / "tensorboard").iterdir())) == 1
 
 
-def test_a_run_that_is_stopped_has_a_report_too_and_goes_on(tmp_path: Path, tiny_target: Target) -> None:
+def test_a_run_that_is_stopped_has_a_report_too_and_goes_on(tmp_path: Path, make: Callable[..., Trainer]) -> None:
     def stop(moment: Progress) -> None:
         if moment.step == 4 and moment.loss:
             signal.raise_signal(signal.SIGINT)
 
-    last = _watched(_trainer(tmp_path, tiny_target, trackers=("tensorboard",)), stop)
+    last = _watched(make(tmp_path, trackers=("tensorboard",)), stop)
     assert last.ending == "stopped by SIGINT"
     assert "stopped by SIGINT" in (tmp_path / "report.html").read_text()
-    assert _watched(_trainer(tmp_path, tiny_target, trackers=("tensorboard",), resume=True)).ending == "finished"
+    assert _watched(make(tmp_path, trackers=("tensorboard",), resume=True)).ending == "finished"
     page = (tmp_path / "report.html").read_text()
     assert "finished" in page
     assert f"{read_metrics(tmp_path)[-1]['tau']:.3f}" in page
