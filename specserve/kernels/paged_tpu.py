@@ -40,6 +40,11 @@ class _Blocks:
     def keys(self) -> int:
         return self.pages * self.page_size
 
+    def place(self, page: Any, block: Any) -> Any:
+        """Where the keys of a page of the sequence lie within its block."""
+        offset = (page - block * self.pages) * self.page_size
+        return pl.ds(pl.multiple_of(offset, self.page_size), self.page_size)
+
 
 def attend_pages(
     q: jax.Array,  # [batch, kv_head, row, head_dim], scaled; row = group * n
@@ -62,8 +67,9 @@ def attend_pages(
     Entry i of sequence b is visible to a row if first <= i < lens[b] and, where there is a window, if the row's
     position - i < window. A row that sees nothing gets zeros and a log-sum-exp of NEG_INF (-1e30, finite). Scores and
     softmax are float32. Products have operands of q's dtype: pages of another dtype are converted in fast memory, and
-    float32 products are exact to float32 (several passes of the matrix unit). Quantised pages are multiplied by their
-    scales as scores and as probabilities.
+    float32 products are exact to float32 (several passes of the matrix unit). Scores of quantised keys are multiplied by
+    `k_scale`, and probabilities by `v_scale` before their product with the values. Where values are keys, they have
+    the keys' scale, and `v_scale` is None.
 
     One program serves some KV heads, a block of their query rows and one sequence. It copies the pages from the first
     that any of its rows sees to the last one in use, up to 512 keys at a time. While it works on one block of keys the
@@ -81,6 +87,7 @@ def attend_pages(
 
     Raises ConfigError for shapes and dtypes that the kernel cannot take; `takes` tells so beforehand.
     """
+    assert v_pages is not None or v_scale is None, "values that are keys have the keys' scale"
     reason = _refusal(q, k_pages, v_pages, page_table, v_dim)
     if reason is not None:
         raise ConfigError(f"attention over pages on TPU: {reason}")
@@ -119,7 +126,7 @@ def takes(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None, page_tabl
 def _refusal(
     q: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None, page_table: jax.Array, v_dim: int
 ) -> str | None:
-    """Why the kernel cannot take these arrays; None where it can. Compilers for TPU v4 to v7x agree with these rules."""
+    """Why the kernel cannot take these arrays; None where it can. The compilers for TPU v4 to v7x take all the rest."""
     if q.dtype not in _QUERIES:
         return f"queries must be float32 or bfloat16, not {q.dtype}"
     for pages in (k_pages,) if v_pages is None else (k_pages, v_pages):
@@ -131,8 +138,8 @@ def _refusal(
     blocks = _plan(q, k_pages, v_pages, page_table, v_dim)
     if blocks is None:
         return (
-            f"{k_pages.shape[2]} tokens a page of head_dim {q.shape[-1]} and {v_dim} do not fit twice into {_VMEM} bytes "
-            "of fast memory; use smaller pages"
+            f"pages of {k_pages.shape[2]} tokens with {q.shape[-1]} and {v_dim} channels do not fit into {_VMEM} bytes of "
+            "fast memory twice; use smaller pages"
         )
     scalars = 4 * (page_table.size + page_table.shape[0] * (1 + 3 * -(-q.shape[2] // blocks.rows)))
     if scalars > _SMEM:
@@ -214,7 +221,7 @@ def _call(
             grid=(kv_heads // blocks.heads, batch, row_blocks),
             in_specs=[
                 per_program(blocks.rows, head_dim),
-                [pl.BlockSpec((1, blocks.rows, 1), lambda h, b, r, *_: (b, r, 0)) for _ in by_position],
+                [pl.BlockSpec((1, blocks.rows, 1), lambda _, b, r, *__: (b, r, 0)) for _ in by_position],
                 dict.fromkeys(pages, in_hbm),
                 dict.fromkeys(scales, in_hbm),
             ],
@@ -251,7 +258,6 @@ class _Copies:
     scale_buffers: dict[str, Any]
     semaphores: Any
     blocks: _Blocks
-    row_blocks: int
     head: Any  # the first of the program's heads
 
     def start(self, program: Any, block: Any, slot: Any) -> None:
@@ -261,12 +267,12 @@ class _Copies:
         self._each(lambda copy: copy.wait(), program, block, slot)
 
     def _each(self, act: Callable[[Any], None], program: Any, block: Any, slot: Any) -> None:
-        sequence = _div(program, self.row_blocks)
-        page_size, width = self.blocks.page_size, self.table.shape[0] // self.lens.shape[0]
+        batch, page_size = self.lens.shape[0], self.blocks.page_size
+        sequence, width = _div(program, self.starts.shape[0] // batch), self.table.shape[0] // batch
         semaphore = self.semaphores.at[slot]
 
         def copy_page(page: Any, _: None) -> None:
-            place = pl.ds(pl.multiple_of((page - block * self.blocks.pages) * page_size, page_size), page_size)
+            place = self.blocks.place(page, block)
             heads = pl.ds(self.head, self.blocks.heads)
             page_id = self.table[sequence * width + page]
             for name, source in self.pages.items():
@@ -309,12 +315,11 @@ def _kernel(
     window: int,
     softcap: float,
 ) -> None:
-    sequence, row_blocks = pl.program_id(1), pl.num_programs(2)
-    program, head = sequence * row_blocks + pl.program_id(2), pl.program_id(0) * blocks.heads
-    copies = _Copies(
-        table, lens, starts, pages, scales, page_buffers, scale_buffers, semaphores, blocks, row_blocks, head
-    )
-    keys, values = page_buffers["k"], page_buffers.get("v", page_buffers["k"])
+    sequence, head = pl.program_id(1), pl.program_id(0) * blocks.heads
+    program = sequence * pl.num_programs(2) + pl.program_id(2)
+    copies = _Copies(table, lens, starts, pages, scales, page_buffers, scale_buffers, semaphores, blocks, head)
+    of_values = "v" if "v" in pages else "k"
+    keys, values = page_buffers["k"], page_buffers[of_values]
     start, end = starts[program], lens[sequence]
     first_block = _div(start, blocks.keys)
     num_blocks = jnp.where(start < end, _div(end + blocks.keys - 1, blocks.keys) - first_block, 0)
@@ -333,9 +338,7 @@ def _kernel(
 
     def clear(page: Any, block: Any, slot: Any) -> None:
         """Write zeros over the values of a page that no row sees, for the same reason."""
-        place = pl.ds(
-            pl.multiple_of((page - block * blocks.pages) * blocks.page_size, blocks.page_size), blocks.page_size
-        )
+        place = blocks.place(page, block)
         found = values[slot, :, place].astype(jnp.float32)
         index = page * blocks.page_size + jax.lax.broadcasted_iota(jnp.int32, found.shape, 1)
         values[slot, :, place] = jnp.where((index >= start) & (index < end), found, 0).astype(values.dtype)
@@ -352,8 +355,8 @@ def _kernel(
         new_largest = jnp.maximum(largest[h], jnp.max(scores, axis=1, keepdims=True))
         shrink, weights = jnp.exp(largest[h] - new_largest), jnp.exp(scores - new_largest)
         largest[h], total[h] = new_largest, shrink * total[h] + jnp.sum(weights, axis=1, keepdims=True)
-        if "v" in scale:
-            weights *= scale["v"]
+        if of_values in scale:
+            weights *= scale[of_values]
         found = values[slot, h, :, : out.shape[-1]].astype(q.dtype)
         out[0, h] = shrink * out[0, h] + multiply(weights.astype(q.dtype), found, (((1,), (0,)), ((), ())))
 
