@@ -22,8 +22,7 @@ _LANES = 128  # of a vector register; arrays of fewer channels take as many
 _MAX_ROWS, _MAX_HEADS, _MAX_KEYS = 512, 8, 512  # of one block; fewer where fast memory is short
 _VMEM = 12 * 2**20  # bytes planned for a program; compilers grant 16 MiB on every generation unless asked for more
 _SMEM = 2**19  # bytes of page tables and schedules, in a scalar memory of 1 MiB
-_QUERIES = (jnp.float32, jnp.bfloat16)
-_PAGES = (jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
+_DTYPES = (jnp.float32, jnp.bfloat16, jnp.int8, jnp.float8_e4m3fn, jnp.float8_e5m2)
 _NO_PROGRAM = 2**31 - 1
 
 
@@ -66,10 +65,10 @@ def attend_pages(
 
     Entry i of sequence b is visible to a row if first <= i < lens[b] and, where there is a window, if the row's
     position - i < window. A row that sees nothing gets zeros and a log-sum-exp of NEG_INF (-1e30, finite). Scores and
-    softmax are float32. Products have operands of q's dtype: pages of another dtype are converted in fast memory, and
-    float32 products are exact to float32 (several passes of the matrix unit). Scores of quantised keys are multiplied by
-    `k_scale`, and probabilities by `v_scale` before their product with the values. Where values are keys, they have
-    the keys' scale, and `v_scale` is None.
+    softmax are float32. Products have operands of q's dtype (float32 instead of float16, which the matrix unit lacks),
+    to which pages of another dtype are converted in fast memory; float32 products are exact to float32, by several
+    passes. Scores of quantised keys are multiplied by `k_scale`, and probabilities by `v_scale` before their product
+    with the values. Where values are keys, they have the keys' scale, and `v_scale` is None.
 
     One program serves some KV heads, a block of their query rows and one sequence. It copies the pages from the first
     that any of its rows sees to the last one in use, up to 512 keys at a time. While it works on one block of keys the
@@ -85,75 +84,73 @@ def attend_pages(
 
     in blocks of h heads, r' rows and k keys, which are chosen so that this stays below 12 MiB.
 
-    Raises ConfigError for shapes and dtypes that the kernel cannot take; `takes` tells so beforehand.
+    Raises ConfigError for pages that the kernel cannot take; `takes` tells so beforehand.
     """
-    assert v_pages is not None or v_scale is None, "values that are keys have the keys' scale"
-    reason = _refusal(q, k_pages, v_pages, page_table, v_dim)
+    reason = _refusal(k_pages, v_pages)
     if reason is not None:
         raise ConfigError(f"attention over pages on TPU: {reason}")
-    batch, kv_heads, num_rows, _ = q.shape
-    blocks = _plan(q, k_pages, v_pages, page_table, v_dim)
-    assert blocks is not None
-    row_blocks = -(-num_rows // blocks.rows)
-    padding = row_blocks * blocks.rows - num_rows
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
-    lens = jnp.minimum(lens, page_table.shape[1] * blocks.page_size)  # no id is read from beyond the table
-    starts = jnp.full((batch, row_blocks), first, jnp.int32)
-    by_position = []
-    if window:
+    assert v_pages is not None or v_scale is None, "values that are keys have the keys' scale"
+    if not window:
+        positions = None
+    else:
         assert positions is not None, "a window goes by positions"
-        positions = jnp.pad(positions, ((0, 0), (0, padding)), constant_values=2**31 - 1)  # padding sees nothing
-        oldest = positions.reshape(batch, row_blocks, blocks.rows).min(axis=-1) - window + 1
-        starts = jnp.maximum(starts, oldest)
-        by_position = [positions[..., None]]
+    if q.dtype != jnp.bfloat16:
+        q = q.astype(jnp.float32)
+    blocks = _plan(q, k_pages, v_pages, v_dim, page_table.shape[1])
+    assert blocks is not None, "what `takes` promises"
+    row_blocks = -(-q.shape[2] // blocks.rows)
+    most = _SMEM // (4 * (page_table.shape[1] + 1 + 3 * row_blocks))  # sequences whose pages the scalar memory can name
+    if most == 0:
+        raise ConfigError(f"attention over pages on TPU: a table of {page_table.shape[1]} pages; use larger pages")
     pages = {"k": k_pages} if v_pages is None else {"k": k_pages, "v": v_pages}
-    scales = {
-        name: _per_sequence(scale, page_table, blocks)
-        for name, scale in (("k", k_scale), ("v", v_scale))
-        if scale is not None
-    }
-    call = _call(q, by_position, pages, scales, blocks, v_dim, window, softcap, interpret)
-    scalars = (page_table.reshape(-1), lens, starts.reshape(-1), *_schedule(starts, lens, blocks.keys))
-    out, lse = call(*scalars, q, by_position, pages, scales)
-    return out[:, :, :num_rows], lse.reshape(batch, kv_heads, -1)[:, :, :num_rows]
+    scales = {name: scale for name, scale in (("k", k_scale), ("v", v_scale)) if scale is not None}
+    run = functools.partial(
+        _attend_pages,
+        pages=pages,
+        scales=scales,
+        blocks=blocks,
+        v_dim=v_dim,
+        first=first,
+        window=window,
+        softcap=softcap,
+        interpret=interpret,
+    )
+    parts = [slice(i, i + most) for i in range(0, len(q), most)]
+    results = [run(q[i], page_table[i], lens[i], None if positions is None else positions[i]) for i in parts]
+    out, lse = results[0] if len(results) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *results)
+    return out, lse
 
 
-def takes(q: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None, page_table: jax.Array, *, v_dim: int) -> bool:
-    """Whether `attend_pages` can serve arrays of these shapes and dtypes. Where it cannot, its error says why."""
-    return _refusal(q, k_pages, v_pages, page_table, v_dim) is None
+def takes(k_pages: jax.Array, v_pages: jax.Array | None) -> bool:
+    """Whether `attend_pages` can read pages of these shapes and dtypes. Where it cannot, its error says why."""
+    return _refusal(k_pages, v_pages) is None
 
 
-def _refusal(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None, page_table: jax.Array, v_dim: int
-) -> str | None:
-    """Why the kernel cannot take these arrays; None where it can. The compilers for TPU v4 to v7x take all the rest."""
-    if q.dtype not in _QUERIES:
-        return f"queries must be float32 or bfloat16, not {q.dtype}"
+def _refusal(k_pages: jax.Array, v_pages: jax.Array | None) -> str | None:
+    """Why the kernel cannot take these pages; None where it can. The compilers for TPU v4 to v7x take all the rest."""
+    page_size, head_dim = k_pages.shape[2:]
+    v_dim = head_dim if v_pages is None else v_pages.shape[3]
     for pages in (k_pages,) if v_pages is None else (k_pages, v_pages):
-        if pages.dtype not in _PAGES:
-            return f"pages must be one of {', '.join(str(jnp.dtype(each)) for each in _PAGES)}, not {pages.dtype}"
+        if pages.dtype not in _DTYPES:
+            return f"pages must be one of {', '.join(str(jnp.dtype(each)) for each in _DTYPES)}, not {pages.dtype}"
         tile = 32 // pages.dtype.itemsize  # the sublanes that a register has for the type
-        if pages.shape[2] % tile:
-            return f"pages of {pages.dtype} must hold a multiple of {tile} tokens, not {pages.shape[2]}"
-    blocks = _plan(q, k_pages, v_pages, page_table, v_dim)
-    if blocks is None:
-        return (
-            f"pages of {k_pages.shape[2]} tokens with {q.shape[-1]} and {v_dim} channels do not fit into {_VMEM} bytes of "
-            "fast memory twice; use smaller pages"
-        )
-    scalars = 4 * (page_table.size + page_table.shape[0] * (1 + 3 * -(-q.shape[2] // blocks.rows)))
-    if scalars > _SMEM:
-        return f"a page table of {page_table.shape} takes {scalars} bytes of scalar memory, at most {_SMEM} are planned"
+        if page_size % tile:
+            return f"pages of {pages.dtype} must hold a multiple of {tile} tokens, not {page_size}"
+    for dtype in (jnp.float32, jnp.bfloat16):
+        q = jax.ShapeDtypeStruct((1, k_pages.shape[1], _MAX_ROWS, head_dim), dtype)
+        if _plan(q, k_pages, v_pages, v_dim, _MAX_KEYS) is None:
+            told = f"{page_size} tokens with {head_dim} + {v_dim} channels"
+            return f"pages of {told} do not fit into {_VMEM} bytes of fast memory twice; use smaller pages"
     return None
 
 
 def _plan(
-    q: jax.Array, k_pages: jax.Array, v_pages: jax.Array | None, page_table: jax.Array, v_dim: int
+    q: jax.Array | jax.ShapeDtypeStruct, k_pages: jax.Array, v_pages: jax.Array | None, v_dim: int, width: int
 ) -> _Blocks | None:
-    """The largest blocks that fit into fast memory: rows first, since each block of rows reads all pages again."""
+    """The largest blocks that fit into fast memory: rows first, since each block of rows reads all pages again. Keys
+    are next, since the sums are scaled anew for each block of keys."""
     kv_heads, num_rows, head_dim = q.shape[1:]
-    page_size, width = k_pages.shape[2], page_table.shape[1]
-    item, sublanes = q.dtype.itemsize, 32 // q.dtype.itemsize
+    page_size, item = k_pages.shape[2], q.dtype.itemsize
     d, e = _up(head_dim, _LANES), _up(v_dim, _LANES)
     stored = d if v_pages is None else d + e
 
@@ -162,6 +159,7 @@ def _plan(
         queries = 2 * heads * rows * (d * item + 4 * e) + 1024 * heads * rows
         return pages + queries + 12 * rows * keys + keys * stored * item <= _VMEM
 
+    sublanes = 32 // item
     step = _LANES // math.gcd(_LANES, page_size)  # pages, so that blocks of scales begin at whole registers
     for most in (_MAX_ROWS, _MAX_ROWS // 2, _MAX_ROWS // 4, _MAX_ROWS // 8, sublanes):
         rows = _up(-(-num_rows // -(-num_rows // most)), sublanes)
@@ -193,6 +191,41 @@ def _schedule(starts: jax.Array, lens: jax.Array, keys: int) -> tuple[jax.Array,
     busy = jnp.where(num_blocks > 0, jnp.arange(len(num_blocks), dtype=jnp.int32), _NO_PROGRAM)
     following = jax.lax.cummin(jnp.append(busy[1:], _NO_PROGRAM), reverse=True)
     return (jnp.cumsum(num_blocks) - num_blocks).astype(jnp.int32), following.astype(jnp.int32)
+
+
+def _attend_pages(
+    q: jax.Array,
+    page_table: jax.Array,
+    lens: jax.Array,
+    positions: jax.Array | None,
+    *,
+    pages: dict[str, jax.Array],
+    scales: dict[str, jax.Array],
+    blocks: _Blocks,
+    v_dim: int,
+    first: int,
+    window: int,
+    softcap: float,
+    interpret: bool | pltpu.InterpretParams,
+) -> tuple[jax.Array, jax.Array]:
+    """`attend_pages` of as many sequences as one call can serve."""
+    batch, kv_heads, num_rows, _ = q.shape
+    row_blocks = -(-num_rows // blocks.rows)
+    padding = row_blocks * blocks.rows - num_rows
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, padding), (0, 0)))
+    lens = jnp.minimum(lens, page_table.shape[1] * blocks.page_size)  # no id is read from beyond the table
+    starts = jnp.full((batch, row_blocks), first, jnp.int32)
+    by_position = []
+    if positions is not None:
+        positions = jnp.pad(positions, ((0, 0), (0, padding)), constant_values=2**31 - 1)  # padding sees nothing
+        oldest = positions.reshape(batch, row_blocks, blocks.rows).min(axis=-1) - window + 1
+        starts = jnp.maximum(starts, oldest)
+        by_position = [positions[..., None]]
+    scales = {name: _per_sequence(scale, page_table, blocks) for name, scale in scales.items()}
+    call = _call(q, by_position, pages, scales, blocks, v_dim, window, softcap, interpret)
+    scalars = (page_table.reshape(-1), lens, starts.reshape(-1), *_schedule(starts, lens, blocks.keys))
+    out, lse = call(*scalars, q, by_position, pages, scales)
+    return out[:, :, :num_rows], lse.reshape(batch, kv_heads, -1)[:, :, :num_rows]
 
 
 def _call(
