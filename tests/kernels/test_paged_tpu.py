@@ -6,6 +6,7 @@ is installed (`-m libtpu`, no device needed), and on TPUs (`-m tpu`).
 """
 
 import contextlib
+import dataclasses
 import functools
 import io
 from collections.abc import Callable
@@ -18,7 +19,6 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jax.experimental import pallas as pl  # noqa: F401  (registers the kernels' types)
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
 from rounding import UNIT, assert_within
@@ -210,3 +210,92 @@ def test_the_kernel_equals_its_twin_and_hears_nothing_else(name: str, data: st.D
     length = st.one_of(st.integers(0, case.width * case.page_size), st.sampled_from([0, 128, 256]))
     lens = data.draw(st.lists(length, min_size=case.batch, max_size=case.batch))
     check(case, make(case, seed, lens), INTERPRETED[mode])
+
+
+REAL = {  # shapes that are served
+    "decode": Case(BFLOAT16, BFLOAT16, rows=4, kv_heads=8, head_dim=128, v_dim=128, width=32, batch=4),
+    "prefill": Case(BFLOAT16, BFLOAT16, rows=2048, kv_heads=8, head_dim=128, v_dim=128, width=32, batch=2),
+    "float32": Case(rows=240, kv_heads=8, head_dim=128, v_dim=128, width=32),
+    "half a register": Case(BFLOAT16, BFLOAT16, kv_heads=3, head_dim=64, v_dim=64, width=1),
+    "Gemma": Case(BFLOAT16, BFLOAT16, kv_heads=4, head_dim=256, v_dim=256, width=48, window=512, softcap=50.0),
+    "latent": Case(BFLOAT16, BFLOAT16, 4, 1, 128, 576, 512, width=48, is_latent=True),
+    "latent, float32": Case(FLOAT32, FLOAT32, 4, 1, 1024, 576, 512, width=48, is_latent=True),
+    "latent, float8": Case(BFLOAT16, FLOAT8, 4, 1, 128, 576, 512, width=48, is_latent=True, is_scaled=True),
+    "int8": Case(BFLOAT16, np.dtype(np.int8), rows=16, kv_heads=12, head_dim=128, v_dim=128, width=48, is_scaled=True),
+    "float8": Case(BFLOAT16, FLOAT8, rows=16, kv_heads=8, head_dim=128, v_dim=128, width=48, is_scaled=True, window=99),
+}
+
+
+def shapes(case: Case) -> dict[str, jax.ShapeDtypeStruct]:
+    few = dataclasses.replace(case, batch=1, width=1)
+    made = make(few, 0, [0])
+    pages = {"k_pages", "v_pages", "k_scale", "v_scale"}
+    found = {}
+    for name, array in vars(made).items():
+        if array is not None:
+            found[name] = jax.ShapeDtypeStruct((64 if name in pages else case.batch, *array.shape[1:]), array.dtype)
+    found["page_table"] = jax.ShapeDtypeStruct((case.batch, case.width), np.int32)
+    return found
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_served_shapes_are_taken_and_lower_for_tpus(name: str) -> None:
+    case = REAL[name]
+    given = shapes(case)
+    assert paged_tpu.takes(given["k_pages"], given.get("v_pages"))
+    text = jax.export.export(program(case, False), platforms=["tpu"])(given).mlir_module()
+    assert text.count("tpu_custom_call") == 1
+    if not case.is_scaled:
+        assert "stablehlo.gather" not in text, "pages are read where they are"
+
+
+@pytest.mark.libtpu
+@pytest.mark.parametrize("generation", ["v4:2x2x1", "v5e:2x2", "v6e:2x2", "tpu7x:2x2x1"])
+def test_served_shapes_compile_for_tpus(generation: str) -> None:
+    """By the compiler of real devices, which need not be there. Nothing as large as the pages is held beside them."""
+    sharding = jax.sharding.SingleDeviceSharding(topologies.get_topology_desc(generation, "tpu").devices[0])
+    for case in REAL.values():
+        given = {
+            name: jax.ShapeDtypeStruct(each.shape, each.dtype, sharding=sharding) for name, each in shapes(case).items()
+        }
+        compiled = program(case, False).lower(given).compile()
+        assert compiled.memory_analysis().temp_size_in_bytes < given["k_pages"].size, case
+
+
+@pytest.mark.tpu
+@pytest.mark.parametrize("name", [*CASES, *REAL])
+def test_compiled_for_this_tpu_the_kernel_equals_its_twin(name: str) -> None:
+    case = CASES[name][0] if name in CASES else REAL[name]
+    case = dataclasses.replace(case, rows=min(case.rows, 240))  # the twin takes its time
+    entries = case.width * case.page_size
+    lens = [entries, entries // 2 + 1, 0, 7][: case.batch]
+    check(case, make(case, 0, lens), False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "told"),
+    [
+        ((9, 2, 24, 128), np.int8, "multiple of 32 tokens, not 24"),
+        ((9, 2, 4, 128), np.float32, "multiple of 8 tokens, not 4"),
+        ((9, 2, 32, 128), np.float16, "not float16"),
+        ((9, 2, 4096, 1024), np.float32, "use smaller pages"),
+    ],
+)
+def test_pages_that_the_kernel_cannot_take_are_refused(shape: tuple[int, ...], dtype: Any, told: str) -> None:
+    pages = jax.ShapeDtypeStruct(shape, dtype)
+    assert not paged_tpu.takes(pages, pages)
+    q = jnp.zeros((1, 2, 1, shape[-1]))
+    table, lens = jnp.zeros((1, 3), jnp.int32), jnp.zeros(1, jnp.int32)
+    with pytest.raises(ConfigError, match=told):
+        jax.eval_shape(lambda pages: paged_tpu.attend_pages(q, pages, pages, table, lens, None, v_dim=shape[-1]), pages)
+
+
+def test_tables_beyond_the_scalar_memory_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(width=2, kv_heads=1, window=7)
+    monkeypatch.setattr(paged_tpu, "_SMEM", 2 * 4 * (case.width + 1 + 3))  # two sequences of three
+    check(case, make(case, 0, [40, 0, 64]), True)
+    text = jax.export.export(program(case, False), platforms=["tpu"])(shapes(case)).mlir_module()
+    assert text.count("tpu_custom_call") == 2
+    monkeypatch.setattr(paged_tpu, "_SMEM", 8)
+    with pytest.raises(ConfigError, match="a table of 2 pages"):
+        jax.eval_shape(program(dataclasses.replace(case, rows=4), False), shapes(case))
