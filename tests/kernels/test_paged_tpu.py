@@ -17,7 +17,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from jax.experimental import topologies
 from jax.experimental.pallas import tpu as pltpu
@@ -203,13 +203,15 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", CASES)
-@settings(max_examples=4)
-@given(data=st.data(), seed=st.integers(0, 2**32 - 1))
-def test_the_kernel_equals_its_twin_and_hears_nothing_else(name: str, data: st.DataObject, seed: int) -> None:
+@settings(max_examples=3)
+@given(
+    lens=st.lists(st.one_of(st.integers(0, 320), st.sampled_from([0, 128, 256])), min_size=3, max_size=3),
+    seed=st.integers(0, 2**32 - 1),
+)
+@example(lens=[9, 0, 300], seed=0)  # buffers that are filled in part before they ever were in full
+def test_the_kernel_equals_its_twin_and_hears_nothing_else(name: str, lens: list[int], seed: int) -> None:
     case, mode = CASES[name]
-    length = st.one_of(st.integers(0, case.width * case.page_size), st.sampled_from([0, 128, 256]))
-    lens = data.draw(st.lists(length, min_size=case.batch, max_size=case.batch))
-    check(case, make(case, seed, lens), INTERPRETED[mode])
+    check(case, make(case, seed, lens[: case.batch]), INTERPRETED[mode])
 
 
 REAL = {  # shapes that are served
