@@ -160,11 +160,11 @@ def _plan(
         return pages + queries + 12 * rows * keys + keys * stored * item <= _VMEM
 
     sublanes = 32 // item
-    step = _LANES // math.gcd(_LANES, page_size)  # pages, so that blocks of scales begin at whole registers
+    step = _LANES // math.gcd(_LANES, page_size)  # pages, so that blocks of keys are whole registers of scales
     for most in (_MAX_ROWS, _MAX_ROWS // 2, _MAX_ROWS // 4, _MAX_ROWS // 8, sublanes):
         rows = _up(-(-num_rows // -(-num_rows // most)), sublanes)
         for keys in (_MAX_KEYS, _MAX_KEYS // 2, _MAX_KEYS // 4):
-            pages = min(width, max(step, keys // page_size // step * step))
+            pages = min(_up(width, step), max(step, keys // page_size // step * step))
             for heads in (h for h in range(min(kv_heads, _MAX_HEADS), 0, -1) if kv_heads % h == 0):
                 if fits(heads, rows, pages * page_size):
                     return _Blocks(heads, rows, pages, page_size)

@@ -224,7 +224,7 @@ REAL = {  # shapes that are served
     "latent": Case(BFLOAT16, BFLOAT16, 4, 1, 128, 576, 512, width=48, is_latent=True),
     "latent, float32": Case(FLOAT32, FLOAT32, 4, 1, 1024, 576, 512, width=48, is_latent=True),
     "latent, float8": Case(BFLOAT16, FLOAT8, 4, 1, 128, 576, 512, width=48, is_latent=True, is_scaled=True),
-    "int8": Case(BFLOAT16, np.dtype(np.int8), rows=16, kv_heads=12, head_dim=128, v_dim=128, width=48, is_scaled=True),
+    "int8": Case(BFLOAT16, np.dtype(np.int8), rows=16, kv_heads=12, head_dim=128, v_dim=128, width=10, is_scaled=True),
     "float8": Case(BFLOAT16, FLOAT8, rows=16, kv_heads=8, head_dim=128, v_dim=128, width=48, is_scaled=True, window=99),
 }
 
