@@ -82,8 +82,8 @@ def attend_pages(
         VMEM          2 h k (d + e) w  +  2 h r' (d x q's item + 4 e)  +  1,024 h r'  +  12 r' k + k (d + e) x q's item
                       pages, twice        queries and results, twice      max and sum    scores and converted pages
 
-    in blocks of h heads, r' rows and k keys, which are chosen so that this stays below 12 MiB. Scales, 4 bytes each, are
-    gathered for the whole table before the kernel reads them: they move three times.
+    in blocks of h heads, r' rows and k keys, which are chosen so that this stays below 12 MiB. Scales, of 4 bytes
+    each, are gathered for the whole table before the kernel reads them, so they move three times.
 
     Raises ConfigError for pages that the kernel cannot take; `takes` tells so beforehand.
     """
