@@ -116,8 +116,13 @@ class _Block:
 
 def _step(matrix: jax.Array, block: _Block) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
     """Compute the state after a block's last token, and every token's o and u."""
-    u = block.v if block.erases is None else block.v - _matmul(block.erases, matrix)
-    out = _matmul(block.q, matrix) + _matmul(block.reads, u)
+    if block.erases is None:
+        u, read = block.v, _matmul(block.q, matrix)
+    else:  # in one product, because two would read the state twice
+        both = _matmul(jnp.concatenate([block.erases, block.q], axis=-2), matrix)
+        erased, read = jnp.split(both, 2, axis=-2)
+        u = block.v - erased
+    out = read + _matmul(block.reads, u)
     matrix = jnp.where(block.is_open[:, None, None, None], matrix, 0.0)
     return _absorb(matrix, block.k, u, block.log_decay, block.path), (out, u)
 
