@@ -39,8 +39,9 @@ def in_parts(
     weight 0. Left to itself XLA would sum each expert's output over the devices before it is weighted, and would fetch
     other devices' matrices for products that pick theirs.
 
-    On accelerators each device also has its own tokens, where batch and sequence are cut. XLA would sort the tokens of
-    all devices together, and cannot cut a kernel's work. On CPU, where neither matters, it decides.
+    On accelerators each device also has its own tokens, where batch and sequence are cut, or all of them where the
+    mesh does not divide their number. XLA would sort the tokens of all devices together, and cannot cut a kernel's
+    work. On CPU it decides.
     """
 
     def flat(experts: Any, *arrays: jax.Array) -> jax.Array:
@@ -50,10 +51,8 @@ def in_parts(
     mesh, cut = traced_mesh(), ["experts"]
     if _has_whole_blocks(experts.down, num_parts(mesh, "mlp")):
         cut.append("mlp")
-    rows = []
-    if traced_platform() != "cpu":
-        rows = [axis for axis, size in zip(ACTIVATIONS, x.shape, strict=False) if size % num_parts(mesh, axis) == 0]
-    if all(num_parts(mesh, axis) == 1 for axis in (*cut, *rows)):
+    own_rows = () if traced_platform() == "cpu" else ACTIVATIONS
+    if all(num_parts(mesh, axis) == 1 for axis in (*cut, *own_rows)):
         return flat(experts, x, expert_ids, weights)
 
     def own(experts: Any, x: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
@@ -74,8 +73,9 @@ def in_parts(
         return dataclasses.replace(weight, values=values, scale=scale)
 
     specs = jax.tree.map(partitions, spec, experts, is_leaf=is_spec)
-    of_rows = partition((*ACTIVATIONS, None), rows)
-    return over_parts(own, [*cut, *rows], (specs, *[of_rows] * 3), of_rows)(experts, x, expert_ids, weights)
+    divided = [axis for axis, size in zip(own_rows, x.shape, strict=False) if size % num_parts(mesh, axis) == 0]
+    rows = partition((*ACTIVATIONS, None), divided)
+    return over_parts(own, [*cut, *own_rows], (specs, rows, rows, rows), rows)(experts, x, expert_ids, weights)
 
 
 def _has_whole_blocks(weight: Any, num_parts: int) -> bool:
