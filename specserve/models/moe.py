@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specserve.kernels import native
 from specserve.kernels.grouped import TPU_ROWS, Matrices, expected_experts, into_blocks, rows_per_block
 from specserve.kernels.matmul import (
     PackedMatrix,
@@ -98,7 +99,7 @@ def moe(
     expert_ids, weights = route(params, config, rows)
 
     def compute(params: Moe, rows: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
-        chosen = _best_form(params, experts, len(rows)) if form is None else form
+        chosen = best_form(params, experts, len(rows)) if form is None else form
         return chosen(params, config.activation, rows, expert_ids, weights)
 
     own = _experts_alone(params)
@@ -310,12 +311,12 @@ def experts_computed(experts: Experts, num_tokens: int, platform: str) -> float:
     return experts.num_experts if form is all_experts else experts.top_k
 
 
-def _best_form(params: Moe, experts: Experts, num_tokens: int) -> Form:
+def best_form(params: Moe, experts: Experts, num_tokens: int) -> Form:
     """`choose_form` for what is being traced: these matrices, on the platform that it is compiled for. Kernels cannot
-    be called where XLA cuts the work over a mesh."""
+    be called where XLA cuts the work over a mesh, and are not where they are left out (`native.left_out`)."""
     if isinstance(params.down, PackedMatrix):
         return by_rows
-    platform, has_kernel = traced_platform(), is_on_one_device()
+    platform, has_kernel = traced_platform(), is_on_one_device() and not native.are_left_out()
     if platform == "gpu" and has_kernel:
         from specserve.kernels import grouped_gpu
 

@@ -17,7 +17,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jax.sharding import AbstractDevice, AbstractMesh, AxisType
 from rounding import UNIT, assert_within
 
-from specserve.kernels import grouped_gpu, grouped_tpu
+from specserve.kernels import grouped_gpu, grouped_tpu, native
 from specserve.kernels.grouped import TPU_ROWS, Matrices, cost, expected_experts
 from specserve.kernels.matmul import QuantizedMatrix, quantize
 from specserve.mesh import MESH_AXES
@@ -26,6 +26,7 @@ from specserve.models.moe import (
     Form,
     Moe,
     all_experts,
+    best_form,
     by_blocks,
     by_kernel_gpu,
     by_kernel_tpu,
@@ -203,7 +204,8 @@ def device_mesh(platform: str) -> Any:
     return AbstractMesh(axes, MESH_AXES, axis_types=(AxisType.Auto,) * len(axes), abstract_device=device)
 
 
-CONFIG = ModelConfig("test", 8, 128, 1, 1, 1, 128, 8, 64, experts=Experts(16, 4, 320), dtype="bfloat16")
+EXPERTS_OF_16 = Experts(16, 4, 320)
+CONFIG = ModelConfig("test", 8, 128, 1, 1, 1, 128, 8, 64, experts=EXPERTS_OF_16, dtype="bfloat16")
 
 
 def quantized(params: Moe, to: str, block: int = 0) -> Moe:
@@ -236,6 +238,8 @@ def test_a_layer_calls_the_kernels_of_the_platform_that_it_is_lowered_for(platfo
         return [moe(layer, CONFIG, x) for layer in layers]
 
     x = jax.ShapeDtypeStruct((1, 7, CONFIG.d_model), jnp.bfloat16)
+    with jax.sharding.use_abstract_mesh(mesh), native.left_out():
+        assert best_form(PLAIN, EXPERTS_OF_16, 7) is all_experts
     with jax.sharding.use_abstract_mesh(mesh):
         program = jax.export.export(jax.jit(run), platforms=[target], disabled_checks=checks)(LAYERS, x)
     text = program.mlir_module()
