@@ -1,7 +1,7 @@
 """What a mixture of experts costs in each of its forms: one layer with random weights, on whatever device runs it.
 
-Run from the checkout: `python benchmarks/experts.py`. The table has milliseconds, those of the form that the model
-takes in bold.
+Run from the checkout: `python benchmarks/experts.py`. The table has milliseconds, and at the end the form that
+the model takes.
 """
 
 import statistics
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import jax
 
 from specserve.models.config import Experts, ModelConfig
-from specserve.models.moe import FORMS, Form, choose_form, moe, moe_spec
+from specserve.models.moe import FORMS, choose_form, moe, moe_spec
 from specserve.models.params import init_params
 
 SHAPES = (  # d_model, experts
@@ -39,11 +39,11 @@ def measure_moe(
     shapes: Sequence[tuple[int, Experts]] = SHAPES,
     token_counts: Sequence[int] = TOKEN_COUNTS,
     *,
-    forms: Sequence[Form] = FORMS,
     repeats: int = 25,
     dtype: str = "float32",
 ) -> Iterator[MoeTimes]:
-    """Time every form of the layer for each shape and number of tokens.
+    """Time every form of the layer for each shape and number of tokens: those of every backend, and the one that this
+    backend takes.
 
     The forms take turns, call by call, in alternating order. Every turn has other tokens, hence other experts: as in
     a model, whose other layers leave nothing of this one in the caches."""
@@ -52,6 +52,8 @@ def measure_moe(
         config = ModelConfig("bench", 1, d_model, 1, 1, 1, d_model, experts.d_ff, 1, experts=experts, dtype=dtype)
         params = init_params(moe_spec(config, "layer"), jax.random.key(0), dtype)
         for num_tokens in token_counts:
+            chosen = choose_form(experts, num_tokens, jax.default_backend())
+            forms = tuple(dict.fromkeys((*FORMS, chosen)))
             turns = list(jax.random.normal(jax.random.key(1), (repeats, num_tokens, d_model), dtype))
             times: dict[str, list[float]] = {form.__name__: [] for form in forms}
             for form in forms:
@@ -63,17 +65,17 @@ def measure_moe(
                         compute(params, config, x, form).block_until_ready()
                         times[form.__name__].append(time.perf_counter() - start)
             ms = {name: statistics.median(seconds) * 1e3 for name, seconds in times.items()}
-            yield MoeTimes(d_model, experts, num_tokens, ms, choose_form(experts, num_tokens).__name__)
+            yield MoeTimes(d_model, experts, num_tokens, ms, chosen.__name__)
 
 
 def main() -> None:
     """Print the table, row by row as it is measured."""
     names = [form.__name__ for form in FORMS]
-    print(f"| d_model, experts, of them chosen, channels | tokens | {' | '.join(names)} |")
-    print("|" + "---|" * (2 + len(names)))
+    print(f"| d_model, experts, of them chosen, channels | tokens | {' | '.join(names)} | taken |")
+    print("|" + "---|" * (3 + len(names)))
     for row in measure_moe():
         experts = row.experts
-        cells = (f"**{row.ms[name]:.2f}**" if name == row.chosen else f"{row.ms[name]:.2f}" for name in names)
+        cells = [*(f"{row.ms[name]:.2f}" for name in names), f"{row.chosen}: {row.ms[row.chosen]:.2f}"]
         shape = f"{row.d_model}, {experts.num_experts}, {experts.top_k}, {experts.d_ff}"
         print(f"| {shape} | {row.num_tokens} | {' | '.join(cells)} |", flush=True)
 

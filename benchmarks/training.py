@@ -184,7 +184,14 @@ def run_bench(
         arm.warm_up()
     report = TrainBenchReport({arm.name: ArmResult() for arm in arms}, 0.0, rows.padding_share)
     peaks: list[float] = []
-    flops = step_flops(config.target, config.drafter, config.rollout, batch=1, seq=settings.seq_len).total.useful
+    flops = step_flops(
+        config.target,
+        config.drafter,
+        config.rollout,
+        batch=1,
+        seq=settings.seq_len,
+        platform=jax.default_backend(),
+    ).total.useful
     for i in range(rounds):
         for arm in arms if i % 2 == 0 else arms[::-1]:
             peaks.append(matmul_peak(config.target.dtype))

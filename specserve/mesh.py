@@ -175,6 +175,24 @@ def traced_mesh() -> AbstractMesh | None:
     return None if mesh.empty else mesh
 
 
+def traced_platform() -> str:
+    """The platform that the function being traced is compiled for: "cpu", "gpu" or "tpu". It is that of the mesh's
+    devices, where `on_mesh` has set one, so a machine without a TPU can compile for TPUs. Else it is JAX's default."""
+    mesh = traced_mesh()
+    device = None if mesh is None else mesh.abstract_device
+    return jax.default_backend() if device is None else device.platform
+
+
+def is_on_one_device() -> bool:
+    """Whether the arrays of the function being traced lie on one device each: there is no mesh, or `over_parts` has cut
+    all of its axes. A Pallas kernel can be called there alone, since XLA does not know how to cut its work."""
+    mesh = traced_mesh()
+    if mesh is None:
+        return True
+    kinds = zip(mesh.axis_sizes, mesh.axis_types, strict=True)
+    return all(size == 1 or kind == AxisType.Manual for size, kind in kinds)
+
+
 def partition(axes: tuple[str | None, ...], cut: Collection[str]) -> PartitionSpec:
     """The PartitionSpec by which an array with these logical axes enters `over_parts`. Axes outside `cut` are whole."""
     return PartitionSpec(*(LOGICAL_TO_MESH[axis] if axis in cut else None for axis in axes))
@@ -192,22 +210,6 @@ def over_parts(
     return jax.shard_map(
         function, in_specs=in_partitions, out_specs=out_partitions, axis_names=_names(cut), check_vma=False
     )
-
-
-def sum_over_parts(
-    function: Callable[..., jax.Array],
-    cut: Collection[str],  # logical axes
-    partitions: Any,  # of the first argument's arrays, see `partition`
-    arguments: tuple[Any, ...],  # of which the first is cut, and the others are whole
-) -> jax.Array:
-    """The sum of the function's results over all devices that have different parts of these logical axes. Each calls
-    the function with its own part of the first argument."""
-
-    def own(*arguments: Any) -> jax.Array:
-        return sum_parts(function(*arguments), cut)
-
-    whole = partition((), cut)
-    return over_parts(own, cut, (partitions, *[whole] * (len(arguments) - 1)), whole)(*arguments)
 
 
 def sum_parts(tree: Result, cut: Collection[str]) -> Result:

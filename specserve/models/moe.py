@@ -10,6 +10,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from specserve.kernels import native
+from specserve.kernels.grouped import TPU_ROWS, Matrices, expected_experts, into_blocks, rows_per_block
 from specserve.kernels.matmul import (
     PackedMatrix,
     QuantizedMatrix,
@@ -20,15 +22,14 @@ from specserve.kernels.matmul import (
     matmul_float32,
 )
 from specserve.kernels.rowwise import Activation, gated
+from specserve.mesh import is_on_one_device, traced_platform
 from specserve.models.config import Experts, ModelConfig
 from specserve.models.expert_parts import in_parts
 from specserve.models.layers import Mlp, linear, mlp, mlp_spec
 from specserve.models.params import ParamSpec, Part, matrix, vector
 from specserve.pytree import pytree
 
-ALL_EXPERTS_TOKENS = 128  # on accelerators: up to so many tokens every expert computes all of them
-
-Matrices = jax.Array | PackedMatrix | QuantizedMatrix  # one for each expert
+ALL_EXPERTS_TOKENS = 128  # on accelerators without a kernel: up to so many tokens every expert computes all of them
 
 
 @pytree
@@ -92,16 +93,18 @@ def moe(
 ) -> jax.Array:  # [..., d_model]
     """Add up the chosen experts' outputs, weighted, and the shared expert's output of every token. All forms compute
     the same. Unless `form` is given, it is the cheapest for this number of tokens."""
-    assert config.experts is not None
+    experts = config.experts
+    assert experts is not None
     rows = x.reshape(-1, x.shape[-1])
     expert_ids, weights = route(params, config, rows)
-    if form is None:
-        form = by_rows if isinstance(params.down, PackedMatrix) else choose_form(config.experts, len(rows))
 
-    def compute(experts: Moe, rows: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
-        return form(experts, config.activation, rows, expert_ids, weights)
+    def compute(params: Moe, rows: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
+        chosen = best_form(params, experts, len(rows)) if form is None else form
+        return chosen(params, config.activation, rows, expert_ids, weights)
 
-    y = in_parts(compute, _experts_alone(moe_spec(config, "")), _experts_alone(params), rows, expert_ids, weights)
+    own = _experts_alone(params)
+    tokens = [array.reshape(len(x), -1, array.shape[-1]) for array in (rows, expert_ids, weights)]
+    y = in_parts(compute, _experts_alone(moe_spec(config, "")), own, *tokens).reshape(rows.shape)
     if params.shared is not None:
         shared = mlp(params.shared, rows, config.activation)
         y = y + (shared if params.shared_gate is None else shared * jax.nn.sigmoid(linear(rows, params.shared_gate)))
@@ -185,15 +188,24 @@ def all_experts(
 def sorted_by_expert(
     params: Moe, activation: Activation, x: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> jax.Array:
-    """Compute one ragged product over the tokens sorted by expert. It does only the needed work, where the backend has
-    a kernel."""
+    """Compute one ragged product over the tokens sorted by expert. It does only the needed work where the backend has
+    a kernel, as TPUs have.
+
+    Eight-bit values with a scale for each output are multiplied as they are, and the product is scaled. XLA's kernel
+    for TPUs reads int8 without a copy from v5e on. Of float8 XLA makes a copy in x's dtype, and where scales are by
+    block it is made here; it lives for one product.
+    """
     num_experts, flat = params.down.shape[0], expert_ids.reshape(-1)
     order = jnp.argsort(flat)
     sorted_ids, counts = flat[order], jnp.bincount(flat, length=num_experts)
 
     def product(x: jax.Array, weight: Matrices, bias: jax.Array | None) -> jax.Array:  # x: [token * top_k, d_in]
         assert not isinstance(weight, PackedMatrix), "packed experts multiply row by row"
-        y = jax.lax.ragged_dot(x, dequantize(weight, x.dtype), counts)
+        if isinstance(weight, QuantizedMatrix) and weight.scale.shape[-2] == 1:
+            y = jax.lax.ragged_dot(x, weight.values, counts, preferred_element_type=jnp.float32)
+            y = (y * weight.scale[sorted_ids, 0]).astype(x.dtype)
+        else:
+            y = jax.lax.ragged_dot(x, dequantize(weight, x.dtype), counts)
         return y if bias is None else y + bias[sorted_ids]
 
     y = _expert_mlp(params, activation, x[order // expert_ids.shape[1]], product)
@@ -206,19 +218,11 @@ def by_blocks(
 ) -> jax.Array:
     """Loop over blocks of tokens, each of one expert. It does only the needed work, on a backend without a ragged
     kernel."""
-    (num_tokens, top_k), num_experts, flat = expert_ids.shape, params.down.shape[0], expert_ids.reshape(-1)
-    size = _block_size(len(flat), num_experts)
-    num_blocks = (len(flat) + (size - 1) * min(num_experts, len(flat))) // size  # enough for every routing
-    order = jnp.argsort(flat)
-    sorted_ids, counts = flat[order], jnp.bincount(flat, length=num_experts)
-    n_blocks = -(-counts // size)  # [expert]
-    ends = jnp.cumsum(n_blocks)
-    first_slots, first_pairs = (ends - n_blocks) * size, jnp.cumsum(counts) - counts
-    # pairs whose expert is elsewhere follow the last expert's: they fill up its block or are dropped
-    slots = first_slots[sorted_ids] + jnp.arange(len(flat)) - first_pairs[sorted_ids]
-    token_of_slot = jnp.full(num_blocks * size, num_tokens).at[slots].set(order // top_k, mode="drop")
-    rows = x.at[token_of_slot].get(mode="fill", fill_value=0).reshape(num_blocks, size, -1)
-    expert_of_block = jnp.searchsorted(ends, jnp.arange(num_blocks), side="right")  # num_experts: an unused block
+    top_k, num_experts = expert_ids.shape[1], params.down.shape[0]
+    size = rows_per_block(expert_ids.size, num_experts, least=4)  # measured: fewer rows gain nothing
+    blocks = into_blocks(expert_ids, num_experts, size)
+    tokens = blocks.pair_of_slot // top_k  # of an empty place: the number of tokens
+    rows = x.at[tokens].get(mode="fill", fill_value=0).reshape(-1, size, x.shape[-1])
 
     def compute(block: tuple[jax.Array, jax.Array]) -> jax.Array:
         rows, e = block
@@ -231,8 +235,8 @@ def by_blocks(
 
         return jax.lax.cond(e < num_experts, run, jnp.zeros_like, rows)
 
-    y = jax.lax.map(compute, (rows, expert_of_block)).reshape(num_blocks * size, -1)
-    y = y.at[slots[jnp.argsort(order)]].get(mode="fill", fill_value=0)
+    y = jax.lax.map(compute, (rows, blocks.expert_of_block)).reshape(-1, x.shape[-1])
+    y = y.at[blocks.slots].get(mode="fill", fill_value=0)
     return _weighed_sum(y, weights).astype(x.dtype)
 
 
@@ -250,28 +254,72 @@ def by_rows(params: Moe, activation: Activation, x: jax.Array, expert_ids: jax.A
     return _weighed_sum(y, weights).astype(x.dtype)
 
 
-def _block_size(num_pairs: int, num_experts: int) -> int:
-    """The number of tokens in a block: an expert's average share, rounded up to a power of two. Measured, fewer than 4
-    rows gain nothing and more than 64 little."""
-    return min(max(4, 1 << max(num_pairs // num_experts - 1, 0).bit_length()), 64)
-
-
 def _weighed_sum(y: jax.Array, weights: jax.Array) -> jax.Array:  # [token * top_k, d_model] -> [token, d_model] float32
     return jnp.einsum("tk,tkd->td", weights, y.astype(jnp.float32).reshape(*weights.shape, -1))
 
 
+def by_kernel_gpu(
+    params: Moe, activation: Activation, x: jax.Array, expert_ids: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """Call the kernels for GPUs, for any number of tokens. They do only the needed work, and have no gradient."""
+    from specserve.kernels import grouped_gpu  # which takes a quarter of a second to import, in vain on a CPU
+
+    return grouped_gpu.expert_mlps(x, expert_ids, weights, params, activation)
+
+
+def by_kernel_tpu(
+    params: Moe, activation: Activation, x: jax.Array, expert_ids: jax.Array, weights: jax.Array
+) -> jax.Array:
+    """Call the kernel for TPUs, for at most `TPU_ROWS` tokens. It reads the chosen experts alone, each of which
+    computes every token, and has no gradient."""
+    from specserve.kernels import grouped_tpu
+
+    return grouped_tpu.expert_mlps(x, expert_ids, weights, params, activation)
+
+
 Form = Callable[[Moe, Activation, jax.Array, jax.Array, jax.Array], jax.Array]
-FORMS: tuple[Form, ...] = (all_experts, sorted_by_expert, by_blocks)
+FORMS: tuple[Form, ...] = (all_experts, sorted_by_expert, by_blocks)  # that every backend computes, with a gradient
 
 
-def choose_form(experts: Experts, num_tokens: int) -> Form:
-    """The cheapest form for so many tokens.
+def choose_form(experts: Experts, num_tokens: int, platform: str, *, has_kernel: bool = True) -> Form:
+    """The cheapest form for so many tokens on a platform ("cpu", "gpu" or "tpu"), with or without its Pallas kernel.
 
     On CPU this was measured: `by_blocks` needs a half to a quarter of the time of `all_experts` at 1 to 512 tokens,
-    unless half of the experts are chosen. Ragged products are dense there, ten times slower. Elsewhere it was not
-    measured: up to some hundred tokens the cost of an expert's matrix is reading it, and all of them are read either
-    way.
+    unless half of the experts are chosen. Ragged products are dense there, ten times slower.
+
+    Elsewhere it follows from counts, and was not measured. The weights of few tokens' experts take longer to be read
+    than to be multiplied. The kernels read the chosen experts alone (`kernels.grouped` has the formulae), and every
+    other form for few tokens reads all. For many tokens the products count. XLA has a ragged kernel on TPUs; on GPUs
+    it makes the ragged product dense, with a copy of the rows for each expert, and our kernels take its place.
     """
-    if jax.default_backend() == "cpu":
+    if platform == "cpu":
         return all_experts if 2 * experts.top_k >= experts.num_experts else by_blocks
-    return all_experts if num_tokens <= ALL_EXPERTS_TOKENS else sorted_by_expert
+    if platform == "tpu":
+        if has_kernel and num_tokens <= TPU_ROWS:
+            return by_kernel_tpu
+        return all_experts if not has_kernel and num_tokens <= ALL_EXPERTS_TOKENS else sorted_by_expert
+    if has_kernel:
+        return by_kernel_gpu
+    return all_experts if num_tokens <= ALL_EXPERTS_TOKENS else by_blocks
+
+
+def experts_computed(experts: Experts, num_tokens: int, platform: str) -> float:
+    """With how many experts' matrices each of so many tokens is multiplied, in the form that `choose_form` takes: all,
+    those that any token is expected to choose, or the token's own."""
+    form = choose_form(experts, num_tokens, platform)
+    if form is by_kernel_tpu:
+        return expected_experts(experts.num_experts, experts.top_k, num_tokens)
+    return experts.num_experts if form is all_experts else experts.top_k
+
+
+def best_form(params: Moe, experts: Experts, num_tokens: int) -> Form:
+    """`choose_form` for what is being traced: these matrices, on the platform that it is compiled for. Kernels cannot
+    be called where XLA cuts the work over a mesh, and are not where they are left out (`native.left_out`)."""
+    if isinstance(params.down, PackedMatrix):
+        return by_rows
+    platform, has_kernel = traced_platform(), is_on_one_device() and not native.are_left_out()
+    if platform == "gpu" and has_kernel:
+        from specserve.kernels import grouped_gpu
+
+        has_kernel = grouped_gpu.serves(params)
+    return choose_form(experts, num_tokens, platform, has_kernel=has_kernel)

@@ -13,7 +13,7 @@ from specserve.drafters.door import Flops, Rollout, TrainedDrafter
 from specserve.kernels import recurrence
 from specserve.kernels.rows import mean_keys
 from specserve.models.config import LayerKind, ModelConfig
-from specserve.models.moe import all_experts, choose_form
+from specserve.models.moe import experts_computed
 from specserve.models.params import is_matrix, num_params, specs
 from specserve.models.target import target_spec
 
@@ -39,23 +39,24 @@ def step_flops(
     *,
     batch: int,
     seq: int,
+    platform: str,  # on which it runs
     is_captured: bool = False,  # what the target has to say is read from a cache
 ) -> StepFlops:
     """Count the operations of a step over `batch` rows of `seq` positions."""
     positions = batch * seq
-    forward = Flops(0, 0) if is_captured else target_flops(target, seq, positions) * positions
+    forward = Flops(0, 0) if is_captured else target_flops(target, seq, positions, platform) * positions
     return StepFlops(
         forward, draft.costs(rollout, seq).flops * positions, _loss(target, draft, rollout, is_captured) * positions
     )
 
 
-def target_flops(config: ModelConfig, seq: int, positions: int) -> Flops:
+def target_flops(config: ModelConfig, seq: int, positions: int, platform: str) -> Flops:
     """Count the forward operations of the target's layers for one position of a row of `seq`. How experts are computed
-    depends on how many `positions` are computed together."""
+    depends on how many `positions` are computed together, and on which platform."""
     total = Flops(0, 0)
     spec = target_spec(config)
     for i, layer in enumerate(spec.layers):
-        total += _products(config, layer, positions) + _mixing(config, config.kind(i), seq)
+        total += _products(config, layer, positions, platform) + _mixing(config, config.kind(i), seq)
     return total
 
 
@@ -67,13 +68,15 @@ def _loss(target: ModelConfig, draft: TrainedDrafter, rollout: Rollout, is_captu
     return Flops(1, 1) * (teacher + rollout.length * each)
 
 
-def _products(config: ModelConfig, layer: Any, positions: int) -> Flops:
+def _products(config: ModelConfig, layer: Any, positions: int, platform: str) -> Flops:
     """Count the operations of a layer's matrices with one position."""
     matrices = [spec for spec in specs(layer) if is_matrix(spec)]
     experts = config.experts
-    useful = num_params(matrices, experts.top_k if experts else None)
-    is_dense = experts is not None and choose_form(experts, positions) is all_experts
-    return Flops(2 * useful, 2 * (num_params(matrices) if is_dense else useful))
+    useful = executed = num_params(matrices, experts.top_k if experts else None)
+    if experts and (others := experts.num_experts - experts.top_k):
+        share = (experts_computed(experts, positions, platform) - experts.top_k) / others
+        executed += share * (num_params(matrices) - useful)
+    return Flops(2 * useful, 2 * executed)
 
 
 def _mixing(config: ModelConfig, kind: LayerKind, seq: int) -> Flops:

@@ -129,7 +129,13 @@ def make_plan(run: TrainRun) -> Plan:
         host_bytes,
         bytes_per_position(target, drafter, run.features.capture_format, run.features.capture_top_k),
         step_flops(
-            target, drafter, rollout, batch=run.train.batch_size, seq=run.train.seq_len, is_captured=is_captured
+            target,
+            drafter,
+            rollout,
+            batch=run.train.batch_size,
+            seq=run.train.seq_len,
+            platform=BACKEND,
+            is_captured=is_captured,
         ),
     )
 

@@ -65,6 +65,7 @@ def make_stopwatch(run: TrainRun, target: ModelConfig, drafter: TrainedDrafter, 
         Rollout(settings.rollout, settings.remat),
         batch=settings.batch_size,
         seq=settings.seq_len,
+        platform=jax.default_backend(),
         is_captured=bool(run.features.capture),
     )
     # devices on CPU share what the host has

@@ -19,10 +19,11 @@ from specserve.checkpoints.load import load_target
 from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.errors import ConfigError
 from specserve.kernels.matmul import QuantizedMatrix, quantize
-from specserve.mesh import on_mesh, shardings
-from specserve.models import sharding
+from specserve.kernels.rowwise import Activation
+from specserve.mesh import is_on_one_device, on_mesh, shardings, whole
+from specserve.models import expert_parts, sharding
 from specserve.models.config import Experts, ModelConfig, Names
-from specserve.models.moe import FORMS, Moe, moe, moe_spec
+from specserve.models.moe import FORMS, Moe, by_blocks, moe, moe_spec
 from specserve.models.params import init_params, num_params, specs
 from specserve.models.sharding import place_target
 from specserve.models.target import TargetParams, forward, logits, target_spec
@@ -80,6 +81,30 @@ def test_experts_in_parts_add_up(text: str, rng: np.random.Generator) -> None:
     ]
     program = jax.jit(on_mesh(mesh, run)).lower(spread).compile()
     assert_same(program(spread), alone(variants), tolerance(alone, variants))
+
+
+def test_on_accelerators_each_device_has_its_own_tokens(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel can be called there, unless blocks of scales are torn. Of tokens that the mesh does not divide, each
+    device has all."""
+    monkeypatch.setattr(expert_parts, "traced_platform", lambda: "tpu")
+    mesh, seen = mesh_of("data=2,tensor=2,expert=2"), []
+    config = ModelConfig("test", 8, 8, 1, 1, 1, 8, 8, 8, experts=Experts(8, 2, 24))
+    params: Moe = init_params(moe_spec(config, ""), jax.random.key(1), "float32")
+    x = jnp.asarray(rng.normal(size=(4, 3, 8)), jnp.float32)
+
+    def form(params: Moe, activation: Activation, rows: jax.Array, *routing: jax.Array) -> jax.Array:
+        seen.append((len(rows), is_on_one_device()))
+        return by_blocks(params, activation, rows, *routing)
+
+    def run(params: Moe) -> list[jax.Array]:
+        return [moe(params, config, x, form), moe(params, config, x[:1], form)]
+
+    got, alone = jax.jit(on_mesh(mesh, run))(jax.device_put(params, whole(mesh))), jax.jit(run)
+    jax.eval_shape(on_mesh(mesh, run), _in_8_bits(params, 8))
+    assert seen == [(6, True), (3, True), (6, False), (3, False)]
+    assert_same(got, alone(params), tolerance(alone, params))
 
 
 def _in_8_bits(params: Moe, block: int) -> Moe:
