@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 
 from specserve.kernels import native
-from specserve.kernels.attention import PagedPrefix, attend
+from specserve.kernels.attention import attend
 from specserve.kernels.matmul import Weight
+from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import apply_rope, as_heads, rms_norm
 from specserve.models.config import HeadShape, LayerKind, ModelConfig, Names
 from specserve.models.context import Context, Tables

@@ -3,7 +3,11 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from paging import keys_as_rows
 
+from specserve.kernels import pages as pages_module
+from specserve.kernels.pages import Layout
 from specserve.models.cache import Cache, Pages
 
 PAGE_SIZE = 4
@@ -20,7 +24,11 @@ def _new(rng: np.random.Generator, batch: int, n: int) -> tuple[tuple[jax.Array,
     return (k, v), (latent, None)
 
 
-def test_kept_entries_stand_where_the_table_says_and_nothing_else_changes(rng: np.random.Generator) -> None:
+@pytest.mark.parametrize("layout", ["columns", "rows"])
+def test_kept_entries_stand_where_the_table_says_and_nothing_else_changes(
+    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch, layout: Layout
+) -> None:
+    monkeypatch.setattr(pages_module, "default_layout", lambda: layout)
     new = _new(rng, batch=2, n=4)
     table = jnp.asarray([[3, 1], [0, 4]], jnp.int32)
     index = jnp.asarray([[2, 3, 4, 5], [7, 6, 0, 1]], jnp.int32)
@@ -28,13 +36,13 @@ def test_kept_entries_stand_where_the_table_says_and_nothing_else_changes(rng: n
     cache = _cache().write(new, table, index, jnp.asarray(is_kept))
     for pages, (new_k, new_v) in zip(cache.layers, new, strict=True):
         assert isinstance(pages, Pages)
-        k, v = np.zeros((5, 2, 3, PAGE_SIZE), np.float32), np.zeros((5, 2, PAGE_SIZE, 3), np.float32)
+        k, v = np.zeros((2, 5, 2, PAGE_SIZE, 3), np.float32)
         for b, n in zip(*np.nonzero(is_kept), strict=True):
             page, offset = table[b, index[b, n] // PAGE_SIZE], index[b, n] % PAGE_SIZE
-            k[page, :, :, offset] = new_k[b, n]
+            k[page, :, offset] = new_k[b, n]
             if new_v is not None:
                 v[page, :, offset] = new_v[b, n]
-        np.testing.assert_array_equal(pages.k, k)
+        np.testing.assert_array_equal(keys_as_rows(pages), k)
         if new_v is None:
             assert pages.v is None
         else:
