@@ -28,9 +28,11 @@ def make_prefix(
     *,
     layout: Layout = "columns",
     is_exact: bool = False,
+    k_scale: Any | None = None,  # [page, kv_head, page_size]
+    v_scale: Any | None = None,
 ) -> PagedPrefix:
     k = np.asarray(k) if layout == "rows" else np.asarray(k).swapaxes(2, 3)
-    pages = Pages(jnp.asarray(k), None if v is None else jnp.asarray(v), layout)
+    pages = Pages(*(None if x is None else jnp.asarray(x) for x in (k, v, k_scale, v_scale)), layout)
     return PagedPrefix(pages, jnp.asarray(table, jnp.int32), jnp.asarray(lens, jnp.int32), first, is_exact)
 
 

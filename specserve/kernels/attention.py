@@ -13,6 +13,7 @@ import numpy as np
 
 from specserve.kernels import native
 from specserve.kernels.paged import PagedPrefix, attend_pages, take_pages
+from specserve.kernels.pages import quantize
 from specserve.kernels.rows import NEG_INF, Documents, attend_rows
 
 
@@ -54,21 +55,30 @@ def attend(
     if window:
         assert position_ids is not None, "a window goes by positions"
         mask &= position_ids[:, :, None] - position_ids[:, None] < window
+    k_scale = v_scale = None
+    if prefix is not None and prefix.pages.is_quantized:  # as later steps will see them
+        k, k_scale = quantize(k, prefix.pages.k.dtype)
+        v, v_scale = (k[..., :v_dim], k_scale) if prefix.pages.v is None else quantize(v, prefix.pages.v.dtype)
     if prefix is not None and prefix.is_exact:
-        k, v, mask = _in_order(k, v, mask, prefix, window, position_ids)
+        k, v, k_scale, v_scale = _in_order(k, v, k_scale, v_scale, prefix)
+        mask = _mask_in_order(mask, k.shape[1], prefix, window, position_ids)
         prefix = None
-    products = jnp.einsum("bkrh,bmkh->bkrm", q, k, preferred_element_type=jnp.float32)
+    products = jnp.einsum("bkrh,bmkh->bkrm", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
+    if k_scale is not None:
+        products *= k_scale.swapaxes(1, 2)[:, :, None]
     if softcap:
         products = softcap * jnp.tanh(products / softcap)
     scores = jnp.where(mask[:, None, None], products.reshape(batch, num_kv_heads, group, n, -1), NEG_INF)
     scores = scores.reshape(batch, num_kv_heads, group * n, -1)
     if prefix is None:
-        out = jnp.einsum("bkrm,bmkh->bkrh", _softmax(scores, sinks).astype(v.dtype), v)
+        out = _sum_values(_softmax(scores, sinks), v, v_scale, q.dtype)
     else:
         positions = jnp.tile(position_ids, (1, group)) if position_ids is not None and window else None
-        old = attend_pages(q, prefix, positions, v_dim=v_dim, softcap=softcap, window=window)
-        out = _merge(old, scores, v, sinks)
-    return out.reshape(batch, num_kv_heads, group, n, v_dim).transpose(0, 3, 1, 2, 4).reshape(batch, n, num_heads, -1)
+        old_out, old_lse = attend_pages(q, prefix, positions, v_dim=v_dim, softcap=softcap, window=window)
+        share, weights = _merge(old_lse, scores, sinks)
+        out = share[..., None] * old_out + _sum_values(weights, v, v_scale, q.dtype)
+    out = out.astype(q.dtype).reshape(batch, num_kv_heads, group, n, v_dim)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, n, num_heads, v_dim)
 
 
 def _native(
@@ -113,46 +123,54 @@ def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
 
 
 def _in_order(
-    k: jax.Array,
-    v: jax.Array,
-    mask: jax.Array,
-    prefix: PagedPrefix,
-    window: int,
-    position_ids: jax.Array | None,
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # keys and values [batch, pages * page_size, ...], and their mask
-    """Join prefix and new keys into one run of keys, each at its index in the sequence, and the mask with it."""
+    k: jax.Array, v: jax.Array, k_scale: jax.Array | None, v_scale: jax.Array | None, prefix: PagedPrefix
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """Join prefix and new keys into one run of keys, each at its index in the sequence, and so the values and the
+    scales of both: [batch, pages * page_size, ...]."""
     table, pages = prefix.page_table, prefix.pages
     batch, length = table.shape[0], table.shape[1] * pages.page_size
     row = jnp.arange(batch)[:, None]
     index = prefix.lens[:, None] + jnp.arange(k.shape[1])
 
-    def join(old: jax.Array, new: jax.Array) -> jax.Array:  # [batch, page, kv_head, page_size, dim] and new keys
-        old = old.transpose(0, 1, 3, 2, 4).reshape(batch, length, *new.shape[2:])
+    def join(
+        old: jax.Array, new: jax.Array
+    ) -> jax.Array:  # [page, kv_head, page_size, ...] and [batch, m, kv_head, ...]
+        old = take_pages(old, table).swapaxes(2, 3).reshape(batch, length, *new.shape[2:])
         return old.at[row, index].set(new.astype(old.dtype), mode="drop")
 
-    old_k = take_pages(pages.k, table)
-    k = join(old_k if pages.layout == "rows" else old_k.swapaxes(3, 4), k)
-    v = k[..., : v.shape[-1]] if pages.v is None else join(take_pages(pages.v, table), v)
+    k = join(pages.k if pages.layout == "rows" else pages.k.swapaxes(2, 3), k)
+    v = k[..., : v.shape[-1]] if pages.v is None else join(pages.v, v)
+    if pages.k_scale is None or k_scale is None:
+        return k, v, None, None
+    k_scale = join(pages.k_scale, k_scale)
+    if pages.v_scale is None or v_scale is None:
+        return k, v, k_scale, k_scale
+    return k, v, k_scale, join(pages.v_scale, v_scale)
+
+
+def _mask_in_order(
+    mask: jax.Array, length: int, prefix: PagedPrefix, window: int, position_ids: jax.Array | None
+) -> jax.Array:  # [batch, n, length]
+    """The mask of keys that `_in_order` has joined."""
     place = jnp.arange(length) - prefix.lens[:, None]  # among the new keys
     is_new = (place >= 0) & (place < mask.shape[-1])
     new = jnp.take_along_axis(
-        jnp.broadcast_to(mask, (batch, *mask.shape[1:])), jnp.clip(place, 0, mask.shape[-1] - 1)[:, None], axis=2
+        jnp.broadcast_to(mask, (len(place), *mask.shape[1:])), jnp.clip(place, 0, mask.shape[-1] - 1)[:, None], axis=2
     )
     old = (place < 0)[:, None] & (jnp.arange(length) >= prefix.first)
     if window:
         assert position_ids is not None
         old &= position_ids[:, :, None] - jnp.arange(length) < window
-    return k, v, jnp.where(is_new[:, None], new, old)
+    return jnp.where(is_new[:, None], new, old)
 
 
 def _merge(
-    old: tuple[jax.Array, jax.Array],  # of the prefix, see `attend_pages`
+    old_lse: jax.Array,  # [batch, kv_head, row], of the prefix
     scores: jax.Array,  # [batch, kv_head, row, m] float32, of the new keys, masked
-    v: jax.Array,  # [batch, m, kv_head, v_dim]
     sinks: jax.Array | None,  # [kv_head, row]
-) -> jax.Array:  # [batch, kv_head, row, v_dim]
-    """One softmax of the prefix, the new keys and the sinks."""
-    old_out, old_lse = old
+) -> tuple[jax.Array, jax.Array]:
+    """In one softmax of the prefix, the new keys and the sinks: the share of the prefix [batch, kv_head, row], and the
+    probability of each new key [batch, kv_head, row, m]."""
     largest = jnp.maximum(old_lse, jnp.max(scores, axis=-1))
     if sinks is not None:
         largest = jnp.maximum(largest, sinks[None])
@@ -160,5 +178,11 @@ def _merge(
     total = share + jnp.sum(weights, axis=-1)
     if sinks is not None:
         total += jnp.exp(sinks[None] - largest)
-    new_out = jnp.einsum("bkrm,bmkh->bkrh", weights.astype(v.dtype), v, preferred_element_type=jnp.float32)
-    return ((share[..., None] * old_out + new_out) / total[..., None]).astype(v.dtype)
+    return share / total, weights / total[..., None]
+
+
+def _sum_values(weights: jax.Array, v: jax.Array, v_scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """Values [batch, m, kv_head, v_dim] by their probabilities [batch, kv_head, row, m], in float32."""
+    if v_scale is not None:
+        weights *= v_scale.swapaxes(1, 2)[:, :, None]
+    return jnp.einsum("bkrm,bmkh->bkrh", weights.astype(dtype), v.astype(dtype), preferred_element_type=jnp.float32)

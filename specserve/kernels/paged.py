@@ -6,10 +6,12 @@ product. The result comes with its log-sum-exp, by which `kernels.attention` mer
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specserve.kernels import native
 from specserve.kernels.pages import Pages
 from specserve.kernels.rows import NEG_INF
 from specserve.mesh import num_parts, over_parts, partition, traced_mesh
@@ -49,13 +51,15 @@ def attend_pages(
     if kernel is None:
         return _gathered(q, prefix, positions, v_dim=v_dim, softcap=softcap, window=window)
     run = functools.partial(kernel, v_dim=v_dim, first=prefix.first, window=window, softcap=softcap)
-    pages = prefix.pages
-    return _on_each_device(run, q, pages.k, pages.v, prefix.page_table, prefix.lens, positions)
+    return _on_each_device(run, q, prefix, positions)
 
 
-def reads_by_page() -> bool:
-    """Whether attention on the default backend reads the pages that a sequence has, whatever the table's width."""
-    return jax.default_backend() == "gpu"
+def reads_by_page(is_quantized: bool, mesh: Any | None) -> bool:
+    """Whether attention on the default backend reads only the pages that a sequence has, whatever the table's width:
+    the GPU's kernel does, and the native one on CPU, which takes no 8-bit pages and no mesh. XLA gathers the table."""
+    if jax.default_backend() == "gpu":
+        return True
+    return not is_quantized and mesh is None and native.is_available()
 
 
 def kernel_for(pages: Pages) -> Kernel | None:
@@ -72,26 +76,32 @@ def kernel_for(pages: Pages) -> Kernel | None:
     return None
 
 
-def _on_each_device(kernel: Kernel, q: jax.Array, *arrays: jax.Array | None) -> tuple[jax.Array, jax.Array]:
+def _on_each_device(
+    kernel: Kernel, q: jax.Array, prefix: PagedPrefix, positions: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
     """On a mesh each device runs the kernel on its own sequences and KV heads, where the mesh divides them: the
-    compiler cannot cut a kernel. `arrays` are those of `attend_pages` after the queries."""
-    mesh = traced_mesh()
+    compiler cannot cut a kernel."""
+    pages, mesh = prefix.pages, traced_mesh()
+    arrays = {
+        "q": (q, ("batch", "kv_heads")),
+        "k_pages": (pages.k, (None, "kv_heads")),
+        "v_pages": (pages.v, (None, "kv_heads")),
+        "page_table": (prefix.page_table, ("batch",)),
+        "lens": (prefix.lens, ("batch",)),
+        "positions": (positions, ("batch",)),
+        "k_scale": (pages.k_scale, (None, "kv_heads")),
+        "v_scale": (pages.v_scale, (None, "kv_heads")),
+    }
     if mesh is None:
-        return kernel(q, *arrays)
+        return kernel(**{name: array for name, (array, _) in arrays.items()})
     sizes = {"batch": q.shape[0], "kv_heads": q.shape[1]}
     cut = [axis for axis, size in sizes.items() if size % num_parts(mesh, axis) == 0]
-    by_head, of_pages, by_sequence = ("batch", "kv_heads"), (None, "kv_heads"), ("batch",)
-    axes = (by_head, of_pages, of_pages, by_sequence, by_sequence, by_sequence)
-    given = [(array, partition(own, cut)) for array, own in zip((q, *arrays), axes, strict=True) if array is not None]
-    is_given = [array is not None for array in (q, *arrays)]
-
-    def own_parts(*parts: jax.Array) -> tuple[jax.Array, jax.Array]:
-        left = iter(parts)
-        return kernel(*(next(left) if has else None for has in is_given))
-
+    absent = {name: None for name, (array, _) in arrays.items() if array is None}
+    given = {name: array for name, (array, _) in arrays.items() if array is not None}
+    partitions = {name: partition(arrays[name][1], cut) for name in given}
     everywhere = ("batch", "kv_heads", "experts", "sequence")  # no axis is left to the compiler
-    run = over_parts(own_parts, everywhere, tuple(own for _, own in given), (partition(by_head, cut),) * 2)
-    return run(*(array for array, _ in given))
+    results = partition(("batch", "kv_heads"), cut)
+    return over_parts(lambda own: kernel(**own, **absent), everywhere, (partitions,), (results, results))(given)
 
 
 def _gathered(
@@ -99,11 +109,13 @@ def _gathered(
 ) -> tuple[jax.Array, jax.Array]:
     """`attend_pages` by XLA's operations, page by page, so that only the gathered pages are copied."""
     pages = prefix.pages
-    k_pages = take_pages(pages.k, prefix.page_table)
+    k_pages = take_pages(pages.k, prefix.page_table).astype(q.dtype)
     batch, width = prefix.page_table.shape
     per_page_q = jnp.broadcast_to(q[:, None], (batch, width, *q.shape[1:]))
     k_axes = "bpksh" if pages.layout == "rows" else "bpkhs"
     scores = jnp.einsum(f"bpkrh,{k_axes}->bpkrs", per_page_q, k_pages, preferred_element_type=jnp.float32)
+    if pages.k_scale is not None:
+        scores *= take_pages(pages.k_scale, prefix.page_table)[:, :, :, None]
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
     index = jnp.arange(width * pages.page_size)
@@ -120,10 +132,13 @@ def _gathered(
     total = jnp.sum(weights, axis=(1, 4))
     if pages.v is None:
         v_pages, v_axes = k_pages[..., :v_dim] if pages.layout == "rows" else k_pages[..., :v_dim, :], k_axes
+        v_scale = pages.k_scale
     else:
-        v_pages, v_axes = take_pages(pages.v, prefix.page_table), "bpksh"
-    weights = weights.astype(v_pages.dtype)
-    out = jnp.einsum(f"bpkrs,{v_axes}->bpkrh", weights, v_pages, preferred_element_type=jnp.float32)
+        v_pages, v_axes = take_pages(pages.v, prefix.page_table).astype(q.dtype), "bpksh"
+        v_scale = pages.v_scale
+    if v_scale is not None:
+        weights *= take_pages(v_scale, prefix.page_table)[:, :, :, None]
+    out = jnp.einsum(f"bpkrs,{v_axes}->bpkrh", weights.astype(q.dtype), v_pages, preferred_element_type=jnp.float32)
     return jnp.sum(out, axis=1) / total[..., None], largest + jnp.log(total)
 
 

@@ -6,7 +6,7 @@ to know it.
 
 import functools
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +18,8 @@ from specserve.pytree import pytree, static
 
 # The keys of a page are [head_dim, page_size] or [page_size, head_dim]; its values are rows of tokens in both layouts.
 Layout = Literal["columns", "rows"]
+
+LARGEST = {jnp.dtype("int8"): 127.0, jnp.dtype("float8_e4m3fn"): 448.0}  # of the dtypes of quantised pages
 
 KeysValues = tuple[jax.Array, jax.Array | None]  # of tokens: [batch, n, kv_head, head_dim or v_dim]
 
@@ -38,26 +40,50 @@ class Pages:
 
     k: jax.Array  # [page, kv_head, head_dim, page_size], or [page, kv_head, page_size, head_dim] where rows
     v: jax.Array | None  # [page, kv_head, page_size, v_dim]; None: the values are the keys' first channels
+    k_scale: jax.Array | None = None  # [page, kv_head, page_size] float32, of 8-bit keys (`quantize`); None: plain ones
+    v_scale: jax.Array | None = None  # the same of 8-bit values
     layout: Layout = static(default="columns")
 
     @classmethod
     def zeros(
         cls, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: str, *, has_values: bool = True
     ) -> "Pages":
-        """Empty pages in the layout of the default backend."""
+        """Empty pages in the layout of the default backend. Those of an 8-bit dtype have scales."""
         layout = default_layout()
         rows = (num_pages, num_kv_heads, page_size, head_dim)
         columns = (num_pages, num_kv_heads, head_dim, page_size)
-        k = jnp.zeros(rows if layout == "rows" else columns, dtype)
-        return cls(k, jnp.zeros(rows, dtype) if has_values else None, layout)
+        scale = jnp.zeros(rows[:3], jnp.float32) if jnp.dtype(dtype) in LARGEST else None
+        return cls(
+            k=jnp.zeros(rows if layout == "rows" else columns, dtype),
+            v=jnp.zeros(rows, dtype) if has_values else None,
+            k_scale=scale,
+            v_scale=scale if has_values else None,
+            layout=layout,
+        )
 
     @property
     def page_size(self) -> int:
         return self.k.shape[2 if self.layout == "rows" else 3]
 
     @property
-    def num_kv_heads(self) -> int:
-        return self.k.shape[1]
+    def is_quantized(self) -> bool:
+        return self.k_scale is not None
+
+
+def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
+    """An entry's keys or values of a head in 8 bits: numbers of this dtype, and the float32 scale that gives them back.
+
+    `x` is [..., dim], the scale [...]. The largest of `dim` numbers becomes the dtype's largest, so that an entry
+    depends on no other, whenever it is committed. int8 rounds to the nearest of 255 equal steps, float8_e4m3fn to four
+    significant bits."""
+    largest = LARGEST[jnp.dtype(dtype)]
+    x = x.astype(jnp.float32)
+    # products: XLA divides by a constant in some programs and multiplies by its inverse in others
+    scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), 1e-30) * np.float32(1 / largest)
+    x = x * (1 / scale)[..., None]
+    if jnp.issubdtype(dtype, jnp.integer):
+        x = jnp.round(x)
+    return jnp.clip(x, -largest, largest).astype(dtype), scale
 
 
 def write_pages(
@@ -70,16 +96,24 @@ def write_pages(
     """The pages with the new entries in their places."""
     if native.serves(*jax.tree.leaves((pages, new))):
         return _native(pages, new, page, offset, path)
-    written = []
-    for layer, entries in zip(pages, new, strict=True):
+
+    def put(layer: Pages, entries: KeysValues) -> Pages:
         k, v = entries if path is None else jax.tree.map(functools.partial(take_each, index=path), entries)
+        k_scale, v_scale = layer.k_scale, layer.v_scale
+        if k_scale is not None:
+            k, scale = quantize(k, layer.k.dtype)
+            k_scale = k_scale.at[page, :, offset].set(scale, mode="drop")
         place = layer.k.at[page, :, offset] if layer.layout == "rows" else layer.k.at[page, :, :, offset]
         k_pages, v_pages = place.set(k.astype(layer.k.dtype), mode="drop"), layer.v
         if v_pages is not None:
             assert v is not None
+            if v_scale is not None:
+                v, scale = quantize(v, v_pages.dtype)
+                v_scale = v_scale.at[page, :, offset].set(scale, mode="drop")
             v_pages = v_pages.at[page, :, offset].set(v.astype(v_pages.dtype), mode="drop")
-        written.append(Pages(k_pages, v_pages, layer.layout))
-    return written
+        return Pages(k_pages, v_pages, k_scale, v_scale, layer.layout)
+
+    return [put(layer, entries) for layer, entries in zip(pages, new, strict=True)]
 
 
 def _native(
@@ -102,6 +136,4 @@ def _native(
     )
     written = iter(call(path, page, offset, *arrays, *entries, num_keys=np.int64(len(pages))))
     keys = [next(written) for _ in pages]
-    return [
-        Pages(k, None if layer.v is None else next(written), layer.layout) for k, layer in zip(keys, pages, strict=True)
-    ]
+    return [Pages(k, None if layer.v is None else next(written)) for k, layer in zip(keys, pages, strict=True)]

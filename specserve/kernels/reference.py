@@ -1,9 +1,12 @@
 """Plain versions of this room's fast paths, in NumPy with loops. Tests compare the fast paths with them."""
 
+from typing import Any
+
 import numpy as np
 
 from specserve.kernels.matmul import BlockedMatrix, QuantizedMatrix
 from specserve.kernels.paged import PagedPrefix
+from specserve.kernels.pages import LARGEST
 
 
 def attend(
@@ -18,7 +21,11 @@ def attend(
     window: int = 0,
     position_ids: np.ndarray | None = None,  # [batch, n], where there is a window
 ) -> np.ndarray:  # [batch, n, head, v_dim]; NaN where a query sees no key
-    """The plain `attention.attend`: for every query, a softmax over the keys that it sees."""
+    """The plain `attention.attend`: for every query, a softmax over the keys that it sees, all of them as pages keep
+    them."""
+    if prefix is not None and prefix.pages.is_quantized:
+        k = dequantize(*quantize(k, prefix.pages.k.dtype))
+        v = k[..., : v.shape[-1]] if prefix.pages.v is None else dequantize(*quantize(v, prefix.pages.v.dtype))
     batch, n, num_heads, head_dim = q.shape
     group = num_heads // k.shape[2]
     out = np.full((batch, n, num_heads, v.shape[-1]), np.nan, np.float32)
@@ -42,6 +49,22 @@ def attend(
                     sink = sinks[head : head + 1] if sinks is not None else scores[:0]
                     out[b, i, head] = _softmax(np.concatenate([scores, sink]))[: len(keys)] @ values
     return out
+
+
+def quantize(x: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The plain `pages.quantize`, row by row."""
+    largest = LARGEST[np.dtype(dtype)]
+    data, scale = np.zeros(x.shape, dtype), np.zeros(x.shape[:-1], np.float32)
+    for at in np.ndindex(scale.shape):
+        scale[at] = np.maximum(np.abs(x[at]).max(), np.float32(1e-30)) * np.float32(1 / largest)
+        row = x[at].astype(np.float32) * (1 / scale[at])
+        data[at] = (np.rint(row) if dtype == np.int8 else row).clip(-largest, largest).astype(dtype)
+    return data, scale
+
+
+def dequantize(data: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """The numbers that quantised ones stand for."""
+    return data.astype(np.float32) * scale[..., None]
 
 
 def attend_rollout(
@@ -108,7 +131,11 @@ def _committed(prefix: PagedPrefix, b: int, v_dim: int) -> tuple[np.ndarray, np.
     """The committed keys and values from the first visible entry on, each [entry, kv_head, dim], page after page."""
     table, pages = np.asarray(prefix.page_table)[b], prefix.pages
     k_pages = np.asarray(pages.k) if pages.layout == "rows" else np.asarray(pages.k).swapaxes(2, 3)
+    if pages.k_scale is not None:
+        k_pages = dequantize(k_pages, np.asarray(pages.k_scale))
     v_pages = k_pages[..., :v_dim] if pages.v is None else np.asarray(pages.v)
+    if pages.v_scale is not None:
+        v_pages = dequantize(v_pages, np.asarray(pages.v_scale))
 
     def entries(array: np.ndarray) -> np.ndarray:  # [page, kv_head, page_size, dim]
         index = range(prefix.first, int(prefix.lens[b]))

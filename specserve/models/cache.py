@@ -45,12 +45,12 @@ class Cache:
         """Make an empty cache for a target: every array is zero."""
 
         def layer(i: int) -> Pages | State:
-            kind = config.kind(i)
+            kind, dtype = config.kind(i), config.cache_dtype or config.dtype
             if kind.mixer == "latent":
                 assert config.latent is not None
-                return Pages.zeros(num_pages, page_size, 1, config.latent.cache_dim, config.dtype, has_values=False)
+                return Pages.zeros(num_pages, page_size, 1, config.latent.cache_dim, dtype, has_values=False)
             if kind.mixer == "attention":
-                return Pages.zeros(num_pages, page_size, config.num_kv_heads, config.head_dim, config.dtype)
+                return Pages.zeros(num_pages, page_size, config.num_kv_heads, config.head_dim, dtype)
             return recurrent.init_state(config, kind, num_slots)
 
         return cls(tuple(layer(i) for i in range(config.num_layers)), num_pages, page_size)

@@ -14,7 +14,7 @@ from rounding import assert_same, tolerance
 
 from specserve.kernels import reference
 from specserve.kernels.attention import attend
-from specserve.kernels.pages import Layout
+from specserve.kernels.pages import Layout, quantize
 
 _OPTIONS = ("softcap", "window")
 _attend = jax.jit(attend, static_argnames=_OPTIONS)  # one program instead of twenty small ones
@@ -52,11 +52,13 @@ def _check(
     softcap: float,
     has_sinks: bool,
     is_latent: bool,
+    stored: str,
     layout: Layout,
     is_exact: bool = False,
     is_kernel: bool = False,
 ) -> None:
-    """Attention over random pages, of which a table names some, and new keys is that of the plain twin."""
+    """Attention over random pages, of which a table names some, and new keys is that of the plain twin. Pages keep
+    numbers of the dtype `stored`."""
     rng = np.random.default_rng(seed)
     head_dim, v_dim = dims
     room = -(-n // page_size) if is_exact else 0  # new keys take their places in the sequence's own pages
@@ -69,12 +71,19 @@ def _check(
     k, v = (_normal(rng, batch, n, kv_heads, dim) for dim in dims)
     q, sinks = _normal(rng, batch, n, kv_heads * group, head_dim), _normal(rng, kv_heads * group)
     mask, positions = _tree_mask(rng, batch, n), lens[:, None] + np.arange(n, dtype=np.int32)
+    k_scale = v_scale = None
+    if stored != "float32":
+        (k_pages, k_scale), (v_pages, v_scale) = (reference.quantize(x, np.dtype(stored)) for x in (k_pages, v_pages))
+        # new keys that lie on the grid: between its steps a rounding would be a step
+        k, v = (reference.dequantize(*reference.quantize(x, np.dtype(stored))) for x in (k, v))
     if is_kernel:  # which reads nothing else
-        _silence(k_pages, v_pages, table, lens, first, window)
+        _silence((k_pages, v_pages, k_scale, v_scale), table, lens, first, window)
         table = np.where(np.arange(width) < -(-lens[:, None] // page_size), table, rng.integers(-9, 999, table.shape))
     if is_latent:
-        v_pages, v = None, k[..., :v_dim]
-    prefix = make_prefix(k_pages, v_pages, table, lens, first, layout=layout, is_exact=is_exact)
+        v_pages, v_scale, v = None, None, k[..., :v_dim]
+    prefix = make_prefix(
+        k_pages, v_pages, table, lens, first, layout=layout, is_exact=is_exact, k_scale=k_scale, v_scale=v_scale
+    )
     given = {"softcap": softcap, "window": window}
     run = functools.partial(_attend_by_kernel if is_kernel else _attend, **given)
     args = (*map(jnp.asarray, (q, k, v, mask)), prefix)
@@ -89,15 +98,19 @@ def _check(
 
 
 def _silence(
-    k_pages: np.ndarray, v_pages: np.ndarray, table: np.ndarray, lens: np.ndarray, first: int, window: int
+    arrays: tuple[np.ndarray | None, ...], table: np.ndarray, lens: np.ndarray, first: int, window: int
 ) -> None:
-    """NaN in every entry that no query sees. The first query's position is the length."""
-    is_seen = np.zeros((k_pages.shape[0], k_pages.shape[2]), bool)
-    for row, length in zip(table, lens, strict=True):
-        for i in range(max(first, length - window + 1 if window else 0), length):
-            is_seen[row[i // is_seen.shape[1]], i % is_seen.shape[1]] = True
-    for pages in (k_pages, v_pages):
-        pages[~is_seen.repeat(pages.shape[1], 0).reshape(*is_seen.shape[:1], pages.shape[1], -1)] = np.nan
+    """NaN in every entry that no query sees, of arrays [page, kv_head, page_size, ...]. The first query's position is
+    the length."""
+    for array in arrays:
+        if array is None:
+            continue
+        heard = array.copy()
+        array[...] = 127 if array.dtype == np.int8 else np.nan
+        for row, length in zip(table, lens, strict=True):
+            for i in range(max(first, length - window + 1 if window else 0), length):
+                where = row[i // array.shape[2]], slice(None), i % array.shape[2]
+                array[where] = heard[where]
 
 
 CASES = {
@@ -111,6 +124,7 @@ CASES = {
     "softcap": st.sampled_from([0.0, 0.0, 20.0]),
     "has_sinks": st.booleans(),
     "is_latent": st.booleans(),
+    "stored": st.sampled_from(["float32", "int8", "float8_e4m3fn"]),
 }
 
 
@@ -126,16 +140,43 @@ def test_paged_attention_matches_reference_with_tree_mask(seed: int, **case: Any
     _check(seed, dims=(8, 8), **case)
 
 
-@settings(max_examples=20)
-@given(
+KERNEL_CASES = {
     **CASES,
-    dims=st.sampled_from([(8, 8), (24, 16), (88, 40)]),  # blocks of channels: padded, 16 and a part, 64 and a part
-    page_size=st.sampled_from([1, 3, 16]),
-    width=st.sampled_from([1, 5, 24]),  # up to three splits, of which some are empty
-)
+    "dims": st.sampled_from([(8, 8), (24, 16), (88, 40)]),  # blocks of channels: padded, 16 and a part, 64 and a part
+    "page_size": st.sampled_from([1, 3, 16]),
+    "width": st.sampled_from([1, 5, 24]),  # up to three splits, of which some are empty
+}
+
+
+@settings(max_examples=20)
+@given(**KERNEL_CASES)
 def test_the_gpu_kernel_matches_reference_and_reads_nothing_else(seed: int, **case: Any) -> None:
     """Interpreted. Entries that no query sees are NaN, and table entries past the used ones are out of range."""
     _check(seed, layout="rows", is_kernel=True, **case)
+
+
+@pytest.mark.gpu
+@settings(max_examples=50)
+@given(**KERNEL_CASES)
+def test_the_compiled_gpu_kernel_matches_reference_and_reads_nothing_else(seed: int, **case: Any) -> None:
+    """On the device, in float32 throughout (by default products of float32 numbers have ten bits there)."""
+    assert jax.default_backend() == "gpu", "run with JAX_PLATFORMS=cuda"
+    with jax.default_matmul_precision("highest"):
+        _check(seed, layout="rows", is_kernel=True, **case)
+
+
+@settings(max_examples=20)
+@given(st.integers(0, 2**32 - 1), st.sampled_from(["int8", "float8_e4m3fn"]), st.sampled_from(["float32", "bfloat16"]))
+def test_quantised_entries_are_those_of_the_plain_twin(seed: int, stored: str, dtype: str) -> None:
+    """To the bit, whatever the magnitude; an entry of zeros stays one."""
+    rng = np.random.default_rng(seed)
+    x = jnp.asarray(_normal(rng, 5, 3, 8) * 10.0 ** rng.integers(-20, 20, (5, 3, 1)), dtype).at[0, 0].set(0)
+    got, expected = jax.jit(quantize, static_argnums=1)(x, stored), reference.quantize(np.asarray(x), np.dtype(stored))
+    assert np.array_equal(got[1], expected[1])
+    assert np.array_equal(np.asarray(got[0], np.float32), expected[0].astype(np.float32))
+    error = np.abs(reference.dequantize(*expected) - np.asarray(x, np.float32))
+    largest = np.abs(np.asarray(x, np.float32)).max(axis=-1, keepdims=True)
+    assert (error <= largest * (0.5001 / 127 if stored == "int8" else 2.0**-4)).all()
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
