@@ -73,9 +73,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-def _target(changes: dict[str, Any]) -> Target:
+CACHES = {"dense in int8": ("dense", "int8"), "latents in float8": ("latents", "float8_e4m3fn")}
+
+
+def _target(case: str) -> Target:
     """Random, with weights large enough that every part has a say."""
-    config = model_config(tiny.TARGET | {"num_hidden_layers": 4} | changes, dtype="float32")
+    case, cache_dtype = CACHES.get(case, (case, ""))
+    config = model_config(tiny.TARGET | {"num_hidden_layers": 4} | CASES[case], dtype="float32")
+    config = dataclasses.replace(config, cache_dtype=cache_dtype)
     spec = target_spec(config)
     params: TargetParams = init_params(spec, jax.random.key(3), "float32")
     keys = iter(jax.random.split(jax.random.key(4), 10_000))
@@ -94,10 +99,10 @@ BROADEST = ("delta nets",)  # latents are in test_sharded; the others take minut
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in BROADEST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+    "case", [case if case in BROADEST else pytest.param(case, marks=pytest.mark.slow) for case in (*CASES, *CACHES)]
 )
 def test_speculation_changes_no_token_of(case: str, rng: np.random.Generator) -> None:
-    target = _target(CASES[case])
+    target = _target(case)
     head = tiny.random_head(target.config, seed=1, num_kv_heads=2, head_dim=8, rope=tiny.PLAIN_ROPE)
     runner = make_runner(target, head, "off", "head+suffix:3", "tree:3x3x9", num_slots=3, has_constrained=False)
     runner.warmup()
@@ -119,6 +124,6 @@ def test_recurrent_layers_take_short_chunks(monkeypatch: pytest.MonkeyPatch) -> 
 
     def chunks(case: str) -> tuple[int, ...]:
         sizes = {"num_slots": 1, "num_pages": 4, "page_size": 16, "max_model_len": 64}
-        return Runner(_target(CASES[case]), None, [None], **sizes).shapes.chunks
+        return Runner(_target(case), None, [None], **sizes).shapes.chunks
 
     assert (chunks("dense"), chunks("delta nets")) == ((64, 256, 1024), (64, 256))
