@@ -66,7 +66,7 @@ def kernel_for(pages: Pages) -> Kernel | None:
     """The kernel of the default backend that takes these pages. None: XLA gathers all pages of the table (a copy) and
     multiplies page by page. That is so on CPU without the native kernels, and where a kernel says that it cannot take
     the pages (`paged_gpu.takes`)."""
-    if jax.default_backend() == "gpu" and pages.layout == "rows":
+    if jax.default_backend() == "gpu" and pages.layout == "rows" and not native.are_left_out():
         from specserve.kernels import (
             paged_gpu,  # Pallas takes a while to import, which other backends need not wait for
         )

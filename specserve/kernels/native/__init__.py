@@ -116,13 +116,18 @@ def serving(function: Callable[Arguments, Result]) -> Callable[Arguments, Result
 @contextlib.contextmanager
 def left_out() -> Iterator[None]:
     """Make whatever any thread traces within the context run on XLA's own operations, as if the kernels were not
-    built."""
+    built. That holds for the kernels of accelerators too."""
     global _is_left_out
     before, _is_left_out = _is_left_out, True
     try:
         yield
     finally:
         _is_left_out = before
+
+
+def are_left_out() -> bool:
+    """Whether what is traced is to run on XLA's own operations alone (`left_out`)."""
+    return _is_left_out
 
 
 def is_serving() -> bool:
