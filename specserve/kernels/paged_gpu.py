@@ -17,6 +17,7 @@ loads and stores are masked.
 
 import functools
 import math
+import re
 from typing import Any
 
 import jax
@@ -35,9 +36,12 @@ def takes(shape: tuple[int, ...], dtype: Any) -> bool:
     """Whether the kernel can take pages of keys of this shape, [page, kv_head, page_size, head_dim], and dtype.
 
     Triton addresses an array of less than 4 GiB with signed 32-bit indices, which entries of one byte overflow at
-    2 GiB. Such pages are left to XLA."""
-    itemsize = jnp.dtype(dtype).itemsize
-    return itemsize > 1 or not 2**31 <= math.prod(shape) <= 2**32
+    2 GiB; and GPUs before compute capability 8.9 cannot convert float8. Such pages are left to XLA."""
+    if jnp.dtype(dtype) == jnp.float8_e4m3fn:
+        capability = str(getattr(jax.devices()[0], "compute_capability", ""))  # "8.0"
+        if re.fullmatch(r"\d+\.\d+", capability) and float(capability) < 8.9:
+            return False
+    return jnp.dtype(dtype).itemsize > 1 or not 2**31 <= math.prod(shape) <= 2**32
 
 
 def attend_pages(
@@ -136,7 +140,8 @@ def _kernel(
     num_rows, head_dim = q_ref.shape[2:]
     rows = tile * row_tile + jnp.arange(row_tile, dtype=jnp.int32)
     is_row = rows < num_rows
-    begin, length, positions = jnp.int32(first), lens_ref[b], None
+    length = jnp.minimum(lens_ref[b], table_ref.shape[1] * k_ref.shape[2])  # a table is never read past its end
+    begin, positions = jnp.int32(first), None
     if window:
         furthest = jnp.iinfo(jnp.int32).max  # of rows that are padding: they must not move the begin
         positions = plgpu.load(positions_ref.at[b, rows], mask=is_row, other=furthest)
