@@ -1,9 +1,10 @@
-"""`specserve bench`: how fast the engine is, from one client to many."""
+"""`specserve bench`: how fast the engine is, from one client to many, and how fast its kernels."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 
+import jax
 from rich.markup import escape
 from rich.progress import Progress
 
@@ -14,9 +15,10 @@ from specserve.drafters.speculation import parse_speculation
 from specserve.errors import DataError
 from specserve.eval.bench_cells import Arm, Cell, Plan
 from specserve.eval.bench_engine import BenchReport, run_bench
+from specserve.eval.bench_kernels import measure_bounds, measure_kernels
 from specserve.eval.prompts import load_chats
-from specserve.eval.report import bench_lines, bench_table, coupling_table
-from specserve.eval.settings import BenchRun
+from specserve.eval.report import bench_lines, bench_table, coupling_table, kernels_table
+from specserve.eval.settings import BenchRun, KernelsRun
 from specserve.provenance import collect
 from specserve.serve.launch import Models, load_models
 
@@ -24,6 +26,28 @@ from specserve.serve.launch import Models, load_models
 def engine(run: BenchRun) -> None:
     """Measure plain decoding, fixed speculations and `auto` on the same questions in one process, in turns."""
     measure_engine(run)
+
+
+def kernels(run: KernelsRun) -> None:
+    """Time each kernel of this backend beside XLA's own operations, over the shapes asked for."""
+    bounds = measure_bounds()
+    device = jax.devices()[0].device_kind
+    console.print(
+        f"{escape(device)}: {bounds.bytes_per_second / 1e9:,.0f} GB/s read, "
+        f"{bounds.flops_per_second / 1e12:,.2f} TFLOP/s multiplied",
+        highlight=False,
+    )
+    rows = []
+    with Progress(*bar_columns(), console=console, transient=True) as progress:
+        timing = progress.add_task("timing", total=None, note="")
+        for row in measure_kernels(run, bounds):
+            rows.append(row)
+            progress.update(timing, advance=1, note=f"{row.work.kernel} {row.work.shape}")
+    console.print(kernels_table(rows))
+    if run.output:
+        facts = {"device": device, **asdict(bounds), "rows": [row.to_json() for row in rows]}
+        write_json(Path(run.output), {**facts, "settings": asdict(run), "provenance": collect()})
+        console.print(f"report written to {escape(run.output)}")
 
 
 def measure_engine(run: BenchRun, others: Callable[[Path], Mapping[str, Arm]] | None = None) -> None:

@@ -64,6 +64,11 @@ class Bench(LazyGroup):
             "Measure plain decoding, fixed speculations and `auto` on the same questions in one process, in turns.",
             "specserve.eval.settings:BenchRun",
         ),
+        "kernels": Lazy(
+            "specserve.cli.bench:kernels",
+            "Time each kernel of this backend beside XLA's own operations.",
+            "specserve.eval.settings:KernelsRun",
+        ),
     }
 
 

@@ -9,6 +9,7 @@ from rich.table import Table
 from specserve.eval.acceptance import Report
 from specserve.eval.bench_cells import ArmResult, Cell
 from specserve.eval.bench_engine import AUTO, BenchReport, Coupling
+from specserve.eval.bench_kernels import KernelTimes
 from specserve.eval.step_times import StepTimes
 from specserve.speculative.acceptance import Acceptance
 
@@ -121,3 +122,23 @@ def step_line(times: StepTimes) -> str:
         f"bound of {times.bound:.2f} ms); speculative step {times.step:.2f} ms "
         f"= draft {times.draft:.2f} + verify {times.verify:.2f}"
     )
+
+
+def kernels_table(rows: Sequence[KernelTimes]) -> Table:
+    """One row per kernel and shape; times in milliseconds."""
+    shape = list(dict.fromkeys(key for row in rows for key in row.work.shape))
+    numbers = (*shape, "own", "XLA", "to XLA", "MB", "of the bound")
+    shown = table("kernels", ("kernel", "path"), numbers)
+    for row in rows:
+        own = row.own_ms
+        shown.add_row(
+            row.work.kernel,
+            row.work.path or "XLA alone",
+            *[f"{row.work.shape[key]:,}" if key in row.work.shape else "" for key in shape],
+            "" if own is None else f"{own:.3f}",
+            f"{row.xla_ms:.3f}",
+            "" if own is None else f"{row.xla_ms / own:.2f}x",
+            f"{row.work.num_bytes / 1e6:,.1f}",
+            f"{row.bound_ms / (row.xla_ms if own is None else own):.0%}",
+        )
+    return shown

@@ -48,6 +48,23 @@ class BenchRun:
 
 
 @dataclass(frozen=True, config=RULES)
+class KernelsRun:
+    """The settings of `specserve bench kernels`."""
+
+    kernels: tuple[str, ...] = setting((), help="which kernels to time: attention; none named: all")
+    batch: tuple[PositiveInt, ...] = setting((1, 8, 32), help="sequences")
+    queries: tuple[PositiveInt, ...] = setting((1, 4, 16, 64), help="query tokens of each sequence")
+    entries: tuple[PositiveInt, ...] = setting((256, 2048), help="committed entries of each sequence")
+    heads: int = setting(32, help="query heads", ge=1)
+    kv_heads: int = setting(8, help="KV heads, a divisor of heads", ge=1)
+    head_dim: int = setting(128, help="channels of a head", ge=1)
+    page_size: int = setting(32, help="tokens per cache page", ge=1)
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting("auto", help="of the pages, as of `serve`")
+    seconds: float = setting(0.3, help="how long each kernel and shape is timed, after it was compiled", gt=0)
+    output: str = setting("", help="write the JSON report here")
+
+
+@dataclass(frozen=True, config=RULES)
 class RegenerateRun:
     """The settings of `specserve data regenerate`."""
 

@@ -2,8 +2,9 @@
 
 Queries see two groups of keys in one softmax. The committed prefix of their sequence lies in pages and is visible to
 every query. The new keys came with the call (tree nodes, a prefill chunk, a training row), and an n x m mask says which
-query sees which of them. The mask therefore never grows with the context. Packed training rows give document ids in
-place of a mask (`rows`).
+query sees which of them. The mask therefore never grows with the context. Each group is computed by itself, the prefix
+by whatever kernel the backend has (`paged`), and the two are merged by their log-sum-exps. Packed training rows give
+document ids in place of a mask (`rows`).
 """
 
 import jax
@@ -11,45 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from specserve.kernels import native
+from specserve.kernels.paged import PagedPrefix, attend_pages, take_pages
+from specserve.kernels.pages import quantize
 from specserve.kernels.rows import NEG_INF, Documents, attend_rows
-from specserve.pytree import pytree, static
-
-
-@pytree
-class PagedPrefix:
-    """One layer's committed keys and values, found through a page table shared by all layers.
-
-    Pages are laid out so that a page's two products, q k and p v, are batched matrix products without a transpose:
-    on CPU that is 1.5 to 2.5 times faster than rows of heads (docs/log).
-    """
-
-    k_pages: jax.Array  # [page, kv_head, head_dim, page_size]
-    v_pages: jax.Array | None  # [page, kv_head, page_size, v_dim]; None: the values are the keys' first channels
-    page_table: jax.Array  # [batch, pages] int32; only these are read, so callers cut the table to what is in use
-    lens: jax.Array  # [batch] int32, committed entries, at most pages * page_size
-    first: int = static(default=0)  # entries before this index are never visible (the draft has no entry 0)
-    # Sum over keys in the order of the sequence, new ones in their places after the prefix (they must be consecutive):
-    # then a result does not depend on which keys are new. Slower, because the pages are copied together.
-    is_exact: bool = static(default=False)
-
-
-@pytree
-class _Rule:
-    """How products of queries and keys become scores: the same for prefix and new keys."""
-
-    softcap: float = static()
-    window: int = static()
-    position_ids: jax.Array | None  # [batch, n] int32
-    sinks: jax.Array | None  # [kv_head, row] float32
-
-    def scores(self, products: jax.Array, is_visible: jax.Array) -> jax.Array:
-        if self.softcap:
-            products = self.softcap * jnp.tanh(products / self.softcap)
-        return jnp.where(is_visible, products, NEG_INF)
-
-    def in_window(self, index: jax.Array) -> jax.Array:  # [batch or 1, length] -> [batch, n, length] bool
-        assert self.position_ids is not None, "a window goes by positions"
-        return self.position_ids[:, :, None] - index[:, None] < self.window
 
 
 def attend(
@@ -79,7 +44,7 @@ def attend(
         assert prefix is None, "packed rows follow nothing"
         return attend_rows(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, window=window)[0]
     assert mask.shape[-2:] == (n, k.shape[1]), f"mask {mask.shape} for {n} queries and {k.shape[1]} new keys"
-    if prefix is not None and native.serves(q, k, prefix.k_pages):
+    if prefix is not None and native.serves(q, k, prefix.pages.k):
         return _native(q, k, v, mask, prefix, scale or head_dim**-0.5, softcap, sinks, window, position_ids)
     # the query heads of a KV head are rows of one product: [batch, kv_head, group * n, head_dim]
     group = num_heads // num_kv_heads
@@ -87,21 +52,33 @@ def attend(
     q = q.reshape(batch, num_kv_heads, group * n, head_dim)
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, group), n, axis=1)
-    rule = _Rule(softcap, window, position_ids, sinks)
     if window:
-        assert position_ids is not None
-        mask &= rule.in_window(position_ids)
+        assert position_ids is not None, "a window goes by positions"
+        mask &= position_ids[:, :, None] - position_ids[:, None] < window
+    k_scale = v_scale = None
+    if prefix is not None and prefix.pages.is_quantized:  # as later steps will see them
+        k, k_scale = quantize(k, prefix.pages.k.dtype)
+        v, v_scale = (k[..., :v_dim], k_scale) if prefix.pages.v is None else quantize(v, prefix.pages.v.dtype)
     if prefix is not None and prefix.is_exact:
-        k, v, mask = _in_order(k, v, mask, prefix, rule)
+        k, v, k_scale, v_scale = _in_order(k, v, k_scale, v_scale, prefix)
+        mask = _mask_in_order(mask, k.shape[1], prefix, window, position_ids)
         prefix = None
-    products = jnp.einsum("bkrh,bmkh->bkrm", q, k, preferred_element_type=jnp.float32)
-    scores = rule.scores(products.reshape(batch, num_kv_heads, group, n, -1), mask[:, None, None])
+    products = jnp.einsum("bkrh,bmkh->bkrm", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
+    if k_scale is not None:
+        products *= k_scale.swapaxes(1, 2)[:, :, None]
+    if softcap:
+        products = softcap * jnp.tanh(products / softcap)
+    scores = jnp.where(mask[:, None, None], products.reshape(batch, num_kv_heads, group, n, -1), NEG_INF)
     scores = scores.reshape(batch, num_kv_heads, group * n, -1)
     if prefix is None:
-        out = jnp.einsum("bkrm,bmkh->bkrh", _softmax(scores, sinks).astype(v.dtype), v)
+        out = _sum_values(_softmax(scores, sinks), v, v_scale, q.dtype)
     else:
-        out = _merge_paged(q, scores, v, prefix, rule)
-    return out.reshape(batch, num_kv_heads, group, n, v_dim).transpose(0, 3, 1, 2, 4).reshape(batch, n, num_heads, -1)
+        positions = jnp.tile(position_ids, (1, group)) if position_ids is not None and window else None
+        old_out, old_lse = attend_pages(q, prefix, positions, v_dim=v_dim, softcap=softcap, window=window)
+        share, weights = _merge(old_lse, scores, sinks)
+        out = share[..., None] * old_out + _sum_values(weights, v, v_scale, q.dtype)
+    out = out.astype(q.dtype).reshape(batch, num_kv_heads, group, n, v_dim)
+    return out.transpose(0, 3, 1, 2, 4).reshape(batch, n, num_heads, v_dim)
 
 
 def _native(
@@ -125,8 +102,8 @@ def _native(
         k,
         v,
         mask,
-        prefix.k_pages,
-        jnp.zeros(0, jnp.float32) if prefix.v_pages is None else prefix.v_pages,
+        prefix.pages.k,
+        jnp.zeros(0, jnp.float32) if prefix.pages.v is None else prefix.pages.v,
         prefix.page_table,
         prefix.lens,
         jnp.zeros(0, jnp.int32) if position_ids is None else position_ids,
@@ -146,65 +123,66 @@ def _softmax(scores: jax.Array, sinks: jax.Array | None) -> jax.Array:
 
 
 def _in_order(
-    k: jax.Array, v: jax.Array, mask: jax.Array, prefix: PagedPrefix, rule: _Rule
-) -> tuple[jax.Array, jax.Array, jax.Array]:  # keys and values [batch, pages * page_size, ...], and their mask
-    """Join prefix and new keys into one run of keys, each at its index in the sequence, and the mask with it."""
-    table = prefix.page_table
-    num_kv_heads, head_dim, page_size = prefix.k_pages.shape[1:]
-    batch, length = table.shape[0], table.shape[1] * page_size
+    k: jax.Array, v: jax.Array, k_scale: jax.Array | None, v_scale: jax.Array | None, prefix: PagedPrefix
+) -> tuple[jax.Array, jax.Array, jax.Array | None, jax.Array | None]:
+    """Join prefix and new keys into one run of keys, each at its index in the sequence, and so the values and the
+    scales of both: [batch, pages * page_size, ...]."""
+    table, pages = prefix.page_table, prefix.pages
+    batch, length = table.shape[0], table.shape[1] * pages.page_size
     row = jnp.arange(batch)[:, None]
     index = prefix.lens[:, None] + jnp.arange(k.shape[1])
-    old_k = prefix.k_pages.at[table].get(mode="clip").transpose(0, 1, 4, 2, 3)
-    k = old_k.reshape(batch, length, num_kv_heads, head_dim).at[row, index].set(k.astype(old_k.dtype), mode="drop")
-    if prefix.v_pages is None:
-        v = k[..., : v.shape[-1]]
-    else:
-        old_v = prefix.v_pages.at[table].get(mode="clip").transpose(0, 1, 3, 2, 4)
-        v = old_v.reshape(batch, length, num_kv_heads, -1).at[row, index].set(v.astype(old_v.dtype), mode="drop")
+
+    def join(
+        old: jax.Array, new: jax.Array
+    ) -> jax.Array:  # [page, kv_head, page_size, ...] and [batch, m, kv_head, ...]
+        old = take_pages(old, table).swapaxes(2, 3).reshape(batch, length, *new.shape[2:])
+        return old.at[row, index].set(new.astype(old.dtype), mode="drop")
+
+    k = join(pages.k if pages.layout == "rows" else pages.k.swapaxes(2, 3), k)
+    v = k[..., : v.shape[-1]] if pages.v is None else join(pages.v, v)
+    if pages.k_scale is None or k_scale is None:
+        return k, v, None, None
+    k_scale = join(pages.k_scale, k_scale)
+    if pages.v_scale is None or v_scale is None:
+        return k, v, k_scale, k_scale
+    return k, v, k_scale, join(pages.v_scale, v_scale)
+
+
+def _mask_in_order(
+    mask: jax.Array, length: int, prefix: PagedPrefix, window: int, position_ids: jax.Array | None
+) -> jax.Array:  # [batch, n, length]
+    """The mask of keys that `_in_order` has joined."""
     place = jnp.arange(length) - prefix.lens[:, None]  # among the new keys
     is_new = (place >= 0) & (place < mask.shape[-1])
     new = jnp.take_along_axis(
-        jnp.broadcast_to(mask, (batch, *mask.shape[1:])), jnp.clip(place, 0, mask.shape[-1] - 1)[:, None], axis=2
+        jnp.broadcast_to(mask, (len(place), *mask.shape[1:])), jnp.clip(place, 0, mask.shape[-1] - 1)[:, None], axis=2
     )
     old = (place < 0)[:, None] & (jnp.arange(length) >= prefix.first)
-    if rule.window:
-        old &= rule.in_window(jnp.arange(length)[None])
-    return k, v, jnp.where(is_new[:, None], new, old)
+    if window:
+        assert position_ids is not None
+        old &= position_ids[:, :, None] - jnp.arange(length) < window
+    return jnp.where(is_new[:, None], new, old)
 
 
-def _merge_paged(
-    q: jax.Array,  # [batch, kv_head, row, head_dim], scaled; row = group * n
+def _merge(
+    old_lse: jax.Array,  # [batch, kv_head, row], of the prefix
     scores: jax.Array,  # [batch, kv_head, row, m] float32, of the new keys, masked
-    v: jax.Array,  # [batch, m, kv_head, v_dim]
-    prefix: PagedPrefix,
-    rule: _Rule,
-) -> jax.Array:  # [batch, kv_head, row, v_dim]
-    """Compute one softmax over prefix and new keys, page by page, so that only the gathered pages are copied."""
-    k_pages = prefix.k_pages.at[prefix.page_table].get(mode="clip")  # [batch, page, kv_head, head_dim, page_size]
-    batch, width, _, _, page_size = k_pages.shape
-    per_page_q = jnp.broadcast_to(q[:, None], (batch, width, *q.shape[1:]))
-    paged = jnp.einsum("bpkrh,bpkhs->bpkrs", per_page_q, k_pages, preferred_element_type=jnp.float32)
-    index = jnp.arange(width * page_size)
-    is_visible = (index >= prefix.first) & (index < prefix.lens[:, None])
-    if rule.window:  # then queries differ in what they see: [batch, page, 1, row, page_size]
-        seen = is_visible[:, None] & rule.in_window(index[None])
-        seen = jnp.tile(seen, (1, q.shape[2] // seen.shape[1], 1))
-        is_visible = seen.reshape(batch, -1, width, 1, page_size).transpose(0, 2, 3, 1, 4)
-    else:
-        is_visible = is_visible.reshape(batch, width, 1, 1, page_size)
-    paged = rule.scores(paged, is_visible)
-    largest = jnp.maximum(jnp.max(paged, axis=(1, 4)), jnp.max(scores, axis=-1))  # [batch, kv_head, row]
-    if rule.sinks is not None:
-        largest = jnp.maximum(largest, rule.sinks[None])
-    paged = jnp.exp(paged - largest[:, None, ..., None])
-    scores = jnp.exp(scores - largest[..., None])
-    total = jnp.sum(paged, axis=(1, 4)) + jnp.sum(scores, axis=-1)
-    if rule.sinks is not None:
-        total += jnp.exp(rule.sinks[None] - largest)
-    if prefix.v_pages is None:
-        out = jnp.einsum("bpkrs,bpkhs->bpkrh", paged.astype(v.dtype), k_pages[:, :, :, : v.shape[-1]])
-    else:
-        v_pages = prefix.v_pages.at[prefix.page_table].get(mode="clip")  # [batch, page, kv_head, page_size, v_dim]
-        out = jnp.einsum("bpkrs,bpksh->bpkrh", paged.astype(v.dtype), v_pages)
-    out = jnp.sum(out, axis=1) + jnp.einsum("bkrm,bmkh->bkrh", scores.astype(v.dtype), v)
-    return out / total[..., None].astype(v.dtype)
+    sinks: jax.Array | None,  # [kv_head, row]
+) -> tuple[jax.Array, jax.Array]:
+    """In one softmax of the prefix, the new keys and the sinks: the share of the prefix [batch, kv_head, row], and the
+    probability of each new key [batch, kv_head, row, m]."""
+    largest = jnp.maximum(old_lse, jnp.max(scores, axis=-1))
+    if sinks is not None:
+        largest = jnp.maximum(largest, sinks[None])
+    share, weights = jnp.exp(old_lse - largest), jnp.exp(scores - largest[..., None])
+    total = share + jnp.sum(weights, axis=-1)
+    if sinks is not None:
+        total += jnp.exp(sinks[None] - largest)
+    return share / total, weights / total[..., None]
+
+
+def _sum_values(weights: jax.Array, v: jax.Array, v_scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
+    """Values [batch, m, kv_head, v_dim] by their probabilities [batch, kv_head, row, m], in float32."""
+    if v_scale is not None:
+        weights *= v_scale.swapaxes(1, 2)[:, :, None]
+    return jnp.einsum("bkrm,bmkh->bkrh", weights.astype(dtype), v.astype(dtype), preferred_element_type=jnp.float32)

@@ -1,32 +1,70 @@
 """Plain versions of this room's fast paths, in NumPy with loops. Tests compare the fast paths with them."""
 
+from typing import Any
+
 import numpy as np
 
-from specserve.kernels.attention import PagedPrefix
 from specserve.kernels.matmul import BlockedMatrix, QuantizedMatrix
+from specserve.kernels.paged import PagedPrefix
+from specserve.kernels.pages import LARGEST
 
 
 def attend(
     q: np.ndarray,  # [batch, n, head, head_dim]
     k: np.ndarray,  # [batch, m, kv_head, head_dim]
-    v: np.ndarray,  # [batch, m, kv_head, head_dim]
+    v: np.ndarray,  # [batch, m, kv_head, v_dim]
     mask: np.ndarray,  # [batch or 1, n, m] bool
     prefix: PagedPrefix | None = None,
-) -> np.ndarray:  # [batch, n, head, head_dim]; NaN where a query sees no key
-    """The plain `attention.attend`: for every query, a softmax over the keys that it sees."""
-    batch, n, num_heads, _ = q.shape
+    *,
+    softcap: float = 0.0,
+    sinks: np.ndarray | None = None,  # [head]
+    window: int = 0,
+    position_ids: np.ndarray | None = None,  # [batch, n], where there is a window
+) -> np.ndarray:  # [batch, n, head, v_dim]; NaN where a query sees no key
+    """The plain `attention.attend`: for every query, a softmax over the keys that it sees, all of them as pages keep
+    them."""
+    if prefix is not None and prefix.pages.is_quantized:
+        k = dequantize(*quantize(k, prefix.pages.k.dtype))
+        v = k[..., : v.shape[-1]] if prefix.pages.v is None else dequantize(*quantize(v, prefix.pages.v.dtype))
+    batch, n, num_heads, head_dim = q.shape
     group = num_heads // k.shape[2]
-    out = np.full(q.shape, np.nan, np.float32)
+    out = np.full((batch, n, num_heads, v.shape[-1]), np.nan, np.float32)
     for b in range(batch):
-        past_k, past_v = _committed(prefix, b) if prefix is not None else (k[b, :0], v[b, :0])
+        first, past = 0, (k[b, :0], v[b, :0])
+        if prefix is not None:
+            first, past = prefix.first, _committed(prefix, b, v.shape[-1])
         for i in range(n):
             seen = np.flatnonzero(mask[b if len(mask) > 1 else 0, i])
+            old = np.arange(first, first + len(past[0]))
+            if window:
+                assert position_ids is not None
+                seen = seen[position_ids[b, i] - position_ids[b, seen] < window]
+                old = old[position_ids[b, i] - old < window]
             for head in range(num_heads):
-                keys = np.concatenate([past_k[:, head // group], k[b, seen, head // group]])
-                values = np.concatenate([past_v[:, head // group], v[b, seen, head // group]])
+                keys = np.concatenate([past[0][old - first, head // group], k[b, seen, head // group]])
+                values = np.concatenate([past[1][old - first, head // group], v[b, seen, head // group]])
                 if len(keys):
-                    out[b, i, head] = _softmax(keys @ q[b, i, head] * q.shape[-1] ** -0.5) @ values
+                    scores = keys @ q[b, i, head] * head_dim**-0.5
+                    scores = softcap * np.tanh(scores / softcap) if softcap else scores
+                    sink = sinks[head : head + 1] if sinks is not None else scores[:0]
+                    out[b, i, head] = _softmax(np.concatenate([scores, sink]))[: len(keys)] @ values
     return out
+
+
+def quantize(x: np.ndarray, dtype: Any) -> tuple[np.ndarray, np.ndarray]:
+    """The plain `pages.quantize`, row by row."""
+    largest = LARGEST[np.dtype(dtype)]
+    data, scale = np.zeros(x.shape, dtype), np.zeros(x.shape[:-1], np.float32)
+    for at in np.ndindex(scale.shape):
+        scale[at] = np.maximum(np.abs(x[at]).max(), np.float32(1e-30)) * np.float32(1 / largest)
+        row = x[at].astype(np.float32) * (1 / scale[at])
+        data[at] = (np.rint(row) if dtype == np.int8 else row).clip(-largest, largest).astype(dtype)
+    return data, scale
+
+
+def dequantize(data: np.ndarray, scale: np.ndarray) -> np.ndarray:
+    """The numbers that quantised ones stand for."""
+    return data.astype(np.float32) * scale[..., None]
 
 
 def attend_rollout(
@@ -89,16 +127,22 @@ def convolve(
     return np.stack(out), inputs[len(x) :]
 
 
-def _committed(prefix: PagedPrefix, b: int) -> tuple[np.ndarray, np.ndarray]:  # each [seen, kv_head, head_dim]
-    """The committed keys and values of one sequence that its queries see, page after page."""
-    table, length = np.asarray(prefix.page_table)[b], int(prefix.lens[b])
-    k_pages, v_pages = np.asarray(prefix.k_pages), np.asarray(prefix.v_pages)
-    page_size = v_pages.shape[2]
-    where = [(table[i // page_size], i % page_size) for i in range(prefix.first, length)]
-    empty = np.zeros((0, v_pages.shape[1], v_pages.shape[3]), v_pages.dtype)
-    keys = [k_pages[page, :, :, offset][None] for page, offset in where]
-    values = [v_pages[page, :, offset][None] for page, offset in where]
-    return np.concatenate([empty, *keys]), np.concatenate([empty, *values])
+def _committed(prefix: PagedPrefix, b: int, v_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """The committed keys and values from the first visible entry on, each [entry, kv_head, dim], page after page."""
+    table, pages = np.asarray(prefix.page_table)[b], prefix.pages
+    k_pages = np.asarray(pages.k) if pages.layout == "rows" else np.asarray(pages.k).swapaxes(2, 3)
+    if pages.k_scale is not None:
+        k_pages = dequantize(k_pages, np.asarray(pages.k_scale))
+    v_pages = k_pages[..., :v_dim] if pages.v is None else np.asarray(pages.v)
+    if pages.v_scale is not None:
+        v_pages = dequantize(v_pages, np.asarray(pages.v_scale))
+
+    def entries(array: np.ndarray) -> np.ndarray:  # [page, kv_head, page_size, dim]
+        index = range(prefix.first, int(prefix.lens[b]))
+        found = [array[table[i // pages.page_size], :, i % pages.page_size][None] for i in index]
+        return np.concatenate([np.zeros((0, array.shape[1], array.shape[3]), array.dtype), *found])
+
+    return entries(k_pages), entries(v_pages)
 
 
 def _softmax(scores: np.ndarray) -> np.ndarray:

@@ -5,8 +5,9 @@ from typing import Any
 
 import jax
 
-from specserve.kernels.attention import PagedPrefix, attend
+from specserve.kernels.attention import attend
 from specserve.kernels.matmul import Weight
+from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import as_heads, split_as_heads
 from specserve.models.config import HeadShape, LayerKind, ModelConfig, Names
 from specserve.models.context import Context, Tables

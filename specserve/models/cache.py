@@ -12,9 +12,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specserve.kernels.attention import PagedPrefix
 from specserve.kernels.gather import take_each, take_rows
-from specserve.kernels.pages import write_pages
+from specserve.kernels.paged import PagedPrefix
+from specserve.kernels.pages import Pages, write_pages
 from specserve.models import recurrent
 from specserve.models.config import ModelConfig
 from specserve.models.recurrent import State
@@ -24,29 +24,13 @@ LayerKV = tuple[jax.Array, jax.Array | None]  # keys, values: [batch, n, kv_head
 
 
 @pytree
-class Pages:
-    """The keys and values of one layer, in pages under the page table that all layers share."""
-
-    k: jax.Array  # [page, kv_head, head_dim, page_size], as `attend` wants it
-    v: jax.Array | None  # [page, kv_head, page_size, head_dim]; None: the values are the keys' first channels
-
-    @classmethod
-    def zeros(
-        cls, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: str, *, has_values: bool = True
-    ) -> "Pages":
-        shape = (num_pages, num_kv_heads, page_size, head_dim)
-        k = jnp.zeros((num_pages, num_kv_heads, head_dim, page_size), dtype)
-        return cls(k, jnp.zeros(shape, dtype) if has_values else None)
-
-
-@pytree
 class Prefix:
     """Says which committed entries of which sequences a forward sees."""
 
     page_table: jax.Array  # [batch, pages] int32, as many as attention reads
     lens: jax.Array  # [batch] int32
     first: int = static(default=0)  # entries before this index are never visible
-    is_exact: bool = static(default=False)  # see `kernels.attention.PagedPrefix`
+    is_exact: bool = static(default=False)  # see `kernels.paged.PagedPrefix`
     slots: jax.Array | None = None  # [batch] int32, whose states; needed where layers are recurrent
 
 
@@ -61,12 +45,12 @@ class Cache:
         """Make an empty cache for a target: every array is zero."""
 
         def layer(i: int) -> Pages | State:
-            kind = config.kind(i)
+            kind, dtype = config.kind(i), config.cache_dtype or config.dtype
             if kind.mixer == "latent":
                 assert config.latent is not None
-                return Pages.zeros(num_pages, page_size, 1, config.latent.cache_dim, config.dtype, has_values=False)
+                return Pages.zeros(num_pages, page_size, 1, config.latent.cache_dim, dtype, has_values=False)
             if kind.mixer == "attention":
-                return Pages.zeros(num_pages, page_size, config.num_kv_heads, config.head_dim, config.dtype)
+                return Pages.zeros(num_pages, page_size, config.num_kv_heads, config.head_dim, dtype)
             return recurrent.init_state(config, kind, num_slots)
 
         return cls(tuple(layer(i) for i in range(config.num_layers)), num_pages, page_size)
@@ -81,7 +65,7 @@ class Cache:
         """The committed keys and values that layer i sees, as a `PagedPrefix`. The layer must have pages."""
         layer = self.layers[i]
         assert isinstance(layer, Pages)
-        return PagedPrefix(layer.k, layer.v, prefix.page_table, prefix.lens, prefix.first, prefix.is_exact)
+        return PagedPrefix(layer, prefix.page_table, prefix.lens, prefix.first, prefix.is_exact)
 
     def write(
         self,
@@ -106,9 +90,9 @@ class Cache:
             rows = recurrent.advance(_rows(state, slots), entries, is_kept)
             return jax.tree.map(lambda all_rows, row: all_rows.at[slots].set(row, mode="drop"), state, rows)
 
-        paged = {i: (layer.k, layer.v) for i, layer in enumerate(self.layers) if isinstance(layer, Pages)}
+        paged = {i: layer for i, layer in enumerate(self.layers) if isinstance(layer, Pages)}
         written = write_pages(list(paged.values()), [new[i] for i in paged], page, offset, path)
-        done: dict[int, Pages | State] = {i: Pages(*arrays) for i, arrays in zip(paged, written, strict=True)}
+        done: dict[int, Pages | State] = dict(zip(paged, written, strict=True))
         for i, layer in enumerate(self.layers):
             if not isinstance(layer, Pages):
                 done[i] = advance(layer, new[i])

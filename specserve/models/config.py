@@ -153,6 +153,7 @@ class ModelConfig:
     lightning: Lightning | None = None
     names: Names = field(default=Names(), repr=False)
     dtype: str = "float32"
+    cache_dtype: str = ""  # of committed keys and values, int8 or float8_e4m3fn with scales; empty: dtype
 
     def kind(self, i: int) -> LayerKind:
         return self.layers[i] if self.layers else LayerKind()

@@ -12,8 +12,9 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specserve.kernels.attention import PagedPrefix, attend
+from specserve.kernels.attention import attend
 from specserve.kernels.matmul import Weight, matmul
+from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import apply_rope, rms_norm
 from specserve.models.config import ModelConfig
 from specserve.models.context import Context

@@ -37,7 +37,7 @@ def place_cache(cache: Any, mesh: Mesh) -> Any:
 
     def place(layer: Pages | State) -> Pages | State:
         if isinstance(layer, Pages):
-            return jax.tree.map(lambda x: fitting(mesh, (None, "kv_heads", None, None), x.shape), layer)
+            return jax.tree.map(lambda x: fitting(mesh, (None, "kv_heads", *[None] * (x.ndim - 2)), x.shape), layer)
         conv = tuple(fitting(mesh, (None, None, "heads"), x.shape) for x in layer.conv)
         return dataclasses.replace(
             layer, matrix=fitting(mesh, (None, "heads", None, None), layer.matrix.shape), conv=conv

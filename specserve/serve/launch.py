@@ -1,5 +1,6 @@
 """From the settings of a server to an engine: which target, which head, how large a cache."""
 
+import dataclasses
 import functools
 import itertools
 import logging
@@ -37,6 +38,7 @@ from specserve.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 LARGEST_DEFAULT_CONTEXT = 4096
+CACHE_DTYPES = {"int8": "int8", "fp8": "float8_e4m3fn"}
 AUTO_CHAINS = (1, 2, 3, 5, 7)  # 4 and 6 are left out: each chain costs seconds of compiling
 AUTO_TREES_CPU = (DynamicTree(4, 2, 7), DynamicTree(5, 3, 15))
 AUTO_TREES = (DynamicTree(4, 3, 15), DynamicTree(6, 4, 31), DynamicTree(7, 8, 63))
@@ -186,6 +188,7 @@ def make_engine(
 
 def _make_runner(models: Models, run: ServeRun, *, is_coupled: bool) -> Runner:
     """Give the device the models, and a cache as large as the settings say. Nothing is compiled yet."""
+    models = with_cache_dtype(models, run)
     trees = choose_trees(models, run)
     longest = run.max_model_len or min(models.target.config.max_len, LARGEST_DEFAULT_CONTEXT)
     if longest > models.target.config.max_len:
@@ -211,6 +214,21 @@ def _make_runner(models: Models, run: ServeRun, *, is_coupled: bool) -> Runner:
         mesh=models.mesh,
         folder=host.cache_folder() / "programs",
     )
+
+
+def with_cache_dtype(models: Models, run: ServeRun) -> Models:
+    """The models with a target that keeps its keys and values in the dtype asked for. Raises ConfigError where the
+    target keeps none."""
+    if run.kv_cache_dtype == "auto":
+        return models
+    config = models.target.config
+    if not {config.kind(i).mixer for i in range(config.num_layers)} & {"attention", "latent"}:
+        raise ConfigError(
+            f"--kv-cache-dtype {run.kv_cache_dtype}: all layers of {models.name} are recurrent, so it keeps no keys "
+            "and values; leave the flag out"
+        )
+    config = dataclasses.replace(config, cache_dtype=CACHE_DTYPES[run.kv_cache_dtype])
+    return dataclasses.replace(models, target=dataclasses.replace(models.target, config=config))
 
 
 def choose_trees(models: Models, run: ServeRun) -> tuple[Tree | None, ...]:

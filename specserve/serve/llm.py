@@ -27,6 +27,7 @@ class EngineSettings(TypedDict, total=False):
     """The settings of `specserve serve` that concern the engine; see docs/serving.md."""
 
     quantization: str
+    kv_cache_dtype: str
     mesh: str
     check_weights: bool
     max_slots: int

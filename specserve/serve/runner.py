@@ -21,7 +21,7 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
 from specserve.drafters.speculation import describe, drafter_for
 from specserve.host import free_memory_maps
-from specserve.kernels import native
+from specserve.kernels import paged
 from specserve.serve.calls import Calls
 from specserve.serve.handles import StepHandle
 from specserve.serve.kept import KeptPrograms
@@ -71,8 +71,7 @@ class Runner:
             page_size=page_size,
             num_pages=num_pages,
             is_recurrent=target.config.is_recurrent,
-            # the native kernel reads the pages that a sequence has, XLA's operations all of the width
-            reads_by_page=mesh is None and native.is_available(),
+            reads_by_page=paged.reads_by_page(bool(target.config.cache_dtype), mesh),
             is_deterministic=is_deterministic,
         )
         shapes = self.shapes

@@ -19,6 +19,11 @@ class ServeRun:
         help="8-bit weights of the target: int8 or fp8 rounds them at load, stored keeps a checkpoint's own, none "
         "restores floats; empty: as the head was trained, else none",
     )
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting(
+        "auto",
+        help="the target's committed keys and values: as it is computed, or in 8 bits with a scale per entry "
+        "and KV head, which halves or quarters the cache",
+    )
     mesh: str = setting(
         "", help="devices to spread the models over, by axis, such as data=2,tensor=4,expert=1; empty: one device"
     )

@@ -12,12 +12,14 @@ import pytest
 import rounding
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from paging import make_prefix
 
 from specserve.kernels import native
-from specserve.kernels.attention import PagedPrefix, attend
+from specserve.kernels.attention import attend
 from specserve.kernels.matmul import PackedMatrix, QuantizedMatrix, dequantize, matmul, matmul_by_expert, pack
 from specserve.kernels.native import build
-from specserve.kernels.pages import write_pages
+from specserve.kernels.paged import PagedPrefix
+from specserve.kernels.pages import Pages, write_pages
 from specserve.kernels.rowwise import (
     ACTIVATIONS,
     Activation,
@@ -136,7 +138,7 @@ def _case(rng: np.random.Generator, *, v_dim: int, group: int, page_size: int, h
         "k": _normal(rng, batch, n, kv_heads, head_dim),
         "v": _normal(rng, batch, n, kv_heads, v_dim),
         "mask": mask,
-        "k_pages": _normal(rng, pages, kv_heads, head_dim, page_size),
+        "k_pages": _normal(rng, pages, kv_heads, page_size, head_dim),
         "v_pages": _normal(rng, pages, kv_heads, page_size, v_dim),
         "table": rng.permutation(pages)[: batch * width].reshape(batch, width).astype(np.int32),
         "lens": lens,
@@ -163,9 +165,8 @@ def test_attention_is_that_of_xla(
     case = _case(rng, v_dim=16 if is_latent else 40, group=3, page_size=page_size)
 
     def run(q: Any, k: Any, v: Any, k_pages: Any, v_pages: Any, sinks: Any) -> jax.Array:
-        prefix = PagedPrefix(
-            k_pages, None if is_latent else v_pages, jnp.asarray(case["table"]), jnp.asarray(case["lens"]), first
-        )
+        pages = Pages(k_pages.swapaxes(2, 3), None if is_latent else v_pages)
+        prefix = PagedPrefix(pages, jnp.asarray(case["table"]), jnp.asarray(case["lens"]), first)
         v = k[..., : v.shape[-1]] if is_latent else v
         return attend(
             q,
@@ -192,19 +193,19 @@ def test_a_token_attends_alike_whatever_is_new(rng: np.random.Generator) -> None
     found: dict[int, set[bytes]] = {}
     for starts in ([0, 3, 17], [33, 1, 5], [8], [30, 31, 32, 33, 34, 35, 36]):
         batch = len(starts)
-        k_pages = _normal(rng, batch * width, kv_heads, head_dim, page_size) * 9  # what nobody may see
+        k_pages = _normal(rng, batch * width, kv_heads, page_size, head_dim) * 9  # what nobody may see
         v_pages = _normal(rng, batch * width, kv_heads, page_size, head_dim) * 9
         table = rng.permutation(batch * width).reshape(batch, width).astype(np.int32)
         for row, start in enumerate(starts):
             for i in range(start):
-                k_pages[table[row, i // page_size], :, :, i % page_size] = k[i]
+                k_pages[table[row, i // page_size], :, i % page_size] = k[i]
                 v_pages[table[row, i // page_size], :, i % page_size] = v[i]
         # nodes 0, 2, 4, 6 are the path; between them stand siblings that no node of the path sees
         index = np.array(starts)[:, None] + np.array([0, 1, 1, 2, 2, 3, 3])
         new_k, new_v = k[index], v[index]
         new_k[:, 1::2], new_v[:, 1::2] = 50, 50
         mask = np.tril(np.ones((7, 7), bool)) & (np.arange(7) % 2 == 0)[None]
-        prefix = PagedPrefix(*map(jnp.asarray, (k_pages, v_pages, table, np.array(starts, np.int32))))
+        prefix = make_prefix(k_pages, v_pages, table, starts)
         out = _served(attend, *map(jnp.asarray, (q[index], new_k, new_v, mask[None])), prefix)
         for row, start in enumerate(starts):
             for i in range(n):
@@ -305,7 +306,7 @@ def test_pages_are_written_as_xla_writes_them(rng: np.random.Generator, has_path
         k = _normal(rng, num_pages, kv_heads, head_dim, page_size), _normal(rng, batch, n, kv_heads, head_dim)
         v = _normal(rng, num_pages, kv_heads, page_size, v_dim), _normal(rng, batch, n, kv_heads, v_dim)
         layers.append((k, (None, None) if is_latent else v))
-    pages, new = ([(k[i], v[i]) for k, v in layers] for i in (0, 1))
+    pages, new = [Pages(k[0], v[0]) for k, v in layers], [(k[1], v[1]) for k, v in layers]
     places = rng.permutation(num_pages * page_size)[: batch * count].reshape(batch, count).astype(np.int32)
     page, offset = places // page_size, places % page_size
     page[0, 1], page[2, 3] = num_pages, num_pages + 7

@@ -25,6 +25,9 @@ from rounding import UNIT, assert_within
 
 from specserve.errors import ConfigError
 from specserve.kernels import paged_tpu
+from specserve.kernels.attention import attend
+from specserve.kernels.paged import PagedPrefix
+from specserve.kernels.pages import Pages
 from specserve.kernels.rows import NEG_INF
 
 FLOAT8 = np.dtype(jnp.float8_e4m3fn)
@@ -250,6 +253,20 @@ def test_served_shapes_are_taken_and_lower_for_tpus(name: str) -> None:
     assert text.count("tpu_custom_call") == 1
     if not case.is_scaled:
         assert "stablehlo.gather" not in text, "pages are read where they are"
+
+
+def test_attention_reads_pages_by_this_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the backend is a TPU, and pages that the kernel cannot take are left to XLA."""
+    monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
+
+    def lower(page_size: int) -> str:
+        pages = Pages.zeros(4, page_size, 2, 128, "float32")
+        prefix = PagedPrefix(pages, jnp.zeros((3, 2), jnp.int32), jnp.zeros(3, jnp.int32))
+        q, k = jnp.zeros((3, 5, 4, 128)), jnp.zeros((3, 5, 2, 128))
+        run = jax.jit(lambda *args: attend(*args, prefix))
+        return jax.export.export(run, platforms=["tpu"])(q, k, k, jnp.ones((1, 5, 5), bool)).mlir_module()
+
+    assert [lower(page_size).count("tpu_custom_call") for page_size in (16, 6)] == [1, 0]
 
 
 @pytest.mark.libtpu

@@ -74,9 +74,14 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
+CACHES = {"dense in int8": ("dense", "int8"), "latents in float8": ("latents", "float8_e4m3fn")}
+
+
 def make_target(case: str, num_layers: int = 3) -> Target:
     """Random, with weights large enough that every part has a say. Three layers are one of every kind."""
+    case, cache_dtype = CACHES.get(case, (case, ""))
     config = model_config(tiny.TARGET | {"num_hidden_layers": num_layers} | CASES[case], dtype="float32")
+    config = dataclasses.replace(config, cache_dtype=cache_dtype)
     spec = target_spec(config)
     params: TargetParams = init_params(spec, jax.random.key(3), "float32")
     rng = np.random.default_rng(4)
@@ -97,7 +102,7 @@ BROADEST = ("delta nets",)  # latents are in test_sharded; the others take minut
 
 
 @pytest.mark.parametrize(
-    "case", [case if case in BROADEST else pytest.param(case, marks=pytest.mark.slow) for case in CASES]
+    "case", [case if case in BROADEST else pytest.param(case, marks=pytest.mark.slow) for case in (*CASES, *CACHES)]
 )
 def test_speculation_changes_no_token_of(case: str, rng: np.random.Generator) -> None:
     target = make_target(case)

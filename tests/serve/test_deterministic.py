@@ -1,6 +1,7 @@
 """`--deterministic`: tokens and log-probabilities are equal to the last bit, whatever runs beside a request, whether
 its prompt was cached, and however it is speculated on."""
 
+import dataclasses
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -99,6 +100,22 @@ def test_a_request_gets_the_same_bits(
     assert has_accepted == (speculation != "off"), "plain decoding is a chain of which nothing is accepted"
     num_cached = [completion.stats.num_cached_tokens for i, completion in found if i < 3]
     assert num_cached[0] == 0 < min(num_cached[1:]), "one miss, and hits from then on"
+
+
+@pytest.mark.parametrize("stored", ["int8", pytest.param("float8_e4m3fn", marks=pytest.mark.slow)])
+def test_8_bit_entries_are_the_same_committed_or_new(
+    tiny_target: Target, tiny_head: Head, expected: dict[int, CompletionOutput], stored: str
+) -> None:
+    """A draft that is verified sees of its new keys what later steps will see of them in the pages. And it does see
+    other numbers than plain pages have."""
+    target = dataclasses.replace(tiny_target, config=dataclasses.replace(tiny_target.config, cache_dtype=stored))
+    plain = dict(_run(_engine(_runner(target, tiny_head, "off"), is_caching=False), [[0], [1], [2], [3]]))
+    found = _run(_engine(_runner(target, tiny_head, "head+suffix:7")), ORDER[-2:])
+    for i, completion in found:
+        assert completion.token_ids == plain[i].token_ids, f"request {i}"
+        assert completion.logprobs == plain[i].logprobs, f"request {i}"
+    assert any(completion.stats.num_accepted for _, completion in found)
+    assert plain[0].logprobs != expected[0].logprobs
 
 
 def test_every_way_to_step_is_of_one_shape(make: Callable[[str], Runner]) -> None:

@@ -23,7 +23,7 @@ from specserve.drafters.speculation import describe, parse_speculation
 from specserve.errors import ConfigError
 from specserve.serve import calibrate, launch
 from specserve.serve.calibrate import AGAIN_ROUNDS, ROUNDS, cost_file, describe_costs, finish, step_costs
-from specserve.serve.launch import AUTO_CHAINS, Models, choose_trees, load_models, make_engine
+from specserve.serve.launch import AUTO_CHAINS, Models, choose_trees, load_models, make_engine, with_cache_dtype
 from specserve.serve.programs import Program
 from specserve.serve.settings import ServeRun
 from specserve.serve.shapes import DETERMINISTIC_DEPTH
@@ -102,12 +102,17 @@ def test_cache_sizes(models: Models, headless: Models, monkeypatch: pytest.Monke
     assert launch.bytes_per_token(models.target.config, models.head.drafter if models.head else None) == 7 * per_token
     assert launch.bytes_per_token(headless.target.config, None) == 6 * per_token
 
+    quantized = with_cache_dtype(models, ServeRun(kv_cache_dtype="int8"))
+    per_head = 8 + 4  # a byte for each number, and the scale; the draft keeps its own in float32
+    assert launch.bytes_per_token(quantized.target.config, None) == 6 * 2 * 2 * per_head
+
     def pages(models: Models = models, **settings: Any) -> int:
         return launch._num_pages(models, ServeRun(page_size=16, max_slots=3, **settings), 100)
 
     assert pages() == 19  # 300 tokens
     assert pages(cache_tokens=33) == 3
     assert pages(cache_gb=0.001) == 10**6 // (7 * per_token * 16)
+    assert pages(quantized, cache_gb=0.001) == 10**6 // ((6 * 2 * 2 * per_head + per_token) * 16)
     assert pages(headless, cache_gb=0.001) == 10**6 // (6 * per_token * 16)
     assert pages(cache_fraction=0.5) == 500_000 // (7 * per_token * 16)
     assert pages(cache_fraction=0.5, cache_gb=0.001) == pages(cache_gb=0.001), "the more definite one counts"

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from paging import keys_as_rows
 from rounding import assert_same, tolerance
 
 from specserve.checkpoints.load import Target
@@ -323,12 +324,12 @@ def _draft_entries(slots: Slots) -> list[np.ndarray]:
     """The committed keys and values, entry by entry, of all slots."""
     assert slots.followed is not None
     layers = [pages for pages in slots.followed.cache.layers if isinstance(pages, Pages)]
-    k, v = (np.stack([np.asarray(side) for side in sides]) for sides in zip(*((p.k, p.v) for p in layers), strict=True))
+    k, v = (np.stack(sides) for sides in zip(*((keys_as_rows(p), np.asarray(p.v)) for p in layers), strict=True))
     found = []
     for slot, text in enumerate(slots.texts):
         for index in range(FIRST_ENTRY, len(text)):
             page, offset = slots.table[slot, index // PAGE_SIZE], index % PAGE_SIZE
-            found += [k[:, page, :, :, offset], v[:, page, :, offset]]
+            found += [k[:, page, :, offset], v[:, page, :, offset]]
     return found
 
 

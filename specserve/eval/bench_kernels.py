@@ -1,0 +1,172 @@
+"""What the kernels of this backend bring: each beside XLA's own operations for the same function, shape by shape, with
+the share that it reaches of what this machine can do.
+
+`CATALOGUE` is all there is to measure. A kernel is added as a function that makes its `Work`.
+"""
+
+import itertools
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specserve.errors import ConfigError
+from specserve.eval.settings import KernelsRun
+from specserve.eval.step_times import read_bandwidth
+from specserve.kernels import native
+from specserve.kernels.attention import attend
+from specserve.kernels.paged import PagedPrefix, kernel_for
+from specserve.kernels.pages import LARGEST, Pages
+from specserve.mesh import default_dtype, free_memory
+from specserve.serve.launch import CACHE_DTYPES
+from specserve.train.speed import matmul_peak
+
+
+@dataclass(frozen=True)
+class Work:
+    """A function for one shape. While it is traced it calls the backend's kernel, or XLA's operations where these are
+    left out."""
+
+    kernel: str  # its name in the catalogue
+    shape: dict[str, int]
+    path: str  # what runs on this backend: the kernel's name; empty: there is none, XLA runs alone
+    function: Callable[..., Any]
+    make: Callable[[], tuple[Any, ...]]  # the arguments, so that no two shapes are in memory together
+    num_bytes: int  # that must be read and written, each once
+    num_flops: int
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What this machine was measured to do."""
+
+    bytes_per_second: float
+    flops_per_second: float
+
+    def seconds(self, work: Work) -> float:
+        """The least that the work can take."""
+        return max(work.num_bytes / self.bytes_per_second, work.num_flops / self.flops_per_second)
+
+
+@dataclass(frozen=True)
+class KernelTimes:
+    """Medians, in milliseconds."""
+
+    work: Work
+    own_ms: float | None  # of the backend's kernel; None: there is none
+    xla_ms: float
+    bound_ms: float
+
+    def to_json(self) -> dict[str, Any]:
+        found = {"kernel": self.work.kernel, **self.work.shape, "path": self.work.path or "xla"}
+        found |= {"bytes": self.work.num_bytes, "flops": self.work.num_flops}
+        return found | {"own_ms": self.own_ms, "xla_ms": self.xla_ms, "bound_ms": self.bound_ms}
+
+
+def measure_bounds() -> Bounds:
+    """The best of a few large reductions and products."""
+    return Bounds(read_bandwidth(), matmul_peak(default_dtype()))
+
+
+def measure_kernels(run: KernelsRun, bounds: Bounds) -> Iterator[KernelTimes]:
+    """Time every kernel and shape that is asked for. The kernel and XLA's operations take turns. Raises ConfigError."""
+    unknown = sorted(set(run.kernels) - set(CATALOGUE))
+    if unknown:
+        raise ConfigError(f"--kernels {','.join(unknown)}: there are {', '.join(CATALOGUE)}")
+    for name in run.kernels or CATALOGUE:
+        for work in CATALOGUE[name](run):
+            yield _time(work, bounds, run.seconds)
+
+
+def _time(work: Work, bounds: Bounds, seconds: float) -> KernelTimes:
+    arguments = work.make()
+    with native.left_out():
+        programs = {"xla": _compile(work, arguments)}
+    if work.path:
+        programs["own"] = _compile(work, arguments)
+    found: dict[str, list[float]] = {name: [] for name in programs}
+    begin = time.perf_counter()
+    while not found["xla"] or time.perf_counter() - begin < seconds * len(programs):
+        for name, program in programs.items():
+            start = time.perf_counter()
+            jax.block_until_ready(program(*arguments))
+            found[name].append(1e3 * (time.perf_counter() - start))
+    medians = {name: statistics.median(times) for name, times in found.items()}
+    return KernelTimes(work, medians.get("own"), medians["xla"], 1e3 * bounds.seconds(work))
+
+
+def _compile(work: Work, arguments: tuple[Any, ...]) -> Any:
+    # a function object of its own: what JAX traced with other kernels must not be found again
+    program = jax.jit(native.serving(lambda *own: work.function(*own))).lower(*arguments).compile()
+    jax.block_until_ready(program(*arguments))
+    return program
+
+
+def _attention(run: KernelsRun) -> Iterator[Work]:
+    """Attention over pages: queries of a tree or a chunk, over committed entries and themselves."""
+    if run.heads % run.kv_heads:
+        raise ConfigError(f"--kv-heads {run.kv_heads} does not divide --heads {run.heads}")
+    dtype = default_dtype()
+    stored = CACHE_DTYPES.get(run.kv_cache_dtype, dtype)
+    token = 2 * run.kv_heads * run.head_dim * np.dtype(stored).itemsize
+    token += 2 * run.kv_heads * 4 if run.kv_cache_dtype != "auto" else 0
+    for batch, entries, n in itertools.product(run.batch, run.entries, run.queries):
+        needed, free = 4 * batch * entries * token, free_memory()  # made on the host, gathered and widened by XLA
+        if needed > free:
+            raise ConfigError(
+                f"--batch {batch} --entries {entries}: needs about {needed / 1e9:.1f} GB, {free / 1e9:.1f} GB are "
+                "free; leave the largest out"
+            )
+        rows = batch * n * run.heads * run.head_dim
+        yield Work(
+            kernel="attention",
+            shape={"batch": batch, "queries": n, "entries": entries},
+            path=_attention_path(stored),
+            function=lambda q, k, v, mask, prefix: attend(q, k, v, mask, prefix),
+            make=lambda batch=batch, entries=entries, n=n: _attention_arguments(run, stored, batch, entries, n),
+            num_bytes=batch * entries * token + 2 * rows * np.dtype(dtype).itemsize,
+            num_flops=4 * rows * (entries + n),
+        )
+
+
+def _attention_path(stored: str) -> str:
+    if jax.default_backend() == "cpu":
+        return "native" if native.is_available() and np.dtype(stored) == np.float32 else ""
+    return "Triton" if kernel_for(jax.eval_shape(lambda: Pages.zeros(1, 1, 1, 1, stored))) else ""
+
+
+def _attention_arguments(run: KernelsRun, stored: str, batch: int, entries: int, n: int) -> tuple[Any, ...]:
+    """Pages in a muddled order. Their numbers decide about nothing, so one page of them will do."""
+    rng = np.random.default_rng(0)
+    width = -(-entries // run.page_size)
+    pages = Pages.zeros(batch * width, run.page_size, run.kv_heads, run.head_dim, stored)
+    largest = LARGEST.get(jnp.dtype(stored), 4.0)
+
+    def fill(array: jax.Array, scale: float) -> jax.Array:
+        return jnp.broadcast_to(
+            jnp.asarray(scale * rng.uniform(-1, 1, array.shape[1:])).astype(array.dtype), array.shape
+        )
+
+    pages = Pages(
+        fill(pages.k, largest),
+        fill(pages.v, largest) if pages.v is not None else None,
+        None if pages.k_scale is None else jnp.ones_like(pages.k_scale) * (4 / largest),
+        None if pages.v_scale is None else jnp.ones_like(pages.v_scale) * (4 / largest),
+        pages.layout,
+    )
+    table = rng.permutation(batch * width).reshape(batch, width).astype(np.int32)
+    prefix = PagedPrefix(pages, jnp.asarray(table), jnp.full(batch, entries, jnp.int32))
+
+    def new(heads: int) -> jax.Array:
+        return jnp.asarray(rng.standard_normal((batch, n, heads, run.head_dim)), default_dtype())
+
+    mask = jnp.asarray(np.tril(np.ones((1, n, n), bool)))
+    return new(run.heads), new(run.kv_heads), new(run.kv_heads), mask, prefix
+
+
+CATALOGUE: dict[str, Callable[[KernelsRun], Iterator[Work]]] = {"attention": _attention}

@@ -1,0 +1,154 @@
+"""Attention over the committed prefix alone, which lies in pages: `attend_pages`, and which kernel computes it.
+
+The prefix needs no mask but lengths and windows, so the query heads of a KV head and their n queries are rows of one
+product. The result comes with its log-sum-exp, by which `kernels.attention` merges it with the new keys.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from specserve.kernels import native
+from specserve.kernels.pages import Pages
+from specserve.kernels.rows import NEG_INF
+from specserve.mesh import num_parts, over_parts, partition, traced_mesh
+from specserve.pytree import pytree, static
+
+Kernel = Callable[..., tuple[jax.Array, jax.Array]]  # see `paged_gpu.attend_pages`
+
+
+@pytree
+class PagedPrefix:
+    """One layer's committed keys and values, found through a page table shared by all layers."""
+
+    pages: Pages
+    page_table: jax.Array  # [batch, pages] int32; only these are read, so callers cut the table to what is in use
+    lens: jax.Array  # [batch] int32, committed entries, at most pages * page_size
+    first: int = static(default=0)  # entries before this index are never visible (the draft has no entry 0)
+    # Sum over keys in the order of the sequence, new ones in their places after the prefix (they must be consecutive):
+    # then a result does not depend on which keys are new. Slower, because the pages are copied together.
+    is_exact: bool = static(default=False)
+
+
+def attend_pages(
+    q: jax.Array,  # [batch, kv_head, row, head_dim], scaled
+    prefix: PagedPrefix,
+    positions: jax.Array | None,  # [batch, row] int32, of the queries; None where there is no window
+    *,
+    v_dim: int,
+    softcap: float = 0.0,
+    window: int = 0,
+) -> tuple[jax.Array, jax.Array]:  # [batch, kv_head, row, v_dim] and [batch, kv_head, row], float32
+    """Softmax attention over the prefix alone, and the log-sum-exp of the scores.
+
+    A row sees entry i if `first` <= i < its sequence's length and, with a window, its position is less than `window`
+    after i. A row that sees nothing has a log-sum-exp of at most NEG_INF and finite values, which a merge leaves out.
+    """
+    kernel = kernel_for(prefix.pages)
+    if kernel is None:
+        return _gathered(q, prefix, positions, v_dim=v_dim, softcap=softcap, window=window)
+    run = functools.partial(kernel, v_dim=v_dim, first=prefix.first, window=window, softcap=softcap)
+    return _on_each_device(run, q, prefix, positions)
+
+
+def reads_by_page(is_quantized: bool, mesh: Any | None) -> bool:
+    """Whether attention on the default backend reads only the pages that a sequence has, whatever the table's width:
+    the kernels of GPUs and TPUs do, and the native one on CPU, which takes no 8-bit pages and no mesh. XLA gathers the
+    table."""
+    if jax.default_backend() in ("gpu", "tpu"):
+        return True
+    return not is_quantized and mesh is None and native.is_available()
+
+
+def kernel_for(pages: Pages) -> Kernel | None:
+    """The kernel of the default backend that takes these pages. None: XLA gathers all pages of the table (a copy) and
+    multiplies page by page. That is so on CPU without the native kernels, and where a kernel says that it cannot take
+    the pages (`takes` in `paged_gpu` and `paged_tpu`)."""
+    if pages.layout != "rows" or native.are_left_out():
+        return None
+    # Pallas takes a while to import, which other backends need not wait for
+    if jax.default_backend() == "gpu":
+        from specserve.kernels import paged_gpu
+
+        if paged_gpu.takes(pages.k.shape, pages.k.dtype):
+            return paged_gpu.attend_pages
+    if jax.default_backend() == "tpu":
+        from specserve.kernels import paged_tpu
+
+        if paged_tpu.takes(pages.k, pages.v):
+            return paged_tpu.attend_pages
+    return None
+
+
+def _on_each_device(
+    kernel: Kernel, q: jax.Array, prefix: PagedPrefix, positions: jax.Array | None
+) -> tuple[jax.Array, jax.Array]:
+    """On a mesh each device runs the kernel on its own sequences and KV heads, where the mesh divides them: the
+    compiler cannot cut a kernel."""
+    pages, mesh = prefix.pages, traced_mesh()
+    arrays = {
+        "q": (q, ("batch", "kv_heads")),
+        "k_pages": (pages.k, (None, "kv_heads")),
+        "v_pages": (pages.v, (None, "kv_heads")),
+        "page_table": (prefix.page_table, ("batch",)),
+        "lens": (prefix.lens, ("batch",)),
+        "positions": (positions, ("batch",)),
+        "k_scale": (pages.k_scale, (None, "kv_heads")),
+        "v_scale": (pages.v_scale, (None, "kv_heads")),
+    }
+    if mesh is None:
+        return kernel(**{name: array for name, (array, _) in arrays.items()})
+    sizes = {"batch": q.shape[0], "kv_heads": q.shape[1]}
+    cut = [axis for axis, size in sizes.items() if size % num_parts(mesh, axis) == 0]
+    absent = {name: None for name, (array, _) in arrays.items() if array is None}
+    given = {name: array for name, (array, _) in arrays.items() if array is not None}
+    partitions = {name: partition(arrays[name][1], cut) for name in given}
+    everywhere = ("batch", "kv_heads", "experts", "sequence")  # no axis is left to the compiler
+    results = partition(("batch", "kv_heads"), cut)
+    return over_parts(lambda own: kernel(**own, **absent), everywhere, (partitions,), (results, results))(given)
+
+
+def _gathered(
+    q: jax.Array, prefix: PagedPrefix, positions: jax.Array | None, *, v_dim: int, softcap: float, window: int
+) -> tuple[jax.Array, jax.Array]:
+    """`attend_pages` by XLA's operations, page by page, so that only the gathered pages are copied."""
+    pages = prefix.pages
+    k_pages = take_pages(pages.k, prefix.page_table).astype(q.dtype)
+    batch, width = prefix.page_table.shape
+    per_page_q = jnp.broadcast_to(q[:, None], (batch, width, *q.shape[1:]))
+    k_axes = "bpksh" if pages.layout == "rows" else "bpkhs"
+    scores = jnp.einsum(f"bpkrh,{k_axes}->bpkrs", per_page_q, k_pages, preferred_element_type=jnp.float32)
+    if pages.k_scale is not None:
+        scores *= take_pages(pages.k_scale, prefix.page_table)[:, :, :, None]
+    if softcap:
+        scores = softcap * jnp.tanh(scores / softcap)
+    index = jnp.arange(width * pages.page_size)
+    is_visible = (index >= prefix.first) & (index < prefix.lens[:, None])
+    if window:  # then rows differ in what they see
+        assert positions is not None, "a window goes by positions"
+        seen = is_visible[:, None] & (positions[:, :, None] - index < window)  # [batch, row, entry]
+        is_visible = seen.reshape(batch, -1, width, 1, pages.page_size).transpose(0, 2, 3, 1, 4)
+    else:
+        is_visible = is_visible.reshape(batch, width, 1, 1, pages.page_size)
+    scores = jnp.where(is_visible, scores, NEG_INF)
+    largest = jnp.max(scores, axis=(1, 4))  # [batch, kv_head, row]
+    weights = jnp.exp(scores - largest[:, None, ..., None])
+    total = jnp.sum(weights, axis=(1, 4))
+    if pages.v is None:
+        v_pages, v_axes = k_pages[..., :v_dim] if pages.layout == "rows" else k_pages[..., :v_dim, :], k_axes
+        v_scale = pages.k_scale
+    else:
+        v_pages, v_axes = take_pages(pages.v, prefix.page_table).astype(q.dtype), "bpksh"
+        v_scale = pages.v_scale
+    if v_scale is not None:
+        weights *= take_pages(v_scale, prefix.page_table)[:, :, :, None]
+    out = jnp.einsum(f"bpkrs,{v_axes}->bpkrh", weights.astype(q.dtype), v_pages, preferred_element_type=jnp.float32)
+    return jnp.sum(out, axis=1) / total[..., None], largest + jnp.log(total)
+
+
+def take_pages(pages: jax.Array, page_table: jax.Array) -> jax.Array:  # [batch, pages, *pages.shape[1:]]
+    """A copy of the pages that the table names. Ids out of range give some page or other."""
+    return pages.at[page_table].get(mode="clip")

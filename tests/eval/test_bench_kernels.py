@@ -1,0 +1,43 @@
+"""Every kernel of the catalogue is timed beside XLA, over every shape that is asked for."""
+
+import jax
+import pytest
+from rounding import assert_same, tolerance
+
+from specserve.errors import ConfigError
+from specserve.eval.bench_kernels import CATALOGUE, Bounds, measure_kernels
+from specserve.eval.report import kernels_table
+from specserve.eval.settings import KernelsRun
+from specserve.kernels import native
+
+SMALL = {"batch": (1, 2), "queries": (1, 3), "entries": (7,), "heads": 4, "kv_heads": 2, "head_dim": 8, "page_size": 4}
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
+def test_every_shape_is_timed_by_both_paths(kv_cache_dtype: str) -> None:
+    bounds = Bounds(bytes_per_second=1e9, flops_per_second=1e12)
+    run = KernelsRun(**SMALL, seconds=1e-3, kv_cache_dtype=kv_cache_dtype)
+    rows = list(measure_kernels(run, bounds))
+    assert [tuple(row.work.shape.values()) for row in rows] == [(1, 1, 7), (1, 3, 7), (2, 1, 7), (2, 3, 7)]
+    has_kernel = jax.default_backend() != "cpu" or (native.is_available() and kv_cache_dtype == "auto")
+    for row in rows:
+        assert (row.own_ms is not None) == bool(row.work.path) == has_kernel
+        assert row.xla_ms > 0
+        assert row.bound_ms == pytest.approx(row.work.num_bytes / 1e6), "few operations"
+    assert rows[2].work.num_bytes == 2 * rows[0].work.num_bytes
+    assert kernels_table(rows).row_count == 4
+
+
+@pytest.mark.parametrize("name", CATALOGUE)
+def test_the_kernel_computes_what_xla_does(name: str) -> None:
+    for work in CATALOGUE[name](KernelsRun(**SMALL)):
+        arguments = work.make()
+        own, xla = (jax.jit(function) for function in (native.serving(work.function), work.function))
+        assert_same(own(*arguments), xla(*arguments), tolerance(xla, *arguments))
+
+
+def test_what_is_not_there_is_named() -> None:
+    with pytest.raises(ConfigError, match="--kernels softmax: there are attention"):
+        list(measure_kernels(KernelsRun(kernels=("softmax",)), Bounds(1, 1)))
+    with pytest.raises(ConfigError, match="--kv-heads 3 does not divide --heads 32"):
+        list(measure_kernels(KernelsRun(kv_heads=3), Bounds(1, 1)))

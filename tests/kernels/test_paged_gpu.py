@@ -1,0 +1,90 @@
+"""The GPU's kernel over pages: its arithmetic in 16 bits, on meshes, and what it is lowered to. That it attends to what
+it should is a law of `test_attention`."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from paging import TRITON, attend_by_kernel, lower_for_cuda, make_prefix
+from rounding import assert_same, tolerance
+
+from specserve.kernels.attention import attend
+from specserve.kernels.paged_gpu import attend_pages, takes
+from specserve.mesh import make_mesh, on_mesh, whole
+
+
+def _shape(*shape: int, dtype: Any = jnp.int32) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+@pytest.mark.parametrize(
+    ("rows", "head_dim", "v_dim", "page_size", "dtype", "window", "stored"),
+    [
+        (4, 128, 128, 16, "bfloat16", 0, "bfloat16"),  # grouped heads, one token
+        (64, 128, 128, 16, "bfloat16", 1024, "int8"),  # a tree
+        (4096, 256, 256, 64, "bfloat16", 0, "bfloat16"),  # a prompt
+        (128, 576, 512, 64, "bfloat16", 0, "bfloat16"),  # latents
+        (16, 576, 512, 64, "bfloat16", 0, "float8_e4m3fn"),
+        (7, 80, 80, 1, "float32", 0, "float32"),  # nothing is a power of two
+    ],
+)
+def test_it_is_one_triton_call(
+    rows: int, head_dim: int, v_dim: int, page_size: int, dtype: str, window: int, stored: str
+) -> None:
+    """Lowered for a GPU where there is none: all shapes and types are ones that Triton's dialect takes."""
+    batch, kv_heads, pages, width = 2, 1 if v_dim < head_dim else 8, 1000, 50
+
+    def run(q: Any, k: Any, v: Any, table: Any, lens: Any, positions: Any, k_scale: Any, v_scale: Any) -> Any:
+        given = {"v_dim": v_dim, "window": window, "softcap": 30.0, "k_scale": k_scale, "v_scale": v_scale}
+        return attend_pages(q, k, v, table, lens, positions, **given)
+
+    scale = _shape(pages, kv_heads, page_size, dtype="float32") if stored != dtype else None
+
+    module = lower_for_cuda(
+        run,
+        _shape(batch, kv_heads, rows, head_dim, dtype=dtype),
+        _shape(pages, kv_heads, page_size, head_dim, dtype=stored),
+        _shape(pages, kv_heads, page_size, v_dim, dtype=stored) if v_dim == head_dim else None,
+        _shape(batch, width),
+        _shape(batch),
+        _shape(batch, rows) if window else None,
+        scale,
+        scale if v_dim == head_dim else None,
+    )
+    assert module.count(TRITON) == 1
+    assert "gather" not in module, "pages are copied"
+
+
+def test_pages_whose_indices_would_overflow_are_left_to_xla() -> None:
+    entries = 2**20
+    assert takes((entries, 8, 16, 128), "bfloat16")
+    assert takes((entries // 16, 8, 16, 128), "int8")
+    assert not takes((entries // 8, 8, 16, 128), "int8")
+
+
+@pytest.mark.parametrize(("capability", "can"), [("8.0", False), ("8.9", True), ("12.0", True), ("gfx942", True)])
+def test_float8_is_left_to_xla_where_the_gpu_cannot_convert_it(
+    monkeypatch: pytest.MonkeyPatch, capability: str, can: bool
+) -> None:
+    monkeypatch.setattr(jax, "devices", lambda: [SimpleNamespace(compute_capability=capability)])
+    assert takes((1, 1, 1, 1), "float8_e4m3fn") == can
+    assert takes((1, 1, 1, 1), "int8")
+
+
+def test_devices_of_a_mesh_attend_to_their_own_heads(rng: np.random.Generator) -> None:
+    """Interpreted. Sequences and KV heads are cut where they divide, and whole where not."""
+    mesh = make_mesh(data=2, tensor=2)
+    for batch, kv_heads in ((2, 2), (3, 2), (2, 1)):
+        page_size, head_dim, n, width = 4, 8, 3, 5
+        k_pages, v_pages = rng.standard_normal((2, 16, kv_heads, page_size, head_dim)).astype(np.float32)
+        table, lens = rng.integers(0, 16, (batch, width)), rng.integers(0, width * page_size, batch)
+        prefix = make_prefix(k_pages, v_pages, table, lens, layout="rows")
+        q = jnp.asarray(rng.standard_normal((batch, n, kv_heads * 2, head_dim)), jnp.float32)
+        k, v = jnp.asarray(rng.standard_normal((2, batch, n, kv_heads, head_dim)), jnp.float32)
+        args = (q, k, v, jnp.asarray(np.tril(np.ones((1, n, n), bool))), prefix)
+        found = jax.jit(on_mesh(mesh, lambda *args: attend_by_kernel(*args)))(*jax.device_put(args, whole(mesh)))
+        run = jax.jit(attend)
+        assert_same(found, run(*args), tolerance(run, *args))

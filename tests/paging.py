@@ -1,0 +1,76 @@
+"""Pages for tests of attention: in both layouts, and with whatever attends to them."""
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from specserve.kernels import paged, paged_gpu
+from specserve.kernels.attention import attend
+from specserve.kernels.paged import PagedPrefix
+from specserve.kernels.pages import Layout, Pages
+
+TRITON = "__gpu$xla.gpu.triton"  # the custom call that XLA compiles with Triton
+
+
+def make_prefix(
+    k: Any,  # [page, kv_head, page_size, head_dim]
+    v: Any | None,  # [page, kv_head, page_size, v_dim]
+    table: Any,
+    lens: Any,
+    first: int = 0,
+    *,
+    layout: Layout = "columns",
+    is_exact: bool = False,
+    k_scale: Any | None = None,  # [page, kv_head, page_size]
+    v_scale: Any | None = None,
+) -> PagedPrefix:
+    k = np.asarray(k) if layout == "rows" else np.asarray(k).swapaxes(2, 3)
+    pages = Pages(*(None if x is None else jnp.asarray(x) for x in (k, v, k_scale, v_scale)), layout)
+    return PagedPrefix(pages, jnp.asarray(table, jnp.int32), jnp.asarray(lens, jnp.int32), first, is_exact)
+
+
+def attend_by_kernel(*args: Any, **kwargs: Any) -> jax.Array:
+    """`attend` as it runs on a GPU: compiled there, and elsewhere interpreted."""
+    if jax.default_backend() == "gpu":
+        return attend(*args, **kwargs)
+
+    def interpreted(*args: Any, **kwargs: Any) -> Any:
+        return paged_gpu.attend_pages(*args, **kwargs, interpret=True)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(paged, "kernel_for", lambda pages: interpreted)
+        return attend(*args, **kwargs)
+
+
+def lower_for_cuda(function: Any, *args: Any) -> str:
+    """The module that JAX lowers a function to for an NVIDIA GPU, which this machine need not have."""
+    allowed = [jax.export.DisabledSafetyCheck.custom_call(TRITON)]
+    with _pretended_gpu(), warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "The Pallas Triton backend is deprecated", DeprecationWarning)
+        # a function object of its own: what JAX traced for this machine must not be found again
+        jitted = jax.jit(lambda *args: function(*args))
+        return jax.export.export(jitted, platforms=["cuda"], disabled_checks=allowed)(*args).mlir_module()
+
+
+@contextlib.contextmanager
+def _pretended_gpu() -> Iterator[None]:
+    """What is traced takes the default backend to be a GPU. JAX lowers Pallas for the GPU that it finds, and in newer
+    versions needs to be told of one where there is none."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(pytest.MonkeyPatch.context()).setattr(jax, "default_backend", lambda: "gpu")
+        if jax.__version_info__ >= (0, 12):
+            device = jax.sharding.AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu")
+            mesh = jax.sharding.AbstractMesh((), (), abstract_device=device)
+            stack.enter_context(jax.sharding.use_abstract_mesh(mesh))
+        yield
+
+
+def keys_as_rows(pages: Pages) -> np.ndarray:  # [page, kv_head, page_size, head_dim]
+    return np.asarray(pages.k) if pages.layout == "rows" else np.asarray(pages.k).swapaxes(2, 3)

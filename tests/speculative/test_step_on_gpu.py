@@ -1,0 +1,43 @@
+"""What a step is made of on a GPU, without one: each attention layer is one kernel, which the step is lowered to."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+from paging import TRITON, lower_for_cuda
+from parity import RAWS
+
+from specserve.drafters.speculation import drafter_for
+from specserve.models.families import model_config
+from specserve.models.params import init_params
+from specserve.models.target import target_spec
+from specserve.speculative import step
+from specserve.speculative.step import StepConfig, Weights
+from specserve.speculative.tree import chain
+
+
+@pytest.mark.parametrize("family", ["llama-llama3", "gpt-oss", "deepseek-v2-lite"])
+def test_every_attention_over_pages_is_one_kernel(family: str) -> None:
+    """Grouped heads, windows with sinks, and latents; a head of one layer attends twice in a chain of two tokens."""
+    target = model_config(RAWS[family], dtype="bfloat16")
+    params = jax.eval_shape(lambda: init_params(target_spec(target), jax.random.key(0), "bfloat16"))
+    head, tree = tiny.random_head(target, seed=1, dtype="bfloat16"), chain(2)
+    drafter = drafter_for([tree], head.drafter)
+    config = StepConfig(target, drafter, max_depth=2)
+    width = 8
+
+    def lower(function: functools.partial, **given: jax.Array) -> str:
+        def run(params: object, draft: object, slots: jax.Array) -> object:
+            weights = Weights(params, head.drafter.weights(draft, params, jnp.asarray(head.target_ids)))
+            state = step.init_state(config, num_slots=2, num_pages=16, page_size=16, max_pages=width)
+            return function(config, weights, state, slots, **given)
+
+        return lower_for_cuda(run, params, head.params, jax.ShapeDtypeStruct((2,), jnp.int32))
+
+    assert lower(functools.partial(step.decode, width=width)).count(TRITON) == target.num_layers
+    lens, is_last = jnp.ones(2, jnp.int32), jnp.ones(2, bool)
+    prefill = functools.partial(step.prefill, chunk=16, width=width)
+    assert lower(prefill, num_tokens=lens, is_last=is_last).count(TRITON) == target.num_layers
+    assert lower(functools.partial(step.speculate, tree=tree, width=width)).count(TRITON) == target.num_layers + 2
