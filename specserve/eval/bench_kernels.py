@@ -4,6 +4,8 @@ the share that it reaches of what this machine can do.
 `CATALOGUE` is all there is to measure. A kernel is added as a function that makes its `Work`.
 """
 
+import contextlib
+import functools
 import itertools
 import statistics
 import time
@@ -20,11 +22,17 @@ from specserve.eval.settings import KernelsRun
 from specserve.eval.step_times import read_bandwidth
 from specserve.kernels import native
 from specserve.kernels.attention import attend
+from specserve.kernels.grouped import cost
 from specserve.kernels.paged import PagedPrefix, kernel_for
 from specserve.kernels.pages import LARGEST, Pages
 from specserve.mesh import default_dtype, free_memory
+from specserve.models.config import Experts, ModelConfig
+from specserve.models.moe import Form, best_form, moe, moe_spec
+from specserve.models.params import init_params
 from specserve.serve.launch import CACHE_DTYPES
 from specserve.train.speed import matmul_peak
+
+COMPILERS = {"gpu": "Triton", "tpu": "Mosaic"}  # of the kernels of accelerators
 
 
 @dataclass(frozen=True)
@@ -126,7 +134,7 @@ def _attention(run: KernelsRun) -> Iterator[Work]:
         yield Work(
             kernel="attention",
             shape={"batch": batch, "queries": n, "entries": entries},
-            path=_attention_path(stored),
+            path=_attention_path(run, stored),
             function=lambda q, k, v, mask, prefix: attend(q, k, v, mask, prefix),
             make=lambda batch=batch, entries=entries, n=n: _attention_arguments(run, stored, batch, entries, n),
             num_bytes=batch * entries * token + 2 * rows * np.dtype(dtype).itemsize,
@@ -134,10 +142,11 @@ def _attention(run: KernelsRun) -> Iterator[Work]:
         )
 
 
-def _attention_path(stored: str) -> str:
+def _attention_path(run: KernelsRun, stored: str) -> str:
     if jax.default_backend() == "cpu":
         return "native" if native.is_available() and np.dtype(stored) == np.float32 else ""
-    return "Triton" if kernel_for(jax.eval_shape(lambda: Pages.zeros(1, 1, 1, 1, stored))) else ""
+    pages = jax.eval_shape(lambda: Pages.zeros(1, run.page_size, run.kv_heads, run.head_dim, stored))
+    return COMPILERS[jax.default_backend()] if kernel_for(pages) else ""
 
 
 def _attention_arguments(run: KernelsRun, stored: str, batch: int, entries: int, n: int) -> tuple[Any, ...]:
@@ -169,4 +178,40 @@ def _attention_arguments(run: KernelsRun, stored: str, batch: int, entries: int,
     return new(run.heads), new(run.kv_heads), new(run.kv_heads), mask, prefix
 
 
-CATALOGUE: dict[str, Callable[[KernelsRun], Iterator[Work]]] = {"attention": _attention}
+def _experts(run: KernelsRun) -> Iterator[Work]:
+    """A mixture of experts, routing included, over all query tokens of the batch. On CPU a server packs its experts for
+    a native kernel, whose products `benchmarks/products.py` times; here they are plain, and XLA multiplies them."""
+    if run.top_k > run.num_experts:
+        raise ConfigError(f"--top-k {run.top_k}: there are --num-experts {run.num_experts}")
+    experts, dtype, d_model = Experts(run.num_experts, run.top_k, run.expert_d_ff), default_dtype(), run.d_model
+    config = ModelConfig("bench", 1, d_model, 1, 1, 1, d_model, run.expert_d_ff, 1, experts=experts, dtype=dtype)
+    spec = moe_spec(config, "layer")
+    shapes = jax.eval_shape(lambda: init_params(spec, jax.random.key(0), dtype))
+    needed = 2 * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))  # XLA may copy them
+    if needed > free_memory():
+        raise ConfigError(f"the experts need about {needed / 1e9:.1f} GB, {free_memory() / 1e9:.1f} GB are free")
+
+    def make(num_rows: int) -> tuple[Any, ...]:
+        rows = jax.random.normal(jax.random.key(1), (num_rows, run.d_model), dtype)
+        return init_params(spec, jax.random.key(0), dtype), rows
+
+    for num_rows in sorted({batch * n for batch, n in itertools.product(run.batch, run.queries)}):
+        form, xla = (_form(shapes, experts, num_rows, left_out) for left_out in (False, True))
+        counted = cost(shapes, run.top_k, jax.ShapeDtypeStruct((num_rows, run.d_model), dtype))
+        yield Work(
+            kernel="experts",
+            shape={"rows": num_rows, "experts": run.num_experts},
+            path="" if form is xla else COMPILERS[jax.default_backend()],
+            function=lambda params, x: moe(params, config, x),
+            make=functools.partial(make, num_rows),
+            num_bytes=counted.num_bytes,
+            num_flops=counted.flops,
+        )
+
+
+def _form(params: Any, experts: Experts, num_rows: int, is_left_out: bool) -> Form:
+    with native.left_out() if is_left_out else contextlib.nullcontext():
+        return best_form(params, experts, num_rows)
+
+
+CATALOGUE: dict[str, Callable[[KernelsRun], Iterator[Work]]] = {"attention": _attention, "experts": _experts}

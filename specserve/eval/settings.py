@@ -51,7 +51,7 @@ class BenchRun:
 class KernelsRun:
     """The settings of `specserve bench kernels`."""
 
-    kernels: tuple[str, ...] = setting((), help="which kernels to time: attention; none named: all")
+    kernels: tuple[str, ...] = setting((), help="which kernels to time: attention, experts; none named: all")
     batch: tuple[PositiveInt, ...] = setting((1, 8, 32), help="sequences")
     queries: tuple[PositiveInt, ...] = setting((1, 4, 16, 64), help="query tokens of each sequence")
     entries: tuple[PositiveInt, ...] = setting((256, 2048), help="committed entries of each sequence")
@@ -60,6 +60,10 @@ class KernelsRun:
     head_dim: int = setting(128, help="channels of a head", ge=1)
     page_size: int = setting(32, help="tokens per cache page", ge=1)
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting("auto", help="of the pages, as of `serve`")
+    num_experts: int = setting(128, help="of a mixture; the defaults are those of Qwen3-30B-A3B", ge=2)
+    top_k: int = setting(8, help="experts that a token chooses", ge=1)
+    d_model: int = setting(2048, help="channels that experts read and write", ge=1)
+    expert_d_ff: int = setting(768, help="hidden channels of an expert", ge=1)
     seconds: float = setting(0.3, help="how long each kernel and shape is timed, after it was compiled", gt=0)
     output: str = setting("", help="write the JSON report here")
 

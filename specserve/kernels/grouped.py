@@ -116,7 +116,7 @@ def expected_experts(num_experts: int, top_k: int, num_tokens: int) -> float:
     return num_experts * (1 - (1 - top_k / num_experts) ** num_tokens)
 
 
-def cost(experts: ExpertMatrices, top_k: int, x: jax.Array) -> Cost:
+def cost(experts: ExpertMatrices, top_k: int, x: jax.Array | jax.ShapeDtypeStruct) -> Cost:
     """Count the bytes and the operations of a call with the rows x [token, d_model], each with `top_k` experts."""
     num_experts, d_ff, d_model = experts.down.shape
     leaves = jax.tree.leaves((experts.gate, experts.up, experts.down))

@@ -11,12 +11,13 @@ from specserve.eval.settings import KernelsRun
 from specserve.kernels import native
 
 SMALL = {"batch": (1, 2), "queries": (1, 3), "entries": (7,), "heads": 4, "kv_heads": 2, "head_dim": 8, "page_size": 4}
+SMALL |= {"num_experts": 5, "top_k": 2, "d_model": 16, "expert_d_ff": 8}
 
 
 @pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8"])
 def test_every_shape_is_timed_by_both_paths(kv_cache_dtype: str) -> None:
     bounds = Bounds(bytes_per_second=1e9, flops_per_second=1e12)
-    run = KernelsRun(**SMALL, seconds=1e-3, kv_cache_dtype=kv_cache_dtype)
+    run = KernelsRun(**SMALL, seconds=1e-3, kv_cache_dtype=kv_cache_dtype, kernels=("attention",))
     rows = list(measure_kernels(run, bounds))
     assert [tuple(row.work.shape.values()) for row in rows] == [(1, 1, 7), (1, 3, 7), (2, 1, 7), (2, 3, 7)]
     has_kernel = jax.default_backend() != "cpu" or (native.is_available() and kv_cache_dtype == "auto")
@@ -28,6 +29,15 @@ def test_every_shape_is_timed_by_both_paths(kv_cache_dtype: str) -> None:
     assert kernels_table(rows).row_count == 4
 
 
+def test_experts_are_timed_over_all_rows_of_a_batch() -> None:
+    rows = list(measure_kernels(KernelsRun(**SMALL, seconds=1e-3, kernels=("experts",)), Bounds(1e9, 1e12)))
+    assert [row.work.shape["rows"] for row in rows] == [1, 2, 3, 6]
+    assert rows[-1].work.num_flops == 6 * 2 * 3 * 2 * 16 * 8
+    for row in rows:
+        assert (row.own_ms is not None) == bool(row.work.path) == (jax.default_backend() != "cpu")
+        assert row.work.num_bytes < 5 * 3 * 16 * 8 * 4 + 6 * 16 * 8, "no expert is counted twice"
+
+
 @pytest.mark.parametrize("name", CATALOGUE)
 def test_the_kernel_computes_what_xla_does(name: str) -> None:
     for work in CATALOGUE[name](KernelsRun(**SMALL)):
@@ -37,7 +47,9 @@ def test_the_kernel_computes_what_xla_does(name: str) -> None:
 
 
 def test_what_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match="--kernels softmax: there are attention"):
+    with pytest.raises(ConfigError, match="--kernels softmax: there are attention, experts"):
         list(measure_kernels(KernelsRun(kernels=("softmax",)), Bounds(1, 1)))
+    with pytest.raises(ConfigError, match="--top-k 9: there are --num-experts 8"):
+        list(measure_kernels(KernelsRun(kernels=("experts",), num_experts=8, top_k=9), Bounds(1, 1)))
     with pytest.raises(ConfigError, match="--kv-heads 3 does not divide --heads 32"):
         list(measure_kernels(KernelsRun(kv_heads=3), Bounds(1, 1)))
