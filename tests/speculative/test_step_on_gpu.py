@@ -1,4 +1,4 @@
-"""What a step is made of on a GPU, without one: each attention layer is one kernel, which the step is lowered to."""
+"""What a step is made of on a GPU, without one: each attention layer is one kernel, and each mixture of experts two."""
 
 import functools
 
@@ -19,7 +19,7 @@ from specserve.speculative.tree import chain
 
 
 @pytest.mark.parametrize("family", ["llama-llama3", "gpt-oss", "deepseek-v2-lite"])
-def test_every_attention_over_pages_is_one_kernel(family: str) -> None:
+def test_every_layer_calls_its_kernels(family: str) -> None:
     """Grouped heads, windows with sinks, and latents; a head of one layer attends twice in a chain of two tokens."""
     target = model_config(RAWS[family], dtype="bfloat16")
     params = jax.eval_shape(lambda: init_params(target_spec(target), jax.random.key(0), "bfloat16"))
@@ -27,6 +27,7 @@ def test_every_attention_over_pages_is_one_kernel(family: str) -> None:
     drafter = drafter_for([tree], head.drafter)
     config = StepConfig(target, drafter, max_depth=2)
     width = 8
+    num_kernels = target.num_layers + 2 * sum(target.kind(i).has_experts for i in range(target.num_layers))
 
     def lower(function: functools.partial, **given: jax.Array) -> str:
         def run(params: object, draft: object, slots: jax.Array) -> object:
@@ -36,8 +37,8 @@ def test_every_attention_over_pages_is_one_kernel(family: str) -> None:
 
         return lower_for_cuda(run, params, head.params, jax.ShapeDtypeStruct((2,), jnp.int32))
 
-    assert lower(functools.partial(step.decode, width=width)).count(TRITON) == target.num_layers
+    assert lower(functools.partial(step.decode, width=width)).count(TRITON) == num_kernels
     lens, is_last = jnp.ones(2, jnp.int32), jnp.ones(2, bool)
     prefill = functools.partial(step.prefill, chunk=16, width=width)
-    assert lower(prefill, num_tokens=lens, is_last=is_last).count(TRITON) == target.num_layers
-    assert lower(functools.partial(step.speculate, tree=tree, width=width)).count(TRITON) == target.num_layers + 2
+    assert lower(prefill, num_tokens=lens, is_last=is_last).count(TRITON) == num_kernels
+    assert lower(functools.partial(step.speculate, tree=tree, width=width)).count(TRITON) == num_kernels + 2
