@@ -298,7 +298,7 @@ def test_a_target_quantised_at_load_keeps_its_bound(pydoc_target: Target, to: Ei
     exact = tiny.target_logits(pydoc_target, token_ids)
     off = tiny.target_logits(quantized, token_ids) - exact
     # rounding to the nearest is noise, independent and uniform within half of the spacing (Widrow 1956)
-    moved = [_moved(pydoc_target, quantized, seed, token_ids) - exact for seed in range(4)]
+    moved = [_moved(pydoc_target, quantized, seed, token_ids) - exact for seed in range(2)]
     # 64 tokens are so many draws of the noise's size, whose root mean square is known to 1 / sqrt(2 * 64): 5 deviations
     assert _root_mean_square(off) < 1.5 * _root_mean_square(np.stack(moved))
     assert np.abs(off).max() < 1.5 * max(np.abs(each).max() for each in moved)
@@ -311,7 +311,7 @@ def _moved(target: Target, quantized: Target, seed: int, token_ids: np.ndarray) 
     def move(rounded: Any, exact: Any) -> Any:
         if not _is_quantized(rounded):
             return exact
-        noise = rng.uniform(-0.5, 0.5, exact.shape).astype(np.float32)
+        noise = rng.random(exact.shape, np.float32) - np.float32(0.5)
         return exact + jnp.asarray(noise) * _spacing(rounded)
 
     params = jax.tree.map(move, quantized.params, target.params, is_leaf=_is_quantized)
