@@ -1,5 +1,6 @@
 """`specserve bench`: how fast the engine is, from one client to many, and how fast its kernels."""
 
+import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -43,7 +44,8 @@ def kernels(run: KernelsRun) -> None:
         for row in measure_kernels(run, bounds):
             rows.append(row)
             progress.update(timing, advance=1, note=f"{row.work.kernel} {row.work.shape}")
-    console.print(kernels_table(rows))
+    for _, of_kernel in itertools.groupby(rows, key=lambda row: row.work.kernel):
+        console.print(kernels_table(list(of_kernel)))
     if run.output:
         facts = {"device": device, **asdict(bounds), "rows": [row.to_json() for row in rows]}
         write_json(Path(run.output), {**facts, "settings": asdict(run), "provenance": collect()})

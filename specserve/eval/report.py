@@ -125,16 +125,15 @@ def step_line(times: StepTimes) -> str:
 
 
 def kernels_table(rows: Sequence[KernelTimes]) -> Table:
-    """One row per kernel and shape; times in milliseconds."""
-    shape = list(dict.fromkeys(key for row in rows for key in row.work.shape))
-    numbers = (*shape, "own", "XLA", "to XLA", "MB", "of the bound")
-    shown = table("kernels", ("kernel", "path"), numbers)
+    """One row per shape of one kernel; times in milliseconds."""
+    shape = list(rows[0].work.shape)
+    numbers = (*shape, "own", "XLA", "to XLA", "MB", "of bound")
+    shown = table(rows[0].work.kernel, ("path",), numbers)
     for row in rows:
         own = row.own_ms
         shown.add_row(
-            row.work.kernel,
-            row.work.path or "XLA alone",
-            *[f"{row.work.shape[key]:,}" if key in row.work.shape else "" for key in shape],
+            row.work.path or "XLA",
+            *[f"{row.work.shape[key]:,}" for key in shape],
             "" if own is None else f"{own:.3f}",
             f"{row.xla_ms:.3f}",
             "" if own is None else f"{row.xla_ms / own:.2f}x",

@@ -5,7 +5,8 @@ product. The result comes with its log-sum-exp, by which `kernels.attention` mer
 """
 
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -16,6 +17,8 @@ from specserve.kernels.pages import Pages
 from specserve.kernels.rows import NEG_INF
 from specserve.mesh import num_parts, over_parts, partition, traced_mesh
 from specserve.pytree import pytree, static
+
+logger = logging.getLogger(__name__)
 
 Kernel = Callable[..., tuple[jax.Array, jax.Array]]  # see `paged_gpu.attend_pages`
 
@@ -54,13 +57,20 @@ def attend_pages(
     return _on_each_device(run, q, prefix, positions)
 
 
-def reads_by_page(is_quantized: bool, mesh: Any | None) -> bool:
-    """Whether attention on the default backend reads only the pages that a sequence has, whatever the table's width:
-    the kernels of GPUs and TPUs do, and the native one on CPU, which takes no 8-bit pages and no mesh. XLA gathers the
-    table."""
-    if jax.default_backend() in ("gpu", "tpu"):
-        return True
-    return not is_quantized and mesh is None and native.is_available()
+def reads_by_page(pages: Sequence[Pages], mesh: Any | None) -> bool:
+    """Whether attention over these pages, one for each layer, reads only what a sequence has, whatever the table's
+    width: the kernels of GPUs and TPUs do, and the native one on CPU, which takes no 8-bit pages and no mesh. XLA
+    gathers the table. Arrays may be shapes alone."""
+    if jax.default_backend() == "cpu":
+        return mesh is None and native.is_available() and not any(each.is_quantized for each in pages)
+    refused = next((each for each in pages if kernel_for(each) is None), None)
+    if refused is not None:
+        logger.warning(
+            "the kernel of this %s cannot take pages of %s %s, so XLA's own operations gather them, which is slower; "
+            "give --page-size 32 or another --kv-cache-dtype",
+            *(jax.default_backend(), refused.k.dtype, refused.k.shape),
+        )
+    return refused is None
 
 
 def kernel_for(pages: Pages) -> Kernel | None:

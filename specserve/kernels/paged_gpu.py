@@ -219,7 +219,7 @@ def _load(ref: Any, where: tuple[Any, ...], part: tuple[int, int, int], is_there
     channels = start + jnp.arange(size, dtype=jnp.int32)[None]
     mask = is_there[:, None]
     mask = jnp.broadcast_to(mask, (mask.shape[0], size)) if start + size <= stop else mask & (channels < stop)
-    place = tuple(index[:, None] if getattr(index, "ndim", 0) else index for index in where)
+    place = tuple(index[:, None] if index.ndim else index for index in where)
     return plgpu.load(ref.at[(*place, channels)], mask=mask, other=jnp.zeros((), ref.dtype))
 
 

@@ -22,6 +22,9 @@ from specserve.drafters.door import Head
 from specserve.drafters.speculation import describe, drafter_for
 from specserve.host import free_memory_maps
 from specserve.kernels import paged
+from specserve.kernels.pages import Pages
+from specserve.models.cache import Cache
+from specserve.models.config import ModelConfig
 from specserve.serve.calls import Calls
 from specserve.serve.handles import StepHandle
 from specserve.serve.kept import KeptPrograms
@@ -71,7 +74,7 @@ class Runner:
             page_size=page_size,
             num_pages=num_pages,
             is_recurrent=target.config.is_recurrent,
-            reads_by_page=paged.reads_by_page(bool(target.config.cache_dtype), mesh),
+            reads_by_page=paged.reads_by_page(_pages(target.config, num_pages, page_size), mesh),
             is_deterministic=is_deterministic,
         )
         shapes = self.shapes
@@ -410,3 +413,9 @@ class Runner:
     def num_compiled(self) -> int:
         """Programs compiled so far; it must not grow after `warmup`."""
         return len(self.compiled)
+
+
+def _pages(config: ModelConfig, num_pages: int, page_size: int) -> list[Pages]:
+    """The pages of each layer of a target that has any, as shapes."""
+    cache = jax.eval_shape(lambda: Cache.zeros(config, num_slots=1, num_pages=num_pages, page_size=page_size))
+    return [layer for layer in cache.layers if isinstance(layer, Pages)]

@@ -26,7 +26,7 @@ from rounding import UNIT, assert_within
 from specserve.errors import ConfigError
 from specserve.kernels import paged_tpu
 from specserve.kernels.attention import attend
-from specserve.kernels.paged import PagedPrefix
+from specserve.kernels.paged import PagedPrefix, reads_by_page
 from specserve.kernels.pages import Pages
 from specserve.kernels.rows import NEG_INF
 
@@ -255,8 +255,10 @@ def test_served_shapes_are_taken_and_lower_for_tpus(name: str) -> None:
         assert "stablehlo.gather" not in text, "pages are read where they are"
 
 
-def test_attention_reads_pages_by_this_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the backend is a TPU, and pages that the kernel cannot take are left to XLA."""
+def test_attention_reads_pages_by_this_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Where the backend is a TPU. Pages that the kernel cannot take are left to XLA, which is said."""
     monkeypatch.setattr(jax, "default_backend", lambda: "tpu")
 
     def lower(page_size: int) -> str:
@@ -267,6 +269,11 @@ def test_attention_reads_pages_by_this_kernel(monkeypatch: pytest.MonkeyPatch) -
         return jax.export.export(run, platforms=["tpu"])(q, k, k, jnp.ones((1, 5, 5), bool)).mlir_module()
 
     assert [lower(page_size).count("tpu_custom_call") for page_size in (16, 6)] == [1, 0]
+    assert reads_by_page([Pages.zeros(4, 16, 2, 128, "float32")], None)
+    assert not caplog.text
+    assert not reads_by_page([Pages.zeros(4, size, 2, 128, "float32") for size in (16, 6)], None)
+    assert "cannot take pages of float32 (4, 2, 6, 128), so XLA" in caplog.text
+    assert "give --page-size 32" in caplog.text
 
 
 @pytest.mark.libtpu
