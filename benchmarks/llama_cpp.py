@@ -157,7 +157,7 @@ def parse() -> argparse.Namespace:
         type=assignment,
         action="append",
         metavar="FORMAT=FLAGS",
-        help="serve specserve with these flags too, beside llama.cpp in that format (f32=); may be repeated",
+        help="serve specserve with these flags too, beside llama.cpp in that format (bf16=); may be repeated",
     )
     add(
         "--checkout",
@@ -177,7 +177,7 @@ def parse() -> argparse.Namespace:
         parser.error(f"--formats {bad[0]}: expected some of {', '.join(BYTES)}")
     options.clients = [int(text) for text in options.clients]
     options.speculation = list(dict.fromkeys([PLAIN, *options.speculation]))  # whose answers the others must give
-    options.serve = dict(options.serve or [("f32", "")])
+    options.serve = dict(options.serve or [("bf16", "")])  # as it is published; the arithmetic is float32
     if bad := [text for text in options.serve if text not in BYTES]:
         parser.error(f"--serve {bad[0]}: expected FORMAT=FLAGS with one of {', '.join(BYTES)}")
     options.checkout = {OURS: ROOT, **{name: Path(folder).absolute() for name, folder in options.checkout}}
@@ -283,7 +283,7 @@ def all_servers(options: argparse.Namespace, peer: Peer, target: Path) -> Iterat
                 command = [sys.executable, "-m", "specserve.cli.main", "serve", "--target", "pydoc"]
                 command += ["--port", str(port)]
                 command += ["--speculation", speculation, "--max-slots", str(slots), "--max-model-len", str(CONTEXT)]
-                command += ["--no-prefix-cache", "--no-constrained", *shlex.split(flags)]
+                command += ["--no-prefix-cache", "--no-constrained", "--no-early-ready", *shlex.split(flags)]
                 command += ["--draft", str(options.draft.absolute())] if options.draft else []
                 arm = Arm(name, weights, speculation)
                 say(f"starting {arm}")
