@@ -6,7 +6,8 @@ from rich.markup import escape
 
 from specserve.cli.progress import console, warmup_bar
 from specserve.mesh import SERVING_AXES, parse_mesh
-from specserve.serve.api import HttpServer, bind_listener, create_app
+from specserve.serve.http.app import create_app
+from specserve.serve.http.server import HttpServer, bind_listener
 from specserve.serve.launch import load_models, make_engine
 from specserve.serve.settings import ServeRun
 

@@ -11,7 +11,8 @@ from fakes import FakeEngine
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
-from specserve.serve.api import HttpServer, create_app
+from specserve.serve.http.app import create_app
+from specserve.serve.http.server import HttpServer
 from specserve.serve.runner import Runner
 
 

@@ -11,8 +11,9 @@ import pytest
 from fakes import CONTEXT, MODEL, STORY, USER, assert_refused, wait_for
 
 from specserve.errors import ConfigError
-from specserve.serve import streaming
-from specserve.serve.api import HttpServer, bind_listener, create_app
+from specserve.serve.http import streaming
+from specserve.serve.http.app import create_app
+from specserve.serve.http.server import HttpServer, bind_listener
 from specserve.serve.request import SamplingParams
 
 # --- what clients get --------------------------------------------------------------------------------------------

@@ -14,8 +14,9 @@ import pytest
 from fakes import CONTEXT, USER, assert_refused, assert_serves
 from ranges import OUTSIDE
 
-from specserve.serve import http_guard
-from specserve.serve.api_schema import Body, ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
+from specserve.serve.http import guard
+from specserve.serve.http.bodies import Body
+from specserve.serve.http.openai_bodies import ChatBody, CompletionBody, DetokenizeBody, TokenizeBody
 
 Json = dict[str, Any]
 
@@ -319,7 +320,7 @@ def test_nul_and_odd_text_in_a_prompt_are_text(http, fake_engine):
 
 
 def test_body_over_the_limit_is_413(http, monkeypatch):
-    monkeypatch.setattr(http_guard, "MAX_BODY_BYTES", 1000)
+    monkeypatch.setattr(guard, "MAX_BODY_BYTES", 1000)
     assert_refused(http.post("/v1/completions", json={"prompt": "x" * 3000}), 413)
     chunks = iter([b'{"prompt": "', *[b"x" * 100] * 30, b'"}'])  # no content length
     reply = http.post("/v1/completions", content=chunks, headers={"content-type": "application/json"})
@@ -328,7 +329,7 @@ def test_body_over_the_limit_is_413(http, monkeypatch):
 
 
 def test_body_that_never_ends_is_408(server, http, monkeypatch):
-    monkeypatch.setattr(http_guard, "BODY_TIMEOUT_SECONDS", 0.1)
+    monkeypatch.setattr(guard, "BODY_TIMEOUT_SECONDS", 0.1)
     with socket.create_connection(("127.0.0.1", server.port), timeout=5) as raw:
         raw.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n")
         raw.sendall(b"Content-Length: 100\r\n\r\n{")

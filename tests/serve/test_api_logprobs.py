@@ -11,7 +11,7 @@ import openai
 import pytest
 from fakes import MODEL, STORY, UNICODE_STORY, FakeTokenizer
 
-from specserve.serve.api_logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
+from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from specserve.serve.request import TokenLogprobs
 from specserve.tokenizer import Tokenizer
 

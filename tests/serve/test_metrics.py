@@ -2,8 +2,8 @@
 
 from fakes import MODEL, STORY, wait_for
 
+from specserve.serve.http.metrics import Metrics
 from specserve.serve.interface import EngineStats
-from specserve.serve.metrics import Metrics
 
 
 def _series(text: str) -> dict[str, float]:

@@ -1,24 +1,19 @@
-"""The request bodies that the server accepts.
-
-Every field of a request is either honoured, harmless by nature (`user`, `metadata`, ...), accepted only at the value
-that changes nothing (`UNSUPPORTED`), or an error that names it. Types are strict: true is not 1 and "0.5" is not 0.5.
-Knows nothing of HTTP; errors are RequestError with `param` set.
-"""
+"""The bodies of OpenAI's completions and chat, with the fields that clients of vLLM and SGLang send besides, and of
+/tokenize and /detokenize. See `bodies` for the rules that they are read by."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic import BeforeValidator, Field, PlainValidator
+from pydantic_core import PydanticCustomError
 
 from specserve.errors import RequestError
-from specserve.serve.request import MAX_TOKEN_IDS, SamplingParams, describe, request_error
+from specserve.serve.http.bodies import Body, check_num_fields
+from specserve.serve.request import MAX_TOKEN_IDS, SamplingParams, describe
 
 MAX_SALT_CHARS = 1024
 MAX_MESSAGES = 10_000
-MAX_OBJECT_FIELDS = 100
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat runs up to the context length
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -82,12 +77,6 @@ def _is_token_ids(items: Sequence[Any]) -> bool:
     return all(type(item) is int for item in items)
 
 
-def _check_num_fields(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_OBJECT_FIELDS:
-        raise PydanticCustomError("fields", "has too many fields")
-    return value
-
-
 def _check_num_biases(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MAX_TOKEN_IDS:
         raise PydanticCustomError("biases", "should have at most {most} token ids", {"most": MAX_TOKEN_IDS})
@@ -125,19 +114,6 @@ def _as_text_parts(value: Any) -> Any:
     raise PydanticCustomError("content", "should be a string or a list of text parts")
 
 
-class Body(BaseModel):
-    """The base of all bodies. `UNSUPPORTED` has known fields that may only be sent at values that change nothing."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_size(cls, value: Any) -> Any:
-        """pydantic reports every error of an object; a million unknown fields would take it seconds."""
-        return _check_num_fields(value)
-
-
 class StreamOptions(Body):
     """The value of `stream_options`."""
 
@@ -162,14 +138,14 @@ class SamplingBody(Body):
     presence_penalty: float = SamplingParams.presence_penalty
     frequency_penalty: float = SamplingParams.frequency_penalty
     repetition_penalty: float = SamplingParams.repetition_penalty
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_check_num_biases)] = {}
+    logit_bias: Annotated[dict[str, float], BeforeValidator(_check_num_biases)] = Field(default_factory=dict)
     allowed_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[str], Field(fail_fast=True)] = []
+    bad_words: Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
     seed: Int64 | None = None
     stop: Annotated[
         list[str], Field(fail_fast=True), BeforeValidator(_as_strings, json_schema_input_type=str | list[str])
-    ] = []
-    stop_token_ids: TokenIds = []
+    ] = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field(default_factory=list)
     ignore_eos: bool = SamplingParams.ignore_eos
     return_tokens_as_token_ids: bool = False  # names tokens "token_id:7" in logprobs
     speculation: Annotated[int | None, PlainValidator(_as_speculation, json_schema_input_type=int | str)] = None
@@ -179,7 +155,7 @@ class SamplingBody(Body):
     stream_options: StreamOptions | None = None
     # Harmless by nature: they never change an answer.
     user: str | None = None
-    metadata: Annotated[dict[str, str], BeforeValidator(_check_num_fields)] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(check_num_fields)] | None = None
     store: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
@@ -339,63 +315,3 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: Annotated[list[Int64], Field(fail_fast=True)]
-
-
-_BodyT = TypeVar("_BodyT", bound=Body)
-
-
-def parse_body(body_type: type[_BodyT], raw: bytes) -> _BodyT:
-    """The checked body that these bytes are. Raises RequestError, whose `param` names the field that is wrong."""
-    given: dict[str, Any] = {}
-    for name, value in _parse_object(raw).items():
-        if name in body_type.UNSUPPORTED:
-            _check_neutral(name, value, body_type.UNSUPPORTED[name])
-        elif name not in body_type.model_fields:
-            raise _unknown_field(name)
-        elif value is not None:  # null means "not given"
-            given[name] = value
-    try:
-        return body_type.model_validate(given)
-    except ValidationError as error:
-        raise _as_request_error(error) from None
-
-
-def _parse_object(raw: bytes) -> dict[str, Any]:
-    """The strict reader refuses what json.loads lets through: NaN, lone surrogates, a BOM, bad UTF-8, deep nesting."""
-    try:
-        value = from_json(raw, allow_inf_nan=False)
-        json.loads(raw, object_pairs_hook=_refuse_duplicates)
-    except ValueError as error:
-        raise RequestError(f"the request body is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise RequestError(f"the request body must be a JSON object, got {describe(value)}")
-    return cast(dict[str, Any], value)
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
-    names = [name for name, _ in pairs]
-    if len(set(names)) != len(names):
-        raise ValueError("an object has two members of one name")
-
-
-def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
-    is_neutral = value is None or any(
-        value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral
-    )
-    if not is_neutral:
-        allowed = " or send " + json.dumps(neutral[0]) if neutral else ""
-        raise RequestError(f"{name} is not supported yet: leave it out{allowed}", param=name)
-
-
-def _as_request_error(error: ValidationError) -> RequestError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-    if first["type"] == "extra_forbidden":
-        return _unknown_field(param)
-    if first["type"] == "missing":
-        return RequestError(f"{param} is required", param=param)
-    return request_error(error, param)
-
-
-def _unknown_field(name: str) -> RequestError:
-    return RequestError(f"unknown field: {name[:200]}", param=name[:200])

@@ -1,27 +1,28 @@
 """From the engine's thread to one HTTP reply: collects the deltas of all sequences of a request, whole or as a stream.
 
 Owns the hop between threads and the rule that a client who goes away takes all its sequences along. Knows nothing of
-bodies and fields (`api_schema`) or of how a reply is spelled (`api_replies`).
+bodies and fields (`bodies`), of what text means (`parts`) or of how a reply is spelled (`replies`).
 """
 
 import asyncio
 import contextlib
+import dataclasses
 import itertools
-import json
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from fastapi import Request as HttpRequest
-from fastapi.sse import KEEPALIVE_COMMENT, format_sse_event
+from fastapi.sse import KEEPALIVE_COMMENT
 from starlette.concurrency import run_in_threadpool
 
 from specserve.errors import CapacityError, SpecServeError
-from specserve.serve.api_replies import Json, ReplyFormat, error_body
-from specserve.serve.http_guard import INTERNAL_ERROR, EngineFailureError
+from specserve.serve.http.guard import INTERNAL_ERROR, EngineFailureError
+from specserve.serve.http.metrics import Metrics, SequenceMetrics
+from specserve.serve.http.parts import AnswerParser, MakeParser, PlainText
+from specserve.serve.http.replies import Answer, Json, ReplyFormat, Usage, error_body
 from specserve.serve.interface import EngineLike
-from specserve.serve.metrics import Metrics, SequenceMetrics
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
 from specserve.speculative.acceptance import Acceptance
 
@@ -42,6 +43,7 @@ class _Choice:
     request: Request
     metrics: SequenceMetrics
     is_first: bool  # of its prompt's
+    parser: AnswerParser
     num_tokens: int = 0
     stats: SpeculationStats | None = None  # None until it has ended
 
@@ -62,11 +64,13 @@ class Generation:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         *,
+        make_parser: MakeParser = PlainText,  # one for each sequence
         priority: int = 0,
         cache_salt: str = "",
     ) -> None:
         self._engine = engine
         self._http = http
+        self._make_parser = make_parser
         self._loop = asyncio.get_running_loop()
         self._arrivals: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()  # None: the client has gone
         self._choices: list[_Choice] = []
@@ -76,7 +80,7 @@ class Generation:
                 on_delta = partial(self._on_delta, len(self._choices))
                 request = engine.submit(token_ids, own, on_delta, priority=priority, cache_salt=cache_salt)
                 is_first = len(self._choices) % len(each) == 0
-                self._choices.append(_Choice(request, metrics.start_sequence(len(token_ids)), is_first))
+                self._choices.append(_Choice(request, metrics.start_sequence(len(token_ids)), is_first, make_parser()))
         except BaseException:
             self.cancel()
             raise
@@ -96,40 +100,34 @@ class Generation:
                 arrived[index].append(delta)
 
         def spell() -> Json:
-            choices = [
-                reply_format.choice(
-                    index,
-                    "".join(delta.text for delta in deltas),
-                    str(deltas[-1].finish_reason),
-                    [item for delta in deltas for item in delta.logprobs],
-                )
-                for index, deltas in enumerate(arrived)
-            ]
-            return reply_format.reply(choices, self._usage())
+            answers = [self._whole(index, deltas) for index, deltas in enumerate(arrived)]
+            return reply_format.reply(answers, self._usage())
 
-        if any(delta.logprobs for deltas in arrived for delta in deltas):
-            # those of a long answer take a while to spell; other requests' streams go on meanwhile
+        # parsing and log-probabilities of a long answer take a while; other requests' streams go on meanwhile
+        if self._make_parser is not PlainText or any(delta.logprobs for deltas in arrived for delta in deltas):
             return await run_in_threadpool(spell)
         return spell()
 
     async def stream(self, reply_format: ReplyFormat) -> AsyncIterator[bytes]:
-        """The reply as server-sent events, ending in [DONE]. An error after the start becomes an event."""
+        """The reply as server-sent events. An error after the start becomes an event."""
         try:
-            async with contextlib.aclosing(self._chunks(reply_format)) as chunks:
-                async for chunk in chunks:
-                    yield KEEPALIVE_COMMENT if chunk is None else _event(chunk)
-            if reply_format.include_usage:
-                yield _event(reply_format.usage_chunk(self._usage()))
+            async with contextlib.aclosing(self._events(reply_format)) as events:
+                async for each in events:
+                    yield each
+            for each in reply_format.end(self._usage()):
+                yield each
+            return
         except ClientGoneError:
             return
         except SpecServeError as error:
-            yield _event(error_body(str(error), "server_error"))
+            failure = error_body(str(error), "server_error")
         except Exception:
             logger.exception("a stream failed")
-            yield _event(error_body(INTERNAL_ERROR, "server_error"))
-        yield format_sse_event(data_str="[DONE]")
+            failure = error_body(INTERNAL_ERROR, "server_error")
+        for each in reply_format.failure(failure):
+            yield each
 
-    async def _chunks(self, reply_format: ReplyFormat) -> AsyncGenerator[Json | None, None]:
+    async def _events(self, reply_format: ReplyFormat) -> AsyncGenerator[bytes, None]:
         started: set[int] = set()
         last_time = self._loop.time()
         async with contextlib.aclosing(self._deltas(is_idle_reported=True)) as deltas:
@@ -137,18 +135,32 @@ class Generation:
                 if index < 0:
                     if self._loop.time() - last_time >= KEEPALIVE_SECONDS:
                         last_time = self._loop.time()
-                        yield None
+                        yield KEEPALIVE_COMMENT
                     continue
                 last_time = self._loop.time()
                 if index not in started:
                     started.add(index)
-                    first = reply_format.first_chunk(index)
-                    if first is not None:
-                        yield first
+                    for each in reply_format.begin(index):
+                        yield each
+                answer = self._piece(index, delta)
                 # A step may add tokens and no text yet: in the middle of a character, or of what may be a stop string.
-                if delta.text or delta.logprobs or delta.finish_reason is not None:
-                    reason = None if delta.finish_reason is None else str(delta.finish_reason)
-                    yield reply_format.chunk(index, delta.text, reason, delta.logprobs)
+                if answer.part or answer.logprobs or answer.finish_reason is not None:
+                    for each in reply_format.piece(answer, self._usage):
+                        yield each
+
+    def _piece(self, index: int, delta: Delta) -> Answer:
+        """What a delta says of its choice."""
+        parser = self._choices[index].parser
+        part = parser.push(delta.text)
+        if delta.finish_reason is None:
+            return Answer(index, part, None, delta.logprobs)
+        return Answer(index, part + parser.finish(), str(delta.finish_reason), delta.logprobs)
+
+    def _whole(self, index: int, deltas: Sequence[Delta]) -> Answer:
+        """What all deltas of a choice say."""
+        text = "".join(delta.text for delta in deltas)
+        logprobs = tuple(item for delta in deltas for item in delta.logprobs)
+        return self._piece(index, dataclasses.replace(deltas[-1], text=text, logprobs=logprobs))
 
     async def _deltas(self, *, is_idle_reported: bool = False) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) until every sequence has ended; (-1, empty delta) about once a second while nothing comes."""
@@ -177,25 +189,17 @@ class Generation:
             self.cancel()
             self._watch.cancel()
 
-    def _usage(self) -> Json:
-        """Token counts of the reply: every prompt once, all its sequences, and what speculation did for them."""
+    def _usage(self) -> Usage:
+        """What has come so far."""
         first = [choice for choice in self._choices if choice.is_first]
-        num_prompt_tokens = sum(len(choice.request.prompt_ids) for choice in first)
-        num_tokens = sum(choice.num_tokens for choice in self._choices)
-        stats = [choice.stats for choice in self._choices if choice.stats is not None]
-        total = sum(stats, Acceptance())
-        return {
-            "prompt_tokens": num_prompt_tokens,
-            "completion_tokens": num_tokens,
-            "total_tokens": num_prompt_tokens + num_tokens,
-            "prompt_tokens_details": {
-                "cached_tokens": sum(choice.stats.num_cached_tokens for choice in first if choice.stats is not None)
-            },
-            "completion_tokens_details": {
-                "accepted_prediction_tokens": total.num_accepted,
-                "rejected_prediction_tokens": total.num_draft_tokens - total.num_accepted,
-            },
-        }
+        total = sum((choice.stats for choice in self._choices if choice.stats is not None), Acceptance())
+        return Usage(
+            num_prompt=sum(len(choice.request.prompt_ids) for choice in first),
+            num_cached=sum(choice.stats.num_cached_tokens for choice in first if choice.stats is not None),
+            num_completion=sum(choice.num_tokens for choice in self._choices),
+            num_accepted=total.num_accepted,
+            num_rejected=total.num_draft_tokens - total.num_accepted,
+        )
 
     def _on_delta(self, index: int, delta: Delta) -> None:
         """Called on the engine's thread."""
@@ -222,7 +226,3 @@ def _check(request: Request, delta: Delta) -> None:
         raise EngineFailureError("the engine failed on this request; the server's log has the details")
     if delta.finish_reason is FinishReason.CANCELLED:
         raise CapacityError("the server is stopping")
-
-
-def _event(payload: Json) -> bytes:
-    return format_sse_event(data_str=json.dumps(payload, ensure_ascii=False, separators=(",", ":")))

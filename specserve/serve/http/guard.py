@@ -15,7 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.errors import CapacityError, ConfigError, RequestError, SpecServeError
-from specserve.serve.api_replies import error_body
+from specserve.serve.http.replies import error_body
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,58 @@
+"""From what a client sends as a prompt to the token ids that the engine takes. Raises RequestError."""
+
+from specserve.errors import RequestError
+from specserve.serve.http.openai_bodies import ChatMessage, ChatTemplateKwargs
+from specserve.serve.interface import EngineLike
+
+# No tokenizer in use has longer tokens than this, so a longer text is over the context: told before tokenizing it.
+MAX_CHARS_PER_TOKEN = 1024
+
+
+class ModelNotFoundError(RequestError):
+    """A request for another model than the one served (HTTP 404)."""
+
+
+def check_model(engine: EngineLike, model: str | None) -> None:
+    if model is not None and model != engine.model_name:
+        raise ModelNotFoundError(
+            f"the model {model[:200]!r} does not exist; {engine.model_name!r} is served", param="model"
+        )
+
+
+def encode(engine: EngineLike, text: str, *, add_special_tokens: bool) -> list[int]:
+    check_text_length(engine, len(text), "prompt")
+    token_ids = engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    if not token_ids:
+        raise RequestError("prompt is empty: it has no tokens", param="prompt")
+    return token_ids
+
+
+def decode(engine: EngineLike, token_ids: list[int]) -> str:
+    return engine.tokenizer.decode(token_ids, skip_special_tokens=False)  # as it was sent, nothing hidden
+
+
+def render_chat(
+    engine: EngineLike, messages: list[ChatMessage], add_generation_prompt: bool, kwargs: ChatTemplateKwargs | None
+) -> list[int]:
+    if not engine.tokenizer.has_chat_template:
+        raise RequestError(f"{engine.model_name} has no chat template; use /v1/completions", param="messages")
+    rendered = [message.for_template() for message in messages]
+    check_text_length(engine, sum(len(message["content"]) for message in rendered), "messages")
+    template_kwargs = {} if kwargs is None else kwargs.model_dump(exclude_none=True)
+    return engine.tokenizer.render_chat(
+        rendered, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs or None
+    )
+
+
+def check_text_length(engine: EngineLike, num_chars: int, param: str) -> None:
+    if num_chars > MAX_CHARS_PER_TOKEN * engine.max_model_len:
+        raise RequestError(
+            f"{param} has {num_chars} characters, far over the model's context of {engine.max_model_len} tokens",
+            param=param,
+        )
+
+
+def check_token_ids(engine: EngineLike, token_ids: list[int], param: str) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < engine.vocab_size:
+            raise RequestError(f"{param} token ids must be in [0, {engine.vocab_size}), got {token_id}", param=param)

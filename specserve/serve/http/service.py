@@ -1,0 +1,110 @@
+"""Between the routes and the engine: a checked body becomes work, and work becomes a reply.
+
+Every route that generates makes its body into one of OpenAI's, and has its own format spell the reply.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from fastapi.sse import EventSourceResponse
+from starlette.concurrency import run_in_threadpool
+
+from specserve.errors import RequestError
+from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
+from specserve.serve.http.metrics import Metrics
+from specserve.serve.http.openai_bodies import ChatBody, CompletionBody, SamplingBody
+from specserve.serve.http.parts import MakeParser, PlainText
+from specserve.serve.http.prompts import check_model, check_token_ids, decode, encode, render_chat
+from specserve.serve.http.replies import ChatFormat, CompletionFormat, ReplyFormat
+from specserve.serve.http.streaming import ClientGoneError, Generation
+from specserve.serve.interface import EngineLike
+from specserve.serve.request import MAX_CHOICES, SamplingParams
+
+_SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold events back
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one checked body asks of the engine, and how its answers are read and spelled."""
+
+    body: SamplingBody
+    params: SamplingParams
+    prompts: Sequence[Sequence[int]]
+    reply_format: ReplyFormat
+    make_parser: MakeParser = PlainText
+
+
+class Service:
+    """The engine as the routes of one app see it."""
+
+    def __init__(self, engine: EngineLike, metrics: Metrics) -> None:
+        self.engine = engine
+        self.metrics = metrics
+        self.texts = TokenTexts(engine.tokenizer)
+
+    def completion(self, body: CompletionBody) -> Work:
+        """The work of a body of /v1/completions. Raises RequestError."""
+        engine = self.engine
+        check_model(engine, body.model)
+        params = body.sampling_params()
+        if len(body.prompt) * params.n > MAX_CHOICES:
+            raise RequestError(
+                f"one request makes at most {MAX_CHOICES} sequences, got {len(body.prompt)} prompts times n={body.n}",
+                param="prompt",
+            )
+        prompts, echoes = [], []
+        for prompt in body.prompt:
+            if isinstance(prompt, str):
+                prompts.append(encode(engine, prompt, add_special_tokens=body.add_special_tokens))
+            else:
+                check_token_ids(engine, prompt, "prompt")
+                prompts.append(prompt)
+            if body.echo:
+                text = prompt if isinstance(prompt, str) else decode(engine, prompt)
+                echoes += [text] * params.n
+        logprobs = CompletionLogprobs(self.texts, as_token_ids=body.return_tokens_as_token_ids)
+        spelled = CompletionFormat(engine.model_name, logprobs, include_usage=body.include_usage, echoes=echoes)
+        return Work(body, params, prompts, spelled)
+
+    def chat(self, body: ChatBody, reply_format: ReplyFormat | None = None) -> Work:
+        """The work of a body of /v1/chat/completions; another route's `reply_format` may spell it. Raises
+        RequestError."""
+        engine = self.engine
+        check_model(engine, body.model)
+        params = body.sampling_params()
+        token_ids = render_chat(engine, body.messages, True, body.chat_template_kwargs)
+        logprobs = ChatLogprobs(self.texts, as_token_ids=body.return_tokens_as_token_ids)
+        spelled = reply_format or ChatFormat(engine.model_name, logprobs, include_usage=body.include_usage)
+        return Work(body, params, [token_ids], spelled)
+
+    async def respond(self, http: Request, work: Work) -> Response:
+        """Submit the work and reply to it, whole or as a stream. Raises RequestError and CapacityError."""
+        body = work.body
+        try:
+            generation = Generation(
+                self.engine,
+                self.metrics,
+                http,
+                work.prompts,
+                work.params,
+                make_parser=work.make_parser,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+            )
+        except RequestError as error:
+            raise body.reword(error) from None
+        if body.stream:
+            return EventSourceResponse(generation.stream(work.reply_format), headers=_SSE_HEADERS)
+        try:
+            return JSONResponse(await generation.reply(work.reply_format))
+        except ClientGoneError:
+            return Response(status_code=499)  # nobody reads it
+
+
+async def off_loop(prepare: Callable[[bytes], _T], raw: bytes) -> _T:
+    """Parsing and tokenizing a large body takes seconds; other requests' streams go on meanwhile."""
+    return await run_in_threadpool(prepare, raw)

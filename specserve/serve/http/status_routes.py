@@ -1,0 +1,58 @@
+"""What is served, how it fares, and forgetting what is cached."""
+
+import time
+
+from fastapi import FastAPI, Response
+from fastapi.responses import JSONResponse
+
+import specserve
+from specserve.serve.http.guard import RETRY_AFTER_SECONDS, error_response
+from specserve.serve.http.metrics import CONTENT_TYPE, Metrics
+from specserve.serve.http.prompts import check_model
+from specserve.serve.http.replies import Json
+from specserve.serve.interface import EngineLike
+
+
+def add_status_routes(app: FastAPI, engine: EngineLike, metrics: Metrics) -> None:
+    card = {
+        "id": engine.model_name,
+        "object": "model",
+        "created": int(time.time()),
+        "owned_by": "specserve",
+        "max_model_len": engine.max_model_len,
+    }
+
+    @app.get("/v1/models")
+    async def list_models() -> Json:
+        return {"object": "list", "data": [card]}
+
+    @app.get("/v1/models/{model:path}")  # ids of the Hub have a slash
+    async def get_model(model: str) -> Json:
+        check_model(engine, model)
+        return card
+
+    @app.get("/health", response_model=None)
+    async def health() -> Response:
+        if engine.is_healthy:
+            return JSONResponse({"status": "ok"})
+        return error_response(503, "the engine is not healthy", code="unhealthy")
+
+    @app.get("/ready", response_model=None)
+    async def ready() -> Response:
+        if engine.is_healthy and engine.is_ready:
+            return JSONResponse({"status": "ok"})
+        headers = {"Retry-After": str(RETRY_AFTER_SECONDS)}
+        return error_response(503, "the server is starting, stopping or unhealthy", code="not_ready", headers=headers)
+
+    @app.get("/version")
+    async def version() -> Json:
+        return {"version": specserve.__version__}
+
+    @app.get("/metrics", response_model=None)
+    async def prometheus() -> Response:
+        return Response(metrics.render(), media_type=CONTENT_TYPE)
+
+    @app.api_route("/flush_cache", methods=["GET", "POST"])  # SGLang's clients use either
+    async def flush_cache() -> Json:
+        engine.flush_cache()
+        return {"status": "ok"}
