@@ -141,7 +141,7 @@ class TokenLogprobs:
 
 class TokenMask(Protocol):
     """Which tokens may come next in one sequence: a grammar, a schema, a list of choices. Called on the engine's
-    thread, in turn; an exception ends that request alone."""
+    thread, in turn. An exception ends that request alone; the client is told what a RequestError says."""
 
     def masks(self, parents: Sequence[int], token_ids: Sequence[int]) -> np.ndarray:  # [node, vocab] bool
         """True where a token may follow a node of a proposed tree. Node 0 is the end of what was accepted (its token
@@ -161,6 +161,7 @@ class Delta:
     text: str = ""
     finish_reason: FinishReason | None = None
     error: str | None = None
+    is_refused: bool = False  # with an error: the request's own options brought it about, so its client is told
     stats: SpeculationStats | None = None  # set on the last delta
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token id, when the request asked for them
 

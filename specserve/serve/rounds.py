@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from specserve.drafters.speculation import describe
+from specserve.errors import RequestError
 from specserve.serve.handles import HostResult, StepHandle
 from specserve.serve.interface import EngineStats
 from specserve.serve.options import sampler_rows, token_rows
@@ -238,6 +239,8 @@ class Rounds:
         """Run one request's own code; a fault there ends that request alone."""
         try:
             call()
+        except RequestError as error:
+            self._deliver(sequence, Delta(finish_reason=FinishReason.ERROR, error=str(error), is_refused=True))
         except Exception as error:
             logger.exception("%s: its own code failed; ending it", sequence.request.request_id)
             self._deliver(sequence, Delta(finish_reason=FinishReason.ERROR, error=f"{type(error).__name__}: {error}"))

@@ -17,7 +17,7 @@ from fastapi import Request as HttpRequest
 from fastapi.sse import KEEPALIVE_COMMENT
 from starlette.concurrency import run_in_threadpool
 
-from specserve.errors import CapacityError, SpecServeError
+from specserve.errors import CapacityError, RequestError, SpecServeError
 from specserve.serve.http.guard import INTERNAL_ERROR, EngineFailureError
 from specserve.serve.http.metrics import Metrics, SequenceMetrics
 from specserve.serve.http.parts import AnswerParser, MakeParser, PlainText
@@ -119,6 +119,8 @@ class Generation:
             return
         except ClientGoneError:
             return
+        except RequestError as error:
+            failure = error_body(str(error), "invalid_request_error", param=error.param)
         except SpecServeError as error:
             failure = error_body(str(error), "server_error")
         except Exception:
@@ -221,6 +223,8 @@ class Generation:
 
 
 def _check(request: Request, delta: Delta) -> None:
+    if delta.finish_reason is FinishReason.ERROR and delta.is_refused:
+        raise RequestError(str(delta.error))
     if delta.finish_reason is FinishReason.ERROR:
         logger.error("request %s failed: %s", request.request_id, delta.error)
         raise EngineFailureError("the engine failed on this request; the server's log has the details")
