@@ -103,14 +103,13 @@ class Calls:
         layout: Weights,
         state: SlotState,
         slots: jax.Array,
-        allowed: jax.Array | None = None,  # of a plain step alone
+        allowed: jax.Array,  # read by plain steps alone
         *,
         tree: Tree | None,
         width: int,
     ) -> Call:
         if tree is None:
-            key = "decode", len(slots), width, allowed is not None
-            return Call(key, self._decode, (layout, state, slots, allowed), {"width": width})
+            return Call(("decode", len(slots), width), self._decode, (layout, state, slots, allowed), {"width": width})
         static = {"tree": tree, "width": width}
         return Call(("speculate", len(slots), tree, width), self._speculate, (layout, state, slots), static)
 

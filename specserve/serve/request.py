@@ -9,7 +9,7 @@ import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol, Self, get_type_hints
+from typing import Annotated, Any, Literal, Protocol, Self, get_type_hints
 
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -52,6 +52,15 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True)
+class GrammarSpec:
+    """What an answer must be. `text` is a JSON schema, a regular expression (Rust's syntax, without look-around), a
+    JSON list of strings of which the answer is one, or a grammar in llguidance's dialect of Lark."""
+
+    kind: Literal["json_schema", "regex", "choice", "lark"]
+    text: str
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How to draw the answers to one prompt, under vLLM's names. The constructor checks every value: RequestError
     names the field and the range. Token ids are checked against the vocabulary when the request is submitted."""
@@ -73,6 +82,7 @@ class SamplingParams:
     stop: Annotated[Words, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = ()
     stop_token_ids: TokenIds = ()
     ignore_eos: bool = False
+    grammar: GrammarSpec | None = None  # what the answer must follow, to its end
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # of each token, and of so many likely ones
     speculation: NumTokens | None = None  # draft tokens that a step may accept; 0: none; None: the server's choice
 
@@ -82,6 +92,8 @@ class SamplingParams:
                 object.__setattr__(self, name, kind.validate_python(getattr(self, name)))
             except ValidationError as error:
                 raise request_error(error, name) from None
+        if self.grammar is not None and self.ignore_eos:
+            raise RequestError("ignore_eos: nothing may follow the end of a grammar; leave it out", param="ignore_eos")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens should be at most max_tokens, {self.max_tokens}, got {self.min_tokens}", param="min_tokens"
@@ -143,9 +155,10 @@ class TokenMask(Protocol):
     """Which tokens may come next in one sequence: a grammar, a schema, a list of choices. Called on the engine's
     thread, in turn. An exception ends that request alone; the client is told what a RequestError says."""
 
-    def masks(self, parents: Sequence[int], token_ids: Sequence[int]) -> np.ndarray:  # [node, vocab] bool
-        """True where a token may follow a node of a proposed tree. Node 0 is the end of what was accepted (its token
-        id means nothing); a node behind a token that may not come there may have any row with a True in it."""
+    def masks(self, parents: Sequence[int], token_ids: Sequence[int]) -> np.ndarray:  # [node, ceil(vocab / 8)] uint8
+        """A bit for each token, 1 where it may follow a node of a proposed tree; bit i of byte j is that of token
+        8 j + i. Node 0 is the end of what was accepted (its token id means nothing). A node behind a token that may
+        not come there may have any row with a 1 in it."""
         ...
 
     def accept(self, token_ids: Sequence[int]) -> None:

@@ -218,22 +218,39 @@ class Rounds:
     def _constrained_step(
         self, decode: list[Sequence], slots: list[int], has_logprobs: bool
     ) -> tuple[Tree | None, StepHandle]:
-        """In two programs: the host must say which tokens may follow each proposed one."""
-        tree = self.runner.shapes.constrained_tree(self.runner.shapes.batch_size_of(len(slots)))
-        if self.is_partial:
-            tree = None if None in self.runner.shapes.trees else tree
+        """A tree takes two programs: the host must say which tokens may follow each proposed one."""
+        tree = self._choose_constrained(decode, slots)
+        if tree is None:
+            nothing = np.zeros((len(slots), 1), np.int32)
+            allowed = self._masks(decode, nothing, nothing)
+            return None, self.runner.step(slots, None, has_logprobs=has_logprobs, allowed=allowed)
         token_ids, parents, proposal = self.runner.propose(slots, tree)
-        allowed = np.ones((*token_ids.shape, self._vocab_size), bool)
-        for row, sequence in enumerate(decode):
-            if sequence.request.token_mask is not None:
-                self._fill(sequence, allowed[row], parents[row], token_ids[row])
+        allowed = self._masks(decode, parents, token_ids)
         return tree, self.runner.verify(slots, tree, proposal, allowed, has_logprobs=has_logprobs)
 
-    def _fill(self, sequence: Sequence, allowed: np.ndarray, parents: np.ndarray, token_ids: np.ndarray) -> None:
-        """Write what a request's mask allows, [node, vocab] bool; a fault of the mask ends the request."""
-        mask = sequence.request.token_mask
-        assert mask is not None
-        self._guard(sequence, functools.partial(_fill, allowed, mask, parents, token_ids))
+    def _choose_constrained(self, decode: list[Sequence], slots: list[int]) -> Tree | None:
+        shapes = self.runner.shapes
+        batch_size = shapes.batch_size_of(len(slots))
+        tree = shapes.constrained_tree(batch_size)
+        if tree is None or None not in shapes.trees:
+            return tree
+        if self.is_partial:  # its programs are compiled last
+            return None
+        if not self.is_choosing:
+            return tree
+        return self.controller.choose(
+            [self._estimate(sequence) for sequence in decode], (None, tree), batch_size, self.runner.width_of(slots)
+        )
+
+    def _masks(self, decode: list[Sequence], parents: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        """What may follow the nodes of each sequence, [batch, node, bytes] uint8. A fault of a request's mask ends that
+        request."""
+        allowed = np.full((*token_ids.shape, -(-self._vocab_size // 8)), 255, np.uint8)
+        for row, sequence in enumerate(decode):
+            mask = sequence.request.token_mask
+            if mask is not None:
+                self._guard(sequence, functools.partial(_fill, allowed[row], mask, parents[row], token_ids[row]))
+        return allowed
 
     def _guard(self, sequence: Sequence, call: Callable[[], None]) -> None:
         """Run one request's own code; a fault there ends that request alone."""
@@ -254,8 +271,7 @@ class Rounds:
             self._admit(chunk)
         allowed = None
         if chunk.is_last and request.token_mask is not None:
-            allowed = np.ones((1, self._vocab_size), bool)
-            self._fill(sequence, allowed, np.zeros(1, np.int32), np.array([sequence.token_ids[-1]]))
+            allowed = self._masks([sequence], np.zeros((1, 1), np.int32), np.array([[sequence.token_ids[-1]]]))
         handle = self.runner.prefill(
             slot,
             chunk.num_tokens,
@@ -364,11 +380,11 @@ class Rounds:
 
 
 def _fill(allowed: np.ndarray, mask: TokenMask, parents: np.ndarray, token_ids: np.ndarray) -> None:
-    """Write a request's masks into its rows, [node, vocab] bool."""
+    """Write a request's masks into its rows, [node, bytes] uint8."""
     rows = np.asarray(mask.masks(parents.tolist(), token_ids.tolist()))
-    if rows.shape != allowed.shape or rows.dtype != bool or not rows.any(axis=1).all():
+    if rows.shape != allowed.shape or rows.dtype != np.uint8 or not rows.any(axis=1).all():
         raise ValueError(
-            f"a token mask returned {rows.dtype} {rows.shape}; expected bool {allowed.shape} with a True in each row"
+            f"a token mask returned {rows.dtype} {rows.shape}; expected uint8 {allowed.shape} with a bit in each row"
         )
     allowed[:] = rows
 

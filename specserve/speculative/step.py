@@ -171,7 +171,7 @@ def decode(
     weights: Weights,
     state: SlotState,
     slots: jax.Array,  # [batch] int32
-    allowed: jax.Array | None = None,  # [batch, 1, bytes] uint8, see `sampling.constrain`
+    allowed: jax.Array | None = None,  # [batch or 1, 1, bytes] uint8, see `sampling.constrain`
     *,
     width: int,  # pages of each sequence that attention reads; all that is committed must lie in them
 ) -> tuple[SlotState, StepResult]:

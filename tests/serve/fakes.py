@@ -11,10 +11,11 @@ from typing import Any
 import httpx
 
 from specserve.errors import CapacityError, RequestError
-from specserve.serve.interface import EngineStats
+from specserve.serve.interface import EngineStats, MakeMask
 from specserve.serve.request import (
     Delta,
     FinishReason,
+    GrammarSpec,
     Request,
     SamplingParams,
     SpeculationStats,
@@ -51,6 +52,11 @@ class FakeTokenizer:
             raise RequestError("the template refuses", param="messages")
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
         return self.encode(text + str(dict(template_kwargs or {})) + "<assistant>" * add_generation_prompt)
+
+
+@dataclasses.dataclass
+class FakeMask(TokenMask):
+    spec: GrammarSpec
 
 
 class FakeEngine:
@@ -119,6 +125,11 @@ class FakeEngine:
             self.requests.append(request)
             self._active[request] = 0
         return request
+
+    def compile_grammar(self, spec: GrammarSpec, /) -> MakeMask:
+        if "forbidden" in spec.text:
+            raise RequestError("the grammar is refused", param="grammar")
+        return lambda: FakeMask(spec)
 
     def flush_cache(self) -> None:
         self._cached.clear()

@@ -10,6 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from specserve.errors import RequestError
 from specserve.serve.http.bodies import Body, check_num_fields
+from specserve.serve.http.grammar_fields import GrammarFields
 from specserve.serve.request import MAX_TOKEN_IDS, SamplingParams, describe
 
 MAX_SALT_CHARS = 1024
@@ -21,15 +22,9 @@ TokenIds = Annotated[list[Int64], Field(max_length=MAX_TOKEN_IDS, fail_fast=True
 
 # Field -> the values that mean "not used". null always does.
 _UNSUPPORTED_ANYWHERE: dict[str, tuple[Any, ...]] = {
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
     "length_penalty": (1,),
     "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
     "skip_special_tokens": (True,),
-    "structured_outputs": (),
     "use_beam_search": (False,),
 }
 _UNSUPPORTED_IN_COMPLETIONS = _UNSUPPORTED_ANYWHERE | {"suffix": ("",)}
@@ -122,7 +117,7 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] = False
 
 
-class SamplingBody(Body):
+class SamplingBody(GrammarFields):
     """The fields that completions and chat share. SamplingParams checks the ranges of their values; the engine checks
     token ids and words against its vocabulary."""
 
@@ -177,7 +172,7 @@ class SamplingBody(Body):
 
     def reword(self, error: RequestError) -> RequestError:
         """An error of SamplingParams or of the engine under the name that the client of this endpoint sent."""
-        return error
+        return RequestError(str(error), param=self.grammar_field) if error.param == "grammar" else error
 
     def sampling_params(self) -> SamplingParams:
         """The options under the engine's names: fields of one name are the same. Raises RequestError, for values out of
@@ -294,7 +289,7 @@ class ChatBody(SamplingBody):
             )
         if error.param == "logprobs":
             return RequestError(str(error).replace("logprobs", "top_logprobs"), param="top_logprobs")
-        return error
+        return super().reword(error)
 
 
 class TokenizeBody(Body):

@@ -20,7 +20,7 @@ from specserve.serve.http.parts import MakeParser, PlainText
 from specserve.serve.http.prompts import check_model, check_token_ids, decode, encode, render_chat
 from specserve.serve.http.replies import ChatFormat, CompletionFormat, ReplyFormat
 from specserve.serve.http.streaming import ClientGoneError, Generation
-from specserve.serve.interface import EngineLike
+from specserve.serve.interface import EngineLike, MakeMask
 from specserve.serve.request import MAX_CHOICES, SamplingParams
 
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold events back
@@ -36,6 +36,7 @@ class Work:
     prompts: Sequence[Sequence[int]]
     reply_format: ReplyFormat
     make_parser: MakeParser = PlainText
+    make_mask: MakeMask | None = None  # for each sequence, what its grammar allows
 
 
 class Service:
@@ -68,7 +69,7 @@ class Service:
                 echoes += [text] * params.n
         logprobs = CompletionLogprobs(self.texts, as_token_ids=body.return_tokens_as_token_ids)
         spelled = CompletionFormat(engine.model_name, logprobs, include_usage=body.include_usage, echoes=echoes)
-        return Work(body, params, prompts, spelled)
+        return Work(body, params, prompts, spelled, make_mask=self._masks(body, params))
 
     def chat(self, body: ChatBody, reply_format: ReplyFormat | None = None) -> Work:
         """The work of a body of /v1/chat/completions; another route's `reply_format` may spell it. Raises
@@ -79,7 +80,14 @@ class Service:
         token_ids = render_chat(engine, body.messages, True, body.chat_template_kwargs)
         logprobs = ChatLogprobs(self.texts, as_token_ids=body.return_tokens_as_token_ids)
         spelled = reply_format or ChatFormat(engine.model_name, logprobs, include_usage=body.include_usage)
-        return Work(body, params, [token_ids], spelled)
+        return Work(body, params, [token_ids], spelled, make_mask=self._masks(body, params))
+
+    def _masks(self, body: SamplingBody, params: SamplingParams) -> MakeMask | None:
+        """Compiled here, because this may take a second and does not run on the event loop."""
+        try:
+            return params.grammar and self.engine.compile_grammar(params.grammar)
+        except RequestError as error:
+            raise body.reword(error) from None
 
     async def respond(self, http: Request, work: Work) -> Response:
         """Submit the work and reply to it, whole or as a stream. Raises RequestError and CapacityError."""
@@ -92,6 +100,7 @@ class Service:
                 work.prompts,
                 work.params,
                 make_parser=work.make_parser,
+                make_mask=work.make_mask,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
             )

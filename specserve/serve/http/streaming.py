@@ -22,7 +22,7 @@ from specserve.serve.http.guard import INTERNAL_ERROR, EngineFailureError
 from specserve.serve.http.metrics import Metrics, SequenceMetrics
 from specserve.serve.http.parts import AnswerParser, MakeParser, PlainText
 from specserve.serve.http.replies import Answer, Json, ReplyFormat, Usage, error_body
-from specserve.serve.interface import EngineLike
+from specserve.serve.interface import EngineLike, MakeMask
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
 from specserve.speculative.acceptance import Acceptance
 
@@ -65,6 +65,7 @@ class Generation:
         params: SamplingParams,
         *,
         make_parser: MakeParser = PlainText,  # one for each sequence
+        make_mask: MakeMask | None = None,
         priority: int = 0,
         cache_salt: str = "",
     ) -> None:
@@ -78,7 +79,14 @@ class Generation:
         try:
             for token_ids, own in itertools.product(prompts, each):
                 on_delta = partial(self._on_delta, len(self._choices))
-                request = engine.submit(token_ids, own, on_delta, priority=priority, cache_salt=cache_salt)
+                request = engine.submit(
+                    token_ids,
+                    own,
+                    on_delta,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    token_mask=make_mask and make_mask(),
+                )
                 is_first = len(self._choices) % len(each) == 0
                 self._choices.append(_Choice(request, metrics.start_sequence(len(token_ids)), is_first, make_parser()))
         except BaseException:
