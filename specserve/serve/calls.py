@@ -56,7 +56,7 @@ class Calls:
         self._extend = jit(_extend, 0, whole)
         self._remember = jit(step.remember, 0, state)
         self._catch_up = jit(step.catch_up, 1, state)
-        self._prefill = jit(step.prefill, 1, both, "chunk", "width")
+        self._prefill = jit(step.prefill, 1, both, "chunk", "width", "is_scored")
         self._decode = jit(step.decode, 1, both, "width")
         self._speculate = jit(step.speculate, 1, both, "tree", "width")
         self._propose = jit(step.propose_tree, 1, both, "tree", "width")
@@ -94,9 +94,11 @@ class Calls:
         *,
         chunk: int,
         width: int,
+        is_scored: bool = False,
     ) -> Call:
         arguments = layout, state, slots, num_tokens, is_last, allowed
-        return Call(("prefill", chunk, width), self._prefill, arguments, {"chunk": chunk, "width": width})
+        static = {"chunk": chunk, "width": width, "is_scored": is_scored}
+        return Call(("prefill", *static.values()), self._prefill, arguments, static)
 
     def step(
         self,

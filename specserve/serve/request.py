@@ -84,6 +84,7 @@ class SamplingParams:
     ignore_eos: bool = False
     grammar: GrammarSpec | None = None  # what the answer must follow, to its end
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # of each token, and of so many likely ones
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # the same of the prompt's tokens
     speculation: NumTokens | None = None  # draft tokens that a step may accept; 0: none; None: the server's choice
 
     def __post_init__(self) -> None:
@@ -100,9 +101,14 @@ class SamplingParams:
             )
 
     def choices(self) -> list[Self]:
-        """One SamplingParams for each of the n answers."""
+        """One SamplingParams for each of the n answers. The first tells the log-probabilities of the prompt."""
         return [
-            dataclasses.replace(self, n=1, seed=None if self.seed is None else _wrap_seed(self.seed + i))
+            dataclasses.replace(
+                self,
+                n=1,
+                seed=None if self.seed is None else _wrap_seed(self.seed + i),
+                prompt_logprobs=None if i else self.prompt_logprobs,
+            )
             for i in range(self.n)
         ]
 
@@ -151,6 +157,15 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]  # the most likely token ids with theirs, best first
 
 
+@dataclass(frozen=True)
+class PromptToken:
+    """A token of a prompt, and how likely the target took it to be after those before it."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None  # None: the first, which nothing comes before
+    rank: int  # 1 is the most likely token; 0 for the first
+
+
 class TokenMask(Protocol):
     """Which tokens may come next in one sequence: a grammar, a schema, a list of choices. Called on the engine's
     thread, in turn. An exception ends that request alone; the client is told what a RequestError says."""
@@ -177,6 +192,7 @@ class Delta:
     is_refused: bool = False  # with an error: the request's own options brought it about, so its client is told
     stats: SpeculationStats | None = None  # set on the last delta
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token id, when the request asked for them
+    prompt: tuple[PromptToken, ...] = ()  # all of it, in the first delta with tokens, when the request asked for it
 
 
 @dataclass(eq=False)

@@ -20,7 +20,15 @@ from specserve.serve.handles import HostResult, StepHandle
 from specserve.serve.interface import EngineStats
 from specserve.serve.options import sampler_rows, token_rows
 from specserve.serve.output import OutputStream
-from specserve.serve.request import Delta, FinishReason, Request, SpeculationStats, TokenLogprobs, TokenMask
+from specserve.serve.request import (
+    Delta,
+    FinishReason,
+    PromptToken,
+    Request,
+    SpeculationStats,
+    TokenLogprobs,
+    TokenMask,
+)
 from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Chunk, Round, Scheduler, Sequence
 from specserve.speculative.controller import Controller, Estimate
@@ -40,6 +48,7 @@ class Flight:
     rows: list[tuple[Sequence, int]]  # whose tokens the rows of its result are, and as of which of their epochs
     tree: Tree | None = None
     shape: tuple[int, int] | None = None  # of a step: batch size and width
+    scored: tuple[Sequence, int, int] | None = None  # of a scored chunk: whose, as of which epoch, how many tokens
 
     @property
     def most(self) -> int:
@@ -272,18 +281,25 @@ class Rounds:
         allowed = None
         if chunk.is_last and request.token_mask is not None:
             allowed = self._masks([sequence], np.zeros((1, 1), np.int32), np.array([[sequence.token_ids[-1]]]))
+        is_scored = sequence.is_scored
         handle = self.runner.prefill(
             slot,
             chunk.num_tokens,
             is_last=chunk.is_last,
+            is_scored=is_scored,
             has_logprobs=chunk.is_last and request.params.logprobs is not None,
             allowed=allowed,
         )
-        return Flight(handle, [(sequence, sequence.epoch)] if chunk.is_last else [])
+        return Flight(
+            handle,
+            [(sequence, sequence.epoch)] if chunk.is_last else [],
+            scored=(sequence, sequence.epoch, chunk.num_tokens) if is_scored else None,
+        )
 
     def _admit(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
         request, estimate = sequence.request, self._estimate(sequence)
+        sequence.prompt.clear()
         self.runner.admit(
             sequence.slot,
             sequence.token_ids,
@@ -308,6 +324,9 @@ class Rounds:
                 self.controller.observe_seconds(*flight.shape, flight.tree, now - self._last_landing)
             # the next step began when this one ended, if it was on its way already
             self._last_landing = now if len(flights) == 1 and self.flights else 0.0
+            if flight.scored and flight.scored[0].epoch == flight.scored[1]:
+                sequence, _, num_tokens = flight.scored
+                sequence.prompt += _prompt_tokens(sequence.request, len(sequence.prompt), num_tokens, result)
             for row, (sequence, epoch) in enumerate(flight.rows):
                 if not sequence.is_running or sequence.epoch != epoch:
                     continue  # it has ended, or will do this step again
@@ -331,6 +350,8 @@ class Rounds:
         """Hand over new tokens."""
         request = sequence.request
         delta = sequence.output.push(result.emitted(row))
+        if sequence.is_scored:
+            delta = dataclasses.replace(delta, prompt=tuple(sequence.prompt))
         sequence.output_ids += delta.token_ids
         if request.token_mask is not None:
             request.token_mask.accept(delta.token_ids)
@@ -387,6 +408,21 @@ def _fill(allowed: np.ndarray, mask: TokenMask, parents: np.ndarray, token_ids: 
             f"a token mask returned {rows.dtype} {rows.shape}; expected uint8 {allowed.shape} with a bit in each row"
         )
     allowed[:] = rows
+
+
+def _prompt_tokens(request: Request, start: int, num_tokens: int, result: HostResult) -> list[PromptToken]:
+    """The next tokens of a scored prompt, of which `start` are known. A chunk tells of the tokens after its own; the
+    last one's is drawn, and the first of all has nothing before it."""
+    assert result.prompt is not None
+    assert request.params.prompt_logprobs is not None
+    found = [] if start else [PromptToken(request.prompt_ids[0], None, 0)]
+    token_ids = request.prompt_ids[start + len(found) :][:num_tokens]
+    scores, num_top = result.prompt.logprobs, request.params.prompt_logprobs
+    each = zip(token_ids, scores.chosen[0], scores.top[0], scores.top_ids[0], result.prompt.ranks[0], strict=False)
+    for token_id, chosen, top, top_ids, rank in each:
+        likeliest = tuple(zip(top_ids[:num_top].tolist(), top[:num_top].tolist(), strict=True))
+        found.append(PromptToken(token_id, TokenLogprobs(token_id, float(chosen), likeliest), int(rank)))
+    return found
 
 
 def _logprobs(token_ids: tuple[int, ...], result: HostResult, row: int, num_top: int) -> tuple[TokenLogprobs, ...]:

@@ -169,20 +169,33 @@ class Runner:
         *,
         is_last: bool,
         has_logprobs: bool = False,
+        is_scored: bool = False,
         allowed: np.ndarray | None = None,
     ) -> StepHandle:
         """Run the next tokens of a prompt (at most the largest of `chunks`). The drawn token counts after the last.
+        With `is_scored` the result says how likely the prompt's own tokens were.
         `allowed` ([1, 1, bytes] uint8, as `TokenMask.masks`) says which tokens it may be."""
         chunks = [chunk for chunk in self.shapes.chunks if chunk >= num_tokens]
         widths = self.shapes.widths_for(self._ledger.num_entries((slot,)) + num_tokens)
+        if is_scored:  # there is one program for all
+            widths, chunks = self.shapes.widths[-1:], self.shapes.chunks[-1:]
         shapes = itertools.product(widths, chunks)
-        call = self._at_once(self._prefill(slot, num_tokens, is_last, chunk, width, allowed) for width, chunk in shapes)
+        call = self._at_once(
+            self._prefill(slot, num_tokens, is_last, chunk, width, allowed, is_scored) for width, chunk in shapes
+        )
         result = self._advance(call)
         self._ledger.prefilled(slot, num_tokens)
         return StepHandle(result, lambda _n_accepted: None, has_logprobs=has_logprobs)
 
     def _prefill(
-        self, slot: int, num_tokens: int, is_last: bool, chunk: int, width: int, allowed: np.ndarray | None = None
+        self,
+        slot: int,
+        num_tokens: int,
+        is_last: bool,
+        chunk: int,
+        width: int,
+        allowed: np.ndarray | None = None,
+        is_scored: bool = False,
     ) -> Call:
         return self.calls.prefill(
             self.layouts.many,
@@ -193,6 +206,7 @@ class Runner:
             self._allowed(1, allowed),
             chunk=chunk,
             width=width,
+            is_scored=is_scored,
         )
 
     def step(
@@ -332,6 +346,8 @@ class Runner:
                 call = functools.partial(self._prefill, shapes.num_slots, chunk, True, chunk, width)
                 is_plain = width == shapes.widths[-1] and chunk == shapes.chunks[-1]
                 found.append(Program(f"prefill of {chunk}, contexts up to {width * shapes.page_size}", is_plain, call))
+        largest = (shapes.num_slots, shapes.chunks[-1], True, shapes.chunks[-1], shapes.widths[-1])
+        found.append(Program("scoring of prompts", True, functools.partial(self._prefill, *largest, is_scored=True)))
         if self.config.max_pending and len(shapes.trees) > 1:  # one tree alone never leaves more than it can take
             for size, layout in itertools.product(shapes.batch_sizes, self.layouts.distinct):
                 call = functools.partial(self._catching_up, (shapes.num_slots,) * size, layout)

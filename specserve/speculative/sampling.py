@@ -174,12 +174,6 @@ def logprobs(
     batch, n, vocab = logits.shape
     k = min(MAX_LOGPROBS, vocab)
 
-    def measured() -> Logprobs:
-        all_logprobs = jax.nn.log_softmax(logits, axis=-1)
-        top, top_ids = jax.lax.top_k(all_logprobs, k)
-        chosen = jnp.take_along_axis(all_logprobs, token_ids[..., None], axis=-1)[..., 0]
-        return Logprobs(chosen, top, top_ids)
-
     def none() -> Logprobs:
         return Logprobs(
             jnp.zeros((batch, n), jnp.float32),
@@ -187,7 +181,28 @@ def logprobs(
             jnp.zeros((batch, n, k), jnp.int32),
         )
 
-    return jax.lax.cond(jnp.any(rows.has_logprobs), measured, none)
+    return jax.lax.cond(jnp.any(rows.has_logprobs), lambda: _measured(logits, token_ids), none)
+
+
+@pytree
+class Scores:
+    """What the target's own distribution says of tokens that were given, not drawn."""
+
+    logprobs: Logprobs  # [batch, n]
+    ranks: jax.Array  # [batch, n] int32, 1 for the most likely token
+
+
+def score(logits: jax.Array, token_ids: jax.Array) -> Scores:  # [batch, n, vocab], [batch, n] int32
+    """The log-probabilities and the ranks of given tokens."""
+    chosen = jnp.take_along_axis(logits, token_ids[..., None], axis=-1)
+    ranks = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32)
+    return Scores(_measured(logits, token_ids), ranks)
+
+
+def _measured(logits: jax.Array, token_ids: jax.Array) -> Logprobs:
+    all_logprobs = jax.nn.log_softmax(logits, axis=-1)
+    top, top_ids = jax.lax.top_k(all_logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
+    return Logprobs(jnp.take_along_axis(all_logprobs, token_ids[..., None], axis=-1)[..., 0], top, top_ids)
 
 
 def sample(
