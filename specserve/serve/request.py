@@ -101,14 +101,9 @@ class SamplingParams:
             )
 
     def choices(self) -> list[Self]:
-        """One SamplingParams for each of the n answers. The first tells the log-probabilities of the prompt."""
+        """One SamplingParams for each of the n answers."""
         return [
-            dataclasses.replace(
-                self,
-                n=1,
-                seed=None if self.seed is None else _wrap_seed(self.seed + i),
-                prompt_logprobs=None if i else self.prompt_logprobs,
-            )
+            dataclasses.replace(self, n=1, seed=None if self.seed is None else _wrap_seed(self.seed + i))
             for i in range(self.n)
         ]
 

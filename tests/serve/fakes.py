@@ -16,6 +16,7 @@ from specserve.serve.request import (
     Delta,
     FinishReason,
     GrammarSpec,
+    PromptToken,
     Request,
     SamplingParams,
     SpeculationStats,
@@ -209,8 +210,11 @@ class FakeEngine:
         if b"held" in prompt:
             text = _text(answer[:num_tokens]) if reason else ""
         token_ids = tuple(answer[num_emitted:num_tokens])
+        scored = () if params.prompt_logprobs is None or num_emitted else _scored(request)
         logprobs = () if params.logprobs is None else tuple(_logprobs(i, params.logprobs) for i in token_ids)
-        return Delta(token_ids, text, reason, stats=self._stats_of(request) if reason else None, logprobs=logprobs)
+        return Delta(
+            token_ids, text, reason, stats=self._stats_of(request) if reason else None, logprobs=logprobs, prompt=scored
+        )
 
     def _stats_of(self, request: Request) -> SpeculationStats:
         return SpeculationStats(3, 9, (3, 1), num_cached_tokens=self._num_cached[request])
@@ -224,6 +228,12 @@ def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
     """ "!" is always the likeliest, and the token itself comes next."""
     top = [(33, -0.25), (token_id, -1.5), *((35 + k, -math.inf) for k in range(num_top))]
     return TokenLogprobs(token_id, -1.5, tuple(top[:num_top]))
+
+
+def _scored(request: Request) -> tuple[PromptToken, ...]:
+    num_top = request.params.prompt_logprobs or 0
+    first, *others = request.prompt_ids
+    return PromptToken(first, None, 0), *(PromptToken(i, _logprobs(i, num_top), 2) for i in others)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 1.0) -> None:

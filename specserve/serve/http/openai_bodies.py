@@ -23,7 +23,6 @@ TokenIds = Annotated[list[Int64], Field(max_length=MAX_TOKEN_IDS, fail_fast=True
 # Field -> the values that mean "not used". null always does.
 _UNSUPPORTED_ANYWHERE: dict[str, tuple[Any, ...]] = {
     "length_penalty": (1,),
-    "prompt_logprobs": (),
     "skip_special_tokens": (True,),
     "use_beam_search": (False,),
 }
@@ -142,6 +141,7 @@ class SamplingBody(GrammarFields):
     ] = Field(default_factory=list)
     stop_token_ids: TokenIds = Field(default_factory=list)
     ignore_eos: bool = SamplingParams.ignore_eos
+    prompt_logprobs: Int64 | None = None
     return_tokens_as_token_ids: bool = False  # names tokens "token_id:7" in logprobs
     speculation: Annotated[int | None, PlainValidator(_as_speculation, json_schema_input_type=int | str)] = None
     priority: Int64 = 0
@@ -170,6 +170,11 @@ class SamplingBody(GrammarFields):
         """How many most likely tokens to tell at each place besides the one drawn; None: no log-probabilities."""
         raise NotImplementedError
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.prompt_logprobs
+
     def reword(self, error: RequestError) -> RequestError:
         """An error of SamplingParams or of the engine under the name that the client of this endpoint sent."""
         return RequestError(str(error), param=self.grammar_field) if error.param == "grammar" else error
@@ -179,11 +184,14 @@ class SamplingBody(GrammarFields):
         range and for what single fields cannot show."""
         if self.best_of not in (None, self.n):
             raise RequestError(f"best_of is not supported yet: leave it out or send n, {self.n}", param="best_of")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs")
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options is only allowed with stream: true", param="stream_options")
         options = {name: getattr(self, name) for name in _OPTIONS}
         bias = {_as_token_id(key): value for key, value in self.logit_bias.items()}
         options |= {"max_tokens": self.max_new_tokens, "logprobs": self.num_logprobs, "logit_bias": bias}
+        options["prompt_logprobs"] = self.num_prompt_logprobs
         try:
             return SamplingParams(**options)
         except RequestError as error:
@@ -205,13 +213,21 @@ class CompletionBody(SamplingBody):
     logprobs: Int64 | None = None
 
     @property
+    def is_prompt_only(self) -> bool:
+        """Nothing is to be generated: only the prompt comes back, as some evaluations want it for its logprobs."""
+        return self.echo and self.max_tokens == 0
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return 1 if self.is_prompt_only else self.max_tokens  # a sequence ends with a token, which is not told
+
+    @property
     def num_logprobs(self) -> int | None:
-        if self.echo and self.logprobs is not None:
-            raise RequestError(
-                "logprobs with echo are not supported yet: they would have to tell those of the prompt",
-                param="logprobs",
-            )
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
 
 class TextPart(Body):

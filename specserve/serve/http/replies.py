@@ -4,14 +4,14 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from fastapi.sse import format_sse_event
 
-from specserve.serve.http.logprobs import LogprobsFormat
+from specserve.serve.http.logprobs import CompletionLogprobs, LogprobsFormat, TokenTexts, prompt_logprobs
 from specserve.serve.http.parts import Part
-from specserve.serve.request import TokenLogprobs
+from specserve.serve.request import PromptToken, TokenLogprobs
 
 Json = dict[str, Any]
 
@@ -35,6 +35,7 @@ class Answer:
     part: Part
     finish_reason: str | None  # None while it goes on
     logprobs: Sequence[TokenLogprobs] = ()  # of the tokens at hand, none unless they were asked for
+    prompt: Sequence[PromptToken] = ()  # with the first piece, where log-probabilities of the prompt were asked for
 
 
 @dataclass(frozen=True)
@@ -133,37 +134,62 @@ class CompletionFormat(OpenAIFormat):
     ID_PREFIX, KIND, CHUNK_KIND = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, model_name: str, logprobs: LogprobsFormat, *, include_usage: bool = False, echoes: Sequence[str] = ()
+        self,
+        model_name: str,
+        logprobs: CompletionLogprobs,
+        *,
+        include_usage: bool = False,
+        echoes: Sequence[str] = (),
+        is_prompt_only: bool = False,
+        has_prompt_logprobs: bool = False,
     ) -> None:
+        """With `is_prompt_only` the answers themselves are left out; `has_prompt_logprobs` tells those of the prompts
+        in a list of their own."""
         super().__init__(model_name, logprobs, include_usage=include_usage)
-        self._echoes = echoes
+        self._spell_logprobs = logprobs
+        self._echoes, self._is_prompt_only, self._has_prompt_logprobs = echoes, is_prompt_only, has_prompt_logprobs
+        self._begun: set[int] = set()
 
-    def begin(self, index: int) -> Iterable[bytes]:
-        echo = self._echo(index)
-        return (self._chunk(self._spell(Answer(index, Part(echo), None))),) if echo else ()
+    def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
+        return super().reply(answers, replace(usage, num_completion=0) if self._is_prompt_only else usage)
+
+    def begin(self, index: int) -> Iterable[bytes]:  # noqa: ARG002
+        return ()  # the prompt comes with the first piece, which has its log-probabilities
 
     def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
-        return (self._chunk(self._spell(answer)),)
+        yield self._chunk(self._choice(answer))
 
     def _choice(self, answer: Answer) -> Json:
-        return self._spell(answer, self._echo(answer.index))
-
-    def _echo(self, index: int) -> str:
-        return self._echoes[index] if self._echoes else ""
-
-    def _spell(self, answer: Answer, echo: str = "") -> Json:
-        return {
+        if self._is_prompt_only:
+            answer = replace(answer, part=Part(), logprobs=())
+        echo = self._echoes[answer.index] if self._echoes and answer.index not in self._begun else ""
+        self._begun.add(answer.index)
+        told = answer.prompt if echo and self._spell_logprobs.is_asked else ()
+        choice = {
             "index": answer.index,
             "text": echo + answer.part.content,
-            "logprobs": self._logprobs(answer.index, answer.logprobs),
+            "logprobs": self._spell_logprobs(answer.index, answer.logprobs, told) if told or answer.logprobs else None,
             "finish_reason": answer.finish_reason,
         }
+        if self._has_prompt_logprobs:
+            choice["prompt_logprobs"] = prompt_logprobs(self._spell_logprobs.texts, answer.prompt)
+        return choice
 
 
 class ChatFormat(OpenAIFormat):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions. With `texts`, replies tell the log-probabilities of the prompt."""
 
     ID_PREFIX, KIND, CHUNK_KIND = "chatcmpl", "chat.completion", "chat.completion.chunk"
+
+    def __init__(
+        self, model_name: str, logprobs: LogprobsFormat, *, include_usage: bool, texts: TokenTexts | None = None
+    ) -> None:
+        super().__init__(model_name, logprobs, include_usage=include_usage)
+        self._texts = texts
+
+    def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
+        told = {} if self._texts is None else {"prompt_logprobs": prompt_logprobs(self._texts, answers[0].prompt)}
+        return super().reply(answers, usage) | told
 
     def begin(self, index: int) -> Iterable[bytes]:
         return (self._delta(Answer(index, Part(), None), {"role": "assistant", "content": ""}),)

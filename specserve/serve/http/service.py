@@ -67,8 +67,17 @@ class Service:
             if body.echo:
                 text = prompt if isinstance(prompt, str) else decode(engine, prompt)
                 echoes += [text] * params.n
-        logprobs = CompletionLogprobs(self.texts, as_token_ids=body.return_tokens_as_token_ids)
-        spelled = CompletionFormat(engine.model_name, logprobs, include_usage=body.include_usage, echoes=echoes)
+        logprobs = CompletionLogprobs(
+            self.texts, is_asked=body.logprobs is not None, as_token_ids=body.return_tokens_as_token_ids
+        )
+        spelled = CompletionFormat(
+            engine.model_name,
+            logprobs,
+            include_usage=body.include_usage,
+            echoes=echoes,
+            is_prompt_only=body.is_prompt_only,
+            has_prompt_logprobs=body.prompt_logprobs is not None,
+        )
         return Work(body, params, prompts, spelled, make_mask=self._masks(body, params))
 
     def chat(self, body: ChatBody, reply_format: ReplyFormat | None = None) -> Work:
@@ -79,7 +88,8 @@ class Service:
         params = body.sampling_params()
         token_ids = render_chat(engine, body.messages, True, body.chat_template_kwargs)
         logprobs = ChatLogprobs(self.texts, as_token_ids=body.return_tokens_as_token_ids)
-        spelled = reply_format or ChatFormat(engine.model_name, logprobs, include_usage=body.include_usage)
+        texts = None if body.prompt_logprobs is None else self.texts
+        spelled = reply_format or ChatFormat(engine.model_name, logprobs, include_usage=body.include_usage, texts=texts)
         return Work(body, params, [token_ids], spelled, make_mask=self._masks(body, params))
 
     def _masks(self, body: SamplingBody, params: SamplingParams) -> MakeMask | None:

@@ -112,7 +112,9 @@ class Generation:
             return reply_format.reply(answers, self._usage())
 
         # parsing and log-probabilities of a long answer take a while; other requests' streams go on meanwhile
-        if self._make_parser is not PlainText or any(delta.logprobs for deltas in arrived for delta in deltas):
+        if self._make_parser is not PlainText or any(
+            delta.logprobs or delta.prompt for deltas in arrived for delta in deltas
+        ):
             return await run_in_threadpool(spell)
         return spell()
 
@@ -154,7 +156,7 @@ class Generation:
                         yield each
                 answer = self._piece(index, delta)
                 # A step may add tokens and no text yet: in the middle of a character, or of what may be a stop string.
-                if answer.part or answer.logprobs or answer.finish_reason is not None:
+                if answer.part or answer.logprobs or answer.prompt or answer.finish_reason is not None:
                     for each in reply_format.piece(answer, self._usage):
                         yield each
 
@@ -163,14 +165,15 @@ class Generation:
         parser = self._choices[index].parser
         part = parser.push(delta.text)
         if delta.finish_reason is None:
-            return Answer(index, part, None, delta.logprobs)
-        return Answer(index, part + parser.finish(), str(delta.finish_reason), delta.logprobs)
+            return Answer(index, part, None, delta.logprobs, delta.prompt)
+        return Answer(index, part + parser.finish(), str(delta.finish_reason), delta.logprobs, delta.prompt)
 
     def _whole(self, index: int, deltas: Sequence[Delta]) -> Answer:
         """What all deltas of a choice say."""
         text = "".join(delta.text for delta in deltas)
         logprobs = tuple(item for delta in deltas for item in delta.logprobs)
-        return self._piece(index, dataclasses.replace(deltas[-1], text=text, logprobs=logprobs))
+        prompt = next((delta.prompt for delta in deltas if delta.prompt), ())
+        return self._piece(index, dataclasses.replace(deltas[-1], text=text, logprobs=logprobs, prompt=prompt))
 
     async def _deltas(self, *, is_idle_reported: bool = False) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) until every sequence has ended; (-1, empty delta) about once a second while nothing comes."""
