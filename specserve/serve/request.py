@@ -72,7 +72,9 @@ class SamplingParams:
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None  # None: the engine draws one
     stop: Annotated[Words, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = ()
     stop_token_ids: TokenIds = ()
+    include_stop_str_in_output: bool = False  # the text ends with the stop string, or the text of the stop token id
     ignore_eos: bool = False
+    skip_special_tokens: bool = True  # they are no text
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # of each token, and of so many likely ones
     speculation: NumTokens | None = None  # draft tokens that a step may accept; 0: none; None: the server's choice
 
@@ -160,6 +162,7 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     text: str = ""
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None: something else did
     error: str | None = None
     is_refused: bool = False  # with an error: the request's own options brought it about, so its client is told
     stats: SpeculationStats | None = None  # set on the last delta

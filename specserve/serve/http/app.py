@@ -12,7 +12,7 @@ from specserve.serve.http.tokenizer_routes import add_tokenizer_routes
 from specserve.serve.interface import EngineLike
 
 
-def create_app(engine: EngineLike, *, api_key: str | None = None) -> FastAPI:
+def create_app(engine: EngineLike, *, api_key: str | None = None, allow_unknown_fields: bool = False) -> FastAPI:
     """Make the app with all routes over one engine. With `api_key`, all but /health, /ready and /version need that key.
 
     The app keeps its Prometheus series in `app.state.metrics`.
@@ -28,7 +28,8 @@ def create_app(engine: EngineLike, *, api_key: str | None = None) -> FastAPI:
     async def on_model_not_found(_: Request, error: ModelNotFoundError) -> Response:
         return error_response(404, str(error), param=error.param, code="model_not_found")
 
-    add_openai_routes(app, Service(engine, metrics))
-    add_tokenizer_routes(app, engine)
+    service = Service(engine, metrics, allow_unknown_fields=allow_unknown_fields)
+    add_openai_routes(app, service)
+    add_tokenizer_routes(app, service)
     add_status_routes(app, engine, metrics)
     return app

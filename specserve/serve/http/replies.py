@@ -11,7 +11,7 @@ from fastapi.sse import format_sse_event
 
 from specserve.serve.http.logprobs import LogprobsFormat
 from specserve.serve.http.parts import Part
-from specserve.serve.request import TokenLogprobs
+from specserve.serve.request import SpeculationStats, TokenLogprobs
 
 Json = dict[str, Any]
 
@@ -35,6 +35,20 @@ class Answer:
     part: Part
     finish_reason: str | None  # None while it goes on
     logprobs: Sequence[TokenLogprobs] = ()  # of the tokens at hand, none unless they were asked for
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it
+    token_ids: Sequence[int] = ()
+    prompt_ids: Sequence[int] = ()
+    stats: SpeculationStats | None = None  # when it has ended
+
+
+@dataclass(frozen=True)
+class ReplyOptions:
+    """What a body asks a reply of OpenAI's shapes to say besides the answers."""
+
+    request_id: str | None = None  # a part of the reply's id; None: drawn
+    include_usage: bool = False  # streams end with a chunk of token counts
+    continuous_usage: bool = False  # every chunk of a stream has token counts
+    token_ids: bool = False  # of prompts and answers
 
 
 @dataclass(frozen=True)
@@ -47,11 +61,16 @@ class Usage:
     num_accepted: int  # draft tokens
     num_rejected: int
 
-    def as_json(self) -> Json:
+    def counts(self) -> Json:
+        """The part that is true in the middle of a stream too."""
         return {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self.num_completion,
             "total_tokens": self.num_prompt + self.num_completion,
+        }
+
+    def as_json(self) -> Json:
+        return self.counts() | {
             "prompt_tokens_details": {"cached_tokens": self.num_cached},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": self.num_accepted,
@@ -67,8 +86,8 @@ class ReplyFormat(Protocol):
         """The whole body of a reply that is no stream."""
         ...
 
-    def begin(self, index: int) -> Iterable[bytes]:
-        """The events of a stream before the first piece of an answer."""
+    def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
+        """The events of a stream before the first piece of an answer; `start` is the answer without any text yet."""
         ...
 
     def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
@@ -92,24 +111,24 @@ class OpenAIFormat:
     KIND: ClassVar[str]
     CHUNK_KIND: ClassVar[str]
 
-    def __init__(self, model_name: str, logprobs: LogprobsFormat, *, include_usage: bool) -> None:
-        """`include_usage`: streams end with a chunk of token counts."""
-        self._include_usage = include_usage
-        self._head = {"id": f"{self.ID_PREFIX}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model_name}
+    def __init__(self, model_name: str, logprobs: LogprobsFormat, options: ReplyOptions | None = None) -> None:
+        self._options = options or ReplyOptions()
+        name = self._options.request_id or uuid.uuid4().hex
+        self._head = {"id": f"{self.ID_PREFIX}-{name}", "created": int(time.time()), "model": model_name}
         self._logprobs_format = logprobs
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
         choices = [self._choice(answer) for answer in answers]
         return self._head | {"object": self.KIND, "choices": choices, "usage": usage.as_json()}
 
-    def begin(self, index: int) -> Iterable[bytes]:
+    def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
         raise NotImplementedError
 
     def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
         raise NotImplementedError
 
     def end(self, usage: Usage) -> Iterable[bytes]:
-        if self._include_usage:
+        if self._options.include_usage:
             yield event(self._head | {"object": self.CHUNK_KIND, "choices": [], "usage": usage.as_json()})
         yield event("[DONE]")
 
@@ -119,9 +138,20 @@ class OpenAIFormat:
     def _choice(self, answer: Answer) -> Json:
         raise NotImplementedError
 
-    def _chunk(self, choice: Json) -> bytes:
-        usage = {"usage": None} if self._include_usage else {}
-        return event(self._head | {"object": self.CHUNK_KIND, "choices": [choice]} | usage)
+    def _chunk(self, choice: Json, usage: Callable[[], Usage], more: Json | None = None) -> bytes:
+        counts: Json = {}
+        if self._options.include_usage:
+            counts = {"usage": usage().counts() if self._options.continuous_usage else None}
+        return event(self._head | {"object": self.CHUNK_KIND, "choices": [choice]} | counts | (more or {}))
+
+    def _end_of(self, answer: Answer) -> Json:
+        """What every choice says at its end, and in a stream also before it."""
+        said = {
+            "logprobs": self._logprobs(answer.index, answer.logprobs),
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+        }
+        return said | ({"token_ids": list(answer.token_ids)} if self._options.token_ids else {})
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> Json | None:
         return self._logprobs_format(index, logprobs) if logprobs else None
@@ -133,31 +163,30 @@ class CompletionFormat(OpenAIFormat):
     ID_PREFIX, KIND, CHUNK_KIND = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, model_name: str, logprobs: LogprobsFormat, *, include_usage: bool = False, echoes: Sequence[str] = ()
+        self,
+        model_name: str,
+        logprobs: LogprobsFormat,
+        options: ReplyOptions | None = None,
+        *,
+        echoes: Sequence[str] = (),
     ) -> None:
-        super().__init__(model_name, logprobs, include_usage=include_usage)
+        super().__init__(model_name, logprobs, options)
         self._echoes = echoes
 
-    def begin(self, index: int) -> Iterable[bytes]:
-        echo = self._echo(index)
-        return (self._chunk(self._spell(Answer(index, Part(echo), None))),) if echo else ()
+    def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
+        if self._echoes or self._options.token_ids:
+            yield self._chunk(self._choice(start), usage)
 
-    def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
-        return (self._chunk(self._spell(answer)),)
+    def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
+        return (self._chunk(self._spell(answer, answer.part.content), usage),)
 
     def _choice(self, answer: Answer) -> Json:
-        return self._spell(answer, self._echo(answer.index))
+        prompt = {"prompt_token_ids": list(answer.prompt_ids)} if self._options.token_ids else {}
+        echo = self._echoes[answer.index] if self._echoes else ""
+        return self._spell(answer, echo + answer.part.content) | prompt
 
-    def _echo(self, index: int) -> str:
-        return self._echoes[index] if self._echoes else ""
-
-    def _spell(self, answer: Answer, echo: str = "") -> Json:
-        return {
-            "index": answer.index,
-            "text": echo + answer.part.content,
-            "logprobs": self._logprobs(answer.index, answer.logprobs),
-            "finish_reason": answer.finish_reason,
-        }
+    def _spell(self, answer: Answer, text: str) -> Json:
+        return {"index": answer.index, "text": text} | self._end_of(answer)
 
 
 class ChatFormat(OpenAIFormat):
@@ -165,21 +194,25 @@ class ChatFormat(OpenAIFormat):
 
     ID_PREFIX, KIND, CHUNK_KIND = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def begin(self, index: int) -> Iterable[bytes]:
-        return (self._delta(Answer(index, Part(), None), {"role": "assistant", "content": ""}),)
+    def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
+        return super().reply(answers, usage) | self._prompt(answers[0])
 
-    def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
+    def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
+        choice = self._delta(start, {"role": "assistant", "content": ""})
+        return (self._chunk(choice, usage, self._prompt(start) if start.index == 0 else {}),)
+
+    def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
         # tokens whose text is still held back are content too, of no length yet
         said = {"content": answer.part.content} if answer.part.content or answer.logprobs else {}
-        return (self._delta(answer, said),)
+        return (self._chunk(self._delta(answer, said), usage),)
+
+    def _prompt(self, answer: Answer) -> Json:
+        """All choices have one prompt."""
+        return {"prompt_token_ids": list(answer.prompt_ids)} if self._options.token_ids else {}
 
     def _choice(self, answer: Answer) -> Json:
         message = {"role": "assistant", "content": answer.part.content, "refusal": None}
-        return self._with_end({"index": answer.index, "message": message}, answer)
+        return {"index": answer.index, "message": message} | self._end_of(answer)
 
-    def _delta(self, answer: Answer, delta: Json) -> bytes:
-        return self._chunk(self._with_end({"index": answer.index, "delta": delta}, answer))
-
-    def _with_end(self, choice: Json, answer: Answer) -> Json:
-        logprobs = self._logprobs(answer.index, answer.logprobs)
-        return choice | {"logprobs": logprobs, "finish_reason": answer.finish_reason}
+    def _delta(self, answer: Answer, delta: Json) -> Json:
+        return {"index": answer.index, "delta": delta} | self._end_of(answer)
