@@ -43,7 +43,6 @@ ANYWHERE: dict[str, tuple[Any, ...]] = {
     "extra_key": (),
     "images_config": ({},),
     "lora_path": ("",),
-    "ngram_corpus_id": (),
     "no_stop_trim": (False,),
     "regex": (),
     "return_cached_tokens_details": (False,),
