@@ -2,7 +2,9 @@
 
 from fastapi import FastAPI, Request, Response
 
+from specserve.serve.http.dialect_routes import add_dialect_routes
 from specserve.serve.http.guard import ApiKeyGate, error_response, install_error_handlers
+from specserve.serve.http.messages_replies import MessagesDoor
 from specserve.serve.http.metrics import Metrics
 from specserve.serve.http.openai_routes import add_openai_routes
 from specserve.serve.http.prompts import ModelNotFoundError
@@ -23,6 +25,7 @@ def create_app(engine: EngineLike, *, api_key: str | None = None, allow_unknown_
         ApiKeyGate(app, api_key=api_key)  # an unusable key is refused here, not at the first request
         app.add_middleware(ApiKeyGate, api_key=api_key)
     install_error_handlers(app)
+    app.add_middleware(MessagesDoor)  # outermost: also a missing key is told in Anthropic's words
 
     @app.exception_handler(ModelNotFoundError)
     async def on_model_not_found(_: Request, error: ModelNotFoundError) -> Response:
@@ -30,6 +33,7 @@ def create_app(engine: EngineLike, *, api_key: str | None = None, allow_unknown_
 
     service = Service(engine, metrics, allow_unknown_fields=allow_unknown_fields)
     add_openai_routes(app, service)
+    add_dialect_routes(app, service)
     add_tokenizer_routes(app, service)
     add_status_routes(app, engine, metrics)
     return app

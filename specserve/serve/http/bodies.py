@@ -19,6 +19,7 @@ from specserve.serve.request import describe, request_error
 logger = logging.getLogger(__name__)
 
 MAX_OBJECT_FIELDS = 100
+Neutral = Mapping[str, tuple[Any, ...]]  # field -> the values that change nothing; null never does
 MAX_NAMES_LOGGED = 1000
 
 
@@ -50,7 +51,7 @@ class Body(BaseModel):
     values that change nothing."""
 
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
+    UNSUPPORTED: ClassVar[Neutral] = {}
 
     @model_validator(mode="before")
     @classmethod
@@ -79,8 +80,15 @@ _BodyT = TypeVar("_BodyT", bound=Body)
 def parse_body(body_type: type[_BodyT], raw: bytes, unknown_fields: UnknownFields | None = None) -> _BodyT:
     """The checked body that these bytes are. Raises RequestError, whose `param` names the field that is wrong; unknown
     fields are wrong too, unless there is somebody to take note of them."""
+    return check_body(body_type, _parse_object(raw), unknown_fields)
+
+
+def check_body(
+    body_type: type[_BodyT], value: Mapping[str, Any], unknown_fields: UnknownFields | None = None
+) -> _BodyT:
+    """The same of an object that has been read, or made."""
     try:
-        return body_type.model_validate(_parse_object(raw), context=unknown_fields)
+        return body_type.model_validate(value, context=unknown_fields)
     except ValidationError as error:
         raise _as_request_error(error) from None
 
@@ -116,7 +124,8 @@ def _as_request_error(error: ValidationError) -> RequestError:
     first = error.errors(include_url=False, include_input=False)[0]
     context = first.get("ctx", {})
     names = first["loc"] + ((context["field"],) if first["type"] in ("unknown", "unsupported") else ())
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in names).lstrip(".")
+    shown = [part for part in names if not str(part).startswith("<")]  # without the tags of alternatives
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in shown).lstrip(".")
     if first["type"] == "unknown":
         return RequestError(f"unknown field: {param}", param=param)
     if first["type"] == "unsupported":

@@ -3,9 +3,9 @@
 Every route that generates makes its body into one of OpenAI's, and has its own format spell the reply.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -13,7 +13,7 @@ from fastapi.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
 from specserve.errors import RequestError
-from specserve.serve.http.bodies import Body, UnknownFields, parse_body
+from specserve.serve.http.bodies import Body, UnknownFields, check_body, parse_body
 from specserve.serve.http.infill import infill_ids
 from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from specserve.serve.http.metrics import Metrics
@@ -53,6 +53,10 @@ class Service:
     def read(self, body_type: type[_BodyT], raw: bytes) -> _BodyT:
         """The checked body that these bytes are. Raises RequestError."""
         return parse_body(body_type, raw, self._unknown_fields)
+
+    def check(self, body_type: type[_BodyT], value: Mapping[str, Any]) -> _BodyT:
+        """The checked body that this object is. Raises RequestError."""
+        return check_body(body_type, value, self._unknown_fields)
 
     def completion(self, body: CompletionBody) -> Work:
         """The work of a body of /v1/completions. Raises RequestError."""
