@@ -101,6 +101,10 @@ class Tokenizer:
             raise ValueError(f"{type(self._backend).__name__} is no fast tokenizer")
         return backend.to_str()
 
+    def token_id(self, token: str) -> int | None:
+        """The id of an added token, such as "<|fim_prefix|>"; None where there is none of that name."""
+        return self._backend.get_added_vocab().get(token)
+
     def special_tokens_in(self, text: str) -> list[str]:
         """The special tokens that the text holds, in the order of their ids."""
         tokens = self._backend.convert_ids_to_tokens(sorted(self._special_ids))
@@ -111,10 +115,12 @@ class Tokenizer:
         messages: Messages,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Messages | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a chat, up to where the assistant's answer begins.
+        """Token ids of a chat, up to where the assistant's answer begins; or up to where the text of its last message
+        ends, with `continue_final_message` and without `add_generation_prompt`.
 
         The template writes the special tokens, BOS included, so none are added. The arguments of tool calls are
         mappings; a template that wants them as text gets text. `template_kwargs` become template variables, and win
@@ -122,7 +128,11 @@ class Tokenizer:
         the template rejects the messages, or a variable has a reserved name.
         """
         text = self.template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, template_kwargs=template_kwargs
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=template_kwargs,
         )
         return self.encode(text, add_special_tokens=False)
 

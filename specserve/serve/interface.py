@@ -41,6 +41,10 @@ class TokenizerLike(Protocol):
 
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
 
+    def token_id(self, token: str, /) -> int | None:
+        """The id of an added token, such as "<|fim_prefix|>"; None where there is none of that name."""
+        ...
+
     def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool = True) -> str: ...
 
     def render_chat(
@@ -49,6 +53,7 @@ class TokenizerLike(Protocol):
         /,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Raises RequestError (param "messages") when the template refuses the messages."""

@@ -81,8 +81,10 @@ class SamplingParams:
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None  # None: the engine draws one
     stop: Annotated[Words, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = ()
     stop_token_ids: TokenIds = ()
+    include_stop_str_in_output: bool = False  # the text ends with the stop string, or the text of the stop token id
     ignore_eos: bool = False
     grammar: GrammarSpec | None = None  # what the answer must follow, to its end
+    skip_special_tokens: bool = True  # they are no text
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # of each token, and of so many likely ones
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # the same of the prompt's tokens
     speculation: NumTokens | None = None  # draft tokens that a step may accept; 0: none; None: the server's choice
@@ -183,6 +185,7 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     text: str = ""
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None: something else did
     error: str | None = None
     is_refused: bool = False  # with an error: the request's own options brought it about, so its client is told
     stats: SpeculationStats | None = None  # set on the last delta

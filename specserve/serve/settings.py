@@ -32,6 +32,9 @@ class ServeRun:
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(8000, help="port to listen on; 0: any free one", ge=0, le=65535)
     api_key: str = setting("", help="require this bearer token; empty: none")
+    allow_unknown_fields: bool = setting(
+        False, help="let requests have unknown fields: they are counted, logged once each, and not read"
+    )
     max_slots: int = setting(8, help="sequences that run at once", ge=1)
     max_model_len: int = setting(0, help="prompt and answer together; 0: the target's context, at most 4,096", ge=0)
     page_size: int = setting(32, help="tokens per cache page", ge=1)

@@ -334,16 +334,18 @@ class Reference:
 
     def check(self, ask: Ask, inbox: Inbox, *, is_cancelled: bool = False) -> None:
         """What the engine said is what plain decoding says; of a cancelled request, how it begins."""
-        reason, plain = inbox.wait().finish_reason, self.answer(ask)
+        end, plain = inbox.wait(), self.answer(ask)
+        reason = end.finish_reason
         assert self.is_firm(ask), f"{ask}: {self._ties[ask.key]}; ask with another seed"
-        plain_end = plain.wait().finish_reason
-        assert plain_end in (FinishReason.STOP, FinishReason.LENGTH), plain.deltas[-1]
+        plain_end = plain.wait()
+        assert plain_end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), plain_end
         got, wanted = inbox.token_ids, plain.token_ids
         if is_cancelled and reason == FinishReason.CANCELLED:
             wanted = wanted[: len(got)]
         check_equal(self.target, Letters(), ask, got, wanted, f"{ask}")
         if reason != FinishReason.CANCELLED or not is_cancelled:
-            assert (reason, inbox.text) == (plain_end, plain.text)
+            said = reason, end.stop_reason, inbox.text
+            assert said == (plain_end.finish_reason, plain_end.stop_reason, plain.text)
         self._check_logprobs(ask, inbox.logprobs, plain.logprobs)
 
     def _check_logprobs(self, ask: Ask, got: list[TokenLogprobs], plain: list[TokenLogprobs]) -> None:

@@ -28,6 +28,7 @@ MODEL = "tests/fake-model"
 CONTEXT = 4096
 STORY = "abcdefgh."  # what the fake engine writes, over and over; "." is its end of sequence
 UNICODE_STORY = "aé€😀z."  # what it writes for prompts that contain "unicode"
+FIM_IDS = {"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3}
 USER = [{"role": "user", "content": "hi"}]
 
 
@@ -42,17 +43,23 @@ class FakeTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode(errors="replace")
 
+    def token_id(self, token: str) -> int | None:
+        return FIM_IDS.get(token)
+
     def render_chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         if "forbidden" in messages[-1]["content"]:
             raise RequestError("the template refuses", param="messages")
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
-        return self.encode(text + str(dict(template_kwargs or {})) + "<assistant>" * add_generation_prompt)
+        assert not (add_generation_prompt and continue_final_message)
+        end = "" if continue_final_message else str(dict(template_kwargs or {}))
+        return self.encode(text + end + "<assistant>" * add_generation_prompt)
 
 
 @dataclasses.dataclass
@@ -196,13 +203,17 @@ class FakeEngine:
         time.sleep(0.05 if b"paced" in prompt else 0)
         story = (UNICODE_STORY if b"unicode" in prompt else STORY).encode()
         answer = [story[(request.seed + k) % len(story)] for k in range(num_emitted + 2)]
-        text, reason, num_tokens = "", None, num_emitted
+        text, reason, cause, num_tokens = "", None, None, num_emitted
         while reason is None and num_tokens < len(answer):
             num_tokens += 1
             # half characters wait
             text = bytes(answer[:num_tokens]).decode(errors="ignore")[len(_text(answer[:num_emitted])) :]
             if text.endswith(tuple(params.stop) or "\0"):
-                text, reason = text[:-1], FinishReason.STOP
+                cause, reason = text[-1], FinishReason.STOP
+                text = text if params.include_stop_str_in_output else text[:-1]
+            elif answer[num_tokens - 1] in params.stop_token_ids:
+                cause, reason = answer[num_tokens - 1], FinishReason.STOP
+                text = text if params.include_stop_str_in_output else text[:-1]
             elif chr(answer[num_tokens - 1]) == "." and not params.ignore_eos:
                 reason = FinishReason.STOP
             elif num_tokens == request.max_new_tokens:
@@ -212,9 +223,8 @@ class FakeEngine:
         token_ids = tuple(answer[num_emitted:num_tokens])
         scored = () if params.prompt_logprobs is None or num_emitted else _scored(request)
         logprobs = () if params.logprobs is None else tuple(_logprobs(i, params.logprobs) for i in token_ids)
-        return Delta(
-            token_ids, text, reason, stats=self._stats_of(request) if reason else None, logprobs=logprobs, prompt=scored
-        )
+        stats = self._stats_of(request) if reason else None
+        return Delta(token_ids, text, reason, cause, stats=stats, logprobs=logprobs, prompt=scored)
 
     def _stats_of(self, request: Request) -> SpeculationStats:
         return SpeculationStats(3, 9, (3, 1), num_cached_tokens=self._num_cached[request])

@@ -13,6 +13,13 @@ from fakes import CONTEXT, MODEL, STORY, USER, assert_refused, wait_for
 from specserve.errors import ConfigError
 from specserve.serve.http import streaming
 from specserve.serve.http.app import create_app
+from specserve.serve.http.openai_bodies import (
+    ChatBody,
+    ChatMessage,
+    ChatTemplateKwargs,
+    CompletionBody,
+    StreamOptions,
+)
 from specserve.serve.http.server import HttpServer, bind_listener
 from specserve.serve.request import SamplingParams
 
@@ -59,7 +66,9 @@ OPTIONS: dict[str, Any] = {
     "seed": 3,
     "stop": "h",
     "stop_token_ids": [7],
+    "include_stop_str_in_output": True,
     "ignore_eos": True,
+    "skip_special_tokens": False,
     "speculation": 2,
 }
 PARAMS = SamplingParams(**OPTIONS | {"logit_bias": {0: -100.0, 255: 1.5}})
@@ -90,12 +99,16 @@ def test_speculation_is_a_depth_or_off_or_the_servers_choice(http, fake_engine, 
     assert fake_engine.requests[-1].params.speculation == got
 
 
-def test_null_means_the_default(http, fake_engine):
-    fields = dict.fromkeys([*OPTIONS, "n", "logprobs", "stream", "model", "priority", "cache_salt", "user"])
-    reply = http.post("/v1/completions", json={"prompt": "x"} | fields)
+def test_null_means_the_default_at_any_depth(http, fake_engine):
+    fields = dict.fromkeys([*CompletionBody.model_fields, *CompletionBody.UNSUPPORTED])
+    nothing = {"stream_options": dict.fromkeys(StreamOptions.model_fields)}
+    reply = http.post("/v1/completions", json=fields | {"prompt": "x"} | nothing)
     assert reply.status_code == 200, reply.text
     assert fake_engine.requests[-1].params == SamplingParams(max_tokens=16)
-    reply = http.post("/v1/chat/completions", json={"messages": USER, "top_logprobs": None} | fields)
+    fields = dict.fromkeys([*ChatBody.model_fields, *ChatBody.UNSUPPORTED])
+    message = dict.fromkeys(ChatMessage.model_fields) | USER[0]
+    nothing |= {"chat_template_kwargs": dict.fromkeys(ChatTemplateKwargs.model_fields)}
+    reply = http.post("/v1/chat/completions", json=fields | {"messages": [message]} | nothing)
     assert reply.status_code == 200, reply.text
     assert fake_engine.requests[-1].params == SamplingParams()
     assert (fake_engine.requests[-1].priority, fake_engine.requests[-1].cache_salt) == (0, "")
@@ -226,8 +239,8 @@ def test_neutral_values_of_unsupported_fields_and_harmless_fields_are_accepted(h
         "n": 2,
         "best_of": 2,
         "response_format": {"type": "text"},
-        "skip_special_tokens": True,
         "length_penalty": 1.0,
+        "stream_options": {"include_usage": False},
     }
     reply = http.post("/v1/completions", json=shared | {"prompt": "x", "suffix": ""})
     assert reply.status_code == 200, reply.text

@@ -2,7 +2,9 @@
 
 from fastapi import FastAPI, Request, Response
 
+from specserve.serve.http.dialect_routes import add_dialect_routes
 from specserve.serve.http.guard import ApiKeyGate, error_response, install_error_handlers
+from specserve.serve.http.messages_replies import MessagesDoor
 from specserve.serve.http.metrics import Metrics
 from specserve.serve.http.openai_routes import add_openai_routes
 from specserve.serve.http.prompts import ModelNotFoundError
@@ -12,7 +14,7 @@ from specserve.serve.http.tokenizer_routes import add_tokenizer_routes
 from specserve.serve.interface import EngineLike
 
 
-def create_app(engine: EngineLike, *, api_key: str | None = None) -> FastAPI:
+def create_app(engine: EngineLike, *, api_key: str | None = None, allow_unknown_fields: bool = False) -> FastAPI:
     """Make the app with all routes over one engine. With `api_key`, all but /health, /ready and /version need that key.
 
     The app keeps its Prometheus series in `app.state.metrics`.
@@ -23,12 +25,15 @@ def create_app(engine: EngineLike, *, api_key: str | None = None) -> FastAPI:
         ApiKeyGate(app, api_key=api_key)  # an unusable key is refused here, not at the first request
         app.add_middleware(ApiKeyGate, api_key=api_key)
     install_error_handlers(app)
+    app.add_middleware(MessagesDoor)  # outermost: also a missing key is told in Anthropic's words
 
     @app.exception_handler(ModelNotFoundError)
     async def on_model_not_found(_: Request, error: ModelNotFoundError) -> Response:
         return error_response(404, str(error), param=error.param, code="model_not_found")
 
-    add_openai_routes(app, Service(engine, metrics))
-    add_tokenizer_routes(app, engine)
+    service = Service(engine, metrics, allow_unknown_fields=allow_unknown_fields)
+    add_openai_routes(app, service)
+    add_dialect_routes(app, service)
+    add_tokenizer_routes(app, service)
     add_status_routes(app, engine, metrics)
     return app

@@ -36,17 +36,18 @@ class TokenTexts:
             text = self._texts[token_id] = twice[len(once) :] if twice.startswith(once) else once
         return text
 
-    def shown(self, token_ids: Sequence[int]) -> str:
-        """The text that these tokens add to an answer, where special tokens are no text."""
-        text = self._tokenizer.decode(token_ids, skip_special_tokens=True)
+    def shown(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """The text that these tokens add to an answer."""
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return self[token_ids[0]] if text and len(token_ids) == 1 else text
 
 
 class TextOffsets:
     """Tells where each token of one answer begins in its text. The tokens of one character all begin where it does."""
 
-    def __init__(self, texts: TokenTexts) -> None:
+    def __init__(self, texts: TokenTexts, *, skip_special_tokens: bool = True) -> None:
         self._texts = texts
+        self._skip_special_tokens = skip_special_tokens
         self._offset = 0
         self._open_ids: list[int] = []  # of a character that is not whole yet
 
@@ -54,7 +55,7 @@ class TextOffsets:
         """Take the next token of the answer; its first character's index in the text."""
         offset = self._offset
         self._open_ids.append(token_id)
-        text = self._texts.shown(self._open_ids)
+        text = self._texts.shown(self._open_ids, skip_special_tokens=self._skip_special_tokens)
         if not text.endswith(REPLACEMENT) or len(self._open_ids) == MAX_TOKENS_PER_CHAR:
             self._offset += len(text)
             self._open_ids.clear()
@@ -65,11 +66,20 @@ class CompletionLogprobs:
     """Spells log-probabilities as /v1/completions does, in parallel lists. As at OpenAI, `top_logprobs` has the token
     itself besides the most likely ones."""
 
-    def __init__(self, texts: TokenTexts, *, is_asked: bool = True, as_token_ids: bool = False) -> None:
+    def __init__(
+        self,
+        texts: TokenTexts,
+        *,
+        is_asked: bool = True,
+        as_token_ids: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
         """`is_asked`: the body asks for log-probabilities of the answer, and with an echo of the prompt."""
         self.texts, self.is_asked = texts, is_asked
         self._as_token_ids = as_token_ids
-        self._offsets: defaultdict[int, TextOffsets] = defaultdict(lambda: TextOffsets(texts))
+        self._offsets: defaultdict[int, TextOffsets] = defaultdict(
+            lambda: TextOffsets(texts, skip_special_tokens=skip_special_tokens)
+        )
 
     def __call__(self, index: int, logprobs: Sequence[TokenLogprobs], prompt: Sequence[PromptToken] = (), /) -> Json:
         """Of the tokens of an answer, after those of its prompt, whose first has none."""
@@ -114,7 +124,7 @@ class ChatLogprobs:
     that is only a part of a character."""
 
     def __init__(self, texts: TokenTexts, *, as_token_ids: bool = False) -> None:
-        self._texts = texts
+        self.texts = texts
         self._as_token_ids = as_token_ids
 
     def __call__(self, _index: int, logprobs: Sequence[TokenLogprobs], /) -> Json:
@@ -124,9 +134,9 @@ class ChatLogprobs:
         return self._entry(item.token_id, item.logprob) | {"top_logprobs": [self._entry(*top) for top in item.top]}
 
     def _entry(self, token_id: int, logprob: float) -> Json:
-        text = self._texts[token_id]
+        text = self.texts[token_id]
         return {
-            "token": _name(self._texts, token_id, self._as_token_ids),
+            "token": _name(self.texts, token_id, self._as_token_ids),
             "logprob": _finite(logprob),
             "bytes": None if REPLACEMENT in text else list(text.encode()),
         }

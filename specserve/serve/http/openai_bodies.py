@@ -9,29 +9,24 @@ from pydantic import BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from specserve.errors import RequestError
+from specserve.serve.http import neutral
 from specserve.serve.http.bodies import Body, check_num_fields
 from specserve.serve.http.grammar_fields import GrammarFields
+from specserve.serve.http.replies import ReplyOptions
 from specserve.serve.request import MAX_TOKEN_IDS, SamplingParams, describe
 
 MAX_SALT_CHARS = 1024
 MAX_MESSAGES = 10_000
+MAX_ID_CHARS = 256
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat runs up to the context length
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenIds = Annotated[list[Int64], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 
 # Field -> the values that mean "not used". null always does.
-_UNSUPPORTED_ANYWHERE: dict[str, tuple[Any, ...]] = {
-    "length_penalty": (1,),
-    "skip_special_tokens": (True,),
-    "use_beam_search": (False,),
-}
-_UNSUPPORTED_IN_COMPLETIONS = _UNSUPPORTED_ANYWHERE | {"suffix": ("",)}
-_UNSUPPORTED_IN_CHAT = _UNSUPPORTED_ANYWHERE | {
-    "add_generation_prompt": (True,),
+_UNSUPPORTED_IN_CHAT = neutral.IN_CHAT | {
     "audio": (),
     "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
     "function_call": ("none",),
@@ -112,7 +107,7 @@ class StreamOptions(Body):
     """The value of `stream_options`."""
 
     include_usage: bool = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = False  # with include_usage: every chunk counts tokens
     include_obfuscation: Literal[False] = False
 
 
@@ -140,9 +135,15 @@ class SamplingBody(GrammarFields):
         list[str], Field(fail_fast=True), BeforeValidator(_as_strings, json_schema_input_type=str | list[str])
     ] = Field(default_factory=list)
     stop_token_ids: TokenIds = Field(default_factory=list)
+    include_stop_str_in_output: bool = SamplingParams.include_stop_str_in_output
     ignore_eos: bool = SamplingParams.ignore_eos
     prompt_logprobs: Int64 | None = None
+    skip_special_tokens: bool = SamplingParams.skip_special_tokens
+    truncate_prompt_tokens: Annotated[Int64, Field(ge=-1)] | None = None  # -1: to what the context leaves
+    truncation_side: Literal["left", "right"] = "left"  # what is cut off
     return_tokens_as_token_ids: bool = False  # names tokens "token_id:7" in logprobs
+    return_token_ids: bool = False
+    request_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None  # of the reply
     speculation: Annotated[int | None, PlainValidator(_as_speculation, json_schema_input_type=int | str)] = None
     priority: Int64 = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] = ""
@@ -154,11 +155,20 @@ class SamplingBody(GrammarFields):
     store: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    session_id: str | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def reply_options(self) -> ReplyOptions:
+        """What the reply is to say besides the answers."""
+        stream_options = self.stream_options or StreamOptions()
+        return ReplyOptions(
+            request_id=self.request_id,
+            include_usage=stream_options.include_usage,
+            continuous_usage=stream_options.include_usage and stream_options.continuous_usage_stats,
+            token_ids=self.return_token_ids,
+            prompt_logprobs=self.prompt_logprobs is not None,
+        )
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -186,7 +196,7 @@ class SamplingBody(GrammarFields):
             raise RequestError(f"best_of is not supported yet: leave it out or send n, {self.n}", param="best_of")
         if self.prompt_logprobs is not None and self.stream:
             raise RequestError("prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs")
-        if self.stream_options is not None and not self.stream:
+        if self.stream_options not in (None, StreamOptions()) and not self.stream:
             raise RequestError("stream_options is only allowed with stream: true", param="stream_options")
         options = {name: getattr(self, name) for name in _OPTIONS}
         bias = {_as_token_id(key): value for key, value in self.logit_bias.items()}
@@ -201,12 +211,13 @@ class SamplingBody(GrammarFields):
 class CompletionBody(SamplingBody):
     """POST /v1/completions. `echo` puts the prompt's text before each answer."""
 
-    UNSUPPORTED = _UNSUPPORTED_IN_COMPLETIONS
+    UNSUPPORTED = neutral.IN_COMPLETIONS
 
     prompt: Annotated[
         list[str | list[int]],
         PlainValidator(_as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
+    suffix: str = ""  # what comes after the answer, for models that fill in the middle
     echo: bool = False
     add_special_tokens: bool = True
     max_tokens: Int64 | None = DEFAULT_COMPLETION_TOKENS
@@ -281,6 +292,18 @@ class ChatBody(SamplingBody):
     logprobs: bool = False
     top_logprobs: Int64 = 0
     chat_template_kwargs: ChatTemplateKwargs | None = None
+    add_generation_prompt: bool | None = None  # None: unless the final message is continued
+    continue_final_message: bool = False
+
+    @property
+    def has_generation_prompt(self) -> bool:
+        """Whether the prompt ends where a new answer begins. Raises RequestError where two fields ask for both."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt are both true: send one of them",
+                param="continue_final_message",
+            )
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
     @property
     def max_new_tokens(self) -> int | None:

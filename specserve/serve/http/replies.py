@@ -9,9 +9,9 @@ from typing import Any, ClassVar, Protocol
 
 from fastapi.sse import format_sse_event
 
-from specserve.serve.http.logprobs import CompletionLogprobs, LogprobsFormat, TokenTexts, prompt_logprobs
+from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsFormat, prompt_logprobs
 from specserve.serve.http.parts import Part
-from specserve.serve.request import PromptToken, TokenLogprobs
+from specserve.serve.request import PromptToken, SpeculationStats, TokenLogprobs
 
 Json = dict[str, Any]
 
@@ -36,6 +36,21 @@ class Answer:
     finish_reason: str | None  # None while it goes on
     logprobs: Sequence[TokenLogprobs] = ()  # of the tokens at hand, none unless they were asked for
     prompt: Sequence[PromptToken] = ()  # with the first piece, where log-probabilities of the prompt were asked for
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it
+    token_ids: Sequence[int] = ()
+    prompt_ids: Sequence[int] = ()
+    stats: SpeculationStats | None = None  # when it has ended
+
+
+@dataclass(frozen=True)
+class ReplyOptions:
+    """What a body asks a reply of OpenAI's shapes to say besides the answers."""
+
+    request_id: str | None = None  # a part of the reply's id; None: drawn
+    include_usage: bool = False  # streams end with a chunk of token counts
+    continuous_usage: bool = False  # every chunk of a stream has token counts
+    token_ids: bool = False  # of prompts and answers
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,11 +63,16 @@ class Usage:
     num_accepted: int  # draft tokens
     num_rejected: int
 
-    def as_json(self) -> Json:
+    def counts(self) -> Json:
+        """The part that is true in the middle of a stream too."""
         return {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self.num_completion,
             "total_tokens": self.num_prompt + self.num_completion,
+        }
+
+    def as_json(self) -> Json:
+        return self.counts() | {
             "prompt_tokens_details": {"cached_tokens": self.num_cached},
             "completion_tokens_details": {
                 "accepted_prediction_tokens": self.num_accepted,
@@ -68,8 +88,8 @@ class ReplyFormat(Protocol):
         """The whole body of a reply that is no stream."""
         ...
 
-    def begin(self, index: int) -> Iterable[bytes]:
-        """The events of a stream before the first piece of an answer."""
+    def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
+        """The events of a stream before the first piece of an answer; `start` is the answer without any text yet."""
         ...
 
     def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
@@ -93,24 +113,24 @@ class OpenAIFormat:
     KIND: ClassVar[str]
     CHUNK_KIND: ClassVar[str]
 
-    def __init__(self, model_name: str, logprobs: LogprobsFormat, *, include_usage: bool) -> None:
-        """`include_usage`: streams end with a chunk of token counts."""
-        self._include_usage = include_usage
-        self._head = {"id": f"{self.ID_PREFIX}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model_name}
+    def __init__(self, model_name: str, logprobs: LogprobsFormat, options: ReplyOptions | None = None) -> None:
+        self._options = options or ReplyOptions()
+        name = self._options.request_id or uuid.uuid4().hex
+        self._head = {"id": f"{self.ID_PREFIX}-{name}", "created": int(time.time()), "model": model_name}
         self._logprobs_format = logprobs
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
         choices = [self._choice(answer) for answer in answers]
         return self._head | {"object": self.KIND, "choices": choices, "usage": usage.as_json()}
 
-    def begin(self, index: int) -> Iterable[bytes]:
+    def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
         raise NotImplementedError
 
     def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
         raise NotImplementedError
 
     def end(self, usage: Usage) -> Iterable[bytes]:
-        if self._include_usage:
+        if self._options.include_usage:
             yield event(self._head | {"object": self.CHUNK_KIND, "choices": [], "usage": usage.as_json()})
         yield event("[DONE]")
 
@@ -120,9 +140,20 @@ class OpenAIFormat:
     def _choice(self, answer: Answer) -> Json:
         raise NotImplementedError
 
-    def _chunk(self, choice: Json) -> bytes:
-        usage = {"usage": None} if self._include_usage else {}
-        return event(self._head | {"object": self.CHUNK_KIND, "choices": [choice]} | usage)
+    def _chunk(self, choice: Json, usage: Callable[[], Usage], more: Json | None = None) -> bytes:
+        counts: Json = {}
+        if self._options.include_usage:
+            counts = {"usage": usage().counts() if self._options.continuous_usage else None}
+        return event(self._head | {"object": self.CHUNK_KIND, "choices": [choice]} | counts | (more or {}))
+
+    def _end_of(self, answer: Answer) -> Json:
+        """What every choice says at its end, and in a stream also before it."""
+        said = {
+            "logprobs": self._logprobs(answer.index, answer.logprobs),
+            "finish_reason": answer.finish_reason,
+            "stop_reason": answer.stop_reason,
+        }
+        return said | ({"token_ids": list(answer.token_ids)} if self._options.token_ids else {})
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> Json | None:
         return self._logprobs_format(index, logprobs) if logprobs else None
@@ -137,41 +168,39 @@ class CompletionFormat(OpenAIFormat):
         self,
         model_name: str,
         logprobs: CompletionLogprobs,
+        options: ReplyOptions | None = None,
         *,
-        include_usage: bool = False,
         echoes: Sequence[str] = (),
         is_prompt_only: bool = False,
-        has_prompt_logprobs: bool = False,
     ) -> None:
-        """With `is_prompt_only` the answers themselves are left out; `has_prompt_logprobs` tells those of the prompts
-        in a list of their own."""
-        super().__init__(model_name, logprobs, include_usage=include_usage)
-        self._spell_logprobs = logprobs
-        self._echoes, self._is_prompt_only, self._has_prompt_logprobs = echoes, is_prompt_only, has_prompt_logprobs
+        """With `is_prompt_only` the answers themselves are left out."""
+        super().__init__(model_name, logprobs, options)
+        self._spell_logprobs, self._echoes, self._is_prompt_only = logprobs, echoes, is_prompt_only
         self._begun: set[int] = set()
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
         return super().reply(answers, replace(usage, num_completion=0) if self._is_prompt_only else usage)
 
-    def begin(self, index: int) -> Iterable[bytes]:  # noqa: ARG002
+    def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
         return ()  # the prompt comes with the first piece, which has its log-probabilities
 
-    def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
-        yield self._chunk(self._choice(answer))
+    def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
+        yield self._chunk(self._choice(answer), usage)
 
     def _choice(self, answer: Answer) -> Json:
         if self._is_prompt_only:
-            answer = replace(answer, part=Part(), logprobs=())
-        echo = self._echoes[answer.index] if self._echoes and answer.index not in self._begun else ""
+            answer = replace(answer, part=Part(), logprobs=(), token_ids=())
+        is_first = answer.index not in self._begun
         self._begun.add(answer.index)
+        echo = self._echoes[answer.index] if self._echoes and is_first else ""
         told = answer.prompt if echo and self._spell_logprobs.is_asked else ()
-        choice = {
-            "index": answer.index,
-            "text": echo + answer.part.content,
-            "logprobs": self._spell_logprobs(answer.index, answer.logprobs, told) if told or answer.logprobs else None,
-            "finish_reason": answer.finish_reason,
-        }
-        if self._has_prompt_logprobs:
+        end = self._end_of(replace(answer, logprobs=()) if told else answer)
+        choice = {"index": answer.index, "text": echo + answer.part.content} | end
+        if told:
+            choice["logprobs"] = self._spell_logprobs(answer.index, answer.logprobs, told)
+        if self._options.token_ids and is_first:
+            choice["prompt_token_ids"] = list(answer.prompt_ids)
+        if self._options.prompt_logprobs:
             choice["prompt_logprobs"] = prompt_logprobs(self._spell_logprobs.texts, answer.prompt)
         return choice
 
@@ -181,31 +210,32 @@ class ChatFormat(OpenAIFormat):
 
     ID_PREFIX, KIND, CHUNK_KIND = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self, model_name: str, logprobs: LogprobsFormat, *, include_usage: bool, texts: TokenTexts | None = None
-    ) -> None:
-        super().__init__(model_name, logprobs, include_usage=include_usage)
-        self._texts = texts
+    def __init__(self, model_name: str, logprobs: ChatLogprobs, options: ReplyOptions | None = None) -> None:
+        super().__init__(model_name, logprobs, options)
+        self._texts = logprobs.texts
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
-        told = {} if self._texts is None else {"prompt_logprobs": prompt_logprobs(self._texts, answers[0].prompt)}
-        return super().reply(answers, usage) | told
+        told = {}
+        if self._options.prompt_logprobs:
+            told["prompt_logprobs"] = prompt_logprobs(self._texts, answers[0].prompt)
+        return super().reply(answers, usage) | self._prompt(answers[0]) | told
 
-    def begin(self, index: int) -> Iterable[bytes]:
-        return (self._delta(Answer(index, Part(), None), {"role": "assistant", "content": ""}),)
+    def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
+        choice = self._delta(start, {"role": "assistant", "content": ""})
+        return (self._chunk(choice, usage, self._prompt(start) if start.index == 0 else {}),)
 
-    def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
+    def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
         # tokens whose text is still held back are content too, of no length yet
         said = {"content": answer.part.content} if answer.part.content or answer.logprobs else {}
-        return (self._delta(answer, said),)
+        return (self._chunk(self._delta(answer, said), usage),)
+
+    def _prompt(self, answer: Answer) -> Json:
+        """All choices have one prompt."""
+        return {"prompt_token_ids": list(answer.prompt_ids)} if self._options.token_ids else {}
 
     def _choice(self, answer: Answer) -> Json:
         message = {"role": "assistant", "content": answer.part.content, "refusal": None}
-        return self._with_end({"index": answer.index, "message": message}, answer)
+        return {"index": answer.index, "message": message} | self._end_of(answer)
 
-    def _delta(self, answer: Answer, delta: Json) -> bytes:
-        return self._chunk(self._with_end({"index": answer.index, "delta": delta}, answer))
-
-    def _with_end(self, choice: Json, answer: Answer) -> Json:
-        logprobs = self._logprobs(answer.index, answer.logprobs)
-        return choice | {"logprobs": logprobs, "finish_reason": answer.finish_reason}
+    def _delta(self, answer: Answer, delta: Json) -> Json:
+        return {"index": answer.index, "delta": delta} | self._end_of(answer)

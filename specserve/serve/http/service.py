@@ -3,9 +3,9 @@
 Every route that generates makes its body into one of OpenAI's, and has its own format spell the reply.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -13,11 +13,13 @@ from fastapi.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
 from specserve.errors import RequestError
+from specserve.serve.http.bodies import Body, UnknownFields, check_body, parse_body
+from specserve.serve.http.infill import infill_ids
 from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from specserve.serve.http.metrics import Metrics
 from specserve.serve.http.openai_bodies import ChatBody, CompletionBody, SamplingBody
 from specserve.serve.http.parts import MakeParser, PlainText
-from specserve.serve.http.prompts import check_model, check_token_ids, decode, encode, render_chat
+from specserve.serve.http.prompts import check_model, check_token_ids, decode, encode, render_chat, truncated
 from specserve.serve.http.replies import ChatFormat, CompletionFormat, ReplyFormat
 from specserve.serve.http.streaming import ClientGoneError, Generation
 from specserve.serve.interface import EngineLike, MakeMask
@@ -25,6 +27,7 @@ from specserve.serve.request import MAX_CHOICES, SamplingParams
 
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold events back
 _T = TypeVar("_T")
+_BodyT = TypeVar("_BodyT", bound=Body)
 
 
 @dataclass(frozen=True)
@@ -42,10 +45,19 @@ class Work:
 class Service:
     """The engine as the routes of one app see it."""
 
-    def __init__(self, engine: EngineLike, metrics: Metrics) -> None:
+    def __init__(self, engine: EngineLike, metrics: Metrics, *, allow_unknown_fields: bool = False) -> None:
         self.engine = engine
         self.metrics = metrics
         self.texts = TokenTexts(engine.tokenizer)
+        self._unknown_fields = UnknownFields(metrics.unknown_fields.inc) if allow_unknown_fields else None
+
+    def read(self, body_type: type[_BodyT], raw: bytes) -> _BodyT:
+        """The checked body that these bytes are. Raises RequestError."""
+        return parse_body(body_type, raw, self._unknown_fields)
+
+    def check(self, body_type: type[_BodyT], value: Mapping[str, Any]) -> _BodyT:
+        """The checked body that this object is. Raises RequestError."""
+        return check_body(body_type, value, self._unknown_fields)
 
     def completion(self, body: CompletionBody) -> Work:
         """The work of a body of /v1/completions. Raises RequestError."""
@@ -59,24 +71,28 @@ class Service:
             )
         prompts, echoes = [], []
         for prompt in body.prompt:
-            if isinstance(prompt, str):
-                prompts.append(encode(engine, prompt, add_special_tokens=body.add_special_tokens))
+            if isinstance(prompt, str) and body.suffix:
+                token_ids = infill_ids(engine, prompt, body.suffix, add_special_tokens=body.add_special_tokens)
+            elif isinstance(prompt, str):
+                token_ids = encode(engine, prompt, add_special_tokens=body.add_special_tokens)
+            elif body.suffix:
+                raise RequestError("suffix is only allowed with a prompt of text", param="suffix")
             else:
                 check_token_ids(engine, prompt, "prompt")
-                prompts.append(prompt)
+                token_ids = prompt
+            prompts.append(truncated(engine, body, token_ids))
             if body.echo:
-                text = prompt if isinstance(prompt, str) else decode(engine, prompt)
+                is_whole = len(prompts[-1]) == len(token_ids)
+                text = prompt if isinstance(prompt, str) and is_whole else decode(engine, prompts[-1])
                 echoes += [text] * params.n
         logprobs = CompletionLogprobs(
-            self.texts, is_asked=body.logprobs is not None, as_token_ids=body.return_tokens_as_token_ids
+            self.texts,
+            is_asked=body.logprobs is not None,
+            as_token_ids=body.return_tokens_as_token_ids,
+            skip_special_tokens=body.skip_special_tokens,
         )
         spelled = CompletionFormat(
-            engine.model_name,
-            logprobs,
-            include_usage=body.include_usage,
-            echoes=echoes,
-            is_prompt_only=body.is_prompt_only,
-            has_prompt_logprobs=body.prompt_logprobs is not None,
+            engine.model_name, logprobs, body.reply_options, echoes=echoes, is_prompt_only=body.is_prompt_only
         )
         return Work(body, params, prompts, spelled, make_mask=self._masks(body, params))
 
@@ -86,10 +102,16 @@ class Service:
         engine = self.engine
         check_model(engine, body.model)
         params = body.sampling_params()
-        token_ids = render_chat(engine, body.messages, True, body.chat_template_kwargs)
+        token_ids = render_chat(
+            engine,
+            body.messages,
+            body.has_generation_prompt,
+            body.chat_template_kwargs,
+            continue_final_message=body.continue_final_message,
+        )
+        token_ids = truncated(engine, body, token_ids)
         logprobs = ChatLogprobs(self.texts, as_token_ids=body.return_tokens_as_token_ids)
-        texts = None if body.prompt_logprobs is None else self.texts
-        spelled = reply_format or ChatFormat(engine.model_name, logprobs, include_usage=body.include_usage, texts=texts)
+        spelled = reply_format or ChatFormat(engine.model_name, logprobs, body.reply_options)
         return Work(body, params, [token_ids], spelled, make_mask=self._masks(body, params))
 
     def _masks(self, body: SamplingBody, params: SamplingParams) -> MakeMask | None:

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from fastapi import Request as HttpRequest
@@ -20,7 +20,7 @@ from starlette.concurrency import run_in_threadpool
 from specserve.errors import CapacityError, RequestError, SpecServeError
 from specserve.serve.http.guard import INTERNAL_ERROR, EngineFailureError
 from specserve.serve.http.metrics import Metrics, SequenceMetrics
-from specserve.serve.http.parts import AnswerParser, MakeParser, PlainText
+from specserve.serve.http.parts import AnswerParser, MakeParser, Part, PlainText
 from specserve.serve.http.replies import Answer, Json, ReplyFormat, Usage, error_body
 from specserve.serve.interface import EngineLike, MakeMask
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
@@ -45,6 +45,7 @@ class _Choice:
     is_first: bool  # of its prompt's
     parser: AnswerParser
     num_tokens: int = 0
+    waiting_ids: list[int] = field(default_factory=list)  # of tokens that a stream has not told yet
     stats: SpeculationStats | None = None  # None until it has ended
 
 
@@ -152,28 +153,45 @@ class Generation:
                 last_time = self._loop.time()
                 if index not in started:
                     started.add(index)
-                    for each in reply_format.begin(index):
+                    start = Answer(index, Part(), None, prompt_ids=self._choices[index].request.prompt_ids)
+                    for each in reply_format.begin(start, self._usage):
                         yield each
                 answer = self._piece(index, delta)
                 # A step may add tokens and no text yet: in the middle of a character, or of what may be a stop string.
+                # Their ids go with the next text.
+                waiting = self._choices[index].waiting_ids
+                waiting += delta.token_ids
                 if answer.part or answer.logprobs or answer.prompt or answer.finish_reason is not None:
-                    for each in reply_format.piece(answer, self._usage):
+                    for each in reply_format.piece(dataclasses.replace(answer, token_ids=tuple(waiting)), self._usage):
                         yield each
+                    waiting.clear()
 
     def _piece(self, index: int, delta: Delta) -> Answer:
         """What a delta says of its choice."""
-        parser = self._choices[index].parser
-        part = parser.push(delta.text)
-        if delta.finish_reason is None:
-            return Answer(index, part, None, delta.logprobs, delta.prompt)
-        return Answer(index, part + parser.finish(), str(delta.finish_reason), delta.logprobs, delta.prompt)
+        choice = self._choices[index]
+        part, reason = choice.parser.push(delta.text), None
+        if delta.finish_reason is not None:
+            part, reason = part + choice.parser.finish(), str(delta.finish_reason)
+        return Answer(
+            index,
+            part,
+            reason,
+            delta.logprobs,
+            prompt=delta.prompt,
+            stop_reason=delta.stop_reason,
+            token_ids=delta.token_ids,
+            prompt_ids=choice.request.prompt_ids,
+            stats=delta.stats,
+        )
 
     def _whole(self, index: int, deltas: Sequence[Delta]) -> Answer:
         """What all deltas of a choice say."""
         text = "".join(delta.text for delta in deltas)
         logprobs = tuple(item for delta in deltas for item in delta.logprobs)
+        token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
         prompt = next((delta.prompt for delta in deltas if delta.prompt), ())
-        return self._piece(index, dataclasses.replace(deltas[-1], text=text, logprobs=logprobs, prompt=prompt))
+        everything = dataclasses.replace(deltas[-1], text=text, logprobs=logprobs, token_ids=token_ids, prompt=prompt)
+        return self._piece(index, everything)
 
     async def _deltas(self, *, is_idle_reported: bool = False) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) until every sequence has ended; (-1, empty delta) about once a second while nothing comes."""
