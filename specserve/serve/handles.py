@@ -16,6 +16,7 @@ class HostResult:
     n_accepted: np.ndarray  # [batch] int32
     source: np.ndarray  # [batch] int32, who proposed: the head (0) or a lookup
     logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None  # chosen, top, top_ids; see `sampling.Logprobs`
+    nodes: tuple[np.ndarray, np.ndarray] | None = None  # token ids and parents of the proposed nodes, [batch, node]
 
     def emitted(self, row: int) -> list[int]:
         """The tokens that the step adds to a sequence: the accepted ones and the bonus token."""
@@ -25,16 +26,27 @@ class HostResult:
 class StepHandle:
     """A step that the device has been asked for. `read` waits for its result and may be called once."""
 
-    def __init__(self, result: StepResult, on_read: Callable[[np.ndarray], None], *, has_logprobs: bool) -> None:
-        self._result, self._on_read, self._has_logprobs = result, on_read, has_logprobs
+    def __init__(
+        self,
+        result: StepResult,
+        on_read: Callable[[np.ndarray], None],
+        *,
+        has_logprobs: bool,
+        has_tree: bool = False,
+    ) -> None:
+        self._result, self._on_read = result, on_read
+        self._has_logprobs, self._has_tree = has_logprobs, has_tree
 
     def read(self) -> HostResult:
-        """Wait for the step and copy its result to the host: one copy, and a second one when somebody asked for
-        log-probabilities. Raises what the device raises."""
+        """Wait for the step and copy its result to the host: one copy, and others when somebody asked for
+        log-probabilities or for the proposed tree. Raises what the device raises."""
         counts = np.asarray(self._result.counts)
         logprobs = None
         if self._has_logprobs:
             out = self._result.logprobs
             logprobs = np.asarray(out.chosen), np.asarray(out.top), np.asarray(out.top_ids)
+        nodes = None
+        if self._has_tree and self._result.nodes is not None:
+            nodes = np.asarray(self._result.nodes[0]), np.asarray(self._result.nodes[1])
         self._on_read(counts[:, 0])
-        return HostResult(counts[:, 2:], counts[:, 0], counts[:, 1], logprobs)
+        return HostResult(counts[:, 2:], counts[:, 0], counts[:, 1], logprobs, nodes)

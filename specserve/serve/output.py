@@ -15,8 +15,9 @@ class OutputStream:
         self._decoder = IncrementalDecoder(tokenizer) if tokenizer else None  # None: token ids alone
         self._held = ""  # decoded, not yet given out
 
-    def push(self, token_ids: list[int]) -> Delta:
-        """The delta that the tokens of one step make, in order. Tokens past the end of the sequence are left out."""
+    def push(self, token_ids: list[int], num_accepted: int = 0) -> Delta:
+        """The delta that the tokens of one step make, in order, of which the first `num_accepted` are accepted draft
+        tokens. Tokens past the end of the sequence are left out."""
         taken: list[int] = []
         text: list[str] = []
         for token_id in token_ids:
@@ -36,8 +37,8 @@ class OutputStream:
                 text.append(self._held[:certain])
                 self._held = self._held[certain:]
             if reason is not None:
-                return Delta(tuple(taken), "".join(text), reason)
-        return Delta(tuple(taken), "".join(text))
+                return Delta(tuple(taken), "".join(text), reason, num_accepted=min(num_accepted, len(taken)))
+        return Delta(tuple(taken), "".join(text), num_accepted=num_accepted)
 
     def _first_stop(self) -> int | None:
         found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]

@@ -197,13 +197,19 @@ class Runner:
         )
 
     def step(
-        self, slots: Sequence[int], tree: Tree | None, *, has_logprobs: bool = False, is_following: bool = True
+        self,
+        slots: Sequence[int],
+        tree: Tree | None,
+        *,
+        has_logprobs: bool = False,
+        has_tree: bool = False,
+        is_following: bool = True,
     ) -> StepHandle:
         """Dispatch one step for these slots, with one of `trees`. Where the draft need not follow, plain steps do not
         wait for it (`speculative.step.decode`)."""
         width = self._prepare(slots, tree, is_following=is_following)
         result = self._run_step(slots, tree, width)
-        return self._handle(slots, tree, result, has_logprobs=has_logprobs)
+        return self._handle(slots, tree, result, has_logprobs=has_logprobs, has_tree=has_tree)
 
     def propose(self, slots: Sequence[int], tree: Tree | None) -> tuple[np.ndarray, np.ndarray, Proposal | None]:
         """The first half of a step with constrained sequences: token ids and parents of the proposed nodes, [batch,
@@ -224,13 +230,14 @@ class Runner:
         allowed: np.ndarray,  # [batch, node, vocab] bool
         *,
         has_logprobs: bool = False,
+        has_tree: bool = False,
     ) -> StepHandle:
         """The second half: only allowed tokens are drawn."""
         padded = self._pad(slots)
         bits = np.full((len(padded), allowed.shape[1], -(-allowed.shape[2] // 8)), 255, np.uint8)
         bits[: len(slots)] = np.packbits(allowed, axis=-1)
         result = self._advance(self._verification(padded, tree, proposal, self.place.put(bits)))
-        return self._handle(slots, tree, result, has_logprobs=has_logprobs)
+        return self._handle(slots, tree, result, has_logprobs=has_logprobs, has_tree=has_tree)
 
     def remember(self, slot: int, num_prompt: int) -> None:
         """Tell a drafter that wants to know of a finished answer."""
@@ -261,9 +268,11 @@ class Runner:
                 self._ledger.caught_up(slots)
         return self.width_of(slots)
 
-    def _handle(self, slots: Sequence[int], tree: Tree | None, result: StepResult, *, has_logprobs: bool) -> StepHandle:
+    def _handle(
+        self, slots: Sequence[int], tree: Tree | None, result: StepResult, *, has_logprobs: bool, has_tree: bool
+    ) -> StepHandle:
         on_read = self._ledger.stepped(slots, tree.depth if tree else 0)
-        return StepHandle(result, on_read, has_logprobs=has_logprobs)
+        return StepHandle(result, on_read, has_logprobs=has_logprobs, has_tree=has_tree)
 
     def width_of(self, slots: Sequence[int]) -> int:
         """The width of the next step of these slots."""

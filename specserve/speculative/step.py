@@ -75,6 +75,8 @@ class StepResult:
 
     counts: jax.Array  # [batch, 2 + depth + 1] int32: draft tokens accepted, the source of the proposal, the tokens
     logprobs: Logprobs  # of the tokens
+    # token ids and parents of the proposed nodes, each [batch, node] int32; None of a step without a tree
+    nodes: tuple[jax.Array, jax.Array] | None = None
 
 
 @pytree
@@ -282,7 +284,8 @@ def verify_tree(
     )
     state = _commit(config, weights, state, now, out.new, committed, tree, verdict.path)
     state = _emit(state, slots, now.seq_lens + 1, verdict.token_ids, committed.is_kept)
-    return state, _result(now, accepted(logits), verdict.token_ids, verdict.n_accepted, proposal.source)
+    result = _result(now, accepted(logits), verdict.token_ids, verdict.n_accepted, proposal.source)
+    return state, dataclasses.replace(result, nodes=(proposal.token_ids, proposal.parents))
 
 
 def remember(config: StepConfig, state: SlotState, slot: jax.Array, start: jax.Array, number: jax.Array) -> SlotState:

@@ -61,6 +61,7 @@ OPTIONS: dict[str, Any] = {
     "stop_token_ids": [7],
     "ignore_eos": True,
     "speculation": 2,
+    "return_tree": True,
 }
 PARAMS = SamplingParams(**OPTIONS | {"logit_bias": {0: -100.0, 255: 1.5}})
 

@@ -149,6 +149,8 @@ class SamplingBody(Body):
     ignore_eos: bool = SamplingParams.ignore_eos
     return_tokens_as_token_ids: bool = False  # names tokens "token_id:7" in logprobs
     speculation: Annotated[int | None, PlainValidator(_as_speculation, json_schema_input_type=int | str)] = None
+    return_draft_depths: bool = False  # tells of each token where it comes from
+    return_tree: bool = SamplingParams.return_tree
     priority: Int64 = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] = ""
     stream: bool = False

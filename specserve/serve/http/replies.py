@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Protocol
 
 from fastapi.sse import format_sse_event
 
+from specserve.serve.http.drafts import DraftFormat, TokenOrigin
 from specserve.serve.http.logprobs import LogprobsFormat
 from specserve.serve.http.parts import Part
-from specserve.serve.request import TokenLogprobs
+from specserve.serve.request import DraftTree, TokenLogprobs
 
 Json = dict[str, Any]
 
@@ -35,6 +36,8 @@ class Answer:
     part: Part
     finish_reason: str | None  # None while it goes on
     logprobs: Sequence[TokenLogprobs] = ()  # of the tokens at hand, none unless they were asked for
+    origins: Sequence[TokenOrigin] = ()  # of the tokens at hand, none unless they were asked for
+    tree: DraftTree | None = None  # of the last step, None unless it was asked for
 
 
 @dataclass(frozen=True)
@@ -92,9 +95,12 @@ class OpenAIFormat:
     KIND: ClassVar[str]
     CHUNK_KIND: ClassVar[str]
 
-    def __init__(self, model_name: str, logprobs: LogprobsFormat, *, include_usage: bool) -> None:
+    def __init__(
+        self, model_name: str, logprobs: LogprobsFormat, drafts: DraftFormat, *, include_usage: bool = False
+    ) -> None:
         """`include_usage`: streams end with a chunk of token counts."""
         self._include_usage = include_usage
+        self._drafts_format = drafts
         self._head = {"id": f"{self.ID_PREFIX}-{uuid.uuid4().hex}", "created": int(time.time()), "model": model_name}
         self._logprobs_format = logprobs
 
@@ -126,6 +132,9 @@ class OpenAIFormat:
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> Json | None:
         return self._logprobs_format(index, logprobs) if logprobs else None
 
+    def _drafts(self, answer: Answer) -> Json:
+        return self._drafts_format(answer.index, answer.origins, answer.tree)
+
 
 class CompletionFormat(OpenAIFormat):
     """POST /v1/completions. With `echoes`, the text of each choice's prompt, every answer begins with it."""
@@ -133,9 +142,15 @@ class CompletionFormat(OpenAIFormat):
     ID_PREFIX, KIND, CHUNK_KIND = "cmpl", "text_completion", "text_completion"
 
     def __init__(
-        self, model_name: str, logprobs: LogprobsFormat, *, include_usage: bool = False, echoes: Sequence[str] = ()
+        self,
+        model_name: str,
+        logprobs: LogprobsFormat,
+        drafts: DraftFormat,
+        *,
+        include_usage: bool = False,
+        echoes: Sequence[str] = (),
     ) -> None:
-        super().__init__(model_name, logprobs, include_usage=include_usage)
+        super().__init__(model_name, logprobs, drafts, include_usage=include_usage)
         self._echoes = echoes
 
     def begin(self, index: int) -> Iterable[bytes]:
@@ -157,7 +172,7 @@ class CompletionFormat(OpenAIFormat):
             "text": echo + answer.part.content,
             "logprobs": self._logprobs(answer.index, answer.logprobs),
             "finish_reason": answer.finish_reason,
-        }
+        } | self._drafts(answer)
 
 
 class ChatFormat(OpenAIFormat):
@@ -170,7 +185,7 @@ class ChatFormat(OpenAIFormat):
 
     def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
         # tokens whose text is still held back are content too, of no length yet
-        said = {"content": answer.part.content} if answer.part.content or answer.logprobs else {}
+        said = {"content": answer.part.content} if answer.part.content or answer.logprobs or answer.origins else {}
         return (self._delta(answer, said),)
 
     def _choice(self, answer: Answer) -> Json:
@@ -182,4 +197,4 @@ class ChatFormat(OpenAIFormat):
 
     def _with_end(self, choice: Json, answer: Answer) -> Json:
         logprobs = self._logprobs(answer.index, answer.logprobs)
-        return choice | {"logprobs": logprobs, "finish_reason": answer.finish_reason}
+        return choice | {"logprobs": logprobs, "finish_reason": answer.finish_reason} | self._drafts(answer)

@@ -13,6 +13,7 @@ from fastapi.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
 from specserve.errors import RequestError
+from specserve.serve.http.drafts import DraftFormat
 from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from specserve.serve.http.metrics import Metrics
 from specserve.serve.http.openai_bodies import ChatBody, CompletionBody, SamplingBody
@@ -67,7 +68,8 @@ class Service:
                 text = prompt if isinstance(prompt, str) else decode(engine, prompt)
                 echoes += [text] * params.n
         logprobs = CompletionLogprobs(self.texts, as_token_ids=body.return_tokens_as_token_ids)
-        spelled = CompletionFormat(engine.model_name, logprobs, include_usage=body.include_usage, echoes=echoes)
+        drafts = DraftFormat(self.texts)
+        spelled = CompletionFormat(engine.model_name, logprobs, drafts, include_usage=body.include_usage, echoes=echoes)
         return Work(body, params, prompts, spelled)
 
     def chat(self, body: ChatBody, reply_format: ReplyFormat | None = None) -> Work:
@@ -78,7 +80,8 @@ class Service:
         params = body.sampling_params()
         token_ids = render_chat(engine, body.messages, True, body.chat_template_kwargs)
         logprobs = ChatLogprobs(self.texts, as_token_ids=body.return_tokens_as_token_ids)
-        spelled = reply_format or ChatFormat(engine.model_name, logprobs, include_usage=body.include_usage)
+        drafts = DraftFormat(self.texts)
+        spelled = reply_format or ChatFormat(engine.model_name, logprobs, drafts, include_usage=body.include_usage)
         return Work(body, params, [token_ids], spelled)
 
     async def respond(self, http: Request, work: Work) -> Response:
@@ -92,6 +95,7 @@ class Service:
                 work.prompts,
                 work.params,
                 make_parser=work.make_parser,
+                has_origins=body.return_draft_depths,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
             )

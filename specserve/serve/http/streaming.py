@@ -18,6 +18,7 @@ from fastapi.sse import KEEPALIVE_COMMENT
 from starlette.concurrency import run_in_threadpool
 
 from specserve.errors import CapacityError, RequestError, SpecServeError
+from specserve.serve.http.drafts import TokenOrigin
 from specserve.serve.http.guard import INTERNAL_ERROR, EngineFailureError
 from specserve.serve.http.metrics import Metrics, SequenceMetrics
 from specserve.serve.http.parts import AnswerParser, MakeParser, PlainText
@@ -65,12 +66,14 @@ class Generation:
         params: SamplingParams,
         *,
         make_parser: MakeParser = PlainText,  # one for each sequence
+        has_origins: bool = False,  # answers tell where their tokens come from
         priority: int = 0,
         cache_salt: str = "",
     ) -> None:
         self._engine = engine
         self._http = http
         self._make_parser = make_parser
+        self._has_origins = has_origins
         self._loop = asyncio.get_running_loop()
         self._arrivals: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()  # None: the client has gone
         self._choices: list[_Choice] = []
@@ -97,7 +100,10 @@ class Generation:
         arrived: list[list[Delta]] = [[] for _ in self._choices]
         async with contextlib.aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
-                arrived[index].append(delta)
+                before = arrived[index]
+                if before and before[-1].tree is not None:  # only the last step's is told
+                    before[-1] = dataclasses.replace(before[-1], tree=None)
+                before.append(delta)
 
         def spell() -> Json:
             answers = [self._whole(index, deltas) for index, deltas in enumerate(arrived)]
@@ -146,7 +152,8 @@ class Generation:
                         yield each
                 answer = self._piece(index, delta)
                 # A step may add tokens and no text yet: in the middle of a character, or of what may be a stop string.
-                if answer.part or answer.logprobs or answer.finish_reason is not None:
+                told = answer.part or answer.logprobs or answer.origins or answer.tree
+                if told or answer.finish_reason is not None:
                     for each in reply_format.piece(answer, self._usage):
                         yield each
 
@@ -154,15 +161,22 @@ class Generation:
         """What a delta says of its choice."""
         parser = self._choices[index].parser
         part = parser.push(delta.text)
-        if delta.finish_reason is None:
-            return Answer(index, part, None, delta.logprobs)
-        return Answer(index, part + parser.finish(), str(delta.finish_reason), delta.logprobs)
+        reason = None if delta.finish_reason is None else str(delta.finish_reason)
+        if reason is not None:
+            part += parser.finish()
+        return Answer(index, part, reason, delta.logprobs, self._origins([delta]), delta.tree)
+
+    def _origins(self, deltas: Sequence[Delta]) -> Sequence[TokenOrigin]:
+        if not self._has_origins:
+            return ()
+        return [origin for delta in deltas for origin in zip(delta.token_ids, delta.draft_depths, strict=True)]
 
     def _whole(self, index: int, deltas: Sequence[Delta]) -> Answer:
         """What all deltas of a choice say."""
         text = "".join(delta.text for delta in deltas)
         logprobs = tuple(item for delta in deltas for item in delta.logprobs)
-        return self._piece(index, dataclasses.replace(deltas[-1], text=text, logprobs=logprobs))
+        answer = self._piece(index, dataclasses.replace(deltas[-1], text=text, logprobs=logprobs))
+        return dataclasses.replace(answer, origins=self._origins(deltas))
 
     async def _deltas(self, *, is_idle_reported: bool = False) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) until every sequence has ended; (-1, empty delta) about once a second while nothing comes."""
