@@ -16,7 +16,10 @@ class HostResult:
     n_accepted: np.ndarray  # [batch] int32
     source: np.ndarray  # [batch] int32, who proposed: the head (0) or a lookup
     logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None  # chosen, top, top_ids; see `sampling.Logprobs`
-    nodes: tuple[np.ndarray, np.ndarray] | None = None  # token ids and parents of the proposed nodes, [batch, node]
+    node_ids: np.ndarray | None = (
+        None  # [batch, node] int32, the root and the proposed tokens, when asked for
+    )
+    parents: np.ndarray | None = None  # [batch, node] int32, of the nodes
 
     def emitted(self, row: int) -> list[int]:
         """The tokens that the step adds to a sequence: the accepted ones and the bonus token."""
@@ -45,8 +48,16 @@ class StepHandle:
         if self._has_logprobs:
             out = self._result.logprobs
             logprobs = np.asarray(out.chosen), np.asarray(out.top), np.asarray(out.top_ids)
-        nodes = None
-        if self._has_tree and self._result.nodes is not None:
-            nodes = np.asarray(self._result.nodes[0]), np.asarray(self._result.nodes[1])
+        node_ids, parents = self._tree() if self._has_tree else (None, None)
         self._on_read(counts[:, 0])
-        return HostResult(counts[:, 2:], counts[:, 0], counts[:, 1], logprobs, nodes)
+        return HostResult(counts[:, 2:], counts[:, 0], counts[:, 1], logprobs, node_ids, parents)
+
+    def _tree(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+        """Token ids and parents of the proposed nodes, [batch, node] int32; None of a plain step."""
+        if self._result.node_ids is None:
+            return None, None
+        node_ids = np.asarray(self._result.node_ids)
+        if self._result.parents is None:
+            above = np.maximum(np.arange(node_ids.shape[1], dtype=np.int32) - 1, 0)
+            return node_ids, np.broadcast_to(above, node_ids.shape)
+        return node_ids, np.asarray(self._result.parents)

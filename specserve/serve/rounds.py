@@ -402,9 +402,10 @@ def _logprobs(token_ids: tuple[int, ...], result: HostResult, row: int, num_top:
 
 def _draft_tree(tree: Tree, result: HostResult, row: int) -> DraftTree:
     """The tree that a step proposed for a row, and the way that the emitted tokens take through it."""
-    assert result.nodes is not None
+    assert result.node_ids is not None
+    assert result.parents is not None
     # a deterministic step pads each tree with nodes of its own
-    token_ids, parents = (array[row, : tree.num_nodes + 1].tolist() for array in result.nodes)
+    token_ids, parents = (array[row, : tree.num_nodes + 1].tolist() for array in (result.node_ids, result.parents))
     accepted, current = [], 0
     for token_id in result.emitted(row)[:-1]:
         nodes = range(current + 1, len(parents))  # parents come before their children

@@ -75,8 +75,8 @@ class StepResult:
 
     counts: jax.Array  # [batch, 2 + depth + 1] int32: draft tokens accepted, the source of the proposal, the tokens
     logprobs: Logprobs  # of the tokens
-    # token ids and parents of the proposed nodes, each [batch, node] int32; None of a step without a tree
-    nodes: tuple[jax.Array, jax.Array] | None = None
+    node_ids: jax.Array | None = None  # [batch, node] int32, the proposed tokens and the root; None without a tree
+    parents: jax.Array | None = None  # [batch, node] int32, of the nodes; None of a chain, where they are known
 
 
 @pytree
@@ -285,7 +285,8 @@ def verify_tree(
     state = _commit(config, weights, state, now, out.new, committed, tree, verdict.path)
     state = _emit(state, slots, now.seq_lens + 1, verdict.token_ids, committed.is_kept)
     result = _result(now, accepted(logits), verdict.token_ids, verdict.n_accepted, proposal.source)
-    return state, dataclasses.replace(result, nodes=(proposal.token_ids, proposal.parents))
+    parents = None if is_chain else proposal.parents
+    return state, dataclasses.replace(result, node_ids=proposal.token_ids, parents=parents)
 
 
 def remember(config: StepConfig, state: SlotState, slot: jax.Array, start: jax.Array, number: jax.Array) -> SlotState:

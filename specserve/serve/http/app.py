@@ -5,6 +5,7 @@ from fastapi import FastAPI, Request, Response
 from specserve.serve.http.guard import ApiKeyGate, error_response, install_error_handlers
 from specserve.serve.http.metrics import Metrics
 from specserve.serve.http.openai_routes import add_openai_routes
+from specserve.serve.http.page_routes import add_page_routes
 from specserve.serve.http.prompts import ModelNotFoundError
 from specserve.serve.http.service import Service
 from specserve.serve.http.status_routes import add_status_routes
@@ -13,7 +14,8 @@ from specserve.serve.interface import EngineLike
 
 
 def create_app(engine: EngineLike, *, api_key: str | None = None) -> FastAPI:
-    """Make the app with all routes over one engine. With `api_key`, all but /health, /ready and /version need that key.
+    """Make the app with all routes over one engine. With `api_key`, all but the page at /, /health, /ready and /version
+    need that key.
 
     The app keeps its Prometheus series in `app.state.metrics`.
     """
@@ -31,4 +33,5 @@ def create_app(engine: EngineLike, *, api_key: str | None = None) -> FastAPI:
     add_openai_routes(app, Service(engine, metrics))
     add_tokenizer_routes(app, engine)
     add_status_routes(app, engine, metrics)
+    add_page_routes(app, needs_key=api_key is not None)
     return app
