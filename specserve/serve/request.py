@@ -88,6 +88,7 @@ class SamplingParams:
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # of each token, and of so many likely ones
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # the same of the prompt's tokens
     speculation: NumTokens | None = None  # draft tokens that a step may accept; 0: none; None: the server's choice
+    return_tree: bool = False  # the tree that each step proposed, and its accepted path
 
     def __post_init__(self) -> None:
         for name, kind in _kinds().items():
@@ -179,6 +180,16 @@ class TokenMask(Protocol):
 
 
 @dataclass(frozen=True)
+class DraftTree:
+    """The tree that a step proposed for one sequence. Node 0 is the root, the last token before the step; it is its own
+    parent, and other parents come before their children."""
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    accepted: tuple[int, ...]  # the nodes of the accepted path, from the child of the root down
+
+
+@dataclass(frozen=True)
 class Delta:
     """What one engine step added to a sequence. The last one of a sequence has a `finish_reason`."""
 
@@ -191,6 +202,13 @@ class Delta:
     stats: SpeculationStats | None = None  # set on the last delta
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token id, when the request asked for them
     prompt: tuple[PromptToken, ...] = ()  # all of it, in the first delta with tokens, when the request asked for it
+    num_accepted: int = 0  # the first so many tokens are accepted draft tokens; one after them is the target's own
+    tree: DraftTree | None = None  # when the request asked for it, and the step proposed one
+
+    @property
+    def draft_depths(self) -> tuple[int, ...]:
+        """Where each token comes from: 0 is the target's own draw, d a draft token accepted at depth d of the tree."""
+        return tuple(depth if depth <= self.num_accepted else 0 for depth in range(1, len(self.token_ids) + 1))
 
 
 @dataclass(eq=False)

@@ -11,6 +11,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 import numpy as np
 
@@ -22,6 +23,7 @@ from specserve.serve.options import sampler_rows, token_rows
 from specserve.serve.output import OutputStream
 from specserve.serve.request import (
     Delta,
+    DraftTree,
     FinishReason,
     PromptToken,
     Request,
@@ -54,6 +56,13 @@ class Flight:
     def most(self) -> int:
         """Tokens that it emits for a sequence, at most."""
         return 1 + (self.tree.depth if self.tree else 0)
+
+
+class _Wanted(TypedDict):
+    """What some sequence of a step wants to be told besides its tokens."""
+
+    has_logprobs: bool
+    has_tree: bool
 
 
 @dataclass
@@ -191,14 +200,17 @@ class Rounds:
     def _step(self, decode: list[Sequence]) -> Flight:
         slots = [sequence.slot for sequence in decode]
         shape = self.runner.shapes.batch_size_of(len(slots)), self.runner.width_of(slots)
-        has_logprobs = any(sequence.request.params.logprobs is not None for sequence in decode)
+        wanted: _Wanted = {
+            "has_logprobs": any(sequence.request.params.logprobs is not None for sequence in decode),
+            "has_tree": any(sequence.request.params.return_tree for sequence in decode),
+        }
         if any(sequence.request.token_mask for sequence in decode):
-            tree, handle = self._constrained_step(decode, slots, has_logprobs)
+            tree, handle = self._constrained_step(decode, slots, wanted)
         else:
             tree = self._choose(decode, *shape)
             # while programs are missing, that by which the draft would catch up may be one of them
             is_following = not self.is_partial and (not self.is_choosing or self.controller.is_following)
-            handle = self.runner.step(slots, tree, has_logprobs=has_logprobs, is_following=is_following)
+            handle = self.runner.step(slots, tree, **wanted, is_following=is_following)
         self._counters.steps[describe(tree)] += 1
         return Flight(handle, [(sequence, sequence.epoch) for sequence in decode], tree, shape)
 
@@ -225,17 +237,17 @@ class Rounds:
         return sequence.estimate
 
     def _constrained_step(
-        self, decode: list[Sequence], slots: list[int], has_logprobs: bool
+        self, decode: list[Sequence], slots: list[int], wanted: _Wanted
     ) -> tuple[Tree | None, StepHandle]:
         """A tree takes two programs: the host must say which tokens may follow each proposed one."""
         tree = self._choose_constrained(decode, slots)
         if tree is None:
             nothing = np.zeros((len(slots), 1), np.int32)
             allowed = self._masks(decode, nothing, nothing)
-            return None, self.runner.step(slots, None, has_logprobs=has_logprobs, allowed=allowed)
+            return None, self.runner.step(slots, None, allowed=allowed, **wanted)
         token_ids, parents, proposal = self.runner.propose(slots, tree)
         allowed = self._masks(decode, parents, token_ids)
-        return tree, self.runner.verify(slots, tree, proposal, allowed, has_logprobs=has_logprobs)
+        return tree, self.runner.verify(slots, tree, proposal, allowed, **wanted)
 
     def _choose_constrained(self, decode: list[Sequence], slots: list[int]) -> Tree | None:
         shapes = self.runner.shapes
@@ -333,7 +345,7 @@ class Rounds:
                 sequence.landed(flight.most)
                 if flight.shape:
                     self._observe(sequence, flight.tree, int(result.n_accepted[row]))
-                self._guard(sequence, functools.partial(self._emit, sequence, result, row))
+                self._guard(sequence, functools.partial(self._emit, sequence, flight.tree, result, row))
 
     def _observe(self, sequence: Sequence, tree: Tree | None, n_accepted: int) -> None:
         if tree is None:
@@ -346,10 +358,10 @@ class Rounds:
         )
         self.controller.observe(estimate, tree, n_accepted)
 
-    def _emit(self, sequence: Sequence, result: HostResult, row: int) -> None:
-        """Hand over new tokens."""
+    def _emit(self, sequence: Sequence, tree: Tree | None, result: HostResult, row: int) -> None:
+        """Hand over the new tokens of a step with that tree."""
         request = sequence.request
-        delta = sequence.output.push(result.emitted(row))
+        delta = sequence.output.push(result.emitted(row), int(result.n_accepted[row]))
         if sequence.is_scored:
             delta = dataclasses.replace(delta, prompt=tuple(sequence.prompt))
         sequence.output_ids += delta.token_ids
@@ -358,6 +370,8 @@ class Rounds:
         if request.params.logprobs is not None:
             found = _logprobs(delta.token_ids, result, row, request.params.logprobs)
             delta = dataclasses.replace(delta, logprobs=found)
+        if request.params.return_tree and request.params.speculation != 0 and tree is not None:
+            delta = dataclasses.replace(delta, tree=_draft_tree(tree, result, row))
         self._deliver(sequence, delta)
 
     def _deliver(self, sequence: Sequence, delta: Delta) -> None:
@@ -437,3 +451,17 @@ def _logprobs(token_ids: tuple[int, ...], result: HostResult, row: int, num_top:
         )
         for i, token_id in enumerate(token_ids)
     )
+
+
+def _draft_tree(tree: Tree, result: HostResult, row: int) -> DraftTree:
+    """The tree that a step proposed for a row, and the way that the emitted tokens take through it."""
+    assert result.node_ids is not None
+    assert result.parents is not None
+    # a deterministic step pads each tree with nodes of its own
+    token_ids, parents = (array[row, : tree.num_nodes + 1].tolist() for array in (result.node_ids, result.parents))
+    accepted, current = [], 0
+    for token_id in result.emitted(row)[:-1]:
+        nodes = range(current + 1, len(parents))  # parents come before their children
+        current = next(node for node in nodes if (parents[node], token_ids[node]) == (current, token_id))
+        accepted.append(current)
+    return DraftTree(tuple(token_ids), tuple(parents), tuple(accepted))

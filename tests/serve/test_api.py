@@ -70,6 +70,7 @@ OPTIONS: dict[str, Any] = {
     "ignore_eos": True,
     "skip_special_tokens": False,
     "speculation": 2,
+    "return_tree": True,
 }
 PARAMS = SamplingParams(**OPTIONS | {"logit_bias": {0: -100.0, 255: 1.5}})
 
@@ -352,7 +353,6 @@ def test_every_route_but_health_ready_and_version_needs_the_key(fake_engine):
                 "/v1/completions",
                 "/tokenize",
                 "/nowhere",
-                "//health",
                 "/health/",
             ]
             for path in closed:

@@ -7,6 +7,7 @@ from specserve.serve.http.guard import ApiKeyGate, error_response, install_error
 from specserve.serve.http.messages_replies import MessagesDoor
 from specserve.serve.http.metrics import Metrics
 from specserve.serve.http.openai_routes import add_openai_routes
+from specserve.serve.http.page_routes import add_page_routes
 from specserve.serve.http.prompts import ModelNotFoundError
 from specserve.serve.http.service import Service
 from specserve.serve.http.status_routes import add_status_routes
@@ -15,7 +16,8 @@ from specserve.serve.interface import EngineLike
 
 
 def create_app(engine: EngineLike, *, api_key: str | None = None, allow_unknown_fields: bool = False) -> FastAPI:
-    """Make the app with all routes over one engine. With `api_key`, all but /health, /ready and /version need that key.
+    """Make the app with all routes over one engine. With `api_key`, all but the page at /, /health, /ready and /version
+    need that key.
 
     The app keeps its Prometheus series in `app.state.metrics`.
     """
@@ -36,4 +38,5 @@ def create_app(engine: EngineLike, *, api_key: str | None = None, allow_unknown_
     add_dialect_routes(app, service)
     add_tokenizer_routes(app, service)
     add_status_routes(app, engine, metrics)
+    add_page_routes(app, needs_key=api_key is not None)
     return app

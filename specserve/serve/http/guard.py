@@ -15,6 +15,7 @@ from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.errors import CapacityError, ConfigError, RequestError, SpecServeError
+from specserve.serve.http.page_routes import PAGE_PATHS
 from specserve.serve.http.replies import error_body
 
 logger = logging.getLogger(__name__)
@@ -23,7 +24,7 @@ MAX_BODY_BYTES = 16 * 2**20
 BODY_TIMEOUT_SECONDS = 60.0
 RETRY_AFTER_SECONDS = 1
 INTERNAL_ERROR = "internal error; the server's log has the details"
-OPEN_PATHS = frozenset({"/health", "/ready", "/version"})  # every other path needs the key, existing or not
+OPEN_PATHS = PAGE_PATHS | {"/health", "/ready", "/version"}  # every other path needs the key, existing or not
 _MAX_DRAINED_BYTES = 4 * MAX_BODY_BYTES
 
 

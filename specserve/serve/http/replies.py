@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Protocol
 
 from fastapi.sse import format_sse_event
 
-from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsFormat, prompt_logprobs
+from specserve.serve.http.drafts import DraftFormat, TokenOrigin
+from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from specserve.serve.http.parts import Part
-from specserve.serve.request import PromptToken, SpeculationStats, TokenLogprobs
+from specserve.serve.request import DraftTree, PromptToken, SpeculationStats, TokenLogprobs
 
 Json = dict[str, Any]
 
@@ -40,6 +41,8 @@ class Answer:
     token_ids: Sequence[int] = ()
     prompt_ids: Sequence[int] = ()
     stats: SpeculationStats | None = None  # when it has ended
+    origins: Sequence[TokenOrigin] = ()  # of the tokens at hand, none unless they were asked for
+    tree: DraftTree | None = None  # of the last step, None unless it was asked for
 
 
 @dataclass(frozen=True)
@@ -113,10 +116,13 @@ class OpenAIFormat:
     KIND: ClassVar[str]
     CHUNK_KIND: ClassVar[str]
 
-    def __init__(self, model_name: str, logprobs: LogprobsFormat, options: ReplyOptions | None = None) -> None:
+    def __init__(
+        self, model_name: str, logprobs: ChatLogprobs | CompletionLogprobs, options: ReplyOptions | None = None
+    ) -> None:
         self._options = options or ReplyOptions()
         name = self._options.request_id or uuid.uuid4().hex
         self._head = {"id": f"{self.ID_PREFIX}-{name}", "created": int(time.time()), "model": model_name}
+        self._drafts_format = DraftFormat(logprobs.texts)
         self._logprobs_format = logprobs
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
@@ -153,10 +159,14 @@ class OpenAIFormat:
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
-        return said | ({"token_ids": list(answer.token_ids)} if self._options.token_ids else {})
+        said |= {"token_ids": list(answer.token_ids)} if self._options.token_ids else {}
+        return said | self._drafts_format(answer.index, answer.origins, answer.tree)
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> Json | None:
         return self._logprobs_format(index, logprobs) if logprobs else None
+
+    def _drafts(self, answer: Answer) -> Json:
+        return self._drafts_format(answer.index, answer.origins, answer.tree)
 
 
 class CompletionFormat(OpenAIFormat):
@@ -226,7 +236,7 @@ class ChatFormat(OpenAIFormat):
 
     def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
         # tokens whose text is still held back are content too, of no length yet
-        said = {"content": answer.part.content} if answer.part.content or answer.logprobs else {}
+        said = {"content": answer.part.content} if answer.part.content or answer.logprobs or answer.origins else {}
         return (self._chunk(self._delta(answer, said), usage),)
 
     def _prompt(self, answer: Answer) -> Json:

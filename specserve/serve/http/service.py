@@ -133,6 +133,7 @@ class Service:
                 work.params,
                 make_parser=work.make_parser,
                 make_mask=work.make_mask,
+                has_origins=body.return_draft_depths,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
             )

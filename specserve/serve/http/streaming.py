@@ -18,6 +18,7 @@ from fastapi.sse import KEEPALIVE_COMMENT
 from starlette.concurrency import run_in_threadpool
 
 from specserve.errors import CapacityError, RequestError, SpecServeError
+from specserve.serve.http.drafts import TokenOrigin
 from specserve.serve.http.guard import INTERNAL_ERROR, EngineFailureError
 from specserve.serve.http.metrics import Metrics, SequenceMetrics
 from specserve.serve.http.parts import AnswerParser, MakeParser, Part, PlainText
@@ -67,12 +68,14 @@ class Generation:
         *,
         make_parser: MakeParser = PlainText,  # one for each sequence
         make_mask: MakeMask | None = None,
+        has_origins: bool = False,  # answers tell where their tokens come from
         priority: int = 0,
         cache_salt: str = "",
     ) -> None:
         self._engine = engine
         self._http = http
         self._make_parser = make_parser
+        self._has_origins = has_origins
         self._loop = asyncio.get_running_loop()
         self._arrivals: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()  # None: the client has gone
         self._choices: list[_Choice] = []
@@ -106,7 +109,10 @@ class Generation:
         arrived: list[list[Delta]] = [[] for _ in self._choices]
         async with contextlib.aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
-                arrived[index].append(delta)
+                before = arrived[index]
+                if before and before[-1].tree is not None:  # only the last step's is told
+                    before[-1] = dataclasses.replace(before[-1], tree=None)
+                before.append(delta)
 
         def spell() -> Json:
             answers = [self._whole(index, deltas) for index, deltas in enumerate(arrived)]
@@ -161,7 +167,8 @@ class Generation:
                 # Their ids go with the next text.
                 waiting = self._choices[index].waiting_ids
                 waiting += delta.token_ids
-                if answer.part or answer.logprobs or answer.prompt or answer.finish_reason is not None:
+                told = answer.part or answer.logprobs or answer.prompt or answer.origins or answer.tree
+                if told or answer.finish_reason is not None:
                     for each in reply_format.piece(dataclasses.replace(answer, token_ids=tuple(waiting)), self._usage):
                         yield each
                     waiting.clear()
@@ -182,7 +189,14 @@ class Generation:
             token_ids=delta.token_ids,
             prompt_ids=choice.request.prompt_ids,
             stats=delta.stats,
+            origins=self._origins([delta]),
+            tree=delta.tree,
         )
+
+    def _origins(self, deltas: Sequence[Delta]) -> Sequence[TokenOrigin]:
+        if not self._has_origins:
+            return ()
+        return [origin for delta in deltas for origin in zip(delta.token_ids, delta.draft_depths, strict=True)]
 
     def _whole(self, index: int, deltas: Sequence[Delta]) -> Answer:
         """What all deltas of a choice say."""
@@ -191,7 +205,7 @@ class Generation:
         token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
         prompt = next((delta.prompt for delta in deltas if delta.prompt), ())
         everything = dataclasses.replace(deltas[-1], text=text, logprobs=logprobs, token_ids=token_ids, prompt=prompt)
-        return self._piece(index, everything)
+        return dataclasses.replace(self._piece(index, everything), origins=self._origins(deltas))
 
     async def _deltas(self, *, is_idle_reported: bool = False) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) until every sequence has ended; (-1, empty delta) about once a second while nothing comes."""
