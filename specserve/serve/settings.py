@@ -50,6 +50,12 @@ class ServeRun:
     constrained: bool = setting(
         False, help="compile the programs that token masks (grammars) need; a mask comes from Python, not over HTTP yet"
     )
+    enable_per_request_metrics: bool = setting(
+        False, help="put times into the replies: in the queue, to the first token, of generation; and tokens per second"
+    )
+    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = setting(
+        "none", help="put what speculation did into the replies: summed up, or also of each step"
+    )
     early_ready: bool = setting(
         True, help="serve as soon as plain decoding can, and compile the other programs meanwhile; else wait for all"
     )

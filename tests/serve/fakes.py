@@ -202,7 +202,15 @@ class FakeEngine:
         return Delta(token_ids, text, reason, stats=self._stats_of(request) if reason else None, logprobs=logprobs)
 
     def _stats_of(self, request: Request) -> SpeculationStats:
-        return SpeculationStats(3, 9, (3, 1), num_cached_tokens=self._num_cached[request])
+        return SpeculationStats(
+            *(3, 9, (3, 1)),
+            num_cached_tokens=self._num_cached[request],
+            drafts=((3, 1), (3, 2), (3, 1)),
+            max_accepted=3,
+            queue_seconds=0.25,
+            prefill_seconds=0.5,
+            decode_seconds=2.0,
+        )
 
 
 def _text(token_ids: Sequence[int]) -> str:

@@ -10,12 +10,13 @@ from specserve.serve.http.service import Service
 from specserve.serve.http.status_routes import add_status_routes
 from specserve.serve.http.tokenizer_routes import add_tokenizer_routes
 from specserve.serve.interface import EngineLike
+from specserve.serve.settings import ServeRun
 
 
-def create_app(engine: EngineLike, *, api_key: str | None = None) -> FastAPI:
+def create_app(engine: EngineLike, *, api_key: str | None = None, run: ServeRun | None = None) -> FastAPI:
     """Make the app with all routes over one engine. With `api_key`, all but /health, /ready and /version need that key.
 
-    The app keeps its Prometheus series in `app.state.metrics`.
+    `run` has the server's settings. The app keeps its Prometheus series in `app.state.metrics`.
     """
     app = FastAPI(title="specserve", openapi_url=None, docs_url=None, redoc_url=None, redirect_slashes=False)
     app.state.metrics = metrics = Metrics(engine.model_name, engine.stats)
@@ -28,7 +29,7 @@ def create_app(engine: EngineLike, *, api_key: str | None = None) -> FastAPI:
     async def on_model_not_found(_: Request, error: ModelNotFoundError) -> Response:
         return error_response(404, str(error), param=error.param, code="model_not_found")
 
-    add_openai_routes(app, Service(engine, metrics))
+    add_openai_routes(app, Service(engine, metrics, run or ServeRun()))
     add_tokenizer_routes(app, engine)
     add_status_routes(app, engine, metrics)
     return app

@@ -46,6 +46,7 @@ class Usage:
     num_completion: int
     num_accepted: int  # draft tokens
     num_rejected: int
+    metrics: Json | None = None  # how the one sequence of the reply fared, where the server tells (`request_metrics`)
 
     def as_json(self) -> Json:
         return {
@@ -100,7 +101,7 @@ class OpenAIFormat:
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
         choices = [self._choice(answer) for answer in answers]
-        return self._head | {"object": self.KIND, "choices": choices, "usage": usage.as_json()}
+        return self._head | {"object": self.KIND, "choices": choices} | _with_metrics(usage)
 
     def begin(self, index: int) -> Iterable[bytes]:
         raise NotImplementedError
@@ -110,7 +111,7 @@ class OpenAIFormat:
 
     def end(self, usage: Usage) -> Iterable[bytes]:
         if self._include_usage:
-            yield event(self._head | {"object": self.CHUNK_KIND, "choices": [], "usage": usage.as_json()})
+            yield event(self._head | {"object": self.CHUNK_KIND, "choices": []} | _with_metrics(usage))
         yield event("[DONE]")
 
     def failure(self, error: Json) -> Iterable[bytes]:
@@ -125,6 +126,11 @@ class OpenAIFormat:
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> Json | None:
         return self._logprobs_format(index, logprobs) if logprobs else None
+
+
+def _with_metrics(usage: Usage) -> Json:
+    beside = {} if usage.metrics is None else {"metrics": usage.metrics}
+    return {"usage": usage.as_json()} | beside
 
 
 class CompletionFormat(OpenAIFormat):

@@ -19,9 +19,11 @@ from specserve.serve.http.openai_bodies import ChatBody, CompletionBody, Samplin
 from specserve.serve.http.parts import MakeParser, PlainText
 from specserve.serve.http.prompts import check_model, check_token_ids, decode, encode, render_chat
 from specserve.serve.http.replies import ChatFormat, CompletionFormat, ReplyFormat
+from specserve.serve.http.request_metrics import RequestMetrics
 from specserve.serve.http.streaming import ClientGoneError, Generation
 from specserve.serve.interface import EngineLike
 from specserve.serve.request import MAX_CHOICES, SamplingParams
+from specserve.serve.settings import ServeRun
 
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold events back
 _T = TypeVar("_T")
@@ -41,10 +43,11 @@ class Work:
 class Service:
     """The engine as the routes of one app see it."""
 
-    def __init__(self, engine: EngineLike, metrics: Metrics) -> None:
+    def __init__(self, engine: EngineLike, metrics: Metrics, run: ServeRun) -> None:
         self.engine = engine
         self.metrics = metrics
         self.texts = TokenTexts(engine.tokenizer)
+        self._told = RequestMetrics(run.enable_per_request_metrics, run.per_request_spec_decode_metrics)
 
     def completion(self, body: CompletionBody) -> Work:
         """The work of a body of /v1/completions. Raises RequestError."""
@@ -94,6 +97,7 @@ class Service:
                 make_parser=work.make_parser,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
+                told=self._told,
             )
         except RequestError as error:
             raise body.reword(error) from None

@@ -22,6 +22,7 @@ from specserve.serve.http.guard import INTERNAL_ERROR, EngineFailureError
 from specserve.serve.http.metrics import Metrics, SequenceMetrics
 from specserve.serve.http.parts import AnswerParser, MakeParser, PlainText
 from specserve.serve.http.replies import Answer, Json, ReplyFormat, Usage, error_body
+from specserve.serve.http.request_metrics import RequestMetrics
 from specserve.serve.interface import EngineLike
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
 from specserve.speculative.acceptance import Acceptance
@@ -67,14 +68,17 @@ class Generation:
         make_parser: MakeParser = PlainText,  # one for each sequence
         priority: int = 0,
         cache_salt: str = "",
+        told: RequestMetrics | None = None,  # of a reply's one sequence; None: nothing
     ) -> None:
         self._engine = engine
         self._http = http
         self._make_parser = make_parser
+        self._told = told or RequestMetrics()
         self._loop = asyncio.get_running_loop()
         self._arrivals: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()  # None: the client has gone
         self._choices: list[_Choice] = []
         each = params.choices()
+        metrics.count_request(params)
         try:
             for token_ids, own in itertools.product(prompts, each):
                 on_delta = partial(self._on_delta, len(self._choices))
@@ -201,7 +205,13 @@ class Generation:
             num_completion=sum(choice.num_tokens for choice in self._choices),
             num_accepted=total.num_accepted,
             num_rejected=total.num_draft_tokens - total.num_accepted,
+            metrics=self._metrics_of_one(),
         )
+
+    def _metrics_of_one(self) -> Json | None:
+        """What `metrics` tells at the end; several sequences would have to share it, so then there is none."""
+        [first, *others] = self._choices
+        return None if others or first.stats is None else self._told.spell(first.stats, first.num_tokens)
 
     def _on_delta(self, index: int, delta: Delta) -> None:
         """Called on the engine's thread."""
