@@ -95,6 +95,7 @@ class FakeEngine:
         priority: int = 0,
         cache_salt: str = "",
         token_mask: TokenMask | None = None,
+        request_id: str = "",
     ) -> Request:
         assert params.n == 1
         self._check(prompt_ids, params)
@@ -102,7 +103,7 @@ class FakeEngine:
         if self.is_draining or (b"full" in prompt and (self._active or b"now" in prompt)):
             raise CapacityError("the server is stopping" if self.is_draining else "the queue is full")
         request = Request(
-            request_id=str(next(self._ids)),
+            request_id=request_id or str(next(self._ids)),
             prompt_ids=tuple(prompt_ids),
             params=params,
             max_new_tokens=params.max_tokens or self.max_model_len - len(prompt_ids),

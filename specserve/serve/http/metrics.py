@@ -233,13 +233,13 @@ class SequenceMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._start_time = self._last_time = time.monotonic()
-        self._num_tokens = 0
+        self.num_tokens = 0  # so far
 
     def observe(self, delta: Delta) -> None:
         now = time.monotonic()
         if delta.token_ids:
-            self._metrics._observe_tokens(len(delta.token_ids), now - self._last_time, is_first=not self._num_tokens)
+            self._metrics._observe_tokens(len(delta.token_ids), now - self._last_time, is_first=not self.num_tokens)
             self._last_time = now
-            self._num_tokens += len(delta.token_ids)
+            self.num_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
-            self._metrics._observe_end(delta, self._num_tokens, now - self._start_time)
+            self._metrics._observe_end(delta, self.num_tokens, now - self._start_time)

@@ -21,6 +21,7 @@ from specserve.serve.http.prompts import check_model, check_token_ids, decode, e
 from specserve.serve.http.replies import ChatFormat, CompletionFormat, ReplyFormat
 from specserve.serve.http.request_metrics import RequestMetrics
 from specserve.serve.http.streaming import ClientGoneError, Generation
+from specserve.serve.http.tracing import Tracing
 from specserve.serve.interface import EngineLike
 from specserve.serve.request import MAX_CHOICES, SamplingParams
 from specserve.serve.settings import ServeRun
@@ -43,10 +44,11 @@ class Work:
 class Service:
     """The engine as the routes of one app see it."""
 
-    def __init__(self, engine: EngineLike, metrics: Metrics, run: ServeRun) -> None:
+    def __init__(self, engine: EngineLike, metrics: Metrics, run: ServeRun, tracing: Tracing | None = None) -> None:
         self.engine = engine
         self.metrics = metrics
         self.texts = TokenTexts(engine.tokenizer)
+        self._tracing = tracing
         self._told = RequestMetrics(run.enable_per_request_metrics, run.per_request_spec_decode_metrics)
 
     def completion(self, body: CompletionBody) -> Work:
@@ -98,6 +100,7 @@ class Service:
                 priority=body.priority,
                 cache_salt=body.cache_salt,
                 told=self._told,
+                tracing=self._tracing,
             )
         except RequestError as error:
             raise body.reword(error) from None
