@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import functools
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol, Self, get_type_hints
@@ -141,9 +142,19 @@ def describe(value: Any) -> str:
 
 @dataclass(frozen=True)
 class SpeculationStats(Acceptance):
-    """What speculation and the prefix cache did for one sequence."""
+    """What speculation and the prefix cache did for one sequence, and how long it took."""
 
     num_cached_tokens: int = 0  # prompt tokens whose keys and values were in the prefix cache
+    drafts: tuple[tuple[int, int], ...] = ()  # of each step over draft tokens: how many there were, how many accepted
+    max_accepted: int = 0  # draft tokens that one step of this server accepts, at most; 0: it does not speculate
+    queue_seconds: float = 0.0  # from submission to a slot
+    prefill_seconds: float = 0.0  # from there to the first token
+    decode_seconds: float = 0.0  # from there to the last token
+
+    @property
+    def num_drafts(self) -> int:
+        """Steps that verified draft tokens. Steps of plain decoding are none of them, but count in `num_steps`."""
+        return len(self.drafts)
 
 
 @dataclass(frozen=True)
@@ -226,6 +237,7 @@ class Request:
     token_mask: TokenMask | None = None
     stop_ids: frozenset[int] = frozenset()  # any of them ends it: its stop token ids, and the model's EOS ids
     bad_sequences: Sequence[tuple[int, ...]] = ()  # token ids that spell its bad words
+    submit_time: float = field(default_factory=time.monotonic)
     is_cancelled: bool = False  # set from any thread
 
     def cancel(self) -> None:

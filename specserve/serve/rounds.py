@@ -4,6 +4,7 @@ Rounds overlap: a round is dispatched before the one before it is read, so the d
 step makes for a sequence that has ended meanwhile is dropped. Everything here runs on the engine's thread.
 """
 
+import bisect
 import dataclasses
 import functools
 import logging
@@ -18,7 +19,7 @@ import numpy as np
 from specserve.drafters.speculation import describe
 from specserve.errors import RequestError
 from specserve.serve.handles import HostResult, StepHandle
-from specserve.serve.interface import EngineStats
+from specserve.serve.interface import ROUND_SIZES, EngineStats
 from specserve.serve.options import sampler_rows, token_rows
 from specserve.serve.output import OutputStream
 from specserve.serve.request import (
@@ -51,6 +52,7 @@ class Flight:
     tree: Tree | None = None
     shape: tuple[int, int] | None = None  # of a step: batch size and width
     scored: tuple[Sequence, int, int] | None = None  # of a scored chunk: whose, as of which epoch, how many tokens
+    num_prompt: int = 0  # prompt tokens that it reads
 
     @property
     def most(self) -> int:
@@ -72,6 +74,8 @@ class _Counters:
     num_rebuilds: int = 0
     num_late_compiles: int = 0
     steps: Counter[str] = field(default_factory=Counter)
+    round_sizes: list[int] = field(default_factory=lambda: [0] * (len(ROUND_SIZES) + 1))  # by `ROUND_SIZES`
+    num_round_tokens: int = 0
     busy_seconds: float = 0.0
     wait_seconds: float = 0.0
     num_tokens: float = 0.0  # emitted by steps
@@ -166,6 +170,11 @@ class Rounds:
             num_rebuilds=counters.num_rebuilds,
             num_steps=sum(steps.values()),
             num_steps_by_speculation=steps,
+            round_sizes=tuple(counters.round_sizes),
+            num_round_tokens=counters.num_round_tokens,
+            page_size=self.runner.shapes.page_size,
+            cache_dtype=self.runner.config.target.cache_dtype or self.runner.config.target.dtype,
+            is_caching=scheduler.is_caching,
             busy_seconds=counters.busy_seconds,
             host_seconds=counters.busy_seconds - counters.wait_seconds,
             num_late_compiles=counters.num_late_compiles,
@@ -211,7 +220,7 @@ class Rounds:
             # while programs are missing, that by which the draft would catch up may be one of them
             is_following = not self.is_partial and (not self.is_choosing or self.controller.is_following)
             handle = self.runner.step(slots, tree, **wanted, is_following=is_following)
-        self._counters.steps[describe(tree)] += 1
+        self._counters.steps[describe(None if self.runner.shapes.accepts_nothing else tree)] += 1
         return Flight(handle, [(sequence, sequence.epoch) for sequence in decode], tree, shape)
 
     def _choose(self, decode: list[Sequence], batch_size: int, width: int) -> Tree | None:
@@ -306,12 +315,14 @@ class Rounds:
             handle,
             [(sequence, sequence.epoch)] if chunk.is_last else [],
             scored=(sequence, sequence.epoch, chunk.num_tokens) if is_scored else None,
+            num_prompt=chunk.num_tokens,
         )
 
     def _admit(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
         request, estimate = sequence.request, self._estimate(sequence)
         sequence.prompt.clear()
+        sequence.admit_time = sequence.admit_time or time.monotonic()
         self.runner.admit(
             sequence.slot,
             sequence.token_ids,
@@ -325,6 +336,7 @@ class Rounds:
     def _land(self) -> None:
         """Read the oldest round and hand out its tokens."""
         flights = self.flights.popleft()
+        num_tokens = sum(flight.num_prompt for flight in flights)
         for flight in flights:
             self.wait_start = time.monotonic()
             start = time.perf_counter()
@@ -343,16 +355,21 @@ class Rounds:
                 if not sequence.is_running or sequence.epoch != epoch:
                     continue  # it has ended, or will do this step again
                 sequence.landed(flight.most)
+                num_tokens += 1 + int(result.n_accepted[row])
                 if flight.shape:
                     self._observe(sequence, flight.tree, int(result.n_accepted[row]))
                 self._guard(sequence, functools.partial(self._emit, sequence, flight.tree, result, row))
+        self._counters.num_round_tokens += num_tokens
+        self._counters.round_sizes[bisect.bisect_left(ROUND_SIZES, num_tokens)] += 1
 
     def _observe(self, sequence: Sequence, tree: Tree | None, n_accepted: int) -> None:
-        if tree is None:
+        if tree is None or self.runner.shapes.accepts_nothing:
             sequence.acceptance = sequence.acceptance.after_step()
             return
         estimate = self._estimate(sequence)
         num_draft_tokens = tree.num_nodes if estimate.max_depth else 0  # 0: the request wants none
+        if num_draft_tokens:
+            sequence.drafts.append((num_draft_tokens, n_accepted))
         sequence.acceptance = sequence.acceptance.after_step(
             n_accepted, depth=tree.depth, num_draft_tokens=num_draft_tokens
         )
@@ -376,9 +393,11 @@ class Rounds:
 
     def _deliver(self, sequence: Sequence, delta: Delta) -> None:
         reason = delta.finish_reason
+        if delta.token_ids:
+            sequence.last_time = time.monotonic()
+            sequence.first_time = sequence.first_time or sequence.last_time
         if reason is not None:
-            stats = SpeculationStats(**vars(sequence.acceptance), num_cached_tokens=sequence.num_cached or 0)
-            delta = dataclasses.replace(delta, stats=stats)
+            delta = dataclasses.replace(delta, stats=_stats(sequence, self.runner.shapes.max_accepted))
             # before its listener hears of it: who has the last token finds the slot and the pages free
             self._end(sequence, reason)
         try:
@@ -412,6 +431,22 @@ class Rounds:
     @property
     def _vocab_size(self) -> int:
         return self.runner.config.target.vocab_size
+
+
+def _stats(sequence: Sequence, max_accepted: int) -> SpeculationStats:
+    """What there is to say of a sequence that ends now."""
+    now = time.monotonic()
+    admitted = sequence.admit_time or now
+    first = sequence.first_time or now
+    return SpeculationStats(
+        **vars(sequence.acceptance),
+        num_cached_tokens=sequence.num_cached or 0,
+        drafts=tuple(sequence.drafts),
+        max_accepted=max_accepted,
+        queue_seconds=admitted - sequence.request.submit_time,
+        prefill_seconds=first - admitted,
+        decode_seconds=(sequence.last_time or now) - first,
+    )
 
 
 def _fill(allowed: np.ndarray, mask: TokenMask, parents: np.ndarray, token_ids: np.ndarray) -> None:

@@ -111,6 +111,7 @@ class FakeEngine:
         priority: int = 0,
         cache_salt: str = "",
         token_mask: TokenMask | None = None,
+        request_id: str = "",
     ) -> Request:
         assert params.n == 1
         self._check(prompt_ids, params)
@@ -118,7 +119,7 @@ class FakeEngine:
         if self.is_draining or (b"full" in prompt and (self._active or b"now" in prompt)):
             raise CapacityError("the server is stopping" if self.is_draining else "the queue is full")
         request = Request(
-            request_id=str(next(self._ids)),
+            request_id=request_id or str(next(self._ids)),
             prompt_ids=tuple(prompt_ids),
             params=params,
             max_new_tokens=params.max_tokens or self.max_model_len - len(prompt_ids),
@@ -240,7 +241,15 @@ class FakeEngine:
         )
 
     def _stats_of(self, request: Request) -> SpeculationStats:
-        return SpeculationStats(3, 9, (3, 1), num_cached_tokens=self._num_cached[request])
+        return SpeculationStats(
+            *(3, 9, (3, 1)),
+            num_cached_tokens=self._num_cached[request],
+            drafts=((3, 1), (3, 2), (3, 1)),
+            max_accepted=3,
+            queue_seconds=0.25,
+            prefill_seconds=0.5,
+            decode_seconds=2.0,
+        )
 
 
 def _text(token_ids: Sequence[int]) -> str:

@@ -65,6 +65,7 @@ class Usage:
     num_completion: int
     num_accepted: int  # draft tokens
     num_rejected: int
+    metrics: Json | None = None  # how the one sequence of the reply fared, where the server tells (`request_metrics`)
 
     def counts(self) -> Json:
         """The part that is true in the middle of a stream too."""
@@ -127,7 +128,7 @@ class OpenAIFormat:
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
         choices = [self._choice(answer) for answer in answers]
-        return self._head | {"object": self.KIND, "choices": choices, "usage": usage.as_json()}
+        return self._head | {"object": self.KIND, "choices": choices} | _with_metrics(usage)
 
     def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
         raise NotImplementedError
@@ -137,7 +138,7 @@ class OpenAIFormat:
 
     def end(self, usage: Usage) -> Iterable[bytes]:
         if self._options.include_usage:
-            yield event(self._head | {"object": self.CHUNK_KIND, "choices": [], "usage": usage.as_json()})
+            yield event(self._head | {"object": self.CHUNK_KIND, "choices": []} | _with_metrics(usage))
         yield event("[DONE]")
 
     def failure(self, error: Json) -> Iterable[bytes]:
@@ -167,6 +168,11 @@ class OpenAIFormat:
 
     def _drafts(self, answer: Answer) -> Json:
         return self._drafts_format(answer.index, answer.origins, answer.tree)
+
+
+def _with_metrics(usage: Usage) -> Json:
+    beside = {} if usage.metrics is None else {"metrics": usage.metrics}
+    return {"usage": usage.as_json()} | beside
 
 
 class CompletionFormat(OpenAIFormat):
