@@ -16,9 +16,7 @@ class HostResult:
     n_accepted: np.ndarray  # [batch] int32
     source: np.ndarray  # [batch] int32, who proposed: the head (0) or a lookup
     logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None  # chosen, top, top_ids; see `sampling.Logprobs`
-    node_ids: np.ndarray | None = (
-        None  # [batch, node] int32, the root and the proposed tokens, when asked for
-    )
+    node_ids: np.ndarray | None = None  # [batch, node] int32, the root and the proposed tokens, when asked for
     parents: np.ndarray | None = None  # [batch, node] int32, of the nodes
 
     def emitted(self, row: int) -> list[int]:

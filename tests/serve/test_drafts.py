@@ -45,8 +45,7 @@ def _check_trees(inbox: Inbox) -> int:
             assert token_ids[0] == last_id
             assert parents[0] == 0
             assert all(parent < node for node, parent in enumerate(parents[1:], 1))
-            spelled = [token_ids[node] for node in path]
-            assert spelled[: delta.num_accepted] == list(delta.token_ids[: delta.num_accepted])
+            assert [token_ids[node] for node in path] == list(delta.token_ids[: delta.num_accepted])
             assert [parents[node] for node in path] == [0, *path][: len(path)]
             if len(delta.token_ids) > len(path):
                 end, bonus = [0, *path][-1], delta.token_ids[-1]
