@@ -129,14 +129,14 @@ def test_the_keyboard_alone_is_enough(open_page, fake_engine: FakeEngine) -> Non
     page.locator("#tab-chat").focus()
     page.keyboard.press("ArrowRight")
     expect(page.locator("#race")).to_be_visible()
-    focusable = (
-        "button:visible, input:visible, select:visible, textarea:visible, summary:visible, [tabindex='0']:visible"
-    )
+    focusable = ", ".join(f"{kind}:visible" for kind in FOCUSABLE)
     names = [item.evaluate(NAME) for item in page.locator(focusable).all()]
     assert all(names), f"something that can be focused has no name: {names}"
 
 
-NAME = "e => e.getAttribute('aria-label') || e.labels?.[0]?.textContent || e.getAttribute('aria-labelledby') || e.textContent"
+FOCUSABLE = ("button", "input", "select", "textarea", "summary", "[tabindex='0']")
+NAME = """e => e.getAttribute('aria-label') || e.labels?.[0]?.textContent
+  || e.getAttribute('aria-labelledby') || e.textContent"""
 OVERFLOW = "document.documentElement.scrollWidth - document.documentElement.clientWidth"
 
 
@@ -160,7 +160,8 @@ def test_a_phone_need_not_scroll_sideways(open_page, phone: dict[str, Any]) -> N
 CONTRASTS = """() => {
   const parts = (color) => color.match(/[\\d.]+/g).map(Number);
   const light = (color) => {
-    const [r, g, b] = parts(color).map((v) => v / 255).map((v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    const linear = (v) => (v <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4);
+    const [r, g, b] = parts(color).map((v) => linear(v / 255));
     return 0.2126 * r + 0.7152 * g + 0.0722 * b;
   };
   const behind = (e) => {
@@ -168,7 +169,8 @@ CONTRASTS = """() => {
     return (parts(color)[3] ?? 1) === 0 && e.parentElement ? behind(e.parentElement) : color;
   };
   const found = {};
-  for (const e of document.querySelectorAll(".ramp b, .own, .hint, .note, .said span span, h2, .figures dt, button, .chart h3")) {
+  const texts = ".ramp b, .own, .hint, .note, .said span span, h2, .figures dt, button, .chart h3";
+  for (const e of document.querySelectorAll(texts)) {
     if (!e.checkVisibility() || e.disabled) continue;
     const [a, b] = [light(getComputedStyle(e).color), light(behind(e))].sort((x, y) => y - x);
     found[`${e.tagName}.${e.className} ${e.dataset.d ?? ""} ${e.textContent}`.slice(0, 60)] = (a + 0.05) / (b + 0.05);
