@@ -197,7 +197,7 @@ class DraftTree:
 
     token_ids: tuple[int, ...]
     parents: tuple[int, ...]
-    accepted: tuple[int, ...]  # the nodes of the accepted path, from the child of the root down
+    accepted: tuple[int, ...]  # the nodes of the delta's accepted tokens, from the child of the root down
 
 
 @dataclass(frozen=True)

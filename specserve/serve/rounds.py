@@ -388,7 +388,7 @@ class Rounds:
             found = _logprobs(delta.token_ids, result, row, request.params.logprobs)
             delta = dataclasses.replace(delta, logprobs=found)
         if request.params.return_tree and request.params.speculation != 0 and tree is not None:
-            delta = dataclasses.replace(delta, tree=_draft_tree(tree, result, row))
+            delta = dataclasses.replace(delta, tree=_draft_tree(tree, result, row, delta))
         self._deliver(sequence, delta)
 
     def _deliver(self, sequence: Sequence, delta: Delta) -> None:
@@ -488,14 +488,14 @@ def _logprobs(token_ids: tuple[int, ...], result: HostResult, row: int, num_top:
     )
 
 
-def _draft_tree(tree: Tree, result: HostResult, row: int) -> DraftTree:
-    """The tree that a step proposed for a row, and the way that the emitted tokens take through it."""
+def _draft_tree(tree: Tree, result: HostResult, row: int, delta: Delta) -> DraftTree:
+    """The tree that a step proposed for a row, and the way that the tokens of its delta take through it."""
     assert result.node_ids is not None
     assert result.parents is not None
     # a deterministic step pads each tree with nodes of its own
     token_ids, parents = (array[row, : tree.num_nodes + 1].tolist() for array in (result.node_ids, result.parents))
     accepted, current = [], 0
-    for token_id in result.emitted(row)[:-1]:
+    for token_id in delta.token_ids[: delta.num_accepted]:
         nodes = range(current + 1, len(parents))  # parents come before their children
         current = next(node for node in nodes if (parents[node], token_ids[node]) == (current, token_id))
         accepted.append(current)

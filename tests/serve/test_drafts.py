@@ -11,15 +11,18 @@ from engines import VOCAB, Ask, Dice, Fixed, Inbox, make_engine, run, serving
 from fakes import STORY, USER
 
 from specserve.drafters.speculation import parse_speculation
-from specserve.serve.request import SamplingParams
+from specserve.serve.handles import HostResult
+from specserve.serve.request import Delta, SamplingParams
+from specserve.serve.rounds import _draft_tree
 from specserve.serve.runner import Runner
 
-PROMPTS = np.random.default_rng(4).integers(3, VOCAB, (6, 9)).tolist()
+PROMPTS = np.random.default_rng(4).integers(3, VOCAB, (12, 9)).tolist()
 
 
 def _asks(**options: Any) -> list[Ask]:
-    params = SamplingParams(max_tokens=40, ignore_eos=True, seed=3, temperature=0.7, return_tree=True, **options)
-    return [Ask(tuple(prompt), params) for prompt in PROMPTS]
+    """Answers of several lengths, so that some end within an accepted path."""
+    told = {"ignore_eos": True, "seed": 3, "temperature": 0.7, "return_tree": True} | options
+    return [Ask(tuple(prompt), SamplingParams(max_tokens=36 + i, **told)) for i, prompt in enumerate(PROMPTS)]
 
 
 def _check_origins(inbox: Inbox) -> None:
@@ -45,8 +48,7 @@ def _check_trees(inbox: Inbox) -> int:
             assert token_ids[0] == last_id
             assert parents[0] == 0
             assert all(parent < node for node, parent in enumerate(parents[1:], 1))
-            spelled = [token_ids[node] for node in path]
-            assert spelled[: delta.num_accepted] == list(delta.token_ids[: delta.num_accepted])
+            assert [token_ids[node] for node in path] == list(delta.token_ids[: delta.num_accepted])
             assert [parents[node] for node in path] == [0, *path][: len(path)]
             if len(delta.token_ids) > len(path):
                 end, bonus = [0, *path][-1], delta.token_ids[-1]
@@ -60,10 +62,24 @@ def test_origins_and_trees_say_what_the_steps_did(runner: Runner) -> None:
         inboxes = run(engine, [*_asks(), *_asks(speculation=0)])
     for inbox in inboxes:
         _check_origins(inbox)
-    assert sum(map(_check_trees, inboxes[:6])) > 20
-    assert sum(map(_check_trees, inboxes[6:])) == 0
-    assert all(depth == 0 for inbox in inboxes[6:] for delta in inbox.deltas for depth in delta.draft_depths)
+    spoken, plain = inboxes[: len(PROMPTS)], inboxes[len(PROMPTS) :]
+    assert sum(map(_check_trees, spoken)) > 40
+    assert sum(map(_check_trees, plain)) == 0
+    assert all(depth == 0 for inbox in plain for delta in inbox.deltas for depth in delta.draft_depths)
     assert any(delta.num_accepted > 1 for inbox in inboxes for delta in inbox.deltas)
+    lasts = [inbox.deltas[-1] for inbox in spoken]
+    assert any(last.tree and last.num_accepted == len(last.token_ids) for last in lasts), "none ended within a path"
+
+
+def test_the_accepted_path_is_that_of_the_tree_where_tokens_are_repeated() -> None:
+    tree = parse_speculation("tree:2x2x6")
+    node_ids, parents = np.array([[9, 5, 6, 6, 7, 6, 7]], np.int32), np.array([[0, 0, 0, 1, 1, 2, 2]], np.int32)
+    nothing = np.zeros(1, np.int32)
+    for (a, b), path in {(5, 6): (1, 3), (5, 7): (1, 4), (6, 6): (2, 5), (6, 7): (2, 6)}.items():
+        result = HostResult(np.array([[a, b, 8]]), nothing + 2, nothing, None, node_ids, parents)
+        assert tree is not None
+        assert _draft_tree(tree, result, 0, Delta((a, b, 8), num_accepted=2)).accepted == path
+        assert _draft_tree(tree, result, 0, Delta((a,), num_accepted=1)).accepted == path[:1]
 
 
 @pytest.mark.parametrize("speculation", ["tree:3x3x8", "chain:3"])

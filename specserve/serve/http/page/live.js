@@ -1,8 +1,8 @@
 // What /metrics says of the server, drawn: the last minute of throughput, tau, acceptance by depth, and pages.
 
-import { draw, make, number } from "./dom.js";
+import { draw, make, number, plural } from "./dom.js";
 
-const SECONDS = 60, WIDTH = 320, HEIGHT = 44;
+const SECONDS = 60, WIDTH = 160, HEIGHT = 36;
 
 // A line over the last minute; `points` are [time, value].
 function spark(points, most, label) {
@@ -19,7 +19,7 @@ function spark(points, most, label) {
   return svg;
 }
 
-const chart = (name, value, note, picture) => make("div", { class: "chart" },
+const chart = (name, value, note, picture, isWide = false) => make("div", { class: isWide ? "chart wide" : "chart" },
   make("h3", {}, name), make("p", { class: "value" }, make("b", {}, value), " ", make("span", { class: "note" }, note)), picture);
 
 function depthBars(shares) {
@@ -56,6 +56,17 @@ export class Live {
     return { isRecent, get: (sample) => read(sample ?? last) - (isRecent ? read(first) : 0) };
   }
 
+  // tau of what ended between two samples, or as it was before where nothing did.
+  taus() {
+    const found = [];
+    this.samples.slice(1).forEach((s, i) => {
+      const steps = s.steps - this.samples[i].steps;
+      const tau = steps ? 1 + (s.accepted - this.samples[i].accepted) / steps : found.at(-1)?.[1];
+      if (tau) found.push([s.time, tau]);
+    });
+    return found;
+  }
+
   render() {
     const last = this.samples.at(-1);
     const steps = this.recent((s) => s.steps), accepted = this.recent((s) => s.accepted);
@@ -65,18 +76,19 @@ export class Live {
     const rates = this.samples.slice(1).map((s, i) => [s.time, (s.tokens - this.samples[i].tokens) / (s.time - this.samples[i].time)]);
     const rate = rates.at(-1)?.[1] ?? 0;
     const peak = Math.max(1, ...rates.map(([, value]) => value));
-    const taus = this.samples.filter((s) => s.steps > 0).map((s) => [s.time, 1 + s.accepted / s.steps]);
     const usage = this.samples.map((s) => [s.time, s.usage]);
+    const running = this.samples.map((s) => [s.time, s.running]);
     const held = Math.round(last.usage * last.pages);
     this.element.replaceChildren(
       chart("Tokens per second", number(rate), `peak ${number(peak)}`, spark(rates, peak, `${number(rate)} tokens per second`)),
-      chart("Tokens per forward (tau)", last.steps ? number(tau, 2) : "–", last.steps ? since : "after the first answer",
-        spark(taus, Math.max(2, ...taus.map(([, value]) => value)), `tau ${number(tau, 2)}`)),
+      chart("Tokens per forward, tau", last.steps ? number(tau, 2) : "–", last.steps ? since : "after the first answer",
+        spark(this.taus(), Math.max(2, ...this.taus().map(([, value]) => value)), `tau ${number(tau, 2)}`)),
       chart("Acceptance by depth", last.steps ? `${number(100 * (shares[0] ?? 0))}%` : "–", last.steps ? `at depth 1, ${since}` : "after the first answer",
-        depthBars(last.steps ? shares.slice(0, 8) : [])),
-      chart("Pages held", `${number(held)} / ${number(last.pages)}`, `${number(last.cached)} in the prefix cache`,
+        depthBars(last.steps ? shares.slice(0, 8) : []), true),
+      chart("Pages held", `${number(held)} / ${number(last.pages)}`, `${number(last.cached)} cached`,
         spark(usage, 1, `${number(100 * last.usage)}% of the pages are held`)),
-      make("p", { class: "note" }, `${number(last.running)} running, ${number(last.waiting)} waiting`),
+      chart("Running", number(last.running), `${number(last.waiting)} waiting`,
+        spark(running, Math.max(2, ...running.map(([, value]) => value)), plural(last.running, "running sequence"))),
     );
   }
 }

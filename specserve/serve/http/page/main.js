@@ -9,7 +9,11 @@ import { asCurl, asPython, served } from "./request.js";
 import { TreePanel } from "./tree.js";
 
 const POLL_MS = 1000;
-const EXAMPLES = ["What does json.dumps do?", "How do I read a file line by line?", "What is functools.lru_cache for?"];
+const EXAMPLES = [
+  "Write a Python function that reverses a list.",
+  "Implement `read_text` from `pathlib.Path` in Python.",
+  "What does `json.dumps` do?",
+];
 
 const panel = new TreePanel();
 const views = { "tab-chat": new Chat(panel), "tab-race": new Race(panel) };
@@ -150,6 +154,7 @@ tabs(document.querySelector(".bar .tabs"), (id) => {
   view = id;
   $("chat").hidden = id !== "tab-chat";
   $("race").hidden = id !== "tab-race";
+  $("answer-card").hidden = id === "tab-race"; // each lane has its own figures
   if (id === "tab-race" && !$("prompt").value) $("prompt").value = lastText;
   say("");
   showControls();

@@ -3,7 +3,8 @@
 import { MOST_DEPTH } from "./answer.js";
 import { $, draw, make, plural } from "./dom.js";
 
-const ROW = 28, HEIGHT = 21, GAP = 20, CHAR = 7.3, PAD = 7, EDGE = 2;
+const SMALLEST = 0.75;
+const ROW = 26, HEIGHT = 20, GAP = 20, CHAR = 7.3, PAD = 7, EDGE = 2;
 
 const visible = (token) => {
   const shown = token.replace(/\n/g, "⏎").replace(/\t/g, "⇥").replace(/ /g, "·") || "∅";
@@ -87,15 +88,23 @@ export class TreePanel {
   }
 
   clear() {
+    $("tree").style.minHeight = "";
     $("tree").replaceChildren(make("p", { class: "empty" }, "The next answer’s steps will stand here."));
     $("tree-step").textContent = "";
     $("steps").disabled = true;
+  }
+
+  // The panel only grows during an answer, so that nothing below it jumps.
+  hold() {
+    this.height = Math.max(this.height, $("tree").offsetHeight);
+    $("tree").style.minHeight = `${this.height}px`;
   }
 
   // Follows an answer, whose newest step is shown until another one is chosen.
   follow(answer) {
     this.answer?.mark(-1);
     this.answer = answer;
+    this.height = 0;
     this.clear();
   }
 
@@ -119,8 +128,13 @@ export class TreePanel {
     const { width, height } = place(nodes);
     const label = describe(step);
     slider.setAttribute("aria-valuetext", `${index + 1}: ${label}`);
-    const edges = nodes.filter((node) => node.parent >= 0).map((node) => edge(nodes[node.parent], node));
+    const below = nodes.filter((node) => node.parent >= 0);
+    below.sort((a, b) => (b.kind === "rejected") - (a.kind === "rejected")); // the accepted path lies on top
+    const edges = below.map((node) => edge(nodes[node.parent], node));
     const svg = { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": label };
-    $("tree").replaceChildren(draw("svg", svg, ...edges, ...nodes.map(box)));
+    const picture = draw("svg", svg, ...edges, ...nodes.map(box));
+    picture.style.minWidth = `${SMALLEST * width}px`; // it shrinks to the panel's width, and beyond that it scrolls
+    $("tree").replaceChildren(picture);
+    this.hold();
   }
 }
