@@ -97,6 +97,14 @@ class Tokenizer:
         """The id of an added token, such as "<|fim_prefix|>"; None where there is none of that name."""
         return self._backend.get_added_vocab().get(token)
 
+    def as_json(self) -> str:
+        """The tokenizer as the text of a tokenizer.json, added tokens included, as libraries in other languages read
+        it. Raises ValueError for a tokenizer that has no such form."""
+        backend = getattr(self._backend, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(f"{type(self._backend).__name__} is no fast tokenizer")
+        return backend.to_str()
+
     def special_tokens_in(self, text: str) -> list[str]:
         """The special tokens that the text holds, in the order of their ids."""
         tokens = self._backend.convert_ids_to_tokens(sorted(self._special_ids))

@@ -4,6 +4,7 @@ Other threads only `submit`, `cancel` and ask; the engine never sees HTTP, the d
 """
 
 import dataclasses
+import functools
 import itertools
 import logging
 import queue
@@ -17,11 +18,12 @@ from specserve import host
 from specserve.drafters.speculation import describe
 from specserve.errors import CapacityError, RequestError
 from specserve.serve.completion import Collector, CompletionOutput
-from specserve.serve.interface import EngineStats
+from specserve.serve.grammars import Grammars
+from specserve.serve.interface import EngineStats, MakeMask
 from specserve.serve.options import bad_sequences, check_token_ids
 from specserve.serve.pages import PagePool
 from specserve.serve.programs import Announcer, Compiler, Program
-from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, TokenMask
+from specserve.serve.request import Delta, FinishReason, GrammarSpec, Request, SamplingParams, TokenMask
 from specserve.serve.rounds import Rounds
 from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Scheduler
@@ -104,6 +106,10 @@ class Engine:
             raise RequestError("this engine has no tokenizer: send token ids", param="prompt")
         return self._tokenizer
 
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.vocab_size, sorted(self.eos_ids))
+
     @property
     def vocab_size(self) -> int:
         return self.runner.config.target.vocab_size
@@ -182,6 +188,8 @@ class Engine:
     ) -> Request:
         """Queue one sequence; never blocks. Raises RequestError (param "prompt", "max_tokens" or the option whose
         token ids or words do not fit) or CapacityError."""
+        if token_mask is None and params.grammar is not None:
+            token_mask = self.compile_grammar(params.grammar)()
         if token_mask is not None and not self.runner.has_constrained:
             raise RequestError("this engine was started without constrained programs", param="token_mask")
         request = Request(
@@ -207,6 +215,13 @@ class Engine:
             self._inbox.put(request)
         self._wake.set()
         return request
+
+    def compile_grammar(self, spec: GrammarSpec) -> MakeMask:
+        """Make what gives each sequence a mask of its own. Raises RequestError: without a tokenizer, without the
+        programs for masks, and for a grammar that cannot be used."""
+        if not self.runner.has_constrained:
+            raise RequestError("this server was started with --no-constrained", param="grammar")
+        return self._grammars.compile(spec)
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """Tell how many tokens the sequence may grow by. Raises RequestError, as `submit` does."""

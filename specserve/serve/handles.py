@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
+from specserve.speculative.sampling import Scores
 from specserve.speculative.step import StepResult
 
 
@@ -16,6 +18,7 @@ class HostResult:
     n_accepted: np.ndarray  # [batch] int32
     source: np.ndarray  # [batch] int32, who proposed: the head (0) or a lookup
     logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None  # chosen, top, top_ids; see `sampling.Logprobs`
+    prompt: Scores | None = None  # of a scored chunk, arrays of NumPy
 
     def emitted(self, row: int) -> list[int]:
         """The tokens that the step adds to a sequence: the accepted ones and the bonus token."""
@@ -36,5 +39,6 @@ class StepHandle:
         if self._has_logprobs:
             out = self._result.logprobs
             logprobs = np.asarray(out.chosen), np.asarray(out.top), np.asarray(out.top_ids)
+        prompt = jax.tree.map(np.asarray, self._result.prompt)
         self._on_read(counts[:, 0])
-        return HostResult(counts[:, 2:], counts[:, 0], counts[:, 1], logprobs)
+        return HostResult(counts[:, 2:], counts[:, 0], counts[:, 1], logprobs, prompt)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from specserve.serve.request import Delta, Request, SamplingParams, TokenMask
+from specserve.serve.request import Delta, GrammarSpec, Request, SamplingParams, TokenMask
 
 
 @dataclass(frozen=True)
@@ -60,6 +60,9 @@ class TokenizerLike(Protocol):
         ...
 
 
+MakeMask = Callable[[], TokenMask]
+
+
 class EngineLike(Protocol):
     """A running engine. Its own thread calls `on_delta`; the last delta of a sequence has a finish_reason."""
 
@@ -94,8 +97,14 @@ class EngineLike(Protocol):
         cache_salt: str = "",
         token_mask: TokenMask | None = None,
     ) -> Request:
-        """Queue one sequence (`params.n` must be 1); never blocks. Raises RequestError (param "prompt", "max_tokens" or
-        the option whose token ids or words do not fit the vocabulary) or CapacityError."""
+        """Queue one sequence (`params.n` must be 1); never blocks, but where `params.grammar` is given without the
+        `token_mask` that it stands for. Raises RequestError (param "prompt", "max_tokens" or the option whose token ids
+        or words do not fit the vocabulary) or CapacityError."""
+        ...
+
+    def compile_grammar(self, spec: GrammarSpec, /) -> MakeMask:
+        """Make what gives each sequence a mask of its own; takes up to seconds. Raises RequestError (param
+        "grammar")."""
         ...
 
     def flush_cache(self) -> None:

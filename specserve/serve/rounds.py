@@ -20,7 +20,15 @@ from specserve.serve.handles import HostResult, StepHandle
 from specserve.serve.interface import EngineStats
 from specserve.serve.options import sampler_rows, token_rows
 from specserve.serve.output import OutputStream
-from specserve.serve.request import Delta, FinishReason, Request, SpeculationStats, TokenLogprobs, TokenMask
+from specserve.serve.request import (
+    Delta,
+    FinishReason,
+    PromptToken,
+    Request,
+    SpeculationStats,
+    TokenLogprobs,
+    TokenMask,
+)
 from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Chunk, Round, Scheduler, Sequence
 from specserve.speculative.controller import Controller, Estimate
@@ -40,6 +48,7 @@ class Flight:
     rows: list[tuple[Sequence, int]]  # whose tokens the rows of its result are, and as of which of their epochs
     tree: Tree | None = None
     shape: tuple[int, int] | None = None  # of a step: batch size and width
+    scored: tuple[Sequence, int, int] | None = None  # of a scored chunk: whose, as of which epoch, how many tokens
 
     @property
     def most(self) -> int:
@@ -218,22 +227,39 @@ class Rounds:
     def _constrained_step(
         self, decode: list[Sequence], slots: list[int], has_logprobs: bool
     ) -> tuple[Tree | None, StepHandle]:
-        """In two programs: the host must say which tokens may follow each proposed one."""
-        tree = self.runner.shapes.constrained_tree(self.runner.shapes.batch_size_of(len(slots)))
-        if self.is_partial:
-            tree = None if None in self.runner.shapes.trees else tree
+        """A tree takes two programs: the host must say which tokens may follow each proposed one."""
+        tree = self._choose_constrained(decode, slots)
+        if tree is None:
+            nothing = np.zeros((len(slots), 1), np.int32)
+            allowed = self._masks(decode, nothing, nothing)
+            return None, self.runner.step(slots, None, has_logprobs=has_logprobs, allowed=allowed)
         token_ids, parents, proposal = self.runner.propose(slots, tree)
-        allowed = np.ones((*token_ids.shape, self._vocab_size), bool)
-        for row, sequence in enumerate(decode):
-            if sequence.request.token_mask is not None:
-                self._fill(sequence, allowed[row], parents[row], token_ids[row])
+        allowed = self._masks(decode, parents, token_ids)
         return tree, self.runner.verify(slots, tree, proposal, allowed, has_logprobs=has_logprobs)
 
-    def _fill(self, sequence: Sequence, allowed: np.ndarray, parents: np.ndarray, token_ids: np.ndarray) -> None:
-        """Write what a request's mask allows, [node, vocab] bool; a fault of the mask ends the request."""
-        mask = sequence.request.token_mask
-        assert mask is not None
-        self._guard(sequence, functools.partial(_fill, allowed, mask, parents, token_ids))
+    def _choose_constrained(self, decode: list[Sequence], slots: list[int]) -> Tree | None:
+        shapes = self.runner.shapes
+        batch_size = shapes.batch_size_of(len(slots))
+        tree = shapes.constrained_tree(batch_size)
+        if tree is None or None not in shapes.trees:
+            return tree
+        if self.is_partial:  # its programs are compiled last
+            return None
+        if not self.is_choosing:
+            return tree
+        return self.controller.choose(
+            [self._estimate(sequence) for sequence in decode], (None, tree), batch_size, self.runner.width_of(slots)
+        )
+
+    def _masks(self, decode: list[Sequence], parents: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        """What may follow the nodes of each sequence, [batch, node, bytes] uint8. A fault of a request's mask ends that
+        request."""
+        allowed = np.full((*token_ids.shape, -(-self._vocab_size // 8)), 255, np.uint8)
+        for row, sequence in enumerate(decode):
+            mask = sequence.request.token_mask
+            if mask is not None:
+                self._guard(sequence, functools.partial(_fill, allowed[row], mask, parents[row], token_ids[row]))
+        return allowed
 
     def _guard(self, sequence: Sequence, call: Callable[[], None]) -> None:
         """Run one request's own code; a fault there ends that request alone."""
@@ -254,20 +280,26 @@ class Rounds:
             self._admit(chunk)
         allowed = None
         if chunk.is_last and request.token_mask is not None:
-            allowed = np.ones((1, self._vocab_size), bool)
-            self._fill(sequence, allowed, np.zeros(1, np.int32), np.array([sequence.token_ids[-1]]))
+            allowed = self._masks([sequence], np.zeros((1, 1), np.int32), np.array([[sequence.token_ids[-1]]]))
+        is_scored = sequence.is_scored
         handle = self.runner.prefill(
             slot,
             chunk.num_tokens,
             is_last=chunk.is_last,
+            is_scored=is_scored,
             has_logprobs=chunk.is_last and request.params.logprobs is not None,
             allowed=allowed,
         )
-        return Flight(handle, [(sequence, sequence.epoch)] if chunk.is_last else [])
+        return Flight(
+            handle,
+            [(sequence, sequence.epoch)] if chunk.is_last else [],
+            scored=(sequence, sequence.epoch, chunk.num_tokens) if is_scored else None,
+        )
 
     def _admit(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
         request, estimate = sequence.request, self._estimate(sequence)
+        sequence.prompt.clear()
         self.runner.admit(
             sequence.slot,
             sequence.token_ids,
@@ -292,6 +324,9 @@ class Rounds:
                 self.controller.observe_seconds(*flight.shape, flight.tree, now - self._last_landing)
             # the next step began when this one ended, if it was on its way already
             self._last_landing = now if len(flights) == 1 and self.flights else 0.0
+            if flight.scored and flight.scored[0].epoch == flight.scored[1]:
+                sequence, _, num_tokens = flight.scored
+                sequence.prompt += _prompt_tokens(sequence.request, len(sequence.prompt), num_tokens, result)
             for row, (sequence, epoch) in enumerate(flight.rows):
                 if not sequence.is_running or sequence.epoch != epoch:
                     continue  # it has ended, or will do this step again
@@ -315,6 +350,8 @@ class Rounds:
         """Hand over new tokens."""
         request = sequence.request
         delta = sequence.output.push(result.emitted(row))
+        if sequence.is_scored:
+            delta = dataclasses.replace(delta, prompt=tuple(sequence.prompt))
         sequence.output_ids += delta.token_ids
         if request.token_mask is not None:
             request.token_mask.accept(delta.token_ids)
@@ -364,13 +401,28 @@ class Rounds:
 
 
 def _fill(allowed: np.ndarray, mask: TokenMask, parents: np.ndarray, token_ids: np.ndarray) -> None:
-    """Write a request's masks into its rows, [node, vocab] bool."""
+    """Write a request's masks into its rows, [node, bytes] uint8."""
     rows = np.asarray(mask.masks(parents.tolist(), token_ids.tolist()))
-    if rows.shape != allowed.shape or rows.dtype != bool or not rows.any(axis=1).all():
+    if rows.shape != allowed.shape or rows.dtype != np.uint8 or not rows.any(axis=1).all():
         raise ValueError(
-            f"a token mask returned {rows.dtype} {rows.shape}; expected bool {allowed.shape} with a True in each row"
+            f"a token mask returned {rows.dtype} {rows.shape}; expected uint8 {allowed.shape} with a bit in each row"
         )
     allowed[:] = rows
+
+
+def _prompt_tokens(request: Request, start: int, num_tokens: int, result: HostResult) -> list[PromptToken]:
+    """The next tokens of a scored prompt, of which `start` are known. A chunk tells of the tokens after its own; the
+    last one's is drawn, and the first of all has nothing before it."""
+    assert result.prompt is not None
+    assert request.params.prompt_logprobs is not None
+    found = [] if start else [PromptToken(request.prompt_ids[0], None, 0)]
+    token_ids = request.prompt_ids[start + len(found) :][:num_tokens]
+    scores, num_top = result.prompt.logprobs, request.params.prompt_logprobs
+    each = zip(token_ids, scores.chosen[0], scores.top[0], scores.top_ids[0], result.prompt.ranks[0], strict=False)
+    for token_id, chosen, top, top_ids, rank in each:
+        likeliest = tuple(zip(top_ids[:num_top].tolist(), top[:num_top].tolist(), strict=True))
+        found.append(PromptToken(token_id, TokenLogprobs(token_id, float(chosen), likeliest), int(rank)))
+    return found
 
 
 def _logprobs(token_ids: tuple[int, ...], result: HostResult, row: int, num_top: int) -> tuple[TokenLogprobs, ...]:

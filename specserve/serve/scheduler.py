@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from specserve.serve.output import OutputStream
 from specserve.serve.pages import PagePool
-from specserve.serve.request import Request
+from specserve.serve.request import PromptToken, Request
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.controller import Estimate
 
@@ -25,6 +25,7 @@ class Sequence:
     # What the rounds keep. The scheduler only counts the emitted tokens.
     output: OutputStream
     output_ids: list[int] = field(default_factory=list)  # emitted and read
+    prompt: list[PromptToken] = field(default_factory=list)  # what is known by now of a prompt that is scored
     estimate: Estimate | None = None  # how many draft tokens it accepts; None before its first admission
     acceptance: Acceptance = field(default_factory=Acceptance)
     # What the scheduler keeps.
@@ -57,6 +58,11 @@ class Sequence:
     @property
     def is_running(self) -> bool:
         return self.slot >= 0
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether its prompt's log-probabilities are still to be told."""
+        return self.request.params.prompt_logprobs is not None and not self.output_ids
 
     @property
     def is_prefilling(self) -> bool:
@@ -214,7 +220,8 @@ class Scheduler:
         if self._is_deterministic:
             entries = self._entries(sequence, sequence.request.max_new_tokens)
         # the last token is always run: its logits are wanted
-        cached = self.pool.acquire(token_ids[:-1], salt) if self._is_caching else []
+        is_reading = self._is_caching and not sequence.is_scored  # what is cached has no logits
+        cached = self.pool.acquire(token_ids[:-1], salt) if is_reading else []
         missing = self._pages_for(entries) - len(cached)
         reserve = 0 if self._is_deterministic else sum(not other.is_prefilling for other in self.running)
         if missing + reserve > self.pool.num_available:

@@ -51,7 +51,7 @@ class ServeRun:
         False, help="one shape for every step, so that batch mates, prefix hits and speculation change no bit (slower)"
     )
     constrained: bool = setting(
-        False, help="compile the programs that token masks (grammars) need; a mask comes from Python, not over HTTP yet"
+        True, help="take grammars (JSON schemas and the like); their speculative steps are programs of their own"
     )
     early_ready: bool = setting(
         True, help="serve as soon as plain decoding can, and compile the other programs meanwhile; else wait for all"

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tiny
+import tokenizers
 from jax.sharding import Mesh
 from rounding import assert_within, jittered
 
@@ -22,6 +23,7 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine import Engine, EngineOptions
+from specserve.serve.grammars import Grammars
 from specserve.serve.layouts import make_layouts
 from specserve.serve.options import Encoder, bad_sequences, sampler_rows, token_rows
 from specserve.serve.pages import PagePool
@@ -52,6 +54,15 @@ class Letters:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(self.alphabet[i] for i in token_ids if not (skip_special_tokens and i in self.special_token_ids))
 
+    def as_json(self) -> str:
+        words = {
+            letter.replace(" ", "\u0120"): i for i, letter in enumerate(self.alphabet)
+        }  # as byte-level BPE writes it
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        return tokenizer.to_str()
+
 
 class Grammar:
     """A `TokenMask`: an automaton of five states, each of which allows a quarter of the tokens, EOS rarely."""
@@ -65,7 +76,7 @@ class Grammar:
         states = [self.state]
         for parent, token_id in zip(parents[1:], token_ids[1:], strict=True):
             states.append(self.follow(states[parent], token_id))
-        return self.allowed[states]
+        return np.packbits(self.allowed[states], axis=-1, bitorder="little")
 
     def accept(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
@@ -402,8 +413,11 @@ def plain_scores(
     parents, recent = np.maximum(depths - 1, 0), np.full(sampling.MAX_BAD_TOKENS - 1, -1, np.int32)
     nodes = Nodes(token_ids[None], parents[None], depths[None], tiny.causal(len(token_ids)), recent[None])
     allowed = None
-    if ask.is_constrained:
-        allowed = np.packbits(Grammar().masks(parents.tolist(), token_ids.tolist())[None], axis=-1)
+    mask = Grammar() if ask.is_constrained else None
+    if params.grammar is not None:
+        mask = Grammars(Letters(), vocab, (EOS,)).compile(params.grammar)()  # type: ignore[arg-type]
+    if mask is not None:
+        allowed = mask.masks(parents.tolist(), token_ids.tolist())[None]
     rows = sampler_rows(params, seed, len(ask.prompt))
     args = rows, named or TokenRows.zeros(1, vocab), nodes, logits[None], len(ask.prompt) + depths[None], allowed
     return np.array(_scores(*jax.tree.map(jnp.asarray, args)))[0, :n]

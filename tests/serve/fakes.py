@@ -11,10 +11,12 @@ from typing import Any
 import httpx
 
 from specserve.errors import CapacityError, RequestError
-from specserve.serve.interface import EngineStats
+from specserve.serve.interface import EngineStats, MakeMask
 from specserve.serve.request import (
     Delta,
     FinishReason,
+    GrammarSpec,
+    PromptToken,
     Request,
     SamplingParams,
     SpeculationStats,
@@ -58,6 +60,11 @@ class FakeTokenizer:
         assert not (add_generation_prompt and continue_final_message)
         end = "" if continue_final_message else str(dict(template_kwargs or {}))
         return self.encode(text + end + "<assistant>" * add_generation_prompt)
+
+
+@dataclasses.dataclass
+class FakeMask(TokenMask):
+    spec: GrammarSpec
 
 
 class FakeEngine:
@@ -126,6 +133,11 @@ class FakeEngine:
             self.requests.append(request)
             self._active[request] = 0
         return request
+
+    def compile_grammar(self, spec: GrammarSpec, /) -> MakeMask:
+        if "forbidden" in spec.text:
+            raise RequestError("the grammar is refused", param="grammar")
+        return lambda: FakeMask(spec)
 
     def flush_cache(self) -> None:
         self._cached.clear()
@@ -209,9 +221,10 @@ class FakeEngine:
         if b"held" in prompt:
             text = _text(answer[:num_tokens]) if reason else ""
         token_ids = tuple(answer[num_emitted:num_tokens])
+        scored = () if params.prompt_logprobs is None or num_emitted else _scored(request)
         logprobs = () if params.logprobs is None else tuple(_logprobs(i, params.logprobs) for i in token_ids)
         stats = self._stats_of(request) if reason else None
-        return Delta(token_ids, text, reason, cause, stats=stats, logprobs=logprobs)
+        return Delta(token_ids, text, reason, cause, stats=stats, logprobs=logprobs, prompt=scored)
 
     def _stats_of(self, request: Request) -> SpeculationStats:
         return SpeculationStats(3, 9, (3, 1), num_cached_tokens=self._num_cached[request])
@@ -225,6 +238,12 @@ def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:
     """ "!" is always the likeliest, and the token itself comes next."""
     top = [(33, -0.25), (token_id, -1.5), *((35 + k, -math.inf) for k in range(num_top))]
     return TokenLogprobs(token_id, -1.5, tuple(top[:num_top]))
+
+
+def _scored(request: Request) -> tuple[PromptToken, ...]:
+    num_top = request.params.prompt_logprobs or 0
+    first, *others = request.prompt_ids
+    return PromptToken(first, None, 0), *(PromptToken(i, _logprobs(i, num_top), 2) for i in others)
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 1.0) -> None:

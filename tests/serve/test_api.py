@@ -89,7 +89,8 @@ def test_every_option_reaches_the_engine_from_both_endpoints(http, fake_engine):
         request = fake_engine.requests[-1]
         assert request.params == dataclasses.replace(PARAMS, logprobs=logprobs)
         assert (request.priority, request.cache_salt, request.token_mask) == (-5, "tenant", None)
-    assert {item.name for item in dataclasses.fields(SamplingParams)} == {*OPTIONS, "n", "logprobs"}  # none forgotten
+    besides = {"n", "logprobs", "prompt_logprobs", "grammar"}
+    assert {item.name for item in dataclasses.fields(SamplingParams)} == {*OPTIONS, *besides}  # none forgotten
 
 
 @pytest.mark.parametrize(("sent", "got"), [("off", 0), ("auto", None), (None, None), (0, 0), (2**31 - 1, 2**31 - 1)])

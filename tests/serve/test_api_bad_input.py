@@ -188,7 +188,7 @@ BAD_FIELDS: list[Case] = [
     # fields that must fit each other
     *[(*_completion(best_of=n), "best_of") for n in (0, 2)],
     *[(*_chat(top_logprobs=3, **off), "top_logprobs") for off in ({}, {"logprobs": False}, {"logprobs": None})],
-    (*_completion(logprobs=0, echo=True), "logprobs"),
+    (*_completion(prompt_logprobs=0, stream=True), "prompt_logprobs"),
     (*_completion(min_tokens=17), "min_tokens"),
     (*_completion(prompt=["x"] * 65, n=2), "prompt"),
     (*_chat(max_tokens=1, max_completion_tokens=2), "max_completion_tokens"),

@@ -9,7 +9,7 @@ from typing import Any
 
 from specserve.serve.decoder import REPLACEMENT
 from specserve.serve.interface import TokenizerLike
-from specserve.serve.request import TokenLogprobs
+from specserve.serve.request import PromptToken, TokenLogprobs
 
 Json = dict[str, Any]
 
@@ -66,19 +66,30 @@ class CompletionLogprobs:
     """Spells log-probabilities as /v1/completions does, in parallel lists. As at OpenAI, `top_logprobs` has the token
     itself besides the most likely ones."""
 
-    def __init__(self, texts: TokenTexts, *, as_token_ids: bool = False, skip_special_tokens: bool = True) -> None:
-        self._texts = texts
+    def __init__(
+        self,
+        texts: TokenTexts,
+        *,
+        is_asked: bool = True,
+        as_token_ids: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """`is_asked`: the body asks for log-probabilities of the answer, and with an echo of the prompt."""
+        self.texts, self.is_asked = texts, is_asked
         self._as_token_ids = as_token_ids
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(
             lambda: TextOffsets(texts, skip_special_tokens=skip_special_tokens)
         )
 
-    def __call__(self, index: int, logprobs: Sequence[TokenLogprobs], /) -> Json:
+    def __call__(self, index: int, logprobs: Sequence[TokenLogprobs], prompt: Sequence[PromptToken] = (), /) -> Json:
+        """Of the tokens of an answer, after those of its prompt, whose first has none."""
+        token_ids = [item.token_id for item in (*prompt, *logprobs)]
+        items = [*(token.logprobs for token in prompt), *logprobs]
         return {
-            "tokens": [self._name(item.token_id) for item in logprobs],
-            "token_logprobs": [_finite(item.logprob) for item in logprobs],
-            "top_logprobs": [self._top(item) for item in logprobs],
-            "text_offset": [self._offsets[index].push(item.token_id) for item in logprobs],
+            "tokens": [self._name(token_id) for token_id in token_ids],
+            "token_logprobs": [None if item is None else _finite(item.logprob) for item in items],
+            "top_logprobs": [None if item is None else self._top(item) for item in items],
+            "text_offset": [self._offsets[index].push(token_id) for token_id in token_ids],
         }
 
     def _top(self, item: TokenLogprobs) -> dict[str, float]:
@@ -88,7 +99,24 @@ class CompletionLogprobs:
         return found
 
     def _name(self, token_id: int) -> str:
-        return _name(self._texts, token_id, self._as_token_ids)
+        return _name(self.texts, token_id, self._as_token_ids)
+
+
+def prompt_logprobs(texts: TokenTexts, prompt: Sequence[PromptToken]) -> list[Json | None]:
+    """The log-probabilities of a prompt as vLLM spells them: null for the first token, then objects by token id, of the
+    token itself and of the most likely ones."""
+
+    def entry(token_id: int, logprob: float, rank: int) -> Json:
+        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": texts[token_id]}
+
+    found: list[Json | None] = []
+    for token in prompt:
+        if token.logprobs is None:
+            found.append(None)
+            continue
+        top = {str(each): entry(each, value, rank) for rank, (each, value) in enumerate(token.logprobs.top, 1)}
+        found.append({str(token.token_id): entry(token.token_id, token.logprobs.logprob, token.rank)} | top)
+    return found
 
 
 class ChatLogprobs:

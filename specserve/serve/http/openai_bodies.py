@@ -11,6 +11,7 @@ from pydantic_core import PydanticCustomError
 from specserve.errors import RequestError
 from specserve.serve.http import neutral
 from specserve.serve.http.bodies import Body, check_num_fields
+from specserve.serve.http.grammar_fields import GrammarFields
 from specserve.serve.http.replies import ReplyOptions
 from specserve.serve.request import MAX_TOKEN_IDS, SamplingParams, describe
 
@@ -23,36 +24,22 @@ Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenIds = Annotated[list[Int64], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 
 # Field -> the values that mean "not used". null always does.
-_UNSUPPORTED_ANYWHERE: dict[str, tuple[Any, ...]] = {
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "structured_outputs": (),
+_UNSUPPORTED_IN_CHAT = neutral.IN_CHAT | {
+    "audio": (),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "parallel_tool_calls": (True,),
+    "prediction": (),
+    "reasoning_effort": (),
+    "tool_choice": ("none",),
+    "tools": ([],),
+    "verbosity": ("medium",),
+    "web_search_options": (),
 }
-_UNSUPPORTED_IN_COMPLETIONS = neutral.IN_COMPLETIONS | _UNSUPPORTED_ANYWHERE
-_UNSUPPORTED_IN_CHAT = (
-    neutral.IN_CHAT
-    | _UNSUPPORTED_ANYWHERE
-    | {
-        "audio": (),
-        "chat_template": (),
-        "documents": ([],),
-        "echo": (False,),
-        "function_call": ("none",),
-        "functions": ([],),
-        "modalities": (["text"],),
-        "parallel_tool_calls": (True,),
-        "prediction": (),
-        "reasoning_effort": (),
-        "tool_choice": ("none",),
-        "tools": ([],),
-        "verbosity": ("medium",),
-        "web_search_options": (),
-    }
-)
 
 
 # What a body and SamplingParams both have; a field that the body lacks fails when the first request is read.
@@ -124,7 +111,7 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] = False
 
 
-class SamplingBody(Body):
+class SamplingBody(GrammarFields):
     """The fields that completions and chat share. SamplingParams checks the ranges of their values; the engine checks
     token ids and words against its vocabulary."""
 
@@ -153,6 +140,7 @@ class SamplingBody(Body):
     skip_special_tokens: bool = SamplingParams.skip_special_tokens
     truncate_prompt_tokens: Annotated[Int64, Field(ge=-1)] | None = None  # -1: to what the context leaves
     truncation_side: Literal["left", "right"] = "left"  # what is cut off
+    prompt_logprobs: Int64 | None = None
     return_tokens_as_token_ids: bool = False  # names tokens "token_id:7" in logprobs
     return_token_ids: bool = False
     request_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None  # of the reply
@@ -191,20 +179,28 @@ class SamplingBody(Body):
         """How many most likely tokens to tell at each place besides the one drawn; None: no log-probabilities."""
         raise NotImplementedError
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.prompt_logprobs
+
     def reword(self, error: RequestError) -> RequestError:
         """An error of SamplingParams or of the engine under the name that the client of this endpoint sent."""
-        return error
+        return RequestError(str(error), param=self.grammar_field) if error.param == "grammar" else error
 
     def sampling_params(self) -> SamplingParams:
         """The options under the engine's names: fields of one name are the same. Raises RequestError, for values out of
         range and for what single fields cannot show."""
         if self.best_of not in (None, self.n):
             raise RequestError(f"best_of is not supported yet: leave it out or send n, {self.n}", param="best_of")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs")
         if self.stream_options not in (None, StreamOptions()) and not self.stream:
             raise RequestError("stream_options is only allowed with stream: true", param="stream_options")
         options = {name: getattr(self, name) for name in _OPTIONS}
         bias = {_as_token_id(key): value for key, value in self.logit_bias.items()}
         options |= {"max_tokens": self.max_new_tokens, "logprobs": self.num_logprobs, "logit_bias": bias}
+        options["prompt_logprobs"] = self.num_prompt_logprobs
         try:
             return SamplingParams(**options)
         except RequestError as error:
@@ -214,7 +210,7 @@ class SamplingBody(Body):
 class CompletionBody(SamplingBody):
     """POST /v1/completions. `echo` puts the prompt's text before each answer."""
 
-    UNSUPPORTED = _UNSUPPORTED_IN_COMPLETIONS
+    UNSUPPORTED = neutral.IN_COMPLETIONS
 
     prompt: Annotated[
         list[str | list[int]],
@@ -227,13 +223,21 @@ class CompletionBody(SamplingBody):
     logprobs: Int64 | None = None
 
     @property
+    def is_prompt_only(self) -> bool:
+        """Nothing is to be generated: only the prompt comes back, as some evaluations want it for its logprobs."""
+        return self.echo and self.max_tokens == 0
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return 1 if self.is_prompt_only else self.max_tokens  # a sequence ends with a token, which is not told
+
+    @property
     def num_logprobs(self) -> int | None:
-        if self.echo and self.logprobs is not None:
-            raise RequestError(
-                "logprobs with echo are not supported yet: they would have to tell those of the prompt",
-                param="logprobs",
-            )
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
 
 class TextPart(Body):
@@ -323,7 +327,7 @@ class ChatBody(SamplingBody):
             )
         if error.param == "logprobs":
             return RequestError(str(error).replace("logprobs", "top_logprobs"), param="top_logprobs")
-        return error
+        return super().reword(error)
 
 
 class TokenizeBody(Body):

@@ -4,14 +4,14 @@ import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
 from fastapi.sse import format_sse_event
 
-from specserve.serve.http.logprobs import LogprobsFormat
+from specserve.serve.http.logprobs import CompletionLogprobs, LogprobsFormat, TokenTexts, prompt_logprobs
 from specserve.serve.http.parts import Part
-from specserve.serve.request import SpeculationStats, TokenLogprobs
+from specserve.serve.request import PromptToken, SpeculationStats, TokenLogprobs
 
 Json = dict[str, Any]
 
@@ -35,6 +35,7 @@ class Answer:
     part: Part
     finish_reason: str | None  # None while it goes on
     logprobs: Sequence[TokenLogprobs] = ()  # of the tokens at hand, none unless they were asked for
+    prompt: Sequence[PromptToken] = ()  # with the first piece, where log-probabilities of the prompt were asked for
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it
     token_ids: Sequence[int] = ()
     prompt_ids: Sequence[int] = ()
@@ -144,17 +145,14 @@ class OpenAIFormat:
             counts = {"usage": usage().counts() if self._options.continuous_usage else None}
         return event(self._head | {"object": self.CHUNK_KIND, "choices": [choice]} | counts | (more or {}))
 
-    def _end_of(self, answer: Answer) -> Json:
+    def _end_of(self, answer: Answer, logprobs: Json | None) -> Json:
         """What every choice says at its end, and in a stream also before it."""
         said = {
-            "logprobs": self._logprobs(answer.index, answer.logprobs),
+            "logprobs": logprobs,
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
         return said | ({"token_ids": list(answer.token_ids)} if self._options.token_ids else {})
-
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> Json | None:
-        return self._logprobs_format(index, logprobs) if logprobs else None
 
 
 class CompletionFormat(OpenAIFormat):
@@ -165,37 +163,64 @@ class CompletionFormat(OpenAIFormat):
     def __init__(
         self,
         model_name: str,
-        logprobs: LogprobsFormat,
+        logprobs: CompletionLogprobs,
         options: ReplyOptions | None = None,
         *,
         echoes: Sequence[str] = (),
+        is_prompt_only: bool = False,
+        has_prompt_logprobs: bool = False,
     ) -> None:
+        """With `is_prompt_only` the answers themselves are left out; `has_prompt_logprobs` tells those of the prompts
+        in a list of their own."""
         super().__init__(model_name, logprobs, options)
-        self._echoes = echoes
+        self._spell_logprobs = logprobs
+        self._echoes, self._is_prompt_only, self._has_prompt_logprobs = echoes, is_prompt_only, has_prompt_logprobs
+        self._begun: set[int] = set()
 
-    def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
-        if self._echoes or self._options.token_ids:
-            yield self._chunk(self._choice(start), usage)
+    def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
+        return super().reply(answers, replace(usage, num_completion=0) if self._is_prompt_only else usage)
+
+    def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
+        return ()  # the prompt comes with the first piece, which has its log-probabilities
 
     def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
-        return (self._chunk(self._spell(answer, answer.part.content), usage),)
+        yield self._chunk(self._choice(answer), usage)
 
     def _choice(self, answer: Answer) -> Json:
-        prompt = {"prompt_token_ids": list(answer.prompt_ids)} if self._options.token_ids else {}
-        echo = self._echoes[answer.index] if self._echoes else ""
-        return self._spell(answer, echo + answer.part.content) | prompt
-
-    def _spell(self, answer: Answer, text: str) -> Json:
-        return {"index": answer.index, "text": text} | self._end_of(answer)
+        if self._is_prompt_only:
+            answer = replace(answer, part=Part(), logprobs=(), token_ids=())
+        is_first = answer.index not in self._begun
+        self._begun.add(answer.index)
+        echo = self._echoes[answer.index] if self._echoes and is_first else ""
+        told = answer.prompt if echo and self._spell_logprobs.is_asked else ()
+        logprobs = self._spell_logprobs(answer.index, answer.logprobs, told) if told or answer.logprobs else None
+        choice = {"index": answer.index, "text": echo + answer.part.content} | self._end_of(answer, logprobs)
+        if self._has_prompt_logprobs:
+            choice["prompt_logprobs"] = prompt_logprobs(self._spell_logprobs.texts, answer.prompt)
+        if self._options.token_ids and is_first:
+            choice["prompt_token_ids"] = list(answer.prompt_ids)
+        return choice
 
 
 class ChatFormat(OpenAIFormat):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions. With `texts`, replies tell the log-probabilities of the prompt."""
 
     ID_PREFIX, KIND, CHUNK_KIND = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
+    def __init__(
+        self,
+        model_name: str,
+        logprobs: LogprobsFormat,
+        options: ReplyOptions | None = None,
+        *,
+        texts: TokenTexts | None = None,
+    ) -> None:
+        super().__init__(model_name, logprobs, options)
+        self._texts = texts
+
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
-        return super().reply(answers, usage) | self._prompt(answers[0])
+        told = {} if self._texts is None else {"prompt_logprobs": prompt_logprobs(self._texts, answers[0].prompt)}
+        return super().reply(answers, usage) | self._prompt(answers[0]) | told
 
     def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
         choice = self._delta(start, {"role": "assistant", "content": ""})
@@ -212,7 +237,11 @@ class ChatFormat(OpenAIFormat):
 
     def _choice(self, answer: Answer) -> Json:
         message = {"role": "assistant", "content": answer.part.content, "refusal": None}
-        return {"index": answer.index, "message": message} | self._end_of(answer)
+        return {"index": answer.index, "message": message} | self._ended(answer)
 
     def _delta(self, answer: Answer, delta: Json) -> Json:
-        return {"index": answer.index, "delta": delta} | self._end_of(answer)
+        return {"index": answer.index, "delta": delta} | self._ended(answer)
+
+    def _ended(self, answer: Answer) -> Json:
+        logprobs = self._logprobs_format(answer.index, answer.logprobs) if answer.logprobs else None
+        return self._end_of(answer, logprobs)

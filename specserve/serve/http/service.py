@@ -22,7 +22,7 @@ from specserve.serve.http.parts import MakeParser, PlainText
 from specserve.serve.http.prompts import check_model, check_token_ids, decode, encode, render_chat, truncated
 from specserve.serve.http.replies import ChatFormat, CompletionFormat, ReplyFormat
 from specserve.serve.http.streaming import ClientGoneError, Generation
-from specserve.serve.interface import EngineLike
+from specserve.serve.interface import EngineLike, MakeMask
 from specserve.serve.request import MAX_CHOICES, SamplingParams
 
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold events back
@@ -39,6 +39,7 @@ class Work:
     prompts: Sequence[Sequence[int]]
     reply_format: ReplyFormat
     make_parser: MakeParser = PlainText
+    make_mask: MakeMask | None = None  # for each sequence, what its grammar allows
 
 
 class Service:
@@ -86,11 +87,19 @@ class Service:
                 echoes += [text] * params.n
         logprobs = CompletionLogprobs(
             self.texts,
+            is_asked=body.logprobs is not None,
             as_token_ids=body.return_tokens_as_token_ids,
             skip_special_tokens=body.skip_special_tokens,
         )
-        spelled = CompletionFormat(engine.model_name, logprobs, body.reply_options, echoes=echoes)
-        return Work(body, params, prompts, spelled)
+        spelled = CompletionFormat(
+            engine.model_name,
+            logprobs,
+            body.reply_options,
+            echoes=echoes,
+            is_prompt_only=body.is_prompt_only,
+            has_prompt_logprobs=body.prompt_logprobs is not None,
+        )
+        return Work(body, params, prompts, spelled, make_mask=self._masks(body, params))
 
     def chat(self, body: ChatBody, reply_format: ReplyFormat | None = None) -> Work:
         """The work of a body of /v1/chat/completions; another route's `reply_format` may spell it. Raises
@@ -107,8 +116,16 @@ class Service:
         )
         token_ids = truncated(engine, body, token_ids)
         logprobs = ChatLogprobs(self.texts, as_token_ids=body.return_tokens_as_token_ids)
-        spelled = reply_format or ChatFormat(engine.model_name, logprobs, body.reply_options)
-        return Work(body, params, [token_ids], spelled)
+        texts = None if body.prompt_logprobs is None else self.texts
+        spelled = reply_format or ChatFormat(engine.model_name, logprobs, body.reply_options, texts=texts)
+        return Work(body, params, [token_ids], spelled, make_mask=self._masks(body, params))
+
+    def _masks(self, body: SamplingBody, params: SamplingParams) -> MakeMask | None:
+        """Compiled here, because this may take a second and does not run on the event loop."""
+        try:
+            return params.grammar and self.engine.compile_grammar(params.grammar)
+        except RequestError as error:
+            raise body.reword(error) from None
 
     async def respond(self, http: Request, work: Work) -> Response:
         """Submit the work and reply to it, whole or as a stream. Raises RequestError and CapacityError."""
@@ -121,6 +138,7 @@ class Service:
                 work.prompts,
                 work.params,
                 make_parser=work.make_parser,
+                make_mask=work.make_mask,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
             )

@@ -22,7 +22,7 @@ from specserve.serve.http.guard import INTERNAL_ERROR, EngineFailureError
 from specserve.serve.http.metrics import Metrics, SequenceMetrics
 from specserve.serve.http.parts import AnswerParser, MakeParser, Part, PlainText
 from specserve.serve.http.replies import Answer, Json, ReplyFormat, Usage, error_body
-from specserve.serve.interface import EngineLike
+from specserve.serve.interface import EngineLike, MakeMask
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
 from specserve.speculative.acceptance import Acceptance
 
@@ -66,6 +66,7 @@ class Generation:
         params: SamplingParams,
         *,
         make_parser: MakeParser = PlainText,  # one for each sequence
+        make_mask: MakeMask | None = None,
         priority: int = 0,
         cache_salt: str = "",
     ) -> None:
@@ -79,7 +80,14 @@ class Generation:
         try:
             for token_ids, own in itertools.product(prompts, each):
                 on_delta = partial(self._on_delta, len(self._choices))
-                request = engine.submit(token_ids, own, on_delta, priority=priority, cache_salt=cache_salt)
+                request = engine.submit(
+                    token_ids,
+                    own,
+                    on_delta,
+                    priority=priority,
+                    cache_salt=cache_salt,
+                    token_mask=make_mask and make_mask(),
+                )
                 is_first = len(self._choices) % len(each) == 0
                 self._choices.append(_Choice(request, metrics.start_sequence(len(token_ids)), is_first, make_parser()))
         except BaseException:
@@ -105,7 +113,9 @@ class Generation:
             return reply_format.reply(answers, self._usage())
 
         # parsing and log-probabilities of a long answer take a while; other requests' streams go on meanwhile
-        if self._make_parser is not PlainText or any(delta.logprobs for deltas in arrived for delta in deltas):
+        if self._make_parser is not PlainText or any(
+            delta.logprobs or delta.prompt for deltas in arrived for delta in deltas
+        ):
             return await run_in_threadpool(spell)
         return spell()
 
@@ -151,7 +161,7 @@ class Generation:
                 # Their ids go with the next text.
                 waiting = self._choices[index].waiting_ids
                 waiting += delta.token_ids
-                if answer.part or answer.logprobs or answer.finish_reason is not None:
+                if answer.part or answer.logprobs or answer.prompt or answer.finish_reason is not None:
                     for each in reply_format.piece(dataclasses.replace(answer, token_ids=tuple(waiting)), self._usage):
                         yield each
                     waiting.clear()
@@ -167,6 +177,7 @@ class Generation:
             part,
             reason,
             delta.logprobs,
+            delta.prompt,
             stop_reason=delta.stop_reason,
             token_ids=delta.token_ids,
             prompt_ids=choice.request.prompt_ids,
@@ -178,7 +189,9 @@ class Generation:
         text = "".join(delta.text for delta in deltas)
         logprobs = tuple(item for delta in deltas for item in delta.logprobs)
         token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
-        return self._piece(index, dataclasses.replace(deltas[-1], text=text, logprobs=logprobs, token_ids=token_ids))
+        prompt = next((delta.prompt for delta in deltas if delta.prompt), ())
+        last = dataclasses.replace(deltas[-1], text=text, logprobs=logprobs, token_ids=token_ids, prompt=prompt)
+        return self._piece(index, last)
 
     async def _deltas(self, *, is_idle_reported: bool = False) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) until every sequence has ended; (-1, empty delta) about once a second while nothing comes."""
