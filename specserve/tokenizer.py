@@ -63,6 +63,12 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self._backend.eos_token_id
 
+    def info(self) -> Mapping[str, Any]:
+        """Its class, special tokens and chat template, by their names in a tokenizer_config.json."""
+        tokens = {name: token for name, token in self._backend.special_tokens_map.items() if isinstance(token, str)}
+        own = {"tokenizer_class": type(self._backend).__name__, "chat_template": self._backend.chat_template}
+        return own | dict.fromkeys(("bos_token", "eos_token", "pad_token")) | tokens
+
     @property
     def special_token_ids(self) -> frozenset[int]:
         """The ids that `decode` leaves out with `skip_special_tokens`."""

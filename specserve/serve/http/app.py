@@ -9,6 +9,7 @@ from specserve.serve.http.metrics import Metrics
 from specserve.serve.http.openai_routes import add_openai_routes
 from specserve.serve.http.prompts import ModelNotFoundError
 from specserve.serve.http.service import Service
+from specserve.serve.http.sglang_routes import add_sglang_routes
 from specserve.serve.http.status_routes import add_status_routes
 from specserve.serve.http.tokenizer_routes import add_tokenizer_routes
 from specserve.serve.interface import EngineLike
@@ -34,6 +35,7 @@ def create_app(engine: EngineLike, *, api_key: str | None = None, allow_unknown_
     service = Service(engine, metrics, allow_unknown_fields=allow_unknown_fields)
     add_openai_routes(app, service)
     add_dialect_routes(app, service)
+    add_sglang_routes(app, service, metrics)
     add_tokenizer_routes(app, service)
     add_status_routes(app, engine, metrics)
     return app

@@ -52,6 +52,7 @@ class Metrics:
         self._model_name = model_name
         self._num_prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of all sequences.")
         self._num_generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self.acceptance = Acceptance()  # of all sequences that have ended
         self.unknown_fields = self._counter("specserve:unknown_fields", "Fields of requests that were not read.")
         self._num_drafts = self._counter("vllm:spec_decode_num_drafts", "Target forwards after prefill.")
         self._num_draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Tokens that the draft proposed.")
@@ -106,6 +107,7 @@ class Metrics:
             self._observe_speculation(delta.stats)
 
     def _observe_speculation(self, stats: Acceptance) -> None:
+        self.acceptance += stats
         self._num_drafts.inc(stats.num_steps)
         self._num_draft_tokens.inc(stats.num_draft_tokens)
         self._num_accepted.inc(stats.num_accepted)

@@ -5,7 +5,7 @@ Every route that generates makes its body into one of OpenAI's, and has its own 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -30,11 +30,23 @@ _T = TypeVar("_T")
 _BodyT = TypeVar("_BodyT", bound=Body)
 
 
+class Asked(Protocol):
+    """What every body says of how it is to be answered."""
+
+    stream: bool
+    priority: int
+    cache_salt: str
+
+    def reword(self, error: RequestError) -> RequestError:
+        """An error of the engine under the name that the client of this endpoint sent."""
+        ...
+
+
 @dataclass(frozen=True)
 class Work:
     """What one checked body asks of the engine, and how its answers are read and spelled."""
 
-    body: SamplingBody
+    body: Asked
     params: SamplingParams
     prompts: Sequence[Sequence[int]]
     reply_format: ReplyFormat
@@ -59,8 +71,8 @@ class Service:
         """The checked body that this object is. Raises RequestError."""
         return check_body(body_type, value, self._unknown_fields)
 
-    def completion(self, body: CompletionBody) -> Work:
-        """The work of a body of /v1/completions. Raises RequestError."""
+    def completion(self, body: CompletionBody, reply_format: ReplyFormat | None = None) -> Work:
+        """The work of a body of /v1/completions; another route's `reply_format` may spell it. Raises RequestError."""
         engine = self.engine
         check_model(engine, body.model)
         params = body.sampling_params()
@@ -91,7 +103,7 @@ class Service:
             as_token_ids=body.return_tokens_as_token_ids,
             skip_special_tokens=body.skip_special_tokens,
         )
-        spelled = CompletionFormat(
+        spelled = reply_format or CompletionFormat(
             engine.model_name,
             logprobs,
             body.reply_options,
