@@ -19,7 +19,7 @@ from specserve.drafters.speculation import describe
 from specserve.errors import CapacityError, RequestError
 from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.grammars import Grammars
-from specserve.serve.interface import EngineStats, MakeMask
+from specserve.serve.interface import DraftInfo, EngineStats, MakeMask
 from specserve.serve.options import bad_sequences, check_token_ids
 from specserve.serve.pages import PagePool
 from specserve.serve.programs import Announcer, Compiler, Program
@@ -60,13 +60,14 @@ class Engine:
         *,
         model_name: str,
         eos_ids: Sequence[int],
+        draft: DraftInfo | None = None,
         controller: Controller | None = None,  # None: the first of the runner's trees, always
         options: EngineOptions | None = None,
         late_programs: Sequence[Program] = (),  # to be compiled while plain decoding serves
         on_compiled: Callable[[], Finish] | None = None,  # then: what is left to do on the engine's thread
     ) -> None:
         self.runner = runner
-        self.model_name = model_name
+        self.model_name, self.draft = model_name, draft
         self.eos_ids = frozenset(eos_ids)
         self.options = options or EngineOptions()
         self._tokenizer = tokenizer

@@ -41,11 +41,23 @@ class EngineStats:
     seconds_in_step: float = 0.0  # how long the step that is being waited for has taken so far; 0: none
 
 
+@dataclass(frozen=True)
+class DraftInfo:
+    """What a draft head is called, and what it promises."""
+
+    name: str
+    tau: float | None = None  # tokens per target forward in its own evaluation; None: unknown
+
+
 class TokenizerLike(Protocol):
     """Text to ids and back. Every method may be called from several threads at once."""
 
     @property
     def has_chat_template(self) -> bool: ...
+
+    def info(self) -> Mapping[str, Any]:
+        """Its class, special tokens and chat template, by their names in a tokenizer_config.json."""
+        ...
 
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -85,6 +97,16 @@ class EngineLike(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+
+    @property
+    def speculation(self) -> str:
+        """How it speculates, as the setting spells it."""
+        ...
+
+    @property
+    def draft(self) -> DraftInfo | None:
+        """The head that speculates; None where there is none."""
+        ...
 
     @property
     def is_healthy(self) -> bool: ...

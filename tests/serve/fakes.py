@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from specserve.errors import CapacityError, RequestError
-from specserve.serve.interface import EngineStats, MakeMask
+from specserve.serve.interface import DraftInfo, EngineStats, MakeMask
 from specserve.serve.request import (
     Delta,
     DraftTree,
@@ -43,6 +43,9 @@ class FakeTokenizer:
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode(errors="replace")
+
+    def info(self) -> Mapping[str, Any]:
+        return {"tokenizer_class": "FakeTokenizer", "eos_token": "."}
 
     def token_id(self, token: str) -> int | None:
         return FIM_IDS.get(token)
@@ -79,7 +82,8 @@ class FakeEngine:
     model_name = MODEL
     vocab_size = 256
     max_model_len = CONTEXT
-    speculation = "chain:3"  # for the command line
+    speculation = "chain:3"
+    draft: DraftInfo | None = None
 
     def __init__(self) -> None:
         self.tokenizer = FakeTokenizer()

@@ -5,6 +5,7 @@ that changes nothing (`UNSUPPORTED`), or an error that names it. null means "not
 true is not 1 and "0.5" is not 0.5. Knows nothing of HTTP; errors are RequestError with `param` set.
 """
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -60,7 +61,7 @@ class Body(BaseModel):
         every one of a million. The validation's context is an UnknownFields where unknown ones may pass."""
         if not isinstance(value, dict):
             return value
-        given, known = {}, {field.alias or name for name, field in cls.model_fields.items()}
+        given, known = {}, _names(cls)
         for name, item in value.items():
             if name in known:
                 if item is not None:
@@ -72,6 +73,11 @@ class Body(BaseModel):
             else:
                 raise PydanticCustomError("unknown", "unknown", {"field": name[:200]})
         return given
+
+
+@functools.cache
+def _names(body_type: type[Body]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in body_type.model_fields.items())
 
 
 _BodyT = TypeVar("_BodyT", bound=Body)

@@ -5,7 +5,7 @@ Every route that generates makes its body into one of OpenAI's, and has its own 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
@@ -33,16 +33,29 @@ _T = TypeVar("_T")
 _BodyT = TypeVar("_BodyT", bound=Body)
 
 
+class Asked(Protocol):
+    """What every body says of how it is to be answered."""
+
+    stream: bool
+    priority: int
+    cache_salt: str
+
+    def reword(self, error: RequestError) -> RequestError:
+        """An error of the engine under the name that the client of this endpoint sent."""
+        ...
+
+
 @dataclass(frozen=True)
 class Work:
     """What one checked body asks of the engine, and how its answers are read and spelled."""
 
-    body: SamplingBody
+    body: Asked
     params: SamplingParams
     prompts: Sequence[Sequence[int]]
     reply_format: ReplyFormat
     make_parser: MakeParser = PlainText
     make_mask: MakeMask | None = None  # for each sequence, what its grammar allows
+    has_origins: bool = False  # answers tell where their tokens come from
 
 
 class Service:
@@ -64,8 +77,8 @@ class Service:
         """The checked body that this object is. Raises RequestError."""
         return check_body(body_type, value, self._unknown_fields)
 
-    def completion(self, body: CompletionBody) -> Work:
-        """The work of a body of /v1/completions. Raises RequestError."""
+    def completion(self, body: CompletionBody, reply_format: ReplyFormat | None = None) -> Work:
+        """The work of a body of /v1/completions; another route's `reply_format` may spell it. Raises RequestError."""
         engine = self.engine
         check_model(engine, body.model)
         params = body.sampling_params()
@@ -96,10 +109,12 @@ class Service:
             as_token_ids=body.return_tokens_as_token_ids,
             skip_special_tokens=body.skip_special_tokens,
         )
-        spelled = CompletionFormat(
+        spelled = reply_format or CompletionFormat(
             engine.model_name, logprobs, body.reply_options, echoes=echoes, is_prompt_only=body.is_prompt_only
         )
-        return Work(body, params, prompts, spelled, make_mask=self._masks(body, params))
+        return Work(
+            body, params, prompts, spelled, make_mask=self._masks(body, params), has_origins=body.return_draft_depths
+        )
 
     def chat(self, body: ChatBody, reply_format: ReplyFormat | None = None) -> Work:
         """The work of a body of /v1/chat/completions; another route's `reply_format` may spell it. Raises
@@ -117,7 +132,14 @@ class Service:
         token_ids = truncated(engine, body, token_ids)
         logprobs = ChatLogprobs(self.texts, as_token_ids=body.return_tokens_as_token_ids)
         spelled = reply_format or ChatFormat(engine.model_name, logprobs, body.reply_options)
-        return Work(body, params, [token_ids], spelled, make_mask=self._masks(body, params))
+        return Work(
+            body,
+            params,
+            [token_ids],
+            spelled,
+            make_mask=self._masks(body, params),
+            has_origins=body.return_draft_depths,
+        )
 
     def _masks(self, body: SamplingBody, params: SamplingParams) -> MakeMask | None:
         """Compiled here, because this may take a second and does not run on the event loop."""
@@ -138,7 +160,7 @@ class Service:
                 work.params,
                 make_parser=work.make_parser,
                 make_mask=work.make_mask,
-                has_origins=body.return_draft_depths,
+                has_origins=work.has_origins,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
                 told=self._told,
