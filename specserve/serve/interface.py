@@ -97,9 +97,10 @@ class EngineLike(Protocol):
         cache_salt: str = "",
         token_mask: TokenMask | None = None,
         request_id: str = "",
+        client: str = "",
     ) -> Request:
-        """Queue one sequence (`params.n` must be 1); never blocks. The log names it by `request_id`. Raises
-        RequestError (param "prompt", "max_tokens" or
+        """Queue one sequence (`params.n` must be 1); never blocks. The log names it by `request_id`, and clients share
+        the queue. Raises RequestError (param "prompt", "max_tokens" or
         the option whose token ids or words do not fit the vocabulary) or CapacityError."""
         ...
 

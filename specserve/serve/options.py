@@ -37,12 +37,12 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
                 raise RequestError(f"{name} holds {token_id}; ids go from 0 to {vocab_size - 1}", param=name)
 
 
-def bad_sequences(params: SamplingParams, tokenizer: Encoder | None) -> list[tuple[int, ...]]:
+def bad_sequences(words: Sequence[str], tokenizer: Encoder | None) -> list[tuple[int, ...]]:
     """The token sequences that spell the bad words, at the start of a text and after a space. Raises RequestError."""
-    if params.bad_words and tokenizer is None:
+    if words and tokenizer is None:
         raise RequestError("bad_words need a tokenizer, and this engine has none", param="bad_words")
     found: dict[tuple[int, ...], None] = {}
-    for word in params.bad_words:
+    for word in words:
         for text in (word, " " + word.lstrip()):
             token_ids = tuple(tokenizer.encode(text, add_special_tokens=False)) if tokenizer else ()
             if len(token_ids) > MAX_BAD_TOKENS:

@@ -11,6 +11,7 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -75,7 +76,7 @@ class Rounds:
         controller: Controller | None,
         *,
         is_partial: bool,
-        on_end: Callable[[], None],
+        on_end: Callable[[Request], None],
     ) -> None:
         self.runner, self.scheduler = runner, scheduler
         self.controller = controller or Controller({})
@@ -94,9 +95,9 @@ class Rounds:
         self.controller, self.is_partial = controller or self.controller, is_partial
 
     @property
-    def num_running(self) -> int:
-        """Sequences in a slot."""
-        return len(self.scheduler.running)
+    def running(self) -> Seq[Sequence]:
+        """The sequences in a slot. It may be called from any thread."""
+        return tuple(self.scheduler.running)
 
     def add(self, request: Request) -> None:
         """Put a request into the queue."""
@@ -142,7 +143,7 @@ class Rounds:
         counters, scheduler, start = self._counters, self.scheduler, self.wait_start
         pool, steps = scheduler.pool, counters.steps.copy()
         return EngineStats(
-            num_running=self.num_running,
+            num_running=len(self.running),
             num_pages=pool.num_pages,
             num_pages_held=pool.num_pages - pool.num_available,
             num_pages_cached=pool.num_cached,
@@ -360,7 +361,7 @@ class Rounds:
         if sequence.has_ended:
             return
         request, slot = sequence.request, sequence.slot
-        self._on_end()
+        self._on_end(request)
         self.scheduler.finish(sequence)
         # the slot's next owner is admitted by a later program, so its row still holds this answer
         if slot >= 0 and reason in (FinishReason.STOP, FinishReason.LENGTH) and not request.cache_salt:
