@@ -20,7 +20,7 @@ from specserve.errors import CapacityError, RequestError
 from specserve.serve.admission import Queue
 from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.interface import EngineStats
-from specserve.serve.options import bad_sequences, check_token_ids
+from specserve.serve.options import bad_sequences, check_some_token, check_token_ids
 from specserve.serve.pages import PagePool
 from specserve.serve.programs import Announcer, Compiler, Program
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, TokenMask
@@ -201,7 +201,7 @@ class Engine:
             priority=priority,
             cache_salt=cache_salt,
             token_mask=token_mask,
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
+            stop_ids=self._stop_ids(params),
             bad_sequences=self._bad_sequences(params.bad_words),
         )
         with self._lock:  # `_run` takes it at its end, so nothing is put behind its back
@@ -239,7 +239,7 @@ class Engine:
                     f"the prompt holds token id {token_id}; ids go from 0 to {self.vocab_size - 1}", param="prompt"
                 )
         check_token_ids(params, self.vocab_size)
-        self._bad_sequences(params.bad_words)
+        check_some_token(params, self._stop_ids(params), self._bad_sequences(params.bad_words), self.vocab_size)
         max_new_tokens = room if params.max_tokens is None else params.max_tokens
         pages = -(-(len(prompt_ids) + max_new_tokens - 1) // self.runner.shapes.page_size)
         if pages > self.runner.shapes.num_pages:
@@ -249,6 +249,9 @@ class Engine:
                 param="max_tokens",
             )
         return max_new_tokens
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
 
     def generate(
         self,

@@ -7,6 +7,7 @@ step makes for a sequence that has ended meanwhile is dropped. Everything here r
 import bisect
 import dataclasses
 import functools
+import itertools
 import logging
 import time
 from collections import Counter, deque
@@ -26,6 +27,7 @@ from specserve.serve.request import Delta, FinishReason, Request, SpeculationSta
 from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Chunk, Round, Scheduler, Sequence
 from specserve.speculative.controller import Controller, Estimate
+from specserve.speculative.sampling import NOTHING
 from specserve.speculative.tree import Tree
 from specserve.tokenizer import Tokenizer
 
@@ -332,14 +334,21 @@ class Rounds:
     def _emit(self, sequence: Sequence, result: HostResult, row: int) -> None:
         """Hand over new tokens."""
         request = sequence.request
-        delta = sequence.output.push(result.emitted(row))
+        drawn = result.emitted(row)
+        token_ids = list(itertools.takewhile(lambda token_id: token_id != NOTHING, drawn))
+        delta = sequence.output.push(token_ids)
         sequence.output_ids += delta.token_ids
         if request.token_mask is not None:
             request.token_mask.accept(delta.token_ids)
         if request.params.logprobs is not None:
             found = _logprobs(delta.token_ids, result, row, request.params.logprobs)
             delta = dataclasses.replace(delta, logprobs=found)
-        self._deliver(sequence, delta)
+        if token_ids:
+            self._deliver(sequence, delta)
+        if len(token_ids) < len(drawn) and not sequence.has_ended:
+            raise RequestError(
+                f"after {len(sequence.output_ids)} tokens of the answer, the request's options ban every token"
+            )
 
     def _deliver(self, sequence: Sequence, delta: Delta) -> None:
         reason = delta.finish_reason
