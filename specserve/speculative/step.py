@@ -396,9 +396,9 @@ def _result(now: _Now, logits: jax.Array, token_ids: jax.Array, n_accepted: jax.
 
 
 def _has_run(drawn: jax.Array) -> jax.Array:
-    """All True (NOTHING, -1, is the least that is drawn), but computed from the drawn token, so known only once the
-    target has run. A write that it masks comes after every read of the pages. Without that order XLA keeps the old pages alive by copying the whole cache
-    (docs/log)."""
+    """All True, as NOTHING is the least that is drawn, but computed from the drawn token, so known only once the target
+    has run. A write that it masks comes after every read of the pages. Without that order XLA keeps the old pages alive
+    by copying the whole cache (docs/log)."""
     return drawn >= sampling.NOTHING
 
 

@@ -28,7 +28,7 @@ def read_json(raw: bytes, refuse_duplicates: Callable[[list[tuple[str, Any]]], N
         return dict(pairs)
 
     decoder = json.JSONDecoder(object_pairs_hook=as_dict, parse_constant=_refuse_constant)
-    decoder.parse_string = _parse_string
+    decoder.parse_string = _parse_string  # type: ignore[attr-defined]
     decoder.scan_once = json.scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]
     text = raw.decode("utf-8")
     try:
