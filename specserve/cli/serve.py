@@ -37,7 +37,7 @@ def serve(run: ServeRun) -> None:
 
     with engine:
         server = HttpServer(
-            create_app(engine, api_key=run.api_key or None, allow_unknown_fields=run.allow_unknown_fields),
+            create_app(engine, api_key=run.api_key or None, run=run),
             listener=listener,
             drain_seconds=run.drain_seconds,
             on_drain=drain,

@@ -35,6 +35,7 @@ class ServeRun:
     allow_unknown_fields: bool = setting(
         False, help="let requests have unknown fields: they are counted, logged once each, and not read"
     )
+    docs: bool = setting(False, help="serve a page of the API at /docs")
     max_slots: int = setting(8, help="sequences that run at once", ge=1)
     max_model_len: int = setting(0, help="prompt and answer together; 0: the target's context, at most 4,096", ge=0)
     page_size: int = setting(32, help="tokens per cache page", ge=1)

@@ -7,15 +7,17 @@ from specserve.serve.http.guard import ApiKeyGate, error_response, install_error
 from specserve.serve.http.messages_replies import MessagesDoor
 from specserve.serve.http.metrics import Metrics
 from specserve.serve.http.openai_routes import add_openai_routes
+from specserve.serve.http.openapi_routes import add_openapi_routes
 from specserve.serve.http.prompts import ModelNotFoundError
 from specserve.serve.http.service import Service
 from specserve.serve.http.sglang_routes import add_sglang_routes
 from specserve.serve.http.status_routes import add_status_routes
 from specserve.serve.http.tokenizer_routes import add_tokenizer_routes
 from specserve.serve.interface import EngineLike
+from specserve.serve.settings import ServeRun
 
 
-def create_app(engine: EngineLike, *, api_key: str | None = None, allow_unknown_fields: bool = False) -> FastAPI:
+def create_app(engine: EngineLike, *, api_key: str | None = None, run: ServeRun | None = None) -> FastAPI:
     """Make the app with all routes over one engine. With `api_key`, all but /health, /ready and /version need that key.
 
     The app keeps its Prometheus series in `app.state.metrics`.
@@ -32,10 +34,12 @@ def create_app(engine: EngineLike, *, api_key: str | None = None, allow_unknown_
     async def on_model_not_found(_: Request, error: ModelNotFoundError) -> Response:
         return error_response(404, str(error), param=error.param, code="model_not_found")
 
-    service = Service(engine, metrics, allow_unknown_fields=allow_unknown_fields)
+    run = run or ServeRun()
+    service = Service(engine, metrics, allow_unknown_fields=run.allow_unknown_fields)
     add_openai_routes(app, service)
     add_dialect_routes(app, service)
     add_sglang_routes(app, service, metrics)
     add_tokenizer_routes(app, service)
     add_status_routes(app, engine, metrics)
+    add_openapi_routes(app, has_key=api_key is not None, has_docs=run.docs)
     return app

@@ -36,7 +36,9 @@ class DialectBody(SamplingBody):
         ours = self.RENAMED.get(name)
         if ours is None:
             return error
-        param = ours if name == "messages" else ours + bracket + index + dot + rest
+        if name == "messages":  # their numbers are not those of what was sent
+            return RequestError(f"{ours} cannot be served as a chat: {error}", param=ours)
+        param = ours + bracket + index + dot + rest
         return RequestError(str(error).replace(error.param or name, param).replace(name, ours), param=param)
 
 
