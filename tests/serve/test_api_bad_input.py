@@ -356,7 +356,7 @@ def test_compressed_body_is_415(http):
     assert_refused(http.post("/v1/completions", content=gzip.compress(b"x" * 10**6), headers=headers), 415)
 
 
-@pytest.mark.parametrize("path", ["/", "/v1", "//v1/completions", "/v1/../health/x", "/docs", "/v1/embeddings"])
+@pytest.mark.parametrize("path", ["/page", "/v1", "//v1/completions", "/v1/../health/x", "/docs", "/v1/embeddings"])
 def test_unknown_path_is_404(http, path):
     assert_refused(http.get(path), 404)
 

@@ -162,6 +162,8 @@ class SamplingBody(GrammarFields):
     prompt_logprobs: Int64 | None = None
     return_tokens_as_token_ids: bool = False  # names tokens "token_id:7" in logprobs
     return_token_ids: bool = False
+    return_draft_depths: bool = False  # tells of each token where it comes from
+    return_tree: bool = SamplingParams.return_tree
     request_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None  # of the reply
     speculation: Speculation = None
     priority: Int64 = 0
@@ -196,6 +198,7 @@ class SamplingBody(GrammarFields):
             include_usage=stream_options.include_usage,
             continuous_usage=stream_options.include_usage and stream_options.continuous_usage_stats,
             token_ids=self.return_token_ids,
+            prompt_logprobs=self.prompt_logprobs is not None,
         )
 
     @property

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Protocol
 
 from fastapi.sse import format_sse_event
 
-from specserve.serve.http.logprobs import CompletionLogprobs, LogprobsFormat, TokenTexts, prompt_logprobs
+from specserve.serve.http.drafts import DraftFormat, TokenOrigin
+from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from specserve.serve.http.parts import Part
-from specserve.serve.request import PromptToken, SpeculationStats, TokenLogprobs
+from specserve.serve.request import DraftTree, PromptToken, SpeculationStats, TokenLogprobs
 
 Json = dict[str, Any]
 
@@ -40,6 +41,8 @@ class Answer:
     token_ids: Sequence[int] = ()
     prompt_ids: Sequence[int] = ()
     stats: SpeculationStats | None = None  # when it has ended
+    origins: Sequence[TokenOrigin] = ()  # of the tokens at hand, none unless they were asked for
+    tree: DraftTree | None = None  # of the last step, None unless it was asked for
 
 
 @dataclass(frozen=True)
@@ -50,6 +53,7 @@ class ReplyOptions:
     include_usage: bool = False  # streams end with a chunk of token counts
     continuous_usage: bool = False  # every chunk of a stream has token counts
     token_ids: bool = False  # of prompts and answers
+    prompt_logprobs: bool = False
 
 
 @dataclass(frozen=True)
@@ -61,6 +65,7 @@ class Usage:
     num_completion: int
     num_accepted: int  # draft tokens
     num_rejected: int
+    metrics: Json | None = None  # how the one sequence of the reply fared, where the server tells (`request_metrics`)
 
     def counts(self) -> Json:
         """The part that is true in the middle of a stream too."""
@@ -112,15 +117,17 @@ class OpenAIFormat:
     KIND: ClassVar[str]
     CHUNK_KIND: ClassVar[str]
 
-    def __init__(self, model_name: str, logprobs: LogprobsFormat, options: ReplyOptions | None = None) -> None:
+    def __init__(
+        self, model_name: str, logprobs: ChatLogprobs | CompletionLogprobs, options: ReplyOptions | None = None
+    ) -> None:
         self._options = options or ReplyOptions()
         name = self._options.request_id or uuid.uuid4().hex
         self._head = {"id": f"{self.ID_PREFIX}-{name}", "created": int(time.time()), "model": model_name}
-        self._logprobs_format = logprobs
+        self._drafts_format = DraftFormat(logprobs.texts)
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
         choices = [self._choice(answer) for answer in answers]
-        return self._head | {"object": self.KIND, "choices": choices, "usage": usage.as_json()}
+        return self._head | {"object": self.KIND, "choices": choices} | _with_metrics(usage)
 
     def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
         raise NotImplementedError
@@ -130,7 +137,7 @@ class OpenAIFormat:
 
     def end(self, usage: Usage) -> Iterable[bytes]:
         if self._options.include_usage:
-            yield event(self._head | {"object": self.CHUNK_KIND, "choices": [], "usage": usage.as_json()})
+            yield event(self._head | {"object": self.CHUNK_KIND, "choices": []} | _with_metrics(usage))
         yield event("[DONE]")
 
     def failure(self, error: Json) -> Iterable[bytes]:
@@ -152,7 +159,13 @@ class OpenAIFormat:
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
-        return said | ({"token_ids": list(answer.token_ids)} if self._options.token_ids else {})
+        said |= {"token_ids": list(answer.token_ids)} if self._options.token_ids else {}
+        return said | self._drafts_format(answer.index, answer.origins, answer.tree)
+
+
+def _with_metrics(usage: Usage) -> Json:
+    beside = {} if usage.metrics is None else {"metrics": usage.metrics}
+    return {"usage": usage.as_json()} | beside
 
 
 class CompletionFormat(OpenAIFormat):
@@ -168,13 +181,10 @@ class CompletionFormat(OpenAIFormat):
         *,
         echoes: Sequence[str] = (),
         is_prompt_only: bool = False,
-        has_prompt_logprobs: bool = False,
     ) -> None:
-        """With `is_prompt_only` the answers themselves are left out; `has_prompt_logprobs` tells those of the prompts
-        in a list of their own."""
+        """With `is_prompt_only` the answers themselves are left out."""
         super().__init__(model_name, logprobs, options)
-        self._spell_logprobs = logprobs
-        self._echoes, self._is_prompt_only, self._has_prompt_logprobs = echoes, is_prompt_only, has_prompt_logprobs
+        self._spell_logprobs, self._echoes, self._is_prompt_only = logprobs, echoes, is_prompt_only
         self._begun: set[int] = set()
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
@@ -195,7 +205,7 @@ class CompletionFormat(OpenAIFormat):
         told = answer.prompt if echo and self._spell_logprobs.is_asked else ()
         logprobs = self._spell_logprobs(answer.index, answer.logprobs, told) if told or answer.logprobs else None
         choice = {"index": answer.index, "text": echo + answer.part.content} | self._end_of(answer, logprobs)
-        if self._has_prompt_logprobs:
+        if self._options.prompt_logprobs:
             choice["prompt_logprobs"] = prompt_logprobs(self._spell_logprobs.texts, answer.prompt)
         if self._options.token_ids and is_first:
             choice["prompt_token_ids"] = list(answer.prompt_ids)
@@ -207,19 +217,14 @@ class ChatFormat(OpenAIFormat):
 
     ID_PREFIX, KIND, CHUNK_KIND = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
-    def __init__(
-        self,
-        model_name: str,
-        logprobs: LogprobsFormat,
-        options: ReplyOptions | None = None,
-        *,
-        texts: TokenTexts | None = None,
-    ) -> None:
+    def __init__(self, model_name: str, logprobs: ChatLogprobs, options: ReplyOptions | None = None) -> None:
         super().__init__(model_name, logprobs, options)
-        self._texts = texts
+        self._chat_logprobs = logprobs
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
-        told = {} if self._texts is None else {"prompt_logprobs": prompt_logprobs(self._texts, answers[0].prompt)}
+        told = {}
+        if self._options.prompt_logprobs:
+            told["prompt_logprobs"] = prompt_logprobs(self._chat_logprobs.texts, answers[0].prompt)
         return super().reply(answers, usage) | self._prompt(answers[0]) | told
 
     def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
@@ -228,7 +233,7 @@ class ChatFormat(OpenAIFormat):
 
     def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
         # tokens whose text is still held back are content too, of no length yet
-        said = {"content": answer.part.content} if answer.part.content or answer.logprobs else {}
+        said = {"content": answer.part.content} if answer.part.content or answer.logprobs or answer.origins else {}
         return (self._chunk(self._delta(answer, said), usage),)
 
     def _prompt(self, answer: Answer) -> Json:
@@ -243,5 +248,5 @@ class ChatFormat(OpenAIFormat):
         return {"index": answer.index, "delta": delta} | self._ended(answer)
 
     def _ended(self, answer: Answer) -> Json:
-        logprobs = self._logprobs_format(answer.index, answer.logprobs) if answer.logprobs else None
+        logprobs = self._chat_logprobs(answer.index, answer.logprobs) if answer.logprobs else None
         return self._end_of(answer, logprobs)

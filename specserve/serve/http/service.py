@@ -21,9 +21,12 @@ from specserve.serve.http.openai_bodies import ChatBody, CompletionBody, Samplin
 from specserve.serve.http.parts import MakeParser, PlainText
 from specserve.serve.http.prompts import check_model, check_token_ids, decode, encode, render_chat, truncated
 from specserve.serve.http.replies import ChatFormat, CompletionFormat, ReplyFormat
+from specserve.serve.http.request_metrics import RequestMetrics
 from specserve.serve.http.streaming import ClientGoneError, Generation
+from specserve.serve.http.tracing import Tracing
 from specserve.serve.interface import EngineLike, MakeMask
 from specserve.serve.request import MAX_CHOICES, SamplingParams
+from specserve.serve.settings import ServeRun
 
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold events back
 _T = TypeVar("_T")
@@ -52,16 +55,19 @@ class Work:
     reply_format: ReplyFormat
     make_parser: MakeParser = PlainText
     make_mask: MakeMask | None = None  # for each sequence, what its grammar allows
+    has_origins: bool = False  # answers tell where their tokens come from
 
 
 class Service:
     """The engine as the routes of one app see it."""
 
-    def __init__(self, engine: EngineLike, metrics: Metrics, *, allow_unknown_fields: bool = False) -> None:
+    def __init__(self, engine: EngineLike, metrics: Metrics, run: ServeRun, tracing: Tracing | None = None) -> None:
         self.engine = engine
         self.metrics = metrics
         self.texts = TokenTexts(engine.tokenizer)
-        self._unknown_fields = UnknownFields(metrics.unknown_fields.inc) if allow_unknown_fields else None
+        self._unknown_fields = UnknownFields(metrics.unknown_fields.inc) if run.allow_unknown_fields else None
+        self._tracing = tracing
+        self._told = RequestMetrics(run.enable_per_request_metrics, run.per_request_spec_decode_metrics)
 
     def read(self, body_type: type[_BodyT], raw: bytes) -> _BodyT:
         """The checked body that these bytes are. Raises RequestError."""
@@ -104,14 +110,11 @@ class Service:
             skip_special_tokens=body.skip_special_tokens,
         )
         spelled = reply_format or CompletionFormat(
-            engine.model_name,
-            logprobs,
-            body.reply_options,
-            echoes=echoes,
-            is_prompt_only=body.is_prompt_only,
-            has_prompt_logprobs=body.prompt_logprobs is not None,
+            engine.model_name, logprobs, body.reply_options, echoes=echoes, is_prompt_only=body.is_prompt_only
         )
-        return Work(body, params, prompts, spelled, make_mask=self._masks(body, params))
+        return Work(
+            body, params, prompts, spelled, make_mask=self._masks(body, params), has_origins=body.return_draft_depths
+        )
 
     def chat(self, body: ChatBody, reply_format: ReplyFormat | None = None) -> Work:
         """The work of a body of /v1/chat/completions; another route's `reply_format` may spell it. Raises
@@ -128,9 +131,15 @@ class Service:
         )
         token_ids = truncated(engine, body, token_ids)
         logprobs = ChatLogprobs(self.texts, as_token_ids=body.return_tokens_as_token_ids)
-        texts = None if body.prompt_logprobs is None else self.texts
-        spelled = reply_format or ChatFormat(engine.model_name, logprobs, body.reply_options, texts=texts)
-        return Work(body, params, [token_ids], spelled, make_mask=self._masks(body, params))
+        spelled = reply_format or ChatFormat(engine.model_name, logprobs, body.reply_options)
+        return Work(
+            body,
+            params,
+            [token_ids],
+            spelled,
+            make_mask=self._masks(body, params),
+            has_origins=body.return_draft_depths,
+        )
 
     def _masks(self, body: SamplingBody, params: SamplingParams) -> MakeMask | None:
         """Compiled here, because this may take a second and does not run on the event loop."""
@@ -151,8 +160,11 @@ class Service:
                 work.params,
                 make_parser=work.make_parser,
                 make_mask=work.make_mask,
+                has_origins=work.has_origins,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
+                told=self._told,
+                tracing=self._tracing,
             )
         except RequestError as error:
             raise body.reword(error) from None
