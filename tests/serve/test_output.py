@@ -20,7 +20,9 @@ TEXT = "def f(x):\n    # größer 日本語 🎉\n    return x  END of it; END"
 
 @given(
     cuts=st.lists(st.integers(0, 60), max_size=12),
-    stops=st.lists(st.sampled_from(["END", " return", "x  E", "本", "\n\n", "ENDs", "zzz", "🎉\n"]), max_size=3),
+    stops=st.lists(
+        st.sampled_from(["END", " return", " ret", "x  E", "本", "\n\n", "ENDs", "zzz", "🎉\n"]), max_size=3
+    ),
     limit=st.integers(1, 60),
     keeps_stop=st.booleans(),
 )
