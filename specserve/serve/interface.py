@@ -127,10 +127,12 @@ class EngineLike(Protocol):
         cache_salt: str = "",
         token_mask: TokenMask | None = None,
         request_id: str = "",
+        client: str = "",
     ) -> Request:
         """Queue one sequence (`params.n` must be 1); never blocks, but where `params.grammar` is given without the
-        `token_mask` that it stands for. The log names it by `request_id`. Raises RequestError (param "prompt",
-        "max_tokens" or the option whose token ids or words do not fit the vocabulary) or CapacityError."""
+        `token_mask` that it stands for. The log names it by `request_id`, and clients share the queue. Raises
+        RequestError (param "prompt", "max_tokens" or the option whose token ids or words do not fit the vocabulary) or
+        CapacityError."""
         ...
 
     def compile_grammar(self, spec: GrammarSpec, /) -> MakeMask:

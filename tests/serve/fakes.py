@@ -116,6 +116,7 @@ class FakeEngine:
         cache_salt: str = "",
         token_mask: TokenMask | None = None,
         request_id: str = "",
+        client: str = "",
     ) -> Request:
         assert params.n == 1
         self._check(prompt_ids, params)
@@ -126,6 +127,7 @@ class FakeEngine:
             request_id=request_id or str(next(self._ids)),
             prompt_ids=tuple(prompt_ids),
             params=params,
+            client=client,
             max_new_tokens=params.max_tokens or self.max_model_len - len(prompt_ids),
             seed=params.seed or 0,
             on_delta=on_delta,

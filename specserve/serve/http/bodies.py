@@ -16,6 +16,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, from_json
 
 from specserve.errors import RequestError
+from specserve.serve.http.patient_json import is_long, read_json
 from specserve.serve.request import describe, request_error
 
 logger = logging.getLogger(__name__)
@@ -121,8 +122,11 @@ def check_body(
 def _parse_object(raw: bytes) -> dict[str, Any]:
     """The strict reader refuses what json.loads lets through: NaN, lone surrogates, a BOM, bad UTF-8, deep nesting."""
     try:
-        value = from_json(raw, allow_inf_nan=False)
-        json.loads(raw, object_pairs_hook=_refuse_duplicates)
+        if is_long(raw):
+            value = read_json(raw, _refuse_duplicates)
+        else:
+            value = from_json(raw, allow_inf_nan=False)
+            json.loads(raw, object_pairs_hook=_refuse_duplicates)
     except ValueError as error:
         raise RequestError(f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):

@@ -10,7 +10,6 @@ from typing import Any, Protocol, TypeVar
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.sse import EventSourceResponse
-from starlette.concurrency import run_in_threadpool
 
 from specserve.errors import RequestError
 from specserve.serve.http.bodies import Body, UnknownFields, check_body, parse_body
@@ -19,10 +18,19 @@ from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, Toke
 from specserve.serve.http.metrics import Metrics
 from specserve.serve.http.openai_bodies import ChatBody, CompletionBody, SamplingBody
 from specserve.serve.http.parts import MakeParser, PlainText
-from specserve.serve.http.prompts import check_model, check_token_ids, decode, encode, render_chat, truncated
+from specserve.serve.http.prompts import (
+    check_model,
+    check_num_tokens,
+    check_token_ids,
+    decode,
+    encode,
+    render_chat,
+    truncated,
+)
 from specserve.serve.http.replies import ChatFormat, CompletionFormat, ReplyFormat
 from specserve.serve.http.request_metrics import RequestMetrics
 from specserve.serve.http.streaming import ClientGoneError, Generation
+from specserve.serve.http.threads import in_thread
 from specserve.serve.http.tracing import Tracing
 from specserve.serve.interface import EngineLike, MakeMask
 from specserve.serve.request import MAX_CHOICES, SamplingParams
@@ -66,7 +74,7 @@ class Service:
         self.metrics = metrics
         self.texts = TokenTexts(engine.tokenizer)
         self._unknown_fields = UnknownFields(metrics.unknown_fields.inc) if run.allow_unknown_fields else None
-        self._tracing = tracing
+        self._tracing, self._allows_priority = tracing, run.allow_priority
         self._told = RequestMetrics(run.enable_per_request_metrics, run.per_request_spec_decode_metrics)
 
     def read(self, body_type: type[_BodyT], raw: bytes) -> _BodyT:
@@ -96,6 +104,7 @@ class Service:
             elif body.suffix:
                 raise RequestError("suffix is only allowed with a prompt of text", param="suffix")
             else:
+                check_num_tokens(engine, len(prompt), "prompt")
                 check_token_ids(engine, prompt, "prompt")
                 token_ids = prompt
             prompts.append(truncated(engine, body, token_ids))
@@ -151,6 +160,11 @@ class Service:
     async def respond(self, http: Request, work: Work) -> Response:
         """Submit the work and reply to it, whole or as a stream. Raises RequestError and CapacityError."""
         body = work.body
+        if body.priority and not self._allows_priority:
+            raise RequestError(
+                f"priority must be 0, got {body.priority}: this server was started without --allow-priority",
+                param="priority",
+            )
         try:
             generation = Generation(
                 self.engine,
@@ -166,6 +180,7 @@ class Service:
                 told=self._told,
                 tracing=self._tracing,
             )
+            await generation.submit()
         except RequestError as error:
             raise body.reword(error) from None
         if body.stream:
@@ -178,4 +193,4 @@ class Service:
 
 async def off_loop(prepare: Callable[[bytes], _T], raw: bytes) -> _T:
     """Parsing and tokenizing a large body takes seconds; other requests' streams go on meanwhile."""
-    return await run_in_threadpool(prepare, raw)
+    return await in_thread(prepare, raw, size=len(raw))
