@@ -19,6 +19,8 @@ class DialectBody(SamplingBody):
     best_of: Literal[1] | None = None  # type: ignore[assignment]
     return_tokens_as_token_ids: Literal[False] = False  # type: ignore[assignment]
     return_token_ids: Literal[False] = False  # type: ignore[assignment]
+    return_draft_depths: Literal[False] = False  # type: ignore[assignment]
+    return_tree: Literal[False] = False  # type: ignore[assignment]
     prompt_logprobs: None = None  # type: ignore[assignment]
 
     def chat_fields(self) -> Json:
