@@ -37,7 +37,13 @@ def serve(run: ServeRun) -> None:
 
     with engine:
         server = HttpServer(
-            create_app(engine, api_key=run.api_key or None, allow_unknown_fields=run.allow_unknown_fields),
+            create_app(
+                engine,
+                api_key=run.api_key or None,
+                tool_parser=run.tool_parser,
+                reasoning_parser=run.reasoning_parser,
+                allow_unknown_fields=run.allow_unknown_fields,
+            ),
             listener=listener,
             drain_seconds=run.drain_seconds,
             on_drain=drain,

@@ -2,6 +2,7 @@
 
 from fastapi import FastAPI, Request, Response
 
+from specserve.serve.http.answers import AnswerSyntax
 from specserve.serve.http.dialect_routes import add_dialect_routes
 from specserve.serve.http.guard import ApiKeyGate, error_response, install_error_handlers
 from specserve.serve.http.messages_replies import MessagesDoor
@@ -12,10 +13,19 @@ from specserve.serve.http.service import Service
 from specserve.serve.http.status_routes import add_status_routes
 from specserve.serve.http.tokenizer_routes import add_tokenizer_routes
 from specserve.serve.interface import EngineLike
+from specserve.serve.settings import ReasoningParser, ToolParser
 
 
-def create_app(engine: EngineLike, *, api_key: str | None = None, allow_unknown_fields: bool = False) -> FastAPI:
+def create_app(
+    engine: EngineLike,
+    *,
+    api_key: str | None = None,
+    tool_parser: ToolParser = "auto",
+    reasoning_parser: ReasoningParser = "auto",
+    allow_unknown_fields: bool = False,
+) -> FastAPI:
     """Make the app with all routes over one engine. With `api_key`, all but /health, /ready and /version need that key.
+    The parsers are those of `ServeRun`.
 
     The app keeps its Prometheus series in `app.state.metrics`.
     """
@@ -31,7 +41,8 @@ def create_app(engine: EngineLike, *, api_key: str | None = None, allow_unknown_
     async def on_model_not_found(_: Request, error: ModelNotFoundError) -> Response:
         return error_response(404, str(error), param=error.param, code="model_not_found")
 
-    service = Service(engine, metrics, allow_unknown_fields=allow_unknown_fields)
+    syntax = AnswerSyntax(engine.tokenizer, tool_parser, reasoning_parser)
+    service = Service(engine, metrics, syntax, allow_unknown_fields=allow_unknown_fields)
     add_openai_routes(app, service)
     add_dialect_routes(app, service)
     add_tokenizer_routes(app, service)

@@ -13,6 +13,7 @@ from fastapi.sse import EventSourceResponse
 from starlette.concurrency import run_in_threadpool
 
 from specserve.errors import RequestError
+from specserve.serve.http.answers import AnswerSyntax
 from specserve.serve.http.bodies import Body, UnknownFields, check_body, parse_body
 from specserve.serve.http.infill import infill_ids
 from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
@@ -45,9 +46,12 @@ class Work:
 class Service:
     """The engine as the routes of one app see it."""
 
-    def __init__(self, engine: EngineLike, metrics: Metrics, *, allow_unknown_fields: bool = False) -> None:
+    def __init__(
+        self, engine: EngineLike, metrics: Metrics, syntax: AnswerSyntax, *, allow_unknown_fields: bool = False
+    ) -> None:
         self.engine = engine
         self.metrics = metrics
+        self.syntax = syntax
         self.texts = TokenTexts(engine.tokenizer)
         self._unknown_fields = UnknownFields(metrics.unknown_fields.inc) if allow_unknown_fields else None
 
@@ -102,17 +106,23 @@ class Service:
         engine = self.engine
         check_model(engine, body.model)
         params = body.sampling_params()
+        question = self.syntax.question(body)
         token_ids = render_chat(
             engine,
             body.messages,
-            body.has_generation_prompt,
-            body.chat_template_kwargs,
+            add_generation_prompt=body.has_generation_prompt,
             continue_final_message=body.continue_final_message,
+            tools=question.tools,
+            variables=question.variables,
         )
         token_ids = truncated(engine, body, token_ids)
+        try:
+            params, make_parser = self.syntax.reading(body, question, token_ids, params)
+        except RequestError as error:
+            raise body.reword(error) from None
         logprobs = ChatLogprobs(self.texts, as_token_ids=body.return_tokens_as_token_ids)
         spelled = reply_format or ChatFormat(engine.model_name, logprobs, body.reply_options)
-        return Work(body, params, [token_ids], spelled, make_mask=self._masks(body, params))
+        return Work(body, params, [token_ids], spelled, make_parser, make_mask=self._masks(body, params))
 
     def _masks(self, body: SamplingBody, params: SamplingParams) -> MakeMask | None:
         """Compiled here, because this may take a second and does not run on the event loop."""

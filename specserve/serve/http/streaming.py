@@ -21,7 +21,7 @@ from specserve.errors import CapacityError, RequestError, SpecServeError
 from specserve.serve.http.guard import INTERNAL_ERROR, EngineFailureError
 from specserve.serve.http.metrics import Metrics, SequenceMetrics
 from specserve.serve.http.parts import AnswerParser, MakeParser, Part, PlainText
-from specserve.serve.http.replies import Answer, Json, ReplyFormat, Usage, error_body
+from specserve.serve.http.replies import TOOL_CALLS, Answer, Json, ReplyFormat, Usage, error_body
 from specserve.serve.interface import EngineLike, MakeMask
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
 from specserve.speculative.acceptance import Acceptance
@@ -44,6 +44,7 @@ class _Choice:
     metrics: SequenceMetrics
     is_first: bool  # of its prompt's
     parser: AnswerParser
+    has_calls: bool = False
     num_tokens: int = 0
     waiting_ids: list[int] = field(default_factory=list)  # of tokens that a stream has not told yet
     stats: SpeculationStats | None = None  # None until it has ended
@@ -169,9 +170,13 @@ class Generation:
     def _piece(self, index: int, delta: Delta) -> Answer:
         """What a delta says of its choice."""
         choice = self._choices[index]
-        part, reason = choice.parser.push(delta.text), None
+        part = choice.parser.push(delta.text)
         if delta.finish_reason is not None:
-            part, reason = part + choice.parser.finish(), str(delta.finish_reason)
+            part += choice.parser.finish()
+        choice.has_calls = choice.has_calls or bool(part.tool_calls)
+        reason = None if delta.finish_reason is None else str(delta.finish_reason)
+        if reason == FinishReason.STOP and choice.has_calls:
+            reason = TOOL_CALLS
         return Answer(
             index,
             part,
