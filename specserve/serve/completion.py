@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specserve.serve.request import Delta, SpeculationStats, TokenLogprobs
+from specserve.serve.request import Delta, DraftTree, SpeculationStats, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class CompletionOutput:
     stats: CompletionStats
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, when they were asked for
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None: something else did
+    tree: DraftTree | None = None  # of the last step, when it was asked for and one was proposed
     error: str | None = None
 
 
@@ -65,6 +66,7 @@ class Collector:
                     stats=CompletionStats(**stats, seconds_to_first_token=first, seconds=now),
                     logprobs=tuple(logprobs),
                     stop_reason=delta.stop_reason,
+                    tree=delta.tree,
                     error=delta.error,
                 )
                 self._done[i] = completion

@@ -185,6 +185,7 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         token_mask: TokenMask | None = None,
+        request_id: str = "",  # as the log names it; empty: a number
     ) -> Request:
         """Queue one sequence; never blocks. Raises RequestError (param "prompt", "max_tokens" or the option whose
         token ids or words do not fit) or CapacityError."""
@@ -193,7 +194,7 @@ class Engine:
         if token_mask is not None and not self.runner.has_constrained:
             raise RequestError("this engine was started without constrained programs", param="token_mask")
         request = Request(
-            request_id=f"seq-{next(self._ids)}",
+            request_id=request_id or f"seq-{next(self._ids)}",
             prompt_ids=tuple(prompt_ids),
             params=params,
             max_new_tokens=self.check(prompt_ids, params),

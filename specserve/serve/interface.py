@@ -9,6 +9,9 @@ from typing import Any, Protocol
 
 from specserve.serve.request import Delta, GrammarSpec, Request, SamplingParams, TokenMask
 
+# the largest sizes of each class of rounds, in tokens (vLLM's buckets); larger rounds are one class more
+ROUND_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
+
 
 @dataclass(frozen=True)
 class EngineStats:
@@ -25,6 +28,11 @@ class EngineStats:
     num_rebuilds: int = 0  # after a device error
     num_steps: int = 0
     num_steps_by_speculation: Mapping[str, int] = field(default_factory=dict)  # "off", "chain:3", ...
+    round_sizes: Sequence[int] = (0,) * (len(ROUND_SIZES) + 1)  # rounds by prompt and new tokens, see `ROUND_SIZES`
+    num_round_tokens: int = 0  # of all rounds together
+    page_size: int = 0  # tokens
+    cache_dtype: str = ""  # of the target's committed keys and values
+    is_caching: bool = False  # prefixes
     busy_seconds: float = 0.0  # of the engine's thread, with work to do
     host_seconds: float = 0.0  # of them, spent on the host and not waiting for the device
     num_programs_left: int = 0  # still to be compiled, while plain decoding serves
@@ -116,10 +124,11 @@ class EngineLike(Protocol):
         priority: int = 0,
         cache_salt: str = "",
         token_mask: TokenMask | None = None,
+        request_id: str = "",
     ) -> Request:
         """Queue one sequence (`params.n` must be 1); never blocks, but where `params.grammar` is given without the
-        `token_mask` that it stands for. Raises RequestError (param "prompt", "max_tokens" or the option whose token ids
-        or words do not fit the vocabulary) or CapacityError."""
+        `token_mask` that it stands for. The log names it by `request_id`. Raises RequestError (param "prompt",
+        "max_tokens" or the option whose token ids or words do not fit the vocabulary) or CapacityError."""
         ...
 
     def compile_grammar(self, spec: GrammarSpec, /) -> MakeMask:

@@ -24,8 +24,9 @@ class OutputStream:
             )
         self._held = ""  # decoded, not yet given out
 
-    def push(self, token_ids: list[int]) -> Delta:
-        """The delta that the tokens of one step make, in order. Tokens past the end of the sequence are left out."""
+    def push(self, token_ids: list[int], num_accepted: int = 0) -> Delta:
+        """The delta that the tokens of one step make, in order, of which the first `num_accepted` are accepted draft
+        tokens. Tokens past the end of the sequence are left out."""
         taken: list[int] = []
         text: list[str] = []
         for token_id in token_ids:
@@ -47,8 +48,9 @@ class OutputStream:
                 text.append(self._held[:certain])
                 self._held = self._held[certain:]
             if reason is not None:
-                return Delta(tuple(taken), "".join(text), reason, cause if reason is FinishReason.STOP else None)
-        return Delta(tuple(taken), "".join(text))
+                cause = cause if reason is FinishReason.STOP else None
+                return Delta(tuple(taken), "".join(text), reason, cause, num_accepted=min(num_accepted, len(taken)))
+        return Delta(tuple(taken), "".join(text), num_accepted=num_accepted)
 
     def _first_stop(self) -> tuple[int, str] | None:
         """Where the first stop string begins that the held text has, and which it is: of two at one place the shorter,

@@ -7,6 +7,7 @@ import dataclasses
 import enum
 import functools
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal, Protocol, Self, get_type_hints
@@ -89,6 +90,7 @@ class SamplingParams:
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # of each token, and of so many likely ones
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # the same of the prompt's tokens
     speculation: NumTokens | None = None  # draft tokens that a step may accept; 0: none; None: the server's choice
+    return_tree: bool = False  # the tree that each step proposed, and its accepted path
 
     def __post_init__(self) -> None:
         for name, kind in _kinds().items():
@@ -141,9 +143,19 @@ def describe(value: Any) -> str:
 
 @dataclass(frozen=True)
 class SpeculationStats(Acceptance):
-    """What speculation and the prefix cache did for one sequence."""
+    """What speculation and the prefix cache did for one sequence, and how long it took."""
 
     num_cached_tokens: int = 0  # prompt tokens whose keys and values were in the prefix cache
+    drafts: tuple[tuple[int, int], ...] = ()  # of each step over draft tokens: how many there were, how many accepted
+    max_accepted: int = 0  # draft tokens that one step of this server accepts, at most; 0: it does not speculate
+    queue_seconds: float = 0.0  # from submission to a slot
+    prefill_seconds: float = 0.0  # from there to the first token
+    decode_seconds: float = 0.0  # from there to the last token
+
+    @property
+    def num_drafts(self) -> int:
+        """Steps that verified draft tokens. Steps of plain decoding are none of them, but count in `num_steps`."""
+        return len(self.drafts)
 
 
 @dataclass(frozen=True)
@@ -180,6 +192,16 @@ class TokenMask(Protocol):
 
 
 @dataclass(frozen=True)
+class DraftTree:
+    """The tree that a step proposed for one sequence. Node 0 is the root, the last token before the step; it is its own
+    parent, and other parents come before their children."""
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    accepted: tuple[int, ...]  # the nodes of the delta's accepted tokens, from the child of the root down
+
+
+@dataclass(frozen=True)
 class Delta:
     """What one engine step added to a sequence. The last one of a sequence has a `finish_reason`."""
 
@@ -192,6 +214,13 @@ class Delta:
     stats: SpeculationStats | None = None  # set on the last delta
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token id, when the request asked for them
     prompt: tuple[PromptToken, ...] = ()  # all of it, in the first delta with tokens, when the request asked for it
+    num_accepted: int = 0  # the first so many tokens are accepted draft tokens; one after them is the target's own
+    tree: DraftTree | None = None  # when the request asked for it, and the step proposed one
+
+    @property
+    def draft_depths(self) -> tuple[int, ...]:
+        """Where each token comes from: 0 is the target's own draw, d a draft token accepted at depth d of the tree."""
+        return tuple(depth if depth <= self.num_accepted else 0 for depth in range(1, len(self.token_ids) + 1))
 
 
 @dataclass(eq=False)
@@ -209,6 +238,7 @@ class Request:
     token_mask: TokenMask | None = None
     stop_ids: frozenset[int] = frozenset()  # any of them ends it: its stop token ids, and the model's EOS ids
     bad_sequences: Sequence[tuple[int, ...]] = ()  # token ids that spell its bad words
+    submit_time: float = field(default_factory=time.monotonic)
     is_cancelled: bool = False  # set from any thread
 
     def cancel(self) -> None:

@@ -4,6 +4,7 @@ Rounds overlap: a round is dispatched before the one before it is read, so the d
 step makes for a sequence that has ended meanwhile is dropped. Everything here runs on the engine's thread.
 """
 
+import bisect
 import dataclasses
 import functools
 import logging
@@ -11,17 +12,19 @@ import time
 from collections import Counter, deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 import numpy as np
 
 from specserve.drafters.speculation import describe
 from specserve.errors import RequestError
 from specserve.serve.handles import HostResult, StepHandle
-from specserve.serve.interface import EngineStats
+from specserve.serve.interface import ROUND_SIZES, EngineStats
 from specserve.serve.options import sampler_rows, token_rows
 from specserve.serve.output import OutputStream
 from specserve.serve.request import (
     Delta,
+    DraftTree,
     FinishReason,
     PromptToken,
     Request,
@@ -49,11 +52,19 @@ class Flight:
     tree: Tree | None = None
     shape: tuple[int, int] | None = None  # of a step: batch size and width
     scored: tuple[Sequence, int, int] | None = None  # of a scored chunk: whose, as of which epoch, how many tokens
+    num_prompt: int = 0  # prompt tokens that it reads
 
     @property
     def most(self) -> int:
         """Tokens that it emits for a sequence, at most."""
         return 1 + (self.tree.depth if self.tree else 0)
+
+
+class _Wanted(TypedDict):
+    """What some sequence of a step wants to be told besides its tokens."""
+
+    has_logprobs: bool
+    has_tree: bool
 
 
 @dataclass
@@ -63,6 +74,8 @@ class _Counters:
     num_rebuilds: int = 0
     num_late_compiles: int = 0
     steps: Counter[str] = field(default_factory=Counter)
+    round_sizes: list[int] = field(default_factory=lambda: [0] * (len(ROUND_SIZES) + 1))  # by `ROUND_SIZES`
+    num_round_tokens: int = 0
     busy_seconds: float = 0.0
     wait_seconds: float = 0.0
     num_tokens: float = 0.0  # emitted by steps
@@ -157,6 +170,11 @@ class Rounds:
             num_rebuilds=counters.num_rebuilds,
             num_steps=sum(steps.values()),
             num_steps_by_speculation=steps,
+            round_sizes=tuple(counters.round_sizes),
+            num_round_tokens=counters.num_round_tokens,
+            page_size=self.runner.shapes.page_size,
+            cache_dtype=self.runner.config.target.cache_dtype or self.runner.config.target.dtype,
+            is_caching=scheduler.is_caching,
             busy_seconds=counters.busy_seconds,
             host_seconds=counters.busy_seconds - counters.wait_seconds,
             num_late_compiles=counters.num_late_compiles,
@@ -191,15 +209,18 @@ class Rounds:
     def _step(self, decode: list[Sequence]) -> Flight:
         slots = [sequence.slot for sequence in decode]
         shape = self.runner.shapes.batch_size_of(len(slots)), self.runner.width_of(slots)
-        has_logprobs = any(sequence.request.params.logprobs is not None for sequence in decode)
+        wanted: _Wanted = {
+            "has_logprobs": any(sequence.request.params.logprobs is not None for sequence in decode),
+            "has_tree": any(sequence.request.params.return_tree for sequence in decode),
+        }
         if any(sequence.request.token_mask for sequence in decode):
-            tree, handle = self._constrained_step(decode, slots, has_logprobs)
+            tree, handle = self._constrained_step(decode, slots, wanted)
         else:
             tree = self._choose(decode, *shape)
             # while programs are missing, that by which the draft would catch up may be one of them
             is_following = not self.is_partial and (not self.is_choosing or self.controller.is_following)
-            handle = self.runner.step(slots, tree, has_logprobs=has_logprobs, is_following=is_following)
-        self._counters.steps[describe(tree)] += 1
+            handle = self.runner.step(slots, tree, **wanted, is_following=is_following)
+        self._counters.steps[describe(None if self.runner.shapes.accepts_nothing else tree)] += 1
         return Flight(handle, [(sequence, sequence.epoch) for sequence in decode], tree, shape)
 
     def _choose(self, decode: list[Sequence], batch_size: int, width: int) -> Tree | None:
@@ -225,17 +246,17 @@ class Rounds:
         return sequence.estimate
 
     def _constrained_step(
-        self, decode: list[Sequence], slots: list[int], has_logprobs: bool
+        self, decode: list[Sequence], slots: list[int], wanted: _Wanted
     ) -> tuple[Tree | None, StepHandle]:
         """A tree takes two programs: the host must say which tokens may follow each proposed one."""
         tree = self._choose_constrained(decode, slots)
         if tree is None:
             nothing = np.zeros((len(slots), 1), np.int32)
             allowed = self._masks(decode, nothing, nothing)
-            return None, self.runner.step(slots, None, has_logprobs=has_logprobs, allowed=allowed)
+            return None, self.runner.step(slots, None, allowed=allowed, **wanted)
         token_ids, parents, proposal = self.runner.propose(slots, tree)
         allowed = self._masks(decode, parents, token_ids)
-        return tree, self.runner.verify(slots, tree, proposal, allowed, has_logprobs=has_logprobs)
+        return tree, self.runner.verify(slots, tree, proposal, allowed, **wanted)
 
     def _choose_constrained(self, decode: list[Sequence], slots: list[int]) -> Tree | None:
         shapes = self.runner.shapes
@@ -294,12 +315,14 @@ class Rounds:
             handle,
             [(sequence, sequence.epoch)] if chunk.is_last else [],
             scored=(sequence, sequence.epoch, chunk.num_tokens) if is_scored else None,
+            num_prompt=chunk.num_tokens,
         )
 
     def _admit(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
         request, estimate = sequence.request, self._estimate(sequence)
         sequence.prompt.clear()
+        sequence.admit_time = sequence.admit_time or time.monotonic()
         self.runner.admit(
             sequence.slot,
             sequence.token_ids,
@@ -313,6 +336,7 @@ class Rounds:
     def _land(self) -> None:
         """Read the oldest round and hand out its tokens."""
         flights = self.flights.popleft()
+        num_tokens = sum(flight.num_prompt for flight in flights)
         for flight in flights:
             self.wait_start = time.monotonic()
             start = time.perf_counter()
@@ -331,25 +355,30 @@ class Rounds:
                 if not sequence.is_running or sequence.epoch != epoch:
                     continue  # it has ended, or will do this step again
                 sequence.landed(flight.most)
+                num_tokens += 1 + int(result.n_accepted[row])
                 if flight.shape:
                     self._observe(sequence, flight.tree, int(result.n_accepted[row]))
-                self._guard(sequence, functools.partial(self._emit, sequence, result, row))
+                self._guard(sequence, functools.partial(self._emit, sequence, flight.tree, result, row))
+        self._counters.num_round_tokens += num_tokens
+        self._counters.round_sizes[bisect.bisect_left(ROUND_SIZES, num_tokens)] += 1
 
     def _observe(self, sequence: Sequence, tree: Tree | None, n_accepted: int) -> None:
-        if tree is None:
+        if tree is None or self.runner.shapes.accepts_nothing:
             sequence.acceptance = sequence.acceptance.after_step()
             return
         estimate = self._estimate(sequence)
         num_draft_tokens = tree.num_nodes if estimate.max_depth else 0  # 0: the request wants none
+        if num_draft_tokens:
+            sequence.drafts.append((num_draft_tokens, n_accepted))
         sequence.acceptance = sequence.acceptance.after_step(
             n_accepted, depth=tree.depth, num_draft_tokens=num_draft_tokens
         )
         self.controller.observe(estimate, tree, n_accepted)
 
-    def _emit(self, sequence: Sequence, result: HostResult, row: int) -> None:
-        """Hand over new tokens."""
+    def _emit(self, sequence: Sequence, tree: Tree | None, result: HostResult, row: int) -> None:
+        """Hand over the new tokens of a step with that tree."""
         request = sequence.request
-        delta = sequence.output.push(result.emitted(row))
+        delta = sequence.output.push(result.emitted(row), int(result.n_accepted[row]))
         if sequence.is_scored:
             delta = dataclasses.replace(delta, prompt=tuple(sequence.prompt))
         sequence.output_ids += delta.token_ids
@@ -358,13 +387,17 @@ class Rounds:
         if request.params.logprobs is not None:
             found = _logprobs(delta.token_ids, result, row, request.params.logprobs)
             delta = dataclasses.replace(delta, logprobs=found)
+        if request.params.return_tree and request.params.speculation != 0 and tree is not None:
+            delta = dataclasses.replace(delta, tree=_draft_tree(tree, result, row, delta))
         self._deliver(sequence, delta)
 
     def _deliver(self, sequence: Sequence, delta: Delta) -> None:
         reason = delta.finish_reason
+        if delta.token_ids:
+            sequence.last_time = time.monotonic()
+            sequence.first_time = sequence.first_time or sequence.last_time
         if reason is not None:
-            stats = SpeculationStats(**vars(sequence.acceptance), num_cached_tokens=sequence.num_cached or 0)
-            delta = dataclasses.replace(delta, stats=stats)
+            delta = dataclasses.replace(delta, stats=_stats(sequence, self.runner.shapes.max_accepted))
             # before its listener hears of it: who has the last token finds the slot and the pages free
             self._end(sequence, reason)
         try:
@@ -398,6 +431,22 @@ class Rounds:
     @property
     def _vocab_size(self) -> int:
         return self.runner.config.target.vocab_size
+
+
+def _stats(sequence: Sequence, max_accepted: int) -> SpeculationStats:
+    """What there is to say of a sequence that ends now."""
+    now = time.monotonic()
+    admitted = sequence.admit_time or now
+    first = sequence.first_time or now
+    return SpeculationStats(
+        **vars(sequence.acceptance),
+        num_cached_tokens=sequence.num_cached or 0,
+        drafts=tuple(sequence.drafts),
+        max_accepted=max_accepted,
+        queue_seconds=admitted - sequence.request.submit_time,
+        prefill_seconds=first - admitted,
+        decode_seconds=(sequence.last_time or now) - first,
+    )
 
 
 def _fill(allowed: np.ndarray, mask: TokenMask, parents: np.ndarray, token_ids: np.ndarray) -> None:
@@ -437,3 +486,17 @@ def _logprobs(token_ids: tuple[int, ...], result: HostResult, row: int, num_top:
         )
         for i, token_id in enumerate(token_ids)
     )
+
+
+def _draft_tree(tree: Tree, result: HostResult, row: int, delta: Delta) -> DraftTree:
+    """The tree that a step proposed for a row, and the way that the tokens of its delta take through it."""
+    assert result.node_ids is not None
+    assert result.parents is not None
+    # a deterministic step pads each tree with nodes of its own
+    token_ids, parents = (array[row, : tree.num_nodes + 1].tolist() for array in (result.node_ids, result.parents))
+    accepted, current = [], 0
+    for token_id in delta.token_ids[: delta.num_accepted]:
+        nodes = range(current + 1, len(parents))  # parents come before their children
+        current = next(node for node in nodes if (parents[node], token_ids[node]) == (current, token_id))
+        accepted.append(current)
+    return DraftTree(tuple(token_ids), tuple(parents), tuple(accepted))

@@ -215,6 +215,7 @@ class Runner:
         tree: Tree | None,
         *,
         has_logprobs: bool = False,
+        has_tree: bool = False,
         is_following: bool = True,
         allowed: np.ndarray | None = None,
     ) -> StepHandle:
@@ -223,7 +224,7 @@ class Runner:
         assert tree is None or allowed is None, "who may follow a tree's nodes is known when it is proposed: `propose`"
         width = self._prepare(slots, tree, is_following=is_following)
         result = self._run_step(slots, tree, width, allowed)
-        return self._handle(slots, tree, result, has_logprobs=has_logprobs)
+        return self._handle(slots, tree, result, has_logprobs=has_logprobs, has_tree=has_tree)
 
     def propose(self, slots: Sequence[int], tree: Tree) -> tuple[np.ndarray, np.ndarray, Proposal]:
         """The first half of a step with constrained sequences: token ids and parents of the proposed nodes, [batch,
@@ -241,11 +242,12 @@ class Runner:
         allowed: np.ndarray,  # [batch, node, bytes] uint8
         *,
         has_logprobs: bool = False,
+        has_tree: bool = False,
     ) -> StepHandle:
         """The second half: only allowed tokens are drawn."""
         padded = self._pad(slots)
         result = self._advance(self._verification(padded, tree, proposal, self._allowed(len(padded), allowed)))
-        return self._handle(slots, tree, result, has_logprobs=has_logprobs)
+        return self._handle(slots, tree, result, has_logprobs=has_logprobs, has_tree=has_tree)
 
     def remember(self, slot: int, num_prompt: int) -> None:
         """Tell a drafter that wants to know of a finished answer."""
@@ -276,9 +278,11 @@ class Runner:
                 self._ledger.caught_up(slots)
         return self.width_of(slots)
 
-    def _handle(self, slots: Sequence[int], tree: Tree | None, result: StepResult, *, has_logprobs: bool) -> StepHandle:
+    def _handle(
+        self, slots: Sequence[int], tree: Tree | None, result: StepResult, *, has_logprobs: bool, has_tree: bool
+    ) -> StepHandle:
         on_read = self._ledger.stepped(slots, tree.depth if tree else 0)
-        return StepHandle(result, on_read, has_logprobs=has_logprobs)
+        return StepHandle(result, on_read, has_logprobs=has_logprobs, has_tree=has_tree)
 
     def width_of(self, slots: Sequence[int]) -> int:
         """The width of the next step of these slots."""

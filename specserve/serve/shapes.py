@@ -57,6 +57,11 @@ class Shapes:
         return 1 + max(tree.depth if tree else 0 for tree in self.trees)
 
     @property
+    def max_accepted(self) -> int:
+        """Draft tokens that one step can accept, at most."""
+        return 0 if self.accepts_nothing else self.max_step - 1
+
+    @property
     def deepest_tree(self) -> Tree | None:
         return max(self.trees, key=lambda tree: tree.depth if tree else 0)
 

@@ -78,6 +78,8 @@ class StepResult:
     counts: jax.Array  # [batch, 2 + depth + 1] int32: draft tokens accepted, the source of the proposal, the tokens
     logprobs: Logprobs  # of the tokens
     prompt: Scores | None = None  # [batch, chunk], of the token after each of a scored prompt
+    node_ids: jax.Array | None = None  # [batch, node] int32, the proposed tokens and the root; None without a tree
+    parents: jax.Array | None = None  # [batch, node] int32, of the nodes; None of a chain, where they are known
 
 
 @pytree
@@ -290,7 +292,9 @@ def verify_tree(
     )
     state = _commit(config, weights, state, now, out.new, committed, tree, verdict.path)
     state = _emit(state, slots, now.seq_lens + 1, verdict.token_ids, committed.is_kept)
-    return state, _result(now, accepted(logits), verdict.token_ids, verdict.n_accepted, proposal.source)
+    result = _result(now, accepted(logits), verdict.token_ids, verdict.n_accepted, proposal.source)
+    parents = None if is_chain else proposal.parents
+    return state, dataclasses.replace(result, node_ids=proposal.token_ids, parents=parents)
 
 
 def remember(config: StepConfig, state: SlotState, slot: jax.Array, start: jax.Array, number: jax.Array) -> SlotState:

@@ -15,6 +15,7 @@ from specserve.errors import CapacityError, RequestError
 from specserve.serve.interface import EngineStats, MakeMask
 from specserve.serve.request import (
     Delta,
+    DraftTree,
     FinishReason,
     GrammarSpec,
     PromptToken,
@@ -90,7 +91,8 @@ class FakeMask(TokenMask):
 
 
 class FakeEngine:
-    """Two tokens a step on its own thread: STORY from letter `seed`, until EOS, a stop character or max_tokens.
+    """Two tokens a step on its own thread: STORY from letter `seed`, until EOS, a stop character or max_tokens. The
+    first of them is a draft token unless speculation is off.
 
     Words in a prompt change that: "slow" never ends, "paced" takes its time, "held" gets all its text at the end,
     "explode" fails in the engine, "full" finds no room. Whole prompts are cached, per salt.
@@ -131,6 +133,7 @@ class FakeEngine:
         priority: int = 0,
         cache_salt: str = "",
         token_mask: TokenMask | None = None,
+        request_id: str = "",
     ) -> Request:
         assert params.n == 1
         self._check(prompt_ids, params)
@@ -138,7 +141,7 @@ class FakeEngine:
         if self.is_draining or (b"full" in prompt and (self._active or b"now" in prompt)):
             raise CapacityError("the server is stopping" if self.is_draining else "the queue is full")
         request = Request(
-            request_id=str(next(self._ids)),
+            request_id=request_id or str(next(self._ids)),
             prompt_ids=tuple(prompt_ids),
             params=params,
             max_new_tokens=params.max_tokens or self.max_model_len - len(prompt_ids),
@@ -245,15 +248,39 @@ class FakeEngine:
         token_ids = tuple(answer[num_emitted:num_tokens])
         scored = () if params.prompt_logprobs is None or num_emitted else _scored(request)
         logprobs = () if params.logprobs is None else tuple(_logprobs(i, params.logprobs) for i in token_ids)
-        stats = self._stats_of(request) if reason else None
-        return Delta(token_ids, text, reason, cause, stats=stats, logprobs=logprobs, prompt=scored)
+        last = answer[num_emitted - 1] if num_emitted else prompt[-1]
+        num_accepted = min(1, len(token_ids)) if params.speculation != 0 else 0
+        return Delta(
+            token_ids,
+            text,
+            reason,
+            cause,
+            stats=self._stats_of(request) if reason else None,
+            logprobs=logprobs,
+            prompt=scored,
+            num_accepted=num_accepted,
+            tree=_tree(last, token_ids[0]) if params.return_tree and num_accepted else None,
+        )
 
     def _stats_of(self, request: Request) -> SpeculationStats:
-        return SpeculationStats(3, 9, (3, 1), num_cached_tokens=self._num_cached[request])
+        return SpeculationStats(
+            *(3, 9, (3, 1)),
+            num_cached_tokens=self._num_cached[request],
+            drafts=((3, 1), (3, 2), (3, 1)),
+            max_accepted=3,
+            queue_seconds=0.25,
+            prefill_seconds=0.5,
+            decode_seconds=2.0,
+        )
 
 
 def _text(token_ids: Sequence[int]) -> str:
     return bytes(token_ids).decode(errors="ignore")
+
+
+def _tree(root_id: int, token_id: int) -> DraftTree:
+    """Two children of the root, of which the second is accepted, and a child of that."""
+    return DraftTree((root_id, ord("!"), token_id, ord("?")), (0, 0, 0, 2), (2,))
 
 
 def _logprobs(token_id: int, num_top: int) -> TokenLogprobs:

@@ -9,6 +9,7 @@ from fakes import FakeEngine, FakeTemplate, FakeTokenizer
 from specserve.serve.http.app import create_app
 from specserve.serve.http.server import HttpServer
 from specserve.serve.request import Delta, FinishReason, Request, TokenLogprobs
+from specserve.serve.settings import ServeRun
 
 HERMES = "tools <tool_call> <think> </think> enable_thinking"
 STEP = 3  # bytes
@@ -58,7 +59,7 @@ class SayingEngine(FakeEngine):
 def serving(template: str = HERMES, **options: Any) -> Iterator[tuple[SayingEngine, str]]:
     """The engine, and the URL of a server over it."""
     with SayingEngine(template) as engine:
-        server = HttpServer(create_app(engine, **options), port=0)
+        server = HttpServer(create_app(engine, run=ServeRun(**options)), port=0)
         server.start()
         try:
             yield engine, f"{server.url}/v1"

@@ -353,7 +353,7 @@ def test_compressed_body_is_415(http):
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1", "//v1/completions", "/v1/../health/x", "/docs", "/openapi.json", "/v1/embeddings"]
+    "path", ["/page", "/v1", "//v1/completions", "/v1/../health/x", "/docs", "/openapi.json", "/v1/embeddings"]
 )
 def test_unknown_path_is_404(http, path):
     assert_refused(http.get(path), 404)

@@ -12,6 +12,7 @@ from specserve.serve.http import infill
 from specserve.serve.http.app import create_app
 from specserve.serve.http.openai_bodies import ChatBody, CompletionBody
 from specserve.serve.http.server import HttpServer
+from specserve.serve.settings import ServeRun
 
 Json = dict[str, Any]
 BODIES: list[tuple[str, Json]] = [("/v1/completions", {"prompt": "hi"}), ("/v1/chat/completions", {"messages": USER})]
@@ -148,7 +149,7 @@ def test_a_field_is_either_read_or_neutral(body_type):
 
 @pytest.fixture
 def lax(fake_engine: FakeEngine) -> Iterator[httpx.Client]:
-    server = HttpServer(create_app(fake_engine, allow_unknown_fields=True), port=0)
+    server = HttpServer(create_app(fake_engine, run=ServeRun(allow_unknown_fields=True)), port=0)
     server.start()
     with httpx.Client(base_url=server.url, timeout=10) as client:
         yield client

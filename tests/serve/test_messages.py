@@ -173,7 +173,7 @@ def test_other_failures_have_it_too(http, fake_engine):
 
 
 def test_the_key_may_come_in_anthropics_header(fake_engine):
-    server = HttpServer(create_app(fake_engine, api_key="sk-1"), port=0)
+    server = HttpServer(create_app(fake_engine, api_keys=["sk-1"]), port=0)
     server.start()
     try:
         for headers, status in [({}, 401), ({"x-api-key": "sk-2"}, 401), ({"x-api-key": "sk-1"}, 200)]:

@@ -42,23 +42,35 @@ class TokenTexts:
         return self[token_ids[0]] if text and len(token_ids) == 1 else text
 
 
-class TextOffsets:
-    """Tells where each token of one answer begins in its text. The tokens of one character all begin where it does."""
+class TextPieces:
+    """Tells what each token of one answer adds to its text. Of the tokens of one character, the last one adds it."""
 
     def __init__(self, texts: TokenTexts, *, skip_special_tokens: bool = True) -> None:
         self._texts = texts
         self._skip_special_tokens = skip_special_tokens
-        self._offset = 0
         self._open_ids: list[int] = []  # of a character that is not whole yet
+
+    def push(self, token_id: int) -> str:
+        """Take the next token of the answer; the text that it adds."""
+        self._open_ids.append(token_id)
+        text = self._texts.shown(self._open_ids, skip_special_tokens=self._skip_special_tokens)
+        if text.endswith(REPLACEMENT) and len(self._open_ids) < MAX_TOKENS_PER_CHAR:
+            return ""
+        self._open_ids.clear()
+        return text
+
+
+class TextOffsets:
+    """Tells where each token of one answer begins in its text. The tokens of one character all begin where it does."""
+
+    def __init__(self, texts: TokenTexts, *, skip_special_tokens: bool = True) -> None:
+        self._pieces = TextPieces(texts, skip_special_tokens=skip_special_tokens)
+        self._offset = 0
 
     def push(self, token_id: int) -> int:
         """Take the next token of the answer; its first character's index in the text."""
         offset = self._offset
-        self._open_ids.append(token_id)
-        text = self._texts.shown(self._open_ids, skip_special_tokens=self._skip_special_tokens)
-        if not text.endswith(REPLACEMENT) or len(self._open_ids) == MAX_TOKENS_PER_CHAR:
-            self._offset += len(text)
-            self._open_ids.clear()
+        self._offset += len(self._pieces.push(token_id))
         return offset
 
 

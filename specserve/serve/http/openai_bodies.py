@@ -134,6 +134,8 @@ class SamplingBody(GrammarFields):
     return_token_ids: bool = False
     request_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None  # of the reply
     speculation: Annotated[int | None, PlainValidator(_as_speculation, json_schema_input_type=int | str)] = None
+    return_draft_depths: bool = False  # tells of each token where it comes from
+    return_tree: bool = SamplingParams.return_tree
     priority: Int64 = 0
     cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] = ""
     stream: bool = False

@@ -9,9 +9,10 @@ from typing import Any, ClassVar, Protocol
 
 from fastapi.sse import format_sse_event
 
-from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, LogprobsFormat, prompt_logprobs
+from specserve.serve.http.drafts import DraftFormat, TokenOrigin
+from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from specserve.serve.http.parts import Part, ToolCallPart
-from specserve.serve.request import PromptToken, SpeculationStats, TokenLogprobs
+from specserve.serve.request import DraftTree, PromptToken, SpeculationStats, TokenLogprobs
 
 Json = dict[str, Any]
 
@@ -42,6 +43,8 @@ class Answer:
     token_ids: Sequence[int] = ()
     prompt_ids: Sequence[int] = ()
     stats: SpeculationStats | None = None  # when it has ended
+    origins: Sequence[TokenOrigin] = ()  # of the tokens at hand, none unless they were asked for
+    tree: DraftTree | None = None  # of the last step, None unless it was asked for
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,7 @@ class Usage:
     num_completion: int
     num_accepted: int  # draft tokens
     num_rejected: int
+    metrics: Json | None = None  # how the one sequence of the reply fared, where the server tells (`request_metrics`)
 
     def counts(self) -> Json:
         """The part that is true in the middle of a stream too."""
@@ -115,15 +119,18 @@ class OpenAIFormat:
     KIND: ClassVar[str]
     CHUNK_KIND: ClassVar[str]
 
-    def __init__(self, model_name: str, logprobs: LogprobsFormat, options: ReplyOptions | None = None) -> None:
+    def __init__(
+        self, model_name: str, logprobs: ChatLogprobs | CompletionLogprobs, options: ReplyOptions | None = None
+    ) -> None:
         self._options = options or ReplyOptions()
         name = self._options.request_id or uuid.uuid4().hex
         self._head = {"id": f"{self.ID_PREFIX}-{name}", "created": int(time.time()), "model": model_name}
+        self._drafts_format = DraftFormat(logprobs.texts)
         self._logprobs_format = logprobs
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
         choices = [self._choice(answer) for answer in answers]
-        return self._head | {"object": self.KIND, "choices": choices, "usage": usage.as_json()}
+        return self._head | {"object": self.KIND, "choices": choices} | _with_metrics(usage)
 
     def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
         raise NotImplementedError
@@ -133,7 +140,7 @@ class OpenAIFormat:
 
     def end(self, usage: Usage) -> Iterable[bytes]:
         if self._options.include_usage:
-            yield event(self._head | {"object": self.CHUNK_KIND, "choices": [], "usage": usage.as_json()})
+            yield event(self._head | {"object": self.CHUNK_KIND, "choices": []} | _with_metrics(usage))
         yield event("[DONE]")
 
     def failure(self, error: Json) -> Iterable[bytes]:
@@ -155,10 +162,19 @@ class OpenAIFormat:
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
-        return said | ({"token_ids": list(answer.token_ids)} if self._options.token_ids else {})
+        said |= {"token_ids": list(answer.token_ids)} if self._options.token_ids else {}
+        return said | self._drafts_format(answer.index, answer.origins, answer.tree)
 
     def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> Json | None:
         return self._logprobs_format(index, logprobs) if logprobs else None
+
+    def _drafts(self, answer: Answer) -> Json:
+        return self._drafts_format(answer.index, answer.origins, answer.tree)
+
+
+def _with_metrics(usage: Usage) -> Json:
+    beside = {} if usage.metrics is None else {"metrics": usage.metrics}
+    return {"usage": usage.as_json()} | beside
 
 
 class CompletionFormat(OpenAIFormat):
@@ -229,7 +245,9 @@ class ChatFormat(OpenAIFormat):
     def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
         part = answer.part
         # tokens whose text is still held back are content too, of no length yet
-        said: Json = {"content": part.content} if part.content or (answer.logprobs and not part) else {}
+        said: Json = (
+            {"content": part.content} if part.content or ((answer.logprobs or answer.origins) and not part) else {}
+        )
         said |= _reasoning(part)
         if part.tool_calls:
             said["tool_calls"] = [{"index": call.index} | _call(call) for call in part.tool_calls]

@@ -22,9 +22,12 @@ from specserve.serve.http.openai_bodies import ChatBody, CompletionBody, Samplin
 from specserve.serve.http.parts import MakeParser, PlainText
 from specserve.serve.http.prompts import check_model, check_token_ids, decode, encode, render_chat, truncated
 from specserve.serve.http.replies import ChatFormat, CompletionFormat, ReplyFormat
+from specserve.serve.http.request_metrics import RequestMetrics
 from specserve.serve.http.streaming import ClientGoneError, Generation
+from specserve.serve.http.tracing import Tracing
 from specserve.serve.interface import EngineLike, MakeMask
 from specserve.serve.request import MAX_CHOICES, SamplingParams
+from specserve.serve.settings import ServeRun
 
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold events back
 _T = TypeVar("_T")
@@ -46,14 +49,14 @@ class Work:
 class Service:
     """The engine as the routes of one app see it."""
 
-    def __init__(
-        self, engine: EngineLike, metrics: Metrics, syntax: AnswerSyntax, *, allow_unknown_fields: bool = False
-    ) -> None:
+    def __init__(self, engine: EngineLike, metrics: Metrics, run: ServeRun, tracing: Tracing | None = None) -> None:
         self.engine = engine
         self.metrics = metrics
-        self.syntax = syntax
+        self.syntax = AnswerSyntax(engine.tokenizer, run.tool_parser, run.reasoning_parser)
         self.texts = TokenTexts(engine.tokenizer)
-        self._unknown_fields = UnknownFields(metrics.unknown_fields.inc) if allow_unknown_fields else None
+        self._unknown_fields = UnknownFields(metrics.unknown_fields.inc) if run.allow_unknown_fields else None
+        self._tracing = tracing
+        self._told = RequestMetrics(run.enable_per_request_metrics, run.per_request_spec_decode_metrics)
 
     def read(self, body_type: type[_BodyT], raw: bytes) -> _BodyT:
         """The checked body that these bytes are. Raises RequestError."""
@@ -143,8 +146,11 @@ class Service:
                 work.params,
                 make_parser=work.make_parser,
                 make_mask=work.make_mask,
+                has_origins=body.return_draft_depths,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
+                told=self._told,
+                tracing=self._tracing,
             )
         except RequestError as error:
             raise body.reword(error) from None

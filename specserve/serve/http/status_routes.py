@@ -52,7 +52,7 @@ def add_status_routes(app: FastAPI, engine: EngineLike, metrics: Metrics) -> Non
     async def prometheus() -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
-    @app.api_route("/flush_cache", methods=["GET", "POST"])  # SGLang's clients use either
+    @app.post("/flush_cache")  # no GET: it changes something, and any web page can send one
     async def flush_cache() -> Json:
         engine.flush_cache()
         return {"status": "ok"}

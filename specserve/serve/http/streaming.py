@@ -18,10 +18,14 @@ from fastapi.sse import KEEPALIVE_COMMENT
 from starlette.concurrency import run_in_threadpool
 
 from specserve.errors import CapacityError, RequestError, SpecServeError
+from specserve.serve.http.drafts import TokenOrigin
 from specserve.serve.http.guard import INTERNAL_ERROR, EngineFailureError
 from specserve.serve.http.metrics import Metrics, SequenceMetrics
 from specserve.serve.http.parts import AnswerParser, MakeParser, Part, PlainText
 from specserve.serve.http.replies import TOOL_CALLS, Answer, Json, ReplyFormat, Usage, error_body
+from specserve.serve.http.request_ids import current_request_id
+from specserve.serve.http.request_metrics import RequestMetrics
+from specserve.serve.http.tracing import Tracing
 from specserve.serve.interface import EngineLike, MakeMask
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
 from specserve.speculative.acceptance import Acceptance
@@ -68,26 +72,33 @@ class Generation:
         *,
         make_parser: MakeParser = PlainText,  # one for each sequence
         make_mask: MakeMask | None = None,
+        has_origins: bool = False,  # answers tell where their tokens come from
         priority: int = 0,
         cache_salt: str = "",
+        told: RequestMetrics | None = None,  # of a reply's one sequence; None: nothing
+        tracing: Tracing | None = None,
     ) -> None:
         self._engine = engine
         self._http = http
         self._make_parser = make_parser
+        self._has_origins = has_origins
+        self._told = told or RequestMetrics()
+        self._tracing, self._parent = tracing, tracing.parent(http.headers) if tracing else None
+        self._request_id = current_request_id()
         self._loop = asyncio.get_running_loop()
         self._arrivals: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()  # None: the client has gone
         self._choices: list[_Choice] = []
         each = params.choices()
+        metrics.count_request(params)
         try:
             for token_ids, own in itertools.product(prompts, each):
                 on_delta = partial(self._on_delta, len(self._choices))
                 request = engine.submit(
-                    token_ids,
-                    own,
-                    on_delta,
+                    *(token_ids, own, on_delta),
                     priority=priority,
                     cache_salt=cache_salt,
                     token_mask=make_mask and make_mask(),
+                    request_id=self._request_id and f"{self._request_id}-{len(self._choices)}",
                 )
                 is_first = len(self._choices) % len(each) == 0
                 self._choices.append(_Choice(request, metrics.start_sequence(len(token_ids)), is_first, make_parser()))
@@ -107,7 +118,10 @@ class Generation:
         arrived: list[list[Delta]] = [[] for _ in self._choices]
         async with contextlib.aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
-                arrived[index].append(delta)
+                before = arrived[index]
+                if before and before[-1].tree is not None:  # only the last step's is told
+                    before[-1] = dataclasses.replace(before[-1], tree=None)
+                before.append(delta)
 
         def spell() -> Json:
             answers = [self._whole(index, deltas) for index, deltas in enumerate(arrived)]
@@ -162,7 +176,8 @@ class Generation:
                 # Their ids go with the next text.
                 waiting = self._choices[index].waiting_ids
                 waiting += delta.token_ids
-                if answer.part or answer.logprobs or answer.prompt or answer.finish_reason is not None:
+                told = answer.part or answer.logprobs or answer.prompt or answer.origins or answer.tree
+                if told or answer.finish_reason is not None:
                     for each in reply_format.piece(dataclasses.replace(answer, token_ids=tuple(waiting)), self._usage):
                         yield each
                     waiting.clear()
@@ -187,7 +202,14 @@ class Generation:
             token_ids=delta.token_ids,
             prompt_ids=choice.request.prompt_ids,
             stats=delta.stats,
+            origins=self._origins([delta]),
+            tree=delta.tree,
         )
+
+    def _origins(self, deltas: Sequence[Delta]) -> Sequence[TokenOrigin]:
+        if not self._has_origins:
+            return ()
+        return [origin for delta in deltas for origin in zip(delta.token_ids, delta.draft_depths, strict=True)]
 
     def _whole(self, index: int, deltas: Sequence[Delta]) -> Answer:
         """What all deltas of a choice say."""
@@ -196,7 +218,7 @@ class Generation:
         token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
         prompt = next((delta.prompt for delta in deltas if delta.prompt), ())
         everything = dataclasses.replace(deltas[-1], text=text, logprobs=logprobs, token_ids=token_ids, prompt=prompt)
-        return self._piece(index, everything)
+        return dataclasses.replace(self._piece(index, everything), origins=self._origins(deltas))
 
     async def _deltas(self, *, is_idle_reported: bool = False) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) until every sequence has ended; (-1, empty delta) about once a second while nothing comes."""
@@ -235,7 +257,13 @@ class Generation:
             num_completion=sum(choice.num_tokens for choice in self._choices),
             num_accepted=total.num_accepted,
             num_rejected=total.num_draft_tokens - total.num_accepted,
+            metrics=self._metrics_of_one(),
         )
+
+    def _metrics_of_one(self) -> Json | None:
+        """What `metrics` tells at the end; several sequences would have to share it, so then there is none."""
+        [first, *others] = self._choices
+        return None if others or first.stats is None else self._told.spell(first.stats, first.num_tokens)
 
     def _on_delta(self, index: int, delta: Delta) -> None:
         """Called on the engine's thread."""
@@ -246,7 +274,14 @@ class Generation:
 
     def _receive(self, index: int, delta: Delta) -> None:
         # Here and not where deltas are read: a sequence whose client left still ends, and still counts.
-        self._choices[index].metrics.observe(delta)
+        choice = self._choices[index]
+        choice.metrics.observe(delta)
+        if delta.finish_reason is not None and self._tracing and self._parent is not None:
+            self._tracing.end(
+                *(self._parent, self._request_id, choice.request, delta),
+                num_tokens=choice.metrics.num_tokens,
+                model=self._engine.model_name,
+            )
         self._arrivals.put_nowait((index, delta))
 
     async def _watch_client(self) -> None:
