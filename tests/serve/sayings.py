@@ -29,14 +29,16 @@ WEATHER: dict[str, Any] = {
 }
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Genève", "days": 2}}\n</tool_call>'
 ARGUMENTS = {"city": "Genève", "days": 2}
+ANSWER = "It will be fine."
 THOUGHT = "<think>\nThey want weather.\n</think>\n\n"
 
 
 class SayingEngine(FakeEngine):
-    """Writes `says`, three bytes a step."""
+    """Writes `says`, three bytes a step; with `answers`, a call where there are tools and no result of one yet."""
 
     def __init__(self, template: str = HERMES) -> None:
         self.says = ""
+        self.answers = False
         super().__init__()
         self.tokenizer = FakeTokenizer()
         self.tokenizer.template = FakeTemplate(template)
@@ -44,7 +46,9 @@ class SayingEngine(FakeEngine):
     def _step(self, request: Request, num_emitted: int) -> Delta:
         if request.is_cancelled:
             return super()._step(request, num_emitted)
-        text = self.says.encode()
+        prompt = bytes(request.prompt_ids)
+        is_call = b'"function"' in prompt and b"<tool>" not in prompt
+        text = (THOUGHT + (CALL if is_call else ANSWER) if self.answers else self.says).encode()
         end = min(num_emitted + STEP, len(text), request.max_new_tokens)
         reason = FinishReason.STOP if end == len(text) else None
         reason = FinishReason.LENGTH if end == request.max_new_tokens and end < len(text) else reason

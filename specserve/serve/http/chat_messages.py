@@ -43,6 +43,7 @@ class CalledFunction(Body):
     arguments: Annotated[
         str | dict[str, Any], PlainValidator(_as_arguments, json_schema_input_type=str | dict[str, Any])
     ] = ""
+    parsed_arguments: Any = None  # never read: OpenAI's client has them beside the text
 
 
 class ToolCall(Body):
@@ -84,6 +85,7 @@ class ChatMessage(Body):
     tool_calls: Annotated[list[ToolCall], Field(max_length=MAX_CALLS, fail_fast=True)] | None = None
     tool_call_id: str | None = None
     # Fields of an assistant message that clients send back as they got them: only empty.
+    parsed: Any = None  # never read: OpenAI's client has it beside the content
     refusal: None = None
     audio: None = None
     function_call: None = None
