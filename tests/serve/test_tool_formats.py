@@ -12,7 +12,10 @@ from specserve.serve.http.parts import Part
 
 texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<[｜\r"), max_size=8)
 arguments = st.fixed_dictionaries(
-    {"a": st.integers(-(2**40), 2**40), "text": texts.map(str.strip)},
+    {
+        "a": st.integers(-(2**40), 2**40),
+        "text": texts.map(str.strip) | st.sampled_from(["1", "true", "null", '"x"', "{}"]),
+    },
     optional={"mode": st.sampled_from("rw"), "deep": st.none() | st.lists(st.booleans(), max_size=3)},
 )
 calls = st.lists(st.tuples(st.just("add"), arguments) | st.just(("no_args", {})), min_size=1, max_size=3)
