@@ -86,6 +86,7 @@ class SamplingParams:
     ignore_eos: bool = False
     grammar: GrammarSpec | None = None  # what the answer must follow, to its end
     skip_special_tokens: bool = True  # they are no text
+    shown_special_ids: TokenIds = ()  # special tokens that are text all the same
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # of each token, and of so many likely ones
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # the same of the prompt's tokens
     speculation: NumTokens | None = None  # draft tokens that a step may accept; 0: none; None: the server's choice

@@ -214,7 +214,7 @@ BAD_FIELDS: list[Case] = [
     (*_chat(messages=None), "messages"),
     (*_chat(messages=_user([])), "messages[0].content"),
     (*_chat(messages=[{"role": "user"}]), "messages[0].content"),
-    (*_chat(messages=[*USER, {"role": "assistant", "content": "", "tool_calls": [{}]}]), "messages[1].tool_calls"),
+    (*_chat(messages=[*USER, {"role": "assistant", "tool_calls": [{}]}]), "messages[1].tool_calls[0].function"),
     (*_chat(messages=_user("forbidden")), "messages"),
     (*_chat(prompt="x"), "prompt"),
     # token ids

@@ -12,13 +12,14 @@ from pydantic_core import CoreSchema, PydanticCustomError
 from specserve.errors import RequestError
 from specserve.serve.http import neutral
 from specserve.serve.http.bodies import Body, check_num_fields
+from specserve.serve.http.chat_messages import Messages
 from specserve.serve.http.grammar_fields import GrammarFields
 from specserve.serve.http.replies import ReplyOptions
+from specserve.serve.http.tool_bodies import ToolChoice, Tools
 from specserve.serve.request import MAX_TOKEN_IDS, SamplingParams, describe, option_schemas
 from specserve.speculative.ranges import Bias, TokenId
 
 MAX_SALT_CHARS = 1024
-MAX_MESSAGES = 10_000
 MAX_ID_CHARS = 256
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat runs up to the context length
 
@@ -34,18 +35,14 @@ _UNSUPPORTED_IN_CHAT = neutral.IN_CHAT | {
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
     "prediction": (),
-    "reasoning_effort": (),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 
 
 # What a body and SamplingParams both have; a field that the body lacks fails when the first request is read.
-_OPTIONS = [field.name for field in dataclasses.fields(SamplingParams)]
+_OPTIONS = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "shown_special_ids"]
 
 
 def as_prompts(value: Any) -> list[str | list[int]]:
@@ -95,14 +92,6 @@ def _as_speculation(value: Any) -> int | None:
     if type(value) is int and 0 <= value < 2**31:
         return value
     raise PydanticCustomError("speculation", 'should be "auto", "off" or the most draft tokens to accept in a step')
-
-
-def _as_text_parts(value: Any) -> Any:
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if isinstance(value, list) and value:
-        return value
-    raise PydanticCustomError("content", "should be a string or a list of text parts")
 
 
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
@@ -272,37 +261,7 @@ class CompletionBody(SamplingBody):
         return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
 
-class TextPart(Body):
-    """One part of a message's content. There are no others than text."""
-
-    type: Literal["text"]
-    text: str
-
-
-class ChatMessage(Body):
-    """One message of a chat. "developer" is OpenAI's newer word for "system" and means the same here."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        list[TextPart],
-        Field(fail_fast=True),
-        BeforeValidator(_as_text_parts, json_schema_input_type=str | list[TextPart]),
-    ]
-    # Fields of an assistant message that clients send back as they got them: only empty.
-    name: None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates take it, its parts joined by line ends."""
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "\n".join(part.text for part in self.content)}
-
-
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class ChatTemplateKwargs(Body):
@@ -310,7 +269,7 @@ class ChatTemplateKwargs(Body):
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
-    reasoning_effort: Literal["low", "medium", "high"] | None = None
+    reasoning_effort: Effort | None = None
 
 
 class ChatBody(SamplingBody):
@@ -319,6 +278,11 @@ class ChatBody(SamplingBody):
     UNSUPPORTED = _UNSUPPORTED_IN_CHAT
 
     messages: Messages
+    tools: Tools = Field(default_factory=list)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool = True
     max_completion_tokens: Annotated[Int64, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Int64 = 0
@@ -351,6 +315,8 @@ class ChatBody(SamplingBody):
         return self.top_logprobs if self.logprobs else None
 
     def reword(self, error: RequestError) -> RequestError:
+        if error.param == "grammar" and self.grammar is None:  # it was made of the tools
+            return RequestError(str(error), param="tools")
         if error.param == "prompt":
             return RequestError(str(error), param="messages")
         if error.param == "max_tokens" and self.max_completion_tokens is not None:
@@ -372,6 +338,7 @@ class TokenizeBody(Body):
     messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    tools: Tools = Field(default_factory=list)
     chat_template_kwargs: ChatTemplateKwargs | None = None
 
 

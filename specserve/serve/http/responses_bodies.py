@@ -7,8 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from specserve.serve.http.bodies import Body, Neutral
+from specserve.serve.http.chat_messages import MAX_MESSAGES
 from specserve.serve.http.dialects import DialectBody, Json, Tagged
-from specserve.serve.http.openai_bodies import MAX_MESSAGES, Int64
+from specserve.serve.http.openai_bodies import Int64
 
 MAX_PARTS = 10_000
 
