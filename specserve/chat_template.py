@@ -57,11 +57,10 @@ class ChatTemplate:
         """Whether `{% generation %}` tags mark what the assistant says in a chat with these tools."""
         return self.exists and bool(_GENERATION_TAG.search(self._backend.get_chat_template(tools=tools)))
 
-    @cached_property
+    @property
     def reads_tools(self) -> bool:
         """Whether the template writes down the tools that it is given."""
-        tool = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object", "properties": {}}}
-        return self._writes_probe([{"role": "user", "content": "1"}], [{"type": "function", "function": tool}])
+        return self._writes_tools
 
     @property
     def reads_reasoning(self) -> bool:
@@ -145,6 +144,11 @@ class ChatTemplate:
         """Every chat template of the model: some have another one for chats with tools."""
         template = self._backend.chat_template or ()
         return (template,) if isinstance(template, str) else tuple(dict(template).values())
+
+    @cached_property
+    def _writes_tools(self) -> bool:
+        tool = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object", "properties": {}}}
+        return self._writes_probe([{"role": "user", "content": "1"}], [{"type": "function", "function": tool}])
 
     @cached_property
     def _reads_reasoning_apart(self) -> bool:

@@ -3,7 +3,7 @@
 The real ones are `serve.engine.Engine` and `specserve.tokenizer.Tokenizer`; tests of the HTTP layer bring small fakes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -49,6 +49,17 @@ class DraftInfo:
     tau: float | None = None  # tokens per target forward in its own evaluation; None: unknown
 
 
+class TemplateLike(Protocol):
+    """What a chat template reads and writes."""
+
+    @property
+    def reads_tools(self) -> bool: ...
+
+    def mentions(self, word: str, /) -> bool: ...
+
+    def reads_variable(self, name: str, /) -> bool: ...
+
+
 class TokenizerLike(Protocol):
     """Text to ids and back. Every method may be called from several threads at once."""
 
@@ -74,9 +85,18 @@ class TokenizerLike(Protocol):
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Raises RequestError (param "messages") when the template refuses the messages."""
+        ...
+
+    @property
+    def template(self) -> TemplateLike: ...
+
+    @property
+    def special_token_ids(self) -> Collection[int]:
+        """The ids that `decode` leaves out with `skip_special_tokens`."""
         ...
 
 

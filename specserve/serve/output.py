@@ -19,7 +19,9 @@ class OutputStream:
         self._num_left = request.max_new_tokens
         self._decoder = None  # token ids alone
         if tokenizer:
-            self._decoder = IncrementalDecoder(tokenizer, skip_special_tokens=params.skip_special_tokens)
+            self._decoder = IncrementalDecoder(
+                tokenizer, skip_special_tokens=params.skip_special_tokens, shown_ids=params.shown_special_ids
+            )
         self._held = ""  # decoded, not yet given out
 
     def push(self, token_ids: list[int], num_accepted: int = 0) -> Delta:

@@ -86,6 +86,7 @@ class SamplingParams:
     ignore_eos: bool = False
     grammar: GrammarSpec | None = None  # what the answer must follow, to its end
     skip_special_tokens: bool = True  # they are no text
+    shown_special_ids: TokenIds = ()  # special tokens that are text all the same
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # of each token, and of so many likely ones
     prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # the same of the prompt's tokens
     speculation: NumTokens | None = None  # draft tokens that a step may accept; 0: none; None: the server's choice
@@ -121,6 +122,11 @@ def _kinds() -> dict[str, TypeAdapter[Any]]:
     """What checks each field, and brings it into the one spelling that the engine knows."""
     hints = get_type_hints(SamplingParams, include_extras=True)
     return {name: TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False)) for name, hint in hints.items()}
+
+
+def option_schemas() -> dict[str, dict[str, Any]]:
+    """The JSON schema of each option: its type and its range."""
+    return {name: kind.json_schema() for name, kind in _kinds().items()}
 
 
 def request_error(error: ValidationError, param: str) -> RequestError:

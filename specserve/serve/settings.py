@@ -7,6 +7,9 @@ from pydantic.dataclasses import dataclass
 from specserve.config import RULES, setting
 from specserve.drafters.words import WAYS
 
+ToolParser = Literal["auto", "none", "hermes", "qwen3-coder", "llama3", "mistral", "glm", "deepseek", "harmony"]
+ReasoningParser = Literal["auto", "none", "think", "mistral", "harmony"]
+
 
 @dataclass(frozen=True, config=RULES)
 class ServeRun:
@@ -31,6 +34,15 @@ class ServeRun:
     speculation: str = setting("auto", help=f"auto, by what each way costs and brings here; {WAYS}")
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(8000, help="port to listen on; 0: any free one", ge=0, le=65535)
+    tool_parser: ToolParser = setting(
+        "auto",
+        help="how the target calls tools; auto: as its chat template does; none: requests may not have tools",
+    )
+    reasoning_parser: ReasoningParser = setting(
+        "auto",
+        help="how the target marks its reasoning, which replies tell apart from content; auto: as its chat template "
+        "does; none: all is content",
+    )
     api_key: str = setting(
         "", help="require this bearer token; empty: those of api_key_file and of SPECSERVE_API_KEYS, if any"
     )
@@ -49,6 +61,7 @@ class ServeRun:
     allow_unknown_fields: bool = setting(
         False, help="let requests have unknown fields: they are counted, logged once each, and not read"
     )
+    docs: bool = setting(False, help="serve a page of the API at /docs")
     max_slots: int = setting(8, help="sequences that run at once", ge=1)
     max_model_len: int = setting(0, help="prompt and answer together; 0: the target's context, at most 4,096", ge=0)
     page_size: int = setting(32, help="tokens per cache page", ge=1)

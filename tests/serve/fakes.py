@@ -2,6 +2,7 @@
 
 import dataclasses
 import itertools
+import json
 import math
 import threading
 import time
@@ -33,10 +34,29 @@ FIM_IDS = {"<fim_prefix>": 1, "<fim_suffix>": 2, "<fim_middle>": 3}
 USER = [{"role": "user", "content": "hi"}]
 
 
+class FakeTemplate:
+    """The source of a chat template, as far as a server looks at it."""
+
+    def __init__(self, source: str = "") -> None:
+        self._source = source
+
+    @property
+    def reads_tools(self) -> bool:
+        return self.mentions("tools")
+
+    def mentions(self, word: str) -> bool:
+        return word in self._source
+
+    def reads_variable(self, name: str) -> bool:
+        return self.mentions(name)
+
+
 class FakeTokenizer:
     """One id per UTF-8 byte."""
 
     has_chat_template = True
+    template = FakeTemplate()
+    special_token_ids = frozenset[int]()
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -56,11 +76,13 @@ class FakeTokenizer:
         *,
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         if "forbidden" in messages[-1]["content"]:
             raise RequestError("the template refuses", param="messages")
         text = "".join(f"<{message['role']}>{message['content']}" for message in messages)
+        text += json.dumps(tools) if tools else ""
         assert not (add_generation_prompt and continue_final_message)
         end = "" if continue_final_message else str(dict(template_kwargs or {}))
         return self.encode(text + end + "<assistant>" * add_generation_prompt)

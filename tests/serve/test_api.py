@@ -13,9 +13,9 @@ from fakes import CONTEXT, MODEL, STORY, USER, assert_refused, wait_for
 from specserve.errors import ConfigError
 from specserve.serve.http import streaming
 from specserve.serve.http.app import create_app
+from specserve.serve.http.chat_messages import ChatMessage
 from specserve.serve.http.openai_bodies import (
     ChatBody,
-    ChatMessage,
     ChatTemplateKwargs,
     CompletionBody,
     StreamOptions,
@@ -90,7 +90,7 @@ def test_every_option_reaches_the_engine_from_both_endpoints(http, fake_engine):
         request = fake_engine.requests[-1]
         assert request.params == dataclasses.replace(PARAMS, logprobs=logprobs)
         assert (request.priority, request.cache_salt, request.token_mask) == (-5, "tenant", None)
-    besides = {"n", "logprobs", "prompt_logprobs", "grammar"}
+    besides = {"n", "logprobs", "prompt_logprobs", "grammar", "shown_special_ids"}
     assert {item.name for item in dataclasses.fields(SamplingParams)} == {*OPTIONS, *besides}  # none forgotten
 
 

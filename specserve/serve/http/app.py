@@ -13,6 +13,7 @@ from specserve.serve.http.guard import ApiKeyGate, BugGate, error_response, inst
 from specserve.serve.http.messages_replies import MessagesDoor
 from specserve.serve.http.metrics import Metrics
 from specserve.serve.http.openai_routes import add_openai_routes
+from specserve.serve.http.openapi_routes import add_openapi_routes
 from specserve.serve.http.page_routes import add_page_routes
 from specserve.serve.http.prompts import ModelNotFoundError
 from specserve.serve.http.request_ids import HEADER, RequestIds
@@ -63,4 +64,5 @@ def create_app(
     add_draft_routes(app, service, is_allowed=run.allow_load_draft)
     add_status_routes(app, engine, metrics)
     add_page_routes(app, needs_key=bool(api_keys))
+    add_openapi_routes(app, has_key=bool(api_keys), has_docs=run.docs)
     return app

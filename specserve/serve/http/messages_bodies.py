@@ -8,8 +8,9 @@ from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from specserve.errors import RequestError
 from specserve.serve.http.bodies import Body, Neutral
+from specserve.serve.http.chat_messages import MAX_MESSAGES
 from specserve.serve.http.dialects import DialectBody, Json, Tagged
-from specserve.serve.http.openai_bodies import MAX_MESSAGES, Int64
+from specserve.serve.http.openai_bodies import Int64
 
 MAX_BLOCKS = 10_000
 
@@ -242,7 +243,7 @@ class _Prompt(DialectBody):
 class MessagesBody(_Prompt):
     """POST /v1/messages."""
 
-    max_tokens: Int64  # type: ignore[assignment]
+    max_tokens: Annotated[Int64, Field(ge=1)]  # type: ignore[assignment]
 
 
 class CountTokensBody(_Prompt):

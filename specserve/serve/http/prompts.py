@@ -1,7 +1,11 @@
 """From what a client sends as a prompt to the token ids that the engine takes. Raises RequestError."""
 
+from collections.abc import Mapping, Sequence
+from typing import Any
+
 from specserve.errors import RequestError
-from specserve.serve.http.openai_bodies import ChatMessage, ChatTemplateKwargs, SamplingBody
+from specserve.serve.http.chat_messages import ChatMessage, template_messages
+from specserve.serve.http.openai_bodies import SamplingBody
 from specserve.serve.interface import EngineLike
 
 # No tokenizer in use has longer tokens than this, so a longer text is over the context: told before tokenizing it.
@@ -33,22 +37,27 @@ def decode(engine: EngineLike, token_ids: list[int]) -> str:
 
 def render_chat(
     engine: EngineLike,
-    messages: list[ChatMessage],
-    add_generation_prompt: bool,
-    kwargs: ChatTemplateKwargs | None,
+    messages: Sequence[ChatMessage],
     *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
     continue_final_message: bool = False,
 ) -> list[int]:
+    """The prompt that the chat template makes of messages and tools, with these template variables."""
     if not engine.tokenizer.has_chat_template:
         raise RequestError(f"{engine.model_name} has no chat template; use /v1/completions", param="messages")
-    rendered = [message.for_template() for message in messages]
-    check_text_length(engine, sum(len(message["content"]) for message in rendered), "messages")
-    template_kwargs = {} if kwargs is None else kwargs.model_dump(exclude_none=True)
+    if tools and not engine.tokenizer.template.reads_tools:
+        raise RequestError(f"the chat template of {engine.model_name} does not write tools; send none", param="tools")
+    rendered = template_messages(messages)
+    check_text_length(engine, sum(len(str(value)) for turn in rendered for value in turn.values()), "messages")
+    check_text_length(engine, sum(len(str(tool)) for tool in tools), "tools")
     return engine.tokenizer.render_chat(
         rendered,
         add_generation_prompt=add_generation_prompt,
+        tools=tools or None,
         continue_final_message=continue_final_message,
-        template_kwargs=template_kwargs or None,
+        template_kwargs=variables or None,
     )
 
 

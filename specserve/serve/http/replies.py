@@ -11,10 +11,12 @@ from fastapi.sse import format_sse_event
 
 from specserve.serve.http.drafts import DraftFormat, TokenOrigin
 from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
-from specserve.serve.http.parts import Part
+from specserve.serve.http.parts import Part, ToolCallPart
 from specserve.serve.request import DraftTree, PromptToken, SpeculationStats, TokenLogprobs
 
 Json = dict[str, Any]
+
+TOOL_CALLS = "tool_calls"  # the finish_reason of an answer that ends by itself and calls tools
 
 
 def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> Json:
@@ -232,8 +234,14 @@ class ChatFormat(OpenAIFormat):
         return (self._chunk(choice, usage, self._prompt(start) if start.index == 0 else {}),)
 
     def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
+        part = answer.part
         # tokens whose text is still held back are content too, of no length yet
-        said = {"content": answer.part.content} if answer.part.content or answer.logprobs or answer.origins else {}
+        said: Json = (
+            {"content": part.content} if part.content or ((answer.logprobs or answer.origins) and not part) else {}
+        )
+        said |= _reasoning(part)
+        if part.tool_calls:
+            said["tool_calls"] = [{"index": call.index} | _call(call) for call in part.tool_calls]
         return (self._chunk(self._delta(answer, said), usage),)
 
     def _prompt(self, answer: Answer) -> Json:
@@ -241,7 +249,11 @@ class ChatFormat(OpenAIFormat):
         return {"prompt_token_ids": list(answer.prompt_ids)} if self._options.token_ids else {}
 
     def _choice(self, answer: Answer) -> Json:
-        message = {"role": "assistant", "content": answer.part.content, "refusal": None}
+        part = answer.part
+        content = None if part.tool_calls and not part.content else part.content
+        message: Json = {"role": "assistant", "content": content, "refusal": None} | _reasoning(part)
+        if part.tool_calls:
+            message["tool_calls"] = [_call(call) for call in part.tool_calls]
         return {"index": answer.index, "message": message} | self._ended(answer)
 
     def _delta(self, answer: Answer, delta: Json) -> Json:
@@ -250,3 +262,19 @@ class ChatFormat(OpenAIFormat):
     def _ended(self, answer: Answer) -> Json:
         logprobs = self._chat_logprobs(answer.index, answer.logprobs) if answer.logprobs else None
         return self._end_of(answer, logprobs)
+
+
+def _reasoning(part: Part) -> Json:
+    """The fields of reasoning: DeepSeek's name for it, and the one that vLLM has now."""
+    return {"reasoning_content": part.reasoning, "reasoning": part.reasoning} if part.reasoning else {}
+
+
+def _call(call: ToolCallPart) -> Json:
+    """A call, or in a stream a piece of one: the first has id, type and name."""
+    if not call.call_id:
+        return {"function": {"arguments": call.arguments}}
+    return {
+        "id": call.call_id,
+        "type": "function",
+        "function": {"name": call.name, "arguments": call.arguments},
+    }

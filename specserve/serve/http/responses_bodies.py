@@ -7,8 +7,9 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from specserve.serve.http.bodies import Body, Neutral
+from specserve.serve.http.chat_messages import MAX_MESSAGES
 from specserve.serve.http.dialects import DialectBody, Json, Tagged
-from specserve.serve.http.openai_bodies import MAX_MESSAGES, Int64
+from specserve.serve.http.openai_bodies import Int64
 
 MAX_PARTS = 10_000
 
@@ -167,7 +168,7 @@ class ResponsesBody(DialectBody):
     ]
     instructions: str | None = None
     max_tokens: None = None  # type: ignore[assignment]  # it is max_output_tokens here
-    max_output_tokens: Int64 | None = None
+    max_output_tokens: Annotated[Int64, Field(ge=1)] | None = None
     top_logprobs: Int64 = 0
     include: list[Literal["message.output_text.logprobs"]] = Field(default_factory=list, max_length=8)
     reasoning: ReasoningOptions | None = None

@@ -12,6 +12,7 @@ from fastapi.responses import JSONResponse
 from fastapi.sse import EventSourceResponse
 
 from specserve.errors import RequestError
+from specserve.serve.http.answers import AnswerSyntax
 from specserve.serve.http.bodies import Body, UnknownFields, check_body, parse_body
 from specserve.serve.http.infill import infill_ids
 from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
@@ -72,6 +73,7 @@ class Service:
     def __init__(self, engine: EngineLike, metrics: Metrics, run: ServeRun, tracing: Tracing | None = None) -> None:
         self.engine = engine
         self.metrics = metrics
+        self.syntax = AnswerSyntax(engine.tokenizer, run.tool_parser, run.reasoning_parser)
         self.texts = TokenTexts(engine.tokenizer)
         self._unknown_fields = UnknownFields(metrics.unknown_fields.inc) if run.allow_unknown_fields else None
         self._tracing, self._allows_priority = tracing, run.allow_priority
@@ -104,8 +106,9 @@ class Service:
             elif body.suffix:
                 raise RequestError("suffix is only allowed with a prompt of text", param="suffix")
             else:
-                check_num_tokens(engine, len(prompt), "prompt")
-                check_token_ids(engine, prompt, "prompt")
+                kept = truncated(engine, body, prompt)
+                check_num_tokens(engine, len(kept), "prompt")
+                check_token_ids(engine, kept, "prompt")
                 token_ids = prompt
             prompts.append(truncated(engine, body, token_ids))
             if body.echo:
@@ -131,14 +134,20 @@ class Service:
         engine = self.engine
         check_model(engine, body.model)
         params = body.sampling_params()
+        question = self.syntax.question(body)
         token_ids = render_chat(
             engine,
             body.messages,
-            body.has_generation_prompt,
-            body.chat_template_kwargs,
+            add_generation_prompt=body.has_generation_prompt,
             continue_final_message=body.continue_final_message,
+            tools=question.tools,
+            variables=question.variables,
         )
         token_ids = truncated(engine, body, token_ids)
+        try:
+            params, make_parser = self.syntax.reading(body, question, token_ids, params)
+        except RequestError as error:
+            raise body.reword(error) from None
         logprobs = ChatLogprobs(self.texts, as_token_ids=body.return_tokens_as_token_ids)
         spelled = reply_format or ChatFormat(engine.model_name, logprobs, body.reply_options)
         return Work(
@@ -146,6 +155,7 @@ class Service:
             params,
             [token_ids],
             spelled,
+            make_parser,
             make_mask=self._masks(body, params),
             has_origins=body.return_draft_depths,
         )

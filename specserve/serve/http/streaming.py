@@ -21,7 +21,7 @@ from specserve.serve.http.drafts import TokenOrigin
 from specserve.serve.http.guard import INTERNAL_ERROR, EngineFailureError, client_of
 from specserve.serve.http.metrics import Metrics, SequenceMetrics
 from specserve.serve.http.parts import AnswerParser, MakeParser, Part, PlainText
-from specserve.serve.http.replies import Answer, Json, ReplyFormat, Usage, error_body
+from specserve.serve.http.replies import TOOL_CALLS, Answer, Json, ReplyFormat, Usage, error_body
 from specserve.serve.http.request_ids import current_request_id
 from specserve.serve.http.request_metrics import RequestMetrics
 from specserve.serve.http.threads import in_thread
@@ -48,6 +48,7 @@ class _Choice:
     metrics: SequenceMetrics
     is_first: bool  # of its prompt's
     parser: AnswerParser
+    has_calls: bool = False
     num_tokens: int = 0
     waiting_ids: list[int] = field(default_factory=list)  # of tokens that a stream has not told yet
     stats: SpeculationStats | None = None  # None until it has ended
@@ -191,9 +192,13 @@ class Generation:
     def _piece(self, index: int, delta: Delta) -> Answer:
         """What a delta says of its choice."""
         choice = self._choices[index]
-        part, reason = choice.parser.push(delta.text), None
+        part = choice.parser.push(delta.text)
         if delta.finish_reason is not None:
-            part, reason = part + choice.parser.finish(), str(delta.finish_reason)
+            part += choice.parser.finish()
+        choice.has_calls = choice.has_calls or bool(part.tool_calls)
+        reason = None if delta.finish_reason is None else str(delta.finish_reason)
+        if reason == FinishReason.STOP and choice.has_calls:
+            reason = TOOL_CALLS
         return Answer(
             index,
             part,

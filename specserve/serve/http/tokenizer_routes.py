@@ -35,7 +35,13 @@ def _tokenize(service: Service, raw: bytes) -> list[int]:
     if body.messages is None:
         check_text_length(engine, len(body.prompt or ""), "prompt")
         return engine.tokenizer.encode(body.prompt or "", add_special_tokens=body.add_special_tokens)
-    return render_chat(engine, body.messages, body.add_generation_prompt, body.chat_template_kwargs)
+    return render_chat(
+        engine,
+        body.messages,
+        add_generation_prompt=body.add_generation_prompt,
+        tools=[tool.for_template() for tool in body.tools],
+        variables=body.chat_template_kwargs and body.chat_template_kwargs.model_dump(exclude_none=True),
+    )
 
 
 def _detokenize(service: Service, raw: bytes) -> str:
