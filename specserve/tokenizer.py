@@ -63,6 +63,12 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self._backend.eos_token_id
 
+    def info(self) -> Mapping[str, Any]:
+        """Its class, special tokens and chat template, by their names in a tokenizer_config.json."""
+        tokens = {name: token for name, token in self._backend.special_tokens_map.items() if isinstance(token, str)}
+        own = {"tokenizer_class": type(self._backend).__name__, "chat_template": self._backend.chat_template}
+        return own | dict.fromkeys(("bos_token", "eos_token", "pad_token")) | tokens
+
     @property
     def special_token_ids(self) -> frozenset[int]:
         """The ids that `decode` leaves out with `skip_special_tokens`."""
@@ -93,6 +99,10 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
+    def token_id(self, token: str) -> int | None:
+        """The id of an added token, such as "<|fim_prefix|>"; None where there is none of that name."""
+        return self._backend.get_added_vocab().get(token)
+
     def as_json(self) -> str:
         """The tokenizer as the text of a tokenizer.json, added tokens included, as libraries in other languages read
         it. Raises ValueError for a tokenizer that has no such form."""
@@ -100,10 +110,6 @@ class Tokenizer:
         if backend is None:
             raise ValueError(f"{type(self._backend).__name__} is no fast tokenizer")
         return backend.to_str()
-
-    def token_id(self, token: str) -> int | None:
-        """The id of an added token, such as "<|fim_prefix|>"; None where there is none of that name."""
-        return self._backend.get_added_vocab().get(token)
 
     def special_tokens_in(self, text: str) -> list[str]:
         """The special tokens that the text holds, in the order of their ids."""

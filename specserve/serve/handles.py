@@ -52,7 +52,9 @@ class StepHandle:
         node_ids, parents = self._tree() if self._has_tree else (None, None)
         prompt = jax.tree.map(np.asarray, self._result.prompt)
         self._on_read(counts[:, 0])
-        return HostResult(counts[:, 2:], counts[:, 0], counts[:, 1], logprobs, prompt, node_ids, parents)
+        return HostResult(
+            counts[:, 2:], counts[:, 0], counts[:, 1], logprobs, prompt, node_ids=node_ids, parents=parents
+        )
 
     def _tree(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
         """Token ids and parents of the proposed nodes, [batch, node] int32; None of a plain step."""

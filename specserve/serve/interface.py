@@ -41,6 +41,14 @@ class EngineStats:
     seconds_in_step: float = 0.0  # how long the step that is being waited for has taken so far; 0: none
 
 
+@dataclass(frozen=True)
+class DraftInfo:
+    """What a draft head is called, and what it promises."""
+
+    name: str
+    tau: float | None = None  # tokens per target forward in its own evaluation; None: unknown
+
+
 class TemplateLike(Protocol):
     """What a chat template reads and writes."""
 
@@ -57,6 +65,10 @@ class TokenizerLike(Protocol):
 
     @property
     def has_chat_template(self) -> bool: ...
+
+    def info(self) -> Mapping[str, Any]:
+        """Its class, special tokens and chat template, by their names in a tokenizer_config.json."""
+        ...
 
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
 
@@ -107,6 +119,16 @@ class EngineLike(Protocol):
     def max_model_len(self) -> int: ...
 
     @property
+    def speculation(self) -> str:
+        """How it speculates, as the setting spells it."""
+        ...
+
+    @property
+    def draft(self) -> DraftInfo | None:
+        """The head that speculates; None where there is none."""
+        ...
+
+    @property
     def is_healthy(self) -> bool: ...
 
     @property
@@ -125,10 +147,12 @@ class EngineLike(Protocol):
         cache_salt: str = "",
         token_mask: TokenMask | None = None,
         request_id: str = "",
+        client: str = "",
     ) -> Request:
         """Queue one sequence (`params.n` must be 1); never blocks, but where `params.grammar` is given without the
-        `token_mask` that it stands for. The log names it by `request_id`. Raises RequestError (param "prompt",
-        "max_tokens" or the option whose token ids or words do not fit the vocabulary) or CapacityError."""
+        `token_mask` that it stands for. The log names it by `request_id`, and clients share the queue. Raises
+        RequestError (param "prompt", "max_tokens" or the option whose token ids or words do not fit the vocabulary) or
+        CapacityError."""
         ...
 
     def compile_grammar(self, spec: GrammarSpec, /) -> MakeMask:

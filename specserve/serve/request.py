@@ -234,6 +234,7 @@ class Request:
     seed: int
     on_delta: Callable[[Delta], None]  # called on the engine's thread; must not block
     priority: int = 0  # lower runs first, as in vLLM
+    client: str = ""  # who shares the queue with the others
     cache_salt: str = ""  # prefixes are shared only between requests of one salt
     token_mask: TokenMask | None = None
     stop_ids: frozenset[int] = frozenset()  # any of them ends it: its stop token ids, and the model's EOS ids

@@ -7,10 +7,12 @@ step makes for a sequence that has ended meanwhile is dropped. Everything here r
 import bisect
 import dataclasses
 import functools
+import itertools
 import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 from typing import TypedDict
 
@@ -35,6 +37,7 @@ from specserve.serve.request import (
 from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Chunk, Round, Scheduler, Sequence
 from specserve.speculative.controller import Controller, Estimate
+from specserve.speculative.sampling import NOTHING
 from specserve.speculative.tree import Tree
 from specserve.tokenizer import Tokenizer
 
@@ -93,7 +96,7 @@ class Rounds:
         controller: Controller | None,
         *,
         is_partial: bool,
-        on_end: Callable[[], None],
+        on_end: Callable[[Request], None],
     ) -> None:
         self.runner, self.scheduler = runner, scheduler
         self.controller = controller or Controller({})
@@ -112,9 +115,9 @@ class Rounds:
         self.controller, self.is_partial = controller or self.controller, is_partial
 
     @property
-    def num_running(self) -> int:
-        """Sequences in a slot."""
-        return len(self.scheduler.running)
+    def running(self) -> Seq[Sequence]:
+        """The sequences in a slot. It may be called from any thread."""
+        return tuple(self.scheduler.running)
 
     def add(self, request: Request) -> None:
         """Put a request into the queue."""
@@ -160,7 +163,7 @@ class Rounds:
         counters, scheduler, start = self._counters, self.scheduler, self.wait_start
         pool, steps = scheduler.pool, counters.steps.copy()
         return EngineStats(
-            num_running=self.num_running,
+            num_running=len(self.running),
             num_pages=pool.num_pages,
             num_pages_held=pool.num_pages - pool.num_available,
             num_pages_cached=pool.num_cached,
@@ -378,7 +381,9 @@ class Rounds:
     def _emit(self, sequence: Sequence, tree: Tree | None, result: HostResult, row: int) -> None:
         """Hand over the new tokens of a step with that tree."""
         request = sequence.request
-        delta = sequence.output.push(result.emitted(row), int(result.n_accepted[row]))
+        drawn = result.emitted(row)
+        token_ids = list(itertools.takewhile(lambda token_id: token_id != NOTHING, drawn))
+        delta = sequence.output.push(token_ids, min(int(result.n_accepted[row]), len(token_ids)))
         if sequence.is_scored:
             delta = dataclasses.replace(delta, prompt=tuple(sequence.prompt))
         sequence.output_ids += delta.token_ids
@@ -389,7 +394,12 @@ class Rounds:
             delta = dataclasses.replace(delta, logprobs=found)
         if request.params.return_tree and request.params.speculation != 0 and tree is not None:
             delta = dataclasses.replace(delta, tree=_draft_tree(tree, result, row, delta))
-        self._deliver(sequence, delta)
+        if token_ids:
+            self._deliver(sequence, delta)
+        if len(token_ids) < len(drawn) and not sequence.has_ended:
+            raise RequestError(
+                f"after {len(sequence.output_ids)} tokens of the answer, the request's options ban every token"
+            )
 
     def _deliver(self, sequence: Sequence, delta: Delta) -> None:
         reason = delta.finish_reason
@@ -411,7 +421,7 @@ class Rounds:
         if sequence.has_ended:
             return
         request, slot = sequence.request, sequence.slot
-        self._on_end()
+        self._on_end(request)
         self.scheduler.finish(sequence)
         # the slot's next owner is admitted by a later program, so its row still holds this answer
         if slot >= 0 and reason in (FinishReason.STOP, FinishReason.LENGTH) and not request.cache_salt:

@@ -21,6 +21,7 @@ MAX_LOGPROBS = 20  # most likely tokens that a step reports
 MAX_BAD_SEQUENCES, MAX_BAD_TOKENS = 128, 16  # of one request; a bad word is one or two token sequences
 IN_PROMPT, IS_STOP, EMITTED = 1, 2, 4  # the parts of a ledger entry
 UNBOUNDED = 2**31 - 1
+NOTHING = -1  # drawn in place of a token id where every token is banned
 
 
 @pytree
@@ -210,14 +211,16 @@ def sample(
     logits: jax.Array,  # [batch, n, vocab] float32, constrained
     position_ids: jax.Array,  # [batch, n] int32, the position that each drawn token will take
 ) -> jax.Array:  # [batch, n] int32
-    """Draw the target's token at every (sequence, node)."""
+    """Draw the target's token at every (sequence, node), or NOTHING where every token is banned."""
 
     def drawn() -> jax.Array:
         kept = truncate(rows, scale(rows, logits))
         token_ids = jnp.arange(logits.shape[-1], dtype=jnp.uint32)
         return argmax(kept + noise(rows, position_ids, token_ids))
 
-    return jax.lax.cond(jnp.any(rows.temperature > 0), drawn, lambda: argmax(logits))
+    token_ids = jax.lax.cond(jnp.any(rows.temperature > 0), drawn, lambda: argmax(logits))
+    best = jnp.take_along_axis(logits, token_ids[..., None], axis=-1)[..., 0]
+    return jnp.where(best == _NEG_INF, jnp.int32(NOTHING), token_ids)
 
 
 def scale(rows: SamplerRows, logits: jax.Array) -> jax.Array:  # [batch, n, vocab]
@@ -252,7 +255,9 @@ def truncate(rows: SamplerRows, logits: jax.Array) -> jax.Array:  # [batch, n, v
         kept = jnp.where(logits >= _kth_largest(logits, top_k)[..., None], logits, _NEG_INF)
         probs = jax.nn.softmax(kept, axis=-1)
         floor = _nucleus_floor(probs, rows.top_p[:, None])
-        floor = jnp.maximum(floor, rows.min_p[:, None] * jnp.max(probs, axis=-1))
+        most = jnp.max(probs, axis=-1)
+        floor = jnp.maximum(floor, rows.min_p[:, None] * most)
+        floor = jnp.where(floor <= most, floor, most)  # the likeliest stays, also where top_p is next to nothing
         is_kept = (probs >= floor[..., None]) | ~is_active[:, None, None]
         return jnp.where(is_kept, jnp.where(is_active[:, None, None], kept, logits), _NEG_INF)
 

@@ -429,10 +429,10 @@ def _score(
 
 
 def _has_run(drawn: jax.Array) -> jax.Array:
-    """All True, but computed from the drawn token, so known only once the target has run. A write that it masks comes
-    after every read of the pages. Without that order XLA keeps the old pages alive by copying the whole cache
-    (docs/log)."""
-    return drawn >= 0
+    """All True, as NOTHING is the least that is drawn, but computed from the drawn token, so known only once the target
+    has run. A write that it masks comes after every read of the pages. Without that order XLA keeps the old pages alive
+    by copying the whole cache (docs/log)."""
+    return drawn >= sampling.NOTHING
 
 
 def _emit(

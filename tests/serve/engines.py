@@ -273,7 +273,7 @@ def check_idle(engine: Engine) -> None:
     scheduler.pool.check()
     assert scheduler.pool.num_available == scheduler.pool.num_pages, "pages leaked"
     assert sorted(scheduler._free_slots) == list(range(engine.runner.shapes.num_slots)), "slots leaked"
-    assert engine._num_open == 0
+    assert engine._queue.num_open == 0
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_pages_held) == (0, 0, 0)
 
@@ -409,7 +409,7 @@ def plain_scores(
     logits[:n] = tiny.target_logits(target, [*ask.prompt, *output_ids])[len(ask.prompt) - 1 : -1]
     request = Request("r", tuple(ask.prompt), params, 1, seed, lambda _delta: None)
     stop_ids = sorted(set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.eos_ids)))
-    named = token_rows(request, (), stop_ids, bad_sequences(params, tokenizer), vocab)
+    named = token_rows(request, (), stop_ids, bad_sequences(params.bad_words, tokenizer), vocab)
     parents, recent = np.maximum(depths - 1, 0), np.full(sampling.MAX_BAD_TOKENS - 1, -1, np.int32)
     nodes = Nodes(token_ids[None], parents[None], depths[None], tiny.causal(len(token_ids)), recent[None])
     allowed = None

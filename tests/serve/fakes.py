@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 
 from specserve.errors import CapacityError, RequestError
-from specserve.serve.interface import EngineStats, MakeMask
+from specserve.serve.interface import DraftInfo, EngineStats, MakeMask
 from specserve.serve.request import (
     Delta,
     DraftTree,
@@ -64,6 +64,9 @@ class FakeTokenizer:
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return bytes(ids).decode(errors="replace")
 
+    def info(self) -> Mapping[str, Any]:
+        return {"tokenizer_class": "FakeTokenizer", "eos_token": "."}
+
     def token_id(self, token: str) -> int | None:
         return FIM_IDS.get(token)
 
@@ -101,7 +104,8 @@ class FakeEngine:
     model_name = MODEL
     vocab_size = 256
     max_model_len = CONTEXT
-    speculation = "chain:3"  # for the command line
+    speculation = "chain:3"
+    draft: DraftInfo | None = None
 
     def __init__(self) -> None:
         self.tokenizer = FakeTokenizer()
@@ -134,6 +138,7 @@ class FakeEngine:
         cache_salt: str = "",
         token_mask: TokenMask | None = None,
         request_id: str = "",
+        client: str = "",
     ) -> Request:
         assert params.n == 1
         self._check(prompt_ids, params)
@@ -144,6 +149,7 @@ class FakeEngine:
             request_id=request_id or str(next(self._ids)),
             prompt_ids=tuple(prompt_ids),
             params=params,
+            client=client,
             max_new_tokens=params.max_tokens or self.max_model_len - len(prompt_ids),
             seed=params.seed or 0,
             on_delta=on_delta,

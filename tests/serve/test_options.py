@@ -302,15 +302,15 @@ def test_a_mixed_batch_is_distributed_as_its_options_say(runner: Runner, tiny_ta
 def test_bad_words_are_banned_at_a_start_and_after_a_space() -> None:
     tokenizer = Letters()
     a, b, space = tokenizer.encode("ab ")
-    assert bad_sequences(SamplingParams(bad_words=["ab", " b", "ab"]), tokenizer) == [
+    assert bad_sequences(["ab", " b", "ab"], tokenizer) == [
         (a, b),
         (space, a, b),
         (space, b),
     ]
     longest = "a" * (MAX_BAD_TOKENS - 1)
-    assert len(bad_sequences(SamplingParams(bad_words=[longest]), tokenizer)) == 2
+    assert len(bad_sequences([longest], tokenizer)) == 2
     with pytest.raises(RequestError, match=f"has {MAX_BAD_TOKENS + 1} tokens, at most {MAX_BAD_TOKENS} fit"):
-        bad_sequences(SamplingParams(bad_words=[longest + "a"]), tokenizer)
+        bad_sequences([longest + "a"], tokenizer)
 
 
 def test_all_bits_of_a_seed_reach_the_device() -> None:

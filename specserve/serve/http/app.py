@@ -16,6 +16,7 @@ from specserve.serve.http.page_routes import add_page_routes
 from specserve.serve.http.prompts import ModelNotFoundError
 from specserve.serve.http.request_ids import HEADER, RequestIds
 from specserve.serve.http.service import Service
+from specserve.serve.http.sglang_routes import add_sglang_routes
 from specserve.serve.http.status_routes import add_status_routes
 from specserve.serve.http.tokenizer_routes import add_tokenizer_routes
 from specserve.serve.http.tracing import Tracing
@@ -56,6 +57,7 @@ def create_app(
     service = Service(engine, metrics, run, tracing)
     add_openai_routes(app, service)
     add_dialect_routes(app, service)
+    add_sglang_routes(app, service, metrics)
     add_tokenizer_routes(app, service)
     add_status_routes(app, engine, metrics)
     add_page_routes(app, needs_key=bool(api_keys))

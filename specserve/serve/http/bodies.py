@@ -5,6 +5,7 @@ that changes nothing (`UNSUPPORTED`), or an error that names it. null means "not
 true is not 1 and "0.5" is not 0.5. Knows nothing of HTTP; errors are RequestError with `param` set.
 """
 
+import functools
 import json
 import logging
 from collections.abc import Callable, Mapping
@@ -14,6 +15,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, mod
 from pydantic_core import PydanticCustomError, from_json
 
 from specserve.errors import RequestError
+from specserve.serve.http.patient_json import is_long, read_json
 from specserve.serve.request import describe, request_error
 
 logger = logging.getLogger(__name__)
@@ -60,7 +62,7 @@ class Body(BaseModel):
         every one of a million. The validation's context is an UnknownFields where unknown ones may pass."""
         if not isinstance(value, dict):
             return value
-        given, known = {}, {field.alias or name for name, field in cls.model_fields.items()}
+        given, known = {}, _names(cls)
         for name, item in value.items():
             if name in known:
                 if item is not None:
@@ -72,6 +74,11 @@ class Body(BaseModel):
             else:
                 raise PydanticCustomError("unknown", "unknown", {"field": name[:200]})
         return given
+
+
+@functools.cache
+def _names(body_type: type[Body]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in body_type.model_fields.items())
 
 
 _BodyT = TypeVar("_BodyT", bound=Body)
@@ -96,8 +103,11 @@ def check_body(
 def _parse_object(raw: bytes) -> dict[str, Any]:
     """The strict reader refuses what json.loads lets through: NaN, lone surrogates, a BOM, bad UTF-8, deep nesting."""
     try:
-        value = from_json(raw, allow_inf_nan=False)
-        json.loads(raw, object_pairs_hook=_refuse_duplicates)
+        if is_long(raw):
+            value = read_json(raw, _refuse_duplicates)
+        else:
+            value = from_json(raw, allow_inf_nan=False)
+            json.loads(raw, object_pairs_hook=_refuse_duplicates)
     except ValueError as error:
         raise RequestError(f"the request body is not valid JSON: {error}") from None
     if not isinstance(value, dict):

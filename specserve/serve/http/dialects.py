@@ -19,6 +19,7 @@ class DialectBody(SamplingBody):
     best_of: Literal[1] | None = None  # type: ignore[assignment]
     return_tokens_as_token_ids: Literal[False] = False  # type: ignore[assignment]
     return_token_ids: Literal[False] = False  # type: ignore[assignment]
+    prompt_logprobs: None = None  # type: ignore[assignment]
 
     def chat_fields(self) -> Json:
         """This body as the fields of a ChatBody. Raises RequestError."""

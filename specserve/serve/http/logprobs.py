@@ -99,7 +99,7 @@ class CompletionLogprobs:
         items = [*(token.logprobs for token in prompt), *logprobs]
         return {
             "tokens": [self._name(token_id) for token_id in token_ids],
-            "token_logprobs": [None if item is None else _finite(item.logprob) for item in items],
+            "token_logprobs": [None if item is None else finite(item.logprob) for item in items],
             "top_logprobs": [None if item is None else self._top(item) for item in items],
             "text_offset": [self._offsets[index].push(token_id) for token_id in token_ids],
         }
@@ -107,7 +107,7 @@ class CompletionLogprobs:
     def _top(self, item: TokenLogprobs) -> dict[str, float]:
         found: dict[str, float] = {}
         for token_id, logprob in (*item.top, (item.token_id, item.logprob)):
-            found.setdefault(self._name(token_id), _finite(logprob))  # of two tokens of one text, the likelier
+            found.setdefault(self._name(token_id), finite(logprob))  # of two tokens of one text, the likelier
         return found
 
     def _name(self, token_id: int) -> str:
@@ -119,7 +119,7 @@ def prompt_logprobs(texts: TokenTexts, prompt: Sequence[PromptToken]) -> list[Js
     token itself and of the most likely ones."""
 
     def entry(token_id: int, logprob: float, rank: int) -> Json:
-        return {"logprob": _finite(logprob), "rank": rank, "decoded_token": texts[token_id]}
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": texts[token_id]}
 
     found: list[Json | None] = []
     for token in prompt:
@@ -149,7 +149,7 @@ class ChatLogprobs:
         text = self.texts[token_id]
         return {
             "token": _name(self.texts, token_id, self._as_token_ids),
-            "logprob": _finite(logprob),
+            "logprob": finite(logprob),
             "bytes": None if REPLACEMENT in text else list(text.encode()),
         }
 
@@ -158,5 +158,6 @@ def _name(texts: TokenTexts, token_id: int, as_token_id: bool) -> str:
     return f"token_id:{token_id}" if as_token_id else texts[token_id]
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
+    """The log-probability as JSON can have it."""
     return max(LOWEST_LOGPROB, logprob)

@@ -118,6 +118,7 @@ class Tool(Body):
 
     UNSUPPORTED: ClassVar[Neutral] = {
         "defer_loading": (False,),
+        "input_examples": ([],),
         "allowed_callers": (["direct"],),
         "eager_input_streaming": (False, True),
     }
@@ -164,18 +165,40 @@ class Metadata(Body):
     user_id: str | None = None
 
 
+class OutputConfig(Body):
+    """The value of `output_config`."""
+
+    effort: Any = None  # chat's `reasoning_effort` checks it
+    format: dict[str, Any] | None = None  # a JSON schema, which chat's `response_format` checks
+
+    def for_chat(self) -> Json:
+        fields: Json = {"reasoning_effort": self.effort}
+        if self.format is not None and self.format.get("type") == "json_schema":
+            schema = {name: value for name, value in self.format.items() if name != "type"}
+            fields["response_format"] = {"type": "json_schema", "json_schema": {"name": "output"} | schema}
+        elif self.format is not None:
+            raise RequestError("output_config.format should have the type json_schema", param="output_config.format")
+        return {name: value for name, value in fields.items() if value is not None}
+
+
 class _Prompt(DialectBody):
     """What a request of Anthropic's says to the model."""
 
-    RENAMED: ClassVar[Mapping[str, str]] = {"stop": "stop_sequences", "chat_template_kwargs": "thinking"}
+    RENAMED: ClassVar[Mapping[str, str]] = {
+        "stop": "stop_sequences",
+        "chat_template_kwargs": "thinking",
+        "response_format": "output_config",
+        "reasoning_effort": "output_config",
+    }
     UNSUPPORTED: ClassVar[Neutral] = {
         "container": (),
         "context_management": (),
+        "diagnostics": (),
         "inference_geo": (),
         "mcp_servers": ([],),
-        "output_config": (),
-        "output_format": (),
         "speed": ("standard",),
+        "user_profile_id": (),
+        "workspace_id": (),
     }
 
     messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
@@ -184,6 +207,7 @@ class _Prompt(DialectBody):
     tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default_factory=list)
     tool_choice: ToolChoice | None = None
     thinking: Thinking | None = None
+    output_config: OutputConfig | None = None
     cache_control: CacheControl | None = None
     metadata: Metadata | None = None  # type: ignore[assignment]
     service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
@@ -204,6 +228,8 @@ class _Prompt(DialectBody):
             fields["continue_final_message"] = True
         if self.thinking is not None:
             fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.type == "adaptive"}
+        if self.output_config is not None:
+            fields |= self.output_config.for_chat()
         if self.tools:
             fields["tools"] = [tool.for_chat() for tool in self.tools]
         if self.tool_choice is not None:

@@ -18,6 +18,7 @@ from prometheus_client.utils import floatToGoString
 
 from specserve.serve.interface import ROUND_SIZES, EngineStats
 from specserve.serve.request import Delta, SamplingParams, SpeculationStats
+from specserve.speculative.acceptance import Acceptance
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
 _FIRST_TOKEN_BUCKETS = (
@@ -62,6 +63,7 @@ class Metrics:
         self._model_name = model_name
         self._num_prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of all sequences.")
         self._num_generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
+        self.acceptance = Acceptance()  # of all sequences that have ended
         self.unknown_fields = self._counter("specserve:unknown_fields", "Fields of requests that were not read.")
         self._num_drafts = self._counter("vllm:spec_decode_num_drafts", "Steps that verified draft tokens.")
         self._num_sequence_steps = self._counter(
@@ -144,6 +146,7 @@ class Metrics:
             self._observe_speculation(delta.stats)
 
     def _observe_speculation(self, stats: SpeculationStats) -> None:
+        self.acceptance += stats
         self._num_sequence_steps.inc(stats.num_steps)
         self._num_drafts.inc(stats.num_drafts)
         self._num_draft_tokens.inc(stats.num_draft_tokens)

@@ -43,7 +43,7 @@ _UNSUPPORTED_IN_CHAT = neutral.IN_CHAT | {
 _OPTIONS = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "shown_special_ids"]
 
 
-def _as_prompts(value: Any) -> list[str | list[int]]:
+def as_prompts(value: Any) -> list[str | list[int]]:
     """A string, a list of strings, token ids, or a list of token id lists: always a list of prompts."""
     if isinstance(value, str):
         return [value]
@@ -92,6 +92,14 @@ def _as_speculation(value: Any) -> int | None:
     raise PydanticCustomError("speculation", 'should be "auto", "off" or the most draft tokens to accept in a step')
 
 
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
+Biases = Annotated[dict[str, float], BeforeValidator(_check_num_biases)]
+Stops = Annotated[
+    list[str], Field(fail_fast=True), BeforeValidator(_as_strings, json_schema_input_type=str | list[str])
+]
+Speculation = Annotated[int | None, PlainValidator(_as_speculation, json_schema_input_type=int | str)]
+
+
 class StreamOptions(Body):
     """The value of `stream_options`."""
 
@@ -116,28 +124,26 @@ class SamplingBody(GrammarFields):
     presence_penalty: float = SamplingParams.presence_penalty
     frequency_penalty: float = SamplingParams.frequency_penalty
     repetition_penalty: float = SamplingParams.repetition_penalty
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_check_num_biases)] = Field(default_factory=dict)
+    logit_bias: Biases = Field(default_factory=dict)
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
     seed: Int64 | None = None
-    stop: Annotated[
-        list[str], Field(fail_fast=True), BeforeValidator(_as_strings, json_schema_input_type=str | list[str])
-    ] = Field(default_factory=list)
+    stop: Stops = Field(default_factory=list)
     stop_token_ids: TokenIds = Field(default_factory=list)
     include_stop_str_in_output: bool = SamplingParams.include_stop_str_in_output
     ignore_eos: bool = SamplingParams.ignore_eos
-    prompt_logprobs: Int64 | None = None
     skip_special_tokens: bool = SamplingParams.skip_special_tokens
     truncate_prompt_tokens: Annotated[Int64, Field(ge=-1)] | None = None  # -1: to what the context leaves
     truncation_side: Literal["left", "right"] = "left"  # what is cut off
+    prompt_logprobs: Int64 | None = None
     return_tokens_as_token_ids: bool = False  # names tokens "token_id:7" in logprobs
     return_token_ids: bool = False
-    request_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None  # of the reply
-    speculation: Annotated[int | None, PlainValidator(_as_speculation, json_schema_input_type=int | str)] = None
     return_draft_depths: bool = False  # tells of each token where it comes from
     return_tree: bool = SamplingParams.return_tree
+    request_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None  # of the reply
+    speculation: Speculation = None
     priority: Int64 = 0
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] = ""
+    cache_salt: CacheSalt = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
     # Harmless by nature: they never change an answer.
@@ -206,7 +212,7 @@ class CompletionBody(SamplingBody):
 
     prompt: Annotated[
         list[str | list[int]],
-        PlainValidator(_as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+        PlainValidator(as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
     suffix: str = ""  # what comes after the answer, for models that fill in the middle
     echo: bool = False

@@ -85,6 +85,14 @@ def check_text_length(engine: EngineLike, num_chars: int, param: str) -> None:
         )
 
 
+def check_num_tokens(engine: EngineLike, num_tokens: int, param: str) -> None:
+    if num_tokens >= engine.max_model_len:
+        raise RequestError(
+            f"{param} has {num_tokens} tokens; the model takes {engine.max_model_len} with at least one left to answer",
+            param=param,
+        )
+
+
 def check_token_ids(engine: EngineLike, token_ids: list[int], param: str) -> None:
     for token_id in token_ids:
         if not 0 <= token_id < engine.vocab_size:

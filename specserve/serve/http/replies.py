@@ -126,7 +126,6 @@ class OpenAIFormat:
         name = self._options.request_id or uuid.uuid4().hex
         self._head = {"id": f"{self.ID_PREFIX}-{name}", "created": int(time.time()), "model": model_name}
         self._drafts_format = DraftFormat(logprobs.texts)
-        self._logprobs_format = logprobs
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
         choices = [self._choice(answer) for answer in answers]
@@ -155,21 +154,15 @@ class OpenAIFormat:
             counts = {"usage": usage().counts() if self._options.continuous_usage else None}
         return event(self._head | {"object": self.CHUNK_KIND, "choices": [choice]} | counts | (more or {}))
 
-    def _end_of(self, answer: Answer) -> Json:
+    def _end_of(self, answer: Answer, logprobs: Json | None) -> Json:
         """What every choice says at its end, and in a stream also before it."""
         said = {
-            "logprobs": self._logprobs(answer.index, answer.logprobs),
+            "logprobs": logprobs,
             "finish_reason": answer.finish_reason,
             "stop_reason": answer.stop_reason,
         }
         said |= {"token_ids": list(answer.token_ids)} if self._options.token_ids else {}
         return said | self._drafts_format(answer.index, answer.origins, answer.tree)
-
-    def _logprobs(self, index: int, logprobs: Sequence[TokenLogprobs]) -> Json | None:
-        return self._logprobs_format(index, logprobs) if logprobs else None
-
-    def _drafts(self, answer: Answer) -> Json:
-        return self._drafts_format(answer.index, answer.origins, answer.tree)
 
 
 def _with_metrics(usage: Usage) -> Json:
@@ -212,14 +205,12 @@ class CompletionFormat(OpenAIFormat):
         self._begun.add(answer.index)
         echo = self._echoes[answer.index] if self._echoes and is_first else ""
         told = answer.prompt if echo and self._spell_logprobs.is_asked else ()
-        end = self._end_of(replace(answer, logprobs=()) if told else answer)
-        choice = {"index": answer.index, "text": echo + answer.part.content} | end
-        if told:
-            choice["logprobs"] = self._spell_logprobs(answer.index, answer.logprobs, told)
-        if self._options.token_ids and is_first:
-            choice["prompt_token_ids"] = list(answer.prompt_ids)
+        logprobs = self._spell_logprobs(answer.index, answer.logprobs, told) if told or answer.logprobs else None
+        choice = {"index": answer.index, "text": echo + answer.part.content} | self._end_of(answer, logprobs)
         if self._options.prompt_logprobs:
             choice["prompt_logprobs"] = prompt_logprobs(self._spell_logprobs.texts, answer.prompt)
+        if self._options.token_ids and is_first:
+            choice["prompt_token_ids"] = list(answer.prompt_ids)
         return choice
 
 
@@ -230,12 +221,12 @@ class ChatFormat(OpenAIFormat):
 
     def __init__(self, model_name: str, logprobs: ChatLogprobs, options: ReplyOptions | None = None) -> None:
         super().__init__(model_name, logprobs, options)
-        self._texts = logprobs.texts
+        self._chat_logprobs = logprobs
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
         told = {}
         if self._options.prompt_logprobs:
-            told["prompt_logprobs"] = prompt_logprobs(self._texts, answers[0].prompt)
+            told["prompt_logprobs"] = prompt_logprobs(self._chat_logprobs.texts, answers[0].prompt)
         return super().reply(answers, usage) | self._prompt(answers[0]) | told
 
     def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
@@ -263,10 +254,14 @@ class ChatFormat(OpenAIFormat):
         message: Json = {"role": "assistant", "content": content, "refusal": None} | _reasoning(part)
         if part.tool_calls:
             message["tool_calls"] = [_call(call) for call in part.tool_calls]
-        return {"index": answer.index, "message": message} | self._end_of(answer)
+        return {"index": answer.index, "message": message} | self._ended(answer)
 
     def _delta(self, answer: Answer, delta: Json) -> Json:
-        return {"index": answer.index, "delta": delta} | self._end_of(answer)
+        return {"index": answer.index, "delta": delta} | self._ended(answer)
+
+    def _ended(self, answer: Answer) -> Json:
+        logprobs = self._chat_logprobs(answer.index, answer.logprobs) if answer.logprobs else None
+        return self._end_of(answer, logprobs)
 
 
 def _reasoning(part: Part) -> Json:

@@ -5,12 +5,11 @@ Every route that generates makes its body into one of OpenAI's, and has its own 
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
 from fastapi.responses import JSONResponse
 from fastapi.sse import EventSourceResponse
-from starlette.concurrency import run_in_threadpool
 
 from specserve.errors import RequestError
 from specserve.serve.http.answers import AnswerSyntax
@@ -20,10 +19,19 @@ from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, Toke
 from specserve.serve.http.metrics import Metrics
 from specserve.serve.http.openai_bodies import ChatBody, CompletionBody, SamplingBody
 from specserve.serve.http.parts import MakeParser, PlainText
-from specserve.serve.http.prompts import check_model, check_token_ids, decode, encode, render_chat, truncated
+from specserve.serve.http.prompts import (
+    check_model,
+    check_num_tokens,
+    check_token_ids,
+    decode,
+    encode,
+    render_chat,
+    truncated,
+)
 from specserve.serve.http.replies import ChatFormat, CompletionFormat, ReplyFormat
 from specserve.serve.http.request_metrics import RequestMetrics
 from specserve.serve.http.streaming import ClientGoneError, Generation
+from specserve.serve.http.threads import in_thread
 from specserve.serve.http.tracing import Tracing
 from specserve.serve.interface import EngineLike, MakeMask
 from specserve.serve.request import MAX_CHOICES, SamplingParams
@@ -34,16 +42,29 @@ _T = TypeVar("_T")
 _BodyT = TypeVar("_BodyT", bound=Body)
 
 
+class Asked(Protocol):
+    """What every body says of how it is to be answered."""
+
+    stream: bool
+    priority: int
+    cache_salt: str
+
+    def reword(self, error: RequestError) -> RequestError:
+        """An error of the engine under the name that the client of this endpoint sent."""
+        ...
+
+
 @dataclass(frozen=True)
 class Work:
     """What one checked body asks of the engine, and how its answers are read and spelled."""
 
-    body: SamplingBody
+    body: Asked
     params: SamplingParams
     prompts: Sequence[Sequence[int]]
     reply_format: ReplyFormat
     make_parser: MakeParser = PlainText
     make_mask: MakeMask | None = None  # for each sequence, what its grammar allows
+    has_origins: bool = False  # answers tell where their tokens come from
 
 
 class Service:
@@ -55,7 +76,7 @@ class Service:
         self.syntax = AnswerSyntax(engine.tokenizer, run.tool_parser, run.reasoning_parser)
         self.texts = TokenTexts(engine.tokenizer)
         self._unknown_fields = UnknownFields(metrics.unknown_fields.inc) if run.allow_unknown_fields else None
-        self._tracing = tracing
+        self._tracing, self._allows_priority = tracing, run.allow_priority
         self._told = RequestMetrics(run.enable_per_request_metrics, run.per_request_spec_decode_metrics)
 
     def read(self, body_type: type[_BodyT], raw: bytes) -> _BodyT:
@@ -66,8 +87,8 @@ class Service:
         """The checked body that this object is. Raises RequestError."""
         return check_body(body_type, value, self._unknown_fields)
 
-    def completion(self, body: CompletionBody) -> Work:
-        """The work of a body of /v1/completions. Raises RequestError."""
+    def completion(self, body: CompletionBody, reply_format: ReplyFormat | None = None) -> Work:
+        """The work of a body of /v1/completions; another route's `reply_format` may spell it. Raises RequestError."""
         engine = self.engine
         check_model(engine, body.model)
         params = body.sampling_params()
@@ -85,6 +106,7 @@ class Service:
             elif body.suffix:
                 raise RequestError("suffix is only allowed with a prompt of text", param="suffix")
             else:
+                check_num_tokens(engine, len(prompt), "prompt")
                 check_token_ids(engine, prompt, "prompt")
                 token_ids = prompt
             prompts.append(truncated(engine, body, token_ids))
@@ -98,10 +120,12 @@ class Service:
             as_token_ids=body.return_tokens_as_token_ids,
             skip_special_tokens=body.skip_special_tokens,
         )
-        spelled = CompletionFormat(
+        spelled = reply_format or CompletionFormat(
             engine.model_name, logprobs, body.reply_options, echoes=echoes, is_prompt_only=body.is_prompt_only
         )
-        return Work(body, params, prompts, spelled, make_mask=self._masks(body, params))
+        return Work(
+            body, params, prompts, spelled, make_mask=self._masks(body, params), has_origins=body.return_draft_depths
+        )
 
     def chat(self, body: ChatBody, reply_format: ReplyFormat | None = None) -> Work:
         """The work of a body of /v1/chat/completions; another route's `reply_format` may spell it. Raises
@@ -125,7 +149,15 @@ class Service:
             raise body.reword(error) from None
         logprobs = ChatLogprobs(self.texts, as_token_ids=body.return_tokens_as_token_ids)
         spelled = reply_format or ChatFormat(engine.model_name, logprobs, body.reply_options)
-        return Work(body, params, [token_ids], spelled, make_parser, make_mask=self._masks(body, params))
+        return Work(
+            body,
+            params,
+            [token_ids],
+            spelled,
+            make_parser,
+            make_mask=self._masks(body, params),
+            has_origins=body.return_draft_depths,
+        )
 
     def _masks(self, body: SamplingBody, params: SamplingParams) -> MakeMask | None:
         """Compiled here, because this may take a second and does not run on the event loop."""
@@ -137,6 +169,11 @@ class Service:
     async def respond(self, http: Request, work: Work) -> Response:
         """Submit the work and reply to it, whole or as a stream. Raises RequestError and CapacityError."""
         body = work.body
+        if body.priority and not self._allows_priority:
+            raise RequestError(
+                f"priority must be 0, got {body.priority}: this server was started without --allow-priority",
+                param="priority",
+            )
         try:
             generation = Generation(
                 self.engine,
@@ -146,12 +183,13 @@ class Service:
                 work.params,
                 make_parser=work.make_parser,
                 make_mask=work.make_mask,
-                has_origins=body.return_draft_depths,
+                has_origins=work.has_origins,
                 priority=body.priority,
                 cache_salt=body.cache_salt,
                 told=self._told,
                 tracing=self._tracing,
             )
+            await generation.submit()
         except RequestError as error:
             raise body.reword(error) from None
         if body.stream:
@@ -164,4 +202,4 @@ class Service:
 
 async def off_loop(prepare: Callable[[bytes], _T], raw: bytes) -> _T:
     """Parsing and tokenizing a large body takes seconds; other requests' streams go on meanwhile."""
-    return await run_in_threadpool(prepare, raw)
+    return await in_thread(prepare, raw, size=len(raw))

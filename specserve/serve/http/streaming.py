@@ -15,16 +15,16 @@ from functools import partial
 
 from fastapi import Request as HttpRequest
 from fastapi.sse import KEEPALIVE_COMMENT
-from starlette.concurrency import run_in_threadpool
 
 from specserve.errors import CapacityError, RequestError, SpecServeError
 from specserve.serve.http.drafts import TokenOrigin
-from specserve.serve.http.guard import INTERNAL_ERROR, EngineFailureError
+from specserve.serve.http.guard import INTERNAL_ERROR, EngineFailureError, client_of
 from specserve.serve.http.metrics import Metrics, SequenceMetrics
 from specserve.serve.http.parts import AnswerParser, MakeParser, Part, PlainText
 from specserve.serve.http.replies import TOOL_CALLS, Answer, Json, ReplyFormat, Usage, error_body
 from specserve.serve.http.request_ids import current_request_id
 from specserve.serve.http.request_metrics import RequestMetrics
+from specserve.serve.http.threads import in_thread
 from specserve.serve.http.tracing import Tracing
 from specserve.serve.interface import EngineLike, MakeMask
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
@@ -55,12 +55,8 @@ class _Choice:
 
 
 class Generation:
-    """All sequences of one HTTP request, `params.n` of each prompt. Make it on the event loop, then consume `reply` or
-    `stream` once.
-
-    Choices are numbered prompt by prompt. Raises, from the constructor, what `engine.submit` raises; then no
-    sequence is left behind.
-    """
+    """All sequences of one HTTP request, `params.n` of each prompt. Make it on the event loop, `submit` it, then
+    consume `reply` or `stream` once. Choices are numbered prompt by prompt."""
 
     def __init__(
         self,
@@ -80,7 +76,7 @@ class Generation:
     ) -> None:
         self._engine = engine
         self._http = http
-        self._make_parser = make_parser
+        self._make_parser, self._make_mask = make_parser, make_mask
         self._has_origins = has_origins
         self._told = told or RequestMetrics()
         self._tracing, self._parent = tracing, tracing.parent(http.headers) if tracing else None
@@ -88,25 +84,36 @@ class Generation:
         self._loop = asyncio.get_running_loop()
         self._arrivals: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()  # None: the client has gone
         self._choices: list[_Choice] = []
-        each = params.choices()
-        metrics.count_request(params)
+        self._early: list[tuple[int, Delta]] | None = []  # what comes while sequences are still submitted
+        self._metrics, self._prompts, self._params = metrics, prompts, params
+        self._options = {"priority": priority, "cache_salt": cache_salt, "client": client_of(http.scope)}
+
+    async def submit(self) -> None:
+        """Hand all sequences to the engine, off the event loop. Raises what `engine.submit` raises; then no sequence is
+        left behind."""
+        self._metrics.count_request(self._params)
         try:
-            for token_ids, own in itertools.product(prompts, each):
-                on_delta = partial(self._on_delta, len(self._choices))
-                request = engine.submit(
-                    *(token_ids, own, on_delta),
-                    priority=priority,
-                    cache_salt=cache_salt,
-                    token_mask=make_mask and make_mask(),
-                    request_id=self._request_id and f"{self._request_id}-{len(self._choices)}",
-                )
-                is_first = len(self._choices) % len(each) == 0
-                self._choices.append(_Choice(request, metrics.start_sequence(len(token_ids)), is_first, make_parser()))
+            await in_thread(self._submit_all, size=sum(map(len, self._prompts)))
         except BaseException:
             self.cancel()
             raise
+        finally:
+            early, self._early = self._early or [], None
+            for arrival in early:
+                self._receive(*arrival)
         # Watched from here on, not from the first read: a client can leave before its stream starts.
         self._watch = asyncio.create_task(self._watch_client())
+
+    def _submit_all(self) -> None:
+        each = self._params.choices()
+        for token_ids, own in itertools.product(self._prompts, each):
+            number = len(self._choices)
+            name = self._request_id and f"{self._request_id}-{number}"
+            on_delta = partial(self._on_delta, number)
+            mask = self._make_mask and self._make_mask()
+            request = self._engine.submit(token_ids, own, on_delta, token_mask=mask, request_id=name, **self._options)
+            counted = self._metrics.start_sequence(len(token_ids))
+            self._choices.append(_Choice(request, counted, number % len(each) == 0, self._make_parser()))
 
     def cancel(self) -> None:
         """Stop every sequence. Safe at any time, also after the end."""
@@ -131,7 +138,7 @@ class Generation:
         if self._make_parser is not PlainText or any(
             delta.logprobs or delta.prompt for deltas in arrived for delta in deltas
         ):
-            return await run_in_threadpool(spell)
+            return await in_thread(spell, size=sum(choice.num_tokens for choice in self._choices))
         return spell()
 
     async def stream(self, reply_format: ReplyFormat) -> AsyncIterator[bytes]:
@@ -274,6 +281,9 @@ class Generation:
 
     def _receive(self, index: int, delta: Delta) -> None:
         # Here and not where deltas are read: a sequence whose client left still ends, and still counts.
+        if self._early is not None:
+            self._early.append((index, delta))
+            return
         choice = self._choices[index]
         choice.metrics.observe(delta)
         if delta.finish_reason is not None and self._tracing and self._parent is not None:

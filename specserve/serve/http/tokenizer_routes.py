@@ -18,6 +18,10 @@ def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
         token_ids = await off_loop(partial(_tokenize, service), await read_body(http))
         return {"count": len(token_ids), "max_model_len": service.engine.max_model_len, "tokens": token_ids}
 
+    @app.get("/tokenizer_info")
+    async def tokenizer_info() -> Json:
+        return {"vocab_size": service.engine.vocab_size} | dict(service.engine.tokenizer.info())
+
     @app.post("/detokenize")
     async def detokenize(http: Request) -> Json:
         return {"prompt": await off_loop(partial(_detokenize, service), await read_body(http))}
