@@ -103,6 +103,7 @@ export class Race {
     verdict.hidden = false;
     verdict.dataset.equal = isEqual;
     verdict.replaceChildren(make("p", {}, make("b", {}, isEqual ? "Equal" : "Different"), " ", equal), make("p", {}, speed), replay);
+    verdict.scrollIntoView({ block: "nearest" });
     announce(`${equal} ${speed}`);
   }
 
