@@ -222,11 +222,21 @@ def test_the_state_of_the_server_is_shown(open_page, fake_engine: FakeEngine) ->
         fake_engine.state = type(fake_engine.state)()
 
 
+def test_the_next_prompt_may_be_typed_while_an_answer_streams(open_page, fake_engine: FakeEngine) -> None:
+    page = open_page()
+    page.get_by_label("Prompt").fill("paced unicode")
+    page.keyboard.press("Enter")
+    page.get_by_label("Prompt").fill("the next")
+    expect(page.locator(".assistant:not([aria-busy])")).to_have_count(1)
+    expect(page.get_by_label("Prompt")).to_have_value("the next")
+
+
 def test_what_the_server_refuses_is_said(open_page) -> None:
     page = open_page()
     page.get_by_label("Prompt").fill("explode")
     page.keyboard.press("Enter")
     expect(page.get_by_role("alert")).to_contain_text("the engine failed on this request")
+    expect(page.get_by_label("Prompt")).to_have_value("explode")  # not lost
     _ask(page, "hi")
     expect(page.get_by_role("alert")).to_have_count(0)
 

@@ -43,12 +43,13 @@ async function send(text, isAgain = false) {
   const mine = (running = new AbortController());
   lastText = text;
   say("");
+  if (view === "tab-chat") $("prompt").value = ""; // the next one may be typed meanwhile
   showControls();
-  showCode();
   try {
     if (!served.model) await readModel();
-    await views[view].send(text, mine.signal);
-    $("prompt").value = view === "tab-race" ? text : "";
+    const sent = views[view].send(text, mine.signal);
+    showCode();
+    await sent;
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     if (error.status === 400 && error.message.includes("no chat template") && !isAgain) {
@@ -57,6 +58,7 @@ async function send(text, isAgain = false) {
       return await send(text, true);
     }
     say(error.message);
+    $("prompt").value ||= text;
     if (error.status === 401) openKey();
   } finally {
     if (running === mine) running = null;
@@ -70,7 +72,8 @@ const stop = () => running?.abort();
 // --- the request in code ---
 
 function showCode() {
-  const request = views[view].request($("prompt").value.trim() || lastText);
+  const text = $("prompt").value.trim();
+  const request = (!text && views[view].sent) || views[view].request(text || lastText);
   $("code").textContent = language === "tab-curl" ? asCurl(request) : asPython(request);
   $("code").setAttribute("aria-labelledby", language);
 }

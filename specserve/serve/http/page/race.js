@@ -77,6 +77,7 @@ export class Race {
   async send(text, signal) {
     this.clear();
     const [off, on] = this.requests(text, `race-${Date.now()}-${Math.random().toString(36).slice(2)}`);
+    this.sent = on;
     try {
       await this.off.run(off, signal);
       await this.on.run(on, signal);
