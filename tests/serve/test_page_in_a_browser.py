@@ -209,6 +209,19 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(open_page, fake_engine: FakeEngi
         server.stop()
 
 
+def test_a_model_without_a_chat_template_continues_texts(open_page, fake_engine, monkeypatch) -> None:
+    monkeypatch.setattr(type(fake_engine.tokenizer), "has_chat_template", False)
+    server = HttpServer(create_app(fake_engine), port=0)
+    server.start()
+    try:
+        page = open_page(url=server.url)
+        _ask(page, "once upon")
+        assert bytes(fake_engine.requests[-1].prompt_ids) == b"once upon"
+        page.close()
+    finally:
+        server.stop()
+
+
 def test_the_state_of_the_server_is_shown(open_page, fake_engine: FakeEngine) -> None:
     fake_engine.state = dataclasses.replace(fake_engine.state, num_programs_left=12, num_pages=64, num_pages_held=16)
     try:

@@ -33,5 +33,5 @@ def create_app(engine: EngineLike, *, api_key: str | None = None) -> FastAPI:
     add_openai_routes(app, Service(engine, metrics))
     add_tokenizer_routes(app, engine)
     add_status_routes(app, engine, metrics)
-    add_page_routes(app, needs_key=api_key is not None)
+    add_page_routes(app, engine, needs_key=api_key is not None)
     return app

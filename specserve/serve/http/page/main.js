@@ -38,7 +38,7 @@ function showControls() {
   $("again").hidden = isRace || Boolean(running) || !views["tab-chat"].messages.length;
 }
 
-async function send(text, isAgain = false) {
+async function send(text) {
   if (running || !text.trim()) return;
   const mine = (running = new AbortController());
   lastText = text;
@@ -52,11 +52,6 @@ async function send(text, isAgain = false) {
     await sent;
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
-    if (error.status === 400 && error.message.includes("no chat template") && !isAgain) {
-      served.hasChat = false; // a base model: it continues the text
-      running = null;
-      return await send(text, true);
-    }
     say(error.message);
     $("prompt").value ||= text;
     if (error.status === 401) openKey();
@@ -100,10 +95,9 @@ function openKey(isOpen = true) {
 async function readModel() {
   const [card] = (await getJson("v1/models")).data;
   served.model = card.id;
-  served.maxLength = card.max_model_len ?? Infinity;
   $("model").textContent = card.id.split("/").at(-1);
   $("model").title = card.id;
-  $("max-tokens").max = served.maxLength - 1;
+  $("max-tokens").max = card.max_model_len - 1;
   document.title = `specserve · ${card.id.split("/").at(-1)}`;
   showCode();
 }
@@ -202,6 +196,7 @@ for (const text of EXAMPLES) {
   $("examples").append(button);
 }
 
+if (!served.hasChat) $("prompt").placeholder = "Begin a text, and the model continues it";
 $("key-open").hidden = !needsKey;
 $("metrics-link").hidden = needsKey; // a link cannot send the key
 showControls();
