@@ -135,13 +135,17 @@ async function look() {
       setKey(""); // asked once, not at every poll
       openKey();
     }
+    served.model = null; // whoever answers next may serve another one
     setState(error.status === 401 ? "locked" : "gone", error.status === 401 ? "Key refused" : "Not reachable");
   }
 }
 
 async function poll() {
-  if (!document.hidden) await look();
-  setTimeout(poll, POLL_MS);
+  try {
+    if (!document.hidden) await look();
+  } finally {
+    setTimeout(poll, POLL_MS);
+  }
 }
 
 // --- wiring ---

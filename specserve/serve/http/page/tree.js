@@ -76,7 +76,7 @@ function describe(step) {
   const num = tree.tokens.length - 1;
   const said = tree.accepted.map((node) => JSON.stringify(tree.tokens[node])).join(", ");
   return `${plural(num, "token")} proposed, ${tree.accepted.length} accepted${said && `: ${said}`}; `
-    + `the target's own: ${JSON.stringify(tokens.at(-1))}`;
+    + (tokens.length > tree.accepted.length ? `the target's own: ${JSON.stringify(tokens.at(-1))}` : "the answer ends there");
 }
 
 // Shows the steps of one answer at a time, one step at a time.
