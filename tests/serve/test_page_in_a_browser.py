@@ -97,6 +97,7 @@ def test_a_race_runs_twice_and_says_equal(open_page, fake_engine: FakeEngine) ->
     page.get_by_label("Prompt").fill("paced")
     page.get_by_role("button", name="Start race").click()
     expect(page.locator("#verdict b")).to_have_text("Equal")
+    expect(page.locator("#verdict")).to_contain_text("× the tokens per second")
     off, on = fake_engine.requests[-2:]
     assert (off.params.speculation, on.params.speculation) == (0, None)
     assert off.params == dataclasses.replace(on.params, speculation=0)
@@ -108,6 +109,19 @@ def test_a_race_runs_twice_and_says_equal(open_page, fake_engine: FakeEngine) ->
     page.get_by_role("button", name="Replay").click()
     expect(page.locator("#lane-on .said")).to_have_text(texts[1] or "")
     expect(page.locator("#lane-off .said")).to_have_text(texts[0] or "")
+
+
+@pytest.mark.parametrize(
+    ("state", "why"), [({"num_programs_left": 3}, "still compiling"), ({"num_waiting": 5}, "Other requests")]
+)
+def test_a_disturbed_race_tells_no_times(open_page, fake_engine: FakeEngine, monkeypatch, state, why: str) -> None:
+    monkeypatch.setattr(fake_engine, "state", EngineStats(**state))
+    page = open_page()
+    page.get_by_role("tab", name="Race").click()
+    page.get_by_role("button", name="Start race").click()
+    expect(page.locator("#verdict b")).to_have_text("Equal")
+    expect(page.locator("#verdict")).to_contain_text(why)
+    expect(page.locator("#verdict")).not_to_contain_text("×")
 
 
 def test_the_keyboard_alone_is_enough(open_page, fake_engine: FakeEngine) -> None:

@@ -16,8 +16,8 @@ const EXAMPLES = [
 ];
 
 const panel = new TreePanel();
-const views = { "tab-chat": new Chat(panel), "tab-race": new Race(panel) };
 const live = new Live($("live"));
+const views = { "tab-chat": new Chat(panel), "tab-race": new Race(panel, live) };
 let view = "tab-chat";
 let running = null; // the AbortController of what runs
 let language = "tab-curl";
