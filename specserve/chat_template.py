@@ -73,13 +73,20 @@ class ChatTemplate:
         messages: Messages,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Messages | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a chat, up to where the assistant's answer begins. Raises RequestError when the model has no chat
-        template, the template rejects the messages, or a variable has a reserved name."""
+        """The text of a chat, up to where the assistant's answer begins; or up to where the text of its last message
+        ends, with `continue_final_message` and without `add_generation_prompt`. Raises RequestError when the model has
+        no chat template, the template rejects the messages, or a variable has a reserved name."""
         messages, variables = self.prepare(messages, tools, template_kwargs)
-        return self.write(messages, variables, add_generation_prompt=add_generation_prompt)
+        return self.write(
+            messages,
+            variables,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
 
     def prepare(
         self, messages: Messages, tools: Messages | None, template_kwargs: Mapping[str, Any] | None
@@ -97,9 +104,22 @@ class ChatTemplate:
             taken[-1] = {**taken[-1], "content": content}
         return taken, variables
 
-    def write(self, messages: Messages, variables: Mapping[str, Any], *, add_generation_prompt: bool = False) -> str:
+    def write(
+        self,
+        messages: Messages,
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+    ) -> str:
         """The text of prepared messages. Raises RequestError as `apply` does."""
-        return self.apply(messages, variables, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return self.apply(
+            messages,
+            variables,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
 
     def apply(self, messages: Messages, variables: Mapping[str, Any], **options: Any) -> Any:
         """What `apply_chat_template` of transformers makes of prepared messages with these options. Raises RequestError

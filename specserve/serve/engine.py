@@ -4,6 +4,7 @@ Other threads only `submit`, `cancel` and ask; the engine never sees HTTP, the d
 """
 
 import dataclasses
+import functools
 import itertools
 import logging
 import queue
@@ -16,12 +17,14 @@ from dataclasses import dataclass
 from specserve import host
 from specserve.drafters.speculation import describe
 from specserve.errors import CapacityError, RequestError
+from specserve.serve.admission import Queue
 from specserve.serve.completion import Collector, CompletionOutput
-from specserve.serve.interface import EngineStats
-from specserve.serve.options import bad_sequences, check_token_ids
+from specserve.serve.grammars import Grammars
+from specserve.serve.interface import DraftInfo, EngineStats, MakeMask
+from specserve.serve.options import bad_sequences, check_some_token, check_token_ids
 from specserve.serve.pages import PagePool
 from specserve.serve.programs import Announcer, Compiler, Program
-from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, TokenMask
+from specserve.serve.request import Delta, FinishReason, GrammarSpec, Request, SamplingParams, TokenMask
 from specserve.serve.rounds import Rounds
 from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Scheduler
@@ -58,16 +61,19 @@ class Engine:
         *,
         model_name: str,
         eos_ids: Sequence[int],
+        draft: DraftInfo | None = None,
         controller: Controller | None = None,  # None: the first of the runner's trees, always
         options: EngineOptions | None = None,
         late_programs: Sequence[Program] = (),  # to be compiled while plain decoding serves
         on_compiled: Callable[[], Finish] | None = None,  # then: what is left to do on the engine's thread
     ) -> None:
         self.runner = runner
-        self.model_name = model_name
+        self.model_name, self.draft = model_name, draft
         self.eos_ids = frozenset(eos_ids)
         self.options = options or EngineOptions()
         self._tokenizer = tokenizer
+        # all choices of a request have the same, and are submitted one after another
+        self._bad_sequences = functools.lru_cache(maxsize=64)(functools.partial(bad_sequences, tokenizer=tokenizer))
         self.rounds = Rounds(
             runner,
             self._new_scheduler(),
@@ -89,7 +95,7 @@ class Engine:
         self._on_compiled = on_compiled
         self._finish: Finish | None = None
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._num_open = 0  # submitted and not ended
+        self._queue = Queue(self.options.max_queue)
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._has_died = self._is_stopping = self._is_draining = self._is_flushing = False
@@ -103,6 +109,10 @@ class Engine:
         if self._tokenizer is None:
             raise RequestError("this engine has no tokenizer: send token ids", param="prompt")
         return self._tokenizer
+
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.vocab_size, sorted(self.eos_ids))
 
     @property
     def vocab_size(self) -> int:
@@ -150,7 +160,7 @@ class Engine:
         at most so long: then they go on until `stop`."""
         self._is_draining = True
         deadline = time.monotonic() + seconds
-        while self._num_open and not self._has_died and time.monotonic() < deadline:
+        while self._queue.num_open and not self._has_died and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def flush_cache(self) -> None:
@@ -166,7 +176,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """What the engine has done so far. It may be called from any thread, at any time."""
-        stats, num_open = self.rounds.stats(), self._num_open
+        stats, num_open = self.rounds.stats(), self._queue.num_open
         num_waiting = max(0, num_open - stats.num_running)
         return dataclasses.replace(stats, num_waiting=num_waiting, num_programs_left=self._num_left)
 
@@ -179,34 +189,43 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         token_mask: TokenMask | None = None,
+        request_id: str = "",  # as the log names it; empty: a number
+        client: str = "",  # who shares the queue with the others
     ) -> Request:
         """Queue one sequence; never blocks. Raises RequestError (param "prompt", "max_tokens" or the option whose
         token ids or words do not fit) or CapacityError."""
+        if token_mask is None and params.grammar is not None:
+            token_mask = self.compile_grammar(params.grammar)()
         if token_mask is not None and not self.runner.has_constrained:
             raise RequestError("this engine was started without constrained programs", param="token_mask")
         request = Request(
-            request_id=f"seq-{next(self._ids)}",
+            request_id=request_id or f"seq-{next(self._ids)}",
             prompt_ids=tuple(prompt_ids),
             params=params,
             max_new_tokens=self.check(prompt_ids, params),
+            client=client,
             seed=random.getrandbits(63) if params.seed is None else params.seed,
             on_delta=on_delta,
             priority=priority,
             cache_salt=cache_salt,
             token_mask=token_mask,
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
-            bad_sequences=bad_sequences(params, self._tokenizer),
+            stop_ids=self._stop_ids(params),
+            bad_sequences=self._bad_sequences(params.bad_words),
         )
         with self._lock:  # `_run` takes it at its end, so nothing is put behind its back
             if self._is_stopping or self._is_draining or self._has_died:
                 raise CapacityError("the engine is stopping; send the request again later or elsewhere")
-            num_waiting = self._num_open - self.rounds.num_running
-            if num_waiting >= self.options.max_queue:
-                raise CapacityError(f"{num_waiting} requests are waiting already; try again later")
-            self._num_open += 1
+            self._queue.take(client, [sequence.request.client for sequence in self.rounds.running])
             self._inbox.put(request)
         self._wake.set()
         return request
+
+    def compile_grammar(self, spec: GrammarSpec) -> MakeMask:
+        """Make what gives each sequence a mask of its own. Raises RequestError: without a tokenizer, without the
+        programs for masks, and for a grammar that cannot be used."""
+        if not self.runner.has_constrained:
+            raise RequestError("this server was started with --no-constrained", param="grammar")
+        return self._grammars.compile(spec)
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """Tell how many tokens the sequence may grow by. Raises RequestError, as `submit` does."""
@@ -216,13 +235,6 @@ class Engine:
             raise RequestError("stop strings need a tokenizer, and this engine has none", param="stop")
         if not prompt_ids:
             raise RequestError("the prompt is empty; send at least one token", param="prompt")
-        for token_id in (min(prompt_ids), max(prompt_ids)):
-            if not 0 <= token_id < self.vocab_size:
-                raise RequestError(
-                    f"the prompt holds token id {token_id}; ids go from 0 to {self.vocab_size - 1}", param="prompt"
-                )
-        check_token_ids(params, self.vocab_size)
-        bad_sequences(params, self._tokenizer)
         room = self.max_model_len - len(prompt_ids)
         if room < 1:
             raise RequestError(
@@ -236,6 +248,13 @@ class Engine:
                 f"{self.max_model_len} fit. Lower max_tokens to {room}",
                 param="max_tokens",
             )
+        for token_id in (min(prompt_ids), max(prompt_ids)):
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"the prompt holds token id {token_id}; ids go from 0 to {self.vocab_size - 1}", param="prompt"
+                )
+        check_token_ids(params, self.vocab_size)
+        check_some_token(params, self._stop_ids(params), self._bad_sequences(params.bad_words), self.vocab_size)
         max_new_tokens = room if params.max_tokens is None else params.max_tokens
         pages = -(-(len(prompt_ids) + max_new_tokens - 1) // self.runner.shapes.page_size)
         if pages > self.runner.shapes.num_pages:
@@ -245,6 +264,9 @@ class Engine:
                 param="max_tokens",
             )
         return max_new_tokens
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
 
     def generate(
         self,
@@ -345,9 +367,9 @@ class Engine:
             self._has_late, self._finish = False, None
             logger.info("all programs are compiled")
 
-    def _count_ended(self) -> None:
+    def _count_ended(self, request: Request) -> None:
         with self._lock:
-            self._num_open -= 1
+            self._queue.give_back(request.client)
 
     def _take_inbox(self) -> None:
         while True:

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
+from specserve.speculative.sampling import Scores
 from specserve.speculative.step import StepResult
 
 
@@ -16,6 +18,7 @@ class HostResult:
     n_accepted: np.ndarray  # [batch] int32
     source: np.ndarray  # [batch] int32, who proposed: the head (0) or a lookup
     logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None  # chosen, top, top_ids; see `sampling.Logprobs`
+    prompt: Scores | None = None  # of a scored chunk, arrays of NumPy
     node_ids: np.ndarray | None = None  # [batch, node] int32, the root and the proposed tokens, when asked for
     parents: np.ndarray | None = None  # [batch, node] int32, of the nodes
 
@@ -47,8 +50,11 @@ class StepHandle:
             out = self._result.logprobs
             logprobs = np.asarray(out.chosen), np.asarray(out.top), np.asarray(out.top_ids)
         node_ids, parents = self._tree() if self._has_tree else (None, None)
+        prompt = jax.tree.map(np.asarray, self._result.prompt)
         self._on_read(counts[:, 0])
-        return HostResult(counts[:, 2:], counts[:, 0], counts[:, 1], logprobs, node_ids, parents)
+        return HostResult(
+            counts[:, 2:], counts[:, 0], counts[:, 1], logprobs, prompt, node_ids=node_ids, parents=parents
+        )
 
     def _tree(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
         """Token ids and parents of the proposed nodes, [batch, node] int32; None of a plain step."""

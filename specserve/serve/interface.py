@@ -7,7 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from specserve.serve.request import Delta, Request, SamplingParams, TokenMask
+from specserve.serve.request import Delta, GrammarSpec, Request, SamplingParams, TokenMask
+
+# the largest sizes of each class of rounds, in tokens (vLLM's buckets); larger rounds are one class more
+ROUND_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,11 @@ class EngineStats:
     num_rebuilds: int = 0  # after a device error
     num_steps: int = 0
     num_steps_by_speculation: Mapping[str, int] = field(default_factory=dict)  # "off", "chain:3", ...
+    round_sizes: Sequence[int] = (0,) * (len(ROUND_SIZES) + 1)  # rounds by prompt and new tokens, see `ROUND_SIZES`
+    num_round_tokens: int = 0  # of all rounds together
+    page_size: int = 0  # tokens
+    cache_dtype: str = ""  # of the target's committed keys and values
+    is_caching: bool = False  # prefixes
     busy_seconds: float = 0.0  # of the engine's thread, with work to do
     host_seconds: float = 0.0  # of them, spent on the host and not waiting for the device
     num_programs_left: int = 0  # still to be compiled, while plain decoding serves
@@ -33,13 +41,29 @@ class EngineStats:
     seconds_in_step: float = 0.0  # how long the step that is being waited for has taken so far; 0: none
 
 
+@dataclass(frozen=True)
+class DraftInfo:
+    """What a draft head is called, and what it promises."""
+
+    name: str
+    tau: float | None = None  # tokens per target forward in its own evaluation; None: unknown
+
+
 class TokenizerLike(Protocol):
     """Text to ids and back. Every method may be called from several threads at once."""
 
     @property
     def has_chat_template(self) -> bool: ...
 
+    def info(self) -> Mapping[str, Any]:
+        """Its class, special tokens and chat template, by their names in a tokenizer_config.json."""
+        ...
+
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def token_id(self, token: str, /) -> int | None:
+        """The id of an added token, such as "<|fim_prefix|>"; None where there is none of that name."""
+        ...
 
     def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool = True) -> str: ...
 
@@ -49,10 +73,14 @@ class TokenizerLike(Protocol):
         /,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Raises RequestError (param "messages") when the template refuses the messages."""
         ...
+
+
+MakeMask = Callable[[], TokenMask]
 
 
 class EngineLike(Protocol):
@@ -69,6 +97,16 @@ class EngineLike(Protocol):
 
     @property
     def max_model_len(self) -> int: ...
+
+    @property
+    def speculation(self) -> str:
+        """How it speculates, as the setting spells it."""
+        ...
+
+    @property
+    def draft(self) -> DraftInfo | None:
+        """The head that speculates; None where there is none."""
+        ...
 
     @property
     def is_healthy(self) -> bool: ...
@@ -88,9 +126,18 @@ class EngineLike(Protocol):
         priority: int = 0,
         cache_salt: str = "",
         token_mask: TokenMask | None = None,
+        request_id: str = "",
+        client: str = "",
     ) -> Request:
-        """Queue one sequence (`params.n` must be 1); never blocks. Raises RequestError (param "prompt", "max_tokens" or
-        the option whose token ids or words do not fit the vocabulary) or CapacityError."""
+        """Queue one sequence (`params.n` must be 1); never blocks, but where `params.grammar` is given without the
+        `token_mask` that it stands for. The log names it by `request_id`, and clients share the queue. Raises
+        RequestError (param "prompt", "max_tokens" or the option whose token ids or words do not fit the vocabulary) or
+        CapacityError."""
+        ...
+
+    def compile_grammar(self, spec: GrammarSpec, /) -> MakeMask:
+        """Make what gives each sequence a mask of its own; takes up to seconds. Raises RequestError (param
+        "grammar")."""
         ...
 
     def flush_cache(self) -> None:

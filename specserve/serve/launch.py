@@ -26,6 +26,7 @@ from specserve.mesh import default_dtype, free_memory, num_parts
 from specserve.provenance import fingerprint
 from specserve.serve.calibrate import cost_file, describe_costs, finish, step_costs
 from specserve.serve.engine import Engine, EngineOptions
+from specserve.serve.interface import DraftInfo
 from specserve.serve.placement import bytes_per_token
 from specserve.serve.programs import Announcer, Program, compile_all
 from specserve.serve.runner import Runner
@@ -57,6 +58,7 @@ class Models:
     head_fingerprint: str = ""
     head_acceptance: Sequence[float] = ()  # by depth, from the head's own evaluation; unknown where empty
     mesh: Mesh | None = None  # what both are spread over; None: one device
+    draft: DraftInfo | None = None  # what is told of the head
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -112,6 +114,7 @@ def load_models(
         fingerprint(folder) if folder else "",
         notes.get("acceptance", {}).get("accept_rate", ()),
         mesh,
+        DraftInfo(folder.name, notes.get("acceptance", {}).get("tau")) if folder else None,
     )
 
 
@@ -172,6 +175,7 @@ def make_engine(
         runner,
         models.tokenizer,
         model_name=models.name,
+        draft=models.draft,
         eos_ids=models.target.eos_ids,
         controller=controller,
         options=EngineOptions(

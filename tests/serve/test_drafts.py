@@ -76,7 +76,7 @@ def test_the_accepted_path_is_that_of_the_tree_where_tokens_are_repeated() -> No
     node_ids, parents = np.array([[9, 5, 6, 6, 7, 6, 7]], np.int32), np.array([[0, 0, 0, 1, 1, 2, 2]], np.int32)
     nothing = np.zeros(1, np.int32)
     for (a, b), path in {(5, 6): (1, 3), (5, 7): (1, 4), (6, 6): (2, 5), (6, 7): (2, 6)}.items():
-        result = HostResult(np.array([[a, b, 8]]), nothing + 2, nothing, None, node_ids, parents)
+        result = HostResult(np.array([[a, b, 8]]), nothing + 2, nothing, None, node_ids=node_ids, parents=parents)
         assert tree is not None
         assert _draft_tree(tree, result, 0, Delta((a, b, 8), num_accepted=2)).accepted == path
         assert _draft_tree(tree, result, 0, Delta((a,), num_accepted=1)).accepted == path[:1]

@@ -43,7 +43,7 @@ def test_the_series_that_it_draws_exist(fake_engine: FakeEngine) -> None:
 
 @pytest.mark.parametrize("key", [None, "secret"])
 def test_it_needs_no_key_and_knows_whether_the_api_does(fake_engine: FakeEngine, key: str | None) -> None:
-    server = HttpServer(create_app(fake_engine, api_key=key), port=0)
+    server = HttpServer(create_app(fake_engine, api_keys=[key] if key else []), port=0)
     server.start()
     try:
         with httpx.Client(base_url=server.url) as http:

@@ -207,7 +207,7 @@ def test_text_can_be_read_in_both_schemes(open_page, scheme: dict[str, Any]) -> 
 
 
 def test_a_key_is_asked_for_and_kept_in_the_tab(open_page, fake_engine: FakeEngine) -> None:
-    server = HttpServer(create_app(fake_engine, api_key="secret"), port=0)
+    server = HttpServer(create_app(fake_engine, api_keys=["secret"]), port=0)
     server.start()
     try:
         page = open_page(url=server.url)

@@ -9,35 +9,24 @@ from pydantic import BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from specserve.errors import RequestError
+from specserve.serve.http import neutral
 from specserve.serve.http.bodies import Body, check_num_fields
+from specserve.serve.http.grammar_fields import GrammarFields
+from specserve.serve.http.replies import ReplyOptions
 from specserve.serve.request import MAX_TOKEN_IDS, SamplingParams, describe
 
 MAX_SALT_CHARS = 1024
 MAX_MESSAGES = 10_000
+MAX_ID_CHARS = 256
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat runs up to the context length
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenIds = Annotated[list[Int64], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 
 # Field -> the values that mean "not used". null always does.
-_UNSUPPORTED_ANYWHERE: dict[str, tuple[Any, ...]] = {
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "length_penalty": (1,),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "structured_outputs": (),
-    "use_beam_search": (False,),
-}
-_UNSUPPORTED_IN_COMPLETIONS = _UNSUPPORTED_ANYWHERE | {"suffix": ("",)}
-_UNSUPPORTED_IN_CHAT = _UNSUPPORTED_ANYWHERE | {
-    "add_generation_prompt": (True,),
+_UNSUPPORTED_IN_CHAT = neutral.IN_CHAT | {
     "audio": (),
     "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
     "function_call": ("none",),
@@ -57,7 +46,7 @@ _UNSUPPORTED_IN_CHAT = _UNSUPPORTED_ANYWHERE | {
 _OPTIONS = [field.name for field in dataclasses.fields(SamplingParams)]
 
 
-def _as_prompts(value: Any) -> list[str | list[int]]:
+def as_prompts(value: Any) -> list[str | list[int]]:
     """A string, a list of strings, token ids, or a list of token id lists: always a list of prompts."""
     if isinstance(value, str):
         return [value]
@@ -114,15 +103,23 @@ def _as_text_parts(value: Any) -> Any:
     raise PydanticCustomError("content", "should be a string or a list of text parts")
 
 
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
+Biases = Annotated[dict[str, float], BeforeValidator(_check_num_biases)]
+Stops = Annotated[
+    list[str], Field(fail_fast=True), BeforeValidator(_as_strings, json_schema_input_type=str | list[str])
+]
+Speculation = Annotated[int | None, PlainValidator(_as_speculation, json_schema_input_type=int | str)]
+
+
 class StreamOptions(Body):
     """The value of `stream_options`."""
 
     include_usage: bool = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = False  # with include_usage: every chunk counts tokens
     include_obfuscation: Literal[False] = False
 
 
-class SamplingBody(Body):
+class SamplingBody(GrammarFields):
     """The fields that completions and chat share. SamplingParams checks the ranges of their values; the engine checks
     token ids and words against its vocabulary."""
 
@@ -138,21 +135,26 @@ class SamplingBody(Body):
     presence_penalty: float = SamplingParams.presence_penalty
     frequency_penalty: float = SamplingParams.frequency_penalty
     repetition_penalty: float = SamplingParams.repetition_penalty
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_check_num_biases)] = Field(default_factory=dict)
+    logit_bias: Biases = Field(default_factory=dict)
     allowed_token_ids: TokenIds | None = None
     bad_words: Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
     seed: Int64 | None = None
-    stop: Annotated[
-        list[str], Field(fail_fast=True), BeforeValidator(_as_strings, json_schema_input_type=str | list[str])
-    ] = Field(default_factory=list)
+    stop: Stops = Field(default_factory=list)
     stop_token_ids: TokenIds = Field(default_factory=list)
+    include_stop_str_in_output: bool = SamplingParams.include_stop_str_in_output
     ignore_eos: bool = SamplingParams.ignore_eos
+    skip_special_tokens: bool = SamplingParams.skip_special_tokens
+    truncate_prompt_tokens: Annotated[Int64, Field(ge=-1)] | None = None  # -1: to what the context leaves
+    truncation_side: Literal["left", "right"] = "left"  # what is cut off
+    prompt_logprobs: Int64 | None = None
     return_tokens_as_token_ids: bool = False  # names tokens "token_id:7" in logprobs
-    speculation: Annotated[int | None, PlainValidator(_as_speculation, json_schema_input_type=int | str)] = None
+    return_token_ids: bool = False
     return_draft_depths: bool = False  # tells of each token where it comes from
     return_tree: bool = SamplingParams.return_tree
+    request_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None  # of the reply
+    speculation: Speculation = None
     priority: Int64 = 0
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] = ""
+    cache_salt: CacheSalt = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
     # Harmless by nature: they never change an answer.
@@ -161,11 +163,20 @@ class SamplingBody(Body):
     store: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    session_id: str | None = None
     service_tier: Literal["auto", "default"] | None = None
 
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def reply_options(self) -> ReplyOptions:
+        """What the reply is to say besides the answers."""
+        stream_options = self.stream_options or StreamOptions()
+        return ReplyOptions(
+            request_id=self.request_id,
+            include_usage=stream_options.include_usage,
+            continuous_usage=stream_options.include_usage and stream_options.continuous_usage_stats,
+            token_ids=self.return_token_ids,
+            prompt_logprobs=self.prompt_logprobs is not None,
+        )
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -177,20 +188,28 @@ class SamplingBody(Body):
         """How many most likely tokens to tell at each place besides the one drawn; None: no log-probabilities."""
         raise NotImplementedError
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.prompt_logprobs
+
     def reword(self, error: RequestError) -> RequestError:
         """An error of SamplingParams or of the engine under the name that the client of this endpoint sent."""
-        return error
+        return RequestError(str(error), param=self.grammar_field) if error.param == "grammar" else error
 
     def sampling_params(self) -> SamplingParams:
         """The options under the engine's names: fields of one name are the same. Raises RequestError, for values out of
         range and for what single fields cannot show."""
         if self.best_of not in (None, self.n):
             raise RequestError(f"best_of is not supported yet: leave it out or send n, {self.n}", param="best_of")
-        if self.stream_options is not None and not self.stream:
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs")
+        if self.stream_options not in (None, StreamOptions()) and not self.stream:
             raise RequestError("stream_options is only allowed with stream: true", param="stream_options")
         options = {name: getattr(self, name) for name in _OPTIONS}
         bias = {_as_token_id(key): value for key, value in self.logit_bias.items()}
         options |= {"max_tokens": self.max_new_tokens, "logprobs": self.num_logprobs, "logit_bias": bias}
+        options["prompt_logprobs"] = self.num_prompt_logprobs
         try:
             return SamplingParams(**options)
         except RequestError as error:
@@ -200,25 +219,34 @@ class SamplingBody(Body):
 class CompletionBody(SamplingBody):
     """POST /v1/completions. `echo` puts the prompt's text before each answer."""
 
-    UNSUPPORTED = _UNSUPPORTED_IN_COMPLETIONS
+    UNSUPPORTED = neutral.IN_COMPLETIONS
 
     prompt: Annotated[
         list[str | list[int]],
-        PlainValidator(_as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+        PlainValidator(as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
+    suffix: str = ""  # what comes after the answer, for models that fill in the middle
     echo: bool = False
     add_special_tokens: bool = True
     max_tokens: Int64 | None = DEFAULT_COMPLETION_TOKENS
     logprobs: Int64 | None = None
 
     @property
+    def is_prompt_only(self) -> bool:
+        """Nothing is to be generated: only the prompt comes back, as some evaluations want it for its logprobs."""
+        return self.echo and self.max_tokens == 0
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return 1 if self.is_prompt_only else self.max_tokens  # a sequence ends with a token, which is not told
+
+    @property
     def num_logprobs(self) -> int | None:
-        if self.echo and self.logprobs is not None:
-            raise RequestError(
-                "logprobs with echo are not supported yet: they would have to tell those of the prompt",
-                param="logprobs",
-            )
         return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
 
 class TextPart(Body):
@@ -272,6 +300,18 @@ class ChatBody(SamplingBody):
     logprobs: bool = False
     top_logprobs: Int64 = 0
     chat_template_kwargs: ChatTemplateKwargs | None = None
+    add_generation_prompt: bool | None = None  # None: unless the final message is continued
+    continue_final_message: bool = False
+
+    @property
+    def has_generation_prompt(self) -> bool:
+        """Whether the prompt ends where a new answer begins. Raises RequestError where two fields ask for both."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt are both true: send one of them",
+                param="continue_final_message",
+            )
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -296,7 +336,7 @@ class ChatBody(SamplingBody):
             )
         if error.param == "logprobs":
             return RequestError(str(error).replace("logprobs", "top_logprobs"), param="top_logprobs")
-        return error
+        return super().reword(error)
 
 
 class TokenizeBody(Body):

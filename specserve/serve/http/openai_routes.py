@@ -2,7 +2,6 @@
 
 from fastapi import FastAPI, Request, Response
 
-from specserve.serve.http.bodies import parse_body
 from specserve.serve.http.guard import read_body
 from specserve.serve.http.openai_bodies import ChatBody, CompletionBody
 from specserve.serve.http.service import Service, Work, off_loop
@@ -10,10 +9,10 @@ from specserve.serve.http.service import Service, Work, off_loop
 
 def add_openai_routes(app: FastAPI, service: Service) -> None:
     def completion_work(raw: bytes) -> Work:
-        return service.completion(parse_body(CompletionBody, raw))
+        return service.completion(service.read(CompletionBody, raw))
 
     def chat_work(raw: bytes) -> Work:
-        return service.chat(parse_body(ChatBody, raw))
+        return service.chat(service.read(ChatBody, raw))
 
     @app.post("/v1/completions", response_model=None)
     async def completions(http: Request) -> Response:

@@ -1,7 +1,7 @@
 """From what a client sends as a prompt to the token ids that the engine takes. Raises RequestError."""
 
 from specserve.errors import RequestError
-from specserve.serve.http.openai_bodies import ChatMessage, ChatTemplateKwargs
+from specserve.serve.http.openai_bodies import ChatMessage, ChatTemplateKwargs, SamplingBody
 from specserve.serve.interface import EngineLike
 
 # No tokenizer in use has longer tokens than this, so a longer text is over the context: told before tokenizing it.
@@ -32,7 +32,12 @@ def decode(engine: EngineLike, token_ids: list[int]) -> str:
 
 
 def render_chat(
-    engine: EngineLike, messages: list[ChatMessage], add_generation_prompt: bool, kwargs: ChatTemplateKwargs | None
+    engine: EngineLike,
+    messages: list[ChatMessage],
+    add_generation_prompt: bool,
+    kwargs: ChatTemplateKwargs | None,
+    *,
+    continue_final_message: bool = False,
 ) -> list[int]:
     if not engine.tokenizer.has_chat_template:
         raise RequestError(f"{engine.model_name} has no chat template; use /v1/completions", param="messages")
@@ -40,14 +45,41 @@ def render_chat(
     check_text_length(engine, sum(len(message["content"]) for message in rendered), "messages")
     template_kwargs = {} if kwargs is None else kwargs.model_dump(exclude_none=True)
     return engine.tokenizer.render_chat(
-        rendered, add_generation_prompt=add_generation_prompt, template_kwargs=template_kwargs or None
+        rendered,
+        add_generation_prompt=add_generation_prompt,
+        continue_final_message=continue_final_message,
+        template_kwargs=template_kwargs or None,
     )
+
+
+def truncated(engine: EngineLike, body: SamplingBody, token_ids: list[int]) -> list[int]:
+    """The tokens of a prompt that `truncate_prompt_tokens` leaves. Raises RequestError where it leaves none."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return token_ids
+    if most == -1:
+        most = engine.max_model_len - (body.max_new_tokens or 1)
+    if most < 1:
+        raise RequestError(
+            f"truncate_prompt_tokens must leave a token of the prompt: it should be at least 1, or -1 with room for "
+            f"max_tokens in the context of {engine.max_model_len}, got {body.truncate_prompt_tokens}",
+            param="truncate_prompt_tokens",
+        )
+    return token_ids[:most] if body.truncation_side == "right" else token_ids[-most:]
 
 
 def check_text_length(engine: EngineLike, num_chars: int, param: str) -> None:
     if num_chars > MAX_CHARS_PER_TOKEN * engine.max_model_len:
         raise RequestError(
             f"{param} has {num_chars} characters, far over the model's context of {engine.max_model_len} tokens",
+            param=param,
+        )
+
+
+def check_num_tokens(engine: EngineLike, num_tokens: int, param: str) -> None:
+    if num_tokens >= engine.max_model_len:
+        raise RequestError(
+            f"{param} has {num_tokens} tokens; the model takes {engine.max_model_len} with at least one left to answer",
             param=param,
         )
 

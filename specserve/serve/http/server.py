@@ -1,21 +1,27 @@
 """The socket that an app stands behind: taking the port, signals, draining."""
 
 import logging
+import resource
 import signal
 import socket
+import ssl
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
 from specserve.errors import ConfigError
+from specserve.serve.http.connections import RESERVE, Connection
+from specserve.serve.http.edge import CrowdGate
 
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_SECONDS = 10.0
+_OTHER_FILES = 200  # that a server may have open besides its connections
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
@@ -29,6 +35,36 @@ def bind_listener(host: str, port: int) -> socket.socket:
         listener.close()
         raise ConfigError(f"cannot listen on {host}:{port}: {error}; choose another --host or --port") from None
     return listener
+
+
+def check_tls(certfile: str, keyfile: str) -> None:
+    """Raises ConfigError where these files cannot be served with. Empty names are none."""
+    if keyfile and not certfile:
+        raise ConfigError("--ssl-keyfile needs --ssl-certfile: give the certificate of the key too")
+    if certfile:
+        try:
+            ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(certfile, keyfile or None, password="")
+        except (OSError, ValueError) as error:
+            files = f"{certfile}{f' and {keyfile}' if keyfile else ''}"
+            raise ConfigError(
+                f"cannot serve TLS with {files}: {error}; expected PEM files without a password"
+            ) from None
+
+
+def _allow_files(num_connections: int) -> None:
+    """Each connection is an open file, of which the system lets a process have some, and more on request."""
+    wanted = num_connections + _OTHER_FILES
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
+        if allowed < wanted:
+            logger.warning(
+                "this process may open %d files, so fewer than %d connections; raise it with ulimit -n, or lower "
+                "--max-connections",
+                allowed,
+                num_connections,
+            )
 
 
 class _Uvicorn(uvicorn.Server):
@@ -58,24 +94,34 @@ class HttpServer:
         listener: socket.socket | None = None,
         drain_seconds: float = 0.0,
         on_drain: Callable[[float], None] | None = None,
+        max_connections: int = 1000,
+        ssl_certfile: str = "",  # with it, TLS
+        ssl_keyfile: str = "",  # empty: the key is in the certificate's file
     ) -> None:
         """Takes the port at once, or a socket from `bind_listener`. Raises ConfigError."""
+        check_tls(ssl_certfile, ssl_keyfile)
+        _allow_files(max_connections + RESERVE)
         self._listener = bind_listener(host, port) if listener is None else listener
         self._drain_seconds = drain_seconds
         self._on_drain = on_drain
         address = self._listener.getsockname()
         bound_host, self.port = str(address[0]), int(address[1])
         reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(bound_host, bound_host)
-        self.url = f"http://[{reachable}]:{self.port}" if ":" in reachable else f"http://{reachable}:{self.port}"
+        scheme = "https" if ssl_certfile else "http"
+        self.url = (
+            f"{scheme}://[{reachable}]:{self.port}" if ":" in reachable else f"{scheme}://{reachable}:{self.port}"
+        )
         self._config = uvicorn.Config(
-            app,
-            http="h11",  # bounds the header section, and is always installed
+            CrowdGate(app, count=self._num_connections, most=max_connections),
+            http=partial(Connection, most=max_connections),  # type: ignore[arg-type] (called like a class)
             ws="none",
             lifespan="off",
             log_config=None,
             access_log=False,
             server_header=False,
             timeout_graceful_shutdown=3,
+            ssl_certfile=ssl_certfile or None,
+            ssl_keyfile=ssl_keyfile or None,
         )
         self._server = _Uvicorn(self._config, self._on_signal)
         self._thread: threading.Thread | None = None
@@ -109,6 +155,9 @@ class HttpServer:
             self._thread.join()
             self._thread = None
         self._listener.close()
+
+    def _num_connections(self) -> int:
+        return len(self._server.server_state.connections)
 
     def _on_signal(self, number: int) -> None:
         """Between two bytecodes of the event loop: no logging here, and nothing that waits."""

@@ -14,22 +14,33 @@ from specserve.serve.interface import EngineLike
 
 
 def add_status_routes(app: FastAPI, engine: EngineLike, metrics: Metrics) -> None:
-    card = {
-        "id": engine.model_name,
-        "object": "model",
-        "created": int(time.time()),
-        "owned_by": "specserve",
-        "max_model_len": engine.max_model_len,
-    }
+    created = int(time.time())
+
+    def cards() -> list[Json]:
+        """The target, with its tau so far, and its head, with that of its own evaluation."""
+        same = {"object": "model", "created": created, "owned_by": "specserve", "max_model_len": engine.max_model_len}
+        found = [{"id": engine.model_name} | same | {"tau": metrics.acceptance.tau}]
+        if engine.draft is not None:
+            head = {"parent": engine.model_name, "tau": engine.draft.tau}
+            found.append({"id": engine.draft.name} | same | head)
+        return found
 
     @app.get("/v1/models")
     async def list_models() -> Json:
-        return {"object": "list", "data": [card]}
+        return {"object": "list", "data": cards()}
 
     @app.get("/v1/models/{model:path}")  # ids of the Hub have a slash
     async def get_model(model: str) -> Json:
+        for card in cards():
+            if card["id"] == model:
+                return card
         check_model(engine, model)
-        return card
+        raise AssertionError("the target has a card")
+
+    @app.get("/load")
+    async def load() -> Json:
+        stats = engine.stats()
+        return {"server_load": stats.num_running + stats.num_waiting}
 
     @app.get("/health", response_model=None)
     async def health() -> Response:
@@ -52,7 +63,7 @@ def add_status_routes(app: FastAPI, engine: EngineLike, metrics: Metrics) -> Non
     async def prometheus() -> Response:
         return Response(metrics.render(), media_type=CONTENT_TYPE)
 
-    @app.api_route("/flush_cache", methods=["GET", "POST"])  # SGLang's clients use either
+    @app.post("/flush_cache")  # no GET: it changes something, and any web page can send one
     async def flush_cache() -> Json:
         engine.flush_cache()
         return {"status": "ok"}

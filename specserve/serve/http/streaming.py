@@ -10,20 +10,23 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 
 from fastapi import Request as HttpRequest
 from fastapi.sse import KEEPALIVE_COMMENT
-from starlette.concurrency import run_in_threadpool
 
 from specserve.errors import CapacityError, RequestError, SpecServeError
 from specserve.serve.http.drafts import TokenOrigin
-from specserve.serve.http.guard import INTERNAL_ERROR, EngineFailureError
+from specserve.serve.http.guard import INTERNAL_ERROR, EngineFailureError, client_of
 from specserve.serve.http.metrics import Metrics, SequenceMetrics
-from specserve.serve.http.parts import AnswerParser, MakeParser, PlainText
+from specserve.serve.http.parts import AnswerParser, MakeParser, Part, PlainText
 from specserve.serve.http.replies import Answer, Json, ReplyFormat, Usage, error_body
-from specserve.serve.interface import EngineLike
+from specserve.serve.http.request_ids import current_request_id
+from specserve.serve.http.request_metrics import RequestMetrics
+from specserve.serve.http.threads import in_thread
+from specserve.serve.http.tracing import Tracing
+from specserve.serve.interface import EngineLike, MakeMask
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
 from specserve.speculative.acceptance import Acceptance
 
@@ -46,16 +49,13 @@ class _Choice:
     is_first: bool  # of its prompt's
     parser: AnswerParser
     num_tokens: int = 0
+    waiting_ids: list[int] = field(default_factory=list)  # of tokens that a stream has not told yet
     stats: SpeculationStats | None = None  # None until it has ended
 
 
 class Generation:
-    """All sequences of one HTTP request, `params.n` of each prompt. Make it on the event loop, then consume `reply` or
-    `stream` once.
-
-    Choices are numbered prompt by prompt. Raises, from the constructor, what `engine.submit` raises; then no
-    sequence is left behind.
-    """
+    """All sequences of one HTTP request, `params.n` of each prompt. Make it on the event loop, `submit` it, then
+    consume `reply` or `stream` once. Choices are numbered prompt by prompt."""
 
     def __init__(
         self,
@@ -66,29 +66,53 @@ class Generation:
         params: SamplingParams,
         *,
         make_parser: MakeParser = PlainText,  # one for each sequence
+        make_mask: MakeMask | None = None,
         has_origins: bool = False,  # answers tell where their tokens come from
         priority: int = 0,
         cache_salt: str = "",
+        told: RequestMetrics | None = None,  # of a reply's one sequence; None: nothing
+        tracing: Tracing | None = None,
     ) -> None:
         self._engine = engine
         self._http = http
-        self._make_parser = make_parser
+        self._make_parser, self._make_mask = make_parser, make_mask
         self._has_origins = has_origins
+        self._told = told or RequestMetrics()
+        self._tracing, self._parent = tracing, tracing.parent(http.headers) if tracing else None
+        self._request_id = current_request_id()
         self._loop = asyncio.get_running_loop()
         self._arrivals: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()  # None: the client has gone
         self._choices: list[_Choice] = []
-        each = params.choices()
+        self._early: list[tuple[int, Delta]] | None = []  # what comes while sequences are still submitted
+        self._metrics, self._prompts, self._params = metrics, prompts, params
+        self._options = {"priority": priority, "cache_salt": cache_salt, "client": client_of(http.scope)}
+
+    async def submit(self) -> None:
+        """Hand all sequences to the engine, off the event loop. Raises what `engine.submit` raises; then no sequence is
+        left behind."""
+        self._metrics.count_request(self._params)
         try:
-            for token_ids, own in itertools.product(prompts, each):
-                on_delta = partial(self._on_delta, len(self._choices))
-                request = engine.submit(token_ids, own, on_delta, priority=priority, cache_salt=cache_salt)
-                is_first = len(self._choices) % len(each) == 0
-                self._choices.append(_Choice(request, metrics.start_sequence(len(token_ids)), is_first, make_parser()))
+            await in_thread(self._submit_all, size=sum(map(len, self._prompts)))
         except BaseException:
             self.cancel()
             raise
+        finally:
+            early, self._early = self._early or [], None
+            for arrival in early:
+                self._receive(*arrival)
         # Watched from here on, not from the first read: a client can leave before its stream starts.
         self._watch = asyncio.create_task(self._watch_client())
+
+    def _submit_all(self) -> None:
+        each = self._params.choices()
+        for token_ids, own in itertools.product(self._prompts, each):
+            number = len(self._choices)
+            name = self._request_id and f"{self._request_id}-{number}"
+            on_delta = partial(self._on_delta, number)
+            mask = self._make_mask and self._make_mask()
+            request = self._engine.submit(token_ids, own, on_delta, token_mask=mask, request_id=name, **self._options)
+            counted = self._metrics.start_sequence(len(token_ids))
+            self._choices.append(_Choice(request, counted, number % len(each) == 0, self._make_parser()))
 
     def cancel(self) -> None:
         """Stop every sequence. Safe at any time, also after the end."""
@@ -110,8 +134,10 @@ class Generation:
             return reply_format.reply(answers, self._usage())
 
         # parsing and log-probabilities of a long answer take a while; other requests' streams go on meanwhile
-        if self._make_parser is not PlainText or any(delta.logprobs for deltas in arrived for delta in deltas):
-            return await run_in_threadpool(spell)
+        if self._make_parser is not PlainText or any(
+            delta.logprobs or delta.prompt for deltas in arrived for delta in deltas
+        ):
+            return await in_thread(spell, size=sum(choice.num_tokens for choice in self._choices))
         return spell()
 
     async def stream(self, reply_format: ReplyFormat) -> AsyncIterator[bytes]:
@@ -148,23 +174,39 @@ class Generation:
                 last_time = self._loop.time()
                 if index not in started:
                     started.add(index)
-                    for each in reply_format.begin(index):
+                    start = Answer(index, Part(), None, prompt_ids=self._choices[index].request.prompt_ids)
+                    for each in reply_format.begin(start, self._usage):
                         yield each
                 answer = self._piece(index, delta)
                 # A step may add tokens and no text yet: in the middle of a character, or of what may be a stop string.
-                told = answer.part or answer.logprobs or answer.origins or answer.tree
+                # Their ids go with the next text.
+                waiting = self._choices[index].waiting_ids
+                waiting += delta.token_ids
+                told = answer.part or answer.logprobs or answer.prompt or answer.origins or answer.tree
                 if told or answer.finish_reason is not None:
-                    for each in reply_format.piece(answer, self._usage):
+                    for each in reply_format.piece(dataclasses.replace(answer, token_ids=tuple(waiting)), self._usage):
                         yield each
+                    waiting.clear()
 
     def _piece(self, index: int, delta: Delta) -> Answer:
         """What a delta says of its choice."""
-        parser = self._choices[index].parser
-        part = parser.push(delta.text)
-        reason = None if delta.finish_reason is None else str(delta.finish_reason)
-        if reason is not None:
-            part += parser.finish()
-        return Answer(index, part, reason, delta.logprobs, self._origins([delta]), delta.tree)
+        choice = self._choices[index]
+        part, reason = choice.parser.push(delta.text), None
+        if delta.finish_reason is not None:
+            part, reason = part + choice.parser.finish(), str(delta.finish_reason)
+        return Answer(
+            index,
+            part,
+            reason,
+            delta.logprobs,
+            prompt=delta.prompt,
+            stop_reason=delta.stop_reason,
+            token_ids=delta.token_ids,
+            prompt_ids=choice.request.prompt_ids,
+            stats=delta.stats,
+            origins=self._origins([delta]),
+            tree=delta.tree,
+        )
 
     def _origins(self, deltas: Sequence[Delta]) -> Sequence[TokenOrigin]:
         if not self._has_origins:
@@ -175,8 +217,10 @@ class Generation:
         """What all deltas of a choice say."""
         text = "".join(delta.text for delta in deltas)
         logprobs = tuple(item for delta in deltas for item in delta.logprobs)
-        answer = self._piece(index, dataclasses.replace(deltas[-1], text=text, logprobs=logprobs))
-        return dataclasses.replace(answer, origins=self._origins(deltas))
+        token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
+        prompt = next((delta.prompt for delta in deltas if delta.prompt), ())
+        everything = dataclasses.replace(deltas[-1], text=text, logprobs=logprobs, token_ids=token_ids, prompt=prompt)
+        return dataclasses.replace(self._piece(index, everything), origins=self._origins(deltas))
 
     async def _deltas(self, *, is_idle_reported: bool = False) -> AsyncGenerator[tuple[int, Delta], None]:
         """(choice, delta) until every sequence has ended; (-1, empty delta) about once a second while nothing comes."""
@@ -215,7 +259,13 @@ class Generation:
             num_completion=sum(choice.num_tokens for choice in self._choices),
             num_accepted=total.num_accepted,
             num_rejected=total.num_draft_tokens - total.num_accepted,
+            metrics=self._metrics_of_one(),
         )
+
+    def _metrics_of_one(self) -> Json | None:
+        """What `metrics` tells at the end; several sequences would have to share it, so then there is none."""
+        [first, *others] = self._choices
+        return None if others or first.stats is None else self._told.spell(first.stats, first.num_tokens)
 
     def _on_delta(self, index: int, delta: Delta) -> None:
         """Called on the engine's thread."""
@@ -226,7 +276,17 @@ class Generation:
 
     def _receive(self, index: int, delta: Delta) -> None:
         # Here and not where deltas are read: a sequence whose client left still ends, and still counts.
-        self._choices[index].metrics.observe(delta)
+        if self._early is not None:
+            self._early.append((index, delta))
+            return
+        choice = self._choices[index]
+        choice.metrics.observe(delta)
+        if delta.finish_reason is not None and self._tracing and self._parent is not None:
+            self._tracing.end(
+                *(self._parent, self._request_id, choice.request, delta),
+                num_tokens=choice.metrics.num_tokens,
+                model=self._engine.model_name,
+            )
         self._arrivals.put_nowait((index, delta))
 
     async def _watch_client(self) -> None:
