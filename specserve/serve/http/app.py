@@ -63,6 +63,6 @@ def create_app(
     add_tokenizer_routes(app, service)
     add_draft_routes(app, service, is_allowed=run.allow_load_draft)
     add_status_routes(app, engine, metrics)
-    add_page_routes(app, needs_key=bool(api_keys))
+    add_page_routes(app, engine, needs_key=bool(api_keys))
     add_openapi_routes(app, has_key=bool(api_keys), has_docs=run.docs)
     return app
