@@ -256,7 +256,10 @@ def test_a_model_that_knows_no_tools_says_so():
         for fields, param in [({}, "tools"), ({"tools": [], "reasoning_effort": "high"}, "reasoning_effort")]:
             assert assert_refused(http.post("/chat/completions", json=ASK | fields))["param"] == param
         assert http.post("/chat/completions", json=ASK | {"tools": [], "reasoning_effort": "medium"}).status_code == 200
-    for template, parser, said in [("<tool_call>", "hermes", "does not write tools"), ("tools", "auto", "--tool-parser")]:
+    for template, parser, said in [
+        ("<tool_call>", "hermes", "does not write tools"),
+        ("tools", "auto", "--tool-parser"),
+    ]:
         with serving(template, tool_parser=parser) as (_, url):
             error = assert_refused(httpx.post(f"{url}/chat/completions", json=ASK))
             assert said in error["message"]
@@ -328,6 +331,16 @@ def test_what_a_template_writes_is_read_back(name):
     part = _answered(name, text.removeprefix(prompt))
     assert calls_of(part) == [("weather", ARGUMENTS)]
     assert (part.content, part.reasoning) == ("", thought)
+
+
+def test_a_tools_message_has_its_tools_name():
+    """Harmony's template needs it, and clients send the id of the call alone."""
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": ""}}
+    result = {"role": "tool", "tool_call_id": "1", "content": "noon"}
+    body = check_body(ChatBody, {"messages": [*USER, {"role": "assistant", "tool_calls": [call]}, result]})
+    text = load("gpt-oss").template.render(template_messages(body.messages))
+    assert "to=functions.now<|channel|>commentary json<|message|>{}<|call|>" in text
+    assert "<|start|>functions.now to=assistant" in text
 
 
 def test_special_tokens_are_never_shown():
