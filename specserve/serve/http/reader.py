@@ -221,6 +221,8 @@ class _Trimmed:
 def _num_held(text: str, marks: Sequence[str]) -> int:
     """The longest end of the text that begins a mark."""
     longest = min(len(text), max((len(mark) - 1 for mark in marks), default=0))
+    if not any(mark[0] in text[-longest:] for mark in marks):  # nearly always, and cheaper than what follows
+        return 0
     for length in range(longest, 0, -1):
         if any(mark.startswith(text[-length:]) for mark in marks):
             return length
