@@ -124,6 +124,11 @@ def _kinds() -> dict[str, TypeAdapter[Any]]:
     return {name: TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False)) for name, hint in hints.items()}
 
 
+def option_schemas() -> dict[str, dict[str, Any]]:
+    """The JSON schema of each option: its type and its range."""
+    return {name: kind.json_schema() for name, kind in _kinds().items()}
+
+
 def request_error(error: ValidationError, param: str) -> RequestError:
     """The first of pydantic's findings about the field `param`, as the error that a client is told."""
     found = error.errors(include_url=False, include_context=False)[0]

@@ -61,6 +61,7 @@ class ServeRun:
     allow_unknown_fields: bool = setting(
         False, help="let requests have unknown fields: they are counted, logged once each, and not read"
     )
+    docs: bool = setting(False, help="serve a page of the API at /docs")
     max_slots: int = setting(8, help="sequences that run at once", ge=1)
     max_model_len: int = setting(0, help="prompt and answer together; 0: the target's context, at most 4,096", ge=0)
     page_size: int = setting(32, help="tokens per cache page", ge=1)
@@ -74,6 +75,9 @@ class ServeRun:
     prefill_tokens: int = setting(0, help="prompt tokens per round, between two steps; 0: one largest chunk", ge=0)
     max_queue: int = setting(
         256, help="sequences that may wait, shared out among the clients that wait; more get a 503", ge=1
+    )
+    allow_load_draft: bool = setting(
+        False, help="let clients change how the server speculates: POST /v1/load_draft and /v1/speculation"
     )
     allow_priority: bool = setting(False, help="let requests choose their priority; else it must be 0")
     deterministic: bool = setting(

@@ -218,12 +218,16 @@ BAD_FIELDS: list[Case] = [
     (*_chat(messages=_user("forbidden")), "messages"),
     (*_chat(prompt="x"), "prompt"),
     # token ids
-    *[(*_completion(**{name: [i]}), name) for name in ("stop_token_ids", "allowed_token_ids") for i in (-1, 256)],
+    *[
+        (*_completion(**{name: [i]}), param)
+        for name in ("stop_token_ids", "allowed_token_ids")
+        for i, param in ((-1, f"{name}[0]"), (256, name))
+    ],
     *[
         (*_completion(logit_bias={key: 1}), "logit_bias")
         for key in ("", "a", "-1", "+5", "1.0", "1e2", " 5", "05", "٥", "²", "256", "99999999999", "9" * 5000)
     ],
-    *[(*_completion(logit_bias={"5": bias}), "logit_bias") for bias in (100.5, -101)],
+    *[(*_completion(logit_bias={"5": bias}), "logit_bias.5") for bias in (100.5, -101)],
     ("/detokenize", {"tokens": [1, -1]}, "tokens"),
     *[(*_chat(speculation=s), "speculation") for s in (-1, 2**31, "chain:3", "", "OFF")],
     # numbers that are nearly of the right type
@@ -251,7 +255,7 @@ def test_what_no_single_type_or_bound_can_tell_is_refused(http: httpx.Client) ->
         (_chat(max_completion_tokens=0), "max_completion_tokens should be greater than or equal to 1, got 0"),
         (_chat(max_completion_tokens=CONTEXT), f"max_completion_tokens must be at most {CONTEXT - 21}"),
         (_completion(min_tokens=17), "min_tokens should be at most max_tokens, 16, got 17"),
-        (_completion(logit_bias={"5": 101}), "logit_bias should be less than or equal to 100, got 101.0"),
+        (_completion(logit_bias={"5": 101}), "logit_bias.5 should be less than or equal to 100, got 101"),
         (_completion(logit_bias={"a": 1}), 'logit_bias must map token ids in decimal to numbers, got the key "a"'),
     ],
 )
@@ -352,9 +356,7 @@ def test_compressed_body_is_415(http):
     assert_refused(http.post("/v1/completions", content=gzip.compress(b"x" * 10**6), headers=headers), 415)
 
 
-@pytest.mark.parametrize(
-    "path", ["/page", "/v1", "//v1/completions", "/v1/../health/x", "/docs", "/openapi.json", "/v1/embeddings"]
-)
+@pytest.mark.parametrize("path", ["/page", "/v1", "//v1/completions", "/v1/../health/x", "/docs", "/v1/embeddings"])
 def test_unknown_path_is_404(http, path):
     assert_refused(http.get(path), 404)
 

@@ -104,6 +104,10 @@ def test_a_prompt_is_truncated_on_request(http, fake_engine, path, body):
         assert fake_engine.requests[-1].prompt_ids == kept
     for fields in ({"truncate_prompt_tokens": 0}, {"truncate_prompt_tokens": -1, "max_tokens": CONTEXT}):
         assert assert_refused(http.post(path, json=body | fields))["param"] == "truncate_prompt_tokens"
+    long = [{"prompt": "x" * CONTEXT}, {"prompt": [97] * CONTEXT}] if "prompt" in body else []
+    for prompt in long:
+        assert http.post(path, json=prompt | {"truncate_prompt_tokens": -1}).status_code == 200
+        assert len(fake_engine.requests[-1].prompt_ids) == CONTEXT - 16
     echoed = {"prompt": "hello", "echo": True, "truncate_prompt_tokens": 2}
     assert _whole(http, "/v1/completions", echoed)["choices"][0]["text"] == "lo" + STORY
 

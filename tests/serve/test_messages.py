@@ -118,6 +118,11 @@ def test_tools_their_calls_and_results_become_those_of_chat():
     assert fields["chat_template_kwargs"] == {"enable_thinking": False}
 
 
+def test_a_schema_holds_for_a_message(http, fake_engine):
+    _post(http, output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}})
+    assert json.loads(fake_engine.requests[-1].params.grammar.text) == {"type": "object"}
+
+
 def test_calls_are_blocks_of_their_own():
     usage = Usage(5, 2, 3, 0, 0)
     calls = [ToolCallPart(0, '{"a": 1}', "c0", "f"), ToolCallPart(1, '{"cut', "c1", "g")]

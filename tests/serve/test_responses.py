@@ -1,6 +1,9 @@
 """POST /v1/responses by the real client: whole and streamed replies say the same, in OpenAI's events."""
 
+import json
+
 import openai
+import pydantic
 import pytest
 from fakes import MODEL, STORY, assert_refused
 
@@ -149,6 +152,17 @@ def test_tools_and_formats_become_those_of_chat():
     assert fields["tool_choice"] == {"type": "function", "function": {"name": "f"}}
     assert fields["response_format"] == {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}
     assert (fields["parallel_tool_calls"], fields["reasoning_effort"]) == (False, "low")
+
+
+def test_a_schema_holds_for_a_response(client, fake_engine):
+    class Found(pydantic.BaseModel):
+        name: str
+
+    with pytest.raises(pydantic.ValidationError):  # the fake engine writes its story all the same
+        client.responses.parse(model=MODEL, input="hi", text_format=Found)
+    grammar = fake_engine.requests[-1].params.grammar
+    assert grammar.kind == "json_schema"
+    assert json.loads(grammar.text)["required"] == ["name"]
 
 
 @pytest.mark.parametrize(

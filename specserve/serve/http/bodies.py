@@ -11,8 +11,9 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import Any, ClassVar, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, ValidationError, ValidationInfo, model_validator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, ValidationInfo, model_validator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, from_json
 
 from specserve.errors import RequestError
 from specserve.serve.http.patient_json import is_long, read_json
@@ -55,6 +56,18 @@ class Body(BaseModel):
     model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
     UNSUPPORTED: ClassVar[Neutral] = {}
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """null means "not given", and a field that is not supported may have the values that change nothing."""
+        found = handler(schema)
+        own = handler.resolve_ref_schema(found)
+        members = own.setdefault("properties", {})
+        for name in set(members) - set(own.get("required", ())):
+            members[name] = _or_null(members[name])
+        for name, neutral in cls.UNSUPPORTED.items():
+            members[name] = {"enum": [*neutral, None], "description": "Not supported: only what changes nothing."}
+        return found
+
     @model_validator(mode="before")
     @classmethod
     def _known_members(cls, value: Any, info: ValidationInfo) -> Any:
@@ -74,6 +87,12 @@ class Body(BaseModel):
             else:
                 raise PydanticCustomError("unknown", "unknown", {"field": name[:200]})
         return given
+
+
+def _or_null(schema: JsonSchemaValue) -> JsonSchemaValue:
+    options = schema.pop("anyOf", None) or [{name: schema.pop(name) for name in list(schema) if name != "default"}]
+    has_null = {"type": "null"} in options
+    return {"anyOf": options if has_null else [*options, {"type": "null"}]} | schema
 
 
 @functools.cache

@@ -19,6 +19,8 @@ class DialectBody(SamplingBody):
     best_of: Literal[1] | None = None  # type: ignore[assignment]
     return_tokens_as_token_ids: Literal[False] = False  # type: ignore[assignment]
     return_token_ids: Literal[False] = False  # type: ignore[assignment]
+    return_draft_depths: Literal[False] = False  # type: ignore[assignment]
+    return_tree: Literal[False] = False  # type: ignore[assignment]
     prompt_logprobs: None = None  # type: ignore[assignment]
 
     def chat_fields(self) -> Json:
@@ -36,7 +38,9 @@ class DialectBody(SamplingBody):
         ours = self.RENAMED.get(name)
         if ours is None:
             return error
-        param = ours if name == "messages" else ours + bracket + index + dot + rest
+        if name == "messages":  # their numbers are not those of what was sent
+            return RequestError(f"{ours} cannot be served as a chat: {error}", param=ours)
+        param = ours + bracket + index + dot + rest
         return RequestError(str(error).replace(error.param or name, param).replace(name, ours), param=param)
 
 

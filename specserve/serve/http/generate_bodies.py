@@ -118,7 +118,7 @@ class GenerateBody(Body):
     rid: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None
     stream: bool = False
     return_logprob: bool = False
-    logprob_start_len: Int64 = -1  # where the log-probabilities of the prompt begin; -1: none of it
+    logprob_start_len: Annotated[Int64, Field(ge=-1)] = -1  # where those of the prompt begin; -1: none of it
     top_logprobs_num: Int64 = 0
     return_text_in_logprobs: bool = False
     priority: Int64 = 0

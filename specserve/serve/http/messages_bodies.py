@@ -243,7 +243,7 @@ class _Prompt(DialectBody):
 class MessagesBody(_Prompt):
     """POST /v1/messages."""
 
-    max_tokens: Int64  # type: ignore[assignment]
+    max_tokens: Annotated[Int64, Field(ge=1)]  # type: ignore[assignment]
 
 
 class CountTokensBody(_Prompt):

@@ -5,8 +5,9 @@ import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BeforeValidator, Field, PlainValidator
-from pydantic_core import PydanticCustomError
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, PlainValidator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from specserve.errors import RequestError
 from specserve.serve.http import neutral
@@ -15,14 +16,15 @@ from specserve.serve.http.chat_messages import Messages
 from specserve.serve.http.grammar_fields import GrammarFields
 from specserve.serve.http.replies import ReplyOptions
 from specserve.serve.http.tool_bodies import ToolChoice, Tools
-from specserve.serve.request import MAX_TOKEN_IDS, SamplingParams, describe
+from specserve.serve.request import MAX_TOKEN_IDS, SamplingParams, describe, option_schemas
+from specserve.speculative.ranges import Bias, TokenId
 
 MAX_SALT_CHARS = 1024
 MAX_ID_CHARS = 256
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat runs up to the context length
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-TokenIds = Annotated[list[Int64], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 
 # Field -> the values that mean "not used". null always does.
 _UNSUPPORTED_IN_CHAT = neutral.IN_CHAT | {
@@ -93,7 +95,7 @@ def _as_speculation(value: Any) -> int | None:
 
 
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
-Biases = Annotated[dict[str, float], BeforeValidator(_check_num_biases)]
+Biases = Annotated[dict[str, Bias], BeforeValidator(_check_num_biases)]
 Stops = Annotated[
     list[str], Field(fail_fast=True), BeforeValidator(_as_strings, json_schema_input_type=str | list[str])
 ]
@@ -108,6 +110,17 @@ class StreamOptions(Body):
     include_obfuscation: Literal[False] = False
 
 
+_BOUND_ELSEWHERE = ("logprobs", "prompt_logprobs", "max_tokens", "speculation")  # they differ between endpoints
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "minItems", "maxItems", "maxProperties")
+
+
+def _bounds(known: JsonSchemaValue, kind: str | None) -> JsonSchemaValue:
+    """The bounds that the schema of an option has for values of one JSON type. Those of items are in the body's types:
+    an error is to name the item."""
+    options = [option for option in known.get("anyOf", [known]) if option.get("type") == kind]
+    return {name: option[name] for option in options for name in _BOUNDS if name in option}
+
+
 class SamplingBody(GrammarFields):
     """The fields that completions and chat share. SamplingParams checks the ranges of their values; the engine checks
     token ids and words against its vocabulary."""
@@ -115,7 +128,7 @@ class SamplingBody(GrammarFields):
     model: str | None = None  # None: the one model that is served
     n: Int64 = SamplingParams.n
     best_of: Int64 | None = None  # only n itself: nothing is ever ranked and dropped
-    max_tokens: Int64 | None = None
+    max_tokens: Annotated[Int64, Field(ge=1)] | None = None
     min_tokens: Int64 = SamplingParams.min_tokens
     temperature: float = SamplingParams.temperature
     top_p: float = SamplingParams.top_p
@@ -154,6 +167,16 @@ class SamplingBody(GrammarFields):
     prompt_cache_key: str | None = None
     session_id: str | None = None
     service_tier: Literal["auto", "default"] | None = None
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """With the ranges that SamplingParams checks."""
+        found = super().__get_pydantic_json_schema__(schema, handler)
+        members = handler.resolve_ref_schema(found)["properties"]
+        for name, known in option_schemas().items():
+            for option in members[name]["anyOf"] if name in members and name not in _BOUND_ELSEWHERE else ():
+                option |= _bounds(known, option.get("type"))
+        return found
 
     @property
     def reply_options(self) -> ReplyOptions:
@@ -217,7 +240,7 @@ class CompletionBody(SamplingBody):
     suffix: str = ""  # what comes after the answer, for models that fill in the middle
     echo: bool = False
     add_special_tokens: bool = True
-    max_tokens: Int64 | None = DEFAULT_COMPLETION_TOKENS
+    max_tokens: Annotated[Int64, Field(ge=0)] | None = DEFAULT_COMPLETION_TOKENS
     logprobs: Int64 | None = None
 
     @property
@@ -260,7 +283,7 @@ class ChatBody(SamplingBody):
     parallel_tool_calls: bool = True
     reasoning_effort: Effort | None = None
     include_reasoning: bool = True
-    max_completion_tokens: Int64 | None = None
+    max_completion_tokens: Annotated[Int64, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Int64 = 0
     chat_template_kwargs: ChatTemplateKwargs | None = None

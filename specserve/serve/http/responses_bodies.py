@@ -168,7 +168,7 @@ class ResponsesBody(DialectBody):
     ]
     instructions: str | None = None
     max_tokens: None = None  # type: ignore[assignment]  # it is max_output_tokens here
-    max_output_tokens: Int64 | None = None
+    max_output_tokens: Annotated[Int64, Field(ge=1)] | None = None
     top_logprobs: Int64 = 0
     include: list[Literal["message.output_text.logprobs"]] = Field(default_factory=list, max_length=8)
     reasoning: ReasoningOptions | None = None

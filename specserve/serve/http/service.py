@@ -106,8 +106,9 @@ class Service:
             elif body.suffix:
                 raise RequestError("suffix is only allowed with a prompt of text", param="suffix")
             else:
-                check_num_tokens(engine, len(prompt), "prompt")
-                check_token_ids(engine, prompt, "prompt")
+                kept = truncated(engine, body, prompt)
+                check_num_tokens(engine, len(kept), "prompt")
+                check_token_ids(engine, kept, "prompt")
                 token_ids = prompt
             prompts.append(truncated(engine, body, token_ids))
             if body.echo:
