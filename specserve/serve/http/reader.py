@@ -108,7 +108,7 @@ class Reader:
         """What has been said since the last time."""
         if self.is_whole and not self._num_calls and (space := self._content.space):
             self._parts.append(Part(space))
-        part = joined(self._parts)
+        part = self._parts[0] if len(self._parts) == 1 else joined(self._parts)
         self._parts.clear()
         return part
 
