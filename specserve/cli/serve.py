@@ -53,6 +53,6 @@ def serve(run: ServeRun) -> None:
         )
         console.print(
             f"{escape(engine.model_name)} with speculation {engine.speculation} on [bold]{server.url}/v1[/], "
-            f"{run.max_slots} slots of {engine.max_model_len} tokens. Ctrl-C stops"
+            f"{run.max_slots} slots of {engine.max_model_len} tokens; {server.url}/ shows it in a browser. Ctrl-C stops"
         )
         server.run()

@@ -79,9 +79,10 @@ class Calls:
         """Let the drafter keep the answer in a slot (`step.remember`); all three are [] int32."""
         return Call("remember", self._remember, (state, slot, start, number))
 
-    def catch_up(self, layout: Weights, state: SlotState, slots: jax.Array) -> Call:
-        """Let the drafter read what plain steps have left pending in `slots`, [batch] int32 (`step.catch_up`)."""
-        return Call(("catch up", id(layout), len(slots)), self._catch_up, (layout, state, slots))
+    def catch_up(self, layout: Weights, state: SlotState, slots: jax.Array, *, number: int) -> Call:
+        """Let the drafter read what plain steps have left pending in `slots`, [batch] int32 (`step.catch_up`); `number`
+        tells the layouts of the weights apart."""
+        return Call(("catch up", number, len(slots)), self._catch_up, (layout, state, slots))
 
     def prefill(
         self,

@@ -13,14 +13,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import jax
 
 from specserve import host
+from specserve.drafters.door import Head
 from specserve.drafters.speculation import describe
-from specserve.errors import CapacityError, RequestError
+from specserve.errors import CapacityError, ConfigError, RequestError
 from specserve.serve.admission import Queue
 from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.grammars import Grammars
 from specserve.serve.interface import DraftInfo, EngineStats, MakeMask
+from specserve.serve.layouts import Layouts
 from specserve.serve.options import bad_sequences, check_some_token, check_token_ids
 from specserve.serve.pages import PagePool
 from specserve.serve.programs import Announcer, Compiler, Program
@@ -50,6 +55,22 @@ class EngineOptions:
     watchdog_seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class LoadedHead:
+    """A head that has been read from a folder, and what is known of it."""
+
+    head: Head
+    acceptance: Sequence[float]  # by depth, from its own evaluation; unknown where empty
+    info: DraftInfo
+
+
+@dataclass(frozen=True)
+class _Swap:
+    layouts: Layouts
+    loaded: LoadedHead
+    done: threading.Event
+
+
 class Engine:
     """Answers requests by continuous batching over the slots of a `Runner`, on a thread of its own. It is a context
     manager that starts and stops that thread; requests may be submitted before it starts."""
@@ -62,6 +83,7 @@ class Engine:
         model_name: str,
         eos_ids: Sequence[int],
         draft: DraftInfo | None = None,
+        load_head: Callable[[Path], LoadedHead] | None = None,  # to replace the head; None: it stays
         controller: Controller | None = None,  # None: the first of the runner's trees, always
         options: EngineOptions | None = None,
         late_programs: Sequence[Program] = (),  # to be compiled while plain decoding serves
@@ -93,6 +115,7 @@ class Engine:
             is_background=True,
         )
         self._on_compiled = on_compiled
+        self._load_head, self._swaps = load_head, queue.SimpleQueue[_Swap]()
         self._finish: Finish | None = None
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._queue = Queue(self.options.max_queue)
@@ -132,7 +155,22 @@ class Engine:
 
     @property
     def speculation(self) -> str:
+        if self.rounds.only is not None:
+            return describe(*self.rounds.only)
         return "auto" if self.rounds.is_choosing else describe(self.runner.shapes.trees[0])
+
+    def set_speculation(self, speculation: str) -> None:
+        """Speculate in this way from the next step on. No token depends on it. Raises ConfigError for a way that no
+        programs were compiled for."""
+        ways = {describe(tree): tree for tree in self.runner.shapes.trees}
+        if speculation in ways:
+            self.rounds.only = (ways[speculation],)
+        elif speculation == "auto" and self.rounds.is_choosing:
+            self.rounds.only = None
+        else:
+            known = ", ".join([*(["auto"] if self.rounds.is_choosing else []), *ways])
+            raise ConfigError(f"no programs are compiled for speculation {speculation[:100]!r}; there are: {known}")
+        logger.info("speculation is %s now", self.speculation)
 
     def start(self) -> "Engine":
         host.give_back_freed_memory()  # of what was loaded, and of compiling
@@ -173,6 +211,27 @@ class Engine:
 
     def __exit__(self, *exc: object) -> None:
         self.stop()
+
+    def load_draft(self, folder: str) -> DraftInfo:
+        """Replace the draft head by the one in a folder, while requests run: their tokens stay as they would have been,
+        and nothing that the old head wrote is read by the new one. The head is loaded and checked beside the old one,
+        which stays where anything is wrong: ConfigError or CheckpointError says what. May be called from any thread,
+        and returns when the new one speculates. Raises CapacityError when the engine stops meanwhile."""
+        if self._load_head is None:
+            raise ConfigError("this engine cannot replace its head")
+        if self.runner.shapes.is_deterministic:
+            raise ConfigError("a deterministic server never computes an answer's keys again, so its head stays")
+        loaded = self._load_head(Path(folder).expanduser())
+        layouts = self.runner.with_head(loaded.head)
+        jax.block_until_ready([weights.draft for weights in layouts.distinct])
+        swap = _Swap(layouts, loaded, threading.Event())
+        self._swaps.put(swap)
+        self._wake.set()
+        while not swap.done.wait(IDLE_SECONDS):
+            if not self.is_ready:
+                raise CapacityError("the engine is stopping; its head was not replaced")
+        logger.info("the head is %s now", loaded.info.name)
+        return loaded.info
 
     def stats(self) -> EngineStats:
         """What the engine has done so far. It may be called from any thread, at any time."""
@@ -339,11 +398,19 @@ class Engine:
             self._is_flushing = False
             self.rounds.flush_cache()
         try:
+            self._swap_heads()
             return self.rounds.run()
         except Exception as error:
             logger.exception("a step failed; ending the running requests and rebuilding the cache")
             self.rounds.rebuild(error)
             return True
+
+    def _swap_heads(self) -> None:
+        while not self._swaps.empty():
+            swap = self._swaps.get_nowait()
+            self.rounds.swap_head(swap.layouts, swap.loaded.acceptance)
+            self.draft = swap.loaded.info
+            swap.done.set()
 
     def _on_late(self, program: Program, error: Exception | None) -> None:
         """Called on a compiler's thread."""

@@ -160,6 +160,16 @@ class EngineLike(Protocol):
         "grammar")."""
         ...
 
+    def load_draft(self, folder: str, /) -> DraftInfo:
+        """Replace the draft head by the one in a folder, while requests run. Raises ConfigError or CheckpointError;
+        then the old one stays."""
+        ...
+
+    def set_speculation(self, speculation: str, /) -> None:
+        """Speculate in this way from the next step on: one that programs were compiled for, "off", or "auto" where the
+        server began with that. Raises ConfigError, which names them."""
+        ...
+
     def flush_cache(self) -> None:
         """Forget every cached prefix and recalled answer, at the engine's next round."""
         ...

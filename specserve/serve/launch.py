@@ -7,9 +7,10 @@ import logging
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specserve import host
@@ -21,11 +22,11 @@ from specserve.drafters.notes import read_notes
 from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 from specserve.drafters.speculation import parse_speculation, with_head
 from specserve.drafters.words import ALL_TEXT
-from specserve.errors import ConfigError
+from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import default_dtype, free_memory, num_parts
 from specserve.provenance import fingerprint
 from specserve.serve.calibrate import cost_file, describe_costs, finish, step_costs
-from specserve.serve.engine import Engine, EngineOptions
+from specserve.serve.engine import Engine, EngineOptions, LoadedHead
 from specserve.serve.interface import DraftInfo
 from specserve.serve.placement import bytes_per_token
 from specserve.serve.programs import Announcer, Program, compile_all
@@ -176,6 +177,7 @@ def make_engine(
         models.tokenizer,
         model_name=models.name,
         draft=models.draft,
+        load_head=_head_loader(models),
         eos_ids=models.target.eos_ids,
         controller=controller,
         options=EngineOptions(
@@ -188,6 +190,23 @@ def make_engine(
         late_programs=late,
         on_compiled=make_controller,
     )
+
+
+def _head_loader(models: Models) -> Callable[[Path], LoadedHead]:
+    """What reads other heads for the same target. It does not keep the target's parameters."""
+    target, mesh = dataclasses.replace(models.target, params=cast(Any, None)), models.mesh
+
+    def load(folder: Path) -> LoadedHead:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder on the server; give one that `specserve train` has written")
+        head, notes = load_head(folder, target, dtype=default_dtype(), mesh=mesh), read_notes(folder)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(head.params):
+            if not bool(jnp.isfinite(leaf).all()):
+                raise CheckpointError(f"{folder}: {jax.tree_util.keystr(path)} holds values that are not finite")
+        found = notes.get("acceptance", {})
+        return LoadedHead(head, found.get("accept_rate", ()), DraftInfo(folder.name, found.get("tau")))
+
+    return load
 
 
 def _make_runner(models: Models, run: ServeRun, *, is_coupled: bool) -> Runner:

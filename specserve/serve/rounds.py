@@ -22,6 +22,7 @@ from specserve.drafters.speculation import describe
 from specserve.errors import RequestError
 from specserve.serve.handles import HostResult, StepHandle
 from specserve.serve.interface import ROUND_SIZES, EngineStats
+from specserve.serve.layouts import Layouts
 from specserve.serve.options import sampler_rows, token_rows
 from specserve.serve.output import OutputStream
 from specserve.serve.request import (
@@ -101,6 +102,7 @@ class Rounds:
         self.runner, self.scheduler = runner, scheduler
         self.controller = controller or Controller({})
         self.is_choosing = controller is not None
+        self.only: tuple[Tree | None] | None = None  # the one way to step that the operator wants; None: any
         self.is_partial = is_partial  # not every program is compiled, so that steps are made of those that are
         self.flights: deque[list[Flight]] = deque()
         self.wait_start = 0.0  # when the thread began to wait for a step; 0: it does not
@@ -151,6 +153,19 @@ class Rounds:
         """Forget every cached prefix and every answer that a lookup may find."""
         self.scheduler.pool.flush()
         self.runner.forget_answers()
+
+    def swap_head(self, layouts: Layouts, prior: Seq[float]) -> None:
+        """Go on with another head, of this acceptance by depth. What the old one wrote is not read by it: running
+        sequences wait for their turn again and are prefilled with what they have said, and cached prefixes are
+        forgotten. Raises what the device raises."""
+        while self.flights:
+            self._land()
+        self.scheduler.preempt_all()
+        self.scheduler.pool.flush()
+        self.runner.layouts = layouts
+        self.controller.expect(prior)
+        for sequence in self.scheduler.waiting:
+            sequence.estimate = None
 
     def end_all(self, reason: FinishReason, error: str) -> None:
         """End every sequence, running or waiting."""
@@ -232,6 +247,8 @@ class Rounds:
             trees = [tree for tree in trees if self.runner.is_compiled(batch_size, width, tree)]
             if not trees:  # the plain way is, in a larger form
                 return self.runner.shapes.plain
+        if self.only is not None:  # large batches are stepped plainly, where its programs are not compiled for them
+            return self.only[0] if self.only[0] in trees else self.runner.shapes.plain
         if not self.is_choosing:
             return trees[0]
         estimates = [self._estimate(sequence) for sequence in decode]
@@ -267,6 +284,8 @@ class Rounds:
         tree = shapes.constrained_tree(batch_size)
         if tree is None or None not in shapes.trees:
             return tree
+        if self.only == (None,):
+            return None
         if self.is_partial:  # its programs are compiled last
             return None
         if not self.is_choosing:

@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
 from specserve.drafters.speculation import describe, drafter_for
+from specserve.errors import ConfigError
 from specserve.host import free_memory_maps
 from specserve.kernels import paged
 from specserve.kernels.pages import Pages
@@ -28,7 +29,7 @@ from specserve.models.config import ModelConfig
 from specserve.serve.calls import Calls
 from specserve.serve.handles import StepHandle
 from specserve.serve.kept import KeptPrograms
-from specserve.serve.layouts import make_layouts
+from specserve.serve.layouts import Layouts, make_layouts
 from specserve.serve.ledger import Ledger
 from specserve.serve.options import blank_token_rows, sampler_rows
 from specserve.serve.placement import Placement
@@ -105,6 +106,19 @@ class Runner:
         self.state = self.compiled.run(self._beginning)
         self._ledger = Ledger(self.shapes.num_slots, self.config.max_pending)
         self._num_remembered = 0
+
+    def with_head(self, head: Head) -> Layouts:
+        """The weights with another head in place of the present one; nothing is changed yet. Raises ConfigError where
+        the compiled programs are for a head of other shapes."""
+        if not any(tree is not None and tree.uses_head for tree in self.shapes.trees):
+            raise ConfigError("this server speculates without a head, so there is none to replace")
+        drafter = drafter_for(self.shapes.trees, head.drafter)
+        if drafter != self.config.drafter:
+            raise ConfigError(
+                f"the head is not of the shape that this server has compiled its programs for: {drafter} instead of "
+                f"{self.config.drafter}; start a server with it"
+            )
+        return self.layouts.with_head(head)
 
     @property
     def cache_lag(self) -> int:
@@ -274,7 +288,8 @@ class Runner:
             room = self.config.max_pending - 1 if tree is None else tree.depth + 1
             if self._ledger.num_pending(slots) > room:
                 padded = self._pad(slots)
-                self.state = self.compiled.run(self._catching_up(padded, self.layout_for(len(padded), tree)))
+                number = self.layouts.number(self.layout_for(len(padded), tree))
+                self.state = self.compiled.run(self._catching_up(padded, number))
                 self._ledger.caught_up(slots)
         return self.width_of(slots)
 
@@ -309,8 +324,9 @@ class Runner:
         self.state, result = self.compiled.run(call)
         return result
 
-    def _catching_up(self, padded: tuple[int, ...], layout: Weights) -> Call:
-        return self.calls.catch_up(layout, self.state, self.place.slots(padded))
+    def _catching_up(self, padded: tuple[int, ...], number: int) -> Call:
+        layout = self.layouts.distinct[number]
+        return self.calls.catch_up(layout, self.state, self.place.slots(padded), number=number)
 
     def _step(self, padded: tuple[int, ...], tree: Tree | None, width: int, allowed: np.ndarray | None = None) -> Call:
         layout, bits = self.layout_for(len(padded), tree), self._allowed(len(padded), allowed)
@@ -353,8 +369,8 @@ class Runner:
         largest = (shapes.num_slots, shapes.chunks[-1], True, shapes.chunks[-1], shapes.widths[-1])
         found.append(Program("scoring of prompts", True, functools.partial(self._prefill, *largest, is_scored=True)))
         if self.config.max_pending and len(shapes.trees) > 1:  # one tree alone never leaves more than it can take
-            for size, layout in itertools.product(shapes.batch_sizes, self.layouts.distinct):
-                call = functools.partial(self._catching_up, (shapes.num_slots,) * size, layout)
+            for size, number in itertools.product(shapes.batch_sizes, range(len(self.layouts.distinct))):
+                call = functools.partial(self._catching_up, (shapes.num_slots,) * size, number)
                 found.append(Program(f"catching up for {size}", False, call))
         for width, size in itertools.product(shapes.widths, shapes.batch_sizes):
             trees = [tree for tree in shapes.trees_for(size) if tree != shapes.plain]
@@ -428,7 +444,7 @@ class Runner:
         padded = (self.shapes.num_slots,) * batch_size
         calls = [self._step(padded, tree, width)]
         if self.config.max_pending and tree is not None and len(self.shapes.trees) > 1:
-            calls.append(self._catching_up(padded, self.layout_for(batch_size, tree)))
+            calls.append(self._catching_up(padded, self.layouts.number(self.layout_for(batch_size, tree))))
         return all(call.key in self.compiled for call in calls)
 
     @property

@@ -184,6 +184,11 @@ class Scheduler:
         self.num_preemptions += 1
         bisect.insort(self.waiting, sequence, key=lambda other: other.rank)
 
+    def preempt_all(self) -> None:
+        """Send every running sequence back to the queue: what its pages hold is not to be read any more."""
+        for sequence in list(self.running):
+            self._preempt(sequence)
+
     def _chunks_of_round(self, *, can_admit: bool) -> list[Chunk]:
         chunks: list[Chunk] = []
         room = self._prefill_tokens

@@ -76,6 +76,9 @@ class ServeRun:
     max_queue: int = setting(
         256, help="sequences that may wait, shared out among the clients that wait; more get a 503", ge=1
     )
+    allow_load_draft: bool = setting(
+        False, help="let clients change how the server speculates: POST /v1/load_draft and /v1/speculation"
+    )
     allow_priority: bool = setting(False, help="let requests choose their priority; else it must be 0")
     deterministic: bool = setting(
         False, help="one shape for every step, so that batch mates, prefix hits and speculation change no bit (slower)"

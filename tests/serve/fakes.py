@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from specserve.errors import CapacityError, RequestError
+from specserve.errors import CapacityError, ConfigError, RequestError
 from specserve.serve.interface import DraftInfo, EngineStats, MakeMask
 from specserve.serve.request import (
     Delta,
@@ -169,6 +169,17 @@ class FakeEngine:
         if "forbidden" in spec.text:
             raise RequestError("the grammar is refused", param="grammar")
         return lambda: FakeMask(spec)
+
+    def set_speculation(self, speculation: str, /) -> None:
+        if speculation not in ("off", "chain:3"):
+            raise ConfigError("no programs are compiled for this")
+        self.speculation = speculation
+
+    def load_draft(self, folder: str, /) -> DraftInfo:
+        if "missing" in folder:
+            raise ConfigError(f"{folder}: no such folder on the server")
+        self.draft = DraftInfo(folder, 3.5)
+        return self.draft
 
     def flush_cache(self) -> None:
         self._cached.clear()

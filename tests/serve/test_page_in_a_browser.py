@@ -12,6 +12,7 @@ from fakes import STORY, FakeEngine, wait_for
 
 from specserve.serve.http.app import create_app
 from specserve.serve.http.server import HttpServer
+from specserve.serve.interface import EngineStats
 
 playwright = pytest.importorskip("playwright.sync_api")
 expect = playwright.expect
@@ -39,10 +40,11 @@ def open_page(browser, server: HttpServer) -> Iterator[Any]:
     """Opens the page; in the end nothing may have gone wrong, nor to another origin."""
     contexts, wrong = [], []
 
-    def open_page(options: dict[str, Any] = LIGHT, url: str = server.url) -> Any:
+    def open_page(options: dict[str, Any] = LIGHT, url: str = server.url, *, loses_server: bool = False) -> Any:
         contexts.append(browser.new_context(**options))
         page = contexts[-1].new_page()
-        page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
+        if not loses_server:  # of which a browser tells on its own
+            page.on("console", lambda said: wrong.append(said.text) if said.type in ("error", "warning") else None)
         page.on("pageerror", lambda error: wrong.append(str(error)))
         page.on("request", lambda request: None if request.url.startswith(url) else wrong.append(request.url))
         page.goto(url)
@@ -95,6 +97,7 @@ def test_a_race_runs_twice_and_says_equal(open_page, fake_engine: FakeEngine) ->
     page.get_by_label("Prompt").fill("paced")
     page.get_by_role("button", name="Start race").click()
     expect(page.locator("#verdict b")).to_have_text("Equal")
+    expect(page.locator("#verdict")).to_contain_text("× the tokens per second")
     off, on = fake_engine.requests[-2:]
     assert (off.params.speculation, on.params.speculation) == (0, None)
     assert off.params == dataclasses.replace(on.params, speculation=0)
@@ -106,6 +109,19 @@ def test_a_race_runs_twice_and_says_equal(open_page, fake_engine: FakeEngine) ->
     page.get_by_role("button", name="Replay").click()
     expect(page.locator("#lane-on .said")).to_have_text(texts[1] or "")
     expect(page.locator("#lane-off .said")).to_have_text(texts[0] or "")
+
+
+@pytest.mark.parametrize(
+    ("state", "why"), [({"num_programs_left": 3}, "still compiling"), ({"num_waiting": 5}, "Other requests")]
+)
+def test_a_disturbed_race_tells_no_times(open_page, fake_engine: FakeEngine, monkeypatch, state, why: str) -> None:
+    monkeypatch.setattr(fake_engine, "state", EngineStats(**state))
+    page = open_page()
+    page.get_by_role("tab", name="Race").click()
+    page.get_by_role("button", name="Start race").click()
+    expect(page.locator("#verdict b")).to_have_text("Equal")
+    expect(page.locator("#verdict")).to_contain_text(why)
+    expect(page.locator("#verdict")).not_to_contain_text("×")
 
 
 def test_the_keyboard_alone_is_enough(open_page, fake_engine: FakeEngine) -> None:
@@ -191,7 +207,7 @@ def test_text_can_be_read_in_both_schemes(open_page, scheme: dict[str, Any]) -> 
 
 
 def test_a_key_is_asked_for_and_kept_in_the_tab(open_page, fake_engine: FakeEngine) -> None:
-    server = HttpServer(create_app(fake_engine, api_key="secret"), port=0)
+    server = HttpServer(create_app(fake_engine, api_keys=["secret"]), port=0)
     server.start()
     try:
         page = open_page(url=server.url)
@@ -209,17 +225,56 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(open_page, fake_engine: FakeEngi
         server.stop()
 
 
-def test_the_state_of_the_server_is_shown(open_page, fake_engine: FakeEngine) -> None:
-    fake_engine.state = dataclasses.replace(fake_engine.state, num_programs_left=12, num_pages=64, num_pages_held=16)
+def test_a_model_without_a_chat_template_continues_texts(open_page, fake_engine, monkeypatch) -> None:
+    monkeypatch.setattr(type(fake_engine.tokenizer), "has_chat_template", False)
+    server = HttpServer(create_app(fake_engine), port=0)
+    server.start()
     try:
-        page = open_page()
-        expect(page.locator("#state")).to_have_text("Compiling, 12 programs left")
-        expect(page.get_by_role("progressbar", name="Programs compiled")).to_be_visible()
-        expect(page.locator("#live")).to_contain_text("16 / 64")
-        fake_engine.state = dataclasses.replace(fake_engine.state, num_programs_left=0)
+        page = open_page(url=server.url)
+        _ask(page, "once upon")
+        assert bytes(fake_engine.requests[-1].prompt_ids) == b"once upon"
+        page.close()
+    finally:
+        server.stop()
+
+
+def test_the_state_of_the_server_is_shown(open_page, fake_engine: FakeEngine, monkeypatch) -> None:
+    state = EngineStats(num_programs_left=12, num_pages=64, num_pages_held=16)
+    monkeypatch.setattr(fake_engine, "state", state)
+    page = open_page()
+    expect(page.locator("#state")).to_have_text("Compiling, 12 programs left")
+    expect(page.get_by_role("progressbar", name="Programs compiled")).to_be_visible()
+    expect(page.locator("#live")).to_contain_text("16 / 64")
+    monkeypatch.setattr(fake_engine, "state", EngineStats())
+    expect(page.locator("#state")).to_have_text("Ready")
+
+
+def test_the_next_prompt_may_be_typed_while_an_answer_streams(open_page, fake_engine: FakeEngine) -> None:
+    page = open_page()
+    page.get_by_label("Prompt").fill("paced unicode")
+    page.keyboard.press("Enter")
+    page.get_by_label("Prompt").fill("the next")
+    expect(page.locator(".assistant:not([aria-busy])")).to_have_count(1)
+    expect(page.get_by_label("Prompt")).to_have_value("the next")
+
+
+def test_a_server_that_goes_away_is_told_and_found_again(open_page, fake_engine: FakeEngine) -> None:
+    server = HttpServer(create_app(fake_engine), port=0)
+    server.start()
+    page = open_page(url=server.url, loses_server=True)
+    page.get_by_label("Prompt").fill("slow")
+    page.keyboard.press("Enter")
+    expect(page.locator(".assistant .said")).to_contain_text("aaa")
+    server.stop()
+    expect(page.get_by_role("alert")).to_contain_text("The connection was lost")
+    expect(page.locator("#state")).to_have_text("Not reachable")
+    expect(page.get_by_role("button", name="Send")).to_be_enabled()
+    server = HttpServer(create_app(fake_engine), port=server.port)
+    server.start()
+    try:
         expect(page.locator("#state")).to_have_text("Ready")
     finally:
-        fake_engine.state = type(fake_engine.state)()
+        server.stop()
 
 
 def test_what_the_server_refuses_is_said(open_page) -> None:
@@ -227,6 +282,7 @@ def test_what_the_server_refuses_is_said(open_page) -> None:
     page.get_by_label("Prompt").fill("explode")
     page.keyboard.press("Enter")
     expect(page.get_by_role("alert")).to_contain_text("the engine failed on this request")
+    expect(page.get_by_label("Prompt")).to_have_value("explode")  # not lost
     _ask(page, "hi")
     expect(page.get_by_role("alert")).to_have_count(0)
 

@@ -54,7 +54,7 @@ class AnswerSyntax:
     def question(self, body: ChatBody) -> Question:
         """What the template is to be told. Raises RequestError for tools or efforts that it does not know."""
         chosen = chosen_tools(body.tools, body.tool_choice)
-        if chosen and self.tool_format is None:
+        if chosen and self.tool_format is None and self._template.reads_tools:  # else the prompt is refused
             raise RequestError(
                 "it is not known how this model calls tools: send none, or start the server with --tool-parser, one of "
                 + ", ".join(each.name for each in TOOL_FORMATS),

@@ -7,6 +7,7 @@ from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
 from specserve.serve.http.dialect_routes import add_dialect_routes
+from specserve.serve.http.draft_routes import add_draft_routes
 from specserve.serve.http.edge import HeadAsGet, HostGate
 from specserve.serve.http.guard import ApiKeyGate, BugGate, error_response, install_error_handlers
 from specserve.serve.http.messages_replies import MessagesDoor
@@ -60,7 +61,8 @@ def create_app(
     add_dialect_routes(app, service)
     add_sglang_routes(app, service, metrics)
     add_tokenizer_routes(app, service)
+    add_draft_routes(app, service, is_allowed=run.allow_load_draft)
     add_status_routes(app, engine, metrics)
-    add_page_routes(app, needs_key=bool(api_keys))
+    add_page_routes(app, engine, needs_key=bool(api_keys))
     add_openapi_routes(app, has_key=bool(api_keys), has_docs=run.docs)
     return app

@@ -5,10 +5,13 @@ The page itself needs no API key, because a browser cannot send one when it open
 sends it with each call.
 """
 
+import re
 from functools import partial
 from pathlib import Path
 
 from fastapi import FastAPI, Response
+
+from specserve.serve.interface import EngineLike
 
 _FOLDER = Path(__file__).parent / "page"
 _MEDIA_TYPES = {".css": "text/css", ".html": "text/html", ".js": "text/javascript", ".svg": "image/svg+xml"}
@@ -30,12 +33,15 @@ _HEADERS = {
 }
 
 
-def add_page_routes(app: FastAPI, *, needs_key: bool) -> None:
-    """Add the page. With `needs_key` it asks for the API key before its first call."""
+def add_page_routes(app: FastAPI, engine: EngineLike, *, needs_key: bool) -> None:
+    """Add the page. With `needs_key` it asks for the API key before its first call; where there is no chat template, it
+    has texts continued."""
+    facts = {"needs-key": needs_key, "has-chat": engine.tokenizer.has_chat_template}
     for url, path in _FILES.items():
         text = path.read_text(encoding="utf-8")
         if url == "/":
-            text = text.replace('data-needs-key="false"', f'data-needs-key="{str(needs_key).lower()}"', 1)
+            for name, holds in facts.items():
+                text = re.sub(f'data-{name}="[a-z]+"', f'data-{name}="{str(holds).lower()}"', text, count=1)
         answer = partial(_file, text, _MEDIA_TYPES[path.suffix])
         app.add_api_route(url, answer, methods=["GET"], response_model=None, include_in_schema=False)
 

@@ -37,7 +37,9 @@ export async function* stream({ path, body }, signal) {
   const reader = reply.body.pipeThrough(new TextDecoderStream()).getReader();
   let rest = "";
   for (;;) {
-    const { value, done } = await reader.read();
+    const { value, done } = await reader.read().catch((error) => {
+      throw error.name === "AbortError" ? error : new ApiError(0, "The connection was lost before the answer ended.");
+    });
     if (done) return;
     const events = (rest + value).split(/\r?\n\r?\n/);
     rest = events.pop();

@@ -9,7 +9,7 @@ export class Chat {
   constructor(panel) {
     this.panel = panel;
     this.messages = [];
-    this.answer = null;
+    this.sent = null;
   }
 
   request(text) {
@@ -18,6 +18,7 @@ export class Chat {
 
   clear() {
     this.messages = [];
+    this.sent = null;
     $("messages").replaceChildren();
     $("answer").replaceChildren();
     $("welcome").hidden = false;
@@ -26,7 +27,7 @@ export class Chat {
 
   // Sends the text; throws what the server answers. Of a stopped answer, what has come stays.
   async send(text, signal) {
-    const request = this.request(text);
+    const request = (this.sent = this.request(text));
     $("welcome").hidden = true;
     const said = make("div", { class: "said" });
     const note = make("p", { class: "note" });
@@ -34,7 +35,7 @@ export class Chat {
     const item = make("li", { class: "assistant", "aria-busy": "true" }, make("span", { class: "visually-hidden" }, "Answer: "), said, note);
     $("messages").append(asked, item);
     item.scrollIntoView({ block: "nearest" });
-    const answer = (this.answer = new Answer(said, (step) => this.point(answer, step)));
+    const answer = new Answer(said, (step) => this.point(answer, step));
     this.panel.follow(answer);
     try {
       for await (const step of stream(request, signal)) this.take(answer, step, item);

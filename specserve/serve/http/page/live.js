@@ -84,7 +84,7 @@ export class Live {
       chart("Tokens per forward, tau", last.steps ? number(tau, 2) : "–", last.steps ? since : "after the first answer",
         spark(this.taus(), Math.max(2, ...this.taus().map(([, value]) => value)), `tau ${number(tau, 2)}`)),
       chart("Acceptance by depth", last.steps ? `${number(100 * (shares[0] ?? 0))}%` : "–", last.steps ? `at depth 1, ${since}` : "after the first answer",
-        depthBars(last.steps ? shares.slice(0, 8) : []), true),
+        depthBars(last.steps ? shares : []), true),
       chart("Pages held", `${number(held)} / ${number(last.pages)}`, `${number(last.cached)} cached`,
         spark(usage, 1, `${number(100 * last.usage)}% of the pages are held`)),
       chart("Running", number(last.running), `${number(last.waiting)} waiting`,

@@ -16,8 +16,8 @@ const EXAMPLES = [
 ];
 
 const panel = new TreePanel();
-const views = { "tab-chat": new Chat(panel), "tab-race": new Race(panel) };
 const live = new Live($("live"));
+const views = { "tab-chat": new Chat(panel), "tab-race": new Race(panel, live) };
 let view = "tab-chat";
 let running = null; // the AbortController of what runs
 let language = "tab-curl";
@@ -38,25 +38,22 @@ function showControls() {
   $("again").hidden = isRace || Boolean(running) || !views["tab-chat"].messages.length;
 }
 
-async function send(text, isAgain = false) {
+async function send(text) {
   if (running || !text.trim()) return;
   const mine = (running = new AbortController());
   lastText = text;
   say("");
+  if (view === "tab-chat") $("prompt").value = ""; // the next one may be typed meanwhile
   showControls();
-  showCode();
   try {
     if (!served.model) await readModel();
-    await views[view].send(text, mine.signal);
-    $("prompt").value = view === "tab-race" ? text : "";
+    const sent = views[view].send(text, mine.signal);
+    showCode();
+    await sent;
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
-    if (error.status === 400 && error.message.includes("no chat template") && !isAgain) {
-      served.hasChat = false; // a base model: it continues the text
-      running = null;
-      return await send(text, true);
-    }
     say(error.message);
+    $("prompt").value ||= text;
     if (error.status === 401) openKey();
   } finally {
     if (running === mine) running = null;
@@ -70,7 +67,8 @@ const stop = () => running?.abort();
 // --- the request in code ---
 
 function showCode() {
-  const request = views[view].request($("prompt").value.trim() || lastText);
+  const text = $("prompt").value.trim();
+  const request = (!text && views[view].sent) || views[view].request(text || lastText);
   $("code").textContent = language === "tab-curl" ? asCurl(request) : asPython(request);
   $("code").setAttribute("aria-labelledby", language);
 }
@@ -97,10 +95,9 @@ function openKey(isOpen = true) {
 async function readModel() {
   const [card] = (await getJson("v1/models")).data;
   served.model = card.id;
-  served.maxLength = card.max_model_len ?? Infinity;
   $("model").textContent = card.id.split("/").at(-1);
   $("model").title = card.id;
-  $("max-tokens").max = served.maxLength - 1;
+  $("max-tokens").max = card.max_model_len - 1;
   document.title = `specserve · ${card.id.split("/").at(-1)}`;
   showCode();
 }
@@ -138,13 +135,17 @@ async function look() {
       setKey(""); // asked once, not at every poll
       openKey();
     }
+    served.model = null; // whoever answers next may serve another one
     setState(error.status === 401 ? "locked" : "gone", error.status === 401 ? "Key refused" : "Not reachable");
   }
 }
 
 async function poll() {
-  if (!document.hidden) await look();
-  setTimeout(poll, POLL_MS);
+  try {
+    if (!document.hidden) await look();
+  } finally {
+    setTimeout(poll, POLL_MS);
+  }
 }
 
 // --- wiring ---
@@ -199,6 +200,7 @@ for (const text of EXAMPLES) {
   $("examples").append(button);
 }
 
+if (!served.hasChat) $("prompt").placeholder = "Begin a text, and the model continues it";
 $("key-open").hidden = !needsKey;
 $("metrics-link").hidden = needsKey; // a link cannot send the key
 showControls();

@@ -51,8 +51,10 @@ class Lane {
 }
 
 export class Race {
-  constructor(panel) {
+  // `live` tells what else the server did while the race ran.
+  constructor(panel, live) {
     this.panel = panel;
+    this.live = live;
     this.clear();
   }
 
@@ -77,6 +79,8 @@ export class Race {
   async send(text, signal) {
     this.clear();
     const [off, on] = this.requests(text, `race-${Date.now()}-${Math.random().toString(36).slice(2)}`);
+    this.sent = on;
+    this.start = performance.now() / 1000;
     try {
       await this.off.run(off, signal);
       await this.on.run(on, signal);
@@ -98,12 +102,28 @@ export class Race {
       ? `Both texts are equal: ${plural(off.tokens.length, "token")}, ${plural(off.content.length, "character")}.`
       : `The texts differ from character ${firstDifference(off.content, on.content) + 1} on. Where two tokens are nearly `
         + "tied, rounding in another shape of step may choose the other one.";
-    const speed = `${number(gain, 2)}× the tokens per second, in ${number(on.numForwards)} forwards of the target instead of ${number(off.numForwards)}.`;
+    const speed = this.disturbance()
+      ?? `${number(gain, 2)}× the tokens per second, in ${number(on.numForwards)} forwards of the target instead of ${number(off.numForwards)}.`;
     const verdict = $("verdict");
     verdict.hidden = false;
     verdict.dataset.equal = isEqual;
     verdict.replaceChildren(make("p", {}, make("b", {}, isEqual ? "Equal" : "Different"), " ", equal), make("p", {}, speed), replay);
+    verdict.scrollIntoView({ block: "nearest" });
     announce(`${equal} ${speed}`);
+  }
+
+  // Why the times say nothing, where they do.
+  disturbance() {
+    const last = this.live.samples.at(-1);
+    const during = [...this.live.samples.filter((sample) => sample.time >= this.start), ...(last ? [last] : [])];
+    if (during.some((sample) => sample.programsLeft > 0)) {
+      return "The server was still compiling its programs, so the times compare nothing. Race again when it is ready.";
+    }
+    if (during.some((sample) => sample.running + sample.waiting > 1)) {
+      return "Other requests ran meanwhile, so the times compare nothing. Race again when the server is idle.";
+    }
+    const hasProposed = this.on.answer.steps.some((step) => step.tree);
+    return hasProposed ? null : "Nothing was proposed: the server decoded plainly both times, and the times differ by chance.";
   }
 
   replay(button) {

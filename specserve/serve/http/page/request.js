@@ -3,7 +3,7 @@
 import { $ } from "./dom.js";
 import { needsKey } from "./api.js";
 
-export const served = { model: null, maxLength: Infinity, hasChat: true };
+export const served = { model: null, hasChat: document.documentElement.dataset.hasChat === "true" };
 
 const numberOf = (id, fallback) => {
   const value = $(id).valueAsNumber;

@@ -3,7 +3,7 @@
 import { MOST_DEPTH } from "./answer.js";
 import { $, draw, make, plural } from "./dom.js";
 
-const SMALLEST = 0.75;
+const SMALLEST = 0.75, MOST_HELD = 166;
 const ROW = 26, HEIGHT = 20, GAP = 20, CHAR = 7.3, PAD = 7, EDGE = 2;
 
 const visible = (token) => {
@@ -76,7 +76,7 @@ function describe(step) {
   const num = tree.tokens.length - 1;
   const said = tree.accepted.map((node) => JSON.stringify(tree.tokens[node])).join(", ");
   return `${plural(num, "token")} proposed, ${tree.accepted.length} accepted${said && `: ${said}`}; `
-    + `the target's own: ${JSON.stringify(tokens.at(-1))}`;
+    + (tokens.length > tree.accepted.length ? `the target's own: ${JSON.stringify(tokens.at(-1))}` : "the answer ends there");
 }
 
 // Shows the steps of one answer at a time, one step at a time.
@@ -94,9 +94,9 @@ export class TreePanel {
     $("steps").disabled = true;
   }
 
-  // The panel only grows during an answer, so that nothing below it jumps.
+  // The panel only grows during an answer, so that nothing below it jumps; a rare large tree may pass.
   hold() {
-    this.height = Math.max(this.height, $("tree").offsetHeight);
+    this.height = Math.min(MOST_HELD, Math.max(this.height, $("tree").offsetHeight));
     $("tree").style.minHeight = `${this.height}px`;
   }
 
