@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any, Literal, cast
 
 import jax
-import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specserve import host
@@ -22,7 +21,7 @@ from specserve.drafters.notes import read_notes
 from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 from specserve.drafters.speculation import parse_speculation, with_head
 from specserve.drafters.words import ALL_TEXT
-from specserve.errors import CheckpointError, ConfigError
+from specserve.errors import ConfigError
 from specserve.mesh import default_dtype, free_memory, num_parts
 from specserve.provenance import fingerprint
 from specserve.serve.calibrate import cost_file, describe_costs, finish, step_costs
@@ -33,7 +32,7 @@ from specserve.serve.programs import Announcer, Program, compile_all
 from specserve.serve.runner import Runner
 from specserve.serve.settings import ServeRun
 from specserve.serve.shapes import DETERMINISTIC_DEPTH
-from specserve.serve.startup import check_numbers, check_state_fits
+from specserve.serve.startup import check_numbers, check_state_fits, check_weights
 from specserve.speculative.controller import Controller
 from specserve.speculative.tree import DynamicTree, Tree, chain
 from specserve.tokenizer import Tokenizer, check_files
@@ -204,9 +203,7 @@ def _head_loader(models: Models) -> Callable[[Path], LoadedHead]:
         if not folder.is_dir():
             raise ConfigError(f"{folder}: no such folder on the server; give one that `specserve train` has written")
         head, notes = load_head(folder, target, dtype=default_dtype(), mesh=mesh), read_notes(folder)
-        for path, leaf in jax.tree_util.tree_leaves_with_path(head.params):
-            if not bool(jnp.isfinite(leaf).all()):
-                raise CheckpointError(f"{folder}: {jax.tree_util.keystr(path)} holds values that are not finite")
+        check_weights(head.params, head.drafter.spec(), str(folder))
         found = notes.get("acceptance", {})
         return LoadedHead(head, found.get("accept_rate", ()), DraftInfo(folder.name, found.get("tau")))
 

@@ -19,7 +19,7 @@ from pydantic_core import from_json
 from specserve.errors import CapacityError, RequestError
 from specserve.serve import engine as engine_module
 from specserve.serve.admission import Queue
-from specserve.serve.http import bodies, openai_routes
+from specserve.serve.http import bodies
 from specserve.serve.http.app import create_app
 from specserve.serve.http.patient_json import MAX_AT_ONCE, MAX_CONTAINERS, MAX_VALUES, read_json
 from specserve.serve.http.server import HttpServer
@@ -184,7 +184,7 @@ def test_no_body_holds_the_event_loop(
         watched = lambda *args, **kw: (callers.add(threading.current_thread().name), call(*args, **kw))[1]  # noqa: E731
         monkeypatch.setattr(owner, name, watched)
 
-    for owner, name in [(openai_routes, "parse_body"), (fake_engine.tokenizer, "encode"), (fake_engine, "submit")]:
+    for owner, name in [(service, "parse_body"), (fake_engine.tokenizer, "encode"), (fake_engine, "submit")]:
         watch(owner, name)
     raw = [json.dumps(body).encode() for body in _hostile()]
     send = {"headers": {"content-type": "application/json"}, "timeout": 100}
