@@ -19,7 +19,7 @@ from pydantic_core import from_json
 from specserve.errors import CapacityError, RequestError
 from specserve.serve import engine as engine_module
 from specserve.serve.admission import Queue
-from specserve.serve.http import bodies
+from specserve.serve.http import bodies, service
 from specserve.serve.http.app import create_app
 from specserve.serve.http.patient_json import MAX_AT_ONCE, MAX_CONTAINERS, MAX_VALUES, read_json
 from specserve.serve.http.server import HttpServer
