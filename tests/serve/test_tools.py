@@ -256,7 +256,10 @@ def test_a_model_that_knows_no_tools_says_so():
         for fields, param in [({}, "tools"), ({"tools": [], "reasoning_effort": "high"}, "reasoning_effort")]:
             assert assert_refused(http.post("/chat/completions", json=ASK | fields))["param"] == param
         assert http.post("/chat/completions", json=ASK | {"tools": [], "reasoning_effort": "medium"}).status_code == 200
-    for template, parser, said in [("<tool_call>", "hermes", "does not write tools"), ("tools", "auto", "--tool-parser")]:
+    for template, parser, said in [
+        ("<tool_call>", "hermes", "does not write tools"),
+        ("tools", "auto", "--tool-parser"),
+    ]:
         with serving(template, tool_parser=parser) as (_, url):
             error = assert_refused(httpx.post(f"{url}/chat/completions", json=ASK))
             assert said in error["message"]
