@@ -90,6 +90,17 @@ def test_reasoning_is_told_apart_and_goes_with_calls(data, think, thought, conte
     assert parse(hides, text) == Part(part.content, "", part.tool_calls)
 
 
+def test_tagged_arguments_have_the_types_of_the_schema():
+    properties = {"yes": {"type": "boolean"}, "no": {"type": ["integer", "null"]}, "text": {"type": ["string", "null"]}}
+    tools = {"f": {"properties": properties | {"free": {}}}}
+    for written, meant in [
+        (["True", "None", "True", "[1]"], {"yes": True, "no": None, "text": "True", "free": [1]}),
+        (["false", "3", "null", "word"], {"yes": False, "no": 3, "text": None, "free": "word"}),
+    ]:
+        text = WRITERS["qwen3-coder"]([("f", dict(zip(meant, written, strict=True)))])
+        assert calls_of(parse(make_reader("qwen3-coder", tools=tools), text)) == [("f", meant)]
+
+
 def test_arguments_arrive_while_they_are_written():
     long = json.dumps({"a": 1, "text": "word " * 20})
     for name, text in [

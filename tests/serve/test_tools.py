@@ -333,6 +333,16 @@ def test_what_a_template_writes_is_read_back(name):
     assert (part.content, part.reasoning) == ("", thought)
 
 
+def test_a_tools_message_has_its_tools_name():
+    """Harmony's template needs it, and clients send the id of the call alone."""
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": ""}}
+    result = {"role": "tool", "tool_call_id": "1", "content": "noon"}
+    body = check_body(ChatBody, {"messages": [*USER, {"role": "assistant", "tool_calls": [call]}, result]})
+    text = load("gpt-oss").template.render(template_messages(body.messages))
+    assert "to=functions.now<|channel|>commentary json<|message|>{}<|call|>" in text
+    assert "<|start|>functions.now to=assistant" in text
+
+
 def test_special_tokens_are_never_shown():
     broken = (
         "<|channel|>commentary to=functions.absent<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>x"

@@ -28,12 +28,12 @@ class _Wording:
     last: str = ""  # after them
     begin_value: str = ""  # of an argument; empty where all arguments are one JSON object
     end_value: str = ""
-    is_alone: bool = False  # the answer ends with a call
+    is_alone: bool = False  # an answer has one call
 
 
 _WORDINGS: dict[str, _Wording] = {
     "hermes": _Wording('<tool_call>\n{"name": "NAME", "arguments": ', "}\n</tool_call>"),
-    "llama3": _Wording('{"name": "NAME", "parameters": ', "}", between="; "),
+    "llama3": _Wording('{"name": "NAME", "parameters": ', "}", is_alone=True),  # its templates take no second call
     "mistral": _Wording("[TOOL_CALLS]NAME[ARGS]", "", between=""),
     "mistral list": _Wording('{"name": "NAME", "arguments": ', "}", ", ", first="[TOOL_CALLS][", last="]"),
     "deepseek": _Wording(

@@ -108,7 +108,7 @@ class Reader:
         """What has been said since the last time."""
         if self.is_whole and not self._num_calls and (space := self._content.space):
             self._parts.append(Part(space))
-        part = joined(self._parts)
+        part = self._parts[0] if len(self._parts) == 1 else joined(self._parts)
         self._parts.clear()
         return part
 
@@ -221,6 +221,8 @@ class _Trimmed:
 def _num_held(text: str, marks: Sequence[str]) -> int:
     """The longest end of the text that begins a mark."""
     longest = min(len(text), max((len(mark) - 1 for mark in marks), default=0))
+    if not any(mark[0] in text[-longest:] for mark in marks):  # nearly always, and cheaper than what follows
+        return 0
     for length in range(longest, 0, -1):
         if any(mark.startswith(text[-length:]) for mark in marks):
             return length

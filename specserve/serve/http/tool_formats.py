@@ -245,13 +245,16 @@ def _read_tagged(tags: _Tags, reader: Reader) -> Reading[None]:
         yield from reader.match(tags.tail)
 
 
+_AS_JSON = {"True": "true", "False": "false", "None": "null"}  # as templates write what Python's str() makes of them
+
+
 def _typed(schema: Mapping[str, Any], name: str, text: str) -> str:
     """A tagged value as JSON. Its tool's schema tells whether `1` is a number or text."""
     text = text.removeprefix("\n").removesuffix("\n")
     types = argument_types(schema, name)
     if "string" not in types or (text.strip() == "null" and "null" in types):
         try:
-            return json.dumps(json.loads(text), ensure_ascii=False)
+            return json.dumps(json.loads(_AS_JSON.get(text.strip(), text)), ensure_ascii=False)
         except (ValueError, RecursionError):
             pass
     return json.dumps(text, ensure_ascii=False)
