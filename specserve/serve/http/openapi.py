@@ -11,6 +11,7 @@ from pydantic.json_schema import models_json_schema
 
 import specserve
 from specserve.serve.http.bodies import Body
+from specserve.serve.http.draft_routes import LoadDraftBody, SpeculationBody
 from specserve.serve.http.generate_bodies import GenerateBody
 from specserve.serve.http.guard import OPEN_PATHS
 from specserve.serve.http.messages_bodies import CountTokensBody, MessagesBody
@@ -24,9 +25,11 @@ BODIES: Mapping[str, type[Body]] = {
     "/detokenize": DetokenizeBody,
     "/v1/chat/completions": ChatBody,
     "/v1/completions": CompletionBody,
+    "/v1/load_draft": LoadDraftBody,
     "/v1/messages": MessagesBody,
     "/v1/messages/count_tokens": CountTokensBody,
     "/v1/responses": ResponsesBody,
+    "/v1/speculation": SpeculationBody,
 }
 
 _TEXT = {"type": "string"}
@@ -53,6 +56,7 @@ _ANTHROPIC_ERROR = {
 _FAILURES = {
     400: "The request cannot be served as it stands; `param` names the field.",
     401: "No API key, or a wrong one.",
+    403: "The operator has not allowed it.",
     404: "A model that is not served.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
@@ -61,6 +65,7 @@ _FAILURES = {
     503: "The server is full, starting, stopping or unhealthy.",
 }
 _OF_BODIES = (400, 404, 408, 413, 415, 500, 503)
+_OF_OPERATORS = ("/v1/load_draft", "/v1/speculation")
 _OF_OTHERS = {"/health": (503,), "/ready": (503,), "/v1/models/{model}": (404,)}
 
 
@@ -95,10 +100,13 @@ def _routes(app: FastAPI) -> Iterator[APIRoute]:
 
 def _operation(route: APIRoute, method: str) -> Json:
     path = route.path_format
-    statuses = _OF_BODIES if path in BODIES else _OF_OTHERS.get(path, ())
+    body = BODIES.get(path) if method == "POST" else None
+    statuses = _OF_OTHERS.get(path, ()) if body is None else _OF_BODIES
+    if body is not None and path in _OF_OPERATORS:
+        statuses = (*statuses, 403)
     responses = {"200": {"description": "The reply."}} | {str(status): _failure(path, status) for status in statuses}
     operation: Json = {"operationId": f"{method.lower()}_{path.strip('/') or 'page'}", "responses": responses}
-    if body := BODIES.get(path):
+    if body is not None:
         operation["summary"] = (body.__doc__ or "").partition("\n")[0]
     parameters = [{"name": name, "in": "path", "required": True, "schema": _TEXT} for name in route.param_convertors]
     return operation | ({"parameters": parameters} if parameters else {})
