@@ -17,6 +17,7 @@ from specserve.errors import CheckpointError, RequestError
 log = logging.getLogger(__name__)
 
 GENERIC_CLASS = "TokenizersBackend"  # what transformers calls its class for a tokenizer.json alone
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken")
 
 
 class Tokenizer:
@@ -184,6 +185,15 @@ def _is_generic(folder: Path) -> bool:
 
 def _reject(record: logging.LogRecord) -> bool:
     return record.levelno > logging.WARNING
+
+
+def check_files(folder: Path) -> None:
+    """Raises CheckpointError where a model folder has no vocabulary of a tokenizer: before its weights are read."""
+    if not any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):
+        raise CheckpointError(
+            f"{folder}: no tokenizer files; expected one of {', '.join(_VOCABULARIES)}. Copy them from where the "
+            "weights come from"
+        )
 
 
 def read_end_ids(folder: Path) -> tuple[int, ...]:

@@ -1,5 +1,6 @@
 """`specserve serve`: target and draft behind an OpenAI-compatible endpoint."""
 
+import gc
 from contextlib import nullcontext
 from dataclasses import replace
 
@@ -36,6 +37,9 @@ def serve(run: ServeRun) -> None:
     if run.warmup_only:
         console.print(f"{engine.runner.num_programs} programs are compiled and cached")
         return
+
+    gc.collect()
+    gc.freeze()  # what is loaded stays, and no later collection walks it: that takes longer than many steps
 
     def drain(seconds: float) -> None:
         engine.drain(seconds)

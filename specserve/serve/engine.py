@@ -39,6 +39,7 @@ from specserve.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.2  # how often an idle engine looks for cancelled requests in its queue
+RESTS_BEFORE_TRIM, RESTS_BETWEEN_TRIMS = 10, 100  # times of IDLE_SECONDS, until freed memory goes back to the system
 STOP_SECONDS = 60.0
 
 Finish = Iterator[object]  # a generator; what it returns is the controller to go on with, if it is another
@@ -375,10 +376,16 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            num_rests = 0
             while not self._is_stopping:
-                if not self._round() and not self._finish:
+                num_rests += 1
+                if self._round() or self._finish:
+                    num_rests = 0
+                else:
                     self._wake.wait(IDLE_SECONDS)
                     self._wake.clear()
+                if num_rests % RESTS_BETWEEN_TRIMS == RESTS_BEFORE_TRIM:
+                    host.give_back_freed_memory()  # of a burst, also one of bodies that were refused
                 if self._has_late and not self._num_left:
                     self._go_on()
         except BaseException:

@@ -33,9 +33,10 @@ from specserve.serve.programs import Announcer, Program, compile_all
 from specserve.serve.runner import Runner
 from specserve.serve.settings import ServeRun
 from specserve.serve.shapes import DETERMINISTIC_DEPTH
+from specserve.serve.startup import check_numbers, check_state_fits
 from specserve.speculative.controller import Controller
 from specserve.speculative.tree import DynamicTree, Tree, chain
-from specserve.tokenizer import Tokenizer
+from specserve.tokenizer import Tokenizer, check_files
 
 logger = logging.getLogger(__name__)
 
@@ -85,6 +86,8 @@ def load_models(
             raise ConfigError(f"{folder} does not say which target it was trained for; give it with --target")
         name = str(notes.get("target", BUNDLED))
     source = resolve_target(name)
+    if has_tokenizer:
+        check_files(source.folder)
     stated = notes.get("quantization", "none")
     own_quantization = quantization or (stated if stated in QUANTIZATIONS else "none")
     dtype = default_dtype()
@@ -158,6 +161,7 @@ def make_engine(
         on_compiled=report,
         meanwhile=lambda: models.tokenizer,
     )
+    check_numbers(runner, models.target, models.head)
     names, acceptance = f"{models.fingerprint} {models.head_fingerprint}", models.head_acceptance
 
     def make_controller() -> Generator[object, None, Controller | None]:
@@ -175,7 +179,7 @@ def make_engine(
     return Engine(
         runner,
         models.tokenizer,
-        model_name=models.name,
+        model_name=run.served_model_name or _public(models.name),
         draft=models.draft,
         load_head=_head_loader(models),
         eos_ids=models.target.eos_ids,
@@ -236,6 +240,7 @@ def _make_runner(models: Models, run: ServeRun, *, is_coupled: bool) -> Runner:
         has_constrained=run.constrained,
         mesh=models.mesh,
         folder=host.cache_folder() / "programs",
+        check=functools.partial(check_state_fits, mesh=models.mesh),
     )
 
 
@@ -279,6 +284,11 @@ def choose_trees(models: Models, run: ServeRun) -> tuple[Tree | None, ...]:
     if run.deterministic and tree is not None and (tree.top_k > 1 or tree.depth > DETERMINISTIC_DEPTH):
         raise ConfigError(f"--deterministic speculates with chains of at most {DETERMINISTIC_DEPTH}")
     return (tree, None) if _is_early(run) and tree is not None else (tree,)
+
+
+def _public(name: str) -> str:
+    """The name of a model as clients see it: no path of this machine."""
+    return (Path(name).name or "model") if Path(name).is_absolute() else name
 
 
 def _is_early(run: ServeRun) -> bool:

@@ -35,7 +35,7 @@ from specserve.serve.options import blank_token_rows, sampler_rows
 from specserve.serve.placement import Placement
 from specserve.serve.programs import Call, Program, Programs, compile_all
 from specserve.serve.request import SamplingParams
-from specserve.serve.shapes import make_shapes
+from specserve.serve.shapes import Shapes, make_shapes
 from specserve.speculative import step
 from specserve.speculative.sampling import SamplerRows, TokenRows
 from specserve.speculative.step import Admission, StepConfig, StepResult, Weights
@@ -65,6 +65,7 @@ class Runner:
         has_constrained: bool = True,
         mesh: Mesh | None = None,  # that the parameters are spread over
         folder: Path | None = None,  # where compiled programs are kept; None: nowhere
+        check: Callable[[StepConfig, Shapes], None] | None = None,  # called before anything is allocated
     ) -> None:
         """`trees` are the ways to make a step, None being plain decoding; the head is used where one of them asks for
         it. Without `has_constrained` the programs that token masks need are not compiled."""
@@ -86,6 +87,8 @@ class Runner:
             is_coupled=is_coupled,
             verified_depth=shapes.verified_depth,
         )
+        if check is not None:
+            check(self.config, shapes)
         uses_head = any(tree is not None and tree.uses_head for tree in trees)
         self.layouts = make_layouts(target, head if uses_head else None, mesh)
         self._left_out: set[str] = set()

@@ -32,6 +32,9 @@ class ServeRun:
     )
     check_weights: bool = setting(False, help="refuse a target with weights that are not numbers (reads them all)")
     speculation: str = setting("auto", help=f"auto, by what each way costs and brings here; {WAYS}")
+    served_model_name: str = setting(
+        "", help="the model's name for clients; empty: the target's, of a folder its last part"
+    )
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(8000, help="port to listen on; 0: any free one", ge=0, le=65535)
     tool_parser: ToolParser = setting(

@@ -10,17 +10,18 @@ from typing import Any
 
 import httpx
 import pytest
-from engines import Ask, Inbox, check_idle, greedy, make_engine
+from engines import Ask, Inbox, check_idle, greedy, make_engine, wait_until
 from fakes import CONTEXT, FakeEngine, assert_refused, assert_serves
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic_core import from_json
 
-from specserve.errors import CapacityError
+from specserve.errors import CapacityError, RequestError
+from specserve.serve import engine as engine_module
 from specserve.serve.admission import Queue
 from specserve.serve.http import bodies, openai_routes
 from specserve.serve.http.app import create_app
-from specserve.serve.http.patient_json import MAX_AT_ONCE, read_json
+from specserve.serve.http.patient_json import MAX_AT_ONCE, MAX_CONTAINERS, MAX_VALUES, read_json
 from specserve.serve.http.server import HttpServer
 from specserve.serve.runner import Runner
 from specserve.serve.settings import ServeRun
@@ -203,3 +204,22 @@ def test_bodies_of_many_values_are_read_patiently(monkeypatch: pytest.MonkeyPatc
         found = bodies._parse_object(b'{"a": [' + b"1," * num_values + b"1]}")
         assert len(found["a"]) == num_values + 1
     assert sizes == [3, MAX_AT_ONCE]
+    too_many = {"values": b"[" + b"1," * (MAX_VALUES + 1), "lists and objects": b"[" + b"[]" * MAX_CONTAINERS}
+    for what, raw in too_many.items():
+        with pytest.raises(RequestError, match=f"it has more than .* {what}"):
+            bodies._parse_object(raw)
+
+
+def test_an_idle_engine_gives_memory_back(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A while after its last work, and now and then while it rests; never while it works."""
+    open_at: list[int] = []
+    monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.001)
+    with make_engine(runner) as engine:
+        wait_until(lambda: not engine.stats().num_running)
+        trim = lambda: open_at.append(engine.stats().num_running + engine.stats().num_waiting)  # noqa: E731
+        monkeypatch.setattr(engine_module.host, "give_back_freed_memory", trim)
+        wait_until(lambda: len(open_at) > 2)
+        engine.generate([[3, 4]] * 9, greedy(20))
+        after = len(open_at)
+        wait_until(lambda: len(open_at) > after)
+    assert set(open_at) == {0}

@@ -142,7 +142,8 @@ def test_tools_and_formats_become_those_of_chat():
             "tool_choice": {"type": "function", "name": "f"},
             "parallel_tool_calls": False,
             "text": {"format": {"type": "json_schema", "name": "n", "schema": {}}},
-            "reasoning": {"effort": "low"},
+            "reasoning": {"effort": "low", "summary": "auto"},
+            "include": ["reasoning.encrypted_content"],
         }
     )
     fields = body.chat_fields()
@@ -151,6 +152,7 @@ def test_tools_and_formats_become_those_of_chat():
     ]
     assert fields["tool_choice"] == {"type": "function", "function": {"name": "f"}}
     assert fields["response_format"] == {"type": "json_schema", "json_schema": {"name": "n", "schema": {}}}
+    assert "logprobs" not in fields
     assert (fields["parallel_tool_calls"], fields["reasoning_effort"]) == (False, "low")
 
 

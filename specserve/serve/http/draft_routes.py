@@ -32,9 +32,7 @@ def add_draft_routes(app: FastAPI, service: Service, *, is_allowed: bool) -> Non
 
     def check_permission() -> None:
         if not is_allowed:
-            raise HTTPException(
-                403, "only the operator changes how it speculates; --allow-load-draft lets clients"
-            )
+            raise HTTPException(403, "only the operator changes how it speculates; --allow-load-draft lets clients")
 
     def load(raw: bytes) -> Json:
         body = service.read(LoadDraftBody, raw)

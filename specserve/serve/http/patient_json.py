@@ -8,14 +8,18 @@ from json.decoder import scanstring  # type: ignore[attr-defined] (of one string
 from typing import Any
 
 MAX_VALUES = 2**19  # about; more are refused, as making and freeing them holds all threads as well
+MAX_CONTAINERS = 2**17  # lists and objects, all of which Python's garbage collector may have to walk at once
 MAX_AT_ONCE = 2**15  # for readers in C: some milliseconds
 
 
 def is_long(raw: bytes) -> bool:
-    """Whether a text may have more than `MAX_AT_ONCE` values. Raises ValueError where it has more than `MAX_VALUES`."""
-    num_commas = raw.count(b",")
+    """Whether a text may have more than `MAX_AT_ONCE` values. Raises ValueError where it has more than `MAX_VALUES`, or
+    `MAX_CONTAINERS`."""
+    num_commas, num_containers = raw.count(b","), raw.count(b"[") + raw.count(b"{")
     if num_commas > MAX_VALUES:
         raise ValueError(f"it has more than {MAX_VALUES} values, by its commas")
+    if num_containers > MAX_CONTAINERS:
+        raise ValueError(f"it has more than {MAX_CONTAINERS} lists and objects, by its brackets")
     return num_commas > MAX_AT_ONCE
 
 

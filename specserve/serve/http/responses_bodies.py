@@ -170,7 +170,10 @@ class ResponsesBody(DialectBody):
     max_tokens: None = None  # type: ignore[assignment]  # it is max_output_tokens here
     max_output_tokens: Annotated[Int64, Field(ge=1)] | None = None
     top_logprobs: Int64 = 0
-    include: list[Literal["message.output_text.logprobs"]] = Field(default_factory=list, max_length=8)
+    # Reasoning is told in plain text, which can be sent back; so asking for it encrypted changes nothing.
+    include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
+        default_factory=list, max_length=8
+    )
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
     tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = Field(default_factory=list)
@@ -181,7 +184,7 @@ class ResponsesBody(DialectBody):
 
     def chat_fields(self) -> Json:
         fields = self.shared_fields() | {"messages": self._messages(), "max_tokens": self.max_output_tokens}
-        if self.include or self.top_logprobs:
+        if "message.output_text.logprobs" in self.include or self.top_logprobs:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.reasoning is not None:
             fields["reasoning_effort"] = self.reasoning.effort
