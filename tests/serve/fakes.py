@@ -7,7 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 import httpx
 
@@ -201,7 +201,7 @@ class FakeEngine:
         self._is_stopping = True
         self._thread.join()
 
-    def __enter__(self) -> "FakeEngine":
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
