@@ -19,7 +19,7 @@ class Queue:
         the client has as many waiting as it may: `max_queue` over the number of clients that wait. So a client that
         waits alone may fill the queue, and one that comes when others have filled it still finds its share."""
         waiting = self._num_open - Counter(running)  # none below zero
-        num_clients = len(waiting) + (client not in waiting)
+        num_clients = max(1, len(waiting))
         share = max(1, self._max_queue // num_clients)
         if waiting[client] >= share:
             whose = "" if num_clients == 1 else f" of this client, whose share it is among {num_clients} that wait"
