@@ -24,12 +24,12 @@ from specserve.errors import CapacityError, ConfigError, RequestError
 from specserve.serve.admission import Queue
 from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.grammars import Grammars
-from specserve.serve.interface import DraftInfo, EngineStats, MakeMask
+from specserve.serve.interface import DraftInfo, EngineStats
 from specserve.serve.layouts import Layouts
 from specserve.serve.options import bad_sequences, check_some_token, check_token_ids
 from specserve.serve.pages import PagePool
 from specserve.serve.programs import Announcer, Compiler, Program
-from specserve.serve.request import Delta, FinishReason, GrammarSpec, Request, SamplingParams, TokenMask
+from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, TokenMask
 from specserve.serve.rounds import Rounds
 from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Scheduler
@@ -254,10 +254,12 @@ class Engine:
     ) -> Request:
         """Queue one sequence; never blocks. Raises RequestError (param "prompt", "max_tokens" or the option whose
         token ids or words do not fit) or CapacityError."""
+        if not self.runner.has_constrained:
+            for name, value in (("token_mask", token_mask), ("grammar", params.grammar)):
+                if value is not None:
+                    raise RequestError(f"{name}: this engine was started with constrained=False", param=name)
         if token_mask is None and params.grammar is not None:
-            token_mask = self.compile_grammar(params.grammar)()
-        if token_mask is not None and not self.runner.has_constrained:
-            raise RequestError("this engine was started without constrained programs", param="token_mask")
+            token_mask = self._grammars.compile(params.grammar)()
         request = Request(
             request_id=request_id or f"seq-{next(self._ids)}",
             prompt_ids=tuple(prompt_ids),
@@ -279,13 +281,6 @@ class Engine:
             self._inbox.put(request)
         self._wake.set()
         return request
-
-    def compile_grammar(self, spec: GrammarSpec) -> MakeMask:
-        """Make what gives each sequence a mask of its own. Raises RequestError: without a tokenizer, without the
-        programs for masks, and for a grammar that cannot be used."""
-        if not self.runner.has_constrained:
-            raise RequestError("this server was started with --no-constrained", param="grammar")
-        return self._grammars.compile(spec)
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """Tell how many tokens the sequence may grow by. Raises RequestError, as `submit` does."""

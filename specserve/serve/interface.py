@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from specserve.serve.request import Delta, GrammarSpec, Request, SamplingParams, TokenMask
+from specserve.serve.request import Delta, Request, SamplingParams, TokenMask
 
 # the largest sizes of each class of rounds, in tokens (vLLM's buckets); larger rounds are one class more
 ROUND_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -100,9 +100,6 @@ class TokenizerLike(Protocol):
         ...
 
 
-MakeMask = Callable[[], TokenMask]
-
-
 class EngineLike(Protocol):
     """A running engine. Its own thread calls `on_delta`; the last delta of a sequence has a finish_reason."""
 
@@ -149,15 +146,10 @@ class EngineLike(Protocol):
         request_id: str = "",
         client: str = "",
     ) -> Request:
-        """Queue one sequence (`params.n` must be 1); never blocks, but where `params.grammar` is given without the
-        `token_mask` that it stands for. The log names it by `request_id`, and clients share the queue. Raises
-        RequestError (param "prompt", "max_tokens" or the option whose token ids or words do not fit the vocabulary) or
+        """Queue one sequence (`params.n` must be 1). It never waits for the device; a new grammar may take a second to
+        compile. The log names the sequence by `request_id`, and clients share the queue. Raises RequestError (param
+        "prompt", "max_tokens", "grammar" or the option whose token ids or words do not fit the vocabulary) or
         CapacityError."""
-        ...
-
-    def compile_grammar(self, spec: GrammarSpec, /) -> MakeMask:
-        """Make what gives each sequence a mask of its own; takes up to seconds. Raises RequestError (param
-        "grammar")."""
         ...
 
     def load_draft(self, folder: str, /) -> DraftInfo:

@@ -183,15 +183,19 @@ def make_engine(
         load_head=_head_loader(models),
         eos_ids=models.target.eos_ids,
         controller=controller,
-        options=EngineOptions(
-            max_queue=run.max_queue,
-            prefill_tokens=run.prefill_tokens,
-            is_caching=run.prefix_cache,
-            prefers_cached=run.schedule == "longest-prefix",
-            watchdog_seconds=run.watchdog_seconds,
-        ),
+        options=_options(run),
         late_programs=late,
         on_compiled=make_controller,
+    )
+
+
+def _options(run: ServeRun) -> EngineOptions:
+    return EngineOptions(
+        max_queue=run.max_queue,
+        prefill_tokens=run.prefill_tokens,
+        is_caching=run.prefix_cache,
+        prefers_cached=run.schedule == "longest-prefix",
+        watchdog_seconds=run.watchdog_seconds,
     )
 
 

@@ -20,6 +20,7 @@ import numpy as np
 
 from specserve.drafters.speculation import describe
 from specserve.errors import RequestError
+from specserve.serve import results
 from specserve.serve.handles import HostResult, StepHandle
 from specserve.serve.interface import ROUND_SIZES, EngineStats
 from specserve.serve.layouts import Layouts
@@ -27,12 +28,9 @@ from specserve.serve.options import sampler_rows, token_rows
 from specserve.serve.output import OutputStream
 from specserve.serve.request import (
     Delta,
-    DraftTree,
     FinishReason,
-    PromptToken,
     Request,
     SpeculationStats,
-    TokenLogprobs,
     TokenMask,
 )
 from specserve.serve.runner import Runner
@@ -102,6 +100,7 @@ class Rounds:
         self.runner, self.scheduler = runner, scheduler
         self.controller = controller or Controller({})
         self.is_choosing = controller is not None
+        self._prior: Seq[float] | None = None  # acceptance by depth of a head that took the first one's place
         self.only: tuple[Tree | None] | None = None  # the one way to step that the operator wants; None: any
         self.is_partial = is_partial  # not every program is compiled, so that steps are made of those that are
         self.flights: deque[list[Flight]] = deque()
@@ -115,6 +114,8 @@ class Rounds:
         """Every program is compiled, or has failed to be: then steps are still made of those that are there. The
         controller is one that knows what the steps cost."""
         self.controller, self.is_partial = controller or self.controller, is_partial
+        if self._prior is not None:  # the controller was made of what the first head promises
+            self.controller.expect(self._prior)
 
     @property
     def running(self) -> Seq[Sequence]:
@@ -163,6 +164,7 @@ class Rounds:
         self.scheduler.preempt_all()
         self.scheduler.pool.flush()
         self.runner.layouts = layouts
+        self._prior = prior
         self.controller.expect(prior)
         for sequence in self.scheduler.waiting:
             sequence.estimate = None
@@ -372,7 +374,7 @@ class Rounds:
             self._last_landing = now if len(flights) == 1 and self.flights else 0.0
             if flight.scored and flight.scored[0].epoch == flight.scored[1]:
                 sequence, _, num_tokens = flight.scored
-                sequence.prompt += _prompt_tokens(sequence.request, len(sequence.prompt), num_tokens, result)
+                sequence.prompt += results.prompt_tokens(sequence.request, len(sequence.prompt), num_tokens, result)
             for row, (sequence, epoch) in enumerate(flight.rows):
                 if not sequence.is_running or sequence.epoch != epoch:
                     continue  # it has ended, or will do this step again
@@ -409,10 +411,10 @@ class Rounds:
         if request.token_mask is not None:
             request.token_mask.accept(delta.token_ids)
         if request.params.logprobs is not None:
-            found = _logprobs(delta.token_ids, result, row, request.params.logprobs)
+            found = results.logprobs(delta.token_ids, result, row, request.params.logprobs)
             delta = dataclasses.replace(delta, logprobs=found)
         if request.params.return_tree and request.params.speculation != 0 and tree is not None:
-            delta = dataclasses.replace(delta, tree=_draft_tree(tree, result, row, delta))
+            delta = dataclasses.replace(delta, tree=results.draft_tree(tree, result, row, delta))
         if token_ids:
             self._deliver(sequence, delta)
         if len(token_ids) < len(drawn) and not sequence.has_ended:
@@ -486,46 +488,3 @@ def _fill(allowed: np.ndarray, mask: TokenMask, parents: np.ndarray, token_ids: 
             f"a token mask returned {rows.dtype} {rows.shape}; expected uint8 {allowed.shape} with a bit in each row"
         )
     allowed[:] = rows
-
-
-def _prompt_tokens(request: Request, start: int, num_tokens: int, result: HostResult) -> list[PromptToken]:
-    """The next tokens of a scored prompt, of which `start` are known. A chunk tells of the tokens after its own; the
-    last one's is drawn, and the first of all has nothing before it."""
-    assert result.prompt is not None
-    assert request.params.prompt_logprobs is not None
-    found = [] if start else [PromptToken(request.prompt_ids[0], None, 0)]
-    token_ids = request.prompt_ids[start + len(found) :][:num_tokens]
-    scores, num_top = result.prompt.logprobs, request.params.prompt_logprobs
-    each = zip(token_ids, scores.chosen[0], scores.top[0], scores.top_ids[0], result.prompt.ranks[0], strict=False)
-    for token_id, chosen, top, top_ids, rank in each:
-        likeliest = tuple(zip(top_ids[:num_top].tolist(), top[:num_top].tolist(), strict=True))
-        found.append(PromptToken(token_id, TokenLogprobs(token_id, float(chosen), likeliest), int(rank)))
-    return found
-
-
-def _logprobs(token_ids: tuple[int, ...], result: HostResult, row: int, num_top: int) -> tuple[TokenLogprobs, ...]:
-    """The log-probabilities of the tokens that a row of a result emits, one for each of `token_ids`."""
-    assert result.logprobs is not None
-    chosen, top, top_ids = (array[row] for array in result.logprobs)
-    return tuple(
-        TokenLogprobs(
-            token_id,
-            float(chosen[i]),
-            tuple(zip(top_ids[i, :num_top].tolist(), top[i, :num_top].tolist(), strict=True)),
-        )
-        for i, token_id in enumerate(token_ids)
-    )
-
-
-def _draft_tree(tree: Tree, result: HostResult, row: int, delta: Delta) -> DraftTree:
-    """The tree that a step proposed for a row, and the way that the tokens of its delta take through it."""
-    assert result.node_ids is not None
-    assert result.parents is not None
-    # a deterministic step pads each tree with nodes of its own
-    token_ids, parents = (array[row, : tree.num_nodes + 1].tolist() for array in (result.node_ids, result.parents))
-    accepted, current = [], 0
-    for token_id in delta.token_ids[: delta.num_accepted]:
-        nodes = range(current + 1, len(parents))  # parents come before their children
-        current = next(node for node in nodes if (parents[node], token_ids[node]) == (current, token_id))
-        accepted.append(current)
-    return DraftTree(tuple(token_ids), tuple(parents), tuple(accepted))

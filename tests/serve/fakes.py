@@ -12,12 +12,11 @@ from typing import Any, Self
 import httpx
 
 from specserve.errors import CapacityError, ConfigError, RequestError
-from specserve.serve.interface import DraftInfo, EngineStats, MakeMask
+from specserve.serve.interface import DraftInfo, EngineStats
 from specserve.serve.request import (
     Delta,
     DraftTree,
     FinishReason,
-    GrammarSpec,
     PromptToken,
     Request,
     SamplingParams,
@@ -86,11 +85,6 @@ class FakeTokenizer:
         assert not (add_generation_prompt and continue_final_message)
         end = "" if continue_final_message else str(dict(template_kwargs or {}))
         return self.encode(text + end + "<assistant>" * add_generation_prompt)
-
-
-@dataclasses.dataclass
-class FakeMask(TokenMask):
-    spec: GrammarSpec
 
 
 class FakeEngine:
@@ -165,11 +159,6 @@ class FakeEngine:
             self._active[request] = 0
         return request
 
-    def compile_grammar(self, spec: GrammarSpec, /) -> MakeMask:
-        if "forbidden" in spec.text:
-            raise RequestError("the grammar is refused", param="grammar")
-        return lambda: FakeMask(spec)
-
     def set_speculation(self, speculation: str, /) -> None:
         if speculation not in ("off", "chain:3"):
             raise ConfigError("no programs are compiled for this")
@@ -213,6 +202,8 @@ class FakeEngine:
         num_left = self.max_model_len - len(prompt_ids)
         if params.max_tokens is not None and params.max_tokens > num_left:
             raise RequestError(f"max_tokens must be at most {num_left}", param="max_tokens")
+        if params.grammar is not None and "forbidden" in params.grammar.text:
+            raise RequestError("the grammar is refused", param="grammar")
         for name in ("stop_token_ids", "allowed_token_ids", "logit_bias"):
             if any(token_id >= self.vocab_size for token_id in getattr(params, name) or ()):
                 raise RequestError(f"{name} must be in [0, {self.vocab_size})", param=name)

@@ -33,9 +33,7 @@ def test_every_spelling_is_the_grammar_it_means(http, fake_engine, fields, spec)
     for route, prompt in (("completions", {"prompt": "x"}), ("chat/completions", {"messages": USER})):
         reply = http.post(f"/v1/{route}", json={**prompt, **fields, "n": 2})
         assert reply.status_code == 200, reply.text
-        masks = [request.token_mask for request in fake_engine.requests[-2:]]
-        assert [mask.spec for mask in masks] == [spec, spec]
-        assert masks[0] is not masks[1]
+        assert [request.params.grammar for request in fake_engine.requests[-2:]] == [spec, spec]
 
 
 @pytest.mark.parametrize(
@@ -43,7 +41,7 @@ def test_every_spelling_is_the_grammar_it_means(http, fake_engine, fields, spec)
 )
 def test_what_asks_for_nothing_constrains_nothing(http, fake_engine, fields):
     assert http.post("/v1/completions", json={"prompt": "x", **fields}).status_code == 200
-    assert fake_engine.requests[-1].token_mask is None
+    assert fake_engine.requests[-1].params.grammar is None
 
 
 @pytest.mark.parametrize(
@@ -77,6 +75,6 @@ def test_the_openai_client_parses_into_a_model(client, fake_engine):
 
     with pytest.raises(pydantic.ValidationError):  # the fake engine writes no JSON; what was asked is looked at
         client.chat.completions.parse(model=fake_engine.model_name, messages=USER, response_format=Point)
-    schema = json.loads(fake_engine.requests[-1].token_mask.spec.text)
+    schema = json.loads(fake_engine.requests[-1].params.grammar.text)
     assert schema["required"] == ["x"]
     assert schema["additionalProperties"] is False

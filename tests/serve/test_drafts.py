@@ -13,7 +13,7 @@ from fakes import STORY, USER
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.handles import HostResult
 from specserve.serve.request import Delta, SamplingParams
-from specserve.serve.rounds import _draft_tree
+from specserve.serve.results import draft_tree
 from specserve.serve.runner import Runner
 
 PROMPTS = np.random.default_rng(4).integers(3, VOCAB, (12, 9)).tolist()
@@ -78,8 +78,8 @@ def test_the_accepted_path_is_that_of_the_tree_where_tokens_are_repeated() -> No
     for (a, b), path in {(5, 6): (1, 3), (5, 7): (1, 4), (6, 6): (2, 5), (6, 7): (2, 6)}.items():
         result = HostResult(np.array([[a, b, 8]]), nothing + 2, nothing, None, node_ids=node_ids, parents=parents)
         assert tree is not None
-        assert _draft_tree(tree, result, 0, Delta((a, b, 8), num_accepted=2)).accepted == path
-        assert _draft_tree(tree, result, 0, Delta((a,), num_accepted=1)).accepted == path[:1]
+        assert draft_tree(tree, result, 0, Delta((a, b, 8), num_accepted=2)).accepted == path
+        assert draft_tree(tree, result, 0, Delta((a,), num_accepted=1)).accepted == path[:1]
 
 
 @pytest.mark.parametrize("speculation", ["tree:3x3x8", "chain:3"])

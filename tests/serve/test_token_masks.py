@@ -111,6 +111,6 @@ def test_a_failing_mask_ends_its_own_request(runner: Runner, reference: Referenc
 
 
 def test_masks_need_constrained_programs(lookup_runner: Runner) -> None:
-    with pytest.raises(RequestError, match="without constrained programs") as error:
+    with pytest.raises(RequestError, match="constrained=False") as error:
         submit(make_engine(lookup_runner), Ask(PROMPT, greedy(1), is_constrained=True))
     assert error.value.param == "token_mask"

@@ -183,14 +183,14 @@ def test_who_may_call_follows_the_choice(engine, client):
     assert choice.message.tool_calls is None
     assert choice.message.content.endswith("</tool_call>")
     assert "weather" not in bytes(request.prompt_ids).decode()  # the surest way
-    assert request.token_mask is None
+    assert request.params.grammar is None
     choice, request = asked(tool_choice="auto", parallel_tool_calls=False)
     assert [call.function.name for call in choice.message.tool_calls] == ["weather"]
-    assert request.token_mask is None
+    assert request.params.grammar is None
     _, request = asked(tool_choice="required")
-    assert {"weather", "now"} <= set(request.token_mask.spec.text.replace('\\"', '"').split('"'))
+    assert {"weather", "now"} <= set(request.params.grammar.text.replace('\\"', '"').split('"'))
     choice, request = asked(tool_choice={"type": "function", "function": {"name": "now"}})
-    assert '"weather' not in request.token_mask.spec.text
+    assert '"weather' not in request.params.grammar.text
     assert choice.finish_reason == "tool_calls"
     assert [call.function.name for call in choice.message.tool_calls] == ["now"]
     engine.says = "no call at all"

@@ -17,7 +17,7 @@ from specserve.serve.http.bodies import Body, UnknownFields, check_body, parse_b
 from specserve.serve.http.infill import infill_ids
 from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from specserve.serve.http.metrics import Metrics
-from specserve.serve.http.openai_bodies import ChatBody, CompletionBody, SamplingBody
+from specserve.serve.http.openai_bodies import ChatBody, CompletionBody
 from specserve.serve.http.parts import MakeParser, PlainText
 from specserve.serve.http.prompts import (
     check_model,
@@ -33,7 +33,7 @@ from specserve.serve.http.request_metrics import RequestMetrics
 from specserve.serve.http.streaming import ClientGoneError, Generation
 from specserve.serve.http.threads import in_thread
 from specserve.serve.http.tracing import Tracing
-from specserve.serve.interface import EngineLike, MakeMask
+from specserve.serve.interface import EngineLike
 from specserve.serve.request import MAX_CHOICES, SamplingParams
 from specserve.serve.settings import ServeRun
 
@@ -63,7 +63,6 @@ class Work:
     prompts: Sequence[Sequence[int]]
     reply_format: ReplyFormat
     make_parser: MakeParser = PlainText
-    make_mask: MakeMask | None = None  # for each sequence, what its grammar allows
     has_origins: bool = False  # answers tell where their tokens come from
 
 
@@ -124,9 +123,7 @@ class Service:
         spelled = reply_format or CompletionFormat(
             engine.model_name, logprobs, body.reply_options, echoes=echoes, is_prompt_only=body.is_prompt_only
         )
-        return Work(
-            body, params, prompts, spelled, make_mask=self._masks(body, params), has_origins=body.return_draft_depths
-        )
+        return Work(body, params, prompts, spelled, has_origins=body.return_draft_depths)
 
     def chat(self, body: ChatBody, reply_format: ReplyFormat | None = None) -> Work:
         """The work of a body of /v1/chat/completions; another route's `reply_format` may spell it. Raises
@@ -150,22 +147,7 @@ class Service:
             raise body.reword(error) from None
         logprobs = ChatLogprobs(self.texts, as_token_ids=body.return_tokens_as_token_ids)
         spelled = reply_format or ChatFormat(engine.model_name, logprobs, body.reply_options)
-        return Work(
-            body,
-            params,
-            [token_ids],
-            spelled,
-            make_parser,
-            make_mask=self._masks(body, params),
-            has_origins=body.return_draft_depths,
-        )
-
-    def _masks(self, body: SamplingBody, params: SamplingParams) -> MakeMask | None:
-        """Compiled here, because this may take a second and does not run on the event loop."""
-        try:
-            return params.grammar and self.engine.compile_grammar(params.grammar)
-        except RequestError as error:
-            raise body.reword(error) from None
+        return Work(body, params, [token_ids], spelled, make_parser, has_origins=body.return_draft_depths)
 
     async def respond(self, http: Request, work: Work) -> Response:
         """Submit the work and reply to it, whole or as a stream. Raises RequestError and CapacityError."""
@@ -183,7 +165,6 @@ class Service:
                 work.prompts,
                 work.params,
                 make_parser=work.make_parser,
-                make_mask=work.make_mask,
                 has_origins=work.has_origins,
                 priority=body.priority,
                 cache_salt=body.cache_salt,

@@ -26,7 +26,7 @@ from specserve.serve.http.request_ids import current_request_id
 from specserve.serve.http.request_metrics import RequestMetrics
 from specserve.serve.http.threads import in_thread
 from specserve.serve.http.tracing import Tracing
-from specserve.serve.interface import EngineLike, MakeMask
+from specserve.serve.interface import EngineLike
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
 from specserve.speculative.acceptance import Acceptance
 
@@ -67,7 +67,6 @@ class Generation:
         params: SamplingParams,
         *,
         make_parser: MakeParser = PlainText,  # one for each sequence
-        make_mask: MakeMask | None = None,
         has_origins: bool = False,  # answers tell where their tokens come from
         priority: int = 0,
         cache_salt: str = "",
@@ -76,7 +75,7 @@ class Generation:
     ) -> None:
         self._engine = engine
         self._http = http
-        self._make_parser, self._make_mask = make_parser, make_mask
+        self._make_parser = make_parser
         self._has_origins = has_origins
         self._told = told or RequestMetrics()
         self._tracing, self._parent = tracing, tracing.parent(http.headers) if tracing else None
@@ -110,8 +109,7 @@ class Generation:
             number = len(self._choices)
             name = self._request_id and f"{self._request_id}-{number}"
             on_delta = partial(self._on_delta, number)
-            mask = self._make_mask and self._make_mask()
-            request = self._engine.submit(token_ids, own, on_delta, token_mask=mask, request_id=name, **self._options)
+            request = self._engine.submit(token_ids, own, on_delta, request_id=name, **self._options)
             counted = self._metrics.start_sequence(len(token_ids))
             self._choices.append(_Choice(request, counted, number % len(each) == 0, self._make_parser()))
 
