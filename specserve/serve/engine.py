@@ -254,12 +254,8 @@ class Engine:
     ) -> Request:
         """Queue one sequence; never blocks. Raises RequestError (param "prompt", "max_tokens" or the option whose
         token ids or words do not fit) or CapacityError."""
-        if not self.runner.has_constrained:
-            for name, value in (("token_mask", token_mask), ("grammar", params.grammar)):
-                if value is not None:
-                    raise RequestError(f"{name}: this engine was started with constrained=False", param=name)
-        if token_mask is None and params.grammar is not None:
-            token_mask = self._grammars.compile(params.grammar)()
+        if token_mask is not None:
+            self._check_constrained("token_mask")
         request = Request(
             request_id=request_id or f"seq-{next(self._ids)}",
             prompt_ids=tuple(prompt_ids),
@@ -270,7 +266,7 @@ class Engine:
             on_delta=on_delta,
             priority=priority,
             cache_salt=cache_salt,
-            token_mask=token_mask,
+            token_mask=token_mask or (params.grammar and self._grammars.compile(params.grammar)()),
             stop_ids=self._stop_ids(params),
             bad_sequences=self._bad_sequences(params.bad_words),
         )
@@ -282,10 +278,17 @@ class Engine:
         self._wake.set()
         return request
 
+    def _check_constrained(self, param: str) -> None:
+        if not self.runner.has_constrained:
+            raise RequestError(f"{param}: this engine was started with constrained=False", param=param)
+
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """Tell how many tokens the sequence may grow by. Raises RequestError, as `submit` does."""
         if params.n != 1:
             raise RequestError("the engine takes one sequence at a time; submit params.choices()", param="n")
+        if params.grammar is not None:
+            self._check_constrained("grammar")
+            self._grammars.compile(params.grammar)
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none", param="stop")
         if not prompt_ids:

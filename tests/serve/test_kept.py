@@ -322,12 +322,14 @@ def test_a_server_s_programs_are_kept(
 
 
 def test_layouts_of_other_shapes_are_other_programs(tiny_target: Target, tiny_head: Head, tmp_path: Path) -> None:
-    """In memory they are told by identity, which no other process would see again."""
+    """In memory they are told by number, which says nothing of them to another process."""
     runner = make_runner(tiny_target, tiny_head, "chain:3", "off", has_constrained=False, folder=tmp_path)
     layout, programs = runner.layouts.one, _kept(tmp_path)
     wider = jax.tree.map(lambda x: jax.ShapeDtypeStruct((*x.shape, 2), x.dtype), layout)
     assert isinstance(wider, Weights)
-    calls = [runner._catching_up((0,), each) for each in (layout, dataclasses.replace(layout), wider)]
+    slots = runner.place.slots((0,))
+    layouts = enumerate((layout, dataclasses.replace(layout), wider))
+    calls = [runner.calls.catch_up(each, runner.state, slots, number=number) for number, each in layouts]
     assert len({call.key for call in calls}) == 3
     same, copy, other = (programs._path(call) for call in calls)
     assert same == copy
