@@ -57,11 +57,10 @@ class ChatTemplate:
         """Whether `{% generation %}` tags mark what the assistant says in a chat with these tools."""
         return self.exists and bool(_GENERATION_TAG.search(self._backend.get_chat_template(tools=tools)))
 
-    @cached_property
+    @property
     def reads_tools(self) -> bool:
         """Whether the template writes down the tools that it is given."""
-        tool = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object", "properties": {}}}
-        return self._writes_probe([{"role": "user", "content": "1"}], [{"type": "function", "function": tool}])
+        return self._writes_tools
 
     @property
     def reads_reasoning(self) -> bool:
@@ -73,13 +72,20 @@ class ChatTemplate:
         messages: Messages,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Messages | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> str:
-        """The text of a chat, up to where the assistant's answer begins. Raises RequestError when the model has no chat
-        template, the template rejects the messages, or a variable has a reserved name."""
+        """The text of a chat, up to where the assistant's answer begins; or up to where the text of its last message
+        ends, with `continue_final_message` and without `add_generation_prompt`. Raises RequestError when the model has
+        no chat template, the template rejects the messages, or a variable has a reserved name."""
         messages, variables = self.prepare(messages, tools, template_kwargs)
-        return self.write(messages, variables, add_generation_prompt=add_generation_prompt)
+        return self.write(
+            messages,
+            variables,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
 
     def prepare(
         self, messages: Messages, tools: Messages | None, template_kwargs: Mapping[str, Any] | None
@@ -97,9 +103,22 @@ class ChatTemplate:
             taken[-1] = {**taken[-1], "content": content}
         return taken, variables
 
-    def write(self, messages: Messages, variables: Mapping[str, Any], *, add_generation_prompt: bool = False) -> str:
+    def write(
+        self,
+        messages: Messages,
+        variables: Mapping[str, Any],
+        *,
+        add_generation_prompt: bool = False,
+        continue_final_message: bool = False,
+    ) -> str:
         """The text of prepared messages. Raises RequestError as `apply` does."""
-        return self.apply(messages, variables, tokenize=False, add_generation_prompt=add_generation_prompt)
+        return self.apply(
+            messages,
+            variables,
+            tokenize=False,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+        )
 
     def apply(self, messages: Messages, variables: Mapping[str, Any], **options: Any) -> Any:
         """What `apply_chat_template` of transformers makes of prepared messages with these options. Raises RequestError
@@ -125,6 +144,11 @@ class ChatTemplate:
         """Every chat template of the model: some have another one for chats with tools."""
         template = self._backend.chat_template or ()
         return (template,) if isinstance(template, str) else tuple(dict(template).values())
+
+    @cached_property
+    def _writes_tools(self) -> bool:
+        tool = {"name": _PROBE, "description": _PROBE, "parameters": {"type": "object", "properties": {}}}
+        return self._writes_probe([{"role": "user", "content": "1"}], [{"type": "function", "function": tool}])
 
     @cached_property
     def _reads_reasoning_apart(self) -> bool:

@@ -17,6 +17,7 @@ from specserve.errors import CheckpointError, RequestError
 log = logging.getLogger(__name__)
 
 GENERIC_CLASS = "TokenizersBackend"  # what transformers calls its class for a tokenizer.json alone
+_VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken")
 
 
 class Tokenizer:
@@ -63,6 +64,12 @@ class Tokenizer:
     def eos_token_id(self) -> int | None:
         return self._backend.eos_token_id
 
+    def info(self) -> Mapping[str, Any]:
+        """Its class, special tokens and chat template, by their names in a tokenizer_config.json."""
+        tokens = {name: token for name, token in self._backend.special_tokens_map.items() if isinstance(token, str)}
+        own = {"tokenizer_class": type(self._backend).__name__, "chat_template": self._backend.chat_template}
+        return own | dict.fromkeys(("bos_token", "eos_token", "pad_token")) | tokens
+
     @property
     def special_token_ids(self) -> frozenset[int]:
         """The ids that `decode` leaves out with `skip_special_tokens`."""
@@ -93,6 +100,18 @@ class Tokenizer:
             list(token_ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
+    def token_id(self, token: str) -> int | None:
+        """The id of an added token, such as "<|fim_prefix|>"; None where there is none of that name."""
+        return self._backend.get_added_vocab().get(token)
+
+    def as_json(self) -> str:
+        """The tokenizer as the text of a tokenizer.json, added tokens included, as libraries in other languages read
+        it. Raises ValueError for a tokenizer that has no such form."""
+        backend = getattr(self._backend, "backend_tokenizer", None)
+        if backend is None:
+            raise ValueError(f"{type(self._backend).__name__} is no fast tokenizer")
+        return backend.to_str()
+
     def special_tokens_in(self, text: str) -> list[str]:
         """The special tokens that the text holds, in the order of their ids."""
         tokens = self._backend.convert_ids_to_tokens(sorted(self._special_ids))
@@ -103,10 +122,12 @@ class Tokenizer:
         messages: Messages,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
         tools: Messages | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Token ids of a chat, up to where the assistant's answer begins.
+        """Token ids of a chat, up to where the assistant's answer begins; or up to where the text of its last message
+        ends, with `continue_final_message` and without `add_generation_prompt`.
 
         The template writes the special tokens, BOS included, so none are added. The arguments of tool calls are
         mappings; a template that wants them as text gets text. `template_kwargs` become template variables, and win
@@ -114,7 +135,11 @@ class Tokenizer:
         the template rejects the messages, or a variable has a reserved name.
         """
         text = self.template.render(
-            messages, add_generation_prompt=add_generation_prompt, tools=tools, template_kwargs=template_kwargs
+            messages,
+            add_generation_prompt=add_generation_prompt,
+            continue_final_message=continue_final_message,
+            tools=tools,
+            template_kwargs=template_kwargs,
         )
         return self.encode(text, add_special_tokens=False)
 
@@ -160,6 +185,15 @@ def _is_generic(folder: Path) -> bool:
 
 def _reject(record: logging.LogRecord) -> bool:
     return record.levelno > logging.WARNING
+
+
+def check_files(folder: Path) -> None:
+    """Raises CheckpointError where a model folder has no vocabulary of a tokenizer: before its weights are read."""
+    if not any(next(folder.glob(pattern), None) for pattern in _VOCABULARIES):
+        raise CheckpointError(
+            f"{folder}: no tokenizer files; expected one of {', '.join(_VOCABULARIES)}. Copy them from where the "
+            "weights come from"
+        )
 
 
 def read_end_ids(folder: Path) -> tuple[int, ...]:

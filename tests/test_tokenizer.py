@@ -1,5 +1,6 @@
 """Laws of the tokenizer: streamed text is the decoded text, and a folder is read by the class it names."""
 
+import json
 from itertools import pairwise
 from pathlib import Path
 
@@ -95,6 +96,20 @@ def test_bad_inputs_are_named():
         Tokenizer.load(BUNDLED_FOLDER / "nowhere")
     with pytest.raises(CheckpointError, match="cannot read the tokenizer"):
         Tokenizer.load(Path(__file__).parent)
+
+
+def test_a_final_message_that_is_continued_ends_the_prompt():
+    chat = [{"role": "user", "content": "hi"}]
+    prompt = PYDOC.render_chat(chat)
+    begun = [*chat, {"role": "assistant", "content": "so be"}]
+    continued = PYDOC.render_chat(begun, add_generation_prompt=False, continue_final_message=True)
+    assert continued == prompt + PYDOC.encode("so be", add_special_tokens=False)
+    [mark] = PYDOC.special_tokens_in(PYDOC.decode(prompt, skip_special_tokens=False))[:1]
+    assert PYDOC.encode(mark, add_special_tokens=False) == [PYDOC.token_id(mark)]
+    assert PYDOC.token_id("so be") is None
+    told = json.loads(json.dumps(PYDOC.info()))
+    assert PYDOC.token_id(told["eos_token"]) == PYDOC.eos_token_id
+    assert told["chat_template"]
 
 
 def test_a_folder_that_has_nothing_but_its_json_is_read_by_the_generic_class(tmp_path):

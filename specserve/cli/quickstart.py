@@ -19,7 +19,8 @@ from specserve.eval.acceptance import Report, evaluate
 from specserve.eval.engines import engine_pair
 from specserve.eval.prompts import Question, load_questions
 from specserve.eval.report import summary_table
-from specserve.serve.api import HttpServer, create_app
+from specserve.serve.http.app import create_app
+from specserve.serve.http.server import HttpServer
 from specserve.serve.launch import Models, load_models
 from specserve.train.observers import observing
 from specserve.train.prepare import prepare

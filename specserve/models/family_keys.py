@@ -9,6 +9,11 @@ from specserve.models.rope import Rope, rope_from_hf
 
 Flags = dict[str, Any]  # fields of ModelConfig
 
+# Far above every model that there is: what a damaged file states must not be counted up to.
+_MOST_OF_ANY = 2**31 - 1
+_MOST = {"num_hidden_layers": 2**11}
+_MOST |= dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "num_attention_heads"), 2**13)
+
 
 class Keys:
     """Reads values of a config.json; errors name the file and the key."""
@@ -34,6 +39,8 @@ class Keys:
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             kind = "a positive integer" if least == 1 else f"an integer of at least {least}"
             raise ConfigError(f"{self.where}: {key} must be {kind}, got {value!r}")
+        if value > (most := _MOST.get(key, _MOST_OF_ANY)):
+            raise ConfigError(f"{self.where}: {key} must be at most {most}, got {value}")
         return value
 
     def number(self, key: str, default: float) -> float:

@@ -56,7 +56,7 @@ class Calls:
         self._extend = jit(_extend, 0, whole)
         self._remember = jit(step.remember, 0, state)
         self._catch_up = jit(step.catch_up, 1, state)
-        self._prefill = jit(step.prefill, 1, both, "chunk", "width")
+        self._prefill = jit(step.prefill, 1, both, "chunk", "width", "is_scored")
         self._decode = jit(step.decode, 1, both, "width")
         self._speculate = jit(step.speculate, 1, both, "tree", "width")
         self._propose = jit(step.propose_tree, 1, both, "tree", "width")
@@ -79,9 +79,10 @@ class Calls:
         """Let the drafter keep the answer in a slot (`step.remember`); all three are [] int32."""
         return Call("remember", self._remember, (state, slot, start, number))
 
-    def catch_up(self, layout: Weights, state: SlotState, slots: jax.Array) -> Call:
-        """Let the drafter read what plain steps have left pending in `slots`, [batch] int32 (`step.catch_up`)."""
-        return Call(("catch up", id(layout), len(slots)), self._catch_up, (layout, state, slots))
+    def catch_up(self, layout: Weights, state: SlotState, slots: jax.Array, *, number: int) -> Call:
+        """Let the drafter read what plain steps have left pending in `slots`, [batch] int32 (`step.catch_up`); `number`
+        tells the layouts of the weights apart."""
+        return Call(("catch up", number, len(slots)), self._catch_up, (layout, state, slots))
 
     def prefill(
         self,
@@ -94,23 +95,24 @@ class Calls:
         *,
         chunk: int,
         width: int,
+        is_scored: bool = False,
     ) -> Call:
         arguments = layout, state, slots, num_tokens, is_last, allowed
-        return Call(("prefill", chunk, width), self._prefill, arguments, {"chunk": chunk, "width": width})
+        static = {"chunk": chunk, "width": width, "is_scored": is_scored}
+        return Call(("prefill", *static.values()), self._prefill, arguments, static)
 
     def step(
         self,
         layout: Weights,
         state: SlotState,
         slots: jax.Array,
-        allowed: jax.Array | None = None,  # of a plain step alone
+        allowed: jax.Array,  # read by plain steps alone
         *,
         tree: Tree | None,
         width: int,
     ) -> Call:
         if tree is None:
-            key = "decode", len(slots), width, allowed is not None
-            return Call(key, self._decode, (layout, state, slots, allowed), {"width": width})
+            return Call(("decode", len(slots), width), self._decode, (layout, state, slots, allowed), {"width": width})
         static = {"tree": tree, "width": width}
         return Call(("speculate", len(slots), tree, width), self._speculate, (layout, state, slots), static)
 

@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specserve.serve.request import Delta, SpeculationStats, TokenLogprobs
+from specserve.serve.request import Delta, DraftTree, SpeculationStats, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -26,6 +26,8 @@ class CompletionOutput:
     finish_reason: str  # "stop", "length", "cancelled", or "error": then `error` says why
     stats: CompletionStats
     logprobs: tuple[TokenLogprobs, ...] | None = None  # one for each token, when they were asked for
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None: something else did
+    tree: DraftTree | None = None  # of the last step, when it was asked for and one was proposed
     error: str | None = None
 
 
@@ -63,6 +65,8 @@ class Collector:
                     finish_reason=delta.finish_reason.value,
                     stats=CompletionStats(**stats, seconds_to_first_token=first, seconds=now),
                     logprobs=tuple(logprobs),
+                    stop_reason=delta.stop_reason,
+                    tree=delta.tree,
                     error=delta.error,
                 )
                 self._done[i] = completion

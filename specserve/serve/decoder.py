@@ -1,6 +1,6 @@
 """Text of an answer while its tokens arrive: nothing is said twice, and no half character."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from specserve.tokenizer import Tokenizer
 
@@ -17,9 +17,12 @@ class IncrementalDecoder:
     NUM_HELD = 3  # a UTF-8 character has at most 4 bytes, so at most 3 trailing ones are open
     NUM_WINDOW = 64  # ids that may wait for a character to close before they count as bytes of no character
 
-    def __init__(self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, *, skip_special_tokens: bool = True, shown_ids: Collection[int] = ()
+    ) -> None:
+        """`shown_ids` are special tokens that are not skipped."""
         self._tokenizer = tokenizer
-        self._skipped_ids = tokenizer.special_token_ids if skip_special_tokens else frozenset()
+        self._skipped_ids = tokenizer.special_token_ids.difference(shown_ids) if skip_special_tokens else frozenset()
         self._window: list[int] = []
         self._num_context = 0  # leading ids of the window whose text is all out
         self._num_emitted = 0  # characters of the window's text that are out

@@ -4,6 +4,7 @@ Other threads only `submit`, `cancel` and ask; the engine never sees HTTP, the d
 """
 
 import dataclasses
+import functools
 import itertools
 import logging
 import queue
@@ -12,13 +13,20 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
+
+import jax
 
 from specserve import host
+from specserve.drafters.door import Head
 from specserve.drafters.speculation import describe
-from specserve.errors import CapacityError, RequestError
+from specserve.errors import CapacityError, ConfigError, RequestError
+from specserve.serve.admission import Queue
 from specserve.serve.completion import Collector, CompletionOutput
-from specserve.serve.interface import EngineStats
-from specserve.serve.options import bad_sequences, check_token_ids
+from specserve.serve.grammars import Grammars
+from specserve.serve.interface import DraftInfo, EngineStats
+from specserve.serve.layouts import Layouts
+from specserve.serve.options import bad_sequences, check_some_token, check_token_ids
 from specserve.serve.pages import PagePool
 from specserve.serve.programs import Announcer, Compiler, Program
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, TokenMask
@@ -31,6 +39,7 @@ from specserve.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 IDLE_SECONDS = 0.2  # how often an idle engine looks for cancelled requests in its queue
+RESTS_BEFORE_TRIM, RESTS_BETWEEN_TRIMS = 10, 100  # times of IDLE_SECONDS, until freed memory goes back to the system
 STOP_SECONDS = 60.0
 
 Finish = Iterator[object]  # a generator; what it returns is the controller to go on with, if it is another
@@ -47,6 +56,22 @@ class EngineOptions:
     watchdog_seconds: float = 0.0
 
 
+@dataclass(frozen=True)
+class LoadedHead:
+    """A head that has been read from a folder, and what is known of it."""
+
+    head: Head
+    acceptance: Sequence[float]  # by depth, from its own evaluation; unknown where empty
+    info: DraftInfo
+
+
+@dataclass(frozen=True)
+class _Swap:
+    layouts: Layouts
+    loaded: LoadedHead
+    done: threading.Event
+
+
 class Engine:
     """Answers requests by continuous batching over the slots of a `Runner`, on a thread of its own. It is a context
     manager that starts and stops that thread; requests may be submitted before it starts."""
@@ -58,16 +83,20 @@ class Engine:
         *,
         model_name: str,
         eos_ids: Sequence[int],
+        draft: DraftInfo | None = None,
+        load_head: Callable[[Path], LoadedHead] | None = None,  # to replace the head; None: it stays
         controller: Controller | None = None,  # None: the first of the runner's trees, always
         options: EngineOptions | None = None,
         late_programs: Sequence[Program] = (),  # to be compiled while plain decoding serves
         on_compiled: Callable[[], Finish] | None = None,  # then: what is left to do on the engine's thread
     ) -> None:
         self.runner = runner
-        self.model_name = model_name
+        self.model_name, self.draft = model_name, draft
         self.eos_ids = frozenset(eos_ids)
         self.options = options or EngineOptions()
         self._tokenizer = tokenizer
+        # all choices of a request have the same, and are submitted one after another
+        self._bad_sequences = functools.lru_cache(maxsize=64)(functools.partial(bad_sequences, tokenizer=tokenizer))
         self.rounds = Rounds(
             runner,
             self._new_scheduler(),
@@ -87,9 +116,10 @@ class Engine:
             is_background=True,
         )
         self._on_compiled = on_compiled
+        self._load_head, self._swaps = load_head, queue.SimpleQueue[_Swap]()
         self._finish: Finish | None = None
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
-        self._num_open = 0  # submitted and not ended
+        self._queue = Queue(self.options.max_queue)
         self._lock = threading.Lock()
         self._wake = threading.Event()
         self._has_died = self._is_stopping = self._is_draining = self._is_flushing = False
@@ -103,6 +133,10 @@ class Engine:
         if self._tokenizer is None:
             raise RequestError("this engine has no tokenizer: send token ids", param="prompt")
         return self._tokenizer
+
+    @functools.cached_property
+    def _grammars(self) -> Grammars:
+        return Grammars(self.tokenizer, self.vocab_size, sorted(self.eos_ids))
 
     @property
     def vocab_size(self) -> int:
@@ -122,7 +156,22 @@ class Engine:
 
     @property
     def speculation(self) -> str:
+        if self.rounds.only is not None:
+            return describe(*self.rounds.only)
         return "auto" if self.rounds.is_choosing else describe(self.runner.shapes.trees[0])
+
+    def set_speculation(self, speculation: str) -> None:
+        """Speculate in this way from the next step on. No token depends on it. Raises ConfigError for a way that no
+        programs were compiled for."""
+        ways = {describe(tree): tree for tree in self.runner.shapes.trees}
+        if speculation in ways:
+            self.rounds.only = (ways[speculation],)
+        elif speculation == "auto" and self.rounds.is_choosing:
+            self.rounds.only = None
+        else:
+            known = ", ".join([*(["auto"] if self.rounds.is_choosing else []), *ways])
+            raise ConfigError(f"no programs are compiled for speculation {speculation[:100]!r}; there are: {known}")
+        logger.info("speculation is %s now", self.speculation)
 
     def start(self) -> "Engine":
         host.give_back_freed_memory()  # of what was loaded, and of compiling
@@ -150,7 +199,7 @@ class Engine:
         at most so long: then they go on until `stop`."""
         self._is_draining = True
         deadline = time.monotonic() + seconds
-        while self._num_open and not self._has_died and time.monotonic() < deadline:
+        while self._queue.num_open and not self._has_died and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def flush_cache(self) -> None:
@@ -164,9 +213,30 @@ class Engine:
     def __exit__(self, *exc: object) -> None:
         self.stop()
 
+    def load_draft(self, folder: str) -> DraftInfo:
+        """Replace the draft head by the one in a folder, while requests run: their tokens stay as they would have been,
+        and nothing that the old head wrote is read by the new one. The head is loaded and checked beside the old one,
+        which stays where anything is wrong: ConfigError or CheckpointError says what. May be called from any thread,
+        and returns when the new one speculates. Raises CapacityError when the engine stops meanwhile."""
+        if self._load_head is None:
+            raise ConfigError("this engine cannot replace its head")
+        if self.runner.shapes.is_deterministic:
+            raise ConfigError("a deterministic server never computes an answer's keys again, so its head stays")
+        loaded = self._load_head(Path(folder).expanduser())
+        layouts = self.runner.with_head(loaded.head)
+        jax.block_until_ready([weights.draft for weights in layouts.distinct])
+        swap = _Swap(layouts, loaded, threading.Event())
+        self._swaps.put(swap)
+        self._wake.set()
+        while not swap.done.wait(IDLE_SECONDS):
+            if not self.is_ready:
+                raise CapacityError("the engine is stopping; its head was not replaced")
+        logger.info("the head is %s now", loaded.info.name)
+        return loaded.info
+
     def stats(self) -> EngineStats:
         """What the engine has done so far. It may be called from any thread, at any time."""
-        stats, num_open = self.rounds.stats(), self._num_open
+        stats, num_open = self.rounds.stats(), self._queue.num_open
         num_waiting = max(0, num_open - stats.num_running)
         return dataclasses.replace(stats, num_waiting=num_waiting, num_programs_left=self._num_left)
 
@@ -179,50 +249,50 @@ class Engine:
         priority: int = 0,
         cache_salt: str = "",
         token_mask: TokenMask | None = None,
+        request_id: str = "",  # as the log names it; empty: a number
+        client: str = "",  # who shares the queue with the others
     ) -> Request:
         """Queue one sequence; never blocks. Raises RequestError (param "prompt", "max_tokens" or the option whose
         token ids or words do not fit) or CapacityError."""
-        if token_mask is not None and not self.runner.has_constrained:
-            raise RequestError("this engine was started without constrained programs", param="token_mask")
+        if token_mask is not None:
+            self._check_constrained("token_mask")
         request = Request(
-            request_id=f"seq-{next(self._ids)}",
+            request_id=request_id or f"seq-{next(self._ids)}",
             prompt_ids=tuple(prompt_ids),
             params=params,
             max_new_tokens=self.check(prompt_ids, params),
+            client=client,
             seed=random.getrandbits(63) if params.seed is None else params.seed,
             on_delta=on_delta,
             priority=priority,
             cache_salt=cache_salt,
-            token_mask=token_mask,
-            stop_ids=frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids),
-            bad_sequences=bad_sequences(params, self._tokenizer),
+            token_mask=token_mask or (params.grammar and self._grammars.compile(params.grammar)()),
+            stop_ids=self._stop_ids(params),
+            bad_sequences=self._bad_sequences(params.bad_words),
         )
         with self._lock:  # `_run` takes it at its end, so nothing is put behind its back
             if self._is_stopping or self._is_draining or self._has_died:
                 raise CapacityError("the engine is stopping; send the request again later or elsewhere")
-            num_waiting = self._num_open - self.rounds.num_running
-            if num_waiting >= self.options.max_queue:
-                raise CapacityError(f"{num_waiting} requests are waiting already; try again later")
-            self._num_open += 1
+            self._queue.take(client, [sequence.request.client for sequence in self.rounds.running])
             self._inbox.put(request)
         self._wake.set()
         return request
+
+    def _check_constrained(self, param: str) -> None:
+        if not self.runner.has_constrained:
+            raise RequestError(f"{param}: this engine was started with constrained=False", param=param)
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
         """Tell how many tokens the sequence may grow by. Raises RequestError, as `submit` does."""
         if params.n != 1:
             raise RequestError("the engine takes one sequence at a time; submit params.choices()", param="n")
+        if params.grammar is not None:
+            self._check_constrained("grammar")
+            self._grammars.compile(params.grammar)
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none", param="stop")
         if not prompt_ids:
             raise RequestError("the prompt is empty; send at least one token", param="prompt")
-        for token_id in (min(prompt_ids), max(prompt_ids)):
-            if not 0 <= token_id < self.vocab_size:
-                raise RequestError(
-                    f"the prompt holds token id {token_id}; ids go from 0 to {self.vocab_size - 1}", param="prompt"
-                )
-        check_token_ids(params, self.vocab_size)
-        bad_sequences(params, self._tokenizer)
         room = self.max_model_len - len(prompt_ids)
         if room < 1:
             raise RequestError(
@@ -236,6 +306,13 @@ class Engine:
                 f"{self.max_model_len} fit. Lower max_tokens to {room}",
                 param="max_tokens",
             )
+        for token_id in (min(prompt_ids), max(prompt_ids)):
+            if not 0 <= token_id < self.vocab_size:
+                raise RequestError(
+                    f"the prompt holds token id {token_id}; ids go from 0 to {self.vocab_size - 1}", param="prompt"
+                )
+        check_token_ids(params, self.vocab_size)
+        check_some_token(params, self._stop_ids(params), self._bad_sequences(params.bad_words), self.vocab_size)
         max_new_tokens = room if params.max_tokens is None else params.max_tokens
         pages = -(-(len(prompt_ids) + max_new_tokens - 1) // self.runner.shapes.page_size)
         if pages > self.runner.shapes.num_pages:
@@ -245,6 +322,9 @@ class Engine:
                 param="max_tokens",
             )
         return max_new_tokens
+
+    def _stop_ids(self, params: SamplingParams) -> frozenset[int]:
+        return frozenset(params.stop_token_ids) | (frozenset() if params.ignore_eos else self.eos_ids)
 
     def generate(
         self,
@@ -294,10 +374,16 @@ class Engine:
 
     def _run(self) -> None:
         try:
+            num_rests = 0
             while not self._is_stopping:
-                if not self._round() and not self._finish:
+                num_rests += 1
+                if self._round() or self._finish:
+                    num_rests = 0
+                else:
                     self._wake.wait(IDLE_SECONDS)
                     self._wake.clear()
+                if num_rests % RESTS_BETWEEN_TRIMS == RESTS_BEFORE_TRIM:
+                    host.give_back_freed_memory()  # of a burst, also one of bodies that were refused
                 if self._has_late and not self._num_left:
                     self._go_on()
         except BaseException:
@@ -317,11 +403,19 @@ class Engine:
             self._is_flushing = False
             self.rounds.flush_cache()
         try:
+            self._swap_heads()
             return self.rounds.run()
         except Exception as error:
             logger.exception("a step failed; ending the running requests and rebuilding the cache")
             self.rounds.rebuild(error)
             return True
+
+    def _swap_heads(self) -> None:
+        while not self._swaps.empty():
+            swap = self._swaps.get_nowait()
+            self.rounds.swap_head(swap.layouts, swap.loaded.acceptance)
+            self.draft = swap.loaded.info
+            swap.done.set()
 
     def _on_late(self, program: Program, error: Exception | None) -> None:
         """Called on a compiler's thread."""
@@ -345,9 +439,9 @@ class Engine:
             self._has_late, self._finish = False, None
             logger.info("all programs are compiled")
 
-    def _count_ended(self) -> None:
+    def _count_ended(self, request: Request) -> None:
         with self._lock:
-            self._num_open -= 1
+            self._queue.give_back(request.client)
 
     def _take_inbox(self) -> None:
         while True:

@@ -3,8 +3,10 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import jax
 import numpy as np
 
+from specserve.speculative.sampling import Scores
 from specserve.speculative.step import StepResult
 
 
@@ -16,6 +18,9 @@ class HostResult:
     n_accepted: np.ndarray  # [batch] int32
     source: np.ndarray  # [batch] int32, who proposed: the head (0) or a lookup
     logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None  # chosen, top, top_ids; see `sampling.Logprobs`
+    prompt: Scores | None = None  # of a scored chunk, arrays of NumPy
+    node_ids: np.ndarray | None = None  # [batch, node] int32, the root and the proposed tokens, when asked for
+    parents: np.ndarray | None = None  # [batch, node] int32, of the nodes
 
     def emitted(self, row: int) -> list[int]:
         """The tokens that the step adds to a sequence: the accepted ones and the bonus token."""
@@ -25,16 +30,38 @@ class HostResult:
 class StepHandle:
     """A step that the device has been asked for. `read` waits for its result and may be called once."""
 
-    def __init__(self, result: StepResult, on_read: Callable[[np.ndarray], None], *, has_logprobs: bool) -> None:
-        self._result, self._on_read, self._has_logprobs = result, on_read, has_logprobs
+    def __init__(
+        self,
+        result: StepResult,
+        on_read: Callable[[np.ndarray], None],
+        *,
+        has_logprobs: bool,
+        has_tree: bool = False,
+    ) -> None:
+        self._result, self._on_read = result, on_read
+        self._has_logprobs, self._has_tree = has_logprobs, has_tree
 
     def read(self) -> HostResult:
-        """Wait for the step and copy its result to the host: one copy, and a second one when somebody asked for
-        log-probabilities. Raises what the device raises."""
+        """Wait for the step and copy its result to the host: one copy, and others when somebody asked for
+        log-probabilities or for the proposed tree. Raises what the device raises."""
         counts = np.asarray(self._result.counts)
         logprobs = None
         if self._has_logprobs:
             out = self._result.logprobs
             logprobs = np.asarray(out.chosen), np.asarray(out.top), np.asarray(out.top_ids)
+        node_ids, parents = self._tree() if self._has_tree else (None, None)
+        prompt = jax.tree.map(np.asarray, self._result.prompt)
         self._on_read(counts[:, 0])
-        return HostResult(counts[:, 2:], counts[:, 0], counts[:, 1], logprobs)
+        return HostResult(
+            counts[:, 2:], counts[:, 0], counts[:, 1], logprobs, prompt, node_ids=node_ids, parents=parents
+        )
+
+    def _tree(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
+        """Token ids and parents of the proposed nodes, [batch, node] int32; None of a plain step."""
+        if self._result.node_ids is None:
+            return None, None
+        node_ids = np.asarray(self._result.node_ids)
+        if self._result.parents is None:
+            above = np.maximum(np.arange(node_ids.shape[1], dtype=np.int32) - 1, 0)
+            return node_ids, np.broadcast_to(above, node_ids.shape)
+        return node_ids, np.asarray(self._result.parents)

@@ -3,11 +3,14 @@
 The real ones are `serve.engine.Engine` and `specserve.tokenizer.Tokenizer`; tests of the HTTP layer bring small fakes.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from specserve.serve.request import Delta, Request, SamplingParams, TokenMask
+
+# the largest sizes of each class of rounds, in tokens (vLLM's buckets); larger rounds are one class more
+ROUND_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
 @dataclass(frozen=True)
@@ -25,6 +28,11 @@ class EngineStats:
     num_rebuilds: int = 0  # after a device error
     num_steps: int = 0
     num_steps_by_speculation: Mapping[str, int] = field(default_factory=dict)  # "off", "chain:3", ...
+    round_sizes: Sequence[int] = (0,) * (len(ROUND_SIZES) + 1)  # rounds by prompt and new tokens, see `ROUND_SIZES`
+    num_round_tokens: int = 0  # of all rounds together
+    page_size: int = 0  # tokens
+    cache_dtype: str = ""  # of the target's committed keys and values
+    is_caching: bool = False  # prefixes
     busy_seconds: float = 0.0  # of the engine's thread, with work to do
     host_seconds: float = 0.0  # of them, spent on the host and not waiting for the device
     num_programs_left: int = 0  # still to be compiled, while plain decoding serves
@@ -33,13 +41,40 @@ class EngineStats:
     seconds_in_step: float = 0.0  # how long the step that is being waited for has taken so far; 0: none
 
 
+@dataclass(frozen=True)
+class DraftInfo:
+    """What a draft head is called, and what it promises."""
+
+    name: str
+    tau: float | None = None  # tokens per target forward in its own evaluation; None: unknown
+
+
+class TemplateLike(Protocol):
+    """What a chat template reads and writes."""
+
+    @property
+    def reads_tools(self) -> bool: ...
+
+    def mentions(self, word: str, /) -> bool: ...
+
+    def reads_variable(self, name: str, /) -> bool: ...
+
+
 class TokenizerLike(Protocol):
     """Text to ids and back. Every method may be called from several threads at once."""
 
     @property
     def has_chat_template(self) -> bool: ...
 
+    def info(self) -> Mapping[str, Any]:
+        """Its class, special tokens and chat template, by their names in a tokenizer_config.json."""
+        ...
+
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def token_id(self, token: str, /) -> int | None:
+        """The id of an added token, such as "<|fim_prefix|>"; None where there is none of that name."""
+        ...
 
     def decode(self, ids: Sequence[int], /, *, skip_special_tokens: bool = True) -> str: ...
 
@@ -49,9 +84,19 @@ class TokenizerLike(Protocol):
         /,
         *,
         add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
         """Raises RequestError (param "messages") when the template refuses the messages."""
+        ...
+
+    @property
+    def template(self) -> TemplateLike: ...
+
+    @property
+    def special_token_ids(self) -> Collection[int]:
+        """The ids that `decode` leaves out with `skip_special_tokens`."""
         ...
 
 
@@ -71,6 +116,16 @@ class EngineLike(Protocol):
     def max_model_len(self) -> int: ...
 
     @property
+    def speculation(self) -> str:
+        """How it speculates, as the setting spells it."""
+        ...
+
+    @property
+    def draft(self) -> DraftInfo | None:
+        """The head that speculates; None where there is none."""
+        ...
+
+    @property
     def is_healthy(self) -> bool: ...
 
     @property
@@ -88,9 +143,23 @@ class EngineLike(Protocol):
         priority: int = 0,
         cache_salt: str = "",
         token_mask: TokenMask | None = None,
+        request_id: str = "",
+        client: str = "",
     ) -> Request:
-        """Queue one sequence (`params.n` must be 1); never blocks. Raises RequestError (param "prompt", "max_tokens" or
-        the option whose token ids or words do not fit the vocabulary) or CapacityError."""
+        """Queue one sequence (`params.n` must be 1). It never waits for the device; a new grammar may take a second to
+        compile. The log names the sequence by `request_id`, and clients share the queue. Raises RequestError (param
+        "prompt", "max_tokens", "grammar" or the option whose token ids or words do not fit the vocabulary) or
+        CapacityError."""
+        ...
+
+    def load_draft(self, folder: str, /) -> DraftInfo:
+        """Replace the draft head by the one in a folder, while requests run. Raises ConfigError or CheckpointError;
+        then the old one stays."""
+        ...
+
+    def set_speculation(self, speculation: str, /) -> None:
+        """Speculate in this way from the next step on: one that programs were compiled for, "off", or "auto" where the
+        server began with that. Raises ConfigError, which names them."""
         ...
 
     def flush_cache(self) -> None:

@@ -47,7 +47,7 @@ class KeptPrograms:
 
     def __init__(self, folder: Path, facts: Sequence[str], devices: Sequence[Any]) -> None:
         self._folder, self._facts, self._devices = folder, tuple(facts), tuple(devices)
-        self._has_failed = False
+        self._has_failed, self._lock = False, threading.Lock()
 
     def load(self, call: Call) -> Any:
         """The compiled program, or None where there is no file that can be used."""
@@ -63,6 +63,9 @@ class KeptPrograms:
                 execution_devices=self._devices,
             )
         except FileNotFoundError:
+            return None
+        except OSError as error:
+            self._say_once("cannot be read from", error)
             return None
         except Exception as error:  # whatever zlib, pickle and XLA make of a damaged file
             logger.warning("%s cannot be used, its program is compiled anew: %s", path, _first_line(error))
@@ -90,9 +93,13 @@ class KeptPrograms:
             host.write_whole(path, zlib.compress(pickle.dumps(content), level=1))
             self._make_room()
         except Exception as error:  # a full disk, or a backend that cannot write programs: none needs to be kept
-            if not self._has_failed:
-                logger.warning("compiled programs cannot be kept in %s: %s", self._folder, _first_line(error))
-            self._has_failed = True
+            self._say_once("cannot be kept in", error)
+
+    def _say_once(self, what: str, error: Exception) -> None:
+        with self._lock:
+            has_failed, self._has_failed = self._has_failed, True
+        if not has_failed:
+            logger.warning("compiled programs %s %s: %s", what, self._folder, _first_line(error))
 
     def _make_room(self) -> None:
         files: list[tuple[os.stat_result, Path]] = []

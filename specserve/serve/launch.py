@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal, cast
 
 import jax
 from jax.sharding import Mesh
@@ -25,15 +25,17 @@ from specserve.errors import ConfigError
 from specserve.mesh import default_dtype, free_memory, num_parts
 from specserve.provenance import fingerprint
 from specserve.serve.calibrate import cost_file, describe_costs, finish, step_costs
-from specserve.serve.engine import Engine, EngineOptions
+from specserve.serve.engine import Engine, EngineOptions, LoadedHead
+from specserve.serve.interface import DraftInfo
 from specserve.serve.placement import bytes_per_token
 from specserve.serve.programs import Announcer, Program, compile_all
 from specserve.serve.runner import Runner
 from specserve.serve.settings import ServeRun
 from specserve.serve.shapes import DETERMINISTIC_DEPTH
+from specserve.serve.startup import check_numbers, check_state_fits, check_weights
 from specserve.speculative.controller import Controller
 from specserve.speculative.tree import DynamicTree, Tree, chain
-from specserve.tokenizer import Tokenizer
+from specserve.tokenizer import Tokenizer, check_files
 
 logger = logging.getLogger(__name__)
 
@@ -57,6 +59,7 @@ class Models:
     head_fingerprint: str = ""
     head_acceptance: Sequence[float] = ()  # by depth, from the head's own evaluation; unknown where empty
     mesh: Mesh | None = None  # what both are spread over; None: one device
+    draft: DraftInfo | None = None  # what is told of the head
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -82,6 +85,8 @@ def load_models(
             raise ConfigError(f"{folder} does not say which target it was trained for; give it with --target")
         name = str(notes.get("target", BUNDLED))
     source = resolve_target(name)
+    if has_tokenizer:
+        check_files(source.folder)
     stated = notes.get("quantization", "none")
     own_quantization = quantization or (stated if stated in QUANTIZATIONS else "none")
     dtype = default_dtype()
@@ -112,6 +117,7 @@ def load_models(
         fingerprint(folder) if folder else "",
         notes.get("acceptance", {}).get("accept_rate", ()),
         mesh,
+        DraftInfo(folder.name, notes.get("acceptance", {}).get("tau")) if folder else None,
     )
 
 
@@ -154,6 +160,7 @@ def make_engine(
         on_compiled=report,
         meanwhile=lambda: models.tokenizer,
     )
+    check_numbers(runner, models.target, models.head)
     names, acceptance = f"{models.fingerprint} {models.head_fingerprint}", models.head_acceptance
 
     def make_controller() -> Generator[object, None, Controller | None]:
@@ -171,19 +178,40 @@ def make_engine(
     return Engine(
         runner,
         models.tokenizer,
-        model_name=models.name,
+        model_name=run.served_model_name or _public(models.name),
+        draft=models.draft,
+        load_head=_head_loader(models),
         eos_ids=models.target.eos_ids,
         controller=controller,
-        options=EngineOptions(
-            max_queue=run.max_queue,
-            prefill_tokens=run.prefill_tokens,
-            is_caching=run.prefix_cache,
-            prefers_cached=run.schedule == "longest-prefix",
-            watchdog_seconds=run.watchdog_seconds,
-        ),
+        options=_options(run),
         late_programs=late,
         on_compiled=make_controller,
     )
+
+
+def _options(run: ServeRun) -> EngineOptions:
+    return EngineOptions(
+        max_queue=run.max_queue,
+        prefill_tokens=run.prefill_tokens,
+        is_caching=run.prefix_cache,
+        prefers_cached=run.schedule == "longest-prefix",
+        watchdog_seconds=run.watchdog_seconds,
+    )
+
+
+def _head_loader(models: Models) -> Callable[[Path], LoadedHead]:
+    """What reads other heads for the same target. It does not keep the target's parameters."""
+    target, mesh = dataclasses.replace(models.target, params=cast(Any, None)), models.mesh
+
+    def load(folder: Path) -> LoadedHead:
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder on the server; give one that `specserve train` has written")
+        head, notes = load_head(folder, target, dtype=default_dtype(), mesh=mesh), read_notes(folder)
+        check_weights(head.params, head.drafter.spec(), str(folder))
+        found = notes.get("acceptance", {})
+        return LoadedHead(head, found.get("accept_rate", ()), DraftInfo(folder.name, found.get("tau")))
+
+    return load
 
 
 def _make_runner(models: Models, run: ServeRun, *, is_coupled: bool) -> Runner:
@@ -213,6 +241,7 @@ def _make_runner(models: Models, run: ServeRun, *, is_coupled: bool) -> Runner:
         has_constrained=run.constrained,
         mesh=models.mesh,
         folder=host.cache_folder() / "programs",
+        check=functools.partial(check_state_fits, mesh=models.mesh),
     )
 
 
@@ -256,6 +285,11 @@ def choose_trees(models: Models, run: ServeRun) -> tuple[Tree | None, ...]:
     if run.deterministic and tree is not None and (tree.top_k > 1 or tree.depth > DETERMINISTIC_DEPTH):
         raise ConfigError(f"--deterministic speculates with chains of at most {DETERMINISTIC_DEPTH}")
     return (tree, None) if _is_early(run) and tree is not None else (tree,)
+
+
+def _public(name: str) -> str:
+    """The name of a model as clients see it: no path of this machine."""
+    return (Path(name).name or "model") if Path(name).is_absolute() else name
 
 
 def _is_early(run: ServeRun) -> bool:

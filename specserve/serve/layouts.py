@@ -1,11 +1,12 @@
 """The weights as compiled steps take them. On CPU the layout of a matrix decides how fast few rows pass through it."""
 
 import dataclasses
+import functools
 import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -18,12 +19,13 @@ from specserve.kernels.matmul import QuantizedMatrix, Weight, block, matmul, pac
 from specserve.mesh import whole
 from specserve.models.latent import LatentAttention, split_by_head
 from specserve.models.params import PRODUCTS, SMALL_PRODUCTS, is_product
-from specserve.models.target import Layer, fuse_for_cpu
+from specserve.models.target import Layer, TargetParams, fuse_for_cpu
 from specserve.speculative.step import Weights
 
 logger = logging.getLogger(__name__)
 
 Params = TypeVar("Params")
+Arrange = Callable[[Any], Any]  # of a tree of parameters
 
 FEW_ROWS = 8
 BLOCK_COLUMNS = 64
@@ -40,6 +42,22 @@ class Layouts:
     one: Weights  # steps of one row
     few: Weights  # up to FEW_ROWS
     many: Weights  # and more: prompts too
+    arrange: tuple[Arrange, Arrange, Arrange]  # what made each of them of parameters as they were loaded
+    mesh: Mesh | None = None
+
+    def with_head(self, head: Head) -> "Layouts":
+        """The same target beside another head."""
+        draft = _draft_weights(head, self.many.target, self.mesh)
+        made: dict[int, Weights] = {}
+        for weights, arrange in zip((self.one, self.few, self.many), self.arrange, strict=True):
+            if id(weights) not in made:
+                made[id(weights)] = Weights(weights.target, arrange(draft))
+        one, few, many = (made[id(weights)] for weights in (self.one, self.few, self.many))
+        return dataclasses.replace(self, one=one, few=few, many=many)
+
+    def number(self, weights: Weights) -> int:
+        """Which of `distinct` these are. Layouts with another head have the same numbers, and the same programs."""
+        return next(i for i, each in enumerate(self.distinct) if each is weights)
 
     def for_rows(self, num_rows: int) -> Weights:
         return self.one if num_rows == 1 else self.few if num_rows <= FEW_ROWS else self.many
@@ -57,24 +75,37 @@ def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) ->
     params = fuse_for_cpu(target.params) if is_cpu else target.params
     draft = None
     if head is not None:
-        draft = head.drafter.weights(head.params, target.params, jax.device_put(head.target_ids, whole(mesh)))
+        draft = _draft_weights(head, target.params, mesh)
     plain = Weights(params, draft)
-    if not is_cpu:
-        return Layouts(plain, plain, plain)
-    if native.is_available():
-        packed = _with_products(_with_heads_apart(plain, target.config.num_heads), pack, PRODUCTS | SMALL_PRODUCTS)
-        return Layouts(packed, packed, packed)
-    if sum(leaf.nbytes for leaf in jax.tree.leaves(plain)) > COPIED_BYTES:
-        return Layouts(plain, plain, plain)
-    made: dict[int, Weights] = {0: plain}
+    as_loaded: Arrange = _as_loaded
+    if is_cpu and native.is_available():
+        packed: Arrange = functools.partial(_arrange, change=pack, names=PRODUCTS | SMALL_PRODUCTS)
+        weights = _arranged(_with_heads_apart(plain, target.config.num_heads), packed)
+        return Layouts(weights, weights, weights, (packed, packed, packed), mesh)
+    if not is_cpu or sum(leaf.nbytes for leaf in jax.tree.leaves(plain)) > COPIED_BYTES:
+        return Layouts(plain, plain, plain, (as_loaded, as_loaded, as_loaded), mesh)
+    made: dict[int, tuple[Weights, Arrange]] = {0: (plain, as_loaded)}
 
-    def cut(columns: int) -> Weights:
+    def cut(columns: int) -> tuple[Weights, Arrange]:
         if columns not in made:
-            made[columns] = _with_products(plain, lambda leaf: _cut(leaf, columns))
+            arrange = functools.partial(_arrange, change=functools.partial(_cut, columns=columns), names=PRODUCTS)
+            made[columns] = _arranged(plain, arrange), arrange
         return made[columns]
 
-    one, few = (_fastest_columns(plain, rows) for rows in (1, FEW_ROWS // 2))
-    return Layouts(cut(one), cut(few), plain)
+    (one, for_one), (few, for_few) = (cut(_fastest_columns(plain, rows)) for rows in (1, FEW_ROWS // 2))
+    return Layouts(one, few, plain, (for_one, for_few, as_loaded), mesh)
+
+
+def _draft_weights(head: Head, target: TargetParams, mesh: Mesh | None) -> Any:
+    return head.drafter.weights(head.params, target, jax.device_put(head.target_ids, whole(mesh)))
+
+
+def _as_loaded(params: Params) -> Params:
+    return params
+
+
+def _arranged(weights: Weights, arrange: Arrange) -> Weights:
+    return Weights(arrange(weights.target), arrange(weights.draft))
 
 
 def _with_heads_apart(weights: Weights, num_heads: int) -> Weights:
@@ -87,20 +118,15 @@ def _with_heads_apart(weights: Weights, num_heads: int) -> Weights:
     return Weights(dataclasses.replace(weights.target, layers=layers), weights.draft)
 
 
-def _with_products(
-    weights: Weights,
-    change: Callable[[jax.Array | QuantizedMatrix], Weight],
-    names: frozenset[str] = PRODUCTS,
-) -> Weights:
-    """The same weights with other matrices where rows are multiplied by them as they are (`kernels.matmul`)."""
+def _arrange(
+    params: Params, *, change: Callable[[jax.Array | QuantizedMatrix], Weight], names: frozenset[str]
+) -> Params:
+    """The same parameters with other matrices where rows are multiplied by them as they are (`kernels.matmul`)."""
 
-    def in_tree(params: Params) -> Params:
-        def leaf(path: tuple, leaf: jax.Array | QuantizedMatrix) -> Weight:
-            return change(leaf) if is_product(path, names) and len(leaf.shape) >= 2 else leaf
+    def leaf(path: tuple, leaf: jax.Array | QuantizedMatrix) -> Weight:
+        return change(leaf) if is_product(path, names) and len(leaf.shape) >= 2 else leaf
 
-        return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
-
-    return Weights(in_tree(weights.target), in_tree(weights.draft))
+    return jax.tree_util.tree_map_with_path(leaf, params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
 
 
 # How a matrix may be cut: whole (0), in two halves so that a batched product takes two cores, or in narrow blocks.
@@ -108,7 +134,7 @@ _HALVES = -1
 _CANDIDATES: tuple[int, ...] = (0, _HALVES, BLOCK_COLUMNS)
 
 
-def _cut(leaf: jax.Array | QuantizedMatrix, columns: int) -> Weight:
+def _cut(leaf: jax.Array | QuantizedMatrix, *, columns: int) -> Weight:
     if isinstance(leaf, QuantizedMatrix) or leaf.ndim != 2 or not columns:
         return leaf
     return block(leaf, leaf.shape[1] // 2 if columns == _HALVES else columns)
@@ -123,7 +149,7 @@ def _fastest_columns(weights: Weights, num_rows: int) -> int:
             matrices.append(leaf)
     run = jax.jit(lambda cut: [matmul(jnp.ones((num_rows, matrix.shape[0]), jnp.float32), matrix) for matrix in cut])
     least = dict.fromkeys(_CANDIDATES, float("inf"))
-    cuts = {columns: [_cut(matrix, columns) for matrix in matrices] for columns in _CANDIDATES}
+    cuts = {columns: [_cut(matrix, columns=columns) for matrix in matrices] for columns in _CANDIDATES}
     for turn in range(1 + TIMED_ROUNDS):  # the first compiles
         for columns, cut in cuts.items():
             begin = time.perf_counter()

@@ -41,6 +41,7 @@ class EngineSettings(TypedDict, total=False):
     prefill_tokens: int
     max_queue: int
     deterministic: bool
+    constrained: bool
     early_ready: bool
     watchdog_seconds: float
 

@@ -1,6 +1,6 @@
 """A request's options as the rows that a slot starts with: numbers and token ids, as the compiled step takes them."""
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -37,12 +37,12 @@ def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
                 raise RequestError(f"{name} holds {token_id}; ids go from 0 to {vocab_size - 1}", param=name)
 
 
-def bad_sequences(params: SamplingParams, tokenizer: Encoder | None) -> list[tuple[int, ...]]:
+def bad_sequences(words: Sequence[str], tokenizer: Encoder | None) -> list[tuple[int, ...]]:
     """The token sequences that spell the bad words, at the start of a text and after a space. Raises RequestError."""
-    if params.bad_words and tokenizer is None:
+    if words and tokenizer is None:
         raise RequestError("bad_words need a tokenizer, and this engine has none", param="bad_words")
     found: dict[tuple[int, ...], None] = {}
-    for word in params.bad_words:
+    for word in words:
         for text in (word, " " + word.lstrip()):
             token_ids = tuple(tokenizer.encode(text, add_special_tokens=False)) if tokenizer else ()
             if len(token_ids) > MAX_BAD_TOKENS:
@@ -52,6 +52,20 @@ def bad_sequences(params: SamplingParams, tokenizer: Encoder | None) -> list[tup
             if token_ids:
                 found[token_ids] = None
     return list(found)
+
+
+def check_some_token(
+    params: SamplingParams, stop_ids: Collection[int], bad: Sequence[tuple[int, ...]], vocab_size: int
+) -> None:
+    """Raises RequestError where the options ban every token at the start of the answer already."""
+    banned = {token_ids[0] for token_ids in bad if len(token_ids) == 1} | set(stop_ids if params.min_tokens else ())
+    if params.allowed_token_ids is not None and banned.issuperset(params.allowed_token_ids):
+        raise RequestError(
+            "allowed_token_ids: bad_words, or min_tokens and the ids that stop, ban all of them; allow others too",
+            param="allowed_token_ids",
+        )
+    if len(banned) >= vocab_size:
+        raise RequestError("bad_words, and min_tokens with stop_token_ids, ban every token", param="bad_words")
 
 
 def sampler_rows(params: SamplingParams, seed: int, num_prompt: int = 0) -> SamplerRows:

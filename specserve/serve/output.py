@@ -1,5 +1,7 @@
 """Turns the token ids that steps emit into deltas: finds where a sequence ends, and which of its text is certain."""
 
+import operator
+
 from specserve.serve.decoder import IncrementalDecoder
 from specserve.serve.request import Delta, FinishReason, Request
 from specserve.tokenizer import Tokenizer
@@ -9,14 +11,22 @@ class OutputStream:
     """The output of one sequence. Text that may still turn out to be part of a stop string is held back."""
 
     def __init__(self, request: Request, tokenizer: Tokenizer | None) -> None:
+        params = request.params
         self._stop_ids = request.stop_ids
-        self._stops = request.params.stop
+        self._named_ids = frozenset(params.stop_token_ids)
+        self._stops = sorted(params.stop, key=len)
+        self._keeps_stop = params.include_stop_str_in_output
         self._num_left = request.max_new_tokens
-        self._decoder = IncrementalDecoder(tokenizer) if tokenizer else None  # None: token ids alone
+        self._decoder = None  # token ids alone
+        if tokenizer:
+            self._decoder = IncrementalDecoder(
+                tokenizer, skip_special_tokens=params.skip_special_tokens, shown_ids=params.shown_special_ids
+            )
         self._held = ""  # decoded, not yet given out
 
-    def push(self, token_ids: list[int]) -> Delta:
-        """The delta that the tokens of one step make, in order. Tokens past the end of the sequence are left out."""
+    def push(self, token_ids: list[int], num_accepted: int = 0) -> Delta:
+        """The delta that the tokens of one step make, in order, of which the first `num_accepted` are accepted draft
+        tokens. Tokens past the end of the sequence are left out."""
         taken: list[int] = []
         text: list[str] = []
         for token_id in token_ids:
@@ -24,24 +34,29 @@ class OutputStream:
             self._num_left -= 1
             is_stop = token_id in self._stop_ids
             reason = FinishReason.STOP if is_stop else FinishReason.LENGTH if self._num_left == 0 else None
-            # the id that ends a sequence is reported, and is not text
+            cause = token_id if token_id in self._named_ids else None
+            # the id that ends a sequence is reported, and is text only where the request wants it
             if self._decoder is not None:
-                self._held += "" if is_stop else self._decoder.push([token_id])
+                self._held += "" if is_stop and not self._keeps_stop else self._decoder.push([token_id])
                 self._held += "" if reason is None else self._decoder.finish()
-            if (cut := self._first_stop()) is not None:
-                text.append(self._held[:cut])
+            if (found := self._first_stop()) is not None:
+                at, cause = found
+                text.append(self._held[: at + len(cause) if self._keeps_stop else at])
                 self._held, reason = "", FinishReason.STOP
             else:
                 certain = len(self._held) - (0 if reason else self._num_uncertain())
                 text.append(self._held[:certain])
                 self._held = self._held[certain:]
             if reason is not None:
-                return Delta(tuple(taken), "".join(text), reason)
-        return Delta(tuple(taken), "".join(text))
+                cause = cause if reason is FinishReason.STOP else None
+                return Delta(tuple(taken), "".join(text), reason, cause, num_accepted=min(num_accepted, len(taken)))
+        return Delta(tuple(taken), "".join(text), num_accepted=num_accepted)
 
-    def _first_stop(self) -> int | None:
-        found = [at for stop in self._stops if (at := self._held.find(stop)) >= 0]
-        return min(found, default=None)
+    def _first_stop(self) -> tuple[int, str] | None:
+        """Where the first stop string begins that the held text has, and which it is: of two at one place the shorter,
+        as it was complete earlier."""
+        found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
+        return min(found, key=operator.itemgetter(0), default=None)
 
     def _num_uncertain(self) -> int:
         """The longest end of the held text that begins a stop string."""

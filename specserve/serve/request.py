@@ -7,9 +7,10 @@ import dataclasses
 import enum
 import functools
 import json
+import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Protocol, Self, get_type_hints
+from typing import Annotated, Any, Literal, Protocol, Self, get_type_hints
 
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -52,6 +53,15 @@ class FinishReason(enum.StrEnum):
 
 
 @dataclass(frozen=True)
+class GrammarSpec:
+    """What an answer must be. `text` is a JSON schema, a regular expression (Rust's syntax, without look-around), a
+    JSON list of strings of which the answer is one, or a grammar in llguidance's dialect of Lark."""
+
+    kind: Literal["json_schema", "regex", "choice", "lark"]
+    text: str
+
+
+@dataclass(frozen=True)
 class SamplingParams:
     """How to draw the answers to one prompt, under vLLM's names. The constructor checks every value: RequestError
     names the field and the range. Token ids are checked against the vocabulary when the request is submitted."""
@@ -72,9 +82,15 @@ class SamplingParams:
     seed: Annotated[int, Field(ge=-MAX_SEED - 1, le=MAX_SEED)] | None = None  # None: the engine draws one
     stop: Annotated[Words, BeforeValidator(lambda stop: [stop] if isinstance(stop, str) else stop)] = ()
     stop_token_ids: TokenIds = ()
+    include_stop_str_in_output: bool = False  # the text ends with the stop string, or the text of the stop token id
     ignore_eos: bool = False
+    grammar: GrammarSpec | None = None  # what the answer must follow, to its end
+    skip_special_tokens: bool = True  # they are no text
+    shown_special_ids: TokenIds = ()  # special tokens that are text all the same
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # of each token, and of so many likely ones
+    prompt_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | None = None  # the same of the prompt's tokens
     speculation: NumTokens | None = None  # draft tokens that a step may accept; 0: none; None: the server's choice
+    return_tree: bool = False  # the tree that each step proposed, and its accepted path
 
     def __post_init__(self) -> None:
         for name, kind in _kinds().items():
@@ -82,6 +98,8 @@ class SamplingParams:
                 object.__setattr__(self, name, kind.validate_python(getattr(self, name)))
             except ValidationError as error:
                 raise request_error(error, name) from None
+        if self.grammar is not None and self.ignore_eos:
+            raise RequestError("ignore_eos: nothing may follow the end of a grammar; leave it out", param="ignore_eos")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise RequestError(
                 f"min_tokens should be at most max_tokens, {self.max_tokens}, got {self.min_tokens}", param="min_tokens"
@@ -106,6 +124,11 @@ def _kinds() -> dict[str, TypeAdapter[Any]]:
     return {name: TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False)) for name, hint in hints.items()}
 
 
+def option_schemas() -> dict[str, dict[str, Any]]:
+    """The JSON schema of each option: its type and its range."""
+    return {name: kind.json_schema() for name, kind in _kinds().items()}
+
+
 def request_error(error: ValidationError, param: str) -> RequestError:
     """The first of pydantic's findings about the field `param`, as the error that a client is told."""
     found = error.errors(include_url=False, include_context=False)[0]
@@ -125,9 +148,19 @@ def describe(value: Any) -> str:
 
 @dataclass(frozen=True)
 class SpeculationStats(Acceptance):
-    """What speculation and the prefix cache did for one sequence."""
+    """What speculation and the prefix cache did for one sequence, and how long it took."""
 
     num_cached_tokens: int = 0  # prompt tokens whose keys and values were in the prefix cache
+    drafts: tuple[tuple[int, int], ...] = ()  # of each step over draft tokens: how many there were, how many accepted
+    max_accepted: int = 0  # draft tokens that one step of this server accepts, at most; 0: it does not speculate
+    queue_seconds: float = 0.0  # from submission to a slot
+    prefill_seconds: float = 0.0  # from there to the first token
+    decode_seconds: float = 0.0  # from there to the last token
+
+    @property
+    def num_drafts(self) -> int:
+        """Steps that verified draft tokens. Steps of plain decoding are none of them, but count in `num_steps`."""
+        return len(self.drafts)
 
 
 @dataclass(frozen=True)
@@ -139,18 +172,38 @@ class TokenLogprobs:
     top: tuple[tuple[int, float], ...]  # the most likely token ids with theirs, best first
 
 
+@dataclass(frozen=True)
+class PromptToken:
+    """A token of a prompt, and how likely the target took it to be after those before it."""
+
+    token_id: int
+    logprobs: TokenLogprobs | None  # None: the first, which nothing comes before
+    rank: int  # 1 is the most likely token; 0 for the first
+
+
 class TokenMask(Protocol):
     """Which tokens may come next in one sequence: a grammar, a schema, a list of choices. Called on the engine's
-    thread, in turn; an exception ends that request alone."""
+    thread, in turn. An exception ends that request alone; the client is told what a RequestError says."""
 
-    def masks(self, parents: Sequence[int], token_ids: Sequence[int]) -> np.ndarray:  # [node, vocab] bool
-        """True where a token may follow a node of a proposed tree. Node 0 is the end of what was accepted (its token
-        id means nothing); a node behind a token that may not come there may have any row with a True in it."""
+    def masks(self, parents: Sequence[int], token_ids: Sequence[int]) -> np.ndarray:  # [node, ceil(vocab / 8)] uint8
+        """A bit for each token, 1 where it may follow a node of a proposed tree; bit i of byte j is that of token
+        8 j + i. Node 0 is the end of what was accepted (its token id means nothing). A node behind a token that may
+        not come there may have any row with a 1 in it."""
         ...
 
     def accept(self, token_ids: Sequence[int]) -> None:
         """These tokens have been added to the sequence."""
         ...
+
+
+@dataclass(frozen=True)
+class DraftTree:
+    """The tree that a step proposed for one sequence. Node 0 is the root, the last token before the step; it is its own
+    parent, and other parents come before their children."""
+
+    token_ids: tuple[int, ...]
+    parents: tuple[int, ...]
+    accepted: tuple[int, ...]  # the nodes of the delta's accepted tokens, from the child of the root down
 
 
 @dataclass(frozen=True)
@@ -160,9 +213,19 @@ class Delta:
     token_ids: tuple[int, ...] = ()
     text: str = ""
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None: something else did
     error: str | None = None
+    is_refused: bool = False  # with an error: the request's own options brought it about, so its client is told
     stats: SpeculationStats | None = None  # set on the last delta
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token id, when the request asked for them
+    prompt: tuple[PromptToken, ...] = ()  # all of it, in the first delta with tokens, when the request asked for it
+    num_accepted: int = 0  # the first so many tokens are accepted draft tokens; one after them is the target's own
+    tree: DraftTree | None = None  # when the request asked for it, and the step proposed one
+
+    @property
+    def draft_depths(self) -> tuple[int, ...]:
+        """Where each token comes from: 0 is the target's own draw, d a draft token accepted at depth d of the tree."""
+        return tuple(depth if depth <= self.num_accepted else 0 for depth in range(1, len(self.token_ids) + 1))
 
 
 @dataclass(eq=False)
@@ -176,10 +239,12 @@ class Request:
     seed: int
     on_delta: Callable[[Delta], None]  # called on the engine's thread; must not block
     priority: int = 0  # lower runs first, as in vLLM
+    client: str = ""  # who shares the queue with the others
     cache_salt: str = ""  # prefixes are shared only between requests of one salt
     token_mask: TokenMask | None = None
     stop_ids: frozenset[int] = frozenset()  # any of them ends it: its stop token ids, and the model's EOS ids
     bad_sequences: Sequence[tuple[int, ...]] = ()  # token ids that spell its bad words
+    submit_time: float = field(default_factory=time.monotonic)
     is_cancelled: bool = False  # set from any thread
 
     def cancel(self) -> None:

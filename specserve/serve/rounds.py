@@ -4,25 +4,39 @@ Rounds overlap: a round is dispatched before the one before it is read, so the d
 step makes for a sequence that has ended meanwhile is dropped. Everything here runs on the engine's thread.
 """
 
+import bisect
 import dataclasses
 import functools
+import itertools
 import logging
 import time
 from collections import Counter, deque
 from collections.abc import Callable
+from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
+from typing import TypedDict
 
 import numpy as np
 
 from specserve.drafters.speculation import describe
+from specserve.errors import RequestError
+from specserve.serve import results
 from specserve.serve.handles import HostResult, StepHandle
-from specserve.serve.interface import EngineStats
+from specserve.serve.interface import ROUND_SIZES, EngineStats
+from specserve.serve.layouts import Layouts
 from specserve.serve.options import sampler_rows, token_rows
 from specserve.serve.output import OutputStream
-from specserve.serve.request import Delta, FinishReason, Request, SpeculationStats, TokenLogprobs, TokenMask
+from specserve.serve.request import (
+    Delta,
+    FinishReason,
+    Request,
+    SpeculationStats,
+    TokenMask,
+)
 from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Chunk, Round, Scheduler, Sequence
 from specserve.speculative.controller import Controller, Estimate
+from specserve.speculative.sampling import NOTHING
 from specserve.speculative.tree import Tree
 from specserve.tokenizer import Tokenizer
 
@@ -39,11 +53,20 @@ class Flight:
     rows: list[tuple[Sequence, int]]  # whose tokens the rows of its result are, and as of which of their epochs
     tree: Tree | None = None
     shape: tuple[int, int] | None = None  # of a step: batch size and width
+    scored: tuple[Sequence, int, int] | None = None  # of a scored chunk: whose, as of which epoch, how many tokens
+    num_prompt: int = 0  # prompt tokens that it reads
 
     @property
     def most(self) -> int:
         """Tokens that it emits for a sequence, at most."""
         return 1 + (self.tree.depth if self.tree else 0)
+
+
+class _Wanted(TypedDict):
+    """What some sequence of a step wants to be told besides its tokens."""
+
+    has_logprobs: bool
+    has_tree: bool
 
 
 @dataclass
@@ -53,6 +76,8 @@ class _Counters:
     num_rebuilds: int = 0
     num_late_compiles: int = 0
     steps: Counter[str] = field(default_factory=Counter)
+    round_sizes: list[int] = field(default_factory=lambda: [0] * (len(ROUND_SIZES) + 1))  # by `ROUND_SIZES`
+    num_round_tokens: int = 0
     busy_seconds: float = 0.0
     wait_seconds: float = 0.0
     num_tokens: float = 0.0  # emitted by steps
@@ -70,11 +95,13 @@ class Rounds:
         controller: Controller | None,
         *,
         is_partial: bool,
-        on_end: Callable[[], None],
+        on_end: Callable[[Request], None],
     ) -> None:
         self.runner, self.scheduler = runner, scheduler
         self.controller = controller or Controller({})
         self.is_choosing = controller is not None
+        self._prior: Seq[float] | None = None  # acceptance by depth of a head that took the first one's place
+        self.only: tuple[Tree | None] | None = None  # the one way to step that the operator wants; None: any
         self.is_partial = is_partial  # not every program is compiled, so that steps are made of those that are
         self.flights: deque[list[Flight]] = deque()
         self.wait_start = 0.0  # when the thread began to wait for a step; 0: it does not
@@ -87,11 +114,13 @@ class Rounds:
         """Every program is compiled, or has failed to be: then steps are still made of those that are there. The
         controller is one that knows what the steps cost."""
         self.controller, self.is_partial = controller or self.controller, is_partial
+        if self._prior is not None:  # the controller was made of what the first head promises
+            self.controller.expect(self._prior)
 
     @property
-    def num_running(self) -> int:
-        """Sequences in a slot."""
-        return len(self.scheduler.running)
+    def running(self) -> Seq[Sequence]:
+        """The sequences in a slot. It may be called from any thread."""
+        return tuple(self.scheduler.running)
 
     def add(self, request: Request) -> None:
         """Put a request into the queue."""
@@ -126,6 +155,20 @@ class Rounds:
         self.scheduler.pool.flush()
         self.runner.forget_answers()
 
+    def swap_head(self, layouts: Layouts, prior: Seq[float]) -> None:
+        """Go on with another head, of this acceptance by depth. What the old one wrote is not read by it: running
+        sequences wait for their turn again and are prefilled with what they have said, and cached prefixes are
+        forgotten. Raises what the device raises."""
+        while self.flights:
+            self._land()
+        self.scheduler.preempt_all()
+        self.scheduler.pool.flush()
+        self.runner.layouts = layouts
+        self._prior = prior
+        self.controller.expect(prior)
+        for sequence in self.scheduler.waiting:
+            sequence.estimate = None
+
     def end_all(self, reason: FinishReason, error: str) -> None:
         """End every sequence, running or waiting."""
         self._end_running(reason, error)
@@ -137,7 +180,7 @@ class Rounds:
         counters, scheduler, start = self._counters, self.scheduler, self.wait_start
         pool, steps = scheduler.pool, counters.steps.copy()
         return EngineStats(
-            num_running=self.num_running,
+            num_running=len(self.running),
             num_pages=pool.num_pages,
             num_pages_held=pool.num_pages - pool.num_available,
             num_pages_cached=pool.num_cached,
@@ -147,6 +190,11 @@ class Rounds:
             num_rebuilds=counters.num_rebuilds,
             num_steps=sum(steps.values()),
             num_steps_by_speculation=steps,
+            round_sizes=tuple(counters.round_sizes),
+            num_round_tokens=counters.num_round_tokens,
+            page_size=self.runner.shapes.page_size,
+            cache_dtype=self.runner.config.target.cache_dtype or self.runner.config.target.dtype,
+            is_caching=scheduler.is_caching,
             busy_seconds=counters.busy_seconds,
             host_seconds=counters.busy_seconds - counters.wait_seconds,
             num_late_compiles=counters.num_late_compiles,
@@ -181,15 +229,18 @@ class Rounds:
     def _step(self, decode: list[Sequence]) -> Flight:
         slots = [sequence.slot for sequence in decode]
         shape = self.runner.shapes.batch_size_of(len(slots)), self.runner.width_of(slots)
-        has_logprobs = any(sequence.request.params.logprobs is not None for sequence in decode)
+        wanted: _Wanted = {
+            "has_logprobs": any(sequence.request.params.logprobs is not None for sequence in decode),
+            "has_tree": any(sequence.request.params.return_tree for sequence in decode),
+        }
         if any(sequence.request.token_mask for sequence in decode):
-            tree, handle = self._constrained_step(decode, slots, has_logprobs)
+            tree, handle = self._constrained_step(decode, slots, wanted)
         else:
             tree = self._choose(decode, *shape)
             # while programs are missing, that by which the draft would catch up may be one of them
             is_following = not self.is_partial and (not self.is_choosing or self.controller.is_following)
-            handle = self.runner.step(slots, tree, has_logprobs=has_logprobs, is_following=is_following)
-        self._counters.steps[describe(tree)] += 1
+            handle = self.runner.step(slots, tree, **wanted, is_following=is_following)
+        self._counters.steps[describe(None if self.runner.shapes.accepts_nothing else tree)] += 1
         return Flight(handle, [(sequence, sequence.epoch) for sequence in decode], tree, shape)
 
     def _choose(self, decode: list[Sequence], batch_size: int, width: int) -> Tree | None:
@@ -198,6 +249,8 @@ class Rounds:
             trees = [tree for tree in trees if self.runner.is_compiled(batch_size, width, tree)]
             if not trees:  # the plain way is, in a larger form
                 return self.runner.shapes.plain
+        if self.only is not None:  # large batches are stepped plainly, where its programs are not compiled for them
+            return self.only[0] if self.only[0] in trees else self.runner.shapes.plain
         if not self.is_choosing:
             return trees[0]
         estimates = [self._estimate(sequence) for sequence in decode]
@@ -215,29 +268,50 @@ class Rounds:
         return sequence.estimate
 
     def _constrained_step(
-        self, decode: list[Sequence], slots: list[int], has_logprobs: bool
+        self, decode: list[Sequence], slots: list[int], wanted: _Wanted
     ) -> tuple[Tree | None, StepHandle]:
-        """In two programs: the host must say which tokens may follow each proposed one."""
-        tree = self.runner.shapes.constrained_tree(self.runner.shapes.batch_size_of(len(slots)))
-        if self.is_partial:
-            tree = None if None in self.runner.shapes.trees else tree
+        """A tree takes two programs: the host must say which tokens may follow each proposed one."""
+        tree = self._choose_constrained(decode, slots)
+        if tree is None:
+            nothing = np.zeros((len(slots), 1), np.int32)
+            allowed = self._masks(decode, nothing, nothing)
+            return None, self.runner.step(slots, None, allowed=allowed, **wanted)
         token_ids, parents, proposal = self.runner.propose(slots, tree)
-        allowed = np.ones((*token_ids.shape, self._vocab_size), bool)
-        for row, sequence in enumerate(decode):
-            if sequence.request.token_mask is not None:
-                self._fill(sequence, allowed[row], parents[row], token_ids[row])
-        return tree, self.runner.verify(slots, tree, proposal, allowed, has_logprobs=has_logprobs)
+        allowed = self._masks(decode, parents, token_ids)
+        return tree, self.runner.verify(slots, tree, proposal, allowed, **wanted)
 
-    def _fill(self, sequence: Sequence, allowed: np.ndarray, parents: np.ndarray, token_ids: np.ndarray) -> None:
-        """Write what a request's mask allows, [node, vocab] bool; a fault of the mask ends the request."""
-        mask = sequence.request.token_mask
-        assert mask is not None
-        self._guard(sequence, functools.partial(_fill, allowed, mask, parents, token_ids))
+    def _choose_constrained(self, decode: list[Sequence], slots: list[int]) -> Tree | None:
+        shapes = self.runner.shapes
+        batch_size = shapes.batch_size_of(len(slots))
+        tree = shapes.constrained_tree(batch_size)
+        if tree is None or None not in shapes.trees:
+            return tree
+        if self.only == (None,):
+            return None
+        if self.is_partial:  # its programs are compiled last
+            return None
+        if not self.is_choosing:
+            return tree
+        return self.controller.choose(
+            [self._estimate(sequence) for sequence in decode], (None, tree), batch_size, self.runner.width_of(slots)
+        )
+
+    def _masks(self, decode: list[Sequence], parents: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
+        """What may follow the nodes of each sequence, [batch, node, bytes] uint8. A fault of a request's mask ends that
+        request."""
+        allowed = np.full((*token_ids.shape, -(-self._vocab_size // 8)), 255, np.uint8)
+        for row, sequence in enumerate(decode):
+            mask = sequence.request.token_mask
+            if mask is not None:
+                self._guard(sequence, functools.partial(_fill, allowed[row], mask, parents[row], token_ids[row]))
+        return allowed
 
     def _guard(self, sequence: Sequence, call: Callable[[], None]) -> None:
         """Run one request's own code; a fault there ends that request alone."""
         try:
             call()
+        except RequestError as error:
+            self._deliver(sequence, Delta(finish_reason=FinishReason.ERROR, error=str(error), is_refused=True))
         except Exception as error:
             logger.exception("%s: its own code failed; ending it", sequence.request.request_id)
             self._deliver(sequence, Delta(finish_reason=FinishReason.ERROR, error=f"{type(error).__name__}: {error}"))
@@ -251,20 +325,28 @@ class Rounds:
             self._admit(chunk)
         allowed = None
         if chunk.is_last and request.token_mask is not None:
-            allowed = np.ones((1, self._vocab_size), bool)
-            self._fill(sequence, allowed, np.zeros(1, np.int32), np.array([sequence.token_ids[-1]]))
+            allowed = self._masks([sequence], np.zeros((1, 1), np.int32), np.array([[sequence.token_ids[-1]]]))
+        is_scored = sequence.is_scored
         handle = self.runner.prefill(
             slot,
             chunk.num_tokens,
             is_last=chunk.is_last,
+            is_scored=is_scored,
             has_logprobs=chunk.is_last and request.params.logprobs is not None,
             allowed=allowed,
         )
-        return Flight(handle, [(sequence, sequence.epoch)] if chunk.is_last else [])
+        return Flight(
+            handle,
+            [(sequence, sequence.epoch)] if chunk.is_last else [],
+            scored=(sequence, sequence.epoch, chunk.num_tokens) if is_scored else None,
+            num_prompt=chunk.num_tokens,
+        )
 
     def _admit(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
         request, estimate = sequence.request, self._estimate(sequence)
+        sequence.prompt.clear()
+        sequence.admit_time = sequence.admit_time or time.monotonic()
         self.runner.admit(
             sequence.slot,
             sequence.token_ids,
@@ -278,6 +360,7 @@ class Rounds:
     def _land(self) -> None:
         """Read the oldest round and hand out its tokens."""
         flights = self.flights.popleft()
+        num_tokens = sum(flight.num_prompt for flight in flights)
         for flight in flights:
             self.wait_start = time.monotonic()
             start = time.perf_counter()
@@ -289,42 +372,63 @@ class Rounds:
                 self.controller.observe_seconds(*flight.shape, flight.tree, now - self._last_landing)
             # the next step began when this one ended, if it was on its way already
             self._last_landing = now if len(flights) == 1 and self.flights else 0.0
+            if flight.scored and flight.scored[0].epoch == flight.scored[1]:
+                sequence, _, num_tokens = flight.scored
+                sequence.prompt += results.prompt_tokens(sequence.request, len(sequence.prompt), num_tokens, result)
             for row, (sequence, epoch) in enumerate(flight.rows):
                 if not sequence.is_running or sequence.epoch != epoch:
                     continue  # it has ended, or will do this step again
                 sequence.landed(flight.most)
+                num_tokens += 1 + int(result.n_accepted[row])
                 if flight.shape:
                     self._observe(sequence, flight.tree, int(result.n_accepted[row]))
-                self._guard(sequence, functools.partial(self._emit, sequence, result, row))
+                self._guard(sequence, functools.partial(self._emit, sequence, flight.tree, result, row))
+        self._counters.num_round_tokens += num_tokens
+        self._counters.round_sizes[bisect.bisect_left(ROUND_SIZES, num_tokens)] += 1
 
     def _observe(self, sequence: Sequence, tree: Tree | None, n_accepted: int) -> None:
-        if tree is None:
+        if tree is None or self.runner.shapes.accepts_nothing:
             sequence.acceptance = sequence.acceptance.after_step()
             return
         estimate = self._estimate(sequence)
         num_draft_tokens = tree.num_nodes if estimate.max_depth else 0  # 0: the request wants none
+        if num_draft_tokens:
+            sequence.drafts.append((num_draft_tokens, n_accepted))
         sequence.acceptance = sequence.acceptance.after_step(
             n_accepted, depth=tree.depth, num_draft_tokens=num_draft_tokens
         )
         self.controller.observe(estimate, tree, n_accepted)
 
-    def _emit(self, sequence: Sequence, result: HostResult, row: int) -> None:
-        """Hand over new tokens."""
+    def _emit(self, sequence: Sequence, tree: Tree | None, result: HostResult, row: int) -> None:
+        """Hand over the new tokens of a step with that tree."""
         request = sequence.request
-        delta = sequence.output.push(result.emitted(row))
+        drawn = result.emitted(row)
+        token_ids = list(itertools.takewhile(lambda token_id: token_id != NOTHING, drawn))
+        delta = sequence.output.push(token_ids, min(int(result.n_accepted[row]), len(token_ids)))
+        if sequence.is_scored:
+            delta = dataclasses.replace(delta, prompt=tuple(sequence.prompt))
         sequence.output_ids += delta.token_ids
         if request.token_mask is not None:
             request.token_mask.accept(delta.token_ids)
         if request.params.logprobs is not None:
-            found = _logprobs(delta.token_ids, result, row, request.params.logprobs)
+            found = results.logprobs(delta.token_ids, result, row, request.params.logprobs)
             delta = dataclasses.replace(delta, logprobs=found)
-        self._deliver(sequence, delta)
+        if request.params.return_tree and request.params.speculation != 0 and tree is not None:
+            delta = dataclasses.replace(delta, tree=results.draft_tree(tree, result, row, delta))
+        if token_ids:
+            self._deliver(sequence, delta)
+        if len(token_ids) < len(drawn) and not sequence.has_ended:
+            raise RequestError(
+                f"after {len(sequence.output_ids)} tokens of the answer, the request's options ban every token"
+            )
 
     def _deliver(self, sequence: Sequence, delta: Delta) -> None:
         reason = delta.finish_reason
+        if delta.token_ids:
+            sequence.last_time = time.monotonic()
+            sequence.first_time = sequence.first_time or sequence.last_time
         if reason is not None:
-            stats = SpeculationStats(**vars(sequence.acceptance), num_cached_tokens=sequence.num_cached or 0)
-            delta = dataclasses.replace(delta, stats=stats)
+            delta = dataclasses.replace(delta, stats=_stats(sequence, self.runner.shapes.max_accepted))
             # before its listener hears of it: who has the last token finds the slot and the pages free
             self._end(sequence, reason)
         try:
@@ -338,7 +442,7 @@ class Rounds:
         if sequence.has_ended:
             return
         request, slot = sequence.request, sequence.slot
-        self._on_end()
+        self._on_end(request)
         self.scheduler.finish(sequence)
         # the slot's next owner is admitted by a later program, so its row still holds this answer
         if slot >= 0 and reason in (FinishReason.STOP, FinishReason.LENGTH) and not request.cache_salt:
@@ -360,25 +464,27 @@ class Rounds:
         return self.runner.config.target.vocab_size
 
 
+def _stats(sequence: Sequence, max_accepted: int) -> SpeculationStats:
+    """What there is to say of a sequence that ends now."""
+    now = time.monotonic()
+    admitted = sequence.admit_time or now
+    first = sequence.first_time or now
+    return SpeculationStats(
+        **vars(sequence.acceptance),
+        num_cached_tokens=sequence.num_cached or 0,
+        drafts=tuple(sequence.drafts),
+        max_accepted=max_accepted,
+        queue_seconds=admitted - sequence.request.submit_time,
+        prefill_seconds=first - admitted,
+        decode_seconds=(sequence.last_time or now) - first,
+    )
+
+
 def _fill(allowed: np.ndarray, mask: TokenMask, parents: np.ndarray, token_ids: np.ndarray) -> None:
-    """Write a request's masks into its rows, [node, vocab] bool."""
+    """Write a request's masks into its rows, [node, bytes] uint8."""
     rows = np.asarray(mask.masks(parents.tolist(), token_ids.tolist()))
-    if rows.shape != allowed.shape or rows.dtype != bool or not rows.any(axis=1).all():
+    if rows.shape != allowed.shape or rows.dtype != np.uint8 or not rows.any(axis=1).all():
         raise ValueError(
-            f"a token mask returned {rows.dtype} {rows.shape}; expected bool {allowed.shape} with a True in each row"
+            f"a token mask returned {rows.dtype} {rows.shape}; expected uint8 {allowed.shape} with a bit in each row"
         )
     allowed[:] = rows
-
-
-def _logprobs(token_ids: tuple[int, ...], result: HostResult, row: int, num_top: int) -> tuple[TokenLogprobs, ...]:
-    """The log-probabilities of the tokens that a row of a result emits, one for each of `token_ids`."""
-    assert result.logprobs is not None
-    chosen, top, top_ids = (array[row] for array in result.logprobs)
-    return tuple(
-        TokenLogprobs(
-            token_id,
-            float(chosen[i]),
-            tuple(zip(top_ids[i, :num_top].tolist(), top[i, :num_top].tolist(), strict=True)),
-        )
-        for i, token_id in enumerate(token_ids)
-    )

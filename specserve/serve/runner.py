@@ -20,6 +20,7 @@ from jax.sharding import Mesh
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
 from specserve.drafters.speculation import describe, drafter_for
+from specserve.errors import ConfigError
 from specserve.host import free_memory_maps
 from specserve.kernels import paged
 from specserve.kernels.pages import Pages
@@ -28,13 +29,13 @@ from specserve.models.config import ModelConfig
 from specserve.serve.calls import Calls
 from specserve.serve.handles import StepHandle
 from specserve.serve.kept import KeptPrograms
-from specserve.serve.layouts import make_layouts
+from specserve.serve.layouts import Layouts, make_layouts
 from specserve.serve.ledger import Ledger
 from specserve.serve.options import blank_token_rows, sampler_rows
 from specserve.serve.placement import Placement
 from specserve.serve.programs import Call, Program, Programs, compile_all
 from specserve.serve.request import SamplingParams
-from specserve.serve.shapes import make_shapes
+from specserve.serve.shapes import Shapes, make_shapes
 from specserve.speculative import step
 from specserve.speculative.sampling import SamplerRows, TokenRows
 from specserve.speculative.step import Admission, StepConfig, StepResult, Weights
@@ -64,6 +65,7 @@ class Runner:
         has_constrained: bool = True,
         mesh: Mesh | None = None,  # that the parameters are spread over
         folder: Path | None = None,  # where compiled programs are kept; None: nowhere
+        check: Callable[[StepConfig, Shapes], None] | None = None,  # called before anything is allocated
     ) -> None:
         """`trees` are the ways to make a step, None being plain decoding; the head is used where one of them asks for
         it. Without `has_constrained` the programs that token masks need are not compiled."""
@@ -85,11 +87,13 @@ class Runner:
             is_coupled=is_coupled,
             verified_depth=shapes.verified_depth,
         )
+        if check is not None:
+            check(self.config, shapes)
         uses_head = any(tree is not None and tree.uses_head for tree in trees)
         self.layouts = make_layouts(target, head if uses_head else None, mesh)
         self._left_out: set[str] = set()
+        self._everything_allowed: dict[int, jax.Array] = {}  # by batch size: most steps have no mask
         self.has_constrained, self.place = has_constrained, Placement(mesh)
-        self._everything_allowed = self.place.put(np.full((1, 1, -(-target.config.vocab_size // 8)), 255, np.uint8))
         sizes = {"num_slots": num_slots, "num_pages": num_pages, "page_size": page_size, "max_pages": shapes.max_pages}
         places = self.place.state(lambda: step.init_state(self.config, **sizes))
         self.calls = Calls(self.config, self.place, places)
@@ -105,6 +109,19 @@ class Runner:
         self.state = self.compiled.run(self._beginning)
         self._ledger = Ledger(self.shapes.num_slots, self.config.max_pending)
         self._num_remembered = 0
+
+    def with_head(self, head: Head) -> Layouts:
+        """The weights with another head in place of the present one; nothing is changed yet. Raises ConfigError where
+        the compiled programs are for a head of other shapes."""
+        if not any(tree is not None and tree.uses_head for tree in self.shapes.trees):
+            raise ConfigError("this server speculates without a head, so there is none to replace")
+        drafter = drafter_for(self.shapes.trees, head.drafter)
+        if drafter != self.config.drafter:
+            raise ConfigError(
+                f"the head is not of the shape that this server has compiled its programs for: {drafter} instead of "
+                f"{self.config.drafter}; start a server with it"
+            )
+        return self.layouts.with_head(head)
 
     @property
     def cache_lag(self) -> int:
@@ -169,68 +186,85 @@ class Runner:
         *,
         is_last: bool,
         has_logprobs: bool = False,
+        is_scored: bool = False,
         allowed: np.ndarray | None = None,
     ) -> StepHandle:
         """Run the next tokens of a prompt (at most the largest of `chunks`). The drawn token counts after the last.
-        `allowed` ([1, vocab] bool) says which tokens it may be."""
+        With `is_scored` the result says how likely the prompt's own tokens were.
+        `allowed` ([1, 1, bytes] uint8, as `TokenMask.masks`) says which tokens it may be."""
         chunks = [chunk for chunk in self.shapes.chunks if chunk >= num_tokens]
         widths = self.shapes.widths_for(self._ledger.num_entries((slot,)) + num_tokens)
+        if is_scored:  # there is one program for all
+            widths, chunks = self.shapes.widths[-1:], self.shapes.chunks[-1:]
         shapes = itertools.product(widths, chunks)
-        call = self._at_once(self._prefill(slot, num_tokens, is_last, chunk, width, allowed) for width, chunk in shapes)
+        call = self._at_once(
+            self._prefill(slot, num_tokens, is_last, chunk, width, allowed, is_scored) for width, chunk in shapes
+        )
         result = self._advance(call)
         self._ledger.prefilled(slot, num_tokens)
         return StepHandle(result, lambda _n_accepted: None, has_logprobs=has_logprobs)
 
     def _prefill(
-        self, slot: int, num_tokens: int, is_last: bool, chunk: int, width: int, allowed: np.ndarray | None = None
+        self,
+        slot: int,
+        num_tokens: int,
+        is_last: bool,
+        chunk: int,
+        width: int,
+        allowed: np.ndarray | None = None,
+        is_scored: bool = False,
     ) -> Call:
-        bits = self._everything_allowed if allowed is None else self.place.put(np.packbits(allowed[None], axis=-1))
         return self.calls.prefill(
             self.layouts.many,
             self.state,
             self.place.slots((slot,)),
             self.place.slots((num_tokens,)),
             self.place.flag(is_last),
-            bits,
+            self._allowed(1, allowed),
             chunk=chunk,
             width=width,
+            is_scored=is_scored,
         )
 
     def step(
-        self, slots: Sequence[int], tree: Tree | None, *, has_logprobs: bool = False, is_following: bool = True
+        self,
+        slots: Sequence[int],
+        tree: Tree | None,
+        *,
+        has_logprobs: bool = False,
+        has_tree: bool = False,
+        is_following: bool = True,
+        allowed: np.ndarray | None = None,
     ) -> StepHandle:
         """Dispatch one step for these slots, with one of `trees`. Where the draft need not follow, plain steps do not
-        wait for it (`speculative.step.decode`)."""
+        wait for it (`speculative.step.decode`). Plain steps draw `allowed` tokens ([batch, 1, bytes] uint8)."""
+        assert tree is None or allowed is None, "who may follow a tree's nodes is known when it is proposed: `propose`"
         width = self._prepare(slots, tree, is_following=is_following)
-        result = self._run_step(slots, tree, width)
-        return self._handle(slots, tree, result, has_logprobs=has_logprobs)
+        result = self._run_step(slots, tree, width, allowed)
+        return self._handle(slots, tree, result, has_logprobs=has_logprobs, has_tree=has_tree)
 
-    def propose(self, slots: Sequence[int], tree: Tree | None) -> tuple[np.ndarray, np.ndarray, Proposal | None]:
+    def propose(self, slots: Sequence[int], tree: Tree) -> tuple[np.ndarray, np.ndarray, Proposal]:
         """The first half of a step with constrained sequences: token ids and parents of the proposed nodes, [batch,
         node], on the host; and the proposal for `verify`."""
         padded = self._pad(slots)
         self._prepare(slots, tree)
-        if tree is None:
-            nothing = np.zeros((len(slots), 1), np.int32)
-            return nothing, nothing, None
         proposal = self._advance(self._proposal(padded, tree))
         return np.asarray(proposal.token_ids)[: len(slots)], np.asarray(proposal.parents)[: len(slots)], proposal
 
     def verify(
         self,
         slots: Sequence[int],
-        tree: Tree | None,
-        proposal: Proposal | None,
-        allowed: np.ndarray,  # [batch, node, vocab] bool
+        tree: Tree,
+        proposal: Proposal,
+        allowed: np.ndarray,  # [batch, node, bytes] uint8
         *,
         has_logprobs: bool = False,
+        has_tree: bool = False,
     ) -> StepHandle:
         """The second half: only allowed tokens are drawn."""
         padded = self._pad(slots)
-        bits = np.full((len(padded), allowed.shape[1], -(-allowed.shape[2] // 8)), 255, np.uint8)
-        bits[: len(slots)] = np.packbits(allowed, axis=-1)
-        result = self._advance(self._verification(padded, tree, proposal, self.place.put(bits)))
-        return self._handle(slots, tree, result, has_logprobs=has_logprobs)
+        result = self._advance(self._verification(padded, tree, proposal, self._allowed(len(padded), allowed)))
+        return self._handle(slots, tree, result, has_logprobs=has_logprobs, has_tree=has_tree)
 
     def remember(self, slot: int, num_prompt: int) -> None:
         """Tell a drafter that wants to know of a finished answer."""
@@ -257,13 +291,16 @@ class Runner:
             room = self.config.max_pending - 1 if tree is None else tree.depth + 1
             if self._ledger.num_pending(slots) > room:
                 padded = self._pad(slots)
-                self.state = self.compiled.run(self._catching_up(padded, self.layout_for(len(padded), tree)))
+                number = self.layouts.number(self.layout_for(len(padded), tree))
+                self.state = self.compiled.run(self._catching_up(padded, number))
                 self._ledger.caught_up(slots)
         return self.width_of(slots)
 
-    def _handle(self, slots: Sequence[int], tree: Tree | None, result: StepResult, *, has_logprobs: bool) -> StepHandle:
+    def _handle(
+        self, slots: Sequence[int], tree: Tree | None, result: StepResult, *, has_logprobs: bool, has_tree: bool
+    ) -> StepHandle:
         on_read = self._ledger.stepped(slots, tree.depth if tree else 0)
-        return StepHandle(result, on_read, has_logprobs=has_logprobs)
+        return StepHandle(result, on_read, has_logprobs=has_logprobs, has_tree=has_tree)
 
     def width_of(self, slots: Sequence[int]) -> int:
         """The width of the next step of these slots."""
@@ -278,35 +315,44 @@ class Runner:
         first = next(calls)
         return next((call for call in itertools.chain((first,), calls) if call.key in self.compiled), first)
 
-    def _run_step(self, slots: Sequence[int], tree: Tree | None, width: int) -> StepResult:
+    def _run_step(self, slots: Sequence[int], tree: Tree | None, width: int, allowed: np.ndarray | None) -> StepResult:
         widths = [each for each in self.shapes.widths if each >= width]
         sizes = [size for size in self.shapes.batch_sizes if size >= len(slots)]
         shapes = itertools.product(widths, sizes)
-        return self._advance(self._at_once(self._step(self._pad(slots, size), tree, each) for each, size in shapes))
+        calls = (self._step(self._pad(slots, size), tree, each, allowed) for each, size in shapes)
+        return self._advance(self._at_once(calls))
 
     def _advance(self, call: Call) -> Any:
         """Dispatch what takes a state and gives the next one; returns what it gives besides."""
         self.state, result = self.compiled.run(call)
         return result
 
-    def _catching_up(self, padded: tuple[int, ...], layout: Weights) -> Call:
-        return self.calls.catch_up(layout, self.state, self.place.slots(padded))
+    def _catching_up(self, padded: tuple[int, ...], number: int) -> Call:
+        layout = self.layouts.distinct[number]
+        return self.calls.catch_up(layout, self.state, self.place.slots(padded), number=number)
 
-    def _step(self, padded: tuple[int, ...], tree: Tree | None, width: int) -> Call:
-        layout = self.layout_for(len(padded), tree)
-        return self.calls.step(layout, self.state, self.place.slots(padded), tree=tree, width=width)
+    def _step(self, padded: tuple[int, ...], tree: Tree | None, width: int, allowed: np.ndarray | None = None) -> Call:
+        layout, bits = self.layout_for(len(padded), tree), self._allowed(len(padded), allowed)
+        return self.calls.step(layout, self.state, self.place.slots(padded), bits, tree=tree, width=width)
+
+    def _allowed(self, batch: int, allowed: np.ndarray | None) -> jax.Array:
+        """What a step of so many sequences takes as the tokens that may be drawn, [batch, node, bytes] uint8; None: any
+        at every one of them."""
+        if allowed is None:
+            if batch not in self._everything_allowed:
+                everything = np.full((batch, 1, -(-self.config.target.vocab_size // 8)), 255, np.uint8)
+                self._everything_allowed[batch] = self.place.put(everything)
+            return self._everything_allowed[batch]
+        bits = np.full((batch, *allowed.shape[1:]), 255, np.uint8)
+        bits[: len(allowed)] = allowed
+        return self.place.put(bits)
 
     def _proposal(self, padded: tuple[int, ...], tree: Tree) -> Call:
         layout = self.layout_for(len(padded), tree)
         return self.calls.propose(layout, self.state, self.place.slots(padded), tree=tree, width=self.shapes.max_pages)
 
-    def _verification(
-        self, padded: tuple[int, ...], tree: Tree | None, proposal: Proposal | None, bits: jax.Array
-    ) -> Call:
+    def _verification(self, padded: tuple[int, ...], tree: Tree, proposal: Proposal, bits: jax.Array) -> Call:
         layout, slots, width = self.layout_for(len(padded), tree), self.place.slots(padded), self.shapes.max_pages
-        if tree is None:
-            return self.calls.step(layout, self.state, slots, bits, tree=None, width=width)
-        assert proposal is not None
         return self.calls.verify(layout, self.state, slots, proposal, bits, tree=tree, width=width)
 
     def layout_for(self, batch: int, tree: Tree | None) -> Weights:
@@ -323,9 +369,11 @@ class Runner:
                 call = functools.partial(self._prefill, shapes.num_slots, chunk, True, chunk, width)
                 is_plain = width == shapes.widths[-1] and chunk == shapes.chunks[-1]
                 found.append(Program(f"prefill of {chunk}, contexts up to {width * shapes.page_size}", is_plain, call))
+        largest = (shapes.num_slots, shapes.chunks[-1], True, shapes.chunks[-1], shapes.widths[-1])
+        found.append(Program("scoring of prompts", True, functools.partial(self._prefill, *largest, is_scored=True)))
         if self.config.max_pending and len(shapes.trees) > 1:  # one tree alone never leaves more than it can take
-            for size, layout in itertools.product(shapes.batch_sizes, self.layouts.distinct):
-                call = functools.partial(self._catching_up, (shapes.num_slots,) * size, layout)
+            for size, number in itertools.product(shapes.batch_sizes, range(len(self.layouts.distinct))):
+                call = functools.partial(self._catching_up, (shapes.num_slots,) * size, number)
                 found.append(Program(f"catching up for {size}", False, call))
         for width, size in itertools.product(shapes.widths, shapes.batch_sizes):
             trees = [tree for tree in shapes.trees_for(size) if tree != shapes.plain]
@@ -354,17 +402,14 @@ class Runner:
             yield Program("recall", True, lambda: self._remembrance(0, 0, 0))
 
     def _constrained_programs(self) -> Iterator[Program]:
-        """Steps with token masks: of plain decoding in one part, of others in two."""
-        if not self.has_constrained:
-            return
-        for size in self.shapes.batch_sizes:
+        """Speculative steps with token masks, in two parts each. Plain steps take masks as they are."""
+        for size in self.shapes.batch_sizes if self.has_constrained else ():
             tree, padded = self.shapes.constrained_tree(size), (self.shapes.num_slots,) * size
+            if tree is None:
+                continue
             nodes = self.shapes.num_nodes(tree)
             bits = self._shape(size, nodes, -(-self.config.target.vocab_size // 8), dtype=np.uint8)
             name = f"constrained {describe(tree)} for {size}"
-            if tree is None:
-                yield Program(name, False, functools.partial(self._verification, padded, None, None, bits))
-                continue
             propose = functools.partial(self._proposal, padded, tree)
             of_nodes = self._shape(size, 1 + tree.num_nodes)
             proposal = Proposal(of_nodes, of_nodes, of_nodes, self._shape(size))
@@ -402,7 +447,7 @@ class Runner:
         padded = (self.shapes.num_slots,) * batch_size
         calls = [self._step(padded, tree, width)]
         if self.config.max_pending and tree is not None and len(self.shapes.trees) > 1:
-            calls.append(self._catching_up(padded, self.layout_for(batch_size, tree)))
+            calls.append(self._catching_up(padded, self.layouts.number(self.layout_for(batch_size, tree))))
         return all(call.key in self.compiled for call in calls)
 
     @property

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from specserve.serve.output import OutputStream
 from specserve.serve.pages import PagePool
-from specserve.serve.request import Request
+from specserve.serve.request import PromptToken, Request
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.controller import Estimate
 
@@ -25,8 +25,13 @@ class Sequence:
     # What the rounds keep. The scheduler only counts the emitted tokens.
     output: OutputStream
     output_ids: list[int] = field(default_factory=list)  # emitted and read
+    prompt: list[PromptToken] = field(default_factory=list)  # what is known by now of a prompt that is scored
     estimate: Estimate | None = None  # how many draft tokens it accepts; None before its first admission
     acceptance: Acceptance = field(default_factory=Acceptance)
+    drafts: list[tuple[int, int]] = field(default_factory=list)  # see `SpeculationStats`
+    admit_time: float = 0.0  # of the first admission, as all times by time.monotonic; 0: not yet
+    first_time: float = 0.0  # of the first token
+    last_time: float = 0.0  # of the last one so far
     # What the scheduler keeps.
     order: int = -1  # of arrival
     slot: int = -1
@@ -57,6 +62,11 @@ class Sequence:
     @property
     def is_running(self) -> bool:
         return self.slot >= 0
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether its prompt's log-probabilities are still to be told."""
+        return self.request.params.prompt_logprobs is not None and not self.output_ids
 
     @property
     def is_prefilling(self) -> bool:
@@ -122,7 +132,7 @@ class Scheduler:
         self._free_slots = list(range(num_slots - 1, -1, -1))
         self._chunks, self._max_step, self._cache_lag = tuple(chunks), max_step, cache_lag
         self._prefill_tokens = max(prefill_tokens, chunks[0]) if prefill_tokens else chunks[-1]
-        self._is_caching, self._prefers_cached, self._is_deterministic = is_caching, prefers_cached, is_deterministic
+        self.is_caching, self._prefers_cached, self._is_deterministic = is_caching, prefers_cached, is_deterministic
         self._num_added = 0
 
     def add(self, sequence: Sequence) -> None:
@@ -174,6 +184,11 @@ class Scheduler:
         self.num_preemptions += 1
         bisect.insort(self.waiting, sequence, key=lambda other: other.rank)
 
+    def preempt_all(self) -> None:
+        """Send every running sequence back to the queue: what its pages hold is not to be read any more."""
+        for sequence in list(self.running):
+            self._preempt(sequence)
+
     def _chunks_of_round(self, *, can_admit: bool) -> list[Chunk]:
         chunks: list[Chunk] = []
         room = self._prefill_tokens
@@ -214,7 +229,8 @@ class Scheduler:
         if self._is_deterministic:
             entries = self._entries(sequence, sequence.request.max_new_tokens)
         # the last token is always run: its logits are wanted
-        cached = self.pool.acquire(token_ids[:-1], salt) if self._is_caching else []
+        is_reading = self.is_caching and not sequence.is_scored  # what is cached has no logits
+        cached = self.pool.acquire(token_ids[:-1], salt) if is_reading else []
         missing = self._pages_for(entries) - len(cached)
         reserve = 0 if self._is_deterministic else sum(not other.is_prefilling for other in self.running)
         if missing + reserve > self.pool.num_available:
@@ -243,7 +259,7 @@ class Scheduler:
     def _cache(self, sequence: Sequence, num_entries: int) -> None:
         """The sequence's first entries are committed: let others find the full pages."""
         num_full = num_entries // self.pool.page_size
-        if self._is_caching and num_full > sequence.num_shared:
+        if self.is_caching and num_full > sequence.num_shared:
             token_ids = sequence.token_ids[: num_full * self.pool.page_size]
             self.pool.insert(token_ids, sequence.pages, sequence.request.cache_salt, num_known=sequence.num_shared)
             sequence.num_shared = num_full

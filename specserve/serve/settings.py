@@ -7,6 +7,9 @@ from pydantic.dataclasses import dataclass
 from specserve.config import RULES, setting
 from specserve.drafters.words import WAYS
 
+ToolParser = Literal["auto", "none", "hermes", "qwen3-coder", "llama3", "mistral", "glm", "deepseek", "harmony"]
+ReasoningParser = Literal["auto", "none", "think", "mistral", "harmony"]
+
 
 @dataclass(frozen=True, config=RULES)
 class ServeRun:
@@ -29,9 +32,39 @@ class ServeRun:
     )
     check_weights: bool = setting(False, help="refuse a target with weights that are not numbers (reads them all)")
     speculation: str = setting("auto", help=f"auto, by what each way costs and brings here; {WAYS}")
+    served_model_name: str = setting(
+        "", help="the model's name for clients; empty: the target's, of a folder its last part"
+    )
     host: str = setting("127.0.0.1", help="address to listen on")
     port: int = setting(8000, help="port to listen on; 0: any free one", ge=0, le=65535)
-    api_key: str = setting("", help="require this bearer token; empty: none")
+    tool_parser: ToolParser = setting(
+        "auto",
+        help="how the target calls tools; auto: as its chat template does; none: requests may not have tools",
+    )
+    reasoning_parser: ReasoningParser = setting(
+        "auto",
+        help="how the target marks its reasoning, which replies tell apart from content; auto: as its chat template "
+        "does; none: all is content",
+    )
+    api_key: str = setting(
+        "", help="require this bearer token; empty: those of api_key_file and of SPECSERVE_API_KEYS, if any"
+    )
+    api_key_file: str = setting("", help="file of bearer tokens, one a line; any of them is accepted")
+    allowed_hosts: tuple[str, ...] = setting(
+        (), help="host names that are answered, *.example.com for all below it; empty: any"
+    )
+    cors_origins: tuple[str, ...] = setting(
+        (), help="origins whose web pages may use the server, such as https://chat.example.com; *: any; empty: none"
+    )
+    ssl_certfile: str = setting("", help="serve TLS with this certificate chain, a PEM file; empty: plain HTTP")
+    ssl_keyfile: str = setting("", help="the certificate's private key, a PEM file; empty: it is in ssl_certfile")
+    max_connections: int = setting(
+        1000, help="open connections; beyond, only /health, /ready and /version are answered", ge=1, le=100_000
+    )
+    allow_unknown_fields: bool = setting(
+        False, help="let requests have unknown fields: they are counted, logged once each, and not read"
+    )
+    docs: bool = setting(False, help="serve a page of the API at /docs")
     max_slots: int = setting(8, help="sequences that run at once", ge=1)
     max_model_len: int = setting(0, help="prompt and answer together; 0: the target's context, at most 4,096", ge=0)
     page_size: int = setting(32, help="tokens per cache page", ge=1)
@@ -43,12 +76,27 @@ class ServeRun:
     prefix_cache: bool = setting(True, help="keep the pages of finished sequences for prompts that begin alike")
     schedule: Literal["fcfs", "longest-prefix"] = setting("fcfs", help="who is admitted first among equal priorities")
     prefill_tokens: int = setting(0, help="prompt tokens per round, between two steps; 0: one largest chunk", ge=0)
-    max_queue: int = setting(256, help="requests that may wait; more get a 503", ge=1)
+    max_queue: int = setting(
+        256, help="sequences that may wait, shared out among the clients that wait; more get a 503", ge=1
+    )
+    allow_load_draft: bool = setting(
+        False, help="let clients change how the server speculates: POST /v1/load_draft and /v1/speculation"
+    )
+    allow_priority: bool = setting(False, help="let requests choose their priority; else it must be 0")
     deterministic: bool = setting(
         False, help="one shape for every step, so that batch mates, prefix hits and speculation change no bit (slower)"
     )
     constrained: bool = setting(
-        False, help="compile the programs that token masks (grammars) need; a mask comes from Python, not over HTTP yet"
+        True, help="take grammars (JSON schemas and the like); their speculative steps are programs of their own"
+    )
+    enable_per_request_metrics: bool = setting(
+        False, help="put times into the replies: in the queue, to the first token, of generation; and tokens per second"
+    )
+    per_request_spec_decode_metrics: Literal["none", "summary", "detailed"] = setting(
+        "none", help="put what speculation did into the replies: summed up, or also of each step"
+    )
+    otlp_endpoint: str = setting(
+        "", help="send a span of each sequence to this OpenTelemetry collector, such as http://localhost:4318"
     )
     early_ready: bool = setting(
         True, help="serve as soon as plain decoding can, and compile the other programs meanwhile; else wait for all"

@@ -17,6 +17,7 @@ RECURRENT_CHUNK = 256  # at most, with recurrent layers: each keeps tens of kilo
 _FIRST_WIDTH, _WIDTH_GROWTH = 8, 4  # of the page-table widths; each costs a set of programs, each step reads < 4x
 CPU_ROWS, DEVICE_ROWS = 8, 512  # with a choice of trees, none makes a step of several sequences larger than this,
 CPU_CHAIN, CPU_CHAIN_ROWS = 3, 64  # but for one chain on CPU, which pays in larger batches too (docs/log)
+CONSTRAINED_DEPTH = 3  # programs of their own, so one way to speculate for each batch bucket
 DETERMINISTIC_DEPTH = 7  # every step verifies a chain of this length, whatever was proposed
 
 
@@ -56,6 +57,11 @@ class Shapes:
         return 1 + max(tree.depth if tree else 0 for tree in self.trees)
 
     @property
+    def max_accepted(self) -> int:
+        """Draft tokens that one step can accept, at most."""
+        return 0 if self.accepts_nothing else self.max_step - 1
+
+    @property
     def deepest_tree(self) -> Tree | None:
         return max(self.trees, key=lambda tree: tree.depth if tree else 0)
 
@@ -88,8 +94,11 @@ class Shapes:
         return self.max_rows == CPU_ROWS and tree.num_nodes == CPU_CHAIN and rows <= CPU_CHAIN_ROWS
 
     def constrained_tree(self, batch_size: int) -> Tree | None:
-        """How steps with a constrained sequence speculate: the first way that is no plain step."""
-        return next((tree for tree in self.trees_for(batch_size) if tree is not None), None)
+        """How steps with a constrained sequence speculate: by the longest chain of up to CONSTRAINED_DEPTH, else the
+        first way that is no plain step."""
+        trees = [tree for tree in self.trees_for(batch_size) if tree is not None]
+        chains = [tree for tree in trees if tree.top_k == 1 and tree.depth <= CONSTRAINED_DEPTH]
+        return max(chains, key=lambda tree: tree.depth) if chains else next(iter(trees), None)
 
 
 def make_shapes(

@@ -60,7 +60,12 @@ class Controller:
     _num_looks: int = 0
 
     def __post_init__(self) -> None:
-        rates = [*self.prior] or [UNKNOWN_PRIOR]
+        self.expect(self.prior)
+
+    def expect(self, prior: Sequence[float]) -> None:
+        """Begin anew with a head of this acceptance by depth. Estimates that were started before are not its."""
+        self._lift.clear()
+        rates = [*prior] or [UNKNOWN_PRIOR]
         rates += [rates[-1]] * (MAX_DEPTH - len(rates))
         self._prior = np.clip(np.array(rates[:MAX_DEPTH]), 0.02, 0.98)
 

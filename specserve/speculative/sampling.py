@@ -21,6 +21,7 @@ MAX_LOGPROBS = 20  # most likely tokens that a step reports
 MAX_BAD_SEQUENCES, MAX_BAD_TOKENS = 128, 16  # of one request; a bad word is one or two token sequences
 IN_PROMPT, IS_STOP, EMITTED = 1, 2, 4  # the parts of a ledger entry
 UNBOUNDED = 2**31 - 1
+NOTHING = -1  # drawn in place of a token id where every token is banned
 
 
 @pytree
@@ -100,7 +101,7 @@ def constrain(
     nodes: Nodes,
     logits: jax.Array,  # [batch, node, vocab] float32, the target's own
     position_ids: jax.Array,  # [batch, node] int32, the position that each drawn token will take
-    allowed: jax.Array | None = None,  # [batch, node, ceil(vocab / 8)] uint8, bits of allowed tokens, first is highest
+    allowed: jax.Array | None = None,  # [batch, node, ceil(vocab / 8)] uint8, bits of allowed tokens, first is lowest
 ) -> jax.Array:  # [batch, node, vocab]
     """Apply bias, bans and penalties to the logits, in vLLM's order. A node counts its accepted ancestors as emitted,
     so its logits are those that plain decoding would have met there."""
@@ -110,8 +111,7 @@ def constrain(
     logits = _when(is_early, logits, lambda x: jnp.where(is_early[..., None] & is_stop[:, None], _NEG_INF, x))
     logits = _when(rows.has_bad_words, logits, lambda x: _ban_words(rows, tokens, nodes, x))
     if allowed is not None:
-        bits = jnp.unpackbits(allowed, axis=-1, count=logits.shape[-1])
-        logits = jnp.where(bits.astype(bool), logits, _NEG_INF)
+        logits = _when(allowed != 255, logits, lambda x: _ban_others(allowed, x))
     has_penalty = (rows.presence_penalty != 0) | (rows.frequency_penalty != 0) | (rows.repetition_penalty != 1)
     return _when(has_penalty, logits, lambda x: _penalise(rows, tokens, nodes, x))
 
@@ -119,6 +119,11 @@ def constrain(
 def _when(is_used: jax.Array, logits: jax.Array, change: Callable[[jax.Array], jax.Array]) -> jax.Array:
     """Change the logits only in steps where some row asks for it; `change` must leave the other rows as they are."""
     return jax.lax.cond(jnp.any(is_used), change, lambda x: x, logits)
+
+
+def _ban_others(allowed: jax.Array, logits: jax.Array) -> jax.Array:
+    bits = jnp.unpackbits(allowed, axis=-1, count=logits.shape[-1], bitorder="little")
+    return jnp.where(bits.astype(bool), logits, _NEG_INF)
 
 
 def _penalise(rows: SamplerRows, tokens: TokenRows, nodes: Nodes, logits: jax.Array) -> jax.Array:
@@ -170,12 +175,6 @@ def logprobs(
     batch, n, vocab = logits.shape
     k = min(MAX_LOGPROBS, vocab)
 
-    def measured() -> Logprobs:
-        all_logprobs = jax.nn.log_softmax(logits, axis=-1)
-        top, top_ids = jax.lax.top_k(all_logprobs, k)
-        chosen = jnp.take_along_axis(all_logprobs, token_ids[..., None], axis=-1)[..., 0]
-        return Logprobs(chosen, top, top_ids)
-
     def none() -> Logprobs:
         return Logprobs(
             jnp.zeros((batch, n), jnp.float32),
@@ -183,7 +182,28 @@ def logprobs(
             jnp.zeros((batch, n, k), jnp.int32),
         )
 
-    return jax.lax.cond(jnp.any(rows.has_logprobs), measured, none)
+    return jax.lax.cond(jnp.any(rows.has_logprobs), lambda: _measured(logits, token_ids), none)
+
+
+@pytree
+class Scores:
+    """What the target's own distribution says of tokens that were given, not drawn."""
+
+    logprobs: Logprobs  # [batch, n]
+    ranks: jax.Array  # [batch, n] int32, 1 for the most likely token
+
+
+def score(logits: jax.Array, token_ids: jax.Array) -> Scores:  # [batch, n, vocab], [batch, n] int32
+    """The log-probabilities and the ranks of given tokens."""
+    chosen = jnp.take_along_axis(logits, token_ids[..., None], axis=-1)
+    ranks = 1 + jnp.sum(logits > chosen, axis=-1, dtype=jnp.int32)
+    return Scores(_measured(logits, token_ids), ranks)
+
+
+def _measured(logits: jax.Array, token_ids: jax.Array) -> Logprobs:
+    all_logprobs = jax.nn.log_softmax(logits, axis=-1)
+    top, top_ids = jax.lax.top_k(all_logprobs, min(MAX_LOGPROBS, logits.shape[-1]))
+    return Logprobs(jnp.take_along_axis(all_logprobs, token_ids[..., None], axis=-1)[..., 0], top, top_ids)
 
 
 def sample(
@@ -191,14 +211,16 @@ def sample(
     logits: jax.Array,  # [batch, n, vocab] float32, constrained
     position_ids: jax.Array,  # [batch, n] int32, the position that each drawn token will take
 ) -> jax.Array:  # [batch, n] int32
-    """Draw the target's token at every (sequence, node)."""
+    """Draw the target's token at every (sequence, node), or NOTHING where every token is banned."""
 
     def drawn() -> jax.Array:
         kept = truncate(rows, scale(rows, logits))
         token_ids = jnp.arange(logits.shape[-1], dtype=jnp.uint32)
         return argmax(kept + noise(rows, position_ids, token_ids))
 
-    return jax.lax.cond(jnp.any(rows.temperature > 0), drawn, lambda: argmax(logits))
+    token_ids = jax.lax.cond(jnp.any(rows.temperature > 0), drawn, lambda: argmax(logits))
+    best = jnp.take_along_axis(logits, token_ids[..., None], axis=-1)[..., 0]
+    return jnp.where(best == _NEG_INF, jnp.int32(NOTHING), token_ids)
 
 
 def scale(rows: SamplerRows, logits: jax.Array) -> jax.Array:  # [batch, n, vocab]
@@ -233,7 +255,9 @@ def truncate(rows: SamplerRows, logits: jax.Array) -> jax.Array:  # [batch, n, v
         kept = jnp.where(logits >= _kth_largest(logits, top_k)[..., None], logits, _NEG_INF)
         probs = jax.nn.softmax(kept, axis=-1)
         floor = _nucleus_floor(probs, rows.top_p[:, None])
-        floor = jnp.maximum(floor, rows.min_p[:, None] * jnp.max(probs, axis=-1))
+        most = jnp.max(probs, axis=-1)
+        floor = jnp.maximum(floor, rows.min_p[:, None] * most)
+        floor = jnp.where(floor <= most, floor, most)  # the likeliest stays, also where top_p is next to nothing
         is_kept = (probs >= floor[..., None]) | ~is_active[:, None, None]
         return jnp.where(is_kept, jnp.where(is_active[:, None, None], kept, logits), _NEG_INF)
 

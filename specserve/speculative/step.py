@@ -25,9 +25,11 @@ from specserve.models.target import TargetOutput, TargetParams
 from specserve.pytree import pytree
 from specserve.speculative import sampling
 from specserve.speculative.drafter import After, Committed, Drafter, Sizes, SlotView
-from specserve.speculative.sampling import Logprobs, Nodes, SamplerRows, TokenRows
+from specserve.speculative.sampling import Logprobs, Nodes, SamplerRows, Scores, TokenRows
 from specserve.speculative.tree import Proposal, Tree, ancestor_mask, pad_chain
 from specserve.speculative.verify import verify, verify_chain
+
+SCORED_AT_ONCE = 16  # positions of a prompt; divides every chunk
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,9 @@ class StepResult:
 
     counts: jax.Array  # [batch, 2 + depth + 1] int32: draft tokens accepted, the source of the proposal, the tokens
     logprobs: Logprobs  # of the tokens
+    prompt: Scores | None = None  # [batch, chunk], of the token after each of a scored prompt
+    node_ids: jax.Array | None = None  # [batch, node] int32, the proposed tokens and the root; None without a tree
+    parents: jax.Array | None = None  # [batch, node] int32, of the nodes; None of a chain, where they are known
 
 
 @pytree
@@ -135,8 +140,10 @@ def prefill(
     *,
     chunk: int,
     width: int,  # pages of each sequence that attention reads; all that is committed must lie in them
+    is_scored: bool = False,
 ) -> tuple[SlotState, StepResult]:
-    """Run one chunk of each prompt, and draw the token after it."""
+    """Run one chunk of each prompt, and draw the token after it. With `is_scored`, also tell how likely each of the
+    prompt's tokens was."""
     now = _gather(state, slots, width)
     offset = jnp.arange(chunk)
     index = now.seq_lens[:, None] + offset
@@ -161,8 +168,11 @@ def prefill(
         source=none,
     )
     state = _commit(config, weights, state, now, out.new, committed, "prompt")
-    state = _emit(state, slots, end, drawn, is_last[:, None])
-    return state, _result(now, logits, drawn, none, none)
+    result = _result(now, logits, drawn, none, none)
+    if is_scored:
+        next_ids = state.history.at[slots[:, None], index + 1].get(mode="clip")
+        result = dataclasses.replace(result, prompt=_score(config, weights, out.hidden_states, next_ids))
+    return _emit(state, slots, end, drawn, is_last[:, None]), result
 
 
 @native.serving
@@ -171,7 +181,7 @@ def decode(
     weights: Weights,
     state: SlotState,
     slots: jax.Array,  # [batch] int32
-    allowed: jax.Array | None = None,  # [batch, 1, bytes] uint8, see `sampling.constrain`
+    allowed: jax.Array | None = None,  # [batch or 1, 1, bytes] uint8, see `sampling.constrain`
     *,
     width: int,  # pages of each sequence that attention reads; all that is committed must lie in them
 ) -> tuple[SlotState, StepResult]:
@@ -282,7 +292,9 @@ def verify_tree(
     )
     state = _commit(config, weights, state, now, out.new, committed, tree, verdict.path)
     state = _emit(state, slots, now.seq_lens + 1, verdict.token_ids, committed.is_kept)
-    return state, _result(now, accepted(logits), verdict.token_ids, verdict.n_accepted, proposal.source)
+    result = _result(now, accepted(logits), verdict.token_ids, verdict.n_accepted, proposal.source)
+    parents = None if is_chain else proposal.parents
+    return state, dataclasses.replace(result, node_ids=proposal.token_ids, parents=parents)
 
 
 def remember(config: StepConfig, state: SlotState, slot: jax.Array, start: jax.Array, number: jax.Array) -> SlotState:
@@ -395,11 +407,32 @@ def _result(now: _Now, logits: jax.Array, token_ids: jax.Array, n_accepted: jax.
     return StepResult(counts, sampling.logprobs(now.rows, logits, token_ids))
 
 
+def _score(
+    config: StepConfig,
+    weights: Weights,
+    hidden_states: jax.Array,  # [batch, chunk, d_model]
+    next_ids: jax.Array,  # [batch, chunk] int32
+) -> Scores:
+    """Scores of the tokens after each position, a few positions at a time: logits of a whole chunk would be larger
+    than anything else."""
+    batch, chunk = next_ids.shape
+    size = min(chunk, SCORED_AT_ONCE)
+
+    def in_blocks(x: jax.Array) -> jax.Array:
+        return jnp.moveaxis(x.reshape(batch, chunk // size, size, *x.shape[2:]), 1, 0)
+
+    def score(block: tuple[jax.Array, jax.Array]) -> Scores:
+        return sampling.score(target_model.logits(weights.target, config.target, block[0]), block[1])
+
+    scores = jax.lax.map(score, (in_blocks(hidden_states), in_blocks(next_ids)))
+    return jax.tree.map(lambda x: jnp.moveaxis(x, 0, 1).reshape(batch, chunk, *x.shape[3:]), scores)
+
+
 def _has_run(drawn: jax.Array) -> jax.Array:
-    """All True, but computed from the drawn token, so known only once the target has run. A write that it masks comes
-    after every read of the pages. Without that order XLA keeps the old pages alive by copying the whole cache
-    (docs/log)."""
-    return drawn >= 0
+    """All True, as NOTHING is the least that is drawn, but computed from the drawn token, so known only once the target
+    has run. A write that it masks comes after every read of the pages. Without that order XLA keeps the old pages alive
+    by copying the whole cache (docs/log)."""
+    return drawn >= sampling.NOTHING
 
 
 def _emit(

@@ -11,8 +11,10 @@ from fakes import FakeEngine
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
-from specserve.serve.api import HttpServer, create_app
+from specserve.serve.http.app import create_app
+from specserve.serve.http.server import HttpServer
 from specserve.serve.runner import Runner
+from specserve.serve.settings import ServeRun
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -32,7 +34,7 @@ def fake_engine() -> Iterator[FakeEngine]:
 
 @pytest.fixture(scope="module")
 def server(fake_engine: FakeEngine) -> Iterator[HttpServer]:
-    server = HttpServer(create_app(fake_engine), port=0)
+    server = HttpServer(create_app(fake_engine, run=ServeRun(allow_priority=True)), port=0)
     server.start()
     yield server
     server.stop()

@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import tiny
+import tokenizers
 from jax.sharding import Mesh
 from rounding import assert_within, jittered
 
@@ -22,6 +23,7 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine import Engine, EngineOptions
+from specserve.serve.grammars import Grammars
 from specserve.serve.layouts import make_layouts
 from specserve.serve.options import Encoder, bad_sequences, sampler_rows, token_rows
 from specserve.serve.pages import PagePool
@@ -52,6 +54,15 @@ class Letters:
     def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
         return "".join(self.alphabet[i] for i in token_ids if not (skip_special_tokens and i in self.special_token_ids))
 
+    def as_json(self) -> str:
+        words = {
+            letter.replace(" ", "\u0120"): i for i, letter in enumerate(self.alphabet)
+        }  # as byte-level BPE writes it
+        tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocab=words, merges=[]))
+        tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        tokenizer.decoder = tokenizers.decoders.ByteLevel()
+        return tokenizer.to_str()
+
 
 class Grammar:
     """A `TokenMask`: an automaton of five states, each of which allows a quarter of the tokens, EOS rarely."""
@@ -65,7 +76,7 @@ class Grammar:
         states = [self.state]
         for parent, token_id in zip(parents[1:], token_ids[1:], strict=True):
             states.append(self.follow(states[parent], token_id))
-        return self.allowed[states]
+        return np.packbits(self.allowed[states], axis=-1, bitorder="little")
 
     def accept(self, token_ids: Sequence[int]) -> None:
         for token_id in token_ids:
@@ -262,7 +273,7 @@ def check_idle(engine: Engine) -> None:
     scheduler.pool.check()
     assert scheduler.pool.num_available == scheduler.pool.num_pages, "pages leaked"
     assert sorted(scheduler._free_slots) == list(range(engine.runner.shapes.num_slots)), "slots leaked"
-    assert engine._num_open == 0
+    assert engine._queue.num_open == 0
     stats = engine.stats()
     assert (stats.num_running, stats.num_waiting, stats.num_pages_held) == (0, 0, 0)
 
@@ -323,16 +334,18 @@ class Reference:
 
     def check(self, ask: Ask, inbox: Inbox, *, is_cancelled: bool = False) -> None:
         """What the engine said is what plain decoding says; of a cancelled request, how it begins."""
-        reason, plain = inbox.wait().finish_reason, self.answer(ask)
+        end, plain = inbox.wait(), self.answer(ask)
+        reason = end.finish_reason
         assert self.is_firm(ask), f"{ask}: {self._ties[ask.key]}; ask with another seed"
-        plain_end = plain.wait().finish_reason
-        assert plain_end in (FinishReason.STOP, FinishReason.LENGTH), plain.deltas[-1]
+        plain_end = plain.wait()
+        assert plain_end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), plain_end
         got, wanted = inbox.token_ids, plain.token_ids
         if is_cancelled and reason == FinishReason.CANCELLED:
             wanted = wanted[: len(got)]
         check_equal(self.target, Letters(), ask, got, wanted, f"{ask}")
         if reason != FinishReason.CANCELLED or not is_cancelled:
-            assert (reason, inbox.text) == (plain_end, plain.text)
+            said = reason, end.stop_reason, inbox.text
+            assert said == (plain_end.finish_reason, plain_end.stop_reason, plain.text)
         self._check_logprobs(ask, inbox.logprobs, plain.logprobs)
 
     def _check_logprobs(self, ask: Ask, got: list[TokenLogprobs], plain: list[TokenLogprobs]) -> None:
@@ -396,12 +409,15 @@ def plain_scores(
     logits[:n] = tiny.target_logits(target, [*ask.prompt, *output_ids])[len(ask.prompt) - 1 : -1]
     request = Request("r", tuple(ask.prompt), params, 1, seed, lambda _delta: None)
     stop_ids = sorted(set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.eos_ids)))
-    named = token_rows(request, (), stop_ids, bad_sequences(params, tokenizer), vocab)
+    named = token_rows(request, (), stop_ids, bad_sequences(params.bad_words, tokenizer), vocab)
     parents, recent = np.maximum(depths - 1, 0), np.full(sampling.MAX_BAD_TOKENS - 1, -1, np.int32)
     nodes = Nodes(token_ids[None], parents[None], depths[None], tiny.causal(len(token_ids)), recent[None])
     allowed = None
-    if ask.is_constrained:
-        allowed = np.packbits(Grammar().masks(parents.tolist(), token_ids.tolist())[None], axis=-1)
+    mask = Grammar() if ask.is_constrained else None
+    if params.grammar is not None:
+        mask = Grammars(Letters(), vocab, (EOS,)).compile(params.grammar)()  # type: ignore[arg-type]
+    if mask is not None:
+        allowed = mask.masks(parents.tolist(), token_ids.tolist())[None]
     rows = sampler_rows(params, seed, len(ask.prompt))
     args = rows, named or TokenRows.zeros(1, vocab), nodes, logits[None], len(ask.prompt) + depths[None], allowed
     return np.array(_scores(*jax.tree.map(jnp.asarray, args)))[0, :n]

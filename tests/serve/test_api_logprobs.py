@@ -11,7 +11,7 @@ import openai
 import pytest
 from fakes import MODEL, STORY, UNICODE_STORY, FakeTokenizer
 
-from specserve.serve.api_logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
+from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
 from specserve.serve.request import TokenLogprobs
 from specserve.tokenizer import Tokenizer
 
@@ -136,3 +136,41 @@ def test_offsets_point_at_the_tokens_in_the_text(pydoc_tokenizer: Tokenizer):
     assert len(whole) > len(token_ids) / 2
     assert len(whole) < len(token_ids)  # some characters took several tokens
     assert all(text.startswith(token, offset) for token, offset in whole)
+
+
+@pytest.mark.parametrize("is_stream", [False, True])
+@pytest.mark.parametrize("max_tokens", [0, 1, 3])
+def test_an_echo_has_the_logprobs_of_its_prompt(client: openai.OpenAI, max_tokens: int, is_stream: bool):
+    """As evaluations ask for them that compare how likely given texts are."""
+    asked: dict[str, Any] = {"prompt": ["xyz", "AB"], "echo": True, "logprobs": 1, "n": 2, "max_tokens": max_tokens}
+    reply = client.completions.create(model=MODEL, stream=is_stream, **asked)
+    pieces = [chunk.choices[0] for chunk in reply] if is_stream else reply.choices
+    for index, prompt in enumerate(["xyz", "xyz", "AB", "AB"]):
+        found = [piece for piece in pieces if piece.index == index]
+        text = prompt + STORY[:max_tokens] if max_tokens else prompt
+        assert "".join(piece.text for piece in found) == text
+        assert found[-1].finish_reason == "length"
+        lists = {
+            name: [item for piece in found if piece.logprobs for item in getattr(piece.logprobs, name)]
+            for name in ("tokens", "token_logprobs", "top_logprobs", "text_offset")
+        }
+        assert lists["tokens"] == list(text)
+        assert lists["text_offset"] == list(range(len(text)))
+        assert lists["token_logprobs"] == [None] + [-1.5] * (len(text) - 1)
+        assert lists["top_logprobs"] == [None, *({"!": -0.25, token: -1.5} for token in text[1:])]
+    if not is_stream:
+        assert reply.usage.completion_tokens == 4 * max_tokens
+
+
+def test_prompt_logprobs_are_spelled_as_at_vllm(http: httpx.Client):
+    expected = [None, {"66": {"logprob": -1.5, "rank": 2, "decoded_token": "B"}}]
+    expected[1] |= {"33": {"logprob": -0.25, "rank": 1, "decoded_token": "!"}}
+    reply = http.post("/v1/completions", json={"prompt": "AB", "prompt_logprobs": 1, "n": 2}).json()
+    assert [choice["prompt_logprobs"] for choice in reply["choices"]] == [expected] * 2
+    assert [choice["logprobs"] for choice in reply["choices"]] == [None] * 2
+    chat = {"messages": [{"role": "user", "content": "AB"}], "prompt_logprobs": 0}
+    told = http.post("/v1/chat/completions", json=chat).json()["prompt_logprobs"]
+    assert told[0] is None
+    assert [list(item) for item in told[1:4]] == [[str(ord(letter))] for letter in "use"]
+    error = http.post("/v1/completions", json={"prompt": "AB", "prompt_logprobs": 1, "stream": True}).json()["error"]
+    assert error["param"] == "prompt_logprobs"

@@ -98,6 +98,7 @@ def test_a_request_gets_the_same_bits(
         assert completion.logprobs == expected[i].logprobs, f"request {i}"
     has_accepted = any(completion.stats.num_accepted for _, completion in found)
     assert has_accepted == (speculation != "off"), "plain decoding is a chain of which nothing is accepted"
+    assert all((completion.stats.num_drafts > 0) == has_accepted for _, completion in found), "and it drafts nothing"
     num_cached = [completion.stats.num_cached_tokens for i, completion in found if i < 3]
     assert num_cached[0] == 0 < min(num_cached[1:]), "one miss, and hits from then on"
 

@@ -153,6 +153,7 @@ def test_what_is_compiled_before_serving_and_what_later(
     monkeypatch.setattr(launch, "Runner", make_runner)
     monkeypatch.setattr(launch, "Engine", lambda _runner, _tokenizer, **settings: SimpleNamespace(**settings))
     reported: list[tuple[int, int, str]] = []
+    monkeypatch.setattr(launch, "check_numbers", lambda *_models: None)
     engine: Any = make_engine(models, run, lambda *report: reported.append(report))
     early = [program.name for program in programs if program.name not in late]
     assert ran == [name for name in early if name != "too much"], "what the process has no room for is left out"
@@ -328,6 +329,7 @@ def test_what_was_loaded_is_dropped_once_it_is_packed(tmp_path: Path, monkeypatc
     """By whoever makes one engine alone. A layout takes over what it does not change, as norms and embeddings."""
     tiny.write_target(tmp_path, tiny.TARGET, seed=0)
     monkeypatch.setattr(launch, "compile_all", lambda *_programs, **_settings: None)
+    monkeypatch.setattr(launch, "check_numbers", lambda *_models: None)
     models = load_models(str(tmp_path), "", has_tokenizer=False)
     matrices = [weakref.ref(jax.tree.leaves(layer.attention)[0]) for layer in models.target.params.layers]
     engine = make_engine(models, ServeRun(max_slots=1, max_model_len=64), lambda *_report: None)
@@ -348,5 +350,6 @@ def test_the_tokenizer_is_read_while_programs_are_compiled(models: Models, monke
     monkeypatch.setattr(
         launch, "compile_all", lambda *_programs, meanwhile, **_settings: [read.append("begin"), meanwhile()]
     )
+    monkeypatch.setattr(launch, "check_numbers", lambda *_models: None)
     make_engine(lazy, ServeRun(speculation="off", max_slots=1, max_model_len=64), lambda *_report: None)
     assert read == ["begin", "read"]

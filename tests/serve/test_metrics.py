@@ -1,9 +1,10 @@
 """The Prometheus series of a server."""
 
+import pytest
 from fakes import MODEL, STORY, wait_for
 
+from specserve.serve.http.metrics import Metrics
 from specserve.serve.interface import EngineStats
-from specserve.serve.metrics import Metrics
 
 
 def _series(text: str) -> dict[str, float]:
@@ -27,6 +28,7 @@ def test_metrics_count_tokens_speculation_and_latency(http, fake_engine):
     assert grown("prompt_tokens_total") == 10
     assert grown("generation_tokens_total") == 2 * len(STORY)
     assert grown("spec_decode_num_drafts_total") == 6
+    assert after[f"specserve:sequence_steps_total{label}"] - before[f"specserve:sequence_steps_total{label}"] == 6
     assert grown("spec_decode_num_draft_tokens_total") == 18
     assert grown("spec_decode_num_accepted_tokens_total") == 8
     position = f'{{model_name="{MODEL}",position="1"}}'
@@ -34,6 +36,13 @@ def test_metrics_count_tokens_speculation_and_latency(http, fake_engine):
     assert grown("request_success_total", f'{{finished_reason="stop",model_name="{MODEL}"}}') == 2
     assert grown("time_to_first_token_seconds_count") == 2
     assert grown("e2e_request_latency_seconds_count") == 2
+    for name, seconds in {"queue": 0.25, "prefill": 0.5, "decode": 2.0, "inference": 2.5}.items():
+        assert grown(f"request_{name}_time_seconds_sum") == 2 * seconds
+    assert grown("request_time_per_output_token_seconds_sum") == pytest.approx(2 * 2.0 / (len(STORY) - 1))
+    assert (grown("request_prompt_tokens_sum"), grown("request_generation_tokens_sum")) == (10, 2 * len(STORY))
+    assert (grown("request_params_n_sum"), grown("request_params_n_count")) == (2, 1)
+    assert grown("request_params_max_tokens_sum") == 16
+    assert after["process_resident_memory_bytes"] > 0
     assert grown("inter_token_latency_seconds_count") == 2 * (len(STORY) - 2)
 
 
@@ -49,6 +58,11 @@ def test_metrics_tell_the_engines_own_state_at_the_scrape(http, fake_engine, mon
         num_rebuilds=1,
         num_steps=35,
         num_steps_by_speculation={"off": 5, "chain:3": 30},
+        round_sizes=(0, 1, *[0] * 11, 2),
+        num_round_tokens=2 * 20_000 + 7,
+        page_size=32,
+        cache_dtype="int8",
+        is_caching=True,
         busy_seconds=2.5,
         host_seconds=0.25,
         num_programs_left=6,
@@ -70,9 +84,15 @@ def test_metrics_tell_the_engines_own_state_at_the_scrape(http, fake_engine, mon
         "specserve:late_compiles_total": 2,
         "specserve:estimated_speedup": 1.75,
         "specserve:seconds_in_step": 0.125,
-    }
+        "specserve:unknown_fields_total": 0,
+    } | {name: found[name + label] for name in ["specserve:sequence_steps_total"]}
     assert found[f'specserve:steps_total{{model_name="{MODEL}",speculation="chain:3"}}'] == 30
     assert found[f'specserve:steps_total{{model_name="{MODEL}",speculation="off"}}'] == 5
+    rounds = {name: value for name, value in found.items() if name.startswith("vllm:iteration_tokens_total")}
+    assert rounds[f"vllm:iteration_tokens_total_sum{label}"] == 2 * 20_000 + 7
+    assert sorted(rounds.values())[:-1] == [0, *[1] * 12, 3, 3], "counts up to each size; and of all, twice"
+    facts = f'block_size="32",cache_dtype="int8",enable_prefix_caching="True",model_name="{MODEL}",num_gpu_blocks="50"'
+    assert found[f"vllm:cache_config_info{{{facts}}}"] == 1
     expected = {
         "num_requests_running": 1,
         "num_requests_waiting": 4,

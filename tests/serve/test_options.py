@@ -77,6 +77,7 @@ def _alone(reference: Reference, temperature: float) -> dict[str, SamplingParams
         "stop_token_ids": {"stop_token_ids": STOP_IDS},
         "min_tokens with stop ids": {"stop_token_ids": STOP_IDS, "min_tokens": 15},
         "stop": {"stop": [word]},
+        "kept stop": {"stop": [word], "include_stop_str_in_output": True, "skip_special_tokens": False},
         "max_tokens": {"max_tokens": 1},
         "temperature": {"temperature": 0.7},
         "seed": {"seed": -(2**63), "temperature": 1.5},
@@ -101,6 +102,12 @@ def test_every_option_alone_changes_what_it_should(reference: Reference, tempera
     assert len(answers["eos"].token_ids) < 9 < len(answers["min_tokens"].token_ids)
     assert len(answers["stop_token_ids"].token_ids) < 15
     assert not set(answers["min_tokens with stop ids"].token_ids[:15]) & set(STOP_IDS)
+    assert answers["kept stop"].text == Letters().decode(answers["kept stop"].token_ids, skip_special_tokens=False)
+    assert (
+        answers["stop"].wait().stop_reason == answers["kept stop"].wait().stop_reason == _word(reference, temperature)
+    )
+    assert answers["stop_token_ids"].wait().stop_reason in STOP_IDS
+    assert answers["eos"].wait().stop_reason is answers["max_tokens"].wait().stop_reason is None
     assert answers["stop"].text + _word(reference, temperature) == Letters().decode(answers["stop"].token_ids)
 
 
@@ -295,15 +302,15 @@ def test_a_mixed_batch_is_distributed_as_its_options_say(runner: Runner, tiny_ta
 def test_bad_words_are_banned_at_a_start_and_after_a_space() -> None:
     tokenizer = Letters()
     a, b, space = tokenizer.encode("ab ")
-    assert bad_sequences(SamplingParams(bad_words=["ab", " b", "ab"]), tokenizer) == [
+    assert bad_sequences(["ab", " b", "ab"], tokenizer) == [
         (a, b),
         (space, a, b),
         (space, b),
     ]
     longest = "a" * (MAX_BAD_TOKENS - 1)
-    assert len(bad_sequences(SamplingParams(bad_words=[longest]), tokenizer)) == 2
+    assert len(bad_sequences([longest], tokenizer)) == 2
     with pytest.raises(RequestError, match=f"has {MAX_BAD_TOKENS + 1} tokens, at most {MAX_BAD_TOKENS} fit"):
-        bad_sequences(SamplingParams(bad_words=[longest + "a"]), tokenizer)
+        bad_sequences([longest + "a"], tokenizer)
 
 
 def test_all_bits_of_a_seed_reach_the_device() -> None:

@@ -22,31 +22,34 @@ TEXT = "def f(x):\n    # größer 日本語 🎉\n    return x  END of it; END"
     cuts=st.lists(st.integers(0, 60), max_size=12),
     stops=st.lists(st.sampled_from(["END", " return", "x  E", "本", "\n\n", "ENDs", "zzz", "🎉\n"]), max_size=3),
     limit=st.integers(1, 60),
+    keeps_stop=st.booleans(),
 )
 def test_stop_strings_hold_however_the_tokens_arrive(
-    pydoc_tokenizer: Tokenizer, cuts: list[int], stops: list[str], limit: int
+    pydoc_tokenizer: Tokenizer, cuts: list[int], stops: list[str], limit: int, keeps_stop: bool
 ) -> None:
-    """In any pieces: the text is cut before the first stop string, and nothing of it is ever given out."""
+    """In any pieces: the text is cut before the first stop string, or after it, and nothing beyond is ever given out.
+    The delta says which it was."""
     token_ids = pydoc_tokenizer.encode(TEXT, add_special_tokens=False)
     assert len(token_ids) <= 60
-    stream = _stream(pydoc_tokenizer, SamplingParams(stop=stops), limit, 2)
-    text, taken, reason = "", [], None
+    stream = _stream(pydoc_tokenizer, SamplingParams(stop=stops, include_stop_str_in_output=keeps_stop), limit, 2)
+    text, taken, reason, cause = "", [], None, None
     bounds = sorted({0, len(token_ids), *(cut for cut in cuts if cut < len(token_ids))})
     for start, stop in itertools.pairwise(bounds):
         delta = stream.push(token_ids[start:stop])
-        text, reason = text + delta.text, delta.finish_reason
+        text, reason, cause = text + delta.text, delta.finish_reason, delta.stop_reason
         taken += delta.token_ids
         if reason is not None:
             break
     whole = pydoc_tokenizer.decode(token_ids[:limit])
-    found = [at for string in stops if (at := whole.find(string)) >= 0]
+    found = [(at, string) for string in stops if (at := whole.find(string)) >= 0]
     if found:
-        assert reason == FinishReason.STOP
-        assert text == whole[: min(found)]
+        at, first = min(found, key=lambda item: (item[0], len(item[1])))
+        assert (reason, cause) == (FinishReason.STOP, first)
+        assert text == whole[:at] + first * keeps_stop
         shorter = pydoc_tokenizer.decode(taken[:-1])
         assert not any(string in shorter for string in stops), "it stops at the first token that completes one"
     else:
-        assert reason == (FinishReason.LENGTH if limit <= len(token_ids) else None)
+        assert (reason, cause) == (FinishReason.LENGTH if limit <= len(token_ids) else None, None)
         held = max((len(stop) - 1 for stop in stops), default=0)
         assert whole.startswith(text)
         assert len(whole) - len(text) <= (0 if reason else held)
@@ -58,5 +61,13 @@ def test_stop_ids_end_a_sequence_and_are_not_text(pydoc_tokenizer: Tokenizer) ->
     stream = _stream(pydoc_tokenizer, SamplingParams(), 9, b)
     assert stream.push([a, a]) == Delta((a, a), "aa")
     assert stream.push([a, b, a]) == Delta((a, b), "a", FinishReason.STOP)
+    for keeps_stop, text in ((False, "a"), (True, "ab")):
+        params = SamplingParams(stop_token_ids=[b], include_stop_str_in_output=keeps_stop)
+        assert _stream(pydoc_tokenizer, params, 9, b).push([a, b, a]) == Delta((a, b), text, FinishReason.STOP, b)
+    long = next(i for i in pydoc_tokenizer.encode(TEXT) if len(pydoc_tokenizer.decode([i])) > 2)
+    word = pydoc_tokenizer.decode([long])
+    for stops in ([word, word[:-1]], [word[:-1], word]):  # the shorter one is complete earlier
+        delta = _stream(pydoc_tokenizer, SamplingParams(stop=stops), 9, b).push([long])
+        assert (delta.text, delta.stop_reason) == ("", word[:-1])
     stream = _stream(pydoc_tokenizer, SamplingParams(), 3, 2)
     assert stream.push([a, b, b, b]) == Delta((a, b, b), "abb", FinishReason.LENGTH)

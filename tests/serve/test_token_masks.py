@@ -3,26 +3,27 @@ fails ends its own request alone."""
 
 import re
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import pytest
 from engines import Ask, Dice, Grammar, Inbox, Reference, greedy, make_engine, run, serving, submit
 
 from specserve.errors import RequestError
-from specserve.serve.request import FinishReason, SamplingParams
+from specserve.serve.request import FinishReason, GrammarSpec, SamplingParams
 from specserve.serve.runner import Runner
 
 PROMPT = tuple(range(3, 44))
 
 
-def _params(seed: int, **options: float) -> SamplingParams:
-    return SamplingParams(max_tokens=30, seed=seed, ignore_eos=seed % 2 == 0, **options)  # type: ignore[arg-type]
+def _params(seed: int, **options: Any) -> SamplingParams:
+    return SamplingParams(max_tokens=30, seed=seed, ignore_eos=seed % 2 == 0, **options)
 
 
 def test_a_grammar_speculative_equals_plain(runner: Runner, reference: Reference) -> None:
     """In one batch with requests that have none; whatever else their options say."""
     params = [greedy(30), *[_params(seed) for seed in range(6)], _params(8, top_k=5, presence_penalty=1.0, logprobs=2)]
-    asks = [Ask(PROMPT[:n], own, is_constrained=i % 3 != 2) for i, own in enumerate(params) for n in (5, 37)]
+    asks = [Ask(PROMPT[:n], own, is_constrained=i % 3 != 2) for i, own in enumerate(params) for n in (5, 21, 37)]
     with serving(make_engine(runner, Dice(3))) as engine:
         inboxes = run(engine, asks)
     accepted = 0
@@ -32,6 +33,25 @@ def test_a_grammar_speculative_equals_plain(runner: Runner, reference: Reference
             Grammar().accept(inbox.token_ids)
             accepted += inbox.wait().stats.num_accepted  # type: ignore[union-attr]
     assert accepted > 20, "little was accepted, so little was tested"
+
+
+MOST_LETTERS = GrammarSpec("regex", "[a-bd-zA-V ]{9,25}[W-Z0-9]")
+
+
+def test_what_follows_a_grammar_is_the_same_with_speculation(runner: Runner, reference: Reference) -> None:
+    """Beside requests that follow none; and the answers do follow it."""
+    params = [greedy(40, grammar=MOST_LETTERS), *[_params(seed, grammar=MOST_LETTERS) for seed in (1, 3, 5)], greedy(9)]
+    asks = [Ask(PROMPT[:n], own) for own in params for n in (6, 29)]
+    accepted = 0
+    with serving(make_engine(runner, Dice(7))) as engine:
+        inboxes = run(engine, asks)
+    for ask, inbox in zip(asks, inboxes, strict=True):
+        reference.check(ask, inbox)
+        if ask.params.grammar:
+            last = inbox.wait()
+            assert re.fullmatch(MOST_LETTERS.text, inbox.text) or last.finish_reason != FinishReason.STOP
+            accepted += last.stats.num_accepted  # type: ignore[union-attr]
+    assert accepted > 5, "little was accepted, so little was tested"
 
 
 class Faulty(Grammar):
@@ -50,8 +70,8 @@ class Faulty(Grammar):
             return masks
         broken = {
             "by its shape": masks[:, 1:],
-            "by its type": masks.astype(np.int8),
-            "by allowing nothing": masks & (np.arange(len(masks)) != len(masks) - 1)[:, None],
+            "by its type": masks.astype(np.int16),
+            "by allowing nothing": masks * (np.arange(len(masks)) != len(masks) - 1)[:, None].astype(np.uint8),
         }
         return broken.get(self.fault, masks)
 
@@ -67,9 +87,9 @@ class Faulty(Grammar):
         ("in its first call", "ValueError: no grammar here"),
         ("in a step", "ValueError: no grammar here"),
         ("in accept", "ValueError: no grammar here"),
-        ("by its shape", r"ValueError: a token mask returned bool \(9, 63\); expected bool \(9, 64\)"),
-        ("by its type", "ValueError: a token mask returned int8"),
-        ("by allowing nothing", "with a True in each row"),
+        ("by its shape", r"ValueError: a token mask returned uint8 \(4, 7\); expected uint8 \(4, 8\)"),
+        ("by its type", "ValueError: a token mask returned int16"),
+        ("by allowing nothing", "with a bit in each row"),
     ],
 )
 def test_a_failing_mask_ends_its_own_request(runner: Runner, reference: Reference, fault: str, error: str) -> None:
@@ -91,6 +111,6 @@ def test_a_failing_mask_ends_its_own_request(runner: Runner, reference: Referenc
 
 
 def test_masks_need_constrained_programs(lookup_runner: Runner) -> None:
-    with pytest.raises(RequestError, match="without constrained programs") as error:
+    with pytest.raises(RequestError, match="constrained=False") as error:
         submit(make_engine(lookup_runner), Ask(PROMPT, greedy(1), is_constrained=True))
     assert error.value.param == "token_mask"

@@ -146,7 +146,7 @@ def test_options_act_in_vllms_order_at_every_node(seed: int, has_grammar: bool) 
     logits = rng.standard_normal((BATCH, NODES, VOCAB)).astype(np.float32) * 3
     grammar = rng.random((BATCH, NODES, VOCAB)) < (0.7 if has_grammar else 1.1)
     grammar[PLAIN_ROW] = True
-    allowed = jnp.asarray(np.packbits(grammar, axis=-1)) if has_grammar else None
+    allowed = jnp.asarray(np.packbits(grammar, axis=-1, bitorder="little")) if has_grammar else None
     rows, tokens, nodes, positions = _arrays(sequences)
     got = np.asarray(_constrain(rows, tokens, nodes, jnp.asarray(logits), positions, allowed))
     for row, sequence in enumerate(sequences):

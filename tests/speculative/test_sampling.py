@@ -79,6 +79,23 @@ def _sorted_truncation(logits: np.ndarray, top_k: int, top_p: float, min_p: floa
     return kept
 
 
+@pytest.mark.parametrize("top_p", [1e-45, 1e-40, 1e-30, 1e-6])
+def test_next_to_no_mass_is_the_likeliest_token(top_p: float, rng: np.random.Generator) -> None:
+    """Also where float32 has no such number, or flushes it to zero. The first token is never the likeliest."""
+    logits = rng.standard_normal((2, 3, VOCAB)).astype(np.float32)
+    logits[..., 0] -= 9
+    for rows in (_rows([1.0, 0.2], top_p=top_p), _rows([1.0, 0.2], top_p=top_p, min_p=1.0)):
+        np.testing.assert_array_equal(_sample(rows, logits, np.zeros((2, 3), np.int32)), logits.argmax(-1))
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_where_every_token_is_banned_nothing_is_drawn(temperature: float) -> None:
+    logits = np.full((1, 3, VOCAB), -np.inf, np.float32)
+    logits[0, 1, 4] = -1e30
+    for rows in (_rows([temperature]), _rows([temperature], top_k=2, top_p=0.5, min_p=0.1)):
+        assert np.asarray(_sample(rows, logits, np.zeros((1, 3), np.int32))).tolist() == [[-1, 4, -1]]
+
+
 def test_rows_do_not_mix(rng: np.random.Generator) -> None:
     """Greedy rows are the argmax, and a sampled row draws what it draws alone."""
     logits = rng.standard_normal((4, 3, VOCAB)).astype(np.float32)

@@ -1,68 +1,51 @@
-"""The request bodies that the server accepts.
-
-Every field of a request is either honoured, harmless by nature (`user`, `metadata`, ...), accepted only at the value
-that changes nothing (`UNSUPPORTED`), or an error that names it. Types are strict: true is not 1 and "0.5" is not 0.5.
-Knows nothing of HTTP; errors are RequestError with `param` set.
-"""
+"""The bodies of OpenAI's completions and chat, with the fields that clients of vLLM and SGLang send besides, and of
+/tokenize and /detokenize. See `bodies` for the rules that they are read by."""
 
 import dataclasses
-import json
 from collections.abc import Mapping, Sequence
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, PlainValidator, ValidationError, model_validator
-from pydantic_core import PydanticCustomError, from_json
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, PlainValidator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from specserve.errors import RequestError
-from specserve.serve.request import MAX_TOKEN_IDS, SamplingParams, describe, request_error
+from specserve.serve.http import neutral
+from specserve.serve.http.bodies import Body, check_num_fields
+from specserve.serve.http.chat_messages import Messages
+from specserve.serve.http.grammar_fields import GrammarFields
+from specserve.serve.http.replies import ReplyOptions
+from specserve.serve.http.tool_bodies import ToolChoice, Tools
+from specserve.serve.request import MAX_TOKEN_IDS, SamplingParams, describe, option_schemas
+from specserve.speculative.ranges import Bias, TokenId
 
 MAX_SALT_CHARS = 1024
-MAX_MESSAGES = 10_000
-MAX_OBJECT_FIELDS = 100
+MAX_ID_CHARS = 256
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat runs up to the context length
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
-TokenIds = Annotated[list[Int64], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 
 # Field -> the values that mean "not used". null always does.
-_UNSUPPORTED_ANYWHERE: dict[str, tuple[Any, ...]] = {
-    "guided_choice": (),
-    "guided_grammar": (),
-    "guided_json": (),
-    "guided_regex": (),
-    "length_penalty": (1,),
-    "prompt_logprobs": (),
-    "response_format": ({"type": "text"},),
-    "skip_special_tokens": (True,),
-    "structured_outputs": (),
-    "use_beam_search": (False,),
-}
-_UNSUPPORTED_IN_COMPLETIONS = _UNSUPPORTED_ANYWHERE | {"suffix": ("",)}
-_UNSUPPORTED_IN_CHAT = _UNSUPPORTED_ANYWHERE | {
-    "add_generation_prompt": (True,),
+_UNSUPPORTED_IN_CHAT = neutral.IN_CHAT | {
     "audio": (),
     "chat_template": (),
-    "continue_final_message": (False,),
     "documents": ([],),
     "echo": (False,),
     "function_call": ("none",),
     "functions": ([],),
     "modalities": (["text"],),
-    "parallel_tool_calls": (True,),
     "prediction": (),
-    "reasoning_effort": (),
-    "tool_choice": ("none",),
-    "tools": ([],),
     "verbosity": ("medium",),
     "web_search_options": (),
 }
 
 
 # What a body and SamplingParams both have; a field that the body lacks fails when the first request is read.
-_OPTIONS = [field.name for field in dataclasses.fields(SamplingParams)]
+_OPTIONS = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "shown_special_ids"]
 
 
-def _as_prompts(value: Any) -> list[str | list[int]]:
+def as_prompts(value: Any) -> list[str | list[int]]:
     """A string, a list of strings, token ids, or a list of token id lists: always a list of prompts."""
     if isinstance(value, str):
         return [value]
@@ -80,12 +63,6 @@ def _as_prompts(value: Any) -> list[str | list[int]]:
 
 def _is_token_ids(items: Sequence[Any]) -> bool:
     return all(type(item) is int for item in items)
-
-
-def _check_num_fields(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_OBJECT_FIELDS:
-        raise PydanticCustomError("fields", "has too many fields")
-    return value
 
 
 def _check_num_biases(value: Any) -> Any:
@@ -117,43 +94,41 @@ def _as_speculation(value: Any) -> int | None:
     raise PydanticCustomError("speculation", 'should be "auto", "off" or the most draft tokens to accept in a step')
 
 
-def _as_text_parts(value: Any) -> Any:
-    if isinstance(value, str):
-        return [{"type": "text", "text": value}]
-    if isinstance(value, list) and value:
-        return value
-    raise PydanticCustomError("content", "should be a string or a list of text parts")
-
-
-class Body(BaseModel):
-    """The base of all bodies. `UNSUPPORTED` has known fields that may only be sent at values that change nothing."""
-
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {}
-
-    @model_validator(mode="before")
-    @classmethod
-    def _check_size(cls, value: Any) -> Any:
-        """pydantic reports every error of an object; a million unknown fields would take it seconds."""
-        return _check_num_fields(value)
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
+Biases = Annotated[dict[str, Bias], BeforeValidator(_check_num_biases)]
+Stops = Annotated[
+    list[str], Field(fail_fast=True), BeforeValidator(_as_strings, json_schema_input_type=str | list[str])
+]
+Speculation = Annotated[int | None, PlainValidator(_as_speculation, json_schema_input_type=int | str)]
 
 
 class StreamOptions(Body):
     """The value of `stream_options`."""
 
     include_usage: bool = False
-    continuous_usage_stats: Literal[False] = False
+    continuous_usage_stats: bool = False  # with include_usage: every chunk counts tokens
     include_obfuscation: Literal[False] = False
 
 
-class SamplingBody(Body):
+_BOUND_ELSEWHERE = ("logprobs", "prompt_logprobs", "max_tokens", "speculation")  # they differ between endpoints
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "minItems", "maxItems", "maxProperties")
+
+
+def _bounds(known: JsonSchemaValue, kind: str | None) -> JsonSchemaValue:
+    """The bounds that the schema of an option has for values of one JSON type. Those of items are in the body's types:
+    an error is to name the item."""
+    options = [option for option in known.get("anyOf", [known]) if option.get("type") == kind]
+    return {name: option[name] for option in options for name in _BOUNDS if name in option}
+
+
+class SamplingBody(GrammarFields):
     """The fields that completions and chat share. SamplingParams checks the ranges of their values; the engine checks
     token ids and words against its vocabulary."""
 
     model: str | None = None  # None: the one model that is served
     n: Int64 = SamplingParams.n
     best_of: Int64 | None = None  # only n itself: nothing is ever ranked and dropped
-    max_tokens: Int64 | None = None
+    max_tokens: Annotated[Int64, Field(ge=1)] | None = None
     min_tokens: Int64 = SamplingParams.min_tokens
     temperature: float = SamplingParams.temperature
     top_p: float = SamplingParams.top_p
@@ -162,32 +137,58 @@ class SamplingBody(Body):
     presence_penalty: float = SamplingParams.presence_penalty
     frequency_penalty: float = SamplingParams.frequency_penalty
     repetition_penalty: float = SamplingParams.repetition_penalty
-    logit_bias: Annotated[dict[str, float], BeforeValidator(_check_num_biases)] = {}
+    logit_bias: Biases = Field(default_factory=dict)
     allowed_token_ids: TokenIds | None = None
-    bad_words: Annotated[list[str], Field(fail_fast=True)] = []
+    bad_words: Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
     seed: Int64 | None = None
-    stop: Annotated[
-        list[str], Field(fail_fast=True), BeforeValidator(_as_strings, json_schema_input_type=str | list[str])
-    ] = []
-    stop_token_ids: TokenIds = []
+    stop: Stops = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field(default_factory=list)
+    include_stop_str_in_output: bool = SamplingParams.include_stop_str_in_output
     ignore_eos: bool = SamplingParams.ignore_eos
+    skip_special_tokens: bool = SamplingParams.skip_special_tokens
+    truncate_prompt_tokens: Annotated[Int64, Field(ge=-1)] | None = None  # -1: to what the context leaves
+    truncation_side: Literal["left", "right"] = "left"  # what is cut off
+    prompt_logprobs: Int64 | None = None
     return_tokens_as_token_ids: bool = False  # names tokens "token_id:7" in logprobs
-    speculation: Annotated[int | None, PlainValidator(_as_speculation, json_schema_input_type=int | str)] = None
+    return_token_ids: bool = False
+    return_draft_depths: bool = False  # tells of each token where it comes from
+    return_tree: bool = SamplingParams.return_tree
+    request_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None  # of the reply
+    speculation: Speculation = None
     priority: Int64 = 0
-    cache_salt: Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)] = ""
+    cache_salt: CacheSalt = ""
     stream: bool = False
     stream_options: StreamOptions | None = None
     # Harmless by nature: they never change an answer.
     user: str | None = None
-    metadata: Annotated[dict[str, str], BeforeValidator(_check_num_fields)] | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(check_num_fields)] | None = None
     store: bool | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
+    session_id: str | None = None
     service_tier: Literal["auto", "default"] | None = None
 
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """With the ranges that SamplingParams checks."""
+        found = super().__get_pydantic_json_schema__(schema, handler)
+        members = handler.resolve_ref_schema(found)["properties"]
+        for name, known in option_schemas().items():
+            for option in members[name]["anyOf"] if name in members and name not in _BOUND_ELSEWHERE else ():
+                option |= _bounds(known, option.get("type"))
+        return found
+
     @property
-    def include_usage(self) -> bool:
-        return self.stream_options is not None and self.stream_options.include_usage
+    def reply_options(self) -> ReplyOptions:
+        """What the reply is to say besides the answers."""
+        stream_options = self.stream_options or StreamOptions()
+        return ReplyOptions(
+            request_id=self.request_id,
+            include_usage=stream_options.include_usage,
+            continuous_usage=stream_options.include_usage and stream_options.continuous_usage_stats,
+            token_ids=self.return_token_ids,
+            prompt_logprobs=self.prompt_logprobs is not None,
+        )
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -199,20 +200,28 @@ class SamplingBody(Body):
         """How many most likely tokens to tell at each place besides the one drawn; None: no log-probabilities."""
         raise NotImplementedError
 
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The same for the tokens of the prompt."""
+        return self.prompt_logprobs
+
     def reword(self, error: RequestError) -> RequestError:
         """An error of SamplingParams or of the engine under the name that the client of this endpoint sent."""
-        return error
+        return RequestError(str(error), param=self.grammar_field) if error.param == "grammar" else error
 
     def sampling_params(self) -> SamplingParams:
         """The options under the engine's names: fields of one name are the same. Raises RequestError, for values out of
         range and for what single fields cannot show."""
         if self.best_of not in (None, self.n):
             raise RequestError(f"best_of is not supported yet: leave it out or send n, {self.n}", param="best_of")
-        if self.stream_options is not None and not self.stream:
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs")
+        if self.stream_options not in (None, StreamOptions()) and not self.stream:
             raise RequestError("stream_options is only allowed with stream: true", param="stream_options")
         options = {name: getattr(self, name) for name in _OPTIONS}
         bias = {_as_token_id(key): value for key, value in self.logit_bias.items()}
         options |= {"max_tokens": self.max_new_tokens, "logprobs": self.num_logprobs, "logit_bias": bias}
+        options["prompt_logprobs"] = self.num_prompt_logprobs
         try:
             return SamplingParams(**options)
         except RequestError as error:
@@ -222,58 +231,37 @@ class SamplingBody(Body):
 class CompletionBody(SamplingBody):
     """POST /v1/completions. `echo` puts the prompt's text before each answer."""
 
-    UNSUPPORTED = _UNSUPPORTED_IN_COMPLETIONS
+    UNSUPPORTED = neutral.IN_COMPLETIONS
 
     prompt: Annotated[
         list[str | list[int]],
-        PlainValidator(_as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+        PlainValidator(as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
     ]
+    suffix: str = ""  # what comes after the answer, for models that fill in the middle
     echo: bool = False
     add_special_tokens: bool = True
-    max_tokens: Int64 | None = DEFAULT_COMPLETION_TOKENS
+    max_tokens: Annotated[Int64, Field(ge=0)] | None = DEFAULT_COMPLETION_TOKENS
     logprobs: Int64 | None = None
 
     @property
+    def is_prompt_only(self) -> bool:
+        """Nothing is to be generated: only the prompt comes back, as some evaluations want it for its logprobs."""
+        return self.echo and self.max_tokens == 0
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return 1 if self.is_prompt_only else self.max_tokens  # a sequence ends with a token, which is not told
+
+    @property
     def num_logprobs(self) -> int | None:
-        if self.echo and self.logprobs is not None:
-            raise RequestError(
-                "logprobs with echo are not supported yet: they would have to tell those of the prompt",
-                param="logprobs",
-            )
         return self.logprobs
 
-
-class TextPart(Body):
-    """One part of a message's content. There are no others than text."""
-
-    type: Literal["text"]
-    text: str
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
 
 
-class ChatMessage(Body):
-    """One message of a chat. "developer" is OpenAI's newer word for "system" and means the same here."""
-
-    role: Literal["system", "developer", "user", "assistant"]
-    content: Annotated[
-        list[TextPart],
-        Field(fail_fast=True),
-        BeforeValidator(_as_text_parts, json_schema_input_type=str | list[TextPart]),
-    ]
-    # Fields of an assistant message that clients send back as they got them: only empty.
-    name: None = None
-    refusal: None = None
-    audio: None = None
-    function_call: None = None
-    tool_calls: Annotated[list[Any], Field(max_length=0)] | None = None
-    annotations: Annotated[list[Any], Field(max_length=0)] | None = None
-
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates take it, its parts joined by line ends."""
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": "\n".join(part.text for part in self.content)}
-
-
-Messages = Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class ChatTemplateKwargs(Body):
@@ -281,7 +269,7 @@ class ChatTemplateKwargs(Body):
 
     enable_thinking: bool | None = None
     thinking: bool | None = None
-    reasoning_effort: Literal["low", "medium", "high"] | None = None
+    reasoning_effort: Effort | None = None
 
 
 class ChatBody(SamplingBody):
@@ -290,10 +278,27 @@ class ChatBody(SamplingBody):
     UNSUPPORTED = _UNSUPPORTED_IN_CHAT
 
     messages: Messages
-    max_completion_tokens: Int64 | None = None
+    tools: Tools = Field(default_factory=list)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool = True
+    max_completion_tokens: Annotated[Int64, Field(ge=1)] | None = None
     logprobs: bool = False
     top_logprobs: Int64 = 0
     chat_template_kwargs: ChatTemplateKwargs | None = None
+    add_generation_prompt: bool | None = None  # None: unless the final message is continued
+    continue_final_message: bool = False
+
+    @property
+    def has_generation_prompt(self) -> bool:
+        """Whether the prompt ends where a new answer begins. Raises RequestError where two fields ask for both."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt are both true: send one of them",
+                param="continue_final_message",
+            )
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
 
     @property
     def max_new_tokens(self) -> int | None:
@@ -310,6 +315,8 @@ class ChatBody(SamplingBody):
         return self.top_logprobs if self.logprobs else None
 
     def reword(self, error: RequestError) -> RequestError:
+        if error.param == "grammar" and self.grammar is None:  # it was made of the tools
+            return RequestError(str(error), param="tools")
         if error.param == "prompt":
             return RequestError(str(error), param="messages")
         if error.param == "max_tokens" and self.max_completion_tokens is not None:
@@ -318,7 +325,7 @@ class ChatBody(SamplingBody):
             )
         if error.param == "logprobs":
             return RequestError(str(error).replace("logprobs", "top_logprobs"), param="top_logprobs")
-        return error
+        return super().reword(error)
 
 
 class TokenizeBody(Body):
@@ -331,6 +338,7 @@ class TokenizeBody(Body):
     messages: Messages | None = None
     add_special_tokens: bool = True
     add_generation_prompt: bool = True
+    tools: Tools = Field(default_factory=list)
     chat_template_kwargs: ChatTemplateKwargs | None = None
 
 
@@ -339,63 +347,3 @@ class DetokenizeBody(Body):
 
     model: str | None = None
     tokens: Annotated[list[Int64], Field(fail_fast=True)]
-
-
-_BodyT = TypeVar("_BodyT", bound=Body)
-
-
-def parse_body(body_type: type[_BodyT], raw: bytes) -> _BodyT:
-    """The checked body that these bytes are. Raises RequestError, whose `param` names the field that is wrong."""
-    given: dict[str, Any] = {}
-    for name, value in _parse_object(raw).items():
-        if name in body_type.UNSUPPORTED:
-            _check_neutral(name, value, body_type.UNSUPPORTED[name])
-        elif name not in body_type.model_fields:
-            raise _unknown_field(name)
-        elif value is not None:  # null means "not given"
-            given[name] = value
-    try:
-        return body_type.model_validate(given)
-    except ValidationError as error:
-        raise _as_request_error(error) from None
-
-
-def _parse_object(raw: bytes) -> dict[str, Any]:
-    """The strict reader refuses what json.loads lets through: NaN, lone surrogates, a BOM, bad UTF-8, deep nesting."""
-    try:
-        value = from_json(raw, allow_inf_nan=False)
-        json.loads(raw, object_pairs_hook=_refuse_duplicates)
-    except ValueError as error:
-        raise RequestError(f"the request body is not valid JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise RequestError(f"the request body must be a JSON object, got {describe(value)}")
-    return cast(dict[str, Any], value)
-
-
-def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
-    names = [name for name, _ in pairs]
-    if len(set(names)) != len(names):
-        raise ValueError("an object has two members of one name")
-
-
-def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
-    is_neutral = value is None or any(
-        value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral
-    )
-    if not is_neutral:
-        allowed = " or send " + json.dumps(neutral[0]) if neutral else ""
-        raise RequestError(f"{name} is not supported yet: leave it out{allowed}", param=name)
-
-
-def _as_request_error(error: ValidationError) -> RequestError:
-    first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in first["loc"]).lstrip(".")
-    if first["type"] == "extra_forbidden":
-        return _unknown_field(param)
-    if first["type"] == "missing":
-        return RequestError(f"{param} is required", param=param)
-    return request_error(error, param)
-
-
-def _unknown_field(name: str) -> RequestError:
-    return RequestError(f"unknown field: {name[:200]}", param=name[:200])

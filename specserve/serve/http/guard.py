@@ -7,6 +7,7 @@ import asyncio
 import hashlib
 import hmac
 import logging
+from collections.abc import Sequence
 
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
@@ -14,8 +15,10 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specserve.errors import CapacityError, ConfigError, RequestError, SpecServeError
-from specserve.serve.api_replies import error_body
+from specserve.errors import CapacityError, RequestError, SpecServeError
+from specserve.serve.http.page_routes import PAGE_PATHS
+from specserve.serve.http.replies import error_body
+from specserve.serve.http.request_ids import current_request_id
 
 logger = logging.getLogger(__name__)
 
@@ -23,8 +26,9 @@ MAX_BODY_BYTES = 16 * 2**20
 BODY_TIMEOUT_SECONDS = 60.0
 RETRY_AFTER_SECONDS = 1
 INTERNAL_ERROR = "internal error; the server's log has the details"
-OPEN_PATHS = frozenset({"/health", "/ready", "/version"})  # every other path needs the key, existing or not
+OPEN_PATHS = PAGE_PATHS | {"/health", "/ready", "/version"}  # every other path needs the key, existing or not
 _MAX_DRAINED_BYTES = 4 * MAX_BODY_BYTES
+_CLIENT = "specserve.client"  # in the scope
 
 
 class EngineFailureError(SpecServeError):
@@ -32,16 +36,18 @@ class EngineFailureError(SpecServeError):
 
 
 class ApiKeyGate:
-    """ASGI middleware: `Authorization: Bearer <key>` or 401. Compares digests, so timing tells nothing of the key."""
+    """ASGI middleware: `Authorization: Bearer <key>` or 401. Compares digests, and always all of them, so timing tells
+    nothing of the keys. Whose key it was is a part of the scope (`client_of`)."""
 
-    def __init__(self, app: ASGIApp, *, api_key: str) -> None:
-        if not api_key:
-            raise ConfigError("api_key must not be empty; leave it out to serve without one")
+    def __init__(self, app: ASGIApp, *, api_keys: Sequence[str]) -> None:
         self._app = app
-        self._expected = hashlib.sha256(api_key.encode()).digest()
+        self._expected = [hashlib.sha256(key.encode()).digest() for key in api_keys]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._has_key(scope):
+        number = self._number_of_key(scope) if scope["type"] == "http" else None
+        if number is not None:
+            scope = {**scope, _CLIENT: f"key {number}"}
+        if number is not None or scope["type"] != "http" or scope["path"] in OPEN_PATHS:
             await self._app(scope, receive, send)
             return
         response = error_response(
@@ -52,12 +58,17 @@ class ApiKeyGate:
         )
         await response(scope, receive, send)
 
-    def _has_key(self, scope: Scope) -> bool:
+    def _number_of_key(self, scope: Scope) -> int | None:
         given = [value for name, value in scope["headers"] if name == b"authorization"]
-        if len(given) != 1:
-            return False
-        scheme, _, key = given[0].partition(b" ")
-        return scheme.lower() == b"bearer" and hmac.compare_digest(hashlib.sha256(key).digest(), self._expected)
+        scheme, _, key = given[0].partition(b" ") if len(given) == 1 else (b"", b"", b"")
+        digest = hashlib.sha256(key).digest()
+        found = [number for number, each in enumerate(self._expected) if hmac.compare_digest(digest, each)]
+        return found[0] if found and scheme.lower() == b"bearer" else None
+
+
+def client_of(scope: Scope) -> str:
+    """Who sends a request: by the API key, else by the address."""
+    return scope.get(_CLIENT) or (scope["client"][0] if scope.get("client") else "")
 
 
 class BugGate:
@@ -83,7 +94,7 @@ class BugGate:
         except Exception:
             if is_started or scope["type"] != "http":
                 raise
-            logger.exception("%s %s failed", scope["method"], scope["path"])
+            logger.exception("%s: %s %s failed", current_request_id(), scope["method"], scope["path"])
             response = error_response(500, INTERNAL_ERROR, code="internal_error")
             await response(scope, receive, send)
 
@@ -91,6 +102,10 @@ class BugGate:
 async def read_body(request: Request) -> bytes:
     """Read the body of a JSON request. Raises HTTPException: 408 where it takes too long, 413 where it is too large,
     415 where it is not JSON."""
+    length = request.headers.get("content-length", "")
+    if length.isdecimal() and int(length) > MAX_BODY_BYTES:  # told before it is sent, to who waits for that
+        close = {"Connection": "close"} if int(length) > _MAX_DRAINED_BYTES else None  # else what comes is dropped
+        raise HTTPException(413, f"the request body is over the limit of {MAX_BODY_BYTES} bytes", close)
     content_type = request.headers.get("content-type", "")
     if content_type.split(";")[0].strip().lower() != "application/json":
         raise HTTPException(415, f"send Content-Type: application/json, got {content_type[:80]!r}")
@@ -131,7 +146,6 @@ def error_response(
 
 def install_error_handlers(app: FastAPI) -> None:
     """Make every error that leaves a route a reply in OpenAI's shape."""
-    app.add_middleware(BugGate)
 
     @app.exception_handler(RequestError)
     async def on_request_error(_: Request, error: RequestError) -> Response:

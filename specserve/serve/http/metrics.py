@@ -5,16 +5,19 @@ Owns the registry (one per app): the deltas of a sequence become counts, and the
 scraper asks. Knows nothing of HTTP.
 """
 
+import itertools
+import math
 import time
 from collections.abc import Callable, Iterator
 
-from prometheus_client import CollectorRegistry, Counter, Histogram
+from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
-from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
-from specserve.serve.interface import EngineStats
-from specserve.serve.request import Delta
+from specserve.serve.interface import ROUND_SIZES, EngineStats
+from specserve.serve.request import Delta, SamplingParams, SpeculationStats
 from specserve.speculative.acceptance import Acceptance
 
 CONTENT_TYPE = CONTENT_TYPE_LATEST
@@ -41,6 +44,13 @@ _FIRST_TOKEN_BUCKETS = (
 )
 _INTER_TOKEN_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.075, 0.1, 0.15, 0.2, 0.3, 0.4, 0.5, 0.75, 1, 2.5, 5)
 _LATENCY_BUCKETS = (0.1, 0.3, 0.5, 0.8, 1, 1.5, 2, 2.5, 5, 10, 15, 20, 30, 40, 50, 60, 120, 240, 480, 960)
+_TOKEN_BUCKETS = tuple(digit * 10**exponent for exponent in range(6) for digit in (1, 2, 5))
+_SEQUENCE_SECONDS = {  # what of a sequence's stats is a histogram
+    "queue": ("In the queue, of a sequence.", lambda stats: stats.queue_seconds),
+    "prefill": ("From a slot to the first token.", lambda stats: stats.prefill_seconds),
+    "decode": ("From the first token to the last.", lambda stats: stats.decode_seconds),
+    "inference": ("From a slot to the last token.", lambda stats: stats.prefill_seconds + stats.decode_seconds),
+}
 
 
 class Metrics:
@@ -49,10 +59,16 @@ class Metrics:
     def __init__(self, model_name: str, read_stats: Callable[[], EngineStats]) -> None:
         self.registry = CollectorRegistry()
         self.registry.register(EngineCollector(model_name, read_stats))
+        ProcessCollector(registry=self.registry)
         self._model_name = model_name
         self._num_prompt_tokens = self._counter("vllm:prompt_tokens", "Prompt tokens of all sequences.")
         self._num_generation_tokens = self._counter("vllm:generation_tokens", "Tokens generated.")
-        self._num_drafts = self._counter("vllm:spec_decode_num_drafts", "Target forwards after prefill.")
+        self.acceptance = Acceptance()  # of all sequences that have ended
+        self.unknown_fields = self._counter("specserve:unknown_fields", "Fields of requests that were not read.")
+        self._num_drafts = self._counter("vllm:spec_decode_num_drafts", "Steps that verified draft tokens.")
+        self._num_sequence_steps = self._counter(
+            "specserve:sequence_steps", "Target forwards after prefill, of all sequences; plain ones are among them."
+        )
         self._num_draft_tokens = self._counter("vllm:spec_decode_num_draft_tokens", "Tokens that the draft proposed.")
         self._num_accepted = self._counter("vllm:spec_decode_num_accepted_tokens", "Proposed tokens accepted.")
         self._num_accepted_per_pos = Counter(
@@ -78,6 +94,19 @@ class Metrics:
         self._latency = self._histogram(
             "vllm:e2e_request_latency_seconds", "Submission to the end of a sequence.", _LATENCY_BUCKETS
         )
+        self._seconds = {
+            name: self._histogram(f"vllm:request_{name}_time_seconds", text, _LATENCY_BUCKETS)
+            for name, (text, _) in _SEQUENCE_SECONDS.items()
+        }
+        self._seconds_per_token = self._histogram(
+            "vllm:request_time_per_output_token_seconds",
+            "Mean gap between the tokens of a sequence, of those with more than one.",
+            _INTER_TOKEN_BUCKETS,
+        )
+        self._prompt_sizes = self._histogram("vllm:request_prompt_tokens", "Prompts.", _TOKEN_BUCKETS)
+        self._answer_sizes = self._histogram("vllm:request_generation_tokens", "Answers.", _TOKEN_BUCKETS)
+        self._most_tokens = self._histogram("vllm:request_params_max_tokens", "max_tokens, as sent.", _TOKEN_BUCKETS)
+        self._num_choices = self._histogram("vllm:request_params_n", "n, as sent.", (1, 2, 5, 10, 20, 50, 100))
 
     def render(self) -> bytes:
         """The text exposition. Creation times are left out: scrapers that match `num_drafts` by substring, as
@@ -85,9 +114,16 @@ class Metrics:
         lines = generate_latest(self.registry).splitlines(keepends=True)
         return b"".join(line for line in lines if b"_created" not in line.split(b"{")[0])
 
+    def count_request(self, params: SamplingParams) -> None:
+        """Count one request, of any number of sequences."""
+        self._num_choices.observe(params.n)
+        if params.max_tokens is not None:
+            self._most_tokens.observe(params.max_tokens)
+
     def start_sequence(self, num_prompt_tokens: int) -> "SequenceMetrics":
         """Count one submitted sequence. Feed the result every delta of it."""
         self._num_prompt_tokens.inc(num_prompt_tokens)
+        self._prompt_sizes.observe(num_prompt_tokens)
         return SequenceMetrics(self)
 
     def _observe_tokens(self, num_tokens: int, seconds: float, *, is_first: bool) -> None:
@@ -98,14 +134,21 @@ class Metrics:
             for _ in range(num_tokens):
                 self._inter_token.observe(seconds / num_tokens)
 
-    def _observe_end(self, delta: Delta, seconds: float) -> None:
+    def _observe_end(self, delta: Delta, num_tokens: int, seconds: float) -> None:
         self._num_finished.labels(self._model_name, str(delta.finish_reason)).inc()
         self._latency.observe(seconds)
+        self._answer_sizes.observe(num_tokens)
         if delta.stats is not None:
+            for name, (_, read) in _SEQUENCE_SECONDS.items():
+                self._seconds[name].observe(read(delta.stats))
+            if num_tokens > 1:
+                self._seconds_per_token.observe(delta.stats.decode_seconds / (num_tokens - 1))
             self._observe_speculation(delta.stats)
 
-    def _observe_speculation(self, stats: Acceptance) -> None:
-        self._num_drafts.inc(stats.num_steps)
+    def _observe_speculation(self, stats: SpeculationStats) -> None:
+        self.acceptance += stats
+        self._num_sequence_steps.inc(stats.num_steps)
+        self._num_drafts.inc(stats.num_drafts)
         self._num_draft_tokens.inc(stats.num_draft_tokens)
         self._num_accepted.inc(stats.num_accepted)
         for depth, num_accepted in enumerate(stats.accepted_per_depth):
@@ -161,6 +204,21 @@ class EngineCollector(Collector):
         for speculation, num_steps in stats.num_steps_by_speculation.items():
             steps.add_metric([self._model_name, speculation], num_steps)
         yield steps
+        yield self._round_sizes(stats)
+        facts = {"block_size": str(stats.page_size), "num_gpu_blocks": str(stats.num_pages)}
+        facts |= {"cache_dtype": stats.cache_dtype, "enable_prefix_caching": str(stats.is_caching)}
+        info = GaugeMetricFamily("vllm:cache_config_info", "The cache.", labels=["model_name", *facts])
+        info.add_metric([self._model_name, *facts.values()], 1)
+        yield info
+
+    def _round_sizes(self, stats: EngineStats) -> Metric:
+        family = HistogramMetricFamily(
+            "vllm:iteration_tokens_total", "Prompt and new tokens of a round.", labels=["model_name"]
+        )
+        bounds = map(floatToGoString, (*ROUND_SIZES, math.inf))
+        buckets = list(zip(bounds, itertools.accumulate(stats.round_sizes), strict=True))
+        family.add_metric([self._model_name], buckets, stats.num_round_tokens)
+        return family
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=["model_name"])
@@ -179,13 +237,13 @@ class SequenceMetrics:
     def __init__(self, metrics: Metrics) -> None:
         self._metrics = metrics
         self._start_time = self._last_time = time.monotonic()
-        self._has_started = False
+        self.num_tokens = 0  # so far
 
     def observe(self, delta: Delta) -> None:
         now = time.monotonic()
         if delta.token_ids:
-            self._metrics._observe_tokens(len(delta.token_ids), now - self._last_time, is_first=not self._has_started)
+            self._metrics._observe_tokens(len(delta.token_ids), now - self._last_time, is_first=not self.num_tokens)
             self._last_time = now
-            self._has_started = True
+            self.num_tokens += len(delta.token_ids)
         if delta.finish_reason is not None:
-            self._metrics._observe_end(delta, now - self._start_time)
+            self._metrics._observe_end(delta, self.num_tokens, now - self._start_time)

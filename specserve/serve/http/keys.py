@@ -1,0 +1,36 @@
+"""The API keys of a server, from where its operator keeps them."""
+
+import logging
+import os
+from pathlib import Path
+
+from specserve.errors import ConfigError
+from specserve.serve.settings import ServeRun
+
+logger = logging.getLogger(__name__)
+
+VARIABLE = "SPECSERVE_API_KEYS"
+_LOOPBACK = ("127.", "localhost", "::1")
+
+
+def read_api_keys(run: ServeRun) -> tuple[str, ...]:
+    """Every key that is accepted: of `api_key`, of the lines of `api_key_file`, and of the environment variable, where
+    commas part them. Warns where everyone who reaches the server may use it. Raises ConfigError."""
+    keys = [run.api_key] if run.api_key else []
+    keys += [key.strip() for key in os.environ.get(VARIABLE, "").split(",") if key.strip()]
+    if run.api_key_file:
+        try:
+            lines = Path(run.api_key_file).expanduser().read_text(encoding="utf-8").splitlines()
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"--api-key-file {run.api_key_file}: cannot be read: {error}") from None
+        found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]
+        if not found:
+            raise ConfigError(f"--api-key-file {run.api_key_file}: it holds no key; write one on each line")
+        keys += found
+    if not keys and not run.host.startswith(_LOOPBACK):
+        logger.warning(
+            "NO API KEY: whoever reaches %s may use this server. Set --api-key-file or %s, or listen on 127.0.0.1",
+            run.host,
+            VARIABLE,
+        )
+    return tuple(dict.fromkeys(keys))

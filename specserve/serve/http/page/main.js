@@ -1,0 +1,209 @@
+// The page: what is chosen and typed, the key, and the state of the server.
+
+import { ApiError, getJson, getKey, needsKey, scrape, setKey } from "./api.js";
+import { Chat } from "./chat.js";
+import { $, make, number, tabs } from "./dom.js";
+import { Live } from "./live.js";
+import { Race } from "./race.js";
+import { asCurl, asPython, served } from "./request.js";
+import { TreePanel } from "./tree.js";
+
+const POLL_MS = 1000;
+const EXAMPLES = [
+  "Write a Python function that reverses a list.",
+  "Implement `read_text` from `pathlib.Path` in Python.",
+  "What does `json.dumps` do?",
+];
+
+const panel = new TreePanel();
+const live = new Live($("live"));
+const views = { "tab-chat": new Chat(panel), "tab-race": new Race(panel, live) };
+let view = "tab-chat";
+let running = null; // the AbortController of what runs
+let language = "tab-curl";
+let lastText = EXAMPLES[0];
+
+// --- what runs ---
+
+const say = (problem) => {
+  $("problem").textContent = problem;
+  $("problem").hidden = !problem;
+};
+
+function showControls() {
+  const isRace = view === "tab-race";
+  $("send").textContent = isRace ? "Start race" : "Send";
+  $("send").disabled = Boolean(running);
+  $("stop").hidden = !running;
+  $("again").hidden = isRace || Boolean(running) || !views["tab-chat"].messages.length;
+}
+
+async function send(text) {
+  if (running || !text.trim()) return;
+  const mine = (running = new AbortController());
+  lastText = text;
+  say("");
+  if (view === "tab-chat") $("prompt").value = ""; // the next one may be typed meanwhile
+  showControls();
+  try {
+    if (!served.model) await readModel();
+    const sent = views[view].send(text, mine.signal);
+    showCode();
+    await sent;
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    say(error.message);
+    $("prompt").value ||= text;
+    if (error.status === 401) openKey();
+  } finally {
+    if (running === mine) running = null;
+    showControls();
+    showCode();
+  }
+}
+
+const stop = () => running?.abort();
+
+// --- the request in code ---
+
+function showCode() {
+  const text = $("prompt").value.trim();
+  const request = (!text && views[view].sent) || views[view].request(text || lastText);
+  $("code").textContent = language === "tab-curl" ? asCurl(request) : asPython(request);
+  $("code").setAttribute("aria-labelledby", language);
+}
+
+async function copy() {
+  const range = document.createRange();
+  range.selectNodeContents($("code"));
+  getSelection().removeAllRanges();
+  getSelection().addRange(range);
+  // the clipboard is there on https and on this machine alone; elsewhere the text is selected, ready to be copied
+  await navigator.clipboard?.writeText($("code").textContent).catch(() => {});
+  $("copy").textContent = navigator.clipboard ? "Copied" : "Selected";
+  setTimeout(() => ($("copy").textContent = "Copy"), 1500);
+}
+
+// --- the key and the state of the server ---
+
+function openKey(isOpen = true) {
+  $("key-form").hidden = !isOpen;
+  $("key-open").setAttribute("aria-expanded", isOpen);
+  if (isOpen) $("key").focus();
+}
+
+async function readModel() {
+  const [card] = (await getJson("v1/models")).data;
+  served.model = card.id;
+  $("model").textContent = card.id.split("/").at(-1);
+  $("model").title = card.id;
+  $("max-tokens").max = card.max_model_len - 1;
+  document.title = `specserve · ${card.id.split("/").at(-1)}`;
+  showCode();
+}
+
+const setState = (kind, text) => {
+  if ($("state").dataset.kind === kind && $("state").lastElementChild.textContent === text) return;
+  $("state").dataset.kind = kind;
+  $("state").lastElementChild.textContent = text;
+};
+
+let mostPrograms = 0;
+
+function showCompiling(left) {
+  mostPrograms = Math.max(mostPrograms, left);
+  const bar = $("compiling");
+  bar.hidden = !left;
+  bar.setAttribute("aria-valuemax", mostPrograms);
+  bar.setAttribute("aria-valuenow", mostPrograms - left);
+  bar.firstElementChild.style.width = `${100 * (1 - left / Math.max(1, mostPrograms))}%`;
+  $("live-note").textContent = left ? "plain decoding serves until speculation is compiled" : "";
+}
+
+async function look() {
+  if (needsKey && !getKey()) return setState("locked", "Needs a key");
+  try {
+    if (!served.model) await readModel();
+    const sample = await scrape();
+    live.push(sample);
+    const left = sample.programsLeft ?? 0;
+    showCompiling(left);
+    setState(left ? "busy" : "ready", left ? `Compiling, ${number(left)} programs left` : "Ready");
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    if (error.status === 401) {
+      setKey(""); // asked once, not at every poll
+      openKey();
+    }
+    served.model = null; // whoever answers next may serve another one
+    setState(error.status === 401 ? "locked" : "gone", error.status === 401 ? "Key refused" : "Not reachable");
+  }
+}
+
+async function poll() {
+  try {
+    if (!document.hidden) await look();
+  } finally {
+    setTimeout(poll, POLL_MS);
+  }
+}
+
+// --- wiring ---
+
+tabs(document.querySelector(".bar .tabs"), (id) => {
+  stop();
+  view = id;
+  $("chat").hidden = id !== "tab-chat";
+  $("race").hidden = id !== "tab-race";
+  $("answer-card").hidden = id === "tab-race"; // each lane has its own figures
+  if (id === "tab-race" && !$("prompt").value) $("prompt").value = lastText;
+  say("");
+  showControls();
+  showCode();
+});
+tabs(document.querySelector(".code .tabs"), (id) => {
+  language = id;
+  showCode();
+});
+
+$("composer").addEventListener("submit", (event) => {
+  event.preventDefault();
+  send($("prompt").value.trim());
+});
+$("prompt").addEventListener("keydown", (event) => {
+  if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+    event.preventDefault();
+    $("composer").requestSubmit();
+  }
+});
+document.addEventListener("keydown", (event) => event.key === "Escape" && stop());
+$("composer").addEventListener("input", showCode);
+$("stop").addEventListener("click", stop);
+$("again").addEventListener("click", () => {
+  views["tab-chat"].clear();
+  showControls();
+  $("prompt").focus();
+});
+$("copy").addEventListener("click", copy);
+$("key-open").addEventListener("click", () => openKey($("key-form").hidden));
+$("key-form").addEventListener("submit", (event) => {
+  event.preventDefault();
+  setKey($("key").value.trim());
+  $("key").value = "";
+  openKey(false);
+  $("prompt").focus();
+  look();
+});
+for (const text of EXAMPLES) {
+  const button = make("button", { type: "button", class: "quiet" }, text);
+  button.addEventListener("click", () => send(text));
+  $("examples").append(button);
+}
+
+if (!served.hasChat) $("prompt").placeholder = "Begin a text, and the model continues it";
+$("key-open").hidden = !needsKey;
+$("metrics-link").hidden = needsKey; // a link cannot send the key
+showControls();
+showCode();
+if (needsKey && !getKey()) openKey();
+poll();

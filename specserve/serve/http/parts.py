@@ -1,0 +1,70 @@
+"""What an answer's text is made of, as clients see it: content, reasoning and calls of tools.
+
+A parser splits the text of one answer while it arrives. Formats (`replies`) spell the parts.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class ToolCallPart:
+    """A piece of one call of a tool. The first piece of a call has its id and name."""
+
+    index: int  # among the calls of the answer
+    arguments: str = ""  # JSON text, to be added to that of the pieces before
+    call_id: str = ""
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one stretch of text says. Parts of one answer can be added up, in order."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: Sequence[ToolCallPart] = ()
+
+    def __bool__(self) -> bool:
+        return bool(self.content or self.reasoning or self.tool_calls)
+
+    def __add__(self, other: "Part") -> "Part":
+        calls = {call.index: call for call in self.tool_calls}
+        for call in other.tool_calls:
+            before = calls.get(call.index, ToolCallPart(call.index))
+            calls[call.index] = ToolCallPart(
+                call.index,
+                before.arguments + call.arguments,
+                before.call_id or call.call_id,
+                before.name or call.name,
+            )
+        return Part(self.content + other.content, self.reasoning + other.reasoning, tuple(calls.values()))
+
+
+class AnswerParser(Protocol):
+    """Splits the text of one answer. What cannot be told apart yet is held back, until more text comes."""
+
+    def push(self, text: str) -> Part: ...
+
+    def finish(self) -> Part:
+        """The answer has ended: what is still held back."""
+        ...
+
+
+MakeParser = Callable[[], AnswerParser]
+
+
+class PlainText:
+    """All text is content."""
+
+    def push(self, text: str) -> Part:
+        return Part(text)
+
+    def finish(self) -> Part:
+        return Part()
+
+
+def joined(parts: Iterable[Part]) -> Part:
+    """All of an answer's parts as one."""
+    return sum(parts, Part())

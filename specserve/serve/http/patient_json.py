@@ -1,0 +1,51 @@
+"""JSON read in Python, for bodies of many values. The readers in C let no other thread run before they are done, which
+takes seconds for millions of values; and other clients' streams are sent by another thread."""
+
+import json
+import json.scanner
+from collections.abc import Callable
+from json.decoder import scanstring  # type: ignore[attr-defined] (of one string: it has no end of values in it)
+from typing import Any
+
+MAX_VALUES = 2**19  # about; more are refused, as making and freeing them holds all threads as well
+MAX_CONTAINERS = 2**17  # lists and objects, all of which Python's garbage collector may have to walk at once
+MAX_AT_ONCE = 2**15  # for readers in C: some milliseconds
+
+
+def is_long(raw: bytes) -> bool:
+    """Whether a text may have more than `MAX_AT_ONCE` values. Raises ValueError where it has more than `MAX_VALUES`, or
+    `MAX_CONTAINERS`."""
+    num_commas, num_containers = raw.count(b","), raw.count(b"[") + raw.count(b"{")
+    if num_commas > MAX_VALUES:
+        raise ValueError(f"it has more than {MAX_VALUES} values, by its commas")
+    if num_containers > MAX_CONTAINERS:
+        raise ValueError(f"it has more than {MAX_CONTAINERS} lists and objects, by its brackets")
+    return num_commas > MAX_AT_ONCE
+
+
+def read_json(raw: bytes, refuse_duplicates: Callable[[list[tuple[str, Any]]], None]) -> Any:
+    """What pydantic's strict reader makes of a text. `refuse_duplicates` raises ValueError for the members of an object
+    that has two of one name. Raises ValueError for everything that is no strict JSON."""
+
+    def as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        refuse_duplicates(pairs)
+        return dict(pairs)
+
+    decoder = json.JSONDecoder(object_pairs_hook=as_dict, parse_constant=_refuse_constant)
+    decoder.parse_string = _parse_string  # type: ignore[attr-defined]
+    decoder.scan_once = json.scanner.py_make_scanner(decoder)  # type: ignore[attr-defined]
+    text = raw.decode("utf-8")
+    try:
+        return decoder.decode(text)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
+
+
+def _parse_string(text: str, end: int, strict: bool = True) -> tuple[str, int]:
+    found, end = scanstring(text, end, strict)
+    found.encode()  # a lone surrogate is a UnicodeEncodeError, which is a ValueError
+    return found, end
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not a number of JSON")

@@ -1,0 +1,187 @@
+"""Between the routes and the engine: a checked body becomes work, and work becomes a reply.
+
+Every route that generates makes its body into one of OpenAI's, and has its own format spell the reply.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeVar
+
+from fastapi import Request, Response
+from fastapi.responses import JSONResponse
+from fastapi.sse import EventSourceResponse
+
+from specserve.errors import RequestError
+from specserve.serve.http.answers import AnswerSyntax
+from specserve.serve.http.bodies import Body, UnknownFields, check_body, parse_body
+from specserve.serve.http.infill import infill_ids
+from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
+from specserve.serve.http.metrics import Metrics
+from specserve.serve.http.openai_bodies import ChatBody, CompletionBody
+from specserve.serve.http.parts import MakeParser, PlainText
+from specserve.serve.http.prompts import (
+    check_model,
+    check_num_tokens,
+    check_token_ids,
+    decode,
+    encode,
+    render_chat,
+    truncated,
+)
+from specserve.serve.http.replies import ChatFormat, CompletionFormat, ReplyFormat
+from specserve.serve.http.request_metrics import RequestMetrics
+from specserve.serve.http.streaming import ClientGoneError, Generation
+from specserve.serve.http.threads import in_thread
+from specserve.serve.http.tracing import Tracing
+from specserve.serve.interface import EngineLike
+from specserve.serve.request import MAX_CHOICES, SamplingParams
+from specserve.serve.settings import ServeRun
+
+_SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold events back
+_T = TypeVar("_T")
+_BodyT = TypeVar("_BodyT", bound=Body)
+
+
+class Asked(Protocol):
+    """What every body says of how it is to be answered."""
+
+    stream: bool
+    priority: int
+    cache_salt: str
+
+    def reword(self, error: RequestError) -> RequestError:
+        """An error of the engine under the name that the client of this endpoint sent."""
+        ...
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one checked body asks of the engine, and how its answers are read and spelled."""
+
+    body: Asked
+    params: SamplingParams
+    prompts: Sequence[Sequence[int]]
+    reply_format: ReplyFormat
+    make_parser: MakeParser = PlainText
+    has_origins: bool = False  # answers tell where their tokens come from
+
+
+class Service:
+    """The engine as the routes of one app see it."""
+
+    def __init__(self, engine: EngineLike, metrics: Metrics, run: ServeRun, tracing: Tracing | None = None) -> None:
+        self.engine = engine
+        self.metrics = metrics
+        self.syntax = AnswerSyntax(engine.tokenizer, run.tool_parser, run.reasoning_parser)
+        self.texts = TokenTexts(engine.tokenizer)
+        self._unknown_fields = UnknownFields(metrics.unknown_fields.inc) if run.allow_unknown_fields else None
+        self._tracing, self._allows_priority = tracing, run.allow_priority
+        self._told = RequestMetrics(run.enable_per_request_metrics, run.per_request_spec_decode_metrics)
+
+    def read(self, body_type: type[_BodyT], raw: bytes) -> _BodyT:
+        """The checked body that these bytes are. Raises RequestError."""
+        return parse_body(body_type, raw, self._unknown_fields)
+
+    def check(self, body_type: type[_BodyT], value: Mapping[str, Any]) -> _BodyT:
+        """The checked body that this object is. Raises RequestError."""
+        return check_body(body_type, value, self._unknown_fields)
+
+    def completion(self, body: CompletionBody, reply_format: ReplyFormat | None = None) -> Work:
+        """The work of a body of /v1/completions; another route's `reply_format` may spell it. Raises RequestError."""
+        engine = self.engine
+        check_model(engine, body.model)
+        params = body.sampling_params()
+        if len(body.prompt) * params.n > MAX_CHOICES:
+            raise RequestError(
+                f"one request makes at most {MAX_CHOICES} sequences, got {len(body.prompt)} prompts times n={body.n}",
+                param="prompt",
+            )
+        prompts, echoes = [], []
+        for prompt in body.prompt:
+            if isinstance(prompt, str) and body.suffix:
+                token_ids = infill_ids(engine, prompt, body.suffix, add_special_tokens=body.add_special_tokens)
+            elif isinstance(prompt, str):
+                token_ids = encode(engine, prompt, add_special_tokens=body.add_special_tokens)
+            elif body.suffix:
+                raise RequestError("suffix is only allowed with a prompt of text", param="suffix")
+            else:
+                kept = truncated(engine, body, prompt)
+                check_num_tokens(engine, len(kept), "prompt")
+                check_token_ids(engine, kept, "prompt")
+                token_ids = prompt
+            prompts.append(truncated(engine, body, token_ids))
+            if body.echo:
+                is_whole = len(prompts[-1]) == len(token_ids)
+                text = prompt if isinstance(prompt, str) and is_whole else decode(engine, prompts[-1])
+                echoes += [text] * params.n
+        logprobs = CompletionLogprobs(
+            self.texts,
+            is_asked=body.logprobs is not None,
+            as_token_ids=body.return_tokens_as_token_ids,
+            skip_special_tokens=body.skip_special_tokens,
+        )
+        spelled = reply_format or CompletionFormat(
+            engine.model_name, logprobs, body.reply_options, echoes=echoes, is_prompt_only=body.is_prompt_only
+        )
+        return Work(body, params, prompts, spelled, has_origins=body.return_draft_depths)
+
+    def chat(self, body: ChatBody, reply_format: ReplyFormat | None = None) -> Work:
+        """The work of a body of /v1/chat/completions; another route's `reply_format` may spell it. Raises
+        RequestError."""
+        engine = self.engine
+        check_model(engine, body.model)
+        params = body.sampling_params()
+        question = self.syntax.question(body)
+        token_ids = render_chat(
+            engine,
+            body.messages,
+            add_generation_prompt=body.has_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            tools=question.tools,
+            variables=question.variables,
+        )
+        token_ids = truncated(engine, body, token_ids)
+        try:
+            params, make_parser = self.syntax.reading(body, question, token_ids, params)
+        except RequestError as error:
+            raise body.reword(error) from None
+        logprobs = ChatLogprobs(self.texts, as_token_ids=body.return_tokens_as_token_ids)
+        spelled = reply_format or ChatFormat(engine.model_name, logprobs, body.reply_options)
+        return Work(body, params, [token_ids], spelled, make_parser, has_origins=body.return_draft_depths)
+
+    async def respond(self, http: Request, work: Work) -> Response:
+        """Submit the work and reply to it, whole or as a stream. Raises RequestError and CapacityError."""
+        body = work.body
+        if body.priority and not self._allows_priority:
+            raise RequestError(
+                f"priority must be 0, got {body.priority}: this server was started without --allow-priority",
+                param="priority",
+            )
+        try:
+            generation = Generation(
+                self.engine,
+                self.metrics,
+                http,
+                work.prompts,
+                work.params,
+                make_parser=work.make_parser,
+                has_origins=work.has_origins,
+                priority=body.priority,
+                cache_salt=body.cache_salt,
+                told=self._told,
+                tracing=self._tracing,
+            )
+            await generation.submit()
+        except RequestError as error:
+            raise body.reword(error) from None
+        if body.stream:
+            return EventSourceResponse(generation.stream(work.reply_format), headers=_SSE_HEADERS)
+        try:
+            return JSONResponse(await generation.reply(work.reply_format))
+        except ClientGoneError:
+            return Response(status_code=499)  # nobody reads it
+
+
+async def off_loop(prepare: Callable[[bytes], _T], raw: bytes) -> _T:
+    """Parsing and tokenizing a large body takes seconds; other requests' streams go on meanwhile."""
+    return await in_thread(prepare, raw, size=len(raw))

@@ -1,0 +1,82 @@
+"""What is made sure of before a server serves: that its state fits into memory, and that its models make numbers."""
+
+import functools
+import logging
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from specserve.checkpoints.load import Target, check_weights
+from specserve.drafters.door import Head
+from specserve.errors import CheckpointError, ConfigError
+from specserve.mesh import free_memory
+from specserve.models.cache import Cache
+from specserve.models.sharding import num_bytes
+from specserve.models.target import target_spec
+from specserve.serve.options import sampler_rows
+from specserve.serve.request import SamplingParams
+from specserve.serve.runner import Runner
+from specserve.serve.shapes import Shapes
+from specserve.speculative.step import StepConfig, init_state
+
+logger = logging.getLogger(__name__)
+
+_PROBE_TOKENS = 8
+
+
+def check_state_fits(config: StepConfig, shapes: Shapes, mesh: Mesh | None) -> None:
+    """Say in one line what slots and cache take on each device and how much is free. Raises ConfigError, which says
+    what would fit, where it is not enough; nothing has been allocated by then."""
+    free = free_memory(mesh)
+
+    def needed(num_slots: int, num_pages: int) -> int:
+        return _state_bytes(config, shapes, mesh, num_slots, num_pages)
+
+    slots, pages = shapes.num_slots, shapes.num_pages
+    total, without_cache = needed(slots, pages), needed(slots, 0)
+    asked = (
+        f"{slots} slots of {shapes.max_model_len} tokens take {without_cache / 1e9:,.2f} GB and a cache of "
+        f"{pages * shapes.page_size} tokens {(total - without_cache) / 1e9:,.2f} GB; {free / 1e9:,.2f} GB are free"
+    )
+    if total <= free:
+        logger.info(asked)
+        return
+    one_page = needed(slots, 1)
+    if one_page <= free:
+        fitting = 1 + (free - one_page) // max(1, needed(slots, 2) - one_page)
+        raise ConfigError(f"{asked}. --cache-tokens {fitting * shapes.page_size} fits, as fewer --max-slots may")
+    fitting = (free - needed(0, 1)) // max(1, needed(2, 1) - needed(1, 1))
+    fix = f"--max-slots {fitting} --cache-tokens {shapes.page_size} fits" if fitting > 0 else "not even one slot fits"
+    raise ConfigError(f"{asked}. {fix}; a lower --max-model-len takes less")
+
+
+def _state_bytes(config: StepConfig, shapes: Shapes, mesh: Mesh | None, num_slots: int, num_pages: int) -> int:
+    """What the state takes on each device. Along a mesh the caches alone are spread."""
+    sizes = {"page_size": shapes.page_size, "max_pages": shapes.max_pages}
+    make = functools.partial(init_state, config, num_slots=num_slots, num_pages=num_pages, **sizes)
+    leaves = jax.tree.leaves(jax.eval_shape(make), is_leaf=lambda leaf: isinstance(leaf, Cache))
+    caches = [leaf for leaf in leaves if isinstance(leaf, Cache)]
+    others = [leaf for leaf in leaves if not isinstance(leaf, Cache)]
+    return num_bytes(caches, mesh) + sum(leaf.size * leaf.dtype.itemsize for leaf in others)
+
+
+def check_numbers(runner: Runner, target: Target, head: Head | None) -> None:
+    """Run a few tokens through the target, whose programs are compiled, in a slot that nobody has yet. Raises
+    CheckpointError where its logits are not finite, and where a weight of the head is not; it names the tensors."""
+    if head is not None:
+        check_weights(head.params, head.drafter.spec(), "the draft head")
+    token_ids = list(range(min(_PROBE_TOKENS, target.config.vocab_size, runner.shapes.max_model_len - 1)))
+    pages = list(range(-(-len(token_ids) // runner.shapes.page_size)))
+    if len(pages) > runner.shapes.num_pages:
+        return  # no prompt of this length is ever taken
+    params = SamplingParams(temperature=0.0, logprobs=0)
+    runner.admit(0, token_ids, pages, 0, sampler_rows(params, 0, len(token_ids)), None)
+    result = runner.prefill(0, len(token_ids), is_last=True, has_logprobs=True).read()
+    assert result.logprobs is not None
+    if not np.isfinite(result.logprobs[0]).all():
+        check_weights(target.params, target_spec(target.config), str(target.folder))
+        raise CheckpointError(
+            f"{target.folder}: all weights are finite, and the logits are not: numbers grow too large for "
+            f"{target.config.dtype} on the way. Is config.json the config of another model?"
+        )

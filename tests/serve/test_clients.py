@@ -1,0 +1,80 @@
+"""The examples of docs/clients.md, each run as it stands against a server whose model calls tools."""
+
+import contextlib
+import io
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from fakes import MODEL
+from sayings import serving
+
+ROOT = Path(__file__).parent.parent.parent
+EXAMPLES = re.findall(r"<!-- run: (.+?) -->\n```(\w+)\n(.*?)```", (ROOT / "docs" / "clients.md").read_text(), re.DOTALL)
+NODE_MODULES = Path(os.environ.get("NODE_MODULES", ROOT / "node_modules"))
+PYTHON = os.environ.get("CLIENTS_PYTHON", sys.executable)
+ARGUMENTS = '{"city": "Genève", "days": 2}'
+PRINTS = {
+    "openai 0": "It will be fine.",
+    "openai 1": "It will be fine.",
+    "openai 2": "They want weather. It will be fine.",
+    "litellm 3": ARGUMENTS,
+    "langchain_openai 4": "['2 days of sun in Genève']",
+    "node openai 5": ARGUMENTS,
+    "node ai 6": "They want weather. 2 days of sun in Genève",
+}
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serving() as (engine, url):
+        engine.answers = True
+        yield url
+
+
+def test_each_example_is_run():
+    assert [f"{package} {i}" for i, (package, _, _) in enumerate(EXAMPLES)] == list(PRINTS)
+    assert (ROOT / "docs" / "clients.md").read_text().count("```") == 2 * len(EXAMPLES)
+
+
+@pytest.mark.parametrize("name", [name for name in PRINTS if name.startswith("openai")])
+def test_example_of_openai(name, url):
+    _, _, code = EXAMPLES[int(name[-1])]
+    out, names = io.StringIO(), {"BASE_URL": url, "MODEL": MODEL, "__name__": "example"}
+    with contextlib.redirect_stdout(out):
+        exec(code, names)
+    if "client" in names:
+        names["client"].close()  # type: ignore[attr-defined]
+    assert out.getvalue().strip() == PRINTS[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in PRINTS if not name.startswith("openai")])
+def test_example_of_another_client(name, url, tmp_path):
+    """With the packages of the interpreter CLIENTS_PYTHON and of the folder NODE_MODULES, by default this one's and
+    node_modules here."""
+    package, language, code = EXAMPLES[int(name[-1])]
+    given = f'const BASE_URL = "{url}", MODEL = "{MODEL}";\n' if language == "javascript" else ""
+    if language == "python":
+        version = f"import importlib.metadata; importlib.metadata.version({package!r})"
+        if subprocess.run([PYTHON, "-c", version], capture_output=True, check=False).returncode:
+            pytest.skip(f"{package} is not installed")
+        given, command, script = f"BASE_URL, MODEL = {url!r}, {MODEL!r}\n", [PYTHON], tmp_path / "example.py"
+    else:
+        node = shutil.which("node")
+        if node is None or not (NODE_MODULES / package.split()[1]).is_dir():
+            pytest.skip("node or its packages are not installed")
+        (tmp_path / "node_modules").symlink_to(NODE_MODULES)
+        command, script = [node], tmp_path / "example.mjs"
+    script.write_text(given + code)
+    environment = os.environ | {"LITELLM_LOCAL_MODEL_COST_MAP": "True"}  # else it asks the network first
+    done = subprocess.run(
+        [*command, str(script)], capture_output=True, text=True, timeout=120, check=False, env=environment
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.strip() == PRINTS[name]

@@ -1,0 +1,225 @@
+"""No client takes what is others': the queue is shared out, and no body holds the loop that sends every stream."""
+
+import json
+import re
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from engines import Ask, Inbox, check_idle, greedy, make_engine, wait_until
+from fakes import CONTEXT, FakeEngine, assert_refused, assert_serves
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic_core import from_json
+
+from specserve.errors import CapacityError, RequestError
+from specserve.serve import engine as engine_module
+from specserve.serve.admission import Queue
+from specserve.serve.http import bodies, service
+from specserve.serve.http.app import create_app
+from specserve.serve.http.patient_json import MAX_AT_ONCE, MAX_CONTAINERS, MAX_VALUES, read_json
+from specserve.serve.http.server import HttpServer
+from specserve.serve.runner import Runner
+from specserve.serve.settings import ServeRun
+
+CLIENTS = st.sampled_from("abcde")
+
+
+EVENTS = st.sampled_from(["ask", "ask", "ask", "run", "end"])
+
+
+@given(st.integers(1, 12), st.lists(st.tuples(CLIENTS, EVENTS), max_size=80))
+def test_the_queue_is_shared_out_among_those_who_wait(max_queue: int, events: list[tuple[str, str]]) -> None:
+    """A client is refused only if it has its share. So one that comes is let in by however full a queue, and one that
+    waits alone may fill it."""
+    queue, waiting, running = Queue(max_queue), Counter[str](), Counter[str]()
+    for client, event in events:
+        if event == "ask":
+            num_clients = len(+waiting | {client: 1})
+            share = max(1, max_queue // num_clients)
+            if waiting[client] >= share:
+                with pytest.raises(CapacityError, match=f"^{waiting[client]} requests are waiting"):
+                    queue.take(client, running.elements())
+            else:
+                queue.take(client, running.elements())
+                waiting[client] += 1
+        elif event == "run" and waiting[client]:
+            waiting[client] -= 1
+            running[client] += 1
+        elif event == "end" and running[client]:
+            running[client] -= 1
+            queue.give_back(client)
+        assert queue.num_open == waiting.total() + running.total()
+
+
+def test_the_engine_tells_clients_apart(runner: Runner) -> None:
+    engine = make_engine(runner, max_queue=4)  # it has not begun, so that all wait
+    ask, inboxes = Ask((3, 4), greedy(2)), [Inbox() for _ in range(6)]
+    for inbox in inboxes[:4]:
+        engine.submit(ask.prompt, ask.params, inbox, client="greedy")
+    with pytest.raises(CapacityError, match="4 requests are waiting already;"):
+        engine.submit(ask.prompt, ask.params, Inbox(), client="greedy")
+    for inbox in inboxes[4:]:
+        engine.submit(ask.prompt, ask.params, inbox, client="late")
+    with pytest.raises(CapacityError, match="share"):
+        engine.submit(ask.prompt, ask.params, Inbox(), client="late")
+    with engine:
+        for inbox in inboxes:
+            inbox.wait()
+        check_idle(engine)
+
+
+def test_clients_are_told_apart_by_key_else_by_address(http: httpx.Client, fake_engine: FakeEngine) -> None:
+    assert_serves(http)
+    assert fake_engine.requests[-1].client == "127.0.0.1"
+    server = HttpServer(create_app(fake_engine, api_keys=["a", "b"], run=ServeRun(allow_priority=True)), port=0)
+    server.start()
+    for key in ("a", "b", "a"):
+        headers = {"Authorization": f"Bearer {key}"}
+        body = {"prompt": "x", "priority": -3}
+        assert httpx.post(f"{server.url}/v1/completions", json=body, headers=headers).status_code == 200
+    server.stop()
+    first, second, third = fake_engine.requests[-3:]
+    assert first.client == third.client != second.client
+    assert first.priority == -3
+
+
+def test_priority_is_the_operators_to_allow(fake_engine: FakeEngine) -> None:
+    server = HttpServer(create_app(fake_engine), port=0)
+    server.start()
+    for priority in (-1, 1, -(2**63)):
+        reply = httpx.post(f"{server.url}/v1/completions", json={"prompt": "x", "priority": priority})
+        assert assert_refused(reply)["param"] == "priority"
+    for priority in (0, None):
+        body = {"prompt": "x", "priority": priority}
+        assert httpx.post(f"{server.url}/v1/completions", json=body).status_code == 200
+    server.stop()
+
+
+def test_words_are_tokenized_once_for_all_choices(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(runner)
+    seen: list[str] = []
+    encode = engine.tokenizer.encode
+    monkeypatch.setattr(
+        type(engine.tokenizer), "encode", lambda _self, text, **kw: seen.append(text) or encode(text, **kw)
+    )
+    for own in greedy(2, bad_words=["ab", "c"], n=5).choices():
+        engine.submit([3, 4], own, Inbox())
+    assert len(seen) == 4, "each as it is, and with a space before it"
+    engine.stop()
+
+
+# --- the event loop ------------------------------------------------------------------------------------------------
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(),
+    lambda inner: st.lists(inner) | st.dictionaries(st.text(), inner),
+    max_leaves=12,
+)
+
+
+def _read(reader: Any, raw: bytes) -> Any:
+    try:
+        return repr(reader(raw))
+    except (ValueError, RecursionError):
+        return "refused"
+
+
+def _patient(raw: bytes) -> Any:
+    return read_json(raw, bodies._refuse_duplicates)
+
+
+def _strict(raw: bytes) -> Any:
+    json.loads(raw, object_pairs_hook=bodies._refuse_duplicates)
+    return from_json(raw, allow_inf_nan=False)
+
+
+@given(JSON, st.integers(0, 60), st.binary(max_size=2))
+def test_both_readers_read_the_same(value: Any, at: int, noise: bytes) -> None:
+    raw = json.dumps(value).encode()
+    for text in (raw, raw[:at] + noise + raw[at:], raw[:at]):
+        assert _read(_patient, text) == _read(_strict, text)
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        b'{"a": 1, "a": 2}',
+        b'["\\ud800"]',
+        b"[NaN]",
+        b"[-Infinity]",
+        b"\xef\xbb\xbf[]",
+        b'["\xff"]',
+        b"[1] 2",
+        b"[" * 5000,
+        *(b'"\x00"', b"", b"[1,]", b"[01]", b"9" * 5000, b'{"a": {"b": 1, "b": 1}}'),
+    ],
+)
+def test_what_no_strict_reader_takes(raw: bytes) -> None:
+    assert _read(_patient, raw) == _read(_strict, raw) == "refused"
+
+
+def _hostile() -> Iterator[Any]:
+    """Each takes a while to read, to tokenize or to submit."""
+    yield {"prompt": [1] * 40_000}
+    yield {"prompt": [[1]] * 40_000}
+    yield {"prompt": [[1] * (CONTEXT // 2)] * 20}
+    yield {"prompt": "a, " * 40_000}
+    yield {"prompt": "x", "logit_bias": dict.fromkeys(map(str, range(40_000)), 1)}
+    yield {"prompt": "x", "n": 16, "max_tokens": 1, "stop": ["s" * 1024] * 64, "bad_words": ["w" * 1024] * 64}
+
+
+def test_no_body_holds_the_event_loop(
+    http: httpx.Client, server: HttpServer, fake_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The loop's thread neither reads bodies, nor tokenizes, nor submits: it counts no such call in a storm."""
+    callers: set[str] = set()
+
+    def watch(owner: Any, name: str) -> None:
+        call = getattr(owner, name)
+        watched = lambda *args, **kw: (callers.add(threading.current_thread().name), call(*args, **kw))[1]  # noqa: E731
+        monkeypatch.setattr(owner, name, watched)
+
+    for owner, name in [(service, "parse_body"), (fake_engine.tokenizer, "encode"), (fake_engine, "submit")]:
+        watch(owner, name)
+    raw = [json.dumps(body).encode() for body in _hostile()]
+    send = {"headers": {"content-type": "application/json"}, "timeout": 100}
+    with ThreadPoolExecutor(6) as pool:
+        storm = [pool.submit(httpx.post, f"{server.url}/v1/completions", content=each, **send) for each in raw * 2]
+        assert {each.result().status_code for each in storm} == {200, 400}
+    assert callers
+    assert all(re.fullmatch(r"specserve-http(-large)?_\d+", name) for name in callers), callers
+    assert_serves(http)
+
+
+def test_bodies_of_many_values_are_read_patiently(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The reader in C sees no more than it may, as it lets nobody else run."""
+    sizes: list[int] = []
+    monkeypatch.setattr(bodies, "from_json", lambda raw, **kw: sizes.append(raw.count(b",")) or from_json(raw, **kw))
+    for num_values in (3, MAX_AT_ONCE, MAX_AT_ONCE + 2, 3 * MAX_AT_ONCE):
+        found = bodies._parse_object(b'{"a": [' + b"1," * num_values + b"1]}")
+        assert len(found["a"]) == num_values + 1
+    assert sizes == [3, MAX_AT_ONCE]
+    too_many = {"values": b"[" + b"1," * (MAX_VALUES + 1), "lists and objects": b"[" + b"[]" * MAX_CONTAINERS}
+    for what, raw in too_many.items():
+        with pytest.raises(RequestError, match=f"it has more than .* {what}"):
+            bodies._parse_object(raw)
+
+
+def test_an_idle_engine_gives_memory_back(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A while after its last work, and now and then while it rests; never while it works."""
+    open_at: list[int] = []
+    monkeypatch.setattr(engine_module, "IDLE_SECONDS", 0.001)
+    with make_engine(runner) as engine:
+        wait_until(lambda: not engine.stats().num_running)
+        trim = lambda: open_at.append(engine.stats().num_running + engine.stats().num_waiting)  # noqa: E731
+        monkeypatch.setattr(engine_module.host, "give_back_freed_memory", trim)
+        wait_until(lambda: len(open_at) > 2)
+        engine.generate([[3, 4]] * 9, greedy(20))
+        after = len(open_at)
+        wait_until(lambda: len(open_at) > after)
+    assert set(open_at) == {0}

@@ -1,0 +1,158 @@
+"""Grammars of the bundled target's own tokenizer: what a mask allows is what a parser accepts, over trees as along a
+path; and what cannot be used is refused."""
+
+import itertools
+import json
+import random
+import re
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from specserve.checkpoints.source import BUNDLED_FOLDER
+from specserve.errors import RequestError
+from specserve.serve import grammars as room
+from specserve.serve.grammars import Grammars
+from specserve.serve.request import GrammarSpec, TokenMask
+from specserve.tokenizer import Tokenizer
+
+SCHEMA = json.dumps(
+    {
+        "type": "object",
+        "properties": {
+            "name": {"type": "string", "maxLength": 12},
+            "tags": {"type": "array", "items": {"enum": ["a", "bé", "漢字"]}, "maxItems": 3},
+            "n": {"type": "integer", "minimum": -5, "maximum": 99},
+        },
+        "required": ["name", "n"],
+        "additionalProperties": False,
+    }
+)
+SPECS = {
+    "schema": GrammarSpec("json_schema", SCHEMA),
+    "regex": GrammarSpec("regex", r"(ab|[0-9]{2,4}|é+)(-x)?"),
+    "choice": GrammarSpec("choice", json.dumps(["yes", "no", 'a "quoted"\nline', "yesterday"])),
+    "lark": GrammarSpec("lark", 'start: "(" start ")" | /[a-c]{1,3}/'),
+}
+
+
+def _is_nested(text: str) -> bool:
+    depth = (len(text) - len(text.strip("()"))) // 2
+    return (
+        re.fullmatch(r"[a-c]{1,3}", text.strip("()")) is not None
+        and text == "(" * depth + text.strip("()") + ")" * depth
+    )
+
+
+def _follows_schema(text: str) -> bool:
+    value = json.loads(text)
+    return set(value) <= {"name", "tags", "n"} and isinstance(value["name"], str) and -5 <= value["n"] <= 99
+
+
+FOLLOWS: dict[str, Callable[[str], bool]] = {
+    "schema": _follows_schema,
+    "regex": lambda text: re.fullmatch(SPECS["regex"].text, text) is not None,
+    "choice": lambda text: text in json.loads(SPECS["choice"].text),
+    "lark": _is_nested,
+}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Tokenizer:
+    return Tokenizer.load(BUNDLED_FOLDER)
+
+
+@pytest.fixture(scope="module")
+def grammars(tokenizer: Tokenizer) -> Grammars:
+    return Grammars(tokenizer, tokenizer.vocab_size + 3, sorted(tokenizer.end_ids))
+
+
+def _allowed(mask: TokenMask, parents: list[int], token_ids: list[int]) -> np.ndarray:
+    return np.unpackbits(mask.masks(parents, token_ids), axis=-1, bitorder="little")
+
+
+def _walk(mask: TokenMask, end_ids: frozenset[int], rng: random.Random) -> list[int]:
+    """Tokens that the mask allows, drawn until it allows an end."""
+    token_ids: list[int] = []
+    while len(token_ids) < 200:
+        allowed = np.flatnonzero(_allowed(mask, [0], [0])[0]).tolist()
+        ends = end_ids.intersection(allowed)
+        if ends and (len(ends) == len(allowed) or rng.random() < 0.5):
+            return token_ids
+        token_ids.append(rng.choice([i for i in allowed if i not in ends]))
+        mask.accept(token_ids[-1:])
+    raise AssertionError("the grammar never ended")
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_what_a_mask_allows_follows_its_grammar(tokenizer: Tokenizer, grammars: Grammars, name: str) -> None:
+    make_mask = grammars.compile(SPECS[name])
+    for seed in range(12):
+        text = tokenizer.decode(_walk(make_mask(), tokenizer.end_ids, random.Random(seed)))
+        assert FOLLOWS[name](text), text
+
+
+@pytest.mark.parametrize("name", SPECS)
+def test_a_tree_is_masked_as_its_paths_are(tokenizer: Tokenizer, grammars: Grammars, name: str) -> None:
+    """Trees of tokens that fit, that do not, and of ends; each node has the mask of its own path."""
+    rng = random.Random(5)
+    make_mask = grammars.compile(SPECS[name])
+    accepted = _walk(make_mask(), tokenizer.end_ids, rng)
+    for start in range(0, len(accepted), 3):
+        mask = make_mask()
+        mask.accept(accepted[:start])
+        parents, token_ids = [0], [0]
+        for _ in range(9):
+            parent = rng.randrange(len(parents))
+            fits = np.flatnonzero(_allowed(mask, parents, token_ids)[parent]).tolist()
+            parents.append(parent)
+            token_ids.append(rng.choice([rng.choice(fits), rng.randrange(tokenizer.vocab_size), *tokenizer.end_ids]))
+        rows = _allowed(mask, parents, token_ids)
+        for node in range(len(parents)):
+            path = [node]
+            while path[0]:
+                path.insert(0, parents[path[0]])
+            alone, is_real = make_mask(), True
+            alone.accept(accepted[:start])
+            for token_id in (token_ids[each] for each in path[1:]):
+                is_real &= bool(_allowed(alone, [0], [0])[0, token_id]) and token_id not in tokenizer.end_ids
+                if is_real:
+                    alone.accept([token_id])
+            if is_real:
+                np.testing.assert_array_equal(rows[node], _allowed(alone, [0], [0])[0])
+            assert rows[node].any()
+
+
+@pytest.mark.parametrize(
+    ("spec", "says"),
+    [
+        (GrammarSpec("json_schema", "{"), "cannot be used"),
+        (GrammarSpec("json_schema", '{"type": "bogus"}'), "bogus"),
+        (GrammarSpec("json_schema", '{"$ref": "http://example.com/x"}'), "not present"),
+        (GrammarSpec("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}'), "minimum"),
+        (GrammarSpec("json_schema", '{"allOf": [' * 5000 + "{}" + "]}" * 5000), "cannot be used"),
+        (GrammarSpec("regex", "("), "unclosed group"),
+        (GrammarSpec("regex", "a(?=b)"), "look-around"),
+        (GrammarSpec("lark", "start: other"), "unknown name"),
+        (GrammarSpec("lark", "x" * (room.MAX_GRAMMAR_CHARS + 1)), "characters"),
+    ],
+)
+def test_what_cannot_be_used_is_refused(grammars: Grammars, spec: GrammarSpec, says: str) -> None:
+    with pytest.raises(RequestError, match=says) as error:
+        grammars.compile(spec)
+    assert error.value.param == "grammar"
+    assert len(str(error.value)) < 500
+
+
+def test_what_is_kept_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    grammars = Grammars(tokenizer, tokenizer.vocab_size, sorted(tokenizer.end_ids))
+    monkeypatch.setattr(room, "NUM_KEPT", 3)
+    specs = [GrammarSpec("choice", json.dumps([word])) for word in ("a", "b", "c", "d")]
+    for spec in specs:
+        grammars.compile(spec)
+    compiled = []
+    monkeypatch.setattr(Grammars, "_compile", lambda self, spec: compiled.append(spec))
+    for spec in itertools.chain(specs[1:], specs[:1]):
+        grammars.compile(spec)
+    assert compiled == specs[:1]
