@@ -77,6 +77,11 @@ class Collector:
 
         return on_delta
 
+    def give_up(self) -> None:
+        """Let `wait` end with the answers that there are."""
+        for _ in self._done:
+            self._finished.release()
+
     def wait(self) -> list[CompletionOutput]:
         """Wait until all have ended; the answers are in the sequences' order."""
         for _ in self._done:

@@ -12,6 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -340,17 +341,31 @@ class Engine:
             window.release()
             on_done(i, completion)
 
-        collector = Collector(len(prompts), ended)
+        collector, is_over = Collector(len(prompts), ended), threading.Event()
         requests: list[Request] = []
-        try:
+
+        def submit_all() -> None:
             for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
                 window.acquire()
+                if is_over.is_set():
+                    return
                 requests.append(self.submit(prompt, own, collector.listener(i)))
-            return collector.wait()
-        except BaseException:  # an interrupt, or a prompt that is refused: the others are not wanted any more
-            for request in requests:
-                request.cancel()
-            raise
+
+        # an interrupt reaches the main thread alone, so none falls between a submission and its place in the list
+        with ThreadPoolExecutor(1) as pool:
+            submitting = pool.submit(submit_all)
+            submitting.add_done_callback(lambda done: collector.give_up() if done.exception() else None)
+            try:
+                completions = collector.wait()
+                submitting.result()
+                return completions
+            except BaseException:  # an interrupt, or a prompt that is refused: the others are not wanted any more
+                is_over.set()
+                window.release()
+                wait([submitting])
+                for request in requests:
+                    request.cancel()
+                raise
 
     # The engine's thread.
 
