@@ -160,9 +160,8 @@ def main() -> None:
         print(f"| {name} | {num_tokens / middle:.0f} | {1e6 * middle / num_tokens:.0f} |")
     print(f"\nHTTP adds {100 * (ratio - 1):.1f}% to a token.")
     each = statistics.median(cpu) / num_events
-    print(f"The event loop computes {1e6 * each:.0f} microseconds for each event.")
-        f"The event loop computes {1e6 * each:.0f} microseconds for each event, of {num_tokens / num_events:.2f} tokens."
-    )
+    per_event = num_tokens / num_events
+    print(f"The event loop computes {1e6 * each:.0f} microseconds for each event of {per_event:.2f} tokens.")
     print(f"The loop was late by {1e3 * lags[len(lags) // 2]:.1f} ms (median), {1e3 * lags[-1]:.1f} ms (worst).")
     rates = [TINY / statistics.median(seconds) for seconds in (tiny_direct, tiny)]
     print(f"Requests of one token: {rates[0]:.0f} a second from the engine, {rates[1]:.0f} over HTTP.")
