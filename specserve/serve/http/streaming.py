@@ -52,7 +52,7 @@ class _Choice:
     parser: AnswerParser
     has_calls: bool = False
     num_tokens: int = 0
-    waiting_ids: tuple[int, ...] = ()  # of tokens that a stream has not told yet
+    waiting_ids: Sequence[int] = ()  # of tokens that a stream has not told yet
     stats: SpeculationStats | None = None  # None until it has ended
 
 
@@ -209,7 +209,7 @@ class Generation:
             delta.logprobs,
             prompt=delta.prompt,
             stop_reason=delta.stop_reason,
-            token_ids=choice.waiting_ids + tuple(delta.token_ids),
+            token_ids=(*choice.waiting_ids, *delta.token_ids),
             prompt_ids=choice.request.prompt_ids,
             stats=delta.stats,
             origins=self._origins([delta]),
