@@ -34,6 +34,10 @@ class Root(LazyGroup):
             "Measure tau, acceptance by depth and category, and plain against speculative tokens/s in one run.",
             "specserve.eval.settings:EvalRun",
         ),
+        "doctor": Lazy(
+            "specserve.cli.doctor:doctor",
+            "Say what this machine has, what is wrong with it, and the fix. Exit status 1 where there are errors.",
+        ),
         "targets": Lazy(
             "specserve.cli.targets:targets",
             "List the targets that have a name here: their size, memory in bfloat16 and the head to train.",
