@@ -34,6 +34,14 @@ class Root(LazyGroup):
             "Measure tau, acceptance by depth and category, and plain against speculative tokens/s in one run.",
             "specserve.eval.settings:EvalRun",
         ),
+        "chat": Lazy(
+            "specserve.cli.chat:chat",
+            "Talk with a target in the terminal. Accepted draft tokens are coloured by their depth.",
+        ),
+        "top": Lazy(
+            "specserve.cli.top:top",
+            "Watch a running server: tau, acceptance by depth, tokens/s, requests, pages, latency.",
+        ),
         "doctor": Lazy(
             "specserve.cli.doctor:doctor",
             "Say what this machine has, what is wrong with it, and the fix. Exit status 1 where there are errors.",
