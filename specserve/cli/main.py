@@ -52,7 +52,7 @@ class Root(LazyGroup):
         ),
         "export": Lazy(
             "specserve.cli.checkpoints:export",
-            "Write a head as another engine reads it. Its weights, rounded by nobody, stay bit for bit.",
+            "Write a head as another engine reads it, its weights bit for bit; or the served step as StableHLO.",
         ),
         "import": Lazy(
             "specserve.cli.checkpoints:import_",

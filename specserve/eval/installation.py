@@ -43,6 +43,7 @@ REQUIRED = {
     "rich": "rich",
     "pyyaml": "yaml",
     "prometheus-client": "prometheus_client",
+    "flatbuffers": "flatbuffers",
     "packaging": "packaging",
     "psutil": "psutil",
 }
