@@ -8,6 +8,7 @@ import contextlib
 import importlib
 import secrets
 import sys
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Annotated
@@ -22,10 +23,11 @@ from specserve.cli.options import show_error, start
 from specserve.errors import ConfigError, SpecServeError
 
 HELP = """\
-/speculation WAY   speculate in another way from now on: off, chain:3, auto, ...; alone: say which it is
-/reset             forget the conversation
-/help              this
-Ctrl-C stops an answer; Ctrl-D leaves. Green tokens were proposed by the draft, the darker the deeper in its tree."""
+/speculation [WAY]  say how it speculates, or change it: off, chain:3, auto, ...
+/reset              forget the conversation
+/help               this
+Ctrl-C stops an answer, Ctrl-D leaves. Tokens on green were proposed by the
+draft: the brighter, the deeper in its tree."""
 
 
 def chat(
@@ -56,7 +58,11 @@ def converse(talk: Conversation, console: Console, read: Callable[[str], str]) -
     """Ask for messages and answer them, until `read` raises EOFError. An interrupt ends an answer and nothing else."""
     with contextlib.suppress(ImportError):  # line editing and history for `input`, where Python has it
         importlib.import_module("readline")
-    console.print(f"[bold]{talk.model}[/], speculation {talk.speculation or 'unknown'}; /help says more", style="dim")
+    console.print(
+        f"[bold]{talk.model}[/], speculation {talk.speculation or 'unknown'}; /help says more",
+        style="dim",
+        highlight=False,
+    )
     while True:
         try:
             line = read("> ").strip()
@@ -128,6 +134,9 @@ def _own_server(target: str, draft: str, speculation: str) -> Iterator[Client]:
         raise ConfigError(f"{engine.model_name} has no chat template; `specserve serve` can still complete texts")
     key = secrets.token_urlsafe()
     with engine:
+        with Console(stderr=True).status("compiling how to speculate"):  # what it is about shows from the first answer
+            while speculation != "auto" and engine.stats().num_programs_left and engine.is_healthy:
+                time.sleep(0.05)
         server = HttpServer(create_app(engine, api_keys=[key], run=run), port=0)
         server.start()
         try:

@@ -9,8 +9,9 @@ from rich.text import Text
 
 from specserve.cli.conversation import Token, Told
 
-# as the page at / has them: the deeper, the darker
-DEPTH_STYLES = ("", "on #173323", "on #18432a", "on #195432", "on #1a653a", "on #1b7642")
+# as the page at / has them in the dark: the deeper, the brighter; the colour of the text goes with it, whatever the
+# terminal's own is
+DEPTH_STYLES = ("", *(f"#eefaf2 on {colour}" for colour in ("#173323", "#18432a", "#195432", "#1a653a", "#1b7642")))
 REASONING = "dim italic"
 SECONDS_PER_FRAME = 1 / 30
 

@@ -70,8 +70,9 @@ def picture(url: str, watch: Watch, seconds_gone: float | None = None) -> Render
     span = watch.span()
     head = Text.assemble((span.last.model, "bold"), (f"  {url}", "dim"))
     if span.last.programs_left:
-        head.append(f"  {span.last.programs_left:.0f} programs are still being compiled", "yellow")
-    parts: list[RenderableType] = [head, _numbers(span), _acceptance(span), _latency(span)]
+        number = f"{span.last.programs_left:.0f}"
+        head.append(f"  {number} program{'' if number == '1' else 's'} left to compile", "yellow")
+    parts: list[RenderableType] = [head, _numbers(span), Text(), _latency(span)]
     return Group(*parts, gone) if seconds_gone is not None else Group(*parts)
 
 
@@ -93,20 +94,21 @@ def _numbers(span: Span) -> Table:
         rows[f"steps, {span.name}"] = ", ".join(f"{name} {count / total:.0%}" for name, count in most)
     for name, value in rows.items():
         grid.add_row(f"[dim]{name}[/]", escape(value))
+    _add_acceptance(grid, span)
     return grid
 
 
-def _acceptance(span: Span) -> RenderableType:
+def _add_acceptance(grid: Table, span: Span) -> None:
     found = span.acceptance
     if not found.num_steps:
-        return Text("tau: none yet, it is counted when a sequence ends", "dim")
+        grid.add_row("[dim]tau[/]", "[dim]none yet; it is counted when a sequence ends[/]")
+        return
     of = "of all steps" if span.last.has_all_steps else "of steps with draft tokens"
-    grid = Table.grid(padding=(0, 2))
-    grid.add_row("[dim]tau[/]", f"[bold]{found.tau:.2f}[/]", f"[dim]{of}, {span.name}[/]")
+    grid.add_row(f"[dim]tau, {span.name}[/]", f"[bold]{found.tau:.2f}[/] {of}")
     for depth, rate in enumerate(found.accept_rate, 1):
-        bar = Text("█" * round(BAR * rate), "green") + Text("░" * (BAR - round(BAR * rate)), "dim")
-        grid.add_row("[dim]accepted at depth[/]" if depth == 1 else "", f"{depth}  {rate:.2f}", bar)
-    return grid
+        filled = round(BAR * rate)
+        bar = Text.assemble(f"{depth}  {rate:.2f} ", ("█" * filled, "green"), ("░" * (BAR - filled), "dim"))
+        grid.add_row("[dim]accepted at depth[/]" if depth == 1 else "", bar)
 
 
 def _latency(span: Span) -> Table:

@@ -65,8 +65,8 @@ class Sizes:
         if min(self.batch, self.page_size, self.chunk) < 1 or not 2 <= self.max_len <= context:
             raise ConfigError(
                 f"a batch of {self.batch}, pages of {self.page_size} tokens, chunks of {self.chunk} and "
-                f"--max-model-len {self.max_len}: each must be at least 1, and the last from 2 to the target's context, "
-                f"{context}"
+                f"--max-model-len {self.max_len}: expected 1 or more of each, and of the last 2 to {context}, the "
+                "target's context"
             )
         if not 0 <= self.width <= self.max_pages:
             raise ConfigError(
