@@ -30,14 +30,13 @@ def test_a_gain_is_explained_by_tau_and_the_costs_of_steps(accepted: tuple[int, 
 def test_every_way_is_asked_the_same_beside_plain_decoding() -> None:
     """Nobody knows a question before it is asked: caches are forgotten in between."""
     with FakeEngine() as plain, FakeEngine() as chain, FakeEngine() as auto:
-        for engine in (plain, chain, auto):
-            engine.flush_cache()
         heard: list[str] = []
         engines = {"off": plain, "chain:3": chain, "auto": auto}
         found = quickstart.compare(engines, ["one", "two"], heard.append)  # type: ignore[arg-type]
         asked = [[request.prompt_ids for request in engine.requests] for engine in (plain, chain, auto)]
         assert asked[0] == asked[1] == asked[2]
-        assert [params.temperature for params in (r.params for r in chain.requests)] == [0.0] * 3
+        assert {request.params.temperature for request in chain.requests} == {0.0}
+        assert not any(cached for engine in engines.values() for cached in engine._num_cached.values())
     assert list(found) == ["chain:3", "auto"]
     assert len(heard) == 2
     assert "chain:3 tau" in heard[-1]
