@@ -1,6 +1,8 @@
 """`specserve doctor`: each thing that is wrong with a machine is found, said with its fix, and decides about the exit
 status."""
 
+import dataclasses
+import functools
 import json
 import re
 import socket
@@ -9,13 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import pytest
 from typer.testing import CliRunner
 
 from specserve.cli.main import app
 from specserve.eval import installation
 from specserve.eval.installation import Check
-from specserve.kernels import check, native
+from specserve.kernels import check, native, paged, paged_gpu
+from specserve.kernels.paged import PagedPrefix
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +118,22 @@ def test_kernels_that_are_off_by_more_than_rounding_are_found(monkeypatch: pytes
 
 def _is_native() -> bool:
     return not native.are_left_out()
+
+
+def test_the_kernel_of_gpus_is_checked_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Interpreted here, in 16 bits. What rounding explains covers it, and does not cover a key that is left out."""
+    kernel, attend = functools.partial(paged_gpu.attend_pages, interpret=True), check.attend
+    monkeypatch.setattr(check, "default_layout", lambda: "rows")
+    monkeypatch.setattr(paged, "kernel_for", lambda _pages: None if native.are_left_out() else kernel)
+    monkeypatch.setattr(native, "serves", lambda *_arrays: False)
+    assert check._attention("bfloat16").is_right
+
+    def shorter(q: Any, k: Any, v: Any, mask: Any, prefix: PagedPrefix) -> Any:
+        lens = prefix.lens if native.are_left_out() else jnp.maximum(prefix.lens - 1, 0)
+        return attend(q, k, v, mask, dataclasses.replace(prefix, lens=lens))
+
+    monkeypatch.setattr(check, "attend", shorter)
+    assert not check._attention("bfloat16").is_right
 
 
 def test_without_native_kernels_the_fix_is_said() -> None:

@@ -108,6 +108,8 @@ def test_a_conversation_sends_what_was_said_before(talk: Conversation, fake_engi
     assert [token.depth for token in talk.ask("two")][:2] == [1, 0]
     prompt = bytes(fake_engine.requests[-1].prompt_ids).decode()
     assert prompt.startswith(f"<user>one<assistant>{STORY}<user>two")
+    list(talk.ask("again"))
+    assert bytes(fake_engine.requests[-1].prompt_ids).startswith(prompt[: prompt.index("{")].encode())
     talk.reset()
     list(talk.ask("three"))
     assert bytes(fake_engine.requests[-1].prompt_ids).decode().startswith("<user>three")
