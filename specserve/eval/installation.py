@@ -22,7 +22,7 @@ from specserve import host
 
 Level = Literal["error", "warning"]
 
-# The names that the distributions of pyproject.toml are imported by; a test holds both lists together.
+# The names that distributions are imported by: all that pyproject.toml requires, which a test holds, and others' own.
 REQUIRED = {
     "jax": "jax",
     "jaxlib": "jaxlib",
@@ -35,6 +35,7 @@ REQUIRED = {
     "transformers": "transformers",
     "jinja2": "jinja2",
     "huggingface_hub": "huggingface_hub",
+    "httpx": "httpx",  # by which the hub is asked
     "fastapi": "fastapi",
     "uvicorn": "uvicorn",
     "llguidance": "llguidance",
