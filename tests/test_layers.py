@@ -24,6 +24,7 @@ FLAT = {"errors", "host", "log", "pytree", "config", "mesh", "processes", "prove
 FLAT |= {"chat_template", "tokenizer"}
 MAY_JIT = (
     "serve/calls.py",
+    "serve/stablehlo_run.py",  # copied beside exported programs, which it runs
     "serve/layouts.py",  # products that are timed to choose how matrices are cut
     "train/step.py",
     "train/capture.py",  # the target's pass alone, whose results are kept on disk
