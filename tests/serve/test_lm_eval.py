@@ -55,7 +55,7 @@ def test_likelihoods_and_answers_are_the_engines(tmp_path: Path) -> None:
         greedy = SamplingParams(temperature=0.0, max_tokens=12, stop=["\n"])
         for sample in _samples(tmp_path, "until"):
             [answer] = llm.generate([sample["doc"]["q"]], greedy)
-            assert sample["resps"] == [[answer.text]]
+            assert sample["resps"] == [[answer.outputs[0].text]]
 
 
 def _evaluate(url: str, model: str, folder: Path) -> None:
@@ -78,6 +78,6 @@ def _likelihood(llm: LLM, question: str, answer: str) -> float:
     token_ids = llm.tokenizer.encode(question + answer)
     [result] = llm.generate([token_ids], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
     num_asked = len(llm.tokenizer.encode(question))
-    told = [token.logprobs.logprob for token in result.prompt_logprobs[num_asked:] if token.logprobs]
+    told = [token.logprobs.logprob for token in (result.prompt_logprobs or ())[num_asked:] if token.logprobs]
     assert len(told) == len(token_ids) - num_asked
     return sum(told)
