@@ -72,7 +72,7 @@ def _download(text: str, hub_id: str, option: str = "--target", *, needs_weights
         files = f"config.json, {_WEIGHTS}, tokenizer files" if needs_weights else "config.json, tokenizer files"
         folder = Path("models") / hub_id.rsplit("/", 1)[-1]
         raise CheckpointError(
-            f"{option} {text}: {hub_id} is not in the local cache and the model hub could not serve it ({hub.why(error)}). "
-            f"Where it can be had, download {hub_id} ({files}) into a folder, "
+            f"{option} {text}: {hub_id} is not in the local cache and the model hub could not serve it "
+            f"({hub.why(error)}). Where it can be had, download {hub_id} ({files}) into a folder, "
             f"put that here as {folder} and run again with {option} {folder}"
         ) from error
