@@ -245,7 +245,7 @@ def converse(
             SamplingParams(max_tokens=room, temperature=cell.temperature, seed=seed + i)
             for i, (_, _, room) in enumerate(prompts)
         ]
-        num_answered = 0
+        num_answered, answers = 0, {}
         if prompts:
             answers = run_round(arms, [prompt for _, prompt, _ in prompts], params, cell, number)
             for i, (chat, _, _) in enumerate(prompts):

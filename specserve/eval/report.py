@@ -21,7 +21,7 @@ def summary_table(rows: Sequence[tuple[str, Report]], title: str) -> Table:
     cells = {(report.temperature, report.concurrency) for _, report in rows}
     where = [("T", [r.temperature for _, r in rows]), ("at\nonce", [r.concurrency for _, r in rows])]
     where = [(name, values) for name, values in where if len(cells) > 1 and len(set(values)) > 1]
-    names = ("tau", "accepted\nby depth", "plain\ntokens/s", "speculative\ntokens/s", "gain", "same\nanswers")
+    names = ("tau", "accepted\nby depth", "plain\ntokens/s", "tokens/s", "gain", "same\nanswers")
     shown = table(title, ("head",), (*(name for name, _ in where), *names))
     for i, (name, report) in enumerate(rows):
         shown.add_row(

@@ -1,5 +1,5 @@
-"""What the HTML reports share: a page in one file that needs no network (`page.html.j2`), and its parts, which are bars,
-tables and charts (`parts.html.j2`)."""
+"""What the HTML reports share: a page in one file that needs no network (`page.html.j2`), and its parts: bars, tables
+and charts (`parts.html.j2`)."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
