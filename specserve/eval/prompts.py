@@ -45,8 +45,8 @@ def _alpaca(row: Raw) -> list[str]:
     return [f"### Instruction:\n{row['instruction']}{given}\n\n### Response:"]
 
 
-# A bench is asked as EAGLE and SpecForge ask it, where they agree: the row's own text as the user's turn, without a
-# system prompt and without examples (SpecForge puts five answered questions before each of GSM8K).
+# A bench is asked as those who publish heads ask it: the row's own text as the user's turn, without a system prompt and
+# without examples. Where they do not agree, docs/evaluation.md says what is done here.
 BENCHES = {
     "mt-bench": Bench(
         HubDataset("HuggingFaceH4/mt_bench_prompts", "apache-2.0"),

@@ -87,12 +87,13 @@ class ServerArm:
             ) from error
         self.kind = "nothing"
         self.told_mean: float | None = None
-        self.num_refused, self.refusal = 0, ""
+        self.num_refused, self.refusal = 0, ""  # questions that do not fit the context
         if self._counts() is not None:
             self.kind = "counters"
         else:  # what an answer tells is only known from one, which also warms the server up
             self._answer([{"role": "user", "content": "Count to twenty."}], SamplingParams(max_tokens=32, seed=0))
             self._look_for_mean()
+            self.num_refused = 0
 
     def can_run(self, _temperature: float, _concurrency: int, /) -> bool:
         return True
