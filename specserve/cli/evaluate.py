@@ -29,6 +29,7 @@ from specserve.serve.launch import Models, load_models
 
 WAYS = ("chain:3", "auto")
 BUNDLED_NAME = "bundled"
+CONTEXT = 128  # committed tokens where steps are timed
 
 Key = tuple[str, str]  # a head as it was given, empty where the way needs none, and a way to speculate
 
@@ -166,7 +167,7 @@ def _engines(run: EvalRun, wanted: Mapping[str, _Wanted]) -> tuple[dict[str, Eng
             )
             tree = None if arm.way == "auto" else parse_speculation(arm.way)
             if tree is not None and tree.uses_head:
-                steps[name] = measure_steps(engines[PLAIN].runner, engines[name].runner, context=128)
+                steps[name] = measure_steps(engines[PLAIN].runner, engines[name].runner, context=CONTEXT)
     return engines, steps
 
 
