@@ -31,7 +31,7 @@ class Root(LazyGroup):
         ),
         "eval": Lazy(
             "specserve.cli.evaluate:evaluate",
-            "Measure tau, acceptance by depth and category, and the gain over plain decoding, of heads or of any server.",
+            "Measure tau, acceptance by depth and category, and the gain over plain decoding, of heads or a server.",
             "specserve.eval.settings:EvalRun",
         ),
         "targets": Lazy(

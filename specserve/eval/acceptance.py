@@ -69,14 +69,19 @@ class Report:
         return tau_interval([*self.by_unit.values()]) if self.tells in ("all", "no depths") else None
 
     @property
-    def gain(self) -> float:
+    def is_yardstick(self) -> bool:
+        """Whether it is what the others are compared with, as the first of several servers is: then it has no gain."""
+        return self.plain is self.speculative
+
+    @property
+    def gain(self) -> float | None:
         """Tokens per second to those of plain decoding in the same round, the median over rounds."""
-        return self.speculative.ratio
+        return None if self.is_yardstick else self.speculative.ratio
 
     @property
     def gain_interval(self) -> Interval | None:
         """The 95% interval of the gain over rounds."""
-        return median_interval(self.speculative.ratios)
+        return None if self.is_yardstick else median_interval(self.speculative.ratios)
 
     @property
     def by_category(self) -> dict[str, Acceptance]:
@@ -92,14 +97,14 @@ class Report:
         picks = [name == category for name in self.rounds]
         arms = self.plain.rates, self.speculative.rates, self.speculative.ratios
         plain, speculative, ratios = (list(itertools.compress(values, picks)) for values in arms)
-        is_timed = bool(ratios)
+        is_compared = bool(ratios) and not self.is_yardstick
         return CategoryReport(
             sum(units, Acceptance()),
             tau_interval(units),
-            statistics.median(plain) if is_timed else None,
-            statistics.median(speculative) if is_timed else None,
-            statistics.median(ratios) if is_timed else None,
-            median_interval(ratios),
+            statistics.median(plain) if is_compared else None,
+            statistics.median(speculative) if speculative else None,
+            statistics.median(ratios) if is_compared else None,
+            median_interval(ratios) if is_compared else None,
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -119,14 +124,14 @@ class Report:
             "num_steps": self.acceptance.num_steps if has_counts else None,
             "num_accepted": self.acceptance.num_accepted if has_counts else None,
             "by_category": by_category,
-            "plain_tokens_per_second": self.plain.tokens_per_second,
+            "plain_tokens_per_second": None if self.is_yardstick else self.plain.tokens_per_second,
             "tokens_per_second": self.speculative.tokens_per_second,
             "gain": self.gain,
             "gain_interval": _json(self.gain_interval),
-            "gain_by_round": self.speculative.ratios,
+            "gain_by_round": [] if self.is_yardstick else self.speculative.ratios,
             "tokens": self.speculative.num_tokens,
             "answers": self.speculative.num_answers,
-            "identical_answers": self.speculative.num_identical,
+            "identical_answers": None if self.is_yardstick else self.speculative.num_identical,
             "skipped_prompts": self.num_skipped,
             "notes": self.notes,
         }

@@ -43,14 +43,16 @@ def _text(value: Any) -> str:
 
 def _tiles(reports: Sequence[Report]) -> list[tuple[str, str, str]]:
     """The large figures on top, each as its name, its value, and whose it is."""
-    fastest = max(reports, key=lambda report: report.gain)
-    tiles = [("fastest", f"{fastest.gain:.2f}x", f"of plain decoding: {fastest.name}")]
+    tiles = []
     if told := [report for report in reports if report.tau is not None]:
         best = max(told, key=lambda report: report.tau or 0.0)
-        tiles.insert(0, ("highest tau", f"{best.tau:.2f}", best.name))
-    answers = sum(report.speculative.num_answers for report in reports)
-    same = sum(report.speculative.num_identical for report in reports)
-    tiles.append(("same answers", f"{same / max(1, answers):.1%}", f"{same:,} of {answers:,} as without speculation"))
+        tiles.append(("highest tau", f"{best.tau:.2f}", best.name))
+    if compared := [report for report in reports if not report.is_yardstick]:
+        fastest = max(compared, key=lambda report: report.speculative.ratio)
+        tiles.append(("fastest", f"{fastest.gain:.2f}x", f"of plain decoding: {fastest.name}"))
+        answers = sum(report.speculative.num_answers for report in compared)
+        same = sum(report.speculative.num_identical for report in compared)
+        tiles.append(("same answers", f"{same / max(1, answers):.1%}", f"{same:,} of {answers:,} as of plain decoding"))
     tiles.append(("tokens", f"{sum(report.speculative.num_tokens for report in reports):,}", "in all answers together"))
     return tiles
 
@@ -61,7 +63,7 @@ def _charts(reports: Sequence[Report]) -> list[Chart]:
     own = [report for report in reports if (report.temperature, report.concurrency) == first]
     by_depth = [Series(r.name, [*enumerate(r.accept_rate, start=1)], is_dotted=True) for r in own if r.accept_rate]
     charts = [line_chart("Acceptance by depth", "depth", by_depth, y_from_zero=True, note="given acceptance above")]
-    at_once = [report for report in reports if report.temperature == first[0]]
+    at_once = [report for report in reports if report.temperature == first[0] and not report.is_yardstick]
     charts.append(_over(at_once, "Gain by concurrency", "at once", lambda r: (r.concurrency, r.gain)))
     at_temperatures = [report for report in reports if report.concurrency == first[1] and report.tau is not None]
     charts.append(_over(at_temperatures, "Tau by temperature", "temperature", lambda r: (r.temperature, r.tau)))

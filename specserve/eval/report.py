@@ -29,10 +29,10 @@ def summary_table(rows: Sequence[tuple[str, Report]], title: str) -> Table:
             *[f"{values[i]:g}" for _, values in where],
             _with_interval(report.tau, report.tau_interval),
             " ".join(f"{rate:.2f}" for rate in report.accept_rate),
-            f"{report.plain.tokens_per_second:.0f}",
+            "" if report.is_yardstick else f"{report.plain.tokens_per_second:.0f}",
             f"{report.speculative.tokens_per_second:.0f}",
-            _with_interval(report.gain, report.gain_interval, "x"),
-            f"{report.speculative.num_identical}/{report.speculative.num_answers}",
+            "" if report.is_yardstick else _with_interval(report.gain, report.gain_interval, "x"),
+            "" if report.is_yardstick else f"{report.speculative.num_identical}/{report.speculative.num_answers}",
         )
     return shown
 

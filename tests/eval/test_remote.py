@@ -110,6 +110,23 @@ def test_with_several_clients_what_is_known_of_groups_is_drawn_in_groups(
     assert counted.tau == timed.tau == pytest.approx(5 / 3)
 
 
+def test_of_several_servers_the_first_is_what_the_others_are_compared_with(
+    connect: Callable[[Handler], ServerArm],
+) -> None:
+    arms = {"plain": connect(Engine("plain")), "fast": connect(Engine("llama.cpp"))}
+    reports = [Report("x", "", 0.0, 1, draft=name) for name in arms]
+    for report in reports:
+        arms[report.name].describe(report)
+    converse(arms, QUESTIONS, reports, read_chats(9))
+    plain, fast = reports
+    assert (plain.gain, plain.gain_interval, plain.to_json()["identical_answers"]) == (None, None, None)
+    assert fast.plain is plain.speculative
+    assert fast.gain
+    assert fast.gain_interval
+    assert fast.speculative.num_identical == 4
+    assert list(fast.by_category) == ["a", "b"]
+
+
 def test_what_is_no_server_or_fails_is_said(connect: Callable[[Handler], ServerArm]) -> None:
     for reply in (httpx.Response(401), httpx.Response(200, text="<html>"), httpx.Response(200, json={"data": []})):
         with pytest.raises(ConfigError, match="--server http://server/v1/: GET http://server/v1/models failed"):
