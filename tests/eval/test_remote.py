@@ -12,7 +12,7 @@ from specserve.errors import ConfigError, DataError, SpecServeError
 from specserve.eval import remote
 from specserve.eval.acceptance import Report, converse
 from specserve.eval.prompts import Question
-from specserve.eval.remote import ServerArm, read_chats
+from specserve.eval.remote import ServerArm, parse_counts, read_chats
 
 QUESTIONS = [Question(str(i), "ab"[i % 2], ("x" * (i + 1),)) for i in range(4)]
 Handler = Callable[[httpx.Request], httpx.Response]
@@ -24,6 +24,7 @@ class Engine:
 
     def __init__(self, kind: str) -> None:
         self.kind, self.num_answers = kind, 0
+        self.asked: list[list[str]] = []
 
     def __call__(self, request: httpx.Request) -> httpx.Response:
         path, n = request.url.path, self.num_answers
@@ -34,6 +35,7 @@ class Engine:
             if len(body["messages"][0]["content"]) == 2 and self.kind == "vllm":
                 return httpx.Response(400, json={"error": {"message": "too long"}})
             self.num_answers += 1
+            self.asked.append([f"{message['role']}: {message['content']}" for message in body["messages"]])
             return httpx.Response(200, content="".join(self._events()))
         if path == "/metrics" and self.kind == "vllm":
             return httpx.Response(200, text=self._metrics(n))
@@ -108,6 +110,28 @@ def test_with_several_clients_what_is_known_of_groups_is_drawn_in_groups(
     assert [*counted.by_unit] == [(0, 1), (2, 3)]
     assert [*timed.by_unit] == [(0,), (1,), (2,), (3,)]
     assert counted.tau == timed.tau == pytest.approx(5 / 3)
+
+
+def test_a_second_turn_is_asked_after_the_first_and_its_answer(connect: Callable[[Handler], ServerArm]) -> None:
+    engine = Engine("vllm")
+    arm = connect(engine)
+    report = Report("x", "", 0.0, 2, draft=arm.url)
+    questions = [Question("1", "a", ("one", "two", "three")), Question("2", "a", ("alone",))]
+    converse({arm.url: arm}, questions, [report], read_chats(9))
+    assert sorted(engine.asked) == [
+        ["user: alone"],
+        ["user: one"],
+        ["user: one", "assistant: a b", "user: two"],
+        ["user: one", "assistant: a b", "user: two", "assistant: a b", "user: three"],
+    ]
+
+
+def test_plain_steps_of_a_server_of_ours_count() -> None:
+    counted = {"specserve:sequence_steps": 10, "vllm:spec_decode_num_drafts": 4}
+    text = "".join(f"# TYPE {name}_total counter\n{name}_total {number}\n" for name, number in counted.items())
+    vllms = text[text.index("# TYPE vllm") :]
+    found = [parse_counts(each) for each in (text, vllms, "")]
+    assert [counts and counts.acceptance.num_steps for counts in found] == [10, 4, None]
 
 
 def test_of_several_servers_the_first_is_what_the_others_are_compared_with(
