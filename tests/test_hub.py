@@ -13,6 +13,8 @@ from specserve.checkpoints.source import resolve_target
 from specserve.errors import CheckpointError, DataError
 from specserve.eval.prompts import load_questions
 
+PROBE = hub._probe  # which other tests do without
+
 
 class DeadHub:
     """Takes every connection, and hangs up."""
@@ -38,6 +40,7 @@ def dead_hub(monkeypatch: pytest.MonkeyPatch, tmp_path: object) -> Iterator[Dead
     import datasets
 
     dead = DeadHub()
+    monkeypatch.setattr(hub, "_probe", PROBE)
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
     monkeypatch.setattr(datasets.config, "HF_HUB_OFFLINE", False)
     for module in (constants, sys.modules["datasets"].config):

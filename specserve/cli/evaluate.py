@@ -41,7 +41,7 @@ def evaluate(run: EvalRun) -> None:
     _check(run)
     questions = load_questions(run.bench, run.limit)
     found = _evaluate_servers(run, questions) if run.server else _evaluate_heads(run, questions)
-    _show(found)
+    _show(found, run.limit)
     judged = verdicts(found.reports, run.expect)
     for verdict in judged:
         console.print(f"[{'green' if verdict.holds else 'red'}]{escape(verdict.text)}[/]")
@@ -201,10 +201,11 @@ def _converse_all(
     return found
 
 
-def _show(found: Evaluation) -> None:
+def _show(found: Evaluation, limit: int) -> None:
+    limited = ", evenly spread (--limit)" if found.num_questions == limit else ""
     for name, times in found.steps.items():
         console.print(f"{name}: {report.step_line(times)}")
-    title = f"{found.target}: {found.bench}, {found.num_questions} questions; intervals of 95%"
+    title = f"{found.target}: {found.bench}, {found.num_questions} questions{limited}; intervals of 95%"
     console.print(report.summary_table([(each.name, each) for each in found.reports], title))
     for each in found.reports:
         if len(each.by_category) > 1 and each.tells in ("all", "no depths"):
