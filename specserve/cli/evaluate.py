@@ -207,8 +207,10 @@ def _show(found: Evaluation, limit: int) -> None:
         console.print(f"{name}: {report.step_line(times)}")
     title = f"{found.target}: {found.bench}, {found.num_questions} questions{limited}; intervals of 95%"
     console.print(report.summary_table([(each.name, each) for each in found.reports], title))
-    for each in found.reports:
-        if len(each.by_category) > 1 and each.tells in ("all", "no depths"):
+    first = found.reports[0].temperature, found.reports[0].concurrency
+    for each in found.reports:  # the report has those of every temperature and concurrency
+        is_first = (each.temperature, each.concurrency) == first
+        if is_first and len(each.by_category) > 1 and each.tells in ("all", "no depths"):
             console.print(report.category_table(each))
     if found.differences:
         console.print(report.difference_table(found.differences))
