@@ -76,7 +76,7 @@ class Report:
     @property
     def gain(self) -> float | None:
         """Tokens per second to those of plain decoding in the same round, the median over rounds."""
-        return None if self.is_yardstick else self.speculative.ratio
+        return None if self.is_yardstick or not self.speculative.ratios else self.speculative.ratio
 
     @property
     def gain_interval(self) -> Interval | None:

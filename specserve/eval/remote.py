@@ -116,7 +116,12 @@ class ServerArm:
         before = self._counts() if self.kind == "counters" else None
         begin = time.perf_counter()
         with ThreadPoolExecutor(concurrency) as pool:
-            answers = list(pool.map(self._answer, prompts, params))
+            try:
+                answers = list(pool.map(self._answer, prompts, params))
+            except BaseException:  # an interrupt, or one answer that failed: the others are not waited for
+                pool.shutdown(wait=False, cancel_futures=True)
+                self._http.close()
+                raise
         seconds = time.perf_counter() - begin
         if before is not None:
             answers[0].acceptance = self._settled(before, sum(answer.num_tokens for answer in answers)).since(before)
@@ -164,8 +169,10 @@ class ServerArm:
                 for line in reply.iter_lines():
                     if line.startswith("data:") and line != "data: [DONE]":
                         self._take(answer, json.loads(line[5:]))
-        except (httpx.HTTPError, ValueError) as error:
+        except (httpx.HTTPError, ValueError, RuntimeError) as error:  # the last where the client was closed meanwhile
             raise SpecServeError(f"{self.url}: an answer broke off: {error or type(error).__name__}") from error
+        if answer.arrivals and not answer.num_told:
+            raise SpecServeError(f"{self.url}: an answer has no usage, so nobody knows how many tokens it took")
         answer.arrivals = answer.arrivals or [time.perf_counter() - answer.begin]
         return answer
 

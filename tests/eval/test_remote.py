@@ -45,7 +45,8 @@ class Engine:
 
     def _events(self) -> Iterator[str]:
         chunks = [{"choices": [{"delta": {"content": word}}]} for word in ("a", " b")]
-        last: dict = {"choices": [], "usage": {"completion_tokens": 6, "prompt_tokens": 1}}
+        usage = {} if self.kind == "silent" else {"usage": {"completion_tokens": 6, "prompt_tokens": 1}}
+        last: dict = {"choices": [], **usage}
         if self.kind == "llama.cpp":
             last["timings"] = {"predicted_n": 6, "draft_n": 6, "draft_n_accepted": 2}
         yield from (f"data: {json.dumps(chunk)}\n\n" for chunk in (*chunks, last))
@@ -162,6 +163,8 @@ def test_what_is_no_server_or_fails_is_said(connect: Callable[[Handler], ServerA
         is_answer = request.url.path == "/v1/chat/completions"
         return httpx.Response(503, text="busy") if is_answer and next(numbers) > 2 else healthy(request)
 
+    with pytest.raises(SpecServeError, match="an answer has no usage"):
+        connect(Engine("silent"))
     with pytest.raises(SpecServeError, match="http://server: 503 busy"):
         _measure(connect(dying))
     with pytest.raises(DataError, match="none of the prompts fits the context, or all were refused"):
