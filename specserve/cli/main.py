@@ -43,7 +43,7 @@ class Root(LazyGroup):
         ),
         "eval": Lazy(
             "specserve.cli.evaluate:evaluate",
-            "Measure tau, acceptance by depth and category, and plain against speculative tokens/s in one run.",
+            "Measure tau, acceptance by depth and category, and the gain over plain decoding, of heads or a server.",
             "specserve.eval.settings:EvalRun",
         ),
         "targets": Lazy(
