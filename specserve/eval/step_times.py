@@ -17,7 +17,9 @@ from specserve.host import num_cores
 from specserve.serve.options import sampler_rows
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
+from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.step import propose_tree
+from specserve.speculative.tree import Tree
 
 BUFFER_BYTES = 256 << 20
 PASSES = 7
@@ -25,7 +27,7 @@ PASSES = 7
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What the steps of one sequence take: medians, in milliseconds."""
+    """What the steps of a batch of sequences take: medians, in milliseconds."""
 
     bound: float  # the target's weights over the read bandwidth: no plain step can be faster
     step: float  # one whole speculative step, as the engine runs it
@@ -48,22 +50,30 @@ class StepTimes:
 
 
 def measure_steps(
-    plain: Runner, speculative: Runner, *, context: int, repeats: int = 40, bandwidth: float | None = None
+    plain: Runner,
+    speculative: Runner,
+    *,
+    context: int,
+    batch: int = 1,
+    repeats: int = 40,
+    bandwidth: float | None = None,
 ) -> StepTimes:
-    """Time steps of one sequence with `context` committed tokens, the three programs taking turns. No engine may run
-    over the runners; both forget all sequences. The speculative one's first tree is timed. Raises ConfigError."""
+    """Time steps of `batch` sequences with `context` committed tokens each, the three programs taking turns. No engine
+    may run over the runners; both forget all sequences. The speculative one's first tree is timed. Raises
+    ConfigError."""
     tree = speculative.shapes.trees[0]
     if tree is None or not tree.uses_head:
         raise ConfigError("there is no draft to time; give a head, and a chain or a tree as the speculation")
     needed = context + repeats + tree.depth + 2
     if needed > min(plain.shapes.max_model_len, speculative.shapes.max_model_len):
         raise ConfigError(f"timing at context {context} needs room for {needed} tokens")
+    each = range(batch)
     for runner in (plain, speculative):
-        _prefill(runner, context, needed)
-    width = speculative.width_of([0])
-    weights = speculative.layout_for(1, tree)
+        fill(runner, context, needed, batch)
+    width = speculative.width_of(each)
+    weights = speculative.layout_for(batch, tree)
     draft = jax.jit(functools.partial(propose_tree, speculative.config, tree=tree, width=width), donate_argnums=1)
-    slots = jnp.zeros(1, jnp.int32)
+    slots = jnp.arange(batch, dtype=jnp.int32)
 
     def run_draft() -> None:
         speculative.state, proposal = draft(weights, speculative.state, slots)
@@ -71,9 +81,9 @@ def measure_steps(
 
     times: dict[str, list[float]] = {"plain": [], "step": [], "draft": []}
     for _ in range(repeats):
-        times["plain"].append(_timed(lambda: plain.step([0], None).read()))
+        times["plain"].append(_timed(lambda: plain.step(each, None).read()))
         times["draft"].append(_timed(run_draft))
-        times["step"].append(_timed(lambda: speculative.step([0], tree).read()))
+        times["step"].append(_timed(lambda: speculative.step(each, tree).read()))
     for runner in (plain, speculative):
         runner.reset()
     bound = bytes_per_plain_step(plain) / (bandwidth or read_bandwidth())
@@ -81,18 +91,47 @@ def measure_steps(
     return StepTimes(bound=bound * 1e3, step=warm["step"], draft=warm["draft"], plain=warm["plain"])
 
 
-def _prefill(runner: Runner, context: int, needed: int) -> None:
-    """Bring one sequence into slot 0, whose steps emit one token each, so that the context stays what it is."""
-    pages = list(range(-(-needed // runner.shapes.page_size)))
-    token_ids = [1 + i % (runner.config.target.vocab_size - 1) for i in range(context)]
-    rows = sampler_rows(SamplingParams(temperature=0.0, speculation=0), 0, context)
+def time_in_turns(
+    plain: Runner, speculative: Runner, tree: Tree, *, context: int, batch: int, repeats: int
+) -> tuple[float, float]:
+    """The median seconds of a plain step and of one over the tree, taking turns, with `batch` sequences of `context`
+    committed tokens each. Whatever is missing is compiled first. Both runners forget all sequences."""
+    each = range(batch)
+    for runner in (plain, speculative):
+        fill(runner, context, context + repeats + 2 + tree.depth, batch)
+    seconds: tuple[list[float], list[float]] = [], []
+    for _ in range(repeats + 1):  # the first compiles, or touches memory
+        seconds[0].append(_timed(lambda: plain.step(each, None).read()))
+        seconds[1].append(_timed(lambda: speculative.step(each, tree).read()))
+    for runner in (plain, speculative):
+        runner.reset()
+    return statistics.median(seconds[0][1:]), statistics.median(seconds[1][1:])
+
+
+def fill(runner: Runner, context: int, needed: int, batch: int = 1) -> None:
+    """Bring sequences with room for `needed` tokens into the first slots. Their steps emit one token each, so that the
+    context stays what it is."""
+    num_pages = -(-needed // runner.shapes.page_size)
+    vocab_size = runner.config.target.vocab_size
     runner.reset()
-    runner.admit(0, token_ids, pages, 0, rows, None)
+    for slot in range(batch):
+        token_ids = [1 + (i + 17 * slot) % (vocab_size - 1) for i in range(context)]
+        rows = sampler_rows(SamplingParams(temperature=0.0, speculation=0), 0, context)
+        prefill(runner, slot, token_ids, range(slot * num_pages, (slot + 1) * num_pages), rows)
+
+
+def prefill(
+    runner: Runner, slot: int, token_ids: Sequence[int], pages: Sequence[int], rows: SamplerRows
+) -> int:  # the token after the prompt
+    """Run a prompt through a slot, in chunks."""
+    runner.admit(slot, token_ids, pages, 0, rows, None)
     done = 0
-    while done < context:
-        num_tokens = min(context - done, runner.shapes.chunks[-1])
+    while True:
+        num_tokens = min(len(token_ids) - done, runner.shapes.chunks[-1])
         done += num_tokens
-        runner.prefill(0, num_tokens, is_last=done == context).read()
+        result = runner.prefill(slot, num_tokens, is_last=done == len(token_ids)).read()
+        if done == len(token_ids):
+            return int(result.token_ids[0, 0])
 
 
 def bytes_per_plain_step(plain: Runner) -> int:
