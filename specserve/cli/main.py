@@ -34,6 +34,11 @@ class Root(LazyGroup):
             "Measure tau, acceptance by depth and category, and plain against speculative tokens/s in one run.",
             "specserve.eval.settings:EvalRun",
         ),
+        "tune": Lazy(
+            "specserve.cli.tune:search",
+            "Find the best way to speculate for each batch size on this machine; `serve --speculation tuned` reads it.",
+            "specserve.eval.settings:TuneRun",
+        ),
         "targets": Lazy(
             "specserve.cli.targets:targets",
             "List the targets that have a name here: their size, memory in bfloat16 and the head to train.",

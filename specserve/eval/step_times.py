@@ -23,6 +23,7 @@ from specserve.speculative.tree import Tree
 
 BUFFER_BYTES = 256 << 20
 PASSES = 7
+STEPS_AT_ONCE = 4  # in each turn of `time_in_turns`
 
 
 @dataclass(frozen=True)
@@ -94,18 +95,36 @@ def measure_steps(
 def time_in_turns(
     plain: Runner, speculative: Runner, tree: Tree, *, context: int, batch: int, repeats: int
 ) -> tuple[float, float]:
-    """The median seconds of a plain step and of one over the tree, taking turns, with `batch` sequences of `context`
-    committed tokens each. Whatever is missing is compiled first. Both runners forget all sequences."""
-    each = range(batch)
+    """The median seconds of a plain step and of one over the tree with `batch` sequences of about `context` committed
+    tokens each: `repeats` short runs of both, taking turns, in which each step is dispatched before the one before it
+    is read, as the engine does. Whatever is missing is compiled first. Both runners forget all sequences."""
     for runner in (plain, speculative):
-        fill(runner, context, context + repeats + 2 + tree.depth, batch)
+        fill(runner, context, context + steps_timed(repeats) + 2 + tree.depth, batch)
     seconds: tuple[list[float], list[float]] = [], []
     for _ in range(repeats + 1):  # the first compiles, or touches memory
-        seconds[0].append(_timed(lambda: plain.step(each, None).read()))
-        seconds[1].append(_timed(lambda: speculative.step(each, tree).read()))
+        seconds[0].append(_run_ahead(plain, None, batch))
+        seconds[1].append(_run_ahead(speculative, tree, batch))
     for runner in (plain, speculative):
         runner.reset()
     return statistics.median(seconds[0][1:]), statistics.median(seconds[1][1:])
+
+
+def steps_timed(repeats: int) -> int:
+    """How many tokens `time_in_turns` adds to its sequences."""
+    return (repeats + 1) * STEPS_AT_ONCE
+
+
+def _run_ahead(runner: Runner, tree: Tree | None, batch: int) -> float:
+    """Seconds of a step, in a run of a few."""
+    slots = range(batch)
+    begin = time.perf_counter()
+    handle = runner.step(slots, tree)
+    for _ in range(STEPS_AT_ONCE - 1):
+        following = runner.step(slots, tree)
+        handle.read()
+        handle = following
+    handle.read()
+    return (time.perf_counter() - begin) / STEPS_AT_ONCE
 
 
 def fill(runner: Runner, context: int, needed: int, batch: int = 1) -> None:
