@@ -69,6 +69,17 @@ class Bench(LazyGroup):
             "Measure plain decoding, fixed speculations and `auto` on the same questions in one process, in turns.",
             "specserve.eval.settings:BenchRun",
         ),
+        "serve": Lazy(
+            "specserve.cli.bench_load:serve",
+            "Put a running server, or one of its own, under load; results have the keys of `vllm bench serve`.",
+            "specserve.eval.settings:ServeBenchRun",
+        ),
+        "startup": Lazy(
+            "specserve.cli.bench_load:startup",
+            "Measure when a server is ready, has answered and has every program: a first start, and one from kept "
+            "programs.",
+            "specserve.eval.settings:StartupRun",
+        ),
         "kernels": Lazy(
             "specserve.cli.bench:kernels",
             "Time each kernel of this backend beside XLA's own operations.",

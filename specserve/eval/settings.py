@@ -70,6 +70,48 @@ class TuneRun:
 
 
 @dataclass(frozen=True, config=RULES)
+class ServeBenchRun:
+    """The settings of `specserve bench serve`; flags that `vllm bench serve` has too mean what they mean there."""
+
+    base_url: str = setting("", help="address of a running server; empty: --host and --port, or a server of its own")
+    host: str = setting("", help="host of a running server, without --base-url")
+    port: int = setting(0, help="port of a running server, without --base-url; 0: 8000", ge=0, le=65535)
+    api_key: str = setting("", help="bearer token of the server; empty: OPENAI_API_KEY, if any")
+    model: str = setting("", help="the model's name on the server; empty: the first that it lists")
+    dataset_name: str = setting("pydoc", help="what is asked: a bench as of `eval`, as chats; or random token ids")
+    input_len: int = setting(128, help="tokens of a random prompt", ge=1)
+    output_len: int = setting(128, help="longest answer", ge=1)
+    num_prompts: int = setting(100, help="requests; where a bench has fewer questions they come again", ge=1)
+    request_rate: str = setting("inf", help="requests per second, a Poisson process; inf: all at once")
+    burstiness: float = setting(1.0, help="shape of the gaps between requests: below 1 in bursts, above evenly", gt=0)
+    max_concurrency: int = setting(0, help="requests under way at once, at most; 0: any", ge=0)
+    temperature: Temperature = setting(0.0, help="0 is greedy")
+    ignore_eos: bool = setting(False, help="answers go on to the longest; servers other than OpenAI's take this")
+    metric_percentiles: tuple[float, ...] = setting((99.0,), help="percentiles of the latencies")
+    seed: int = setting(0, help="of the times, the random prompts and the sampling", ge=0)
+    target: str = setting("", help="of a server of its own, as of `serve`; so are the next four")
+    draft: str = setting("", help="folder of a draft head")
+    speculation: str = setting("auto", help="how it speculates")
+    max_slots: int = setting(8, help="sequences that run at once", ge=1)
+    max_model_len: int = setting(0, help="prompt and answer together", ge=0)
+    output: str = setting("", help="write the results here, as JSON with vLLM's keys")
+
+
+@dataclass(frozen=True, config=RULES)
+class StartupRun:
+    """The settings of `specserve bench startup`."""
+
+    target: str = setting("", help="as of `serve`, and so are the next four")
+    draft: str = setting("", help="folder of a draft head")
+    speculation: str = setting("auto", help="how the server speculates")
+    max_slots: int = setting(8, help="sequences that run at once", ge=1)
+    max_model_len: int = setting(0, help="prompt and answer together", ge=0)
+    num_iters_cold: int = setting(1, help="starts with nothing kept, each of which compiles everything", ge=1)
+    num_iters_warm: int = setting(1, help="starts from kept programs", ge=1)
+    output: str = setting("", help="write the results here, as JSON with vLLM's keys")
+
+
+@dataclass(frozen=True, config=RULES)
 class KernelsRun:
     """The settings of `specserve bench kernels`."""
 
