@@ -74,6 +74,16 @@ class Bench(LazyGroup):
             "Put a running server, or one of its own, under load; results have the keys of `vllm bench serve`.",
             "specserve.eval.settings:ServeBenchRun",
         ),
+        "latency": Lazy(
+            "specserve.cli.bench_offline:latency",
+            "Time one batch again and again, its steps in parts, and their share of what the machine can do.",
+            "specserve.eval.settings:LatencyRun",
+        ),
+        "throughput": Lazy(
+            "specserve.cli.bench_offline:throughput",
+            "Time many prompts that are all there from the beginning, and the engine's steps as `latency` does.",
+            "specserve.eval.settings:ThroughputRun",
+        ),
         "startup": Lazy(
             "specserve.cli.bench_load:startup",
             "Measure when a server is ready, has answered and has every program: a first start, and one from kept "

@@ -112,6 +112,46 @@ class StartupRun:
 
 
 @dataclass(frozen=True, config=RULES)
+class _OfflineRun:
+    """What the benchmarks of one engine in this process share."""
+
+    draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")
+    target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
+    quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the target, as of `serve`")
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting("auto", help="of the pages, as of `serve`")
+    mesh: str = setting("", help="devices to spread the models over, as of `serve`")
+    speculation: str = setting("auto", help="anything that serve takes")
+    bench: str = setting("pydoc", help="what is asked, as of `eval`; or random token ids")
+    temperature: Temperature = setting(0.0, help="0 is greedy")
+    seed: int = setting(0, help="of random prompts and of the sampling", ge=0)
+    profile: str = setting("", help="run once more under JAX's profiler, and write its trace into this folder")
+    output: str = setting("", help="write the results here, as JSON with vLLM's keys")
+
+
+@dataclass(frozen=True, config=RULES)
+class LatencyRun(_OfflineRun):
+    """The settings of `specserve bench latency`; flags that `vllm bench latency` has too mean what they mean there."""
+
+    input_len: int = setting(32, help="tokens of each prompt, the last ones of a question", ge=1)
+    output_len: int = setting(128, help="tokens of each answer, whether or not it would end before", ge=2)
+    batch_size: int = setting(8, help="sequences that are answered together", ge=1)
+    num_iters_warmup: int = setting(3, help="batches that are answered first and not timed", ge=1)
+    num_iters: int = setting(10, help="batches that are timed", ge=1)
+
+
+@dataclass(frozen=True, config=RULES)
+class ThroughputRun(_OfflineRun):
+    """The settings of `specserve bench throughput`; flags that `vllm bench throughput` has too mean what they mean
+    there."""
+
+    input_len: int = setting(128, help="tokens of a random prompt", ge=1)
+    output_len: int = setting(128, help="longest answer", ge=2)
+    num_prompts: int = setting(100, help="prompts, all there from the beginning", ge=1)
+    max_slots: int = setting(8, help="sequences that run at once", ge=1)
+    max_model_len: int = setting(1024, help="prompt and answer together", ge=16)
+
+
+@dataclass(frozen=True, config=RULES)
 class KernelsRun:
     """The settings of `specserve bench kernels`."""
 

@@ -28,7 +28,7 @@ STEPS_AT_ONCE = 4  # in each turn of `time_in_turns`
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What the steps of a batch of sequences take: medians, in milliseconds."""
+    """What the steps of one sequence take: medians, in milliseconds."""
 
     bound: float  # the target's weights over the read bandwidth: no plain step can be faster
     step: float  # one whole speculative step, as the engine runs it
@@ -55,41 +55,58 @@ def measure_steps(
     speculative: Runner,
     *,
     context: int,
-    batch: int = 1,
     repeats: int = 40,
     bandwidth: float | None = None,
 ) -> StepTimes:
-    """Time steps of `batch` sequences with `context` committed tokens each, the three programs taking turns. No engine
-    may run over the runners; both forget all sequences. The speculative one's first tree is timed. Raises
-    ConfigError."""
+    """Time steps of one sequence with `context` committed tokens, the three programs taking turns. No engine may run
+    over the runners; both forget all sequences. The speculative one's first tree is timed. Raises ConfigError."""
     tree = speculative.shapes.trees[0]
     if tree is None or not tree.uses_head:
         raise ConfigError("there is no draft to time; give a head, and a chain or a tree as the speculation")
     needed = context + repeats + tree.depth + 2
     if needed > min(plain.shapes.max_model_len, speculative.shapes.max_model_len):
         raise ConfigError(f"timing at context {context} needs room for {needed} tokens")
-    each = range(batch)
     for runner in (plain, speculative):
-        fill(runner, context, needed, batch)
-    width = speculative.width_of(each)
-    weights = speculative.layout_for(batch, tree)
-    draft = jax.jit(functools.partial(propose_tree, speculative.config, tree=tree, width=width), donate_argnums=1)
-    slots = jnp.arange(batch, dtype=jnp.int32)
-
-    def run_draft() -> None:
-        speculative.state, proposal = draft(weights, speculative.state, slots)
-        jax.block_until_ready(proposal)
-
+        fill(runner, context, needed)
+    run_draft = _drafting(speculative, tree, 1)
     times: dict[str, list[float]] = {"plain": [], "step": [], "draft": []}
     for _ in range(repeats):
-        times["plain"].append(_timed(lambda: plain.step(each, None).read()))
+        times["plain"].append(_timed(lambda: plain.step([0], None).read()))
         times["draft"].append(_timed(run_draft))
-        times["step"].append(_timed(lambda: speculative.step(each, tree).read()))
+        times["step"].append(_timed(lambda: speculative.step([0], tree).read()))
     for runner in (plain, speculative):
         runner.reset()
     bound = bytes_per_plain_step(plain) / (bandwidth or read_bandwidth())
     warm = {name: statistics.median(values[2:]) * 1e3 for name, values in times.items()}
     return StepTimes(bound=bound * 1e3, step=warm["step"], draft=warm["draft"], plain=warm["plain"])
+
+
+def _drafting(runner: Runner, tree: Tree, batch: int) -> Callable[[], None]:
+    """What runs the draft's share of a step over the tree for the first slots: it catches up and proposes."""
+    width, weights = runner.width_of(range(batch)), runner.layout_for(batch, tree)
+    draft = jax.jit(functools.partial(propose_tree, runner.config, tree=tree, width=width), donate_argnums=1)
+    slots = jnp.arange(batch, dtype=jnp.int32)
+
+    def run() -> None:
+        runner.state, proposal = draft(weights, runner.state, slots)
+        jax.block_until_ready(proposal)
+
+    return run
+
+
+def time_step(runner: Runner, tree: Tree | None, *, context: int, batch: int, repeats: int = 15) -> tuple[float, float]:
+    """The median seconds of a step with `batch` sequences of about `context` committed tokens each, each step being
+    dispatched before the one before it is read; and of them, the draft's, timed as a program of its own (0 of a plain
+    step). No engine may run over the runner, which forgets all sequences."""
+    fill(runner, context, context + steps_timed(repeats) + 2 + (tree.depth if tree else 0), batch)
+    steps = [_run_ahead(runner, tree, batch) for _ in range(repeats + 1)][1:]
+    drafts = [0.0]
+    if tree is not None:
+        fill(runner, context, context + 2 + tree.depth, batch)
+        run_draft = _drafting(runner, tree, batch)
+        drafts = [_timed(run_draft) for _ in range(repeats + 1)][1:]
+    runner.reset()
+    return statistics.median(steps), statistics.median(drafts)
 
 
 def time_in_turns(
