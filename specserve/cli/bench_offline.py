@@ -106,7 +106,7 @@ def _show_trace(folder: Path) -> list[dict[str, object]]:
     file = newest_trace(folder)
     found = read_operations(file)
     total = sum(operation.seconds for operation in found) or 1.0
-    shown = table("longest operations, their own time over all threads", ("program", "operation"), ("runs", "ms", ""))
+    shown = table("longest operations: own time", ("program", "operation"), ("runs", "ms", "share"))
     for operation in found[:TOP]:
         milliseconds, share = f"{1e3 * operation.seconds:,.1f}", f"{operation.seconds / total:.0%}"
         shown.add_row(escape(operation.program), escape(operation.name), str(operation.count), milliseconds, share)

@@ -6,6 +6,7 @@ library alone.
 
 import gzip
 import json
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -14,12 +15,13 @@ from typing import Any
 
 from specserve.errors import DataError
 
+_NUMBER = re.compile(r"(\.\d+)+$")
 DEVICE_THREAD = "XLA Ops"  # where accelerators have their operations
 
 
 @dataclass(frozen=True)
 class Operation:
-    """All runs of one operation of one compiled program."""
+    """All runs of the operations of one kind in one compiled program, such as `dot.3` and `dot.7`."""
 
     program: str
     name: str
@@ -66,7 +68,7 @@ def operations(events: Iterable[Mapping[str, Any]]) -> list[Operation]:
             while around and around[-1][0] <= start:
                 around.pop()
             arguments = event.get("args", {})
-            key = str(arguments.get("hlo_module", "")), str(arguments.get("hlo_op", event["name"]))
+            key = str(arguments.get("hlo_module", "")), _NUMBER.sub("", str(arguments.get("hlo_op", event["name"])))
             seconds[key] += spent / 1e6
             counts[key] += 1
             if around:

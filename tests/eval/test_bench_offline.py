@@ -74,7 +74,7 @@ def test_operations_are_told_by_their_own_time(tmp_path: Path) -> None:
     events = [
         event(1, 0, 100, "while"),
         event(1, 10, 30, "dot"),
-        event(1, 40, 50, "dot"),
+        event(1, 40, 50, "dot.2.1"),
         event(1, 100, 5, "copy"),
         event(2, 0, 60, "dot"),
         {"ph": "X", "pid": 1, "tid": 3, "ts": 0, "dur": 900, "name": "python", "args": {}},
