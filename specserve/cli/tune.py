@@ -49,6 +49,8 @@ def _prompts(run: TuneRun, models: Models) -> list[list[int]]:
     prompts = [prompt for prompt in rendered if len(prompt) + run.max_tokens + 16 <= run.max_model_len]
     if not prompts:
         raise DataError(f"{run.bench}: no prompt leaves room for {run.max_tokens} tokens; raise --max-model-len")
+    if len(prompts) < len(rendered):
+        console.print(f"{len(rendered) - len(prompts)} of {len(rendered)} prompts do not fit and are not asked")
     return prompts
 
 

@@ -9,7 +9,7 @@ import math
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from typing import Any
@@ -95,7 +95,7 @@ def run_load(
         return Sent(reply, queued)
 
     with ThreadPoolExecutor(most) as pool:
-        futures = []
+        futures: list[Future[Sent]] = []
         try:
             for i, at in enumerate(times):
                 time.sleep(max(0.0, begin + at - time.perf_counter()))
@@ -103,7 +103,7 @@ def run_load(
             sent = [future.result() for future in futures]
         except BaseException:  # an interrupt: what has not been sent stays so
             is_over.set()
-            pool.shutdown(wait=False, cancel_futures=True)
+            client.hang_up()  # whoever waits for a piece need not wait for it any more
             raise
     return sent, time.perf_counter() - begin
 

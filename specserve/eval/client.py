@@ -5,6 +5,7 @@ import contextlib
 import http.client
 import itertools
 import json
+import socket
 import ssl
 import time
 from collections.abc import Mapping, Sequence
@@ -62,6 +63,13 @@ class Client:
         self._headers = {"Content-Type": "application/json"}
         if api_key:
             self._headers["Authorization"] = f"Bearer {api_key}"
+        self._open: set[socket.socket] = set()  # that are being read
+
+    def hang_up(self) -> None:
+        """End every request that is under way; each of them has an error then."""
+        for each in list(self._open):
+            with contextlib.suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
     def _connect(self) -> http.client.HTTPConnection:
         host, port = self._parts.hostname or "", self._parts.port
@@ -93,7 +101,10 @@ class Client:
         """Ask over a stream. What goes wrong is the reply's `error`."""
         reply = Reply(start=time.perf_counter())
         try:
-            with contextlib.closing(self._connect()) as connection:
+            with contextlib.closing(self._connect()) as connection, contextlib.ExitStack() as stack:
+                connection.connect()
+                self._open.add(connection.sock)
+                stack.callback(self._open.discard, connection.sock)
                 connection.request("POST", self._path + path, json.dumps(body), self._headers)
                 response = connection.getresponse()
                 if response.status != 200:

@@ -16,6 +16,7 @@ import psutil
 
 from specserve.errors import SpecServeError
 from specserve.eval.client import Client, stream_body
+from specserve.serve.http.keys import VARIABLE
 
 START_SECONDS = 3600.0  # a first start compiles every program
 STOP_SECONDS = 40.0
@@ -33,7 +34,7 @@ class ServerProcess:
             port = probe.getsockname()[1]
         self.client = Client(f"http://127.0.0.1:{port}")
         self._command = [sys.executable, "-m", "specserve.cli.main", "serve", "--port", str(port), *flags]
-        self._environment = {**os.environ, **(environment or {})}
+        self._environment = {**os.environ, VARIABLE: "", **(environment or {})}  # its own client has no key
 
     def __enter__(self) -> "ServerProcess":
         self._log = tempfile.NamedTemporaryFile("w+b", suffix=".log")

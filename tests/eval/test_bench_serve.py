@@ -1,6 +1,7 @@
 """`bench serve` and `bench startup`: vLLM's keys, and figures that follow from what the client saw."""
 
 import json
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -45,10 +46,11 @@ PIECES = ("one", " two", " three")
 
 
 class _Server(BaseHTTPRequestHandler):
-    """Streams three pieces of four tokens; refuses every prompt that begins with 666."""
+    """Streams three pieces of four tokens; refuses every prompt that begins with 666, and is slow with 777."""
 
     protocol_version = "HTTP/1.1"
     lock, num_open, most_open, num_asked = threading.Lock(), 0, 0, 0
+    is_over = threading.Event()
 
     def log_message(self, *_args: Any) -> None: ...
 
@@ -80,6 +82,9 @@ class _Server(BaseHTTPRequestHandler):
         is_chat = self.path.endswith("chat/completions")
         if is_chat:
             self._event({"choices": [{"delta": {"role": "assistant", "content": ""}}]})
+        if asked.get("prompt", [0])[0] == 777:
+            self.is_over.wait(60)
+            return None
         for piece in PIECES:
             time.sleep(0.01)
             self._event({"choices": [{"delta": {"content": piece}} if is_chat else {"text": piece}]})
@@ -106,6 +111,7 @@ class _Server(BaseHTTPRequestHandler):
 @pytest.fixture
 def client() -> Iterator[Client]:
     _Server.num_open = _Server.most_open = _Server.num_asked = 0
+    _Server.is_over.clear()
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
@@ -188,6 +194,27 @@ def test_a_server_that_does_not_answer_is_said(client: Client) -> None:
         Client("127.0.0.1:1").first_model()
     with pytest.raises(ConfigError, match="is no address of a server"):
         Client("ftp://example.com")
+
+
+def test_an_interrupt_hangs_up_at_once(client: Client) -> None:
+    """Ctrl-C while answers are under way, some of which would take a minute, and others wait for their place."""
+    run = ServeBenchRun(num_prompts=6, max_concurrency=2)
+    prompts = [[777, i] for i in range(6)]
+    begin = time.monotonic()
+
+    def interrupt() -> None:
+        while _Server.num_open < 2:
+            time.sleep(0.005)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)  # as a terminal would
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        run_load(client, "tiny", prompts, run)
+    thread.join()
+    _Server.is_over.set()
+    assert time.monotonic() - begin < 30
+    assert _Server.num_asked == 2, "nobody was asked after it"
 
 
 @pytest.mark.slow
