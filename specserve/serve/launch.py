@@ -140,14 +140,14 @@ def make_engine(
 ) -> Engine:
     """Compile every program and build the engine (not started). `on_warmup(done, total, name)` reports, from several
     threads. With `early_ready` only what plain decoding needs is compiled here; the engine compiles the rest while it
-    serves.
+    serves, and what token masks alone need once a request has one.
 
     A measurement can have the draft rank without the target's noise, to see what that brings."""
     tuned = find_profile(profile_facts(models, run), run.tuned_profile).trees if run.speculation == TUNED else ()
     runner = make_runner(models, run, choose_trees(models, run, tuned), tuned=tuned, is_coupled=is_coupled)
     programs = runner.programs()
-    late = [program for program in programs if _is_early(run) and not program.is_plain]
-    first = programs[: len(programs) - len(late)]
+    first = [program for program in programs if program.is_plain or not _is_early(run)]
+    late = [program for program in programs[len(first) :] if not program.is_for_masks]
     done, say = itertools.count(1), Announcer(len(first), "before serving")
 
     def report(program: Program) -> None:
@@ -188,6 +188,7 @@ def make_engine(
         controller=controller,
         options=_options(run),
         late_programs=late,
+        mask_programs=programs[len(first) + len(late) :],
         on_compiled=make_controller,
     )
 
