@@ -256,9 +256,6 @@ class Server:
     def peak_bytes(self) -> int:
         return self._memory("VmHWM")
 
-    def resident_bytes(self) -> int:
-        return self._memory("VmRSS")
-
     def _memory(self, what: str) -> int:
         status = Path(f"/proc/{self.process.pid}/status").read_text()
         return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(what))
