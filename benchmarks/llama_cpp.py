@@ -22,11 +22,12 @@ import subprocess
 import sys
 import tarfile
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from side_by_side import PLAIN, Arm, Batch, BenchmarkError, Server, summarize, table, tail
+from environments import environment, run, say
+from side_by_side import PLAIN, Arm, Batch, BenchmarkError, Server, summarize, table
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("xllamacpp", "torch==2.13.0", "transformers", "gguf", "sentencepiece")
@@ -37,40 +38,23 @@ MARGIN = 32  # what a tree may write beyond the answer
 OURS, PEER = "specserve", "llama.cpp"
 
 
-def run(command: Sequence[str | Path], log: Path, what: str) -> None:
-    with log.open("wb") as out:
-        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        if subprocess.run([str(part) for part in command], stdout=out, stderr=out, env=environment).returncode:
-            raise BenchmarkError(f"{what} failed. The last lines of {log}:\n{tail(log)}")
-
-
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 class Peer:
     """llama.cpp in an environment of its own, made once."""
 
     def __init__(self, folder: Path) -> None:
-        self.folder, self.python = folder, folder / "env" / "bin" / "python"
-        folder.mkdir(parents=True, exist_ok=True)
-        stamp, wanted = folder / "installed.json", json.dumps([*PACKAGES, CONVERTER])
-        if not (stamp.is_file() and stamp.read_text() == wanted):
-            say(f"installing {', '.join(PACKAGES)} and llama.cpp's converter into {folder}, once")
-            hint = " (it needs a network, and a package index that has wheels for this platform)"
-            run([sys.executable, "-m", "venv", "--clear", folder / "env"], folder / "venv.log", "making an environment")
-            pip = [self.python, "-m", "pip", "--disable-pip-version-check"]
-            run([*pip, "install", *PACKAGES], folder / "pip.log", "pip install" + hint)
-            download = [*pip, "download", "--no-binary", ":all:", "--no-deps", "--dest", folder, CONVERTER]
-            run(download, folder / "pip.log", "pip download" + hint)
-            (sdist,) = folder.glob("llama_cpp_python-*.tar.gz")
-            with tarfile.open(sdist) as archive:
-                for member in archive:
-                    _, is_inside, member.name = member.name.partition("/vendor/llama.cpp/")
-                    if is_inside and member.name.endswith(".py"):
-                        archive.extract(member, folder / "llama.cpp", filter="data")
-            sdist.unlink()
-            stamp.write_text(wanted)
+        self.folder, self.python = folder, environment(folder, PACKAGES, needs=CONVERTER)
+        if (folder / "llama.cpp" / "convert_hf_to_gguf.py").is_file():
+            return
+        say(f"fetching llama.cpp's converter into {folder}, once")
+        pip = [self.python, "-m", "pip", "--disable-pip-version-check", "download", "--no-binary", ":all:", "--no-deps"]
+        run([*pip, "--dest", folder, CONVERTER], folder / "pip.log", "pip download (it needs a network)")
+        (sdist,) = folder.glob("llama_cpp_python-*.tar.gz")
+        with tarfile.open(sdist) as archive:
+            for member in archive:
+                _, is_inside, member.name = member.name.partition("/vendor/llama.cpp/")
+                if is_inside and member.name.endswith(".py"):
+                    archive.extract(member, folder / "llama.cpp", filter="data")
+        sdist.unlink()
 
     def convert(self, source: Path, weights: str, target: Path | None = None) -> Path:
         """Convert a model folder, or a head for `target`, to GGUF."""
