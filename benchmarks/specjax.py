@@ -104,6 +104,8 @@ class Peer:
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(10)
         self._process.kill()
+        with contextlib.suppress(BrokenPipeError):
+            self._process.communicate()  # closes the pipes
 
     def epoch(self) -> Epoch:
         assert self._process.stdin is not None

@@ -124,8 +124,12 @@ def check_flags(words: list[str]) -> None:
 
 
 def check_script(path: str, words: list[str]) -> None:
-    """Check the flags of a file of benchmarks/ or tools/: by its typer app, or as they stand in its source."""
+    """Check the flags of a file of benchmarks/ or tools/: by its typer app, or as they stand in its source and that of
+    the files beside it which it imports."""
     source = (ROOT / path).read_text()
+    beside = (ROOT / path).with_name
+    shared = [beside(f"{name}.py") for name in re.findall(r"^from (\w+) import", source, re.M)]
+    source += "".join(file.read_text() for file in shared if file.is_file())
     if "typer.Typer(" in source:
         command = typer.main.get_command(importlib.import_module(Path(path).stem).app)
         if (commands := getattr(command, "commands", None)) is not None:
