@@ -57,10 +57,11 @@ class Batch:
     seconds: float
     answers: tuple[Answer, ...]
     num_forwards: int = 0  # of the target, after prompts; 0 where the server does not tell
+    told_accepted: int = 0  # by the server's metrics, where it does not tell it of each answer
 
     @property
     def num_accepted(self) -> int:
-        return sum(answer.num_accepted for answer in self.answers)
+        return sum(answer.num_accepted for answer in self.answers) or self.told_accepted
 
     @property
     def forwards(self) -> int:
@@ -245,20 +246,27 @@ class Server:
     ) -> Batch:
         """Ask all prompts with so many clients, each taking the next prompt when its answer is complete, in round
         `number`."""
-        before = self.total("vllm:spec_decode_num_drafts_total")
+        counted = ("vllm:spec_decode_num_drafts_total", "vllm:spec_decode_num_accepted_tokens_total")
+        before = [self.total(series) for series in counted]
         begin = time.perf_counter()
         with ThreadPoolExecutor(clients) as pool:
             answers = tuple(pool.map(lambda prompt: self.ask(prompt, prompts[prompt], max_tokens), prompts))
         seconds = time.perf_counter() - begin
-        num_forwards = self.total("vllm:spec_decode_num_drafts_total") - before
-        return Batch(self.arm, clients, number, seconds, answers, num_forwards)
+        num_forwards, accepted = (self.total(series) - was for series, was in zip(counted, before, strict=True))
+        return Batch(self.arm, clients, number, seconds, answers, num_forwards, accepted)
 
     def peak_bytes(self) -> int:
         return self._memory("VmHWM")
 
     def _memory(self, what: str) -> int:
-        status = Path(f"/proc/{self.process.pid}/status").read_text()
-        return next(int(line.split()[1]) * 1024 for line in status.splitlines() if line.startswith(what))
+        """Add up the memory of the process and of those that it has started."""
+        total, left = 0, [self.process.pid]
+        while left:
+            folder = Path(f"/proc/{left.pop()}")
+            lines = (folder / "status").read_text().splitlines()
+            total += next(int(line.split()[1]) * 1024 for line in lines if line.startswith(what))
+            left += map(int, (folder / "task" / folder.name / "children").read_text().split())
+        return total
 
     def total(self, series: str) -> int:
         """The value of a counter of the server's metrics; 0 where there is none."""

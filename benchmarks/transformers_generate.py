@@ -1,22 +1,26 @@
 """`specserve bench engine` with transformers' own `generate` as further arms: one stream, greedy, plain and with prompt
 lookup. Its options are those of `specserve bench engine`; a cell with more clients or a temperature is ours alone.
 
-Run from the checkout, with the `oracle` extra: `python benchmarks/transformers_generate.py --concurrency 1
---temperature 0`.
+Run from the checkout: `python benchmarks/transformers_generate.py --concurrency 1 --temperature 0`. Where there is no
+torch, the first run makes an environment that has it, and the benchmark runs there with the packages of this one.
 """
 
 import importlib.util
+import os
+import sys
+import sysconfig
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import typer
+from environments import environment
 
 from specserve.cli.bench import BenchRun, measure_engine
 from specserve.cli.options import command
-from specserve.errors import ConfigError
 from specserve.eval.bench_cells import Answer
+from specserve.host import cache_folder
 from specserve.mesh import default_dtype
 from specserve.serve.interface import EngineStats
 from specserve.serve.request import SamplingParams
@@ -88,9 +92,7 @@ def _acceptance(answer: Answer) -> Acceptance:
 
 
 def transformers_arms(folder: Path, lookup: int = 3) -> dict[str, TransformersArm]:
-    """Load a folder's model for two arms, plain and with prompt lookup. Raises ConfigError where torch is missing."""
-    if importlib.util.find_spec("torch") is None:
-        raise ConfigError("transformers' generate needs torch: pip install 'specserve[oracle]'")
+    """Load a folder's model for two arms, plain and with prompt lookup."""
     import torch  # pyright: ignore[reportMissingImports]
     from transformers import AutoModelForCausalLM
     from transformers.utils import logging
@@ -110,5 +112,14 @@ def main(run: BenchRun) -> None:
     measure_engine(run, transformers_arms)
 
 
+def run_beside_torch() -> None:
+    """Run this file again in an environment that has torch, with the packages of this one."""
+    python = environment(cache_folder() / "benchmarks" / "transformers", ("torch==2.13.0",))
+    paths = [str(Path(__file__).resolve().parent.parent), sysconfig.get_path("purelib")]
+    os.execve(python, [str(python), *sys.argv], {**os.environ, "PYTHONPATH": os.pathsep.join(paths)})
+
+
 if __name__ == "__main__":
+    if importlib.util.find_spec("torch") is None:
+        run_beside_torch()
     app()

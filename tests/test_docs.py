@@ -11,6 +11,8 @@ from specserve.serve.settings import ServeRun
 from specserve.train.settings import TrainRun
 
 ROOT = Path(__file__).parent.parent
+OUTSIDE = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "benchmarks/README.md")
+PAGES = [*(ROOT / name for name in OUTSIDE), *sorted((ROOT / "docs").glob("*.md"))]
 SCHEMAS = {
     ROOT / "docs" / "training.md": TrainRun,
     ROOT / "docs" / "serving.md": ServeRun,
@@ -43,9 +45,7 @@ def test_the_settings_table_is_current(page):
     assert found[0] == settings_table(SCHEMAS[page]), "run `python tests/test_docs.py` to rewrite the table"
 
 
-@pytest.mark.parametrize(
-    "page", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))], ids=lambda p: p.name
-)
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_links_resolve(page):
     for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", page.read_text()):
         assert link.startswith("http") or (page.parent / link).exists(), f"{page.name} links to {link}"

@@ -1,0 +1,43 @@
+"""Environments of their own for what is compared with specserve, so that nothing of a peer is installed beside it."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from side_by_side import BenchmarkError, tail
+
+
+def say(text: str) -> None:
+    """Tell the user what is going on, on stderr."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def run(command: Sequence[str | Path], log: Path, what: str) -> None:
+    """Run a command that logs into a file. Raises BenchmarkError with the file's last lines where it fails."""
+    with log.open("wb") as out:
+        environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+        if subprocess.run([str(part) for part in command], stdout=out, stderr=out, env=environment).returncode:
+            raise BenchmarkError(f"{what} failed. The last lines of {log}:\n{tail(log)}")
+
+
+def environment(folder: Path, packages: Sequence[str], *, needs: str = "") -> Path:
+    """Make an environment with these packages in `folder`, once, and return its interpreter.
+
+    `needs` says of what else the stamp is made that tells whether it is the wanted one. Raises BenchmarkError where pip
+    cannot install them.
+    """
+    python = folder / "env" / "bin" / "python"
+    stamp, wanted = folder / "installed.json", json.dumps([*packages, needs])
+    if stamp.is_file() and stamp.read_text() == wanted:
+        return python
+    say(f"installing {', '.join(packages)} into {folder}, once")
+    folder.mkdir(parents=True, exist_ok=True)
+    stamp.unlink(missing_ok=True)
+    run([sys.executable, "-m", "venv", "--clear", folder / "env"], folder / "venv.log", "making an environment")
+    what = "pip install (it needs a network, and a package index that has wheels for this platform)"
+    run([python, "-m", "pip", "--disable-pip-version-check", "install", *packages], folder / "pip.log", what)
+    stamp.write_text(wanted)
+    return python

@@ -1,0 +1,243 @@
+"""Another server beside specserve's, over HTTP: what is measured and how, whichever engine the other one is.
+
+A file of this folder makes a comparison of it by a `Peer`, and calls `main`.
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import json
+import math
+import os
+import platform
+import shlex
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, Protocol
+
+from environments import say
+from side_by_side import PLAIN, Arm, Batch, BenchmarkError, Server, summarize, table
+
+ROOT = Path(__file__).resolve().parent.parent
+CONTEXT = 1024  # prompt and answer
+MARGIN = 32  # what a tree may write beyond the answer
+OURS = "specserve"
+
+
+class Peer(Protocol):
+    """The other engine, in an environment of its own."""
+
+    name: str
+    weight_bytes: Mapping[str, float]  # of a weight, in each format that the engine serves
+    folder: Path
+
+    def servers(self, options: argparse.Namespace, target: Path) -> Iterator[Server]:
+        """Start its servers of `target`, one after the other, for the formats and chains of the options."""
+        ...
+
+    def describe(self) -> str:
+        """Name the engine with its version."""
+        ...
+
+
+def main(make_peer: Callable[[Path], Peer], cache_name: str, formats: Mapping[str, float], description: str) -> int:
+    """Run a comparison from the command line; `cache_name` is the peer's folder in the cache."""
+    options = parse(formats, description)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end too
+    try:
+        report = compare(options, make_peer, cache_name)
+    except BenchmarkError as error:
+        say(f"error: {error}")
+        return 2
+    if options.output:
+        options.output.write_text(json.dumps(report, indent=1, default=str) + "\n")
+    return 0
+
+
+def parse(formats: Mapping[str, float], description: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    listed = {"type": lambda text: text.split(","), "metavar": "A,B"}
+    add = parser.add_argument
+    add("--rounds", type=int, default=3)
+    add("--prompts", type=int, default=18, help="held-out questions of pydoc (%(default)s)")
+    add("--max-tokens", type=int, default=128, help="of an answer (%(default)s)")
+    add("--clients", default=["1", "4"], help="how many ask at once, one measurement each (1,4)", **listed)
+    add("--formats", default=list(formats), help=f"weights of the other engine: {', '.join(formats)} (all)", **listed)
+    add("--speculation", default=[PLAIN, "chain:3", "auto"], help="of specserve (off,chain:3,auto)", **listed)
+    add("--draft", type=Path, help="a head as `specserve train` or `import` writes it, for both; else the bundled one")
+    add(
+        "--serve",
+        type=assignment,
+        action="append",
+        metavar="FORMAT=FLAGS",
+        help="serve specserve with these flags too, beside the other engine in that format (bf16=); may be repeated",
+    )
+    add(
+        "--checkout",
+        type=assignment,
+        action="append",
+        default=[],
+        metavar="NAME=FOLDER",
+        help="measure another checkout of specserve too; may be repeated",
+    )
+    add("--threads", type=int, default=2, help="cores of every server (%(default)s)")
+    add("--cache", type=Path, help="folder for the other engine's environment, models and logs")
+    add("--output", type=Path, help="write everything that was measured to this JSON file")
+    options = parser.parse_args()
+    if bad := [text for text in options.clients if not text.isdecimal() or text == "0"]:
+        parser.error(f"--clients {bad[0]}: expected numbers such as 1,4")
+    if bad := [text for text in options.formats if text not in formats]:
+        parser.error(f"--formats {bad[0]}: expected some of {', '.join(formats)}")
+    options.clients = [int(text) for text in options.clients]
+    options.speculation = list(dict.fromkeys([PLAIN, *options.speculation]))  # whose answers the others must give
+    options.serve = dict(options.serve or [("bf16", "")])  # as it is published; the arithmetic is float32
+    if bad := [text for text in options.serve if text not in formats]:
+        parser.error(f"--serve {bad[0]}: expected FORMAT=FLAGS with one of {', '.join(formats)}")
+    options.checkout = {OURS: ROOT, **{name: Path(folder).absolute() for name, folder in options.checkout}}
+    for name, folder in options.checkout.items():
+        if not (folder / "specserve" / "__init__.py").is_file():
+            parser.error(f"--checkout {name}={folder}: there is no specserve in that folder")
+    if min(options.rounds, options.prompts, options.max_tokens, options.threads) < 1:
+        parser.error("--rounds, --prompts, --max-tokens and --threads must be at least 1")
+    return options
+
+
+def assignment(text: str) -> tuple[str, str]:
+    name, equals, value = text.partition("=")
+    if not (name and equals):
+        raise argparse.ArgumentTypeError(f"{text!r}: expected NAME=VALUE")
+    return name, value
+
+
+def compare(options: argparse.Namespace, make_peer: Callable[[Path], Peer], cache_name: str) -> dict[str, Any]:
+    """Start every server, ask them in turns and print the table; returns what was measured, ready for JSON."""
+    if sys.platform != "linux":
+        raise BenchmarkError(f"this runs on Linux (cores and peak memory are the kernel's to tell), not {sys.platform}")
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < options.threads:
+        raise BenchmarkError(f"--threads {options.threads}: this process may use {len(cores)} cores")
+    os.sched_setaffinity(0, cores[: options.threads])  # the servers inherit it
+    os.environ["JAX_PLATFORMS"] = "cpu"
+    sys.path.insert(0, str(ROOT))
+    from specserve.checkpoints.source import BUNDLED_FOLDER
+    from specserve.eval.step_times import read_bandwidth
+    from specserve.host import cache_folder
+
+    folder = (options.cache or cache_folder() / "benchmarks" / cache_name).absolute()
+    peer = make_peer(folder)
+    sizes = peer.weight_bytes
+    asked = questions(options.prompts + max(options.clients), CONTEXT - options.max_tokens - MARGIN)
+    prompts = dict(enumerate(asked[: options.prompts]))
+    size = num_weights(BUNDLED_FOLDER)
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(server) for server in own_and_peers(options, peer, BUNDLED_FOLDER)]
+        for server in servers:
+            for clients in options.clients:
+                server.ask_all(dict(enumerate(asked[options.prompts :])), options.max_tokens, clients=clients)
+        batches: list[Batch] = []
+        bandwidths: dict[str, list[float]] = {weights: [] for weights in sizes}
+        for clients in options.clients:
+            for number in range(options.rounds):
+                say(f"{clients} at once, round {number + 1} of {options.rounds}")
+                for weights, of_round in bandwidths.items():
+                    of_round.append(read_bandwidth(int(size * sizes[weights])))
+                for turn, group in enumerate([{k: v} for k, v in prompts.items()] if clients == 1 else [prompts]):
+                    first = (number + turn) % len(servers)
+                    for server in (*servers[first:], *servers[:first]):
+                        batches.append(server.ask_all(group, options.max_tokens, clients=clients, number=number))
+        peaks = {server.arm: server.peak_bytes() for server in servers}
+        late = {server.arm: server.total("specserve:late_compiles_total") for server in servers}
+    bandwidth = {weights: statistics.median(of_round) for weights, of_round in bandwidths.items()}
+    bounds = {weights: bandwidth[weights] / size / sizes[weights] for weights in sizes}
+    reference = Arm(OURS, next(iter(options.serve)), PLAIN)
+    rows = summarize(batches, bounds, peaks, reference, peer.name)
+    machine = f"{processor()}, {options.threads} cores"
+    reads = ", ".join(f"{size * sizes[name] / 1e6:.0f} MB at {bandwidth[name] / 1e9:.1f} GB/s" for name in sizes)
+    print(f"{machine}; it reads {reads}\n{peer.describe()}\n\n{table(rows, peer.name)}")
+    for arm, count in late.items():
+        if count:
+            say(f"warning: {arm} compiled {count} programs while it was measured")
+    commits = {name: commit(where) for name, where in options.checkout.items()}
+    return {
+        "settings": vars(options),
+        "machine": machine,
+        "commits": commits,
+        "peer": peer.describe(),
+        "read_bandwidth": bandwidths,
+        "tokens_per_second_bound": bounds,
+        "late_compiles": {str(arm): count for arm, count in late.items()},
+        "rows": [dataclasses.asdict(row) for row in rows],
+        "batches": [dataclasses.asdict(batch) for batch in batches],
+    }
+
+
+def own_and_peers(options: argparse.Namespace, peer: Peer, target: Path) -> Iterator[Server]:
+    """Start the servers one after the other: each measures its steps alone, and nothing but it runs."""
+    yield from peer.servers(options, target)
+    for name, checkout in options.checkout.items():
+        for weights, flags in options.serve.items():
+            for speculation in options.speculation:
+                port = free_port()
+                command = [sys.executable, "-m", "specserve.cli.main", "serve", "--target", "pydoc"]
+                command += ["--port", str(port)]
+                command += [
+                    "--speculation",
+                    speculation,
+                    "--max-slots",
+                    str(max(options.clients)),
+                    "--max-model-len",
+                    str(CONTEXT),
+                ]
+                command += ["--no-prefix-cache", "--no-constrained", "--no-early-ready", *shlex.split(flags)]
+                command += ["--draft", str(options.draft.absolute())] if options.draft else []
+                arm = Arm(name, weights, speculation)
+                say(f"starting {arm}")
+                environment = {"PYTHONPATH": str(checkout)}
+                yield Server(arm, port, command, peer.folder, environment, has_salt=True)
+
+
+def questions(count: int, longest: int) -> list[list[int]]:
+    """Render held-out questions as token ids, some with answered ones before them."""
+    from specserve.checkpoints.source import BUNDLED_FOLDER
+    from specserve.eval.prompts import load_chats
+    from specserve.tokenizer import Tokenizer
+
+    tokenizer = Tokenizer.load(BUNDLED_FOLDER)
+    chats = load_chats("pydoc", 2 * count)
+    fitting = [ids for chat in chats if len(ids := tokenizer.render_chat(chat, add_generation_prompt=True)) <= longest]
+    if len(fitting) < count:
+        raise BenchmarkError(f"only {len(fitting)} questions of {count} fit {longest} tokens: lower --max-tokens")
+    return [fitting[i * len(fitting) // count] for i in range(count)]
+
+
+def num_weights(folder: Path) -> int:
+    """Count the weights of a model whose embedding is its output head: all are read for every token."""
+    from safetensors import safe_open
+
+    with safe_open(folder / "model.safetensors", "numpy") as file:
+        return sum(math.prod(file.get_slice(name).get_shape()) for name in file.keys())  # noqa: SIM118
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def processor() -> str:
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):
+        lines = subprocess.check_output(["lscpu"], text=True, env={**os.environ, "LC_ALL": "C"}).splitlines()
+        return next((line.partition(":")[2].strip() for line in lines if line.startswith("Model name")), "")
+    return platform.processor() or platform.machine()
+
+
+def commit(folder: Path) -> str:
+    git = ["git", "-C", str(folder), "describe", "--always", "--dirty"]
+    with contextlib.suppress(OSError):
+        return subprocess.run(git, capture_output=True, text=True).stdout.strip()
+    return ""
