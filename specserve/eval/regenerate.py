@@ -377,9 +377,8 @@ def _jobs(rows: Iterable[Row], manner: Manner, samples: int, done: set[str], acc
             account.left_out[reason] += 1
             continue
         kwargs = {**manner.template_kwargs, **row.variables()}
-        question = [asked, row.variables()] if row.template_kwargs else [asked]
         for sample in range(samples):
-            key = f"{_digest(*question)}-{sample}"
+            key = _row_id(row, asked, sample)
             if key in done:
                 account.num_there += 1
             elif key in jobs:
@@ -387,6 +386,17 @@ def _jobs(rows: Iterable[Row], manner: Manner, samples: int, done: set[str], acc
             else:
                 jobs[key] = _Job(key, row, [list(turn) for turn in asked], kwargs)
     return list(jobs.values())
+
+
+def row_id(row: Conversation) -> str:
+    """The `id` of the row that holds the (first) answers to a conversation's questions: the same for the same questions
+    under the same variables of the template, wherever they stand."""
+    return _row_id(row, _asked(row)[0], 0)
+
+
+def _row_id(row: Conversation, asked: list[list[dict[str, Any]]], sample: int) -> str:
+    question = [asked, row.variables()] if row.template_kwargs else [asked]
+    return f"{_digest(*question)}-{sample}"
 
 
 def _asked(row: Conversation) -> tuple[list[list[dict[str, Any]]], str]:
