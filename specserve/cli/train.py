@@ -26,7 +26,7 @@ from specserve.eval.settings import EvalRun
 from specserve.train import budget as budgets
 from specserve.train.budget import Budget
 from specserve.train.observers import observing
-from specserve.train.plan import find_config
+from specserve.train.plan import find_config, is_known_here
 from specserve.train.prepare import Mixture, load_mixture, prepare
 from specserve.train.run_folder import SETTINGS_FILE, RunFolder
 from specserve.train.settings import TrainRun
@@ -58,6 +58,8 @@ def _train(run: TrainRun) -> None:
         if not folder.is_first:
             prepare(run, folder).train()
             return
+        if not is_known_here(run.target):
+            resolve_target(run.target, needs_weights=False)
         show_outline(run, console)
         with observing(run) as observers:
             budget, mixture = budgets.begin(run), None

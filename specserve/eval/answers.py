@@ -167,8 +167,8 @@ class _Store:
             yield
 
     def path(self, source: SourceRows) -> Path:
-        """The file of a source's answers: its name, as far as a file may have it."""
-        words = re.sub(r"[^\w.-]+", "-", source.name).strip("-.")[-60:]
+        """The file of a source's answers, called as the source is, as far as a file may be."""
+        words = re.sub(r"[^\w.-]+", "-", Path(source.name).name)[:60]
         return self.folder / f"{words}-{_digest(source.name)[:8]}.jsonl"
 
     def ask(self, engine: Engine, drawn: Mixture, on_answer: Callable[[Answering], None]) -> list[Account]:

@@ -18,7 +18,7 @@ from specserve.train.settings import TrainRun
 logger = logging.getLogger(__name__)
 
 FILE = "budget.json"
-UNITS = {"s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+UNITS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
 _TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*(" + "|".join(UNITS) + ")")
 ANSWERS_SHARE = 0.5  # of the budget is for the target's answers, where there are any to give
 ENDING_SHARE = 0.1  # is for measuring and saving along the way and at the end

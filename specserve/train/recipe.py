@@ -106,10 +106,12 @@ def _preset_of(target: ModelConfig) -> Preset | None:
     return next((preset for preset in PRESETS.values() if preset.config() == target), None)
 
 
-def _draft_of(target: ModelConfig) -> dict[str, int]:
-    """The sizes of a head where the target's own do not suit one: an MLP as narrow as one expert, or more heads than
-    its width has room for."""
-    sizes = {}
+def _draft_of(target: ModelConfig) -> dict[str, Any]:
+    """The sizes of a head where the target's own do not suit one: an MLP as narrow as one expert, more heads than its
+    width has room for, or layers so few that the usual ones cannot be tapped."""
+    sizes: dict[str, Any] = {}
+    if target.num_layers < 5:
+        sizes["aux_layers"] = tuple(sorted({0, target.num_layers // 2, target.num_layers - 1}))
     if target.experts and target.d_ff < 2 * target.d_model:
         sizes["d_ff"] = 3 * target.d_model
     if target.latent and target.num_heads > target.d_model // 128 >= 8:
