@@ -207,6 +207,28 @@ def test_questions_need_no_answers(tmp_path):
     assert account.num_rows == len(source.train) > 20
 
 
+@pytest.mark.parametrize("thinking", ["keep", "drop"])
+def test_reasoning_that_is_cut_is_kept_as_the_tokens_it_was(tmp_path, thinking):
+    """No message can hold it. It is learned from its question to the cut."""
+    engine, output = Scripted("qwen3", lambda prompt, seed: "<think>\nhm hm hm hm hm"), tmp_path / "o.jsonl"
+    manner = Manner(max_tokens=5, thinking=thinking)
+    account = regenerate(engine, [ask("one", "old"), ask("two", "old", "more?", "old")], output, manner)
+    if thinking == "drop":
+        assert (account.num_rows, account.left_out.total()) == (0, 2)
+        return
+    assert (account.num_rows, account.shortened) == (2, {"reasoning does not end within max_tokens": 2})
+    [source] = load_mixture([str(output)])
+    found = {row.key: row for row in (*source.train, *source.held_out)}
+    assert set(found) == {ask("one", "old").key, ask("two", "old").key}
+    for row in found.values():
+        assert isinstance(row, TokenRow)
+        prompt = engine.tokenizer.decode(row.token_ids[~row.loss_mask].tolist(), skip_special_tokens=False)
+        assert prompt in engine.prompts
+        assert engine.tokenizer.decode(row.token_ids[row.loss_mask].tolist()).startswith("<think>")
+        assert row.loss_mask.sum() == 5
+    assert regenerate(engine, [ask("one", "old")], output, manner).num_there == 1
+
+
 def test_reasoning_that_does_not_end_makes_no_row(tmp_path):
     reply = lambda prompt, seed: "<think>\nhm hm" if "one" in prompt else echo(prompt, seed)  # noqa: E731
     account = regenerate(Scripted("qwen3", reply), [ask("one", "old"), ask("two", "old")], tmp_path / "o.jsonl", EXACT)
