@@ -27,10 +27,11 @@ from specserve.errors import DataError
 from specserve.eval.engines import answering_engine
 from specserve.eval.regenerate import FINAL_CHANNEL, Account, Manner, regenerate, row_id
 from specserve.host import cache_folder
-from specserve.mesh import SERVING_AXES, mesh_sizes, parse_mesh
+from specserve.mesh import SERVING_AXES, free_memory, mesh_sizes, parse_mesh
 from specserve.provenance import fingerprint
 from specserve.serve.engine import Engine
-from specserve.serve.launch import load_models
+from specserve.serve.launch import Models, load_models
+from specserve.serve.placement import bytes_per_token
 from specserve.tokenizer import Tokenizer
 from specserve.train import budget as budgets
 from specserve.train.budget import Budget
@@ -38,6 +39,8 @@ from specserve.train.prepare import Mixture
 from specserve.train.settings import TrainRun
 
 logger = logging.getLogger(__name__)
+
+CACHE_SHARE = 0.4  # of the memory that is free beside the weights, which are packed anew meanwhile
 
 
 @dataclass(frozen=True)
@@ -95,13 +98,24 @@ def _engine(run: TrainRun, watch: Watch) -> Iterator[Engine]:
     engine = answering_engine(
         models,
         "",
-        num_slots=sizes["data"] * -(-run.data.answer_slots // sizes["data"]),
+        num_slots=_num_slots(run, models, sizes["data"]),
         max_model_len=run.train.seq_len,
         on_warmup=watch.on_warmup,
     )
     del models  # the engine has packed them anew
     with engine:
         yield engine
+
+
+def _num_slots(run: TrainRun, models: Models, parts: int) -> int:
+    """As many answers at once as the run asks for and the devices have room for, a multiple of the parts that they are
+    spread over."""
+    drafter = models.head.drafter if models.head else None
+    each = bytes_per_token(models.target.config, drafter, models.mesh) * run.train.seq_len
+    room = int(CACHE_SHARE * free_memory(models.mesh) / max(each, 1))
+    if room < run.data.answer_slots:
+        logger.info("%d answers at once, for which there is memory, in place of %d", room, run.data.answer_slots)
+    return parts * max(1, -(-min(room, run.data.answer_slots) // parts))
 
 
 class _Enough(Exception):

@@ -70,6 +70,13 @@ def test_help_imports_nothing_heavy(arguments: list[str], unneeded: list[str]) -
     subprocess.run([sys.executable, "-c", code, " ".join(unneeded), *arguments], check=True)
 
 
+def test_the_options_of_train_that_people_use_first_come_first() -> None:
+    command = Root.lazy["train"].load("train")
+    first = [option.opts[0] for option in command.params if not option.rich_help_panel]
+    wanted = "--target --source --regenerate --output --budget --max-steps --mesh --resume --dry-run --config"
+    assert first[:10] == wanted.split()
+
+
 @pytest.mark.parametrize("group", [Root, Bench, Data])
 def test_every_command_is_where_the_table_says(group: type[LazyGroup]) -> None:
     for name, lazy in group.lazy.items():
