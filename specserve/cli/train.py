@@ -18,7 +18,7 @@ from specserve.cli.options import show_error
 from specserve.cli.plan_view import show_outline, show_plan
 from specserve.cli.progress import bar_columns, console
 from specserve.cli.training_bar import TrainingBar
-from specserve.errors import DataError, SpecServeError
+from specserve.errors import CheckpointError, DataError, SpecServeError
 from specserve.eval import answers
 from specserve.eval.answers import Answering, Watch
 from specserve.eval.prompts import load_questions
@@ -28,6 +28,7 @@ from specserve.train.budget import Budget
 from specserve.train.observers import observing
 from specserve.train.plan import find_config, is_known_here
 from specserve.train.prepare import Mixture, load_mixture, prepare
+from specserve.train.recipe import BENCH
 from specserve.train.run_folder import SETTINGS_FILE, RunFolder
 from specserve.train.settings import TrainRun
 from specserve.train.trainer import Observer
@@ -78,18 +79,22 @@ def _train(run: TrainRun) -> None:
 
 def _read(run: TrainRun) -> Mixture:
     """The run's sources, for which the target's tokenizer and config are enough."""
-    folder = resolve_target(run.target, needs_weights=False).folder
+    try:
+        folder = resolve_target(run.target, needs_weights=False).folder
+    except CheckpointError:
+        resolve_target(run.target)  # whose error names the weights too
+        raise
     target, _ = find_config(str(folder))
     return load_mixture(run, target.vocab_size, needs_answers=not run.data.regenerate)
 
 
 def _is_there(bench: str) -> bool:
-    """Whether there are questions to measure on at the end. A data set that cannot be had is said now, and is no
-    reason not to train."""
+    """Whether there are questions to measure on at the end. The one that a target brings along may not be to be had:
+    that is said now, and is no reason not to train."""
     try:
         return bool(load_questions(bench, 0))
     except DataError as error:
-        if bench.endswith(".jsonl"):
+        if bench != BENCH:
             raise
         logger.warning("the head will not be measured on %s: %s", bench, error)
         return False

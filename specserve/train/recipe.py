@@ -28,7 +28,7 @@ from specserve.train.run_folder import SETTINGS_FILE
 from specserve.train.settings import TrainRun
 
 FOLDER = Path(__file__).parent.parent / "targets" / "recipes"  # of runs that do not follow the one below
-MIXTURE, CONVERSATIONS = "perfectblend", 200_000
+MIXTURE, CONVERSATIONS, BENCH = "perfectblend", 200_000, "mt-bench"
 ANSWER_SLOTS = 64  # on accelerators, where a step of many sequences takes as long as one of few
 MAX_STEPS, SEQ_LEN, BATCH_SIZE, EVERY = 40_000, 2048, 8, 2000
 DEVICE_BYTES = 40e9  # of weights on one device of 80 GB, where a target has no preset
@@ -97,7 +97,7 @@ def _of_target(target: ModelConfig, preset: Preset | None) -> dict[str, Any]:
         "train.lr": float(f"{rate:.1e}"),
         "train.eval_every": EVERY,
         "train.save_every": EVERY,
-        "eval.bench": ("mt-bench",),
+        "eval.bench": (BENCH,),
     }
 
 
