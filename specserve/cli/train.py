@@ -36,6 +36,8 @@ from specserve.train.trainer import Progress as Moment
 
 logger = logging.getLogger(__name__)
 
+SAID_EVERY = 60.0  # seconds, where there is no terminal for a bar
+
 
 def train(run: TrainRun) -> None:
     """Train in this process, or in one of several that run this command. With `dry_run`, print the plan and return."""
@@ -102,7 +104,7 @@ def _is_there(bench: str) -> bool:
 
 def _answered(run: TrainRun, mixture: Mixture, budget: Budget | None) -> tuple[Mixture, Budget | None]:
     """Have the target answer. What it has said when the process ends is kept."""
-    target = resolve_target(run.target)
+    target, said = resolve_target(run.target), [time.monotonic()]
     with Progress(*bar_columns(), console=console) as progress:
         compiling = progress.add_task("compiling", note="", visible=False)
         answering = progress.add_task("answering", note="", visible=False)
@@ -114,6 +116,9 @@ def _answered(run: TrainRun, mixture: Mixture, budget: Budget | None) -> tuple[M
             account = so_far.account
             note = f"{account.num_tokens:,} tokens  {account.tokens_per_second:,.0f} tokens/s"
             progress.update(answering, completed=so_far.done, total=so_far.total, note=note, visible=True)
+            if not console.is_terminal and time.monotonic() > said[-1] + SAID_EVERY:
+                said.append(time.monotonic())
+                console.print(f"answered {so_far.done:,} of {so_far.total:,}  {note}", highlight=False, soft_wrap=True)
 
         try:
             return answers.answer(run, target, mixture, budget, Watch(on_warmup, on_answer))

@@ -16,7 +16,7 @@ from specserve.cli import serve, train
 from specserve.cli.lazy import LazyGroup
 from specserve.cli.main import Bench, Data, Root, main
 from specserve.cli.options import show_error
-from specserve.errors import ConfigError
+from specserve.errors import CheckpointError, ConfigError, DataError
 from specserve.train.run_folder import SETTINGS_FILE
 from specserve.train.settings import TrainRun
 from specserve.train.trainer import Progress
@@ -129,6 +129,35 @@ def test_the_command_that_goes_on_with_a_run_can_be_pasted(
     train._train(TrainRun(output=str(output)))
     command = capsys.readouterr().out.splitlines()[-1].partition("go on with ")[2]
     assert shlex.split(command) == ["specserve", "train", "--config", str(output / SETTINGS_FILE), "--resume"]
+
+
+def test_the_plan_comes_before_any_download(
+    say: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ""
+
+    def resolve(name: str, **_: bool) -> None:
+        nonlocal said
+        said += " ".join(capsys.readouterr().out.split())
+        for words in ("The plan", "200,000 conversations of perfectblend", "for the target's download", "expected tau"):
+            assert words in said
+        raise CheckpointError(f"no {name} here")
+
+    monkeypatch.setattr(train, "resolve_target", resolve)
+    assert say("train", "--target", "qwen3-8b") == "error: no qwen3-8b here\n"
+
+
+def test_a_bench_that_comes_with_the_target_may_be_missing_and_a_named_one_may_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(bench: str, _limit: int) -> None:
+        raise DataError(f"{bench} is not there")
+
+    monkeypatch.setattr(train, "load_questions", load)
+    assert not train._is_there("mt-bench")
+    assert "will not be measured on mt-bench: mt-bench is not there" in caplog.text
+    with pytest.raises(DataError, match=r"my\.jsonl is not there"):
+        train._is_there("my.jsonl")
 
 
 def test_unreachable_hub_names_the_folder_for_the_weights(tmp_path: Path) -> None:

@@ -13,11 +13,14 @@ from scripted import Scripted, echo
 from tiny_folder import FAMILY, write_folder, write_mixture
 from tiny_run import tiny_run
 
+from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import TargetSource
 from specserve.data.conversations import Conversation
 from specserve.errors import DataError
 from specserve.eval import answers
 from specserve.eval.answers import Answering, Watch
+from specserve.serve.launch import Models
+from specserve.serve.placement import bytes_per_token
 from specserve.train import budget as budgets
 from specserve.train.budget import Budget
 from specserve.train.prepare import Mixture, load_mixture
@@ -123,3 +126,15 @@ def test_a_budget_decides_once(run: TrainRun, answer: Answer) -> None:
 def test_a_target_that_says_nothing_of_use_is_an_error(run: TrainRun, answer: Answer) -> None:
     with pytest.raises(DataError, match=r"no answer that can be trained on to 30 questions.*--no-regenerate"):
         answer(run, reply=lambda _prompt, _seed: " ")
+
+
+@pytest.mark.parametrize(("free", "parts", "expected"), [(1e12, 1, 16), (1e12, 3, 18), (0, 1, 1), (0, 4, 4)])
+def test_as_many_at_once_as_there_is_room_for(
+    run: TrainRun, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, free: float, parts: int, expected: int
+) -> None:
+    monkeypatch.setattr(answers, "free_memory", lambda _mesh: free)
+    models = Models("tiny", tiny_target, None, None)
+    assert answers._num_slots(run, models, parts) == expected
+    each = bytes_per_token(tiny_target.config, None) * run.train.seq_len
+    monkeypatch.setattr(answers, "free_memory", lambda _mesh: 5 * each / answers.CACHE_SHARE)
+    assert answers._num_slots(run, models, 1) == 5
