@@ -103,6 +103,16 @@ def test_a_killed_stage_goes_on_to_the_same_rows(run: TrainRun, answer: Answer, 
     assert texts(answer(run)) == texts(found), "in whatever order the answers came"
 
 
+def test_what_has_no_answer_is_not_asked_again(run: TrainRun, answer: Answer) -> None:
+    def reply(prompt: str, seed: int) -> str:
+        return " " if "1" in prompt.rpartition("user")[2] else echo(prompt, seed)
+
+    found = answer(run, reply=reply)
+    assert 0 < sum(len(source.train) for source in found) < 30 == answer.asked[-1]  # type: ignore[attr-defined]
+    assert texts(answer(run)) == texts(found)
+    assert answer.asked[-1] == 0  # type: ignore[attr-defined]
+
+
 def test_another_manner_of_answering_is_asked_anew(run: TrainRun, answer: Answer) -> None:
     answer(run)
     for changed in ({"answer_tokens": 30}, {"answer_temperature": 0.5}, {"template_kwargs": ()}):
