@@ -88,6 +88,16 @@ def begin(run: TrainRun) -> Budget | None:
     if not run.train.resume or not path.is_file():
         path.unlink(missing_ok=True)
         return budget
+    return _read(path)
+
+
+def decided(run: TrainRun) -> TrainRun:
+    """The run as the budget in its folder has scaled it so far. Raises CheckpointError."""
+    path = Path(run.output) / FILE
+    return _read(path).apply(run) if run.budget and path.is_file() else run
+
+
+def _read(path: Path) -> Budget:
     try:
         return Budget(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:

@@ -64,6 +64,8 @@ def test_what_was_decided_is_followed(tmp_path: Path) -> None:
     resumed = dataclasses.replace(run, train=dataclasses.replace(run.train, resume=True))
     assert budgets.begin(resumed) == decided
     scaled = decided.apply(run)
+    assert budgets.decided(run) == scaled, "what the report shows"
+    assert budgets.decided(dataclasses.replace(run, budget="")).train.max_steps == 40_000
     train = scaled.train
     assert (scaled.data.max_conversations, train.max_steps, train.eval_every, train.save_every) == (50, 300, 30, 0)
     (tmp_path / budgets.FILE).write_text("{")
