@@ -48,12 +48,9 @@ def _optax_promotes() -> Iterator[None]:
 def line(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """`specserve train` with a target and data as people have them, and little of all."""
     made = tmp_path_factory.mktemp("made")
-    question = {"question_id": 1, "category": "sums", "turns": ["what is 99?", "and one more?"]}
-    (made / "asked.jsonl").write_text(json.dumps(question) + "\n")
     folder, mixture = write_folder(made / "target"), write_mixture(made / "mix.jsonl")
     flags = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
-    own = ["--target", str(folder), "--source", str(mixture), "--bench", str(made / "asked.jsonl")]
-    return ["train", *own, "--regenerate", *flags]
+    return ["train", "--target", str(folder), "--source", str(mixture), "--regenerate", *flags]
 
 
 def run(line: list[str], output: Path, cache: Path, *more: str) -> str:
@@ -85,7 +82,9 @@ def test_a_line_killed_in_each_stage_ends_with_the_same_head(
     """As one does that nobody disturbs, and that has a budget which suffices."""
     monkeypatch.setattr(budgets, "PROBE_SECONDS", 0.2)
     whole, killed, cache = tmp_path / "whole", tmp_path / "killed", tmp_path / "other-cache"
-    output = run(line, whole, tmp_path / "cache", "--budget", "2h")
+    question, asked = {"turns": ["what is 99?", "and one more?"]}, tmp_path / "asked.jsonl"
+    asked.write_text(json.dumps(question) + "\n")
+    output = run(line, whole, tmp_path / "cache", "--budget", "2h", "--bench", str(asked))
     for said in ("The plan", "of the target itself", "expected tau", "fit the budget", "specserve serve --draft"):
         assert said in output
     assert json.loads((whole / "eval-asked.json").read_text())
@@ -94,10 +93,10 @@ def test_a_line_killed_in_each_stage_ends_with_the_same_head(
     assert notes["answers"] == "of the target"
     assert notes["acceptance"]["tau"] >= 1
 
-    start(line, killed, cache, "answer 5")
+    start(line, killed, cache, "answer 5", "--bench", "")
     assert not (killed / "model.safetensors").exists()
     start(line, killed, cache, "step 2", "--resume")
-    run(line, killed, cache, "--resume", "--bench", "")
+    run(line, killed, cache, "--resume")
     assert curve(killed) == curve(whole)
     heads = [(folder / "model.safetensors").read_bytes() for folder in (killed, whole)]
     assert heads[0] == heads[1]
