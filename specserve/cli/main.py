@@ -25,8 +25,9 @@ class Root(LazyGroup):
         ),
         "train": Lazy(
             "specserve.cli.train:train",
-            "Train a draft head against a frozen target and write it to a folder that `serve --draft` takes.",
+            "Train a draft head for a target, on its own answers, and write it to a folder that `serve --draft` takes.",
             "specserve.train.settings:TrainRun",
+            "specserve.train.recipe:fill",
         ),
         "serve": Lazy(
             "specserve.cli.serve:serve",
