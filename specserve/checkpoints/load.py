@@ -324,7 +324,7 @@ def check_weights(params: Any, spec_tree: Any, where: str, *, may_be_zero: bool 
     dead = [spec.name for spec, weight in weights if not may_be_zero and not any(map(jnp.any, jax.tree.leaves(weight)))]
     if dead:
         raise CheckpointError(
-            f"{where}: nothing but zeros: {listed(dead)}; was it never filled? Copy, download or export the weights again"
+            f"{where}: nothing but zeros: {listed(dead)}, as if never filled; export or download the weights again"
         )
 
 

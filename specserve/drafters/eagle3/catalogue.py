@@ -159,7 +159,7 @@ ALL_ZERO = _tensors(
     "error",
     "{name} holds nothing but zeros",
     why="what goes through it is lost: the head proposes without the target's states, or the same tokens always",
-    by_hand="go back to an earlier checkpoint, or export the head again: a tensor that was never filled looks like this",
+    by_hand="go back to an earlier checkpoint, or export the head again: it looks like one that was never filled",
 )
 WEIGHT_RANGE = _tensors(
     "weight-range",

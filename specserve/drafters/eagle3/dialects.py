@@ -124,11 +124,11 @@ def draft_config_from_hf(
         told = ", ".join(f"{key} is {raw[key]!r}" for key in wrong)
         raise ConfigError(f"{where}: {told}; expected positive whole numbers")
     if (stated := raw.get("hidden_act")) not in (None, ACTIVATION):
-        raise ConfigError(
-            f"{where}: hidden_act is {stated!r}; specserve computes EAGLE-3 heads with {ACTIVATION!r} only"
-        )
+        raise ConfigError(f"{where}: hidden_act is {stated!r}; heads are computed with {ACTIVATION!r} alone")
     if not is_eps(eps := raw.get("rms_norm_eps", 1e-6)):
-        raise ConfigError(f"{where}: rms_norm_eps is {eps!r}; expected a number above 0 and far below 1, such as 1e-06")
+        raise ConfigError(
+            f"{where}: rms_norm_eps is {eps!r}; expected a number above 0 and at most 0.01, such as 1e-06"
+        )
     shift = 0 if dialect_of(raw, names) == "sglang" else 1
     ids = tuple(i - shift for i in tap_ids(raw))
     aux_layers = ids or (default_taps(target) if target else _NO_TAPS)
