@@ -34,6 +34,11 @@ class Root(LazyGroup):
             "Measure tau, acceptance by depth and category, and plain against speculative tokens/s in one run.",
             "specserve.eval.settings:EvalRun",
         ),
+        "verify": Lazy(
+            "specserve.cli.verify:verify",
+            "Prove on your own target and head that speculation changes no token. Exit status 1 where there are bugs.",
+            "specserve.eval.settings:VerifyRun",
+        ),
         "targets": Lazy(
             "specserve.cli.targets:targets",
             "List the targets that have a name here: their size, memory in bfloat16 and the head to train.",

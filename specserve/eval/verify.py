@@ -8,7 +8,7 @@ differ by on this machine (`WholeText` is one of them). Anything else is a bug.
 import dataclasses
 import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,11 +19,12 @@ from specserve.errors import SpecServeError
 from specserve.eval.verify_asks import Ask, base_asks, follow_ups, option_asks
 from specserve.eval.verify_judge import Bench, Judge, bug, log_sum_exp
 from specserve.eval.verify_report import Mismatch, Report, Row, Test
-from specserve.serve.completion import CompletionOutput
+from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.interface import EngineStats
 from specserve.serve.pages import PagePool
-from specserve.serve.request import SamplingParams
+from specserve.serve.request import Delta, SamplingParams
+from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.controller import Controller, Estimate
 from specserve.speculative.tree import Tree
 
@@ -53,22 +54,35 @@ class _Scripted(Controller):
     def choose(
         self, estimates: Sequence[Estimate], trees: Sequence[Tree | None], batch_size: int, width: int
     ) -> Tree | None:
-        del estimates, trees, batch_size, width
-        return self._script()
+        del estimates, batch_size, width
+        tree = self._script()
+        return tree if tree in trees else trees[-1]  # steps with grammars have programs for one tree alone
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """What an engine made of some asks, in their order."""
+
+    of: list[CompletionOutput]
+    drafts: list[list[tuple[int, ...]]]  # of each answer the tokens proposed, step by step, where the ask wants them
+    stats: EngineStats
+
+    @property
+    def acceptance(self) -> Acceptance:
+        return sum((answer.stats for answer in self.of), Acceptance())
 
 
 @dataclass
 class _Steps:
-    """Steps whose acceptance was compared with that of the same steps of another run, up to the first difference."""
+    """Steps whose drafts were compared with those of the same steps of another run, up to the first difference."""
 
     number: int = 0
     differences: int = 0
 
-    def compare(self, one: CompletionOutput, other: CompletionOutput) -> None:
-        pairs = zip(_accepted(one), _accepted(other), strict=False)
-        for a, b in pairs:
+    def compare(self, drafts: Sequence[tuple[int, ...]], others: Sequence[tuple[int, ...]]) -> None:
+        for ours, theirs in zip(drafts, others, strict=False):
             self.number += 1
-            if a != b:
+            if ours != theirs:
                 self.differences += 1
                 return
 
@@ -80,10 +94,6 @@ class _Steps:
         total = self.differences + control.differences
         share = self.number / max(1, self.number + control.number)
         return float(binomtest(self.differences, total, share, alternative="greater").pvalue) if total else 1.0
-
-
-def _accepted(answer: CompletionOutput) -> list[int]:
-    return [n_accepted for _, n_accepted in answer.stats.drafts]
 
 
 class Prover:
@@ -112,8 +122,9 @@ class Prover:
         if len(ways) > 2:
             dice = random.Random(self.plan.seed)
             asks = [*self.base, *self.options]
-            answers, _ = self._answer(lambda: dice.choice(ways), asks, is_caching=True)
-            self._compare("any way at each step", "mixed batches", asks, answers)
+            self._on_check("any way at each step", "mixed batches")
+            found = self._answer(lambda: dice.choice(ways), asks, is_caching=True)
+            self._compare("any way at each step", "mixed batches", asks, found)
 
     # What is asked, and by whom it is answered.
 
@@ -125,7 +136,7 @@ class Prover:
         is_caching: bool,
         is_alone: bool = False,  # one after the other
         num_pages: int | None = None,  # that the engine believes to have; None: enough
-    ) -> tuple[list[CompletionOutput], EngineStats]:
+    ) -> _Answers:
         runner = self.bench.runner
         runner.reset()
         engine = Engine(
@@ -134,24 +145,25 @@ class Prover:
             model_name="",
             eos_ids=self.bench.target.eos_ids,
             controller=_Scripted(script),
-            options=EngineOptions(is_caching=is_caching),
+            options=EngineOptions(is_caching=is_caching, max_queue=len(asks)),
         )
         if num_pages is not None:
             engine.rounds.scheduler.pool = PagePool(num_pages, runner.shapes.page_size)
+        answers, drafts = [], []
         with engine:
-            if is_alone:
-                answers = [engine.generate([ask.prompt], ask.params)[0] for ask in asks]
-            else:
-                answers = engine.generate([ask.prompt for ask in asks], [ask.params for ask in asks])
+            for some in [[ask] for ask in asks] if is_alone else [asks]:
+                found = _ask(engine, some)
+                answers += found[0]
+                drafts += found[1]
             if not engine.is_healthy:
                 raise SpecServeError("the engine died; its log says why")
-            return answers, engine.stats()
+            return _Answers(answers, drafts, engine.stats())
 
     def _ask_plainly(self) -> None:
         """Have plain decoding answer everything, one request after the other, without a prefix cache."""
 
         def answer(asks: Sequence[Ask]) -> list[CompletionOutput]:
-            answers, _ = self._answer(lambda: None, asks, is_caching=False, is_alone=True)
+            answers = self._answer(lambda: None, asks, is_caching=False, is_alone=True).of
             self._plain |= {id(ask): found for ask, found in zip(asks, answers, strict=True)}
             return answers
 
@@ -176,9 +188,9 @@ class Prover:
     def _check_plain(self) -> None:
         """Measure the noise, and hold plain decoding against the rule and against itself in a batch."""
         self._on_check("off", "the rule")
-        together, _ = self._answer(lambda: None, self.base, is_caching=False)
+        together = self._answer(lambda: None, self.base, is_caching=False)
         spread = 0.0
-        for ask, other in zip(self.base, together, strict=True):
+        for ask, other in zip(self.base, together.of, strict=True):
             plain = self._plain[id(ask)]
             logits = self._judge.logits(ask, plain.token_ids)
             spread = max(spread, float(logits.std(axis=-1).max()))
@@ -224,29 +236,27 @@ class Prover:
 
     def _check_way(self, tree: Tree) -> None:
         way = describe(tree)
-        is_comparable = tree.uses_head and not tree.lookup  # a lookup finds more, the more has been answered
         self._on_check(way, "alone")
-        fresh, _ = self._answer(lambda: tree, self.base, is_caching=False, is_alone=True)
+        fresh = self._answer(lambda: tree, self.base, is_caching=False, is_alone=True)
         self._compare(way, "alone", self.base, fresh)
         self._on_check(way, "prefix hits")
-        hits, stats = self._answer(lambda: tree, self.base, is_caching=True, is_alone=True)
+        hits = self._answer(lambda: tree, self.base, is_caching=True, is_alone=True)
         row = self._compare(way, "prefix hits", self.base, hits)
-        row.note = f"{stats.num_prefix_hits} tokens hit"
+        row.note = f"{hits.stats.num_prefix_hits:,} tokens hit"
         self._on_check(way, "mixed batches")
         everything = [*self.base, *self.options]
-        together, _ = self._answer(lambda: tree, everything, is_caching=False)
+        together = self._answer(lambda: tree, everything, is_caching=False)
         self._compare(way, "mixed batches", everything, together)
         self._on_check(way, "preemption")
         pages = 1 + max(-(-ask.num_tokens // self.bench.runner.shapes.page_size) for ask in everything)
-        few, stats = self._answer(lambda: tree, everything, is_caching=True, num_pages=pages)
+        few = self._answer(lambda: tree, everything, is_caching=True, num_pages=pages)
         row = self._compare(way, "preemption", everything, few)
-        row.note = f"{stats.num_preemptions} preemptions in {pages} pages"
-        if is_comparable:
+        row.note = f"{few.stats.num_preemptions} preemptions in {pages} pages"
+        if tree.uses_head and not tree.lookup:  # a lookup finds more, the more has been answered
             control = _Steps()
-            for one, other in zip(fresh, together, strict=False):
-                control.compare(one, other)
-            pairs = [pair for pair in zip(hits, fresh, strict=True) if pair[0].stats.num_cached_tokens]
-            self._compare_acceptance(way, "after prefix hits", pairs, control)
+            for ours, theirs in zip(fresh.drafts, together.drafts, strict=False):
+                control.compare(ours, theirs)
+            self._compare_drafts(way, "after prefix hits", hits, fresh, control)
             self._check_stretch(tree, control)
         self._draw(tree)
 
@@ -255,39 +265,36 @@ class Prover:
         way = describe(tree)
         self._on_check(way, "after plain steps")
         length = self.plan.max_tokens // 3
-        script: Iterator[Tree | None] = iter(())
-        answers, fresh = [], []
+        late, fresh = [], []
         for ask in self.first:
-            script = itertools.chain(itertools.repeat(None, length), itertools.repeat(tree))
-            plain = self._plain[id(ask)]
-            params = dataclasses.replace(ask.params, max_tokens=self.plan.max_tokens - length)
+            steps = itertools.chain(itertools.repeat(None, length), itertools.repeat(tree))
+            late.append(self._answer(steps.__next__, [ask], is_caching=False))
             # the prompt of the fresh run ends before the token that is the root when speculation begins
-            begun = Ask(ask.name, (*ask.prompt, *plain.token_ids[:length]), params)
-            answers += self._answer(script.__next__, [ask], is_caching=False)[0]
-            fresh += self._answer(lambda: tree, [begun], is_caching=False)[0]
-        self._compare(way, "after plain steps", self.first, answers)
-        self._compare_acceptance(way, "after plain steps", list(zip(answers, fresh, strict=True)), control)
+            prompt = (*ask.prompt, *self._plain[id(ask)].token_ids[:length])
+            params = dataclasses.replace(ask.params, max_tokens=self.plan.max_tokens - length)
+            fresh.append(self._answer(lambda: tree, [Ask(ask.name, prompt, params)], is_caching=False))
+        late, fresh = _joined(late), _joined(fresh)
+        self._compare(way, "after plain steps", self.first, late)
+        self._compare_drafts(way, "after plain steps", late, fresh, control)
 
-    def _compare_acceptance(
-        self, way: str, what: str, pairs: Sequence[tuple[CompletionOutput, CompletionOutput]], control: _Steps
-    ) -> None:
+    def _compare_drafts(self, way: str, what: str, found: _Answers, fresh: _Answers, control: _Steps) -> None:
+        """Whether the same tokens were proposed as by runs that begin anew. A draft that lacks entries proposes others,
+        which costs acceptance and changes no answer."""
         steps = _Steps()
-        for one, other in pairs:
-            steps.compare(one, other)
-        taus = [1 + sum(map(sum, map(_accepted, side))) / max(1, sum(map(len, map(_accepted, side)))) for side in
-                zip(*pairs, strict=True)] or [1.0, 1.0]  # fmt: skip
-        told = f"{steps.differences} of {len(pairs)} answers differ, tau {taus[0]:.2f}, of fresh runs {taus[1]:.2f}"
-        self.report.tests.append(Test(way, f"acceptance {what}", told, steps.p_value(control)))
+        for ours, theirs in zip(found.drafts, fresh.drafts, strict=True):
+            steps.compare(ours, theirs)
+        taus = [_speculative(each).tau for each in (found, fresh)]
+        told = f"{steps.differences} of {len(found.of)} answers, tau {taus[0]:.2f}; of fresh runs {taus[1]:.2f}"
+        self.report.tests.append(Test(way, f"other drafts {what}", told, steps.p_value(control)))
 
     # Comparison.
 
-    def _compare(self, way: str, check: str, asks: Sequence[Ask], answers: Sequence[CompletionOutput]) -> Row:
-        row = Row(way, check)
+    def _compare(self, way: str, check: str, asks: Sequence[Ask], answers: _Answers) -> Row:
+        row = Row(way, check, acceptance=answers.acceptance)
         self.report.rows.append(row)
-        for ask, answer in zip(asks, answers, strict=True):
+        for ask, answer in zip(asks, answers.of, strict=True):
             row.num_answers += 1
             row.num_tokens += len(answer.token_ids)
-            row.acceptance += answer.stats
             if mismatch := self._judge.find(way, check, ask, self._plain[id(ask)], answer):
                 self._add(row, mismatch)
         return row
@@ -312,17 +319,31 @@ class Prover:
         options: dict[str, Any] = {"max_tokens": DRAWN_TOKENS, "ignore_eos": True}
         seeds = range(self.plan.seed, self.plan.seed + self.plan.draws)
         asks = [Ask(f"seed {seed}", tuple(prompt), SamplingParams(seed=seed, **options)) for seed in seeds]
-        answers, _ = self._answer(lambda: tree, asks, is_caching=True)
+        answers = self._answer(lambda: tree, asks, is_caching=True)
         if tree is None:
-            self._drawn = answers
+            self._drawn = answers.of
         else:
             self._plain |= {id(ask): plain for ask, plain in zip(asks, self._drawn, strict=True)}
             self._compare(way, "distribution", asks, answers)
             for ask in asks:
                 del self._plain[id(ask)]
-        places = self._judge.places(prompt, [answer.token_ids for answer in answers])
+        places = self._judge.places(prompt, [answer.token_ids for answer in answers.of])
         names = ("next tokens", places[:, 1:]) if tree is not None else ("first token", places[:, :1])
         self.report.tests.append(_chi_square(way, *names))
+
+
+def _joined(runs: Sequence[_Answers]) -> _Answers:
+    """The answers of several runs as those of one."""
+    return _Answers([run.of[0] for run in runs], [run.drafts[0] for run in runs], runs[-1].stats)
+
+
+def _speculative(answers: _Answers) -> Acceptance:
+    """What the steps that proposed something accepted."""
+    drafts = [draft for answer in answers.of for draft in answer.stats.drafts]
+    found = Acceptance()
+    for num_draft_tokens, n_accepted in drafts:
+        found = found.after_step(n_accepted, depth=n_accepted, num_draft_tokens=num_draft_tokens)
+    return found
 
 
 def _chi_square(way: str, what: str, places: np.ndarray) -> Test:
@@ -333,3 +354,29 @@ def _chi_square(way: str, what: str, places: np.ndarray) -> Test:
     statistic = float(((counts - expected) ** 2 / expected).sum())
     told = f"{places.size} draws, chi-square {statistic:.1f} of {NUM_BINS - 1} degrees"
     return Test(way, f"distribution of {what}", told, float(chi2.sf(statistic, NUM_BINS - 1)))
+
+
+def _ask(engine: Engine, asks: Sequence[Ask]) -> tuple[list[CompletionOutput], list[list[tuple[int, ...]]]]:
+    """The answers to asks that run together, and the tokens that each step proposed for them."""
+    drafts: list[list[tuple[int, ...]]] = [[] for _ in asks]
+    collector = Collector(len(asks), lambda _i, _answer: None)
+
+    def listener(i: int) -> Callable[[Delta], None]:
+        collect = collector.listener(i)
+
+        def on_delta(delta: Delta) -> None:
+            if delta.tree is not None:
+                drafts[i].append(delta.tree.token_ids)
+            collect(delta)
+
+        return on_delta
+
+    requests = []
+    try:
+        for i, ask in enumerate(asks):
+            requests.append(engine.submit(ask.prompt, ask.params, listener(i)))
+        return collector.wait(), drafts
+    except BaseException:  # an interrupt: what still runs is not wanted any more
+        for request in requests:
+            request.cancel()
+        raise

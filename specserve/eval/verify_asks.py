@@ -35,6 +35,7 @@ def base_asks(prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> l
     asks = []
     for i, prompt in enumerate(prompts):
         options: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, "logprobs": NUM_LOGPROBS}
+        options["return_tree"] = True  # to compare what was proposed
         greedy = SamplingParams(temperature=0.0, seed=0, **options)
         sampled = SamplingParams(seed=SEEDS[i % len(SEEDS)] + seed + i, **options)
         asks += [Ask(f"prompt {i}, greedy", tuple(prompt), greedy), Ask(f"prompt {i}, sampled", tuple(prompt), sampled)]

@@ -24,16 +24,13 @@ TEXTS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class Bench:
-    """What is put to the proof: a compiled runner, and what it takes to judge its answers."""
+    """What is put to the proof: the ways to speculate of a runner, and what it takes to judge their answers."""
 
     runner: Runner
+    trees: Sequence[Tree]  # of those that the runner has
     target: Target
     tokenizer: Tokenizer | None
     whole_text: WholeText
-
-    @property
-    def trees(self) -> list[Tree]:
-        return [tree for tree in self.runner.shapes.trees if tree is not None]
 
 
 class Judge:
