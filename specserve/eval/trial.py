@@ -19,7 +19,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from specserve.checkpoints.load import Target
+from specserve.checkpoints.load import QUANTIZATIONS, Target, load_target
+from specserve.checkpoints.source import resolve_target
 from specserve.checkpoints.tensors import TensorFolder, read_json
 from specserve.data.dataset import Prompt
 from specserve.drafters.doctor import BELOW_NOTES, KNOWS_NOTHING, MISREAD
@@ -29,11 +30,14 @@ from specserve.drafters.findings import CONFIG, Copy, Finding, Repair
 from specserve.drafters.head import load_head
 from specserve.drafters.notes import read_notes
 from specserve.drafters.registry import kind_of
-from specserve.errors import DataError, SpecServeError
+from specserve.errors import DataError, RequestError, SpecServeError
+from specserve.eval.prompts import load_questions
 from specserve.kernels.rows import Documents
+from specserve.mesh import default_dtype
 from specserve.models import target as target_model
 from specserve.models.config import ModelConfig
 from specserve.speculative.acceptance import Acceptance
+from specserve.tokenizer import Tokenizer
 from specserve.train.acceptance import AcceptanceMeter, Arm
 
 SPECULATION = "chain:3"
@@ -53,6 +57,16 @@ class Trial:
     noted: tuple[float, ...]  # acceptance by depth that its notes promise; empty: nothing
     num_tried: int  # repairs
     findings: list[Finding]
+
+    def told(self) -> str:
+        """What was measured, in a line."""
+        found = self.acceptance
+        noted = f"its notes say {_rates(self.noted)}" if self.noted else "its notes say nothing"
+        tried = f"; {self.num_tried} other readings tried" if self.num_tried else ""
+        return (
+            f"{SPECULATION}, greedy, {found.num_steps:,} steps: tau {found.tau:.2f}, accepted by depth "
+            f"{_rates(found.accept_rate)}; {noted}{tried}"
+        )
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -128,6 +142,26 @@ def _tap(config: ModelConfig, layer: int, params: Any, token_ids: jax.Array) -> 
     return out.aux_hidden_states
 
 
+def load_target_of(folder: Path, name: str) -> Target:
+    """The target of a head with its weights, rounded as the head's notes say. Raises ConfigError or CheckpointError."""
+    stated = read_notes(folder).get("quantization", "none")
+    quantization = stated if stated in QUANTIZATIONS else "none"
+    return load_target(resolve_target(name).folder, dtype=default_dtype(), quantization=quantization)
+
+
+def render_prompts(target: Target, bench: str, limit: int) -> list[Prompt]:
+    """The first turns of a bench by the target's chat template. Raises DataError or CheckpointError."""
+    tokenizer = Tokenizer.load(target.folder)
+    found = []
+    for question in load_questions(bench, limit):
+        try:
+            token_ids = tokenizer.render_chat([{"role": "user", "content": question.turns[0]}])
+        except RequestError as error:
+            raise DataError(f"the target cannot be asked: {error}") from error
+        found.append(Prompt(question.category, token_ids))
+    return found
+
+
 def run_head(
     folder: Path,
     target: Target,
@@ -155,9 +189,13 @@ def run_head(
         expected = f"more than {texts.commonest / texts.num_places:.0%}, the share of the commonest token"
         return Trial(found, noted, num_tried, [KNOWS_NOTHING.found(where, expected, got)])
     if noted:
-        rates = [" ".join(f"{rate:.2f}" for rate in each) for each in (noted, found.accept_rate)]
-        return Trial(found, noted, num_tried, [BELOW_NOTES.found(where, f"{rates[0]} by depth", f"{rates[1]}")])
+        below = BELOW_NOTES.found(where, f"{_rates(noted)} by depth", _rates(found.accept_rate))
+        return Trial(found, noted, num_tried, [below])
     return Trial(found, noted, num_tried, [])
+
+
+def _rates(rates: Sequence[float]) -> str:
+    return " ".join(f"{rate:.2f}" for rate in rates)
 
 
 def noted_rates(notes: dict[str, Any]) -> tuple[float, ...]:
