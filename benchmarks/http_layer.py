@@ -1,19 +1,21 @@
 """What the HTTP layer costs: the same answers straight from the engine and over streams, and requests that ask for
 almost nothing.
 
-Run from the checkout: `python benchmarks/http_layer.py`. Engine and server are one process, the clients another, on the
-same cores. Rounds take turns.
+Run from the checkout: `python benchmarks/http_layer.py`. Engine and server are one process. The clients are another one
+on the same cores, which only reads bytes, so that what is measured is the server's work and not that of a client's
+parser. Rounds take turns.
 """
 
 import argparse
-import functools
-import http.client
+import asyncio
 import json
+import selectors
+import socket
 import statistics
 import subprocess
 import sys
 import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable
 
 from specserve import LLM, SamplingParams
 from specserve.eval.prompts import load_chats
@@ -21,27 +23,83 @@ from specserve.serve.http.app import create_app
 from specserve.serve.http.server import HttpServer
 
 TINY = 200  # requests of one token, to see what a request costs
+HEAD = (
+    "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\nConnection: close\r\n"
+    "Content-Length: {}\r\n\r\n"
+)
 
 
-def ask(port: int, body: str) -> int:
-    """Send one streamed completion and read all of it; returns how many events came."""
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=600)
-    connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
-    reply = connection.getresponse()
-    assert reply.status == 200, reply.read()
-    events = sum(line.startswith(b"data: {") for line in reply)
-    connection.close()
+def ask(port: int, number: int, bodies: list[str]) -> int:
+    """Send all bodies, `number` at a time, and read the streams to their ends; returns how many events came."""
+    waiting, events, tail = bodies[::-1], 0, {}
+    with selectors.DefaultSelector() as open_:
+
+        def begin() -> None:
+            body = waiting.pop()
+            connection = socket.create_connection(("127.0.0.1", port), timeout=600)
+            connection.sendall((HEAD.format(len(body)) + body).encode())
+            open_.register(connection, selectors.EVENT_READ)
+            tail[connection] = b""
+
+        for _ in range(min(number, len(waiting))):
+            begin()
+        while tail:
+            for key, _ in open_.select():
+                connection = key.fileobj
+                assert isinstance(connection, socket.socket)
+                came = connection.recv(1 << 16)
+                events += came.count(b"data: {")
+                tail[connection] = (tail[connection] + came)[-64:]
+                if not came:
+                    assert b"data: [DONE]" in tail.pop(connection), "a stream was cut"
+                    open_.unregister(connection)
+                    connection.close()
+                    if waiting:
+                        begin()
     return events
 
 
 def clients() -> None:
-    """The other process: for each line of standard input, [port, clients, bodies], ask and tell the seconds."""
+    """The other process: for each line of standard input, [port, clients, bodies], ask and tell seconds and events."""
     for line in sys.stdin:
         port, number, bodies = json.loads(line)
-        with ThreadPoolExecutor(number) as pool:
-            start = time.perf_counter()
-            events = sum(pool.map(functools.partial(ask, port), map(json.dumps, bodies)))
-            print(json.dumps([time.perf_counter() - start, events]), flush=True)
+        start = time.perf_counter()
+        events = ask(port, number, [json.dumps(body) for body in bodies])
+        print(json.dumps([time.perf_counter() - start, events]), flush=True)
+
+
+class LoopWatch:
+    """How late the event loop of a served app is, and what its thread has computed."""
+
+    def __init__(self) -> None:
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self.lags: list[float] = []  # seconds
+
+    def wrap(self, app: Callable[..., Awaitable[None]]) -> Callable[..., Awaitable[None]]:
+        """The app, which begins to watch with its first request."""
+
+        async def watched(scope: object, receive: object, send: object) -> None:
+            if self._loop is None:
+                self._loop = asyncio.get_running_loop()
+                self._tick(self._loop.time())
+            await app(scope, receive, send)
+
+        return watched
+
+    def _tick(self, due: float) -> None:
+        assert self._loop is not None
+        now = self._loop.time()
+        self.lags.append(now - due)
+        self._loop.call_at(now + 0.005, self._tick, now + 0.005)
+
+    def cpu_seconds(self) -> float:
+        """Of the loop's thread, up to now."""
+
+        async def read() -> float:
+            return time.thread_time()
+
+        assert self._loop is not None
+        return asyncio.run_coroutine_threadsafe(read(), self._loop).result()
 
 
 def main() -> None:
@@ -52,44 +110,61 @@ def main() -> None:
     parser.add_argument("--max-tokens", type=int, default=96)
     parser.add_argument("--speculation", default="chain:3")
     options = parser.parse_args()
-    slots = options.clients
+    slots, watch = options.clients, LoopWatch()
     with LLM(speculation=options.speculation, max_slots=slots, max_model_len=512, progress=False) as llm:
-        server = HttpServer(create_app(llm.engine), port=0)
+        app = create_app(llm.engine)
+        server = HttpServer(watch.wrap(app), port=0)  # type: ignore[arg-type] (any ASGI app will do)
         server.start()
         other = subprocess.Popen(
             [sys.executable, __file__, "_clients"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
-        assert other.stdin is not None
-        assert other.stdout is not None
 
-        def over_http(bodies: list[dict]) -> float:
+        def over_http(bodies: list[dict]) -> tuple[float, int]:
             assert other.stdin is not None
             assert other.stdout is not None
             other.stdin.write(json.dumps([server.port, slots, bodies]) + "\n")
             other.stdin.flush()
-            return json.loads(other.stdout.readline())[0]
+            return json.loads(other.stdout.readline())
 
         chats = load_chats("pydoc", slots, history=0)
         prompts = [llm.tokenizer.render_chat(chat) for chat in chats]
         params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True)
         asked = {"temperature": 0, "max_tokens": options.max_tokens, "ignore_eos": True, "stream": True}
-        num_tokens, direct, streamed = slots * options.max_tokens, [], []
-        for number in range(1 + options.rounds):  # the first warms up, and fills the prefix cache
+        bodies = [{"prompt": prompt, **asked} for prompt in prompts]
+        num_tokens, direct, streamed, cpu, num_events = slots * options.max_tokens, [], [], [], 0
+        over_http(bodies)  # warms up, and fills the prefix cache
+        llm.generate(prompts, params)
+        watch.lags.clear()
+        for _ in range(options.rounds):
             start = time.perf_counter()
             llm.generate(prompts, params)
             direct.append(time.perf_counter() - start)
-            streamed.append(over_http([{"prompt": prompt, **asked} for prompt in prompts]))
-            direct, streamed = (direct, streamed) if number else ([], [])
-        ratio = statistics.median(b / a for a, b in zip(direct, streamed, strict=True))
-        tiny = [over_http([{"prompt": prompts[0], "max_tokens": 1, "stream": True}] * TINY) for _ in range(3)]
-        other.stdin.close()
+            before = watch.cpu_seconds()
+            seconds, num_events = over_http(bodies)
+            streamed.append(seconds)
+            cpu.append(watch.cpu_seconds() - before)
+        lags = sorted(watch.lags)
+        one = SamplingParams(temperature=0.0, max_tokens=1)
+        tiny, tiny_direct = [], []
+        for _ in range(3):
+            start = time.perf_counter()
+            llm.generate([prompts[0]] * TINY, one)
+            tiny_direct.append(time.perf_counter() - start)
+            tiny.append(over_http([{"prompt": prompts[0], "max_tokens": 1, "stream": True}] * TINY)[0])
+        other.stdin.close() if other.stdin else None
         server.stop()
+    ratio = statistics.median(b / a for a, b in zip(direct, streamed, strict=True))
     print(f"| {slots} clients, {options.speculation} | tokens/s | microseconds for each token |\n|---|---|---|")
     for name, seconds in (("engine", direct), ("over HTTP, streamed", streamed)):
         middle = statistics.median(seconds)
         print(f"| {name} | {num_tokens / middle:.0f} | {1e6 * middle / num_tokens:.0f} |")
     print(f"\nHTTP adds {100 * (ratio - 1):.1f}% to a token.")
-    print(f"It answers {TINY / statistics.median(tiny):.0f} requests of one token a second.")
+    each = statistics.median(cpu) / num_events
+    per_event = num_tokens / num_events
+    print(f"The event loop computes {1e6 * each:.0f} microseconds for each event of {per_event:.2f} tokens.")
+    print(f"The loop was late by {1e3 * lags[len(lags) // 2]:.1f} ms (median), {1e3 * lags[-1]:.1f} ms (worst).")
+    rates = [TINY / statistics.median(seconds) for seconds in (tiny_direct, tiny)]
+    print(f"Requests of one token: {rates[0]:.0f} a second from the engine, {rates[1]:.0f} over HTTP.")
 
 
 if __name__ == "__main__":

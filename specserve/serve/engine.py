@@ -89,6 +89,7 @@ class Engine:
         controller: Controller | None = None,  # None: the first of the runner's trees, always
         options: EngineOptions | None = None,
         late_programs: Sequence[Program] = (),  # to be compiled while plain decoding serves
+        mask_programs: Sequence[Program] = (),  # the same, once a request has a token mask
         on_compiled: Callable[[], Finish] | None = None,  # then: what is left to do on the engine's thread
     ) -> None:
         self.runner = runner
@@ -108,14 +109,8 @@ class Engine:
         )
         self._num_left = len(late_programs)
         self._has_late, self._has_failed = bool(late_programs), False  # what failed is never asked for
-        self._say = Announcer(len(late_programs), "while serving")
-        self._compiler = Compiler(
-            runner.compiled,
-            late_programs,
-            is_wanted=runner.has_room_for,
-            on_compiled=self._on_late,
-            is_background=True,
-        )
+        self._compiler = self._in_background(late_programs, self._count_late)
+        self._mask_programs = tuple(mask_programs)
         self._on_compiled = on_compiled
         self._load_head, self._swaps = load_head, queue.SimpleQueue[_Swap]()
         self._finish: Finish | None = None
@@ -188,7 +183,6 @@ class Engine:
         """End every sequence as cancelled and wait for the thread, but not for a stuck device. May be called again, and
         from any thread."""
         self._is_stopping = True
-        self._compiler.stop()
         self._wake.set()
         if self._thread.ident is not None:
             self._thread.join(STOP_SECONDS)
@@ -401,11 +395,14 @@ class Engine:
                     host.give_back_freed_memory()  # of a burst, also one of bodies that were refused
                 if self._has_late and not self._num_left:
                     self._go_on()
+                if self._mask_programs and not self._has_late:  # not while steps are timed
+                    self._look_for_masks()
         except BaseException:
             logger.exception("the engine died")
             self._has_died = True
             raise
         finally:
+            self._compiler.stop()
             with self._lock:
                 self._is_stopping = True
             self._take_inbox()
@@ -432,16 +429,36 @@ class Engine:
             self.draft = swap.loaded.info
             swap.done.set()
 
-    def _on_late(self, program: Program, error: Exception | None) -> None:
-        """Called on a compiler's thread."""
-        host.give_back_freed_memory()
-        self._say(program)
-        if error is not None:
-            logger.error("%s could not be compiled, so it is never used", program.name, exc_info=error)
+    def _in_background(
+        self, programs: Sequence[Program], count: Callable[[Exception | None], None] = lambda _error: None
+    ) -> Compiler:
+        """What compiles these while the engine serves. `count` is called on its threads after each."""
+        say = Announcer(len(programs), "while serving")
+
+        def on_compiled(program: Program, error: Exception | None) -> None:
+            host.give_back_freed_memory()
+            say(program)
+            if error is not None:
+                logger.error("%s could not be compiled, so it is never used", program.name, exc_info=error)
+            count(error)
+
+        is_wanted = self.runner.has_room_for
+        return Compiler(
+            *(self.runner.compiled, programs), is_wanted=is_wanted, on_compiled=on_compiled, is_background=True
+        )
+
+    def _count_late(self, error: Exception | None) -> None:
         with self._lock:
             self._has_failed |= error is not None
             self._num_left -= 1
         self._wake.set()
+
+    def _look_for_masks(self) -> None:
+        """The first request with a token mask is decoded plainly, and has the programs compiled by which it and later
+        ones speculate."""
+        if any(sequence.request.token_mask for sequence in self.rounds.running):
+            logger.info("the first grammar: %d programs are compiled while serving", len(self._mask_programs))
+            self._compiler, self._mask_programs = self._in_background(self._mask_programs).start(), ()
 
     def _go_on(self) -> None:
         """Every late program is compiled. What is left to do is done bit by bit, between two rounds."""

@@ -139,13 +139,13 @@ def make_engine(
 ) -> Engine:
     """Compile every program and build the engine (not started). `on_warmup(done, total, name)` reports, from several
     threads. With `early_ready` only what plain decoding needs is compiled here; the engine compiles the rest while it
-    serves.
+    serves, and what token masks alone need once a request has one.
 
     A measurement can have the draft rank without the target's noise, to see what that brings."""
     runner = _make_runner(models, run, is_coupled=is_coupled)
     programs = runner.programs()
-    late = [program for program in programs if _is_early(run) and not program.is_plain]
-    first = programs[: len(programs) - len(late)]
+    first = [program for program in programs if program.is_plain or not _is_early(run)]
+    late = [program for program in programs[len(first) :] if not program.is_for_masks]
     done, say = itertools.count(1), Announcer(len(first), "before serving")
 
     def report(program: Program) -> None:
@@ -185,6 +185,7 @@ def make_engine(
         controller=controller,
         options=_options(run),
         late_programs=late,
+        mask_programs=programs[len(first) + len(late) :],
         on_compiled=make_controller,
     )
 

@@ -36,6 +36,7 @@ class Program:
     run: Callable[[], object] = lambda: None
     step: tuple[int, int, Tree | None] | None = None  # of a step: batch size, width, tree
     is_optional: bool = False  # a choice more
+    is_for_masks: bool = False  # needed by requests with token masks alone
 
 
 class Programs:

@@ -288,7 +288,7 @@ class Rounds:
             return tree
         if self.only == (None,):
             return None
-        if self.is_partial:  # its programs are compiled last
+        if self.is_partial or not self.runner.is_constrained_compiled(batch_size, tree):
             return None
         if not self.is_choosing:
             return tree

@@ -361,7 +361,7 @@ class Runner:
 
     def programs(self) -> list[Program]:
         """Every program, in the order of need: with those that are `is_plain`, the largest ones, plain decoding can
-        serve everything, if not in the fastest way; and what token masks need comes last."""
+        serve everything, if not in the fastest way; and what token masks alone need comes last."""
         found, shapes = [*self._host_programs()], self.shapes
         for width in shapes.widths:
             found += [self._step_program(size, width, shapes.plain) for size in shapes.batch_sizes]
@@ -404,18 +404,20 @@ class Runner:
     def _constrained_programs(self) -> Iterator[Program]:
         """Speculative steps with token masks, in two parts each. Plain steps take masks as they are."""
         for size in self.shapes.batch_sizes if self.has_constrained else ():
-            tree, padded = self.shapes.constrained_tree(size), (self.shapes.num_slots,) * size
-            if tree is None:
-                continue
-            nodes = self.shapes.num_nodes(tree)
-            bits = self._shape(size, nodes, -(-self.config.target.vocab_size // 8), dtype=np.uint8)
-            name = f"constrained {describe(tree)} for {size}"
-            propose = functools.partial(self._proposal, padded, tree)
-            of_nodes = self._shape(size, 1 + tree.num_nodes)
-            proposal = Proposal(of_nodes, of_nodes, of_nodes, self._shape(size))
-            yield Program(f"{name}: proposal", False, propose)
-            verify = functools.partial(self._verification, padded, tree, proposal, bits)
-            yield Program(f"{name}: verification", False, verify)
+            tree = self.shapes.constrained_tree(size)
+            for part, call in self._constrained_calls(size, tree) if tree else ():
+                yield Program(f"constrained {describe(tree)} for {size}: {part}", False, call, is_for_masks=True)
+
+    def _constrained_calls(self, size: int, tree: Tree) -> tuple[tuple[str, Callable[[], Call]], ...]:
+        """The two parts of a step of so many sequences, over nothing but padding."""
+        padded, nodes = (self.shapes.num_slots,) * size, self.shapes.num_nodes(tree)
+        bits = self._shape(size, nodes, -(-self.config.target.vocab_size // 8), dtype=np.uint8)
+        of_nodes = self._shape(size, 1 + tree.num_nodes)
+        proposal = Proposal(of_nodes, of_nodes, of_nodes, self._shape(size))
+        return (
+            ("proposal", functools.partial(self._proposal, padded, tree)),
+            ("verification", functools.partial(self._verification, padded, tree, proposal, bits)),
+        )
 
     def _shape(self, *shape: int, dtype: Any = np.int32) -> Any:
         """The shape of an array that is whole on every device."""
@@ -449,6 +451,10 @@ class Runner:
         if self.config.max_pending and tree is not None and len(self.shapes.trees) > 1:
             calls.append(self._catching_up(padded, self.layouts.number(self.layout_for(batch_size, tree))))
         return all(call.key in self.compiled for call in calls)
+
+    def is_constrained_compiled(self, batch_size: int, tree: Tree) -> bool:
+        """Whether a step of so many sequences, some with token masks, may speculate by this tree at once."""
+        return all(call().key in self.compiled for _, call in self._constrained_calls(batch_size, tree))
 
     @property
     def num_programs(self) -> int:

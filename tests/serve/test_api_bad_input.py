@@ -366,6 +366,8 @@ def test_wrong_method_is_405(http, method):
     reply = http.request(method, "/v1/completions")
     assert reply.headers["allow"] == "POST"
     assert_refused(reply, 405)
+    if method not in ("GET", "POST"):
+        assert http.request(method, "/v1/speculation").headers["allow"] == "GET, HEAD, POST"  # of two routes
 
 
 def test_unknown_model_is_404_and_named(client):

@@ -5,7 +5,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 import pytest
 from engines import VOCAB, Ask, Dice, Fixed, Reference, greedy, make_engine, run, serving, submit, wait_until
@@ -216,11 +216,15 @@ def test_stopping_does_not_wait_for_a_stuck_device_for_ever(
 
 def test_plain_decoding_serves_while_the_rest_compiles(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the largest plain programs alone, for every batch; the others follow, and then what is chosen."""
-    released, seen, whole, partial = threading.Event(), [], runner.compiled, Programs()
+    released, masks_released, seen = threading.Event(), threading.Event(), []
+    whole, partial = runner.compiled, Programs()
 
-    def wait_and_call(program: Program) -> Call:
-        assert released.wait(60)
-        return program.call()
+    def waiting(programs: Sequence[Program], event: threading.Event) -> list[Program]:
+        def wait_and_call(program: Program) -> Call:
+            assert event.wait(60)
+            return program.call()
+
+        return [dataclasses.replace(each, call=functools.partial(wait_and_call, each)) for each in programs]
 
     def on_compiled() -> Iterator[object]:
         seen.append(engine.rounds.is_partial)
@@ -233,14 +237,17 @@ def test_plain_decoding_serves_while_the_rest_compiles(runner: Runner, monkeypat
     runner.reset()
     programs = runner.programs()
     compile_all(partial, [program for program in programs if program.is_plain])
-    late = [program for program in programs if not program.is_plain]
+    late = [program for program in programs if not program.is_plain and not program.is_for_masks]
+    for_masks = [program for program in programs if program.is_for_masks]
+    constrained = [dataclasses.replace(ask, is_constrained=True) for ask in ASKS[:3]]
     engine = Engine(
         runner,
         None,
         model_name="tiny",
         eos_ids=(2,),
         controller=Controller({}),
-        late_programs=[dataclasses.replace(each, call=functools.partial(wait_and_call, each)) for each in late],
+        late_programs=waiting(late, released),
+        mask_programs=waiting(for_masks, masks_released),
         on_compiled=on_compiled,
     )
     with engine:
@@ -253,8 +260,17 @@ def test_plain_decoding_serves_while_the_rest_compiles(runner: Runner, monkeypat
         assert engine.stats().num_programs_left == 0
         again = run(engine, ASKS[:3])
         assert set(engine.stats().num_steps_by_speculation) == {"off", "static:2x1"}
+        assert len(partial) == len(programs) - len(for_masks), "nobody has asked for them"
+        engine.rounds.controller = Fixed(CHAIN)
+        plainly = run(engine, constrained)
+        assert set(engine.stats().num_steps_by_speculation) == {"off", "static:2x1"}
+        masks_released.set()
+        wait_until(lambda: len(partial) == len(programs))
+        speculating = run(engine, constrained)
+        assert set(engine.stats().num_steps_by_speculation) == {"off", "static:2x1", "chain:3"}
     assert seen == [True]
     assert [inbox.token_ids for inbox in first] == [inbox.token_ids for inbox in again]
+    assert [inbox.token_ids for inbox in plainly] == [inbox.token_ids for inbox in speculating]
     assert engine.stats().num_late_compiles == 0
     assert len(partial) == len(programs)
 

@@ -126,8 +126,8 @@ def test_cache_sizes(models: Models, headless: Models, monkeypatch: pytest.Monke
     [
         (ServeRun(speculation="chain:3", max_slots=2, early_ready=False), [], False),
         (ServeRun(speculation="chain:3", max_slots=2, deterministic=True), [], False),
-        (ServeRun(speculation="chain:3", max_slots=2), ["step", "too much"], False),
-        (ServeRun(speculation="auto", max_slots=2), ["step", "too much"], True),
+        (ServeRun(speculation="chain:3", max_slots=2), ["step", "too much", "constrained"], False),
+        (ServeRun(speculation="auto", max_slots=2), ["step", "too much", "constrained"], True),
     ],
     ids=["whole", "deterministic", "early", "early auto"],
 )
@@ -138,7 +138,7 @@ def test_what_is_compiled_before_serving_and_what_later(
     programs = [
         Program(name, is_plain, lambda name=name: name)  # type: ignore[arg-type, return-value]
         for name, is_plain in (("admission", True), ("plain step", True), ("step", False), ("too much", False))
-    ]
+    ] + [Program("constrained", False, lambda: "constrained", is_for_masks=True)]  # type: ignore[arg-type, return-value]
     asked: dict[str, Any] = {}
 
     def make_runner(_target: Target, _head: Head, trees: tuple[Tree | None, ...], **settings: Any) -> SimpleNamespace:
@@ -157,8 +157,9 @@ def test_what_is_compiled_before_serving_and_what_later(
     engine: Any = make_engine(models, run, lambda *report: reported.append(report))
     early = [program.name for program in programs if program.name not in late]
     assert ran == [name for name in early if name != "too much"], "what the process has no room for is left out"
-    assert reported[: len(early)] == [(i + 1, 4, name) for i, name in enumerate(early)]
-    assert [program.name for program in engine.late_programs] == late
+    assert reported[: len(early)] == [(i + 1, 5, name) for i, name in enumerate(early)]
+    assert [program.name for program in (*engine.late_programs, *engine.mask_programs)] == late
+    assert [program.name for program in engine.mask_programs] == late[2:], "nobody has asked for them yet"
     assert (engine.controller is not None) == has_controller, "one that knows no costs yet, and takes the first way"
     assert asked["trees"] == choose_trees(models, run)
     assert (asked["max_model_len"], asked["num_pages"], asked["num_slots"]) == (512, 2 * 512 // 32, 2)

@@ -13,6 +13,7 @@ from fastapi import FastAPI, Request, Response
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
+from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from specserve.errors import CapacityError, RequestError, SpecServeError
@@ -144,6 +145,13 @@ def error_response(
     return JSONResponse(error_body(message, kind, param=param, code=code), status, headers)
 
 
+def _methods_at(app: FastAPI, path: str) -> set[str]:
+    """What may be asked of a path: HEAD too, where GET may."""
+    routes = [each for each in app.routes if isinstance(each, Route) and each.path_regex.fullmatch(path)]
+    methods = {method for each in routes for method in each.methods or ()}
+    return methods | {"HEAD"} if "GET" in methods else methods
+
+
 def install_error_handlers(app: FastAPI) -> None:
     """Make every error that leaves a route a reply in OpenAI's shape."""
 
@@ -160,8 +168,11 @@ def install_error_handlers(app: FastAPI) -> None:
         return error_response(500, str(error), code="engine_failure")
 
     @app.exception_handler(HTTPException)
-    async def on_http_error(_: Request, error: HTTPException) -> Response:
-        return error_response(error.status_code, error.detail, headers=dict(error.headers or {}))
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        headers = dict(error.headers or {})
+        if error.status_code == 405:  # Starlette tells those of the first route of a path alone
+            headers["Allow"] = ", ".join(sorted(_methods_at(app, request.scope["path"])))
+        return error_response(error.status_code, error.detail, headers=headers)
 
     @app.exception_handler(ClientDisconnect)
     async def on_disconnect(_: Request, __: ClientDisconnect) -> Response:

@@ -16,6 +16,7 @@ from specserve.serve.request import DraftTree, PromptToken, SpeculationStats, To
 
 Json = dict[str, Any]
 
+_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # one for all events, of which there are many
 TOOL_CALLS = "tool_calls"  # the finish_reason of an answer that ends by itself and calls tools
 
 
@@ -26,7 +27,7 @@ def error_body(message: str, kind: str, *, param: str | None = None, code: str |
 
 def event(payload: Json | str, name: str | None = None) -> bytes:
     """One server-sent event."""
-    text = payload if isinstance(payload, str) else json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
+    text = payload if isinstance(payload, str) else _JSON.encode(payload)
     return format_sse_event(data_str=text, event=name)
 
 

@@ -3,6 +3,7 @@
 Every route that generates makes its body into one of OpenAI's, and has its own format spell the reply.
 """
 
+import asyncio
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
@@ -16,6 +17,7 @@ from specserve.serve.http.answers import AnswerSyntax
 from specserve.serve.http.bodies import Body, UnknownFields, check_body, parse_body
 from specserve.serve.http.infill import infill_ids
 from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
+from specserve.serve.http.mailbox import Mailbox
 from specserve.serve.http.metrics import Metrics
 from specserve.serve.http.openai_bodies import ChatBody, CompletionBody
 from specserve.serve.http.parts import MakeParser, PlainText
@@ -76,6 +78,7 @@ class Service:
         self.texts = TokenTexts(engine.tokenizer)
         self._unknown_fields = UnknownFields(metrics.unknown_fields.inc) if run.allow_unknown_fields else None
         self._tracing, self._allows_priority = tracing, run.allow_priority
+        self._letters: Mailbox | None = None  # of the event loop, which is not there yet
         self._told = RequestMetrics(run.enable_per_request_metrics, run.per_request_spec_decode_metrics)
 
     def read(self, body_type: type[_BodyT], raw: bytes) -> _BodyT:
@@ -149,6 +152,12 @@ class Service:
         spelled = reply_format or ChatFormat(engine.model_name, logprobs, body.reply_options)
         return Work(body, params, [token_ids], spelled, make_parser, has_origins=body.return_draft_depths)
 
+    def _mailbox(self) -> Mailbox:
+        loop = asyncio.get_running_loop()
+        if self._letters is None or self._letters.loop is not loop:
+            self._letters = Mailbox(loop)
+        return self._letters
+
     async def respond(self, http: Request, work: Work) -> Response:
         """Submit the work and reply to it, whole or as a stream. Raises RequestError and CapacityError."""
         body = work.body
@@ -164,6 +173,7 @@ class Service:
                 http,
                 work.prompts,
                 work.params,
+                mailbox=self._mailbox(),
                 make_parser=work.make_parser,
                 has_origins=work.has_origins,
                 priority=body.priority,

@@ -10,7 +10,7 @@ import dataclasses
 import itertools
 import logging
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 
 from fastapi import Request as HttpRequest
@@ -19,6 +19,7 @@ from fastapi.sse import KEEPALIVE_COMMENT
 from specserve.errors import CapacityError, RequestError, SpecServeError
 from specserve.serve.http.drafts import TokenOrigin
 from specserve.serve.http.guard import INTERNAL_ERROR, EngineFailureError, client_of
+from specserve.serve.http.mailbox import Mailbox
 from specserve.serve.http.metrics import Metrics, SequenceMetrics
 from specserve.serve.http.parts import AnswerParser, MakeParser, Part, PlainText
 from specserve.serve.http.replies import TOOL_CALLS, Answer, Json, ReplyFormat, Usage, error_body
@@ -33,6 +34,7 @@ from specserve.speculative.acceptance import Acceptance
 logger = logging.getLogger(__name__)
 
 HEALTH_CHECK_SECONDS = 1.0
+_TICK = (-1, Delta())  # among the arrivals
 KEEPALIVE_SECONDS = 15.0
 
 
@@ -50,7 +52,7 @@ class _Choice:
     parser: AnswerParser
     has_calls: bool = False
     num_tokens: int = 0
-    waiting_ids: list[int] = field(default_factory=list)  # of tokens that a stream has not told yet
+    waiting_ids: Sequence[int] = ()  # of tokens that a stream has not told yet
     stats: SpeculationStats | None = None  # None until it has ended
 
 
@@ -66,6 +68,7 @@ class Generation:
         prompts: Sequence[Sequence[int]],
         params: SamplingParams,
         *,
+        mailbox: Mailbox,
         make_parser: MakeParser = PlainText,  # one for each sequence
         has_origins: bool = False,  # answers tell where their tokens come from
         priority: int = 0,
@@ -80,7 +83,7 @@ class Generation:
         self._told = told or RequestMetrics()
         self._tracing, self._parent = tracing, tracing.parent(http.headers) if tracing else None
         self._request_id = current_request_id()
-        self._loop = asyncio.get_running_loop()
+        self._loop, self._mailbox = asyncio.get_running_loop(), mailbox
         self._arrivals: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()  # None: the client has gone
         self._choices: list[_Choice] = []
         self._early: list[tuple[int, Delta]] | None = []  # what comes while sequences are still submitted
@@ -102,6 +105,7 @@ class Generation:
                 self._receive(*arrival)
         # Watched from here on, not from the first read: a client can leave before its stream starts.
         self._watch = asyncio.create_task(self._watch_client())
+        self._tick()
 
     def _submit_all(self) -> None:
         each = self._params.choices()
@@ -179,13 +183,14 @@ class Generation:
                 answer = self._piece(index, delta)
                 # A step may add tokens and no text yet: in the middle of a character, or of what may be a stop string.
                 # Their ids go with the next text.
-                waiting = self._choices[index].waiting_ids
-                waiting += delta.token_ids
+                choice = self._choices[index]
                 told = answer.part or answer.logprobs or answer.prompt or answer.origins or answer.tree
                 if told or answer.finish_reason is not None:
-                    for each in reply_format.piece(dataclasses.replace(answer, token_ids=tuple(waiting)), self._usage):
+                    choice.waiting_ids = ()
+                    for each in reply_format.piece(answer, self._usage):
                         yield each
-                    waiting.clear()
+                else:
+                    choice.waiting_ids = answer.token_ids
 
     def _piece(self, index: int, delta: Delta) -> Answer:
         """What a delta says of its choice."""
@@ -204,7 +209,7 @@ class Generation:
             delta.logprobs,
             prompt=delta.prompt,
             stop_reason=delta.stop_reason,
-            token_ids=delta.token_ids,
+            token_ids=(*choice.waiting_ids, *delta.token_ids),
             prompt_ids=choice.request.prompt_ids,
             stats=delta.stats,
             origins=self._origins([delta]),
@@ -226,22 +231,21 @@ class Generation:
         return dataclasses.replace(self._piece(index, everything), origins=self._origins(deltas))
 
     async def _deltas(self, *, is_idle_reported: bool = False) -> AsyncGenerator[tuple[int, Delta], None]:
-        """(choice, delta) until every sequence has ended; (-1, empty delta) about once a second while nothing comes."""
+        """(choice, delta) until every sequence has ended. With `is_idle_reported` also (-1, empty delta), about once a
+        second."""
         num_open = len(self._choices)
         try:
             while num_open:
-                try:
-                    async with asyncio.timeout(HEALTH_CHECK_SECONDS):
-                        arrival = await self._arrivals.get()
-                except TimeoutError:
-                    if not self._engine.is_healthy:
-                        raise EngineFailureError("the engine has stopped; the server's log has the details") from None
-                    if is_idle_reported:
-                        yield -1, Delta()
-                    continue
+                arrival = await self._arrivals.get()
                 if arrival is None:
                     raise ClientGoneError
                 index, delta = arrival
+                if index < 0:
+                    if not self._engine.is_healthy:
+                        raise EngineFailureError("the engine has stopped; the server's log has the details")
+                    if is_idle_reported:
+                        yield arrival
+                    continue
                 choice = self._choices[index]
                 _check(choice.request, delta)
                 choice.num_tokens += len(delta.token_ids)
@@ -251,6 +255,7 @@ class Generation:
         finally:
             self.cancel()
             self._watch.cancel()
+            self._ticker.cancel()
 
     def _usage(self) -> Usage:
         """What has come so far."""
@@ -273,7 +278,7 @@ class Generation:
     def _on_delta(self, index: int, delta: Delta) -> None:
         """Called on the engine's thread."""
         try:
-            self._loop.call_soon_threadsafe(self._receive, index, delta)
+            self._mailbox.post(partial(self._receive, index, delta))
         except RuntimeError:  # the event loop is closed: the server has stopped, nobody waits
             self.cancel()
 
@@ -292,10 +297,16 @@ class Generation:
             )
         self._arrivals.put_nowait((index, delta))
 
+    def _tick(self) -> None:
+        """Tell the reader, now and then, to look at the engine's health: a dead one sends nothing."""
+        self._arrivals.put_nowait(_TICK)
+        self._ticker = self._loop.call_later(HEALTH_CHECK_SECONDS, self._tick)
+
     async def _watch_client(self) -> None:
         while (await self._http.receive())["type"] != "http.disconnect":
             pass
         self.cancel()
+        self._ticker.cancel()  # nobody may ever read what comes
         self._arrivals.put_nowait(None)
 
 
