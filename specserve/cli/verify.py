@@ -81,7 +81,7 @@ def _show(report: Report) -> None:
         if len(found) > most:
             console.print(f"and {len(found) - most} more: --output writes all of them")
     console.print(
-        f"{report.num_compared:,} log-probabilities of programs of different shapes differ by at most {report.noise:.1e}",
+        f"{report.num_compared:,} log-probabilities of programs of different shapes: {report.noise:.1e} apart at most",
         highlight=False,
     )
     if report.num_bugs:
