@@ -113,10 +113,12 @@ class Texts:
         )
         aux = jnp.concatenate([self._state(i) for i in drafter.aux_layers], axis=-1).astype(drafter.dtype)
         found = np.asarray(_draft(drafter, head.params, self.target.params, jnp.asarray(head.target_ids), rows, aux))
-        is_right = np.stack(
-            [found[k] == np.roll(self._token_ids, -(2 + k), axis=1) for k in range(DEPTH)]
-        )  # step k at t drafts the token at t + 2 + k
-        return np.cumprod(is_right, axis=0).sum(axis=0)[self._is_tried]
+        # step k at position p foresees the token at p + 1; the draft after root t + 1 has step k at t + 1 + k
+        is_right = [
+            np.roll(found[k][:, :-1] == self._token_ids[:, 1:], -(1 + k), axis=1)[self._is_tried[:, :-1]]
+            for k in range(DEPTH)
+        ]
+        return np.cumprod(is_right, axis=0).sum(axis=0)
 
     def _state(self, layer: int) -> jax.Array:
         if layer not in self._states:

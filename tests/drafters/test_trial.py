@@ -52,7 +52,7 @@ SLIPS: list[tuple[str, Plant]] = [
     ("8 heads of 64", lambda raw, _: raw.update(num_attention_heads=16, num_key_value_heads=8, head_dim=32)),
     ("gate_proj and up_proj", swap("midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight")),
     ("the hidden state first", halves),
-    ("input_layernorm and hidden_norm", swap("midlayer.input_layernorm.weight", "midlayer.hidden_norm.weight")),
+    ("post_attention_layernorm and norm", swap("midlayer.post_attention_layernorm.weight", "norm.weight")),
     ("in the order middle, high, low", change("fc.weight", blocks)),
 ]
 
@@ -67,7 +67,7 @@ def prompts(pydoc_tokenizer: Tokenizer) -> list[Prompt]:
 def texts(pydoc_target: Target, prompts: list[Prompt]) -> Texts:
     head = load_head(BUNDLED_HEAD_FOLDER, pydoc_target, dtype="float32")
     arm = Arm("chain:3")
-    meter = AcceptanceMeter(pydoc_target, head.drafter, [arm], prompts, max_new_tokens=48)
+    meter = AcceptanceMeter(pydoc_target, head.drafter, [arm], prompts, max_new_tokens=80)
     return Texts(pydoc_target, prompts, meter.measure(head.params, head.target_ids, arm).answers)
 
 
