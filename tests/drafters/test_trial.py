@@ -56,6 +56,8 @@ SLIPS: list[tuple[str, Plant]] = [
     ("in the order middle, high, low", change("fc.weight", blocks)),
 ]
 
+AMBIGUOUS = {"norm_output is true"}  # over a few texts, norm_before_residual does nearly as well
+
 
 @pytest.fixture(scope="module")
 def prompts(pydoc_tokenizer: Tokenizer) -> list[Prompt]:
@@ -87,6 +89,9 @@ def test_a_slip_that_no_file_shows_is_found_and_undone(
     assert found is not None
     assert told in found.what, found
     assert num_tried > 30, "the best reading is tried for further slips"
+    if told in AMBIGUOUS and found.fix is None:
+        assert "just as much is accepted if" in found.mend, "what would be a guess is not mended"
+        return
     assert found.fix is not None
     copy = Copy(raw, tensors)
     found.fix(copy)
