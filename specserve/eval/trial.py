@@ -7,6 +7,7 @@ with the target's states, as in training, which takes a moment for each repair a
 """
 
 import functools
+import logging
 import math
 import tempfile
 from collections import Counter
@@ -39,6 +40,8 @@ from specserve.models.config import ModelConfig
 from specserve.speculative.acceptance import Acceptance
 from specserve.tokenizer import Tokenizer
 from specserve.train.acceptance import AcceptanceMeter, Arm
+
+logger = logging.getLogger(__name__)
 
 SPECULATION = "chain:3"
 DEPTH = 2  # of the trials: what is handed on from one draft step to the next shows at the second
@@ -242,6 +245,7 @@ def find_misreading(
                 except SpecServeError:
                     continue  # the files cannot mean that
             num_tried += len(tried)
+            logger.debug("%s", {repair.what: round(deviations(found, now), 1) for repair, found in tried})
             helping = [each for each in tried if deviations(each[1], now) > DEVIATIONS]
             if not helping:
                 break

@@ -43,7 +43,7 @@ def halves(raw: dict[str, Any], tensors: dict[str, np.ndarray]) -> None:
 
 
 def blocks(weight: np.ndarray) -> np.ndarray:
-    return weight.reshape(len(weight), 3, -1)[:, [2, 0, 1]].reshape(weight.shape)
+    return weight.reshape(len(weight), 3, -1)[:, ::-1].reshape(weight.shape)
 
 
 SLIPS: list[tuple[str, Plant]] = [
@@ -53,15 +53,16 @@ SLIPS: list[tuple[str, Plant]] = [
     ("gate_proj and up_proj", swap("midlayer.mlp.gate_proj.weight", "midlayer.mlp.up_proj.weight")),
     ("the hidden state first", halves),
     ("post_attention_layernorm and norm", swap("midlayer.post_attention_layernorm.weight", "norm.weight")),
-    ("in the order middle, high, low", change("fc.weight", blocks)),
+    ("in the order high, middle, low", change("fc.weight", blocks)),
 ]
 
-AMBIGUOUS = {"norm_output is true"}  # over a few texts, norm_before_residual does nearly as well
+# over a few texts norm_before_residual does nearly as well, and so do taps with their norms or without
+AMBIGUOUS = {"norm_output is true", "in the order high, middle, low"}
 
 
 @pytest.fixture(scope="module")
 def prompts(pydoc_tokenizer: Tokenizer) -> list[Prompt]:
-    chats = [[{"role": "user", "content": question.turns[0]}] for question in load_questions("pydoc", 8)]
+    chats = [[{"role": "user", "content": question.turns[0]}] for question in load_questions("pydoc", 12)]
     return [Prompt("pydoc", pydoc_tokenizer.render_chat(chat)) for chat in chats]
 
 
