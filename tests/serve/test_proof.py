@@ -19,15 +19,15 @@ from specserve.eval.verify_report import Report
 from specserve.serve.runner import Runner
 from specserve.speculative import step
 
-PROMPTS = [tuple(random.Random(i).choices(range(3, VOCAB), k=9 + 10 * i)) for i in range(2)]
+PROMPTS = [tuple(random.Random(i).choices(range(3, VOCAB), k=9 + 5 * i)) for i in range(5)]
 PLAN = Plan(max_tokens=15, draws=40)
 
 
-def prove(runner: Runner, target: Target, *ways: str, plan: Plan = PLAN) -> Report:
+def prove(runner: Runner, target: Target, *ways: str, plan: Plan = PLAN, num_prompts: int = 2) -> Report:
     report = Report()
     trees = [tree for way in ways if (tree := parse_speculation(way))]
     bench = Bench(runner, trees, target, Letters(), WholeText(target))  # type: ignore[arg-type]
-    Prover(bench, PROMPTS, plan, report).run()
+    Prover(bench, PROMPTS[:num_prompts], plan, report).run()
     return report
 
 
@@ -53,7 +53,7 @@ def test_a_draft_that_did_not_catch_up_is_found(
     run = runner.compiled.run
     monkeypatch.setattr(Runner, "_catching_up", lambda *_args: None)
     monkeypatch.setattr(runner.compiled, "run", lambda call: run(call) if call else runner.state)
-    report = prove(runner, tiny_target, "chain:3")
+    report = prove(runner, tiny_target, "chain:3", plan=Plan(max_tokens=21, draws=40), num_prompts=5)
     assert [test.what for test in report.failed] == ["other drafts after plain steps"], report.tests
     assert not sum(row.num_bugs for row in report.rows)
 
