@@ -6,6 +6,7 @@ import re
 from itertools import groupby
 from pathlib import Path
 
+from specserve.drafters.doctor import RUNNING
 from specserve.drafters.eagle3.catalogue import CATALOGUE
 from specserve.drafters.findings import Check
 
@@ -26,7 +27,7 @@ def _shown(text: str) -> str:
 
 def table() -> str:
     lines = ["| finding | | what is wrong | why it matters | how it is mended |\n", "|---|---|---|---|---|\n"]
-    for looks_at, checks in groupby(CATALOGUE, lambda check: check.looks_at):
+    for looks_at, checks in groupby((*CATALOGUE, *RUNNING), lambda check: check.looks_at):
         lines += [f"| **{looks_at}** | | | | |\n", *map(row, checks)]
     return "".join(lines)
 

@@ -313,13 +313,19 @@ def quantize_params(params: Tree, to: EightBits) -> Tree:
     return jax.tree.unflatten(structure, [_quantize(leaf, to) if is_product(path) else leaf for path, leaf in leaves])
 
 
-def check_weights(params: Any, spec_tree: Any, where: str) -> None:
-    """Raises CheckpointError that names every tensor with a value that is not a number, or is infinite."""
+def check_weights(params: Any, spec_tree: Any, where: str, *, may_be_zero: bool = True) -> None:
+    """Raises CheckpointError that names every tensor with a value that is not a number, or is infinite; and, unless
+    they `may_be_zero`, every tensor that holds nothing but zeros."""
     wanted, structure = jax.tree.flatten(spec_tree, is_leaf=is_spec)
-    weights = structure.flatten_up_to(params)
-    wrong = [name for spec, weight in zip(wanted, weights, strict=True) for name in _not_finite(spec, weight)]
+    weights = list(zip(wanted, structure.flatten_up_to(params), strict=True))
+    wrong = [name for spec, weight in weights for name in _not_finite(spec, weight)]
     if wrong:
         raise CheckpointError(f"{where}: not a number or infinite: {listed(wrong)}; copy or download the weights again")
+    dead = [spec.name for spec, weight in weights if not may_be_zero and not any(map(jnp.any, jax.tree.leaves(weight)))]
+    if dead:
+        raise CheckpointError(
+            f"{where}: nothing but zeros: {listed(dead)}, as if never filled; export or download the weights again"
+        )
 
 
 def _not_finite(spec: ParamSpec, weight: jax.Array | QuantizedMatrix) -> list[str]:

@@ -1,9 +1,10 @@
 """`specserve export`, `import` and `inspect`: heads from and for other engines, and what is wrong with them."""
 
+import dataclasses
 import json
 import shlex
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from rich.box import SIMPLE_HEAD
@@ -21,6 +22,8 @@ from specserve.drafters.findings import CONFIG, Finding, Report
 from specserve.drafters.notes import read_notes
 from specserve.drafters.registry import KINDS, kind_of
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
+from specserve.mesh import default_dtype
+from specserve.provenance import collect
 
 Flavour = Literal["sglang", "vllm", "speculators", "sglang-jax"]
 Dtype = Literal["", "bfloat16", "float16", "float32"]
@@ -115,6 +118,9 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
     fix: Annotated[Path | None, typer.Option(help="Write a mended copy to this folder.")] = None,
     force: Annotated[bool, typer.Option("--force", help="With --fix: into a folder that is not empty.")] = False,
+    prompts: Annotated[str, typer.Option(help="Run it too, on pydoc, mt-bench, or a .jsonl of questions.")] = "",
+    limit: Annotated[int, typer.Option(help="With --prompts: so many questions, evenly spread.", min=1)] = 16,
+    max_tokens: Annotated[int, typer.Option(help="With --prompts: longest answer.", min=4)] = 64,
 ) -> None:
     """Print the findings about `folder`, and with `fix` what is left of them in the mended copy. Errors exit with 1."""
     folder = _existing(folder)
@@ -128,6 +134,9 @@ def inspect(
                 raise
             unchecked = f"its target, {noted}, cannot be read here (--target)"
     report = doctor.examine(folder, described)
+    running: dict[str, Any] = {}
+    if prompts:
+        report, running = _run(folder, target or noted, report, prompts, limit, max_tokens)
     after: Report | None = None
     if fix is not None:
         exchange.check_output(folder, fix, is_forced=force)
@@ -137,6 +146,8 @@ def inspect(
         after = doctor.examine(fix, described)
     if as_json:
         told = report.to_json() | {"unchecked": "" if described else unchecked}
+        if running:
+            told |= {"running": running, "provenance": collect()}
         if after:
             told |= {"changes": report.changes, "mended": after.to_json()}
         print(json.dumps(told, indent=2))
@@ -146,6 +157,34 @@ def inspect(
             _show_mended(report, after)
     if (after or report).errors:
         raise typer.Exit(1)
+
+
+def _run(
+    folder: Path, target: str, report: Report, prompts: str, limit: int, max_tokens: int
+) -> tuple[Report, dict[str, Any]]:
+    """Run the head over prompts, and add what that says to the report. Where its files cannot be loaded, that is said
+    instead: their findings tell why."""
+    if not target:
+        raise ConfigError(f"{folder} does not say which target it was trained for; give it with --target to run it")
+    from specserve.eval import trial  # models and their code, which nothing else here needs
+
+    loaded = trial.load_target_of(folder, target)
+    asked = trial.render_prompts(loaded, prompts, limit)
+    with Console(stderr=True).status("running it") as status:
+        try:
+            found = trial.run_head(
+                folder,
+                loaded,
+                asked,
+                max_tokens=max_tokens,
+                dtype=default_dtype(),
+                on_repair=lambda done, total, what: status.update(f"trying {done + 1} of {total}: {escape(what)}"),
+            )
+        except (CheckpointError, ConfigError) as error:
+            facts = report.facts | {"running": f"it cannot be loaded: {error}"}
+            return dataclasses.replace(report, facts=facts), {"error": str(error)}
+    report = dataclasses.replace(report, findings=[*report.findings, *found.findings])
+    return dataclasses.replace(report, facts=report.facts | {"running": found.told()}), found.to_json()
 
 
 def _existing(folder: Path) -> Path:

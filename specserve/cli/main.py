@@ -52,6 +52,11 @@ class Root(LazyGroup):
             "Find the best way to speculate for each batch size on this machine; `serve --speculation tuned` reads it.",
             "specserve.eval.settings:TuneRun",
         ),
+        "verify": Lazy(
+            "specserve.cli.verify:verify",
+            "Prove on your own target and head that speculation changes no token. Exit status 1 where there are bugs.",
+            "specserve.eval.settings:VerifyRun",
+        ),
         "targets": Lazy(
             "specserve.cli.targets:targets",
             "List the targets that have a name here: their size, memory in bfloat16 and the head to train.",

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.findings import Report
+from specserve.drafters.findings import Repair, Report
 from specserve.drafters.settings import DraftSettings
 from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams
@@ -201,6 +201,10 @@ class Kind(Protocol):
 
     def without_copies(self, head: Head, target: Target, dtype: str) -> tuple[Head, list[str]]:
         """The head without what it has of the target's own, and what that was, one line each."""
+        ...
+
+    def repairs(self, folder: Path, target: Target) -> list[Repair]:
+        """What a head's files might mean instead of what they say, to be tried by running it."""
         ...
 
     def examine(self, folder: Path, target: Target | None) -> Report:

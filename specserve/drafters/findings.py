@@ -70,6 +70,14 @@ class Check:
 
 
 @dataclass(frozen=True)
+class Repair:
+    """A change of a head's files that undoes a slip which the files alone do not show."""
+
+    what: str  # what the files would mean, as half a sentence
+    fix: Callable[[Copy], None]
+
+
+@dataclass(frozen=True)
 class Report:
     """All that the doctor says of a head's folder: what the head is, and what is wrong with it."""
 

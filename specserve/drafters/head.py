@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from specserve.checkpoints.load import Target
+from specserve.checkpoints.load import Target, check_weights
 from specserve.checkpoints.tensors import SINGLE_FILE, read_json, write_json, write_tensors
 from specserve.drafters.door import Dialect, Head, TrainedDrafter
 from specserve.drafters.findings import CONFIG
@@ -41,8 +41,10 @@ def head_files(
 
 def load_head(folder: Path, target: Target, *, dtype: str, mesh: Mesh | None = None) -> Head:
     """Read a head for this target, over whose mesh it is spread too. Raises ConfigError or CheckpointError, also when
-    it belongs to another target."""
-    return kind_of(read_json(folder / CONFIG)).load(folder, target, dtype=dtype, mesh=mesh)
+    it belongs to another target, and where a tensor holds a value that is not finite, or nothing but zeros."""
+    head = kind_of(read_json(folder / CONFIG)).load(folder, target, dtype=dtype, mesh=mesh)
+    check_weights(head.params, head.drafter.spec(), str(folder), may_be_zero=False)
+    return head
 
 
 def read_drafter(folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:

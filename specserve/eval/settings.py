@@ -189,6 +189,26 @@ class KernelsRun:
 
 
 @dataclass(frozen=True, config=RULES)
+class VerifyRun:
+    """The settings of `specserve verify`."""
+
+    draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")
+    target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
+    speculation: tuple[str, ...] = setting(
+        (), help="ways to put to the proof, as for serve; empty: all that serve would choose from, and suffix:3"
+    )
+    bench: str = setting("pydoc", help="pydoc, mt-bench, or a .jsonl of questions")
+    limit: int = setting(6, help="questions that are asked, evenly spread", ge=1)
+    max_tokens: int = setting(32, help="longest answer; a second turn is asked after each", ge=6, le=1024)
+    draws: int = setting(400, help="seeds that the distribution at temperature 1 is drawn with, by each way", ge=80)
+    seed: int = setting(0, help="of the sampling", ge=0)
+    quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the target, as of `serve`")
+    mesh: str = setting("", help="devices to spread the models over, as of `serve`")
+    json: bool = setting(False, help="print the report as JSON instead of tables")
+    output: str = setting("", help="write the JSON report here")
+
+
+@dataclass(frozen=True, config=RULES)
 class RegenerateRun:
     """The settings of `specserve data regenerate`."""
 

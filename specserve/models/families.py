@@ -231,6 +231,7 @@ def _gpt_oss(keys: Keys) -> Flags:
     }
     stated = keys.raw.get("rope_parameters") or keys.raw.get("rope_scaling") or yarn
     head_dim = keys.integer("head_dim", 64)
+    keys.must_be("hidden_act", "silu")
     keys.must_be("swiglu_alpha", 1.702)
     keys.must_be("swiglu_limit", 7.0)
     return {

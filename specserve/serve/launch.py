@@ -32,7 +32,7 @@ from specserve.serve.programs import Announcer, Program, compile_all
 from specserve.serve.runner import Runner
 from specserve.serve.settings import ServeRun
 from specserve.serve.shapes import DETERMINISTIC_DEPTH
-from specserve.serve.startup import check_numbers, check_state_fits, check_weights
+from specserve.serve.startup import check_numbers, check_state_fits
 from specserve.serve.tuned import TUNED, facts_of, find_profile
 from specserve.speculative.controller import Controller
 from specserve.speculative.tree import DynamicTree, Tree, chain
@@ -162,7 +162,7 @@ def make_engine(
         on_compiled=report,
         meanwhile=lambda: models.tokenizer,
     )
-    check_numbers(runner, models.target, models.head)
+    check_numbers(runner, models.target)
     names, acceptance = f"{models.fingerprint} {models.head_fingerprint}", models.head_acceptance
     is_choosing = run.speculation in ("auto", TUNED)
 
@@ -211,7 +211,6 @@ def _head_loader(models: Models) -> Callable[[Path], LoadedHead]:
         if not folder.is_dir():
             raise ConfigError(f"{folder}: no such folder on the server; give one that `specserve train` has written")
         head, notes = load_head(folder, target, dtype=default_dtype(), mesh=mesh), read_notes(folder)
-        check_weights(head.params, head.drafter.spec(), str(folder))
         found = notes.get("acceptance", {})
         return LoadedHead(head, found.get("accept_rate", ()), DraftInfo(folder.name, found.get("tau")))
 

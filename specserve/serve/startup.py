@@ -8,7 +8,6 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target, check_weights
-from specserve.drafters.door import Head
 from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import free_memory
 from specserve.models.cache import Cache
@@ -61,11 +60,9 @@ def _state_bytes(config: StepConfig, shapes: Shapes, mesh: Mesh | None, num_slot
     return num_bytes(caches, mesh) + sum(leaf.size * leaf.dtype.itemsize for leaf in others)
 
 
-def check_numbers(runner: Runner, target: Target, head: Head | None) -> None:
+def check_numbers(runner: Runner, target: Target) -> None:
     """Run a few tokens through the target, whose programs are compiled, in a slot that nobody has yet. Raises
-    CheckpointError where its logits are not finite, and where a weight of the head is not; it names the tensors."""
-    if head is not None:
-        check_weights(head.params, head.drafter.spec(), "the draft head")
+    CheckpointError where its logits are not finite; it names the tensors. A head's are looked at when it is loaded."""
     token_ids = list(range(min(_PROBE_TOKENS, target.config.vocab_size, runner.shapes.max_model_len - 1)))
     pages = list(range(-(-len(token_ids) // runner.shapes.page_size)))
     if len(pages) > runner.shapes.num_pages:

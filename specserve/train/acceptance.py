@@ -75,6 +75,7 @@ class Measured:
     arm: Arm
     total: Acceptance
     by_source: dict[str, Acceptance]
+    answers: tuple[tuple[int, ...], ...] = ()  # token ids, by prompt; empty where it does not fit the context
 
 
 class AcceptanceMeter:
@@ -133,31 +134,37 @@ class AcceptanceMeter:
         target = self._target.params
         weights = Weights(target, self._drafter.weights(params, target, jnp.asarray(target_ids)))
         by_source: defaultdict[str, Acceptance] = defaultdict(Acceptance)
+        answers: list[tuple[int, ...]] = [()] * len(self._prompts)
         for start in range(0, len(self._order), self._num_slots):
             group = self._order[start : start + self._num_slots]
-            for i, found in zip(group, self._answer(weights, group, arm), strict=True):
+            for i, (found, said) in zip(group, self._answer(weights, group, arm), strict=True):
                 by_source[self._prompts[i].source] += found
-        return Measured(arm, sum(by_source.values(), Acceptance()), dict(sorted(by_source.items())))
+                answers[i] = tuple(said)
+        return Measured(arm, sum(by_source.values(), Acceptance()), dict(sorted(by_source.items())), tuple(answers))
 
     def _num_pages(self, i: int) -> int:
         longest = min(len(self._prompts[i].token_ids) + self._max_new_tokens, self._context)
         return -(-(longest + self._max_depth + 1) // PAGE_SIZE)
 
-    def _answer(self, weights: Weights, group: list[int], arm: Arm) -> list[Acceptance]:
-        """Answer one group; slots beyond it stay empty."""
+    def _answer(self, weights: Weights, group: list[int], arm: Arm) -> list[tuple[Acceptance, list[int]]]:
+        """Answer one group: what was accepted of each, and its tokens. Slots beyond the group stay empty."""
         count = len(group)
         lens = np.array([len(self._prompts[i].token_ids) for i in group])
         limits = np.minimum(self._max_new_tokens, self._context - lens)
         eos = np.array(self._target.eos_ids)
         state, tree = self._admit(group, arm), arm.tree
         found = [Acceptance(accepted_per_depth=(0,) * tree.depth) for _ in group]
-        num_new, is_open = np.ones(count, int), limits > 1
+        said: list[list[int]] = [[] for _ in group]
+        is_open = limits > 1
         for start in range(0, int(lens.max()), self._chunk):
             num_tokens = self._fill(np.clip(lens - start, 0, self._chunk), 0)
             is_last = self._fill(lens <= start + self._chunk, False)
             state, result = self._prefill(weights, state, self._slots(lens > start), num_tokens, is_last)
             is_first = (lens > start) & (lens <= start + self._chunk)
-            is_open &= ~(is_first & np.isin(np.asarray(result.counts)[:count, 2], eos))
+            first_ids = np.asarray(result.counts)[:count, 2]
+            for row in np.flatnonzero(is_first):
+                said[row].append(int(first_ids[row]))
+            is_open &= ~(is_first & np.isin(first_ids, eos))
         while is_open.any():
             state, result = self._steps[arm.speculation](weights, state, self._slots(is_open))
             counts = np.asarray(result.counts)
@@ -165,9 +172,9 @@ class AcceptanceMeter:
                 n_accepted = int(counts[row, 0])
                 found[row] = found[row].after_step(n_accepted, depth=tree.depth, num_draft_tokens=tree.num_nodes)
                 emitted = counts[row, 2 : 2 + n_accepted + 1]
-                num_new[row] += len(emitted)
-                is_open[row] = not np.isin(emitted, eos).any() and num_new[row] < limits[row]
-        return found
+                said[row] += emitted.tolist()
+                is_open[row] = not np.isin(emitted, eos).any() and len(said[row]) < limits[row]
+        return list(zip(found, said, strict=True))
 
     def _admit(self, group: list[int], arm: Arm) -> SlotState:
         """A state whose slots hold the group's prompts, each with pages for its own answer."""

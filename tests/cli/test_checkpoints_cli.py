@@ -150,3 +150,31 @@ def test_what_is_missing_is_named_with_the_way_out(sick: Path, tmp_path: Path) -
     assert run("inspect", sick, "--target", "pydoc").output.count("error ") == 2
     (sick / "model.safetensors").rename(sick / "pytorch_model.bin")
     assert "weights_only=True" in str(refused("import", sick, "--target", "pydoc")), "no pickle is opened here"
+
+
+def test_a_head_that_cannot_be_loaded_is_not_run_and_that_is_said(tmp_path: Path) -> None:
+    head = tmp_path / "head"
+    shutil.copytree(BUNDLED_HEAD_FOLDER, head)
+    tensors = load_file(head / "model.safetensors")
+    save_file(tensors | {"fc.weight": np.zeros_like(tensors["fc.weight"])}, head / "model.safetensors")
+    done = run("inspect", head, "--prompts", "pydoc", "--limit", 1, "--json")
+    assert done.exit_code == 1
+    told = json.loads(done.stdout)
+    assert [finding["code"] for finding in told["findings"]] == ["all-zero"]
+    assert "nothing but zeros: fc.weight" in told["running"]["error"]
+    (head / "specserve.json").unlink()
+    assert "give it with --target to run it" in str(refused("inspect", head, "--prompts", "pydoc"))
+
+
+@pytest.mark.slow
+def test_the_shipped_head_keeps_what_its_notes_promise() -> None:
+    done = run("inspect", BUNDLED_HEAD_FOLDER, "--prompts", "pydoc", "--limit", 4, "--max-tokens", 24, "--json")
+    assert done.exit_code == 0, done.output
+    running = json.loads(done.stdout)["running"]
+    assert running["tau"] > 2
+    assert (running["speculation"], running["repairs_tried"]) == ("chain:3", 0)
+
+
+def test_verify_refuses_what_there_is_nothing_to_prove_of() -> None:
+    for way in ("off", "auto"):
+        assert f"--speculation {way}: there is nothing to prove" in str(refused("verify", "--speculation", way))

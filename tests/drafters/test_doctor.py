@@ -147,6 +147,13 @@ def test_what_can_be_mended_comes_back_as_it_was(
 
 
 HOPELESS: list[tuple[str, Plant]] = [
+    ("all-zero", change("fc.weight", np.zeros_like)),
+    ("all-zero", change("norm.weight", np.zeros_like)),
+    ("weight-range", change("lm_head.weight", lambda head: head * np.float32(1e20))),
+    ("weight-range", change("lm_head.weight", lambda head: head * np.float32(1e-20))),
+    ("hidden-act", put(hidden_act="gelu")),
+    ("eps", put(rms_norm_eps=1.0)),
+    ("eps", put(rms_norm_eps="1e-6")),
     ("not-finite", change("midlayer.mlp.up_proj.weight", poke)),
     ("missing-tensor", drop_tensor("midlayer.hidden_norm.weight")),
     ("missing-tensor", drop_tensor("fc_norm.1.weight")),
@@ -164,6 +171,7 @@ HOPELESS: list[tuple[str, Plant]] = [
     ("vocabulary-size", both(put(vocab_size=65), change("t2d", lambda t2d: np.append(t2d, False)))),
 ]
 SUSPECT: list[tuple[str, Plant]] = [
+    ("eps-differs", put(rms_norm_eps=1e-4)),
     ("rope-differs", put(rope_theta=5e5, rope_parameters={"rope_type": "default", "rope_theta": 5e5})),
     ("mixed-dtypes", change("norm.weight", lambda norm: norm.astype(np.float16))),
     ("taps-order", lambda raw, tensors: raw["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[4, 2, 0])),

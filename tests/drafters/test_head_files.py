@@ -352,3 +352,25 @@ def test_a_sharded_target_loads_like_a_whole_one(tmp_path: Path, tiny_target: Ta
     (tmp_path / "model-00002-of-00002.safetensors").unlink()
     with pytest.raises(CheckpointError, match=r"model-00002-of-00002\.safetensors, which is not there"):
         load_target(tmp_path, dtype="float32")
+
+
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        (lambda fc: np.where(fc == fc.max(), np.nan, fc), r"not a number or infinite: fc\.weight"),
+        (np.zeros_like, r"nothing but zeros: fc\.weight"),
+    ],
+)
+def test_weights_that_say_nothing_are_refused_by_the_tensor(
+    folder: Path, tiny_target: Target, how: Callable[[np.ndarray], np.ndarray], told: str
+) -> None:
+    _edit(folder, lambda tensors: tensors.update({"fc.weight": how(tensors["fc.weight"])}))
+    with pytest.raises(CheckpointError, match=told):
+        load_head(folder, tiny_target, dtype="float32")
+
+
+@pytest.mark.parametrize("changes", [{"hidden_act": "gelu"}, {"rms_norm_eps": 0.5}, {"rms_norm_eps": "small"}])
+def test_a_layer_that_is_not_computed_is_refused(folder: Path, tiny_target: Target, changes: dict[str, object]) -> None:
+    _edit_config(folder, **changes)
+    with pytest.raises(ConfigError, match=f"{next(iter(changes))} is {next(iter(changes.values()))!r}"):
+        load_head(folder, tiny_target, dtype="float32")

@@ -107,6 +107,7 @@ def test_the_text_half_of_a_multimodal_config() -> None:
         ("llama-llama3", {"rope_scaling": {"rope_type": "proportional"}}, "proportional"),
         ("llama-llama3", {"num_key_value_heads": 3}, "4 attention heads cannot share 3 KV heads"),
         ("gemma2", {"hidden_activation": "gelu"}, "hidden_activation"),
+        ("gpt-oss", {"hidden_act": "gelu"}, "hidden_act"),
         ("gemma3", {"use_bidirectional_attention": True}, "use_bidirectional_attention"),
         ("qwen3-windows-biased", {"layer_types": ["full_attention"]}, "one entry for each of 3 layers"),
         ("qwen3-moe", {"num_experts": None}, "num_experts is missing"),

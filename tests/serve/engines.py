@@ -11,8 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-import jax
-import jax.numpy as jnp
 import numpy as np
 import tiny
 import tokenizers
@@ -22,16 +20,15 @@ from rounding import assert_within, jittered
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
 from specserve.drafters.speculation import parse_speculation
+from specserve.eval.rule import rule_scores
 from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.grammars import Grammars
 from specserve.serve.layouts import make_layouts
-from specserve.serve.options import Encoder, bad_sequences, sampler_rows, token_rows
+from specserve.serve.options import Encoder, bad_sequences
 from specserve.serve.pages import PagePool
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, TokenLogprobs
 from specserve.serve.runner import Runner
-from specserve.speculative import sampling
 from specserve.speculative.controller import Controller, Estimate
-from specserve.speculative.sampling import Nodes, SamplerRows, TokenRows
 from specserve.speculative.tree import Tree
 
 PAGE_SIZE, MAX_LEN, NUM_SLOTS = 8, 96, 4
@@ -400,38 +397,16 @@ def plain_scores(
     """What each token of an answer is the argmax of, by one plain forward and the rule of drawing, for which the answer
     is a chain below the prompt's last token."""
     params, vocab, n = ask.params, target.config.vocab_size, len(output_ids)
-    seed = params.seed if params.temperature else 0
-    assert seed is not None
-    token_ids = np.zeros(-(-n // 32) * 32, np.int32)  # what comes later changes nothing, and few shapes compile
-    token_ids[:n] = [ask.prompt[-1], *output_ids][:n]
-    depths = np.arange(len(token_ids), dtype=np.int32)
-    logits = np.zeros((len(token_ids), vocab), np.float32)
-    logits[:n] = tiny.target_logits(target, [*ask.prompt, *output_ids])[len(ask.prompt) - 1 : -1]
-    request = Request("r", tuple(ask.prompt), params, 1, seed, lambda _delta: None)
-    stop_ids = sorted(set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.eos_ids)))
-    named = token_rows(request, (), stop_ids, bad_sequences(params.bad_words, tokenizer), vocab)
-    parents, recent = np.maximum(depths - 1, 0), np.full(sampling.MAX_BAD_TOKENS - 1, -1, np.int32)
-    nodes = Nodes(token_ids[None], parents[None], depths[None], tiny.causal(len(token_ids)), recent[None])
-    allowed = None
+    logits = tiny.target_logits(target, [*ask.prompt, *output_ids])[len(ask.prompt) - 1 : -1]
     mask = Grammar() if ask.is_constrained else None
     if params.grammar is not None:
         mask = Grammars(Letters(), vocab, (EOS,)).compile(params.grammar)()  # type: ignore[arg-type]
-    if mask is not None:
-        allowed = mask.masks(parents.tolist(), token_ids.tolist())[None]
-    rows = sampler_rows(params, seed, len(ask.prompt))
-    args = rows, named or TokenRows.zeros(1, vocab), nodes, logits[None], len(ask.prompt) + depths[None], allowed
-    return np.array(_scores(*jax.tree.map(jnp.asarray, args)))[0, :n]
-
-
-@jax.jit
-def _scores(
-    rows: SamplerRows,
-    tokens: TokenRows,
-    nodes: Nodes,
-    logits: jax.Array,
-    position_ids: jax.Array,
-    allowed: jax.Array | None,
-) -> jax.Array:
-    logits = sampling.constrain(rows, tokens, nodes, logits, position_ids, allowed)
-    noise = sampling.noise(rows, position_ids, jnp.arange(logits.shape[-1], dtype=jnp.uint32))
-    return sampling.truncate(rows, sampling.scale(rows, logits)) + noise
+    return rule_scores(
+        ask.prompt,
+        params,
+        output_ids,
+        logits[:n],
+        stop_ids=sorted(set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.eos_ids))),
+        bad_sequences=bad_sequences(params.bad_words, tokenizer),
+        mask=mask,
+    )

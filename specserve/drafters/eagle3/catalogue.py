@@ -154,6 +154,42 @@ NOT_FINITE = _tensors(
     why="every proposal that they touch is noise",
     by_hand="go back to an earlier checkpoint, or download the weights again",
 )
+ALL_ZERO = _tensors(
+    "all-zero",
+    "error",
+    "{name} holds nothing but zeros",
+    why="what goes through it is lost: the head proposes without the target's states, or the same tokens always",
+    by_hand="go back to an earlier checkpoint, or export the head again: it looks like one that was never filled",
+)
+WEIGHT_RANGE = _tensors(
+    "weight-range",
+    "error",
+    "{name} has a size that 16 bits do not hold",
+    why="in float16 it is infinite, or zero; in other dtypes what it makes drowns all else, or vanishes",
+    by_hand="undo the scale that it was multiplied with, or export the head again",
+)
+_layer = partial(Check, "the layer")
+HIDDEN_ACT = _layer(
+    "hidden-act",
+    "error",
+    "an activation that is not computed",
+    why="we refuse the head, and engines that run it with silu compute another head",
+    by_hand="write silu if the head was trained with it, as all published ones were",
+)
+EPS = _layer(
+    "eps",
+    "error",
+    "rms_norm_eps makes no sense",
+    why="norms divide by it instead of by what they norm: nearly nothing is accepted",
+    by_hand="write what the head was trained with, mostly the target's",
+)
+EPS_DIFFERS = _layer(
+    "eps-differs",
+    "warning",
+    "another rms_norm_eps than the target's",
+    why="right only if the head was trained so; if not, small states are scaled otherwise",
+    by_hand="compare with what it was trained with",
+)
 _vocabulary = partial(Check, "vocabulary")
 VOCABULARY = _vocabulary(
     "vocabulary",

@@ -122,10 +122,31 @@ def check_dtypes(patient: Patient) -> Iterator[Finding]:
 
 
 def check_values(patient: Patient) -> Iterator[Finding]:
-    """Whether every weight is a finite number."""
+    """Whether every weight is a finite number, some of each tensor are not zero, and none is beyond 16 bits."""
+    half = np.finfo(np.float16)
     for name in sorted(patient.weights):
-        if patient.tensors.dtype(name).name in FLOATS:
-            value = patient.tensors.read(name).astype(np.float32)
-            if count := int((~np.isfinite(value)).sum()):
-                got = f"{count:,} of {value.size:,} are NaN or infinite"
-                yield catalogue.NOT_FINITE.found(f"{patient.tensors.file(name).name}: {name}", "finite numbers", got)
+        if patient.tensors.dtype(name).name not in FLOATS:
+            continue
+        where, value = f"{patient.tensors.file(name).name}: {name}", patient.tensors.read(name).astype(np.float32)
+        if count := int((~np.isfinite(value)).sum()):
+            got = f"{count:,} of {value.size:,} are NaN or infinite"
+            yield catalogue.NOT_FINITE.found(where, "finite numbers", got)
+            continue
+        largest = float(np.abs(value).max(initial=0.0))
+        if not largest:
+            yield catalogue.ALL_ZERO.found(where, "weights", f"{value.size:,} zeros", name=name)
+        elif not float(half.smallest_subnormal) <= largest <= float(half.max):
+            expected = f"at most {half.max:g}, and more than {half.smallest_subnormal:.0e}"
+            yield catalogue.WEIGHT_RANGE.found(where, expected, f"at most {largest:.1e}", name=name)
+
+
+def check_layer(patient: Patient) -> Iterator[Finding]:
+    """Whether the layer's activation is the one that engines compute, and its norms add what the target's add."""
+    act, eps = patient.flat.get("hidden_act"), patient.flat.get("rms_norm_eps", 1e-6)
+    if act not in (None, dialects.ACTIVATION):
+        yield catalogue.HIDDEN_ACT.found(f"{CONFIG}: hidden_act", dialects.ACTIVATION, repr(act))
+    where = f"{CONFIG}: rms_norm_eps"
+    if not dialects.is_eps(eps):
+        yield catalogue.EPS.found(where, "a number above 0 and far below 1, such as 1e-06", repr(eps))
+    elif patient.target is not None and eps != patient.target.config.norm_eps:
+        yield catalogue.EPS_DIFFERS.found(where, f"{patient.target.config.norm_eps:g}, the target's", f"{eps:g}")

@@ -31,6 +31,7 @@ TAP_IDS = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "fc_norm", "norm_before_fc", "norm_output")
 REQUIRED = ("hidden_size", "num_attention_heads", "intermediate_size", "vocab_size", "draft_vocab_size")
 _OPTIONAL = ("num_hidden_layers", "target_hidden_size", "num_key_value_heads", "head_dim", "max_position_embeddings")
+ACTIVATION = "silu"  # of the MLP; every engine that runs EAGLE-3 heads computes this one
 SPECULATIVE_TOKENS = 3  # what a speculators config suggests to vLLM; a flag of the server overrides it
 _D2T_NAMES = (D2T, "draft_id_to_target_id")
 _NO_TAPS = (0, 1, 2)  # three of a target that nobody named
@@ -105,6 +106,12 @@ def bad_keys(flat: Mapping[str, Any]) -> list[str]:
     return [key for key, value in given.items() if not is_count[key] and (key in REQUIRED or value is not None)]
 
 
+def is_eps(value: object) -> bool:
+    """Whether it can be what a norm adds to a mean square: with more than 1e-2 it is no protection from zero any more,
+    but part of what is computed."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1e-2
+
+
 def draft_config_from_hf(
     raw: Mapping[str, Any], target: ModelConfig | None, names: frozenset[str], *, dtype: str, where: str
 ) -> Eagle3Config:
@@ -116,6 +123,12 @@ def draft_config_from_hf(
     if wrong := bad_keys(raw):
         told = ", ".join(f"{key} is {raw[key]!r}" for key in wrong)
         raise ConfigError(f"{where}: {told}; expected positive whole numbers")
+    if (stated := raw.get("hidden_act")) not in (None, ACTIVATION):
+        raise ConfigError(f"{where}: hidden_act is {stated!r}; heads are computed with {ACTIVATION!r} alone")
+    if not is_eps(eps := raw.get("rms_norm_eps", 1e-6)):
+        raise ConfigError(
+            f"{where}: rms_norm_eps is {eps!r}; expected a number above 0 and at most 0.01, such as 1e-06"
+        )
     shift = 0 if dialect_of(raw, names) == "sglang" else 1
     ids = tuple(i - shift for i in tap_ids(raw))
     aux_layers = ids or (default_taps(target) if target else _NO_TAPS)
@@ -202,7 +215,7 @@ def _layer_to_hf(config: Eagle3Config, dtype: str, bos_id: int | None, eos_id: i
         "num_attention_heads": config.num_heads,
         "num_key_value_heads": config.num_kv_heads,
         "head_dim": config.head_dim,
-        "hidden_act": "silu",
+        "hidden_act": ACTIVATION,
         "rms_norm_eps": config.norm_eps,
         "vocab_size": config.vocab_size,
         "max_position_embeddings": config.max_len,

@@ -17,6 +17,7 @@ _CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
     checks_files.check_tensors,
     checks_files.check_dtypes,
     checks_files.check_values,
+    checks_files.check_layer,
     checks_meaning.check_vocabulary,
     checks_meaning.check_taps,
     checks_meaning.check_rope,

@@ -12,7 +12,9 @@ from specserve.drafters.door import Dialect, Head, TrainedDrafter
 from specserve.drafters.eagle3 import dialects, doctor, files, start
 from specserve.drafters.eagle3.checks_files import KNOWN_ARCHITECTURES
 from specserve.drafters.eagle3.drafter import Eagle3
-from specserve.drafters.findings import Report
+from specserve.drafters.eagle3.patient import Patient
+from specserve.drafters.eagle3.repairs import list_repairs
+from specserve.drafters.findings import Repair, Report
 from specserve.drafters.settings import DraftSettings
 from specserve.models.config import ModelConfig
 
@@ -56,6 +58,9 @@ class Eagle3Kind:
     def without_copies(self, head: Head, target: Target, dtype: str) -> tuple[Head, list[str]]:
         config, params, changes = files.without_copies(_own(head.drafter).config, head.params, target, dtype)
         return Head(Eagle3(config), params, head.target_ids), changes
+
+    def repairs(self, folder: Path, target: Target) -> list[Repair]:
+        return list(list_repairs(Patient(folder, target)))
 
     def examine(self, folder: Path, target: Target | None) -> Report:
         return doctor.examine(folder, target)

@@ -64,6 +64,9 @@ class Patient:
             return None
         raw = {**self.flat, "num_hidden_layers": self.num_layers}
         raw["draft_vocab_size"] = raw.get("draft_vocab_size") or self.head_rows
+        raw["hidden_act"] = None
+        if not dialects.is_eps(raw.get("rms_norm_eps", 1e-6)):
+            raw["rms_norm_eps"] = 1e-6
         if self.rope is None:
             raw |= {"rope_theta": None, "rope_scaling": None, "rope_parameters": {"rope_theta": 10_000.0}}
         target = self.target.config if self.target else None

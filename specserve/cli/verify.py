@@ -1,0 +1,132 @@
+"""`specserve verify`: the proof that speculation changes nothing, on the user's own target and head."""
+
+import dataclasses
+import json
+from pathlib import Path
+
+import typer
+from rich.console import Group
+from rich.markup import escape
+from rich.progress import Progress
+from rich.table import Table
+
+from specserve.checkpoints.tensors import write_json
+from specserve.cli.progress import bar_columns, console
+from specserve.drafters.speculation import describe
+from specserve.eval.report import table
+from specserve.eval.settings import VerifyRun
+from specserve.eval.verify import Plan, Prover
+from specserve.eval.verify_bench import load_prompts, open_benches, ways_to_prove
+from specserve.eval.verify_report import FALSE_ALARMS, Mismatch, Report
+from specserve.mesh import SERVING_AXES, parse_mesh
+from specserve.provenance import collect
+from specserve.serve.launch import Models, load_models
+from specserve.speculative.tree import Tree
+
+SHOWN_BUGS, SHOWN_TIES = 5, 2
+
+
+def verify(run: VerifyRun) -> None:
+    """Have plain decoding and every way to speculate answer the same requests, and tell where they differ. Exit status
+    1 where a difference is a bug."""
+    mesh = parse_mesh(run.mesh, SERVING_AXES)
+    models = load_models(run.target, run.draft, quantization=run.quantization, mesh=mesh)
+    trees = ways_to_prove(models, run.speculation)
+    prompts = load_prompts(models, run.bench, run.limit)
+    report = _prove(run, models, trees, prompts)
+    facts = {
+        "target": models.name,
+        "draft": models.draft.name if models.draft else "",
+        "ways": list(map(describe, trees)),
+    }
+    told = {**facts, **report.to_json(), "settings": dataclasses.asdict(run), "provenance": collect()}
+    if run.json:
+        print(json.dumps(told, indent=2))
+    else:
+        _show(report)
+    if run.output:
+        write_json(Path(run.output), told)
+        if not run.json:
+            console.print(f"report written to {escape(run.output)}")
+    if report.num_bugs:
+        raise typer.Exit(1)
+
+
+def _prove(run: VerifyRun, models: Models, trees: list[Tree], prompts: list[list[int]]) -> Report:
+    report = Report()
+    longest = max(map(len, prompts)) + 2 * run.max_tokens + 1
+    plan = Plan(run.max_tokens, run.draws, run.seed)
+    with Progress(*bar_columns(), console=console, transient=True, disable=run.json) as progress:
+        compiling = progress.add_task("compiling", note="")
+        checking = progress.add_task("checking", total=None, note="")
+        benches = open_benches(
+            models,
+            trees,
+            max_model_len=longest,
+            on_warmup=lambda done, total, name: progress.update(compiling, completed=done, total=total, note=name),
+        )
+        for opened in benches:
+            on_check = lambda way, check: progress.update(checking, advance=1, note=f"{way}: {check}")  # noqa: E731
+            Prover(opened(), prompts, plan, report, on_check).run()
+    return report
+
+
+def _show(report: Report) -> None:
+    console.print(_rows_table(report))
+    console.print(_tests_table(report))
+    for verdict, most in (("bug", SHOWN_BUGS), ("tie", SHOWN_TIES)):
+        found = [each for each in report.mismatches if each.verdict == verdict]
+        for mismatch in found[:most]:
+            console.print(_traced(mismatch), highlight=False)
+        if len(found) > most:
+            console.print(f"and {len(found) - most} more: --output writes all of them")
+    console.print(
+        f"{report.num_compared:,} log-probabilities of programs of different shapes: {report.noise:.1e} apart at most",
+        highlight=False,
+    )
+    if report.num_bugs:
+        console.print(f"[bold red]{report.num_bugs} bugs[/]: speculation is not what plain decoding is, here")
+    else:
+        ties = f"; {report.num_ties} ties that rounding decides otherwise" if report.num_ties else ""
+        console.print(f"[bold green]speculation changes nothing here[/]{ties}", highlight=False)
+
+
+def _rows_table(report: Report) -> Table:
+    shown = table(
+        "answers, against plain decoding", ("speculation", "check"), ("answers", "tokens", "tau", "ties", "bugs", "")
+    )
+    last = ""
+    for row in report.rows:
+        if last and row.way != last:
+            shown.add_section()
+        tau = f"{row.acceptance.tau:.2f}" if row.acceptance.num_steps and row.way != "off" else ""
+        bugs = f"[bold red]{row.num_bugs}[/]" if row.num_bugs else "0"
+        name = "" if row.way == last else row.way
+        shown.add_row(
+            name, row.check, str(row.num_answers), f"{row.num_tokens:,}", tau, str(row.num_ties), bugs, escape(row.note)
+        )
+        last = row.way
+    return shown
+
+
+def _tests_table(report: Report) -> Table:
+    title = f"tests; together they fail where nothing is wrong in {FALSE_ALARMS:g} of all runs (p < {report.limit:.1e})"
+    shown = table(title, ("speculation", "test"), ("found", "p", ""))
+    for test in report.tests:
+        verdict = "[bold red]bug[/]" if test in report.failed else "passed"
+        shown.add_row(test.way, test.what, test.statistic, f"{test.p_value:.2g}", verdict)
+    return shown
+
+
+def _traced(found: Mismatch) -> Group:
+    color = "red" if found.verdict == "bug" else "yellow"
+    lead = "" if found.lead is None else f"; the rule's own choice leads by {found.lead:.1e}"
+    lines = [
+        f"[bold {color}]{found.verdict}[/] {found.way}, {found.check}: {escape(found.ask)}",
+        f"  {found.kind} {found.position}: plain decoding {escape(found.plain)}, this way {escape(found.other)}{lead}",
+    ]
+    for name, top in (("plain", found.plain_top), ("this way", found.other_top)):
+        if top:
+            values = ", ".join(f"{token_id} {value:.6f}" for token_id, value in top)
+            lines.append(f"  [dim]most likely there, {name}:[/] {values}")
+    return Group(*lines)

@@ -1,0 +1,286 @@
+"""The draft doctor by running: whether a head accepts what its notes promise, and which slip of its files explains it
+where it does not.
+
+The target answers prompts greedily while the head speculates (the code that serves, `train.acceptance`). Where the head
+falls short, or promises nothing, every repair that its kind knows is tried on these answers: the head is run over them
+with the target's states, as in training, which takes a moment for each repair and needs no engine.
+"""
+
+import functools
+import logging
+import math
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specserve.checkpoints.load import QUANTIZATIONS, Target, load_target
+from specserve.checkpoints.source import resolve_target
+from specserve.checkpoints.tensors import TensorFolder, read_json
+from specserve.data.dataset import Prompt
+from specserve.drafters.doctor import BELOW_NOTES, KNOWS_NOTHING, MISREAD
+from specserve.drafters.door import Head, Rollout, Rows, TrainedDrafter
+from specserve.drafters.exchange import write_head
+from specserve.drafters.findings import CONFIG, Copy, Finding, Repair
+from specserve.drafters.head import load_head
+from specserve.drafters.notes import read_notes
+from specserve.drafters.registry import kind_of
+from specserve.errors import DataError, RequestError, SpecServeError
+from specserve.eval.prompts import load_questions
+from specserve.kernels.rows import Documents
+from specserve.mesh import default_dtype
+from specserve.models import target as target_model
+from specserve.models.config import ModelConfig
+from specserve.speculative.acceptance import Acceptance
+from specserve.tokenizer import Tokenizer
+from specserve.train.acceptance import AcceptanceMeter, Arm
+
+logger = logging.getLogger(__name__)
+
+SPECULATION = "chain:3"
+DEPTH = 2  # of the trials: what is handed on from one draft step to the next shows at the second
+DEVIATIONS = (
+    6.0  # a repair must gain more than chance does, over everything that is tried and as texts repeat themselves
+)
+NOTED_DEVIATIONS = 4.0
+_PADDED_TO = 64
+
+
+@dataclass(frozen=True)
+class Trial:
+    """What running a head found."""
+
+    acceptance: Acceptance  # of the head as it is, as served
+    noted: tuple[float, ...]  # acceptance by depth that its notes promise; empty: nothing
+    num_tried: int  # repairs
+    findings: list[Finding]
+
+    def told(self) -> str:
+        """What was measured, in a line."""
+        found = self.acceptance
+        noted = f"its notes say {_rates(self.noted)}" if self.noted else "its notes say nothing"
+        tried = f"; {self.num_tried} other readings tried" if self.num_tried else ""
+        return (
+            f"{SPECULATION}, greedy, {found.num_steps:,} steps: tau {found.tau:.2f}, accepted by depth "
+            f"{_rates(found.accept_rate)}; {noted}{tried}"
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "speculation": SPECULATION,
+            "tau": self.acceptance.tau,
+            "accept_rate": list(self.acceptance.accept_rate),
+            "steps": self.acceptance.num_steps,
+            "noted_accept_rate": list(self.noted),
+            "repairs_tried": self.num_tried,
+        }
+
+
+class Texts:
+    """The target's own greedy answers, and its states over them. They are the same whatever head is tried."""
+
+    def __init__(self, target: Target, prompts: Sequence[Prompt], answers: Sequence[Sequence[int]]) -> None:
+        pairs = [(prompt.token_ids, said) for prompt, said in zip(prompts, answers, strict=True) if len(said) > DEPTH]
+        if not pairs:
+            raise DataError(f"all answers end within {DEPTH} tokens, so there is nothing to draft; give other prompts")
+        self.target = target
+        longest = -(-max(len(prompt) + len(said) for prompt, said in pairs) // _PADDED_TO) * _PADDED_TO
+        self._token_ids = np.zeros((len(pairs), longest), np.int32)
+        self._is_tried = np.zeros(self._token_ids.shape, bool)  # at t: the token at t + 1 is a root, t + 2 is drafted
+        for row, (prompt, said) in enumerate(pairs):
+            end = len(prompt) + len(said)
+            self._token_ids[row, :end] = [*prompt, *said]
+            self._is_tried[row, len(prompt) - 1 : end - 1 - DEPTH] = True
+        self._states: dict[int, jax.Array] = {}  # [batch, seq, d_model], by layer
+        self.commonest = Counter(self._token_ids[:, 1:][self._is_tried[:, :-1]].tolist()).most_common(1)[0][1]
+
+    @property
+    def num_places(self) -> int:
+        return int(self._is_tried.sum())
+
+    def accepted(self, head: Head) -> np.ndarray:  # [place] int64
+        """How many drafts in a row are right at each place of the answers."""
+        drafter = head.drafter
+        shape = self._token_ids.shape
+        rows = Rows(
+            token_ids=jnp.asarray(self._token_ids),
+            loss_mask=jnp.ones(shape, bool),
+            document_ids=jnp.ones(shape, jnp.int32),
+            position_ids=jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape),
+        )
+        aux = jnp.concatenate([self._state(i) for i in drafter.aux_layers], axis=-1).astype(drafter.dtype)
+        found = np.asarray(_draft(drafter, head.params, self.target.params, jnp.asarray(head.target_ids), rows, aux))
+        # step k at position p foresees the token at p + 1; the draft after root t + 1 has step k at t + 1 + k
+        is_right = [
+            np.roll(found[k][:, :-1] == self._token_ids[:, 1:], -(1 + k), axis=1)[self._is_tried[:, :-1]]
+            for k in range(DEPTH)
+        ]
+        return np.cumprod(is_right, axis=0).sum(axis=0)
+
+    def _state(self, layer: int) -> jax.Array:
+        if layer not in self._states:
+            self._states[layer] = _tap(self.target.config, layer, self.target.params, jnp.asarray(self._token_ids))
+        return self._states[layer]
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _draft(
+    drafter: TrainedDrafter, params: Any, target: Any, target_ids: jax.Array, rows: Rows, aux: jax.Array
+) -> jax.Array:  # [step, batch, seq] int32, target ids
+    states = drafter.learn(params, target, rows, aux, Rollout(DEPTH, remat=False))
+    return jnp.stack([target_ids[jnp.argmax(drafter.logits(drafter.output(params), x), axis=-1)] for x in states])
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _tap(config: ModelConfig, layer: int, params: Any, token_ids: jax.Array) -> jax.Array:
+    n = token_ids.shape[1]
+    position_ids = jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), token_ids.shape)
+    mask = Documents(jnp.ones(token_ids.shape, jnp.int32))
+    out = target_model.forward(params, config, token_ids, position_ids, mask, aux_layers=(layer,))
+    assert out.aux_hidden_states is not None, "a layer was tapped"
+    return out.aux_hidden_states
+
+
+def load_target_of(folder: Path, name: str) -> Target:
+    """The target of a head with its weights, rounded as the head's notes say. Raises ConfigError or CheckpointError."""
+    stated = read_notes(folder).get("quantization", "none")
+    quantization = stated if stated in QUANTIZATIONS else "none"
+    return load_target(resolve_target(name).folder, dtype=default_dtype(), quantization=quantization)
+
+
+def render_prompts(target: Target, bench: str, limit: int) -> list[Prompt]:
+    """The first turns of a bench by the target's chat template. Raises DataError or CheckpointError."""
+    tokenizer = Tokenizer.load(target.folder)
+    found = []
+    for question in load_questions(bench, limit):
+        try:
+            token_ids = tokenizer.render_chat([{"role": "user", "content": question.turns[0]}])
+        except RequestError as error:
+            raise DataError(f"the target cannot be asked: {error}") from error
+        found.append(Prompt(question.category, token_ids))
+    return found
+
+
+def run_head(
+    folder: Path,
+    target: Target,
+    prompts: Sequence[Prompt],
+    *,
+    max_tokens: int,
+    dtype: str,
+    on_repair: Callable[[int, int, str], None] = lambda _done, _total, _what: None,
+) -> Trial:
+    """Run the head in a folder over prompts, and look for what is wrong where it accepts too little. Raises
+    ConfigError or CheckpointError where it cannot be loaded, DataError where no prompt fits."""
+    head = load_head(folder, target, dtype=dtype)
+    arm = Arm(SPECULATION)
+    meter = AcceptanceMeter(target, head.drafter, [arm], prompts, max_new_tokens=max_tokens)
+    measured = meter.measure(head.params, head.target_ids, arm)
+    found, noted = measured.total, noted_rates(read_notes(folder))
+    if noted and not is_below(found, noted):
+        return Trial(found, noted, 0, [])
+    texts = Texts(target, prompts, measured.answers)
+    misread, num_tried = find_misreading(folder, texts, dtype=dtype, on_repair=on_repair)
+    if misread:
+        return Trial(found, noted, num_tried, [misread])
+    where, got = "the head, running", f"{found.accept_rate[0]:.0%} of {found.num_steps:,} first drafts are accepted"
+    if found.accept_rate[0] * texts.num_places <= texts.commonest:
+        expected = f"more than {texts.commonest / texts.num_places:.0%}, the share of the commonest token"
+        return Trial(found, noted, num_tried, [KNOWS_NOTHING.found(where, expected, got)])
+    if noted:
+        below = BELOW_NOTES.found(where, f"{_rates(noted)} by depth", _rates(found.accept_rate))
+        return Trial(found, noted, num_tried, [below])
+    return Trial(found, noted, num_tried, [])
+
+
+def _rates(rates: Sequence[float]) -> str:
+    return " ".join(f"{rate:.2f}" for rate in rates)
+
+
+def noted_rates(notes: dict[str, Any]) -> tuple[float, ...]:
+    """The acceptance by depth that a head's notes promise of a chain; empty where they promise nothing of one."""
+    stated = notes.get("acceptance")
+    if not isinstance(stated, dict) or not str(stated.get("speculation", "")).startswith("chain:"):
+        return ()
+    return tuple(float(rate) for rate in stated.get("accept_rate", ()))
+
+
+def is_below(found: Acceptance, noted: Sequence[float]) -> bool:
+    """Whether less is accepted than noted, at any depth, by more than the draw of the prompts explains."""
+    seen = (found.num_steps, *found.accepted_per_depth)
+    rates = zip(found.accept_rate, noted, seen, strict=False)
+    return any(p - rate > NOTED_DEVIATIONS * math.sqrt(p * (1 - p) / max(1, n)) for rate, p, n in rates)
+
+
+def find_misreading(
+    folder: Path,
+    texts: Texts,
+    *,
+    dtype: str,
+    on_repair: Callable[[int, int, str], None] = lambda _done, _total, _what: None,
+) -> tuple[Finding | None, int]:
+    """Try every repair, and then every further one on top of the best, for as long as one helps; also says how many
+    were tried. A repair is offered as a fix where no other one does as well."""
+    kind = kind_of(read_json(folder / CONFIG))
+    chosen: list[Repair] = []
+    others: list[str] = []
+    num_tried = 0
+    with tempfile.TemporaryDirectory() as scratch:
+        first = now = texts.accepted(load_head(folder, texts.target, dtype=dtype))
+        at = folder
+        while True:
+            tried: list[tuple[Repair, np.ndarray]] = []
+            repairs = kind.repairs(at, texts.target)
+            for number, repair in enumerate(repairs):
+                on_repair(number, len(repairs), repair.what)
+                copy = _mended(folder, [*chosen, repair], Path(scratch) / "tried")
+                try:
+                    tried.append((repair, texts.accepted(load_head(copy, texts.target, dtype=dtype))))
+                except SpecServeError:
+                    continue  # the files cannot mean that
+            num_tried += len(tried)
+            logger.debug("%s", {repair.what: round(deviations(found, now), 1) for repair, found in tried})
+            helping = [each for each in tried if deviations(each[1], now) > DEVIATIONS]
+            if not helping:
+                break
+            best, gained = max(helping, key=lambda each: each[1].mean())
+            others = [repair.what for repair, found in helping if repair is not best and deviations(gained, found) < 2]
+            chosen, now = [*chosen, best], gained
+            at = _mended(folder, chosen, Path(scratch) / f"mended-{len(chosen)}")
+    if not chosen:
+        return None, num_tried
+    how = " and ".join(repair.what for repair in chosen)
+    expected, got = (f"{each.mean():.2f} of {DEPTH} drafts in a row" for each in (now, first))
+    told = {"how": how, "others": ", or ".join(others)}
+    fix = None if others else _all(chosen)
+    where = f"the head, over {texts.num_places:,} places of the target's own answers"
+    return MISREAD.found(where, expected, got, fix, **told), num_tried
+
+
+def deviations(found: np.ndarray, before: np.ndarray) -> float:
+    """By how many standard deviations more places are better than worse, were either as likely (McNemar 1947)."""
+    better, worse = int((found > before).sum()), int((found < before).sum())
+    return (better - worse) / math.sqrt(max(1, better + worse))
+
+
+def _all(repairs: Sequence[Repair]) -> Callable[[Copy], None]:
+    def fix(mended: Copy) -> None:
+        for repair in repairs:
+            repair.fix(mended)
+
+    return fix
+
+
+def _mended(folder: Path, repairs: Sequence[Repair], to: Path) -> Path:
+    tensors = TensorFolder(folder)
+    copy = Copy(dict(read_json(folder / CONFIG)), {name: tensors.read(name) for name in tensors.names()})
+    _all(repairs)(copy)
+    to.mkdir(exist_ok=True)
+    write_head(to, copy.tensors, copy.raw, read_notes(folder))
+    return to

@@ -1,0 +1,382 @@
+"""The proof that speculation changes nothing, on any target and head: plain decoding and every way to speculate answer
+the same requests through the engine that serves, and a difference is traced to where it begins.
+
+A difference is a tie where the rule of drawing leaves the choice open by no more than what programs of different shapes
+differ by on this machine (`WholeText` is one of them). Anything else is a bug.
+"""
+
+import dataclasses
+import itertools
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from specserve.drafters.speculation import describe
+from specserve.errors import SpecServeError
+from specserve.eval.verify_asks import Ask, base_asks, follow_ups, option_asks
+from specserve.eval.verify_judge import Bench, Judge, bug, log_sum_exp
+from specserve.eval.verify_report import Mismatch, Report, Row, Test
+from specserve.serve.completion import Collector, CompletionOutput
+from specserve.serve.engine import Engine, EngineOptions
+from specserve.serve.interface import EngineStats
+from specserve.serve.pages import PagePool
+from specserve.serve.request import Delta, SamplingParams
+from specserve.speculative.acceptance import Acceptance
+from specserve.speculative.controller import Controller, Estimate
+from specserve.speculative.tree import Tree
+
+NUM_BINS = 16  # of a chi-square test; few enough that each expects dozens of draws
+DRAWN_TOKENS = 3  # of each answer that the chi-square tests count; the first comes from the prompt's own program
+SHARE = 0.1  # of the logits' own spread: what is called noise and is larger is no rounding
+
+Script = Callable[[], Tree | None]  # the tree of the next step; None: a plain one
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How much is asked."""
+
+    max_tokens: int = 32
+    draws: int = 400  # seeds of the chi-square tests, for each way
+    seed: int = 0
+
+
+class _Scripted(Controller):
+    """Steps as a script says."""
+
+    def __init__(self, script: Script) -> None:
+        super().__init__({})
+        self._script = script
+
+    def choose(
+        self, estimates: Sequence[Estimate], trees: Sequence[Tree | None], batch_size: int, width: int
+    ) -> Tree | None:
+        del estimates, batch_size, width
+        tree = self._script()
+        return tree if tree in trees else trees[-1]  # steps with grammars have programs for one tree alone
+
+
+@dataclass(frozen=True)
+class _Answers:
+    """What an engine made of some asks, in their order."""
+
+    of: list[CompletionOutput]
+    drafts: list[list[tuple[int, ...]]]  # of each answer the tokens proposed, step by step, where the ask wants them
+    stats: EngineStats
+
+    @property
+    def acceptance(self) -> Acceptance:
+        return sum((answer.stats for answer in self.of), Acceptance())
+
+
+@dataclass
+class _Steps:
+    """Steps whose drafts were compared with those of the same steps of another run, up to the first difference."""
+
+    number: int = 0
+    differences: int = 0
+
+    def compare(self, drafts: Sequence[tuple[int, ...]], others: Sequence[tuple[int, ...]]) -> None:
+        for ours, theirs in zip(drafts, others, strict=False):
+            self.number += 1
+            if ours != theirs:
+                self.differences += 1
+                return
+
+    def p_value(self, control: "_Steps") -> float:
+        """The chance of so many differences if they were as frequent, per step, as between two runs that only the shape
+        of their programs tells apart. Given how many there are in both, they would fall on either by its steps."""
+        from scipy.stats import binomtest  # takes a third of a second to import
+
+        total = self.differences + control.differences
+        share = self.number / max(1, self.number + control.number)
+        return float(binomtest(self.differences, total, share, alternative="greater").pvalue) if total else 1.0
+
+
+class Prover:
+    """Runs the checks over one bench, and adds what it finds to a report. `on_check` hears of each before it runs."""
+
+    def __init__(
+        self,
+        bench: Bench,
+        prompts: Sequence[Sequence[int]],
+        plan: Plan,
+        report: Report,
+        on_check: Callable[[str, str], None] = lambda _way, _check: None,
+    ) -> None:
+        self.bench, self.prompts, self.plan, self.report = bench, prompts, plan, report
+        self._on_check = on_check
+        self._plain: dict[int, CompletionOutput] = {}  # by the ask's id
+        self._judge = Judge(bench, report)
+
+    def run(self) -> None:
+        """All checks of all ways. Raises SpecServeError where the engine dies."""
+        self._ask_plainly()
+        self._check_plain()
+        for tree in self.bench.trees:
+            self._check_way(tree)
+        ways = [None, *self.bench.trees]
+        if len(ways) > 2:
+            dice = random.Random(self.plan.seed)
+            asks = [*self.base, *self.options]
+            self._on_check("any way at each step", "mixed batches")
+            found = self._answer(lambda: dice.choice(ways), asks, is_caching=True)
+            self._compare("any way at each step", "mixed batches", asks, found)
+
+    # What is asked, and by whom it is answered.
+
+    def _answer(
+        self,
+        script: Script,
+        asks: Sequence[Ask],
+        *,
+        is_caching: bool,
+        is_alone: bool = False,  # one after the other
+        num_pages: int | None = None,  # that the engine believes to have; None: enough
+    ) -> _Answers:
+        runner = self.bench.runner
+        runner.reset()
+        engine = Engine(
+            runner,
+            self.bench.tokenizer,
+            model_name="",
+            eos_ids=self.bench.target.eos_ids,
+            controller=_Scripted(script),
+            options=EngineOptions(is_caching=is_caching, max_queue=len(asks)),
+        )
+        if num_pages is not None:
+            engine.rounds.scheduler.pool = PagePool(num_pages, runner.shapes.page_size)
+        answers, drafts = [], []
+        with engine:
+            for some in [[ask] for ask in asks] if is_alone else [asks]:
+                found = _ask(engine, some)
+                answers += found[0]
+                drafts += found[1]
+            if not engine.is_healthy:
+                raise SpecServeError("the engine died; its log says why")
+            return _Answers(answers, drafts, engine.stats())
+
+    def _ask_plainly(self) -> None:
+        """Have plain decoding answer everything, one request after the other, without a prefix cache."""
+
+        def answer(asks: Sequence[Ask]) -> list[CompletionOutput]:
+            answers = self._answer(lambda: None, asks, is_caching=False, is_alone=True).of
+            self._plain |= {id(ask): found for ask, found in zip(asks, answers, strict=True)}
+            return answers
+
+        self._on_check("off", "answers")
+        first = base_asks(self.prompts, self.plan.max_tokens, self.plan.seed)
+        answers = answer(first)
+        second = follow_ups(first, answers)
+        answer(second)
+        self.first, self.base = first, [*first, *second]
+        self.options = option_asks(
+            self.prompts,
+            answers[::2],
+            self.bench.tokenizer,
+            max_tokens=self.plan.max_tokens,
+            seed=self.plan.seed,
+            has_grammars=self.bench.runner.has_constrained,
+        )
+        answer(self.options)
+
+    # Checks.
+
+    def _check_plain(self) -> None:
+        """Measure the noise, and hold plain decoding against the rule and against itself in a batch."""
+        self._on_check("off", "the rule")
+        together = self._answer(lambda: None, self.base, is_caching=False)
+        spread = 0.0
+        for ask, other in zip(self.base, together.of, strict=True):
+            plain = self._plain[id(ask)]
+            logits = self._judge.logits(ask, plain.token_ids)
+            spread = max(spread, float(logits.std(axis=-1).max()))
+            logs = logits - log_sum_exp(logits)
+            for i, found in enumerate(plain.logprobs or ()):
+                ids = [token_id for token_id, _ in found.top]
+                self._note_noise(np.array([value for _, value in found.top]) - logs[i, ids])
+            for ours, theirs in zip(plain.logprobs or (), other.logprobs or (), strict=False):
+                if ours.token_id != theirs.token_id:
+                    break  # what comes after has another prefix
+                known = dict(theirs.top)
+                self._note_noise(np.array([value - known[i] for i, value in ours.top if i in known]))
+        row = Row("off", "the rule", note=f"noise {self.report.noise:.1e}")
+        self.report.rows.append(row)
+        if self.report.noise > SHARE * spread:
+            self._add(row, bug("off", row.check, self.base[0], "log-probability", "one forward", "its steps"))
+        for ask in [*self.base, *self.options]:
+            self._check_rule(row, ask)
+        self._compare("off", "mixed batches", self.base, together)
+        self._draw(None)
+
+    def _note_noise(self, differences: np.ndarray) -> None:
+        self.report.noise = max(self.report.noise, float(np.abs(differences).max(initial=0.0)))
+        self.report.num_compared += differences.size
+
+    def _check_rule(self, row: Row, ask: Ask) -> None:
+        """Whether every token of a plain answer is what the rule draws from one forward over the whole text."""
+        answer = self._plain[id(ask)]
+        row.num_answers += 1
+        if answer.finish_reason not in ("stop", "length"):
+            self._add(row, bug("off", row.check, ask, "error", "an answer", answer.error or answer.finish_reason))
+        if not answer.token_ids:
+            return
+        row.num_tokens += len(answer.token_ids)
+        scores = self._judge.scores(ask, answer.token_ids, self._judge.logits(ask, answer.token_ids))
+        best = scores.argmax(axis=-1)
+        for i in np.flatnonzero(best != np.array(answer.token_ids)):
+            mismatch = self._judge.judge(
+                "off", row.check, ask, answer, answer, int(i), int(best[i]), answer.token_ids[i]
+            )
+            self._add(row, mismatch)
+            return
+
+    def _check_way(self, tree: Tree) -> None:
+        way = describe(tree)
+        self._on_check(way, "alone")
+        fresh = self._answer(lambda: tree, self.base, is_caching=False, is_alone=True)
+        self._compare(way, "alone", self.base, fresh)
+        self._on_check(way, "prefix hits")
+        hits = self._answer(lambda: tree, self.base, is_caching=True, is_alone=True)
+        row = self._compare(way, "prefix hits", self.base, hits)
+        row.note = f"{hits.stats.num_prefix_hits:,} tokens hit"
+        self._on_check(way, "mixed batches")
+        everything = [*self.base, *self.options]
+        together = self._answer(lambda: tree, everything, is_caching=False)
+        self._compare(way, "mixed batches", everything, together)
+        self._on_check(way, "preemption")
+        pages = 1 + max(-(-ask.num_tokens // self.bench.runner.shapes.page_size) for ask in everything)
+        few = self._answer(lambda: tree, everything, is_caching=True, num_pages=pages)
+        row = self._compare(way, "preemption", everything, few)
+        row.note = f"{few.stats.num_preemptions} preemptions in {pages} pages"
+        if tree.uses_head and not tree.lookup:  # a lookup finds more, the more has been answered
+            control = _Steps()
+            for ours, theirs in zip(fresh.drafts, together.drafts, strict=False):
+                control.compare(ours, theirs)
+            self._compare_drafts(way, "after prefix hits", hits, fresh, control)
+            self._check_stretch(tree, control)
+        self._draw(tree)
+
+    def _check_stretch(self, tree: Tree, control: _Steps) -> None:
+        """Plain steps first, then speculative ones: the draft must stand where it would if it had been there always."""
+        way = describe(tree)
+        self._on_check(way, "after plain steps")
+        length = self.plan.max_tokens // 3
+        late, fresh = [], []
+        for ask in self.first:
+            steps = itertools.chain(itertools.repeat(None, length), itertools.repeat(tree))
+            late.append(self._answer(steps.__next__, [ask], is_caching=False))
+            # the prompt of the fresh run ends before the token that is the root when speculation begins
+            prompt = (*ask.prompt, *self._plain[id(ask)].token_ids[:length])
+            params = dataclasses.replace(ask.params, max_tokens=self.plan.max_tokens - length)
+            fresh.append(self._answer(lambda: tree, [Ask(ask.name, prompt, params)], is_caching=False))
+        late, fresh = _joined(late), _joined(fresh)
+        self._compare(way, "after plain steps", self.first, late)
+        self._compare_drafts(way, "after plain steps", late, fresh, control)
+
+    def _compare_drafts(self, way: str, what: str, found: _Answers, fresh: _Answers, control: _Steps) -> None:
+        """Whether the same tokens were proposed as by runs that begin anew. A draft that lacks entries proposes others,
+        which costs acceptance and changes no answer."""
+        steps = _Steps()
+        for ours, theirs in zip(found.drafts, fresh.drafts, strict=True):
+            steps.compare(ours, theirs)
+        taus = [_speculative(each).tau for each in (found, fresh)]
+        told = f"{steps.differences} of {len(found.of)} answers, tau {taus[0]:.2f}; of fresh runs {taus[1]:.2f}"
+        self.report.tests.append(Test(way, f"other drafts {what}", told, steps.p_value(control)))
+
+    # Comparison.
+
+    def _compare(self, way: str, check: str, asks: Sequence[Ask], answers: _Answers) -> Row:
+        row = Row(way, check, acceptance=answers.acceptance)
+        self.report.rows.append(row)
+        for ask, answer in zip(asks, answers.of, strict=True):
+            row.num_answers += 1
+            row.num_tokens += len(answer.token_ids)
+            if mismatch := self._judge.find(way, check, ask, self._plain[id(ask)], answer):
+                self._add(row, mismatch)
+        return row
+
+    def _add(self, row: Row, mismatch: Mismatch) -> None:
+        row.num_ties += mismatch.verdict == "tie"
+        row.num_bugs += mismatch.verdict == "bug"
+        self.report.mismatches.append(mismatch)
+
+    # The distribution.
+
+    def _draw(self, tree: Tree | None) -> None:
+        """Chi-square tests at temperature 1: how often tokens are drawn, against the target's own softmax.
+
+        A token is counted by where it falls in the cumulative distribution at its own prefix, the most likely first,
+        at random within its own share. Right draws fall evenly over [0, 1] whatever the distribution is (Rosenblatt,
+        Remarks on a multivariate transformation, Ann. Math. Stat. 23, 1952), so draws after different prefixes can be
+        counted in the same bins."""
+        way = describe(tree)
+        self._on_check(way, "distribution")
+        prompt = min(self.prompts, key=len)
+        options: dict[str, Any] = {"max_tokens": DRAWN_TOKENS, "ignore_eos": True}
+        seeds = range(self.plan.seed, self.plan.seed + self.plan.draws)
+        asks = [Ask(f"seed {seed}", tuple(prompt), SamplingParams(seed=seed, **options)) for seed in seeds]
+        answers = self._answer(lambda: tree, asks, is_caching=True)
+        if tree is None:
+            self._drawn = answers.of
+        else:
+            self._plain |= {id(ask): plain for ask, plain in zip(asks, self._drawn, strict=True)}
+            self._compare(way, "distribution", asks, answers)
+            for ask in asks:
+                del self._plain[id(ask)]
+        places = self._judge.places(prompt, [answer.token_ids for answer in answers.of])
+        names = ("next tokens", places[:, 1:]) if tree is not None else ("first token", places[:, :1])
+        self.report.tests.append(_chi_square(way, *names))
+
+
+def _joined(runs: Sequence[_Answers]) -> _Answers:
+    """The answers of several runs as those of one."""
+    return _Answers([run.of[0] for run in runs], [run.drafts[0] for run in runs], runs[-1].stats)
+
+
+def _speculative(answers: _Answers) -> Acceptance:
+    """What the steps that proposed something accepted."""
+    drafts = [draft for answer in answers.of for draft in answer.stats.drafts]
+    found = Acceptance()
+    for num_draft_tokens, n_accepted in drafts:
+        found = found.after_step(n_accepted, depth=n_accepted, num_draft_tokens=num_draft_tokens)
+    return found
+
+
+def _chi_square(way: str, what: str, places: np.ndarray) -> Test:
+    from scipy.stats import chi2  # takes a third of a second to import
+
+    counts, _ = np.histogram(places, NUM_BINS, (0.0, 1.0 + 1e-6))
+    expected = places.size / NUM_BINS
+    statistic = float(((counts - expected) ** 2 / expected).sum())
+    told = f"{places.size} draws, chi-square {statistic:.1f} of {NUM_BINS - 1} degrees"
+    return Test(way, f"distribution of {what}", told, float(chi2.sf(statistic, NUM_BINS - 1)))
+
+
+def _ask(engine: Engine, asks: Sequence[Ask]) -> tuple[list[CompletionOutput], list[list[tuple[int, ...]]]]:
+    """The answers to asks that run together, and the tokens that each step proposed for them."""
+    drafts: list[list[tuple[int, ...]]] = [[] for _ in asks]
+    collector = Collector(len(asks), lambda _i, _answer: None)
+
+    def listener(i: int) -> Callable[[Delta], None]:
+        collect = collector.listener(i)
+
+        def on_delta(delta: Delta) -> None:
+            if delta.tree is not None:
+                drafts[i].append(delta.tree.token_ids)
+            collect(delta)
+
+        return on_delta
+
+    requests = []
+    try:
+        for i, ask in enumerate(asks):
+            requests.append(engine.submit(ask.prompt, ask.params, listener(i)))
+        return collector.wait(), drafts
+    except BaseException:  # an interrupt: what still runs is not wanted any more
+        for request in requests:
+            request.cancel()
+        raise

@@ -1,0 +1,111 @@
+"""What `specserve verify` runs on: runners over one loaded target, with programs for one request and for a batch."""
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Callable, Sequence
+
+from specserve import host
+from specserve.drafters.speculation import parse_speculation
+from specserve.drafters.words import ALL_TEXT
+from specserve.errors import ConfigError, DataError
+from specserve.eval.prompts import load_questions
+from specserve.eval.rule import WholeText
+from specserve.eval.verify_judge import Bench
+from specserve.mesh import num_parts
+from specserve.serve.launch import Models, choose_trees
+from specserve.serve.programs import Program, compile_all
+from specserve.serve.runner import Runner
+from specserve.serve.settings import ServeRun
+from specserve.serve.startup import check_numbers, check_state_fits
+from specserve.speculative.tree import Tree
+
+NUM_SLOTS = 4
+PAGE_SIZE = 16  # small, so that short prompts have full ones, which the prefix cache shares
+CHUNKS = 2  # of prompts: so that some take several programs
+LONGEST_PROMPT = 512
+EXTRA_WAY = f"{ALL_TEXT}:3"  # recent answers are looked up, without a head
+
+
+def ways_to_prove(models: Models, speculation: Sequence[str]) -> list[Tree]:
+    """The ways that were asked for; by default all that serve would compile for this head, and a lookup. Raises
+    ConfigError."""
+    if not speculation:
+        chosen = choose_trees(models, ServeRun())
+        return [*filter(None, chosen), *filter(None, [parse_speculation(EXTRA_WAY)])]
+    found = []
+    for text in dict.fromkeys(speculation):
+        tree = parse_speculation(text) if text != "auto" else None
+        if tree is None:
+            raise ConfigError(f"--speculation {text}: there is nothing to prove; give chains, trees or lookups")
+        if tree.uses_head and models.head is None:
+            raise ConfigError(f"--speculation {text}: there is no head for {models.name}; give one with --draft")
+        found.append(tree)
+    return found
+
+
+def load_prompts(models: Models, bench: str, limit: int) -> list[list[int]]:
+    """The first turns of a bench as the target's chat template renders them. Raises DataError where none is short
+    enough."""
+    assert models.tokenizer is not None
+    chats = [[{"role": "user", "content": question.turns[0]}] for question in load_questions(bench, limit)]
+    longest = min(LONGEST_PROMPT, models.target.config.max_len // 4)
+    prompts = [prompt for prompt in map(models.tokenizer.render_chat, chats) if len(prompt) <= longest]
+    if not prompts:
+        raise DataError(f"{bench}: no question has {longest} tokens or fewer; give shorter ones with --bench")
+    return prompts
+
+
+def open_benches(
+    models: Models,
+    trees: Sequence[Tree],
+    *,
+    max_model_len: int,
+    on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None,
+) -> list[Callable[[], Bench]]:
+    """What opens a bench for the ways that a head proposes, and one for those that need none, which no runner has
+    together. Open one after the other: each packs the weights anew."""
+    groups = [[tree for tree in trees if tree.uses_head == uses_head] for uses_head in (True, False)]
+    whole_text = WholeText(models.target, models.mesh)
+    opened = functools.partial(_open, models, whole_text, max_model_len=max_model_len, on_warmup=on_warmup)
+    return [functools.partial(opened, group) for group in groups if group]
+
+
+def _open(
+    models: Models,
+    whole_text: WholeText,
+    trees: Sequence[Tree],
+    *,
+    max_model_len: int,
+    on_warmup: Callable[[int, int, str], None],
+) -> Bench:
+    parts = num_parts(models.mesh, "batch")
+    num_slots = -(-NUM_SLOTS // parts) * parts
+    runner = Runner(
+        models.target,
+        models.head,
+        [None, *trees],
+        num_slots=num_slots,
+        max_model_len=max_model_len,
+        page_size=PAGE_SIZE,
+        num_pages=num_slots * -(-max_model_len // PAGE_SIZE),
+        has_constrained=models.tokenizer is not None,
+        mesh=models.mesh,
+        folder=host.cache_folder() / "programs",
+        check=functools.partial(check_state_fits, mesh=models.mesh),
+    )
+    # every way is proved alone and in a batch, also where serve would step large batches plainly
+    shapes = runner.shapes
+    batch_sizes = tuple(dict.fromkeys((shapes.batch_sizes[0], num_slots)))
+    rows = num_slots * max(map(shapes.num_nodes, shapes.trees))
+    runner.shapes = dataclasses.replace(
+        shapes, batch_sizes=batch_sizes, widths=shapes.widths[-1:], chunks=shapes.chunks[:CHUNKS], max_rows=rows
+    )
+    programs, done = runner.programs(), itertools.count(1)
+
+    def report(program: Program) -> None:
+        on_warmup(next(done), len(programs), program.name)
+
+    compile_all(runner.compiled, programs, is_wanted=runner.has_room_for, on_compiled=report)
+    check_numbers(runner, models.target)
+    return Bench(runner, trees, models.target, models.tokenizer, whole_text)

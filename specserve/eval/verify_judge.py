@@ -1,0 +1,146 @@
+"""Where an answer begins to differ from that of plain decoding, and whether that is a tie or a bug."""
+
+import dataclasses
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specserve.checkpoints.load import Target
+from specserve.eval.rule import WholeText, rule_scores
+from specserve.eval.verify_asks import NUM_LOGPROBS, Ask
+from specserve.eval.verify_report import Kind, Mismatch, Report
+from specserve.serve.completion import CompletionOutput
+from specserve.serve.grammars import Grammars
+from specserve.serve.options import bad_sequences
+from specserve.serve.runner import Runner
+from specserve.speculative.tree import Tree
+from specserve.tokenizer import Tokenizer
+
+LOGPROB_SLACK = 8  # times the measured noise, which is the largest of thousands of differences: no right one comes near
+NUM_NUDGES = 64  # with which a tie is looked for
+TEXTS_AT_ONCE = 8
+
+
+@dataclass(frozen=True)
+class Bench:
+    """What is put to the proof: the ways to speculate of a runner, and what it takes to judge their answers."""
+
+    runner: Runner
+    trees: Sequence[Tree]  # of those that the runner has
+    target: Target
+    tokenizer: Tokenizer | None
+    whole_text: WholeText
+
+
+class Judge:
+    """Judges the answers of one bench. The noise is that of the report, so it is measured before anything is judged."""
+
+    def __init__(self, bench: Bench, report: Report) -> None:
+        self.bench, self.report = bench, report
+        self._cells: dict[tuple[tuple[int, ...], int], tuple[float, float]] = {}
+
+    def find(
+        self, way: str, check: str, ask: Ask, plain: CompletionOutput, answer: CompletionOutput
+    ) -> Mismatch | None:
+        """The first difference from plain decoding's answer, if there is one."""
+        if answer.finish_reason not in ("stop", "length"):
+            return bug(way, check, ask, "error", "an answer", answer.error or answer.finish_reason)
+        pairs = enumerate(zip(plain.token_ids, answer.token_ids, strict=False))
+        at = next((i for i, (a, b) in pairs if a != b), None)
+        if at is not None:
+            return self.judge(way, check, ask, plain, answer, at, plain.token_ids[at], answer.token_ids[at])
+        ends = [(len(each.token_ids), each.finish_reason, each.stop_reason, each.text) for each in (plain, answer)]
+        if ends[0] != ends[1]:
+            ours, theirs = (f"{number} tokens, {why} {what or ''}: {text[-20:]!r}" for number, why, what, text in ends)
+            return bug(way, check, ask, "end", ours, theirs, min(ends[0][0], ends[1][0]))
+        for i, (ours, theirs) in enumerate(zip(plain.logprobs or (), answer.logprobs or (), strict=True)):
+            if not abs(ours.logprob - theirs.logprob) <= LOGPROB_SLACK * self.report.noise:
+                told = (f"log p = {each.logprob:.6f}" for each in (ours, theirs))
+                found = bug(way, check, ask, "log-probability", *told, position=i)
+                return dataclasses.replace(found, plain_top=ours.top, other_top=theirs.top)
+        return None
+
+    def judge(
+        self, way: str, check: str, ask: Ask, plain: CompletionOutput, answer: CompletionOutput, at: int, a: int, b: int
+    ) -> Mismatch:
+        """A tie, if what the products round can have the rule draw b in place of its own choice, or a bug. `a` is what
+        was drawn otherwise."""
+        prefix = plain.token_ids[: at + 1]
+        logits = self.logits(ask, prefix)
+        row = self.scores(ask, prefix, logits)[at]
+        params, noise = ask.params, self.report.noise
+        stretch = max(params.repetition_penalty, 1 / params.repetition_penalty) / (params.temperature or 1.0)
+        lead = float(row.max() - row[b])
+        is_tie = lead <= 2 * noise * stretch
+        rng = np.random.default_rng(at)
+        for _ in range(NUM_NUDGES if not np.isfinite(lead) and noise else 0):  # what top_p and the like cut off
+            nudged = logits + rng.uniform(-noise, noise, logits.shape).astype(np.float32)
+            is_tie = is_tie or int(self.scores(ask, prefix, nudged)[at].argmax()) == b
+        return Mismatch(
+            *(way, check, ask.name, "token", at, self._spell(a), self._spell(b), lead, "tie" if is_tie else "bug"),
+            plain_top=_top(plain, at, logits[at]),
+            other_top=_top(answer, at),
+        )
+
+    def _spell(self, token_id: int) -> str:
+        tokenizer = self.bench.tokenizer
+        return f"{token_id} {tokenizer.decode([token_id], skip_special_tokens=False)!r}" if tokenizer else str(token_id)
+
+    def logits(self, ask: Ask, output_ids: Sequence[int]) -> np.ndarray:  # [n, vocab]
+        [logits] = self.bench.whole_text.logits([[*ask.prompt, *output_ids]])
+        return logits[len(ask.prompt) - 1 : -1]
+
+    def scores(self, ask: Ask, output_ids: Sequence[int], logits: np.ndarray) -> np.ndarray:  # [n, vocab]
+        params, target, tokenizer = ask.params, self.bench.target, self.bench.tokenizer
+        mask = None
+        if params.grammar is not None:
+            assert tokenizer is not None, "a grammar without a tokenizer is refused"
+            mask = Grammars(tokenizer, target.config.vocab_size, target.eos_ids).compile(params.grammar)()
+        ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(target.eos_ids))
+        words = bad_sequences(params.bad_words, tokenizer)
+        return rule_scores(
+            ask.prompt, params, output_ids, logits, stop_ids=sorted(ends), bad_sequences=words, mask=mask
+        )
+
+    def places(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> np.ndarray:  # [answer, token]
+        """Where tokens fall in the cumulative distribution at their prefix, in [0, 1]."""
+        keys = {(tuple(answer[:i]), token) for answer in answers for i, token in enumerate(answer)}
+        missing = sorted(keys - self._cells.keys())
+        texts = sorted({prefix for prefix, _ in missing})
+        logits: dict[tuple[int, ...], np.ndarray] = {}
+        for start in range(0, len(texts), TEXTS_AT_ONCE):
+            some = texts[start : start + TEXTS_AT_ONCE]
+            padded = [*some, *some[:1] * (TEXTS_AT_ONCE - len(some))]  # one shape, one program
+            found = self.bench.whole_text.logits([[*prompt, *prefix] for prefix in padded])
+            logits = {prefix: rows[-1] for prefix, rows in zip(padded, found, strict=True)}
+            for prefix, token in missing:
+                if prefix in logits:
+                    probs = np.exp((logits[prefix] - log_sum_exp(logits[prefix])).astype(np.float64))
+                    is_before = (probs > probs[token]) | ((probs == probs[token]) & (np.arange(len(probs)) < token))
+                    self._cells[prefix, token] = float(probs[is_before].sum()), float(probs[token])
+        within = np.random.default_rng(0).random((len(answers), len(answers[0])))
+        cells = [[self._cells[tuple(answer[:i]), token] for i, token in enumerate(answer)] for answer in answers]
+        before, share = np.moveaxis(np.array(cells), -1, 0)
+        return before + within * share
+
+
+def log_sum_exp(logits: np.ndarray) -> np.ndarray:
+    top = logits.max(axis=-1, keepdims=True)
+    return top + np.log(np.exp((logits - top).astype(np.float64)).sum(axis=-1, keepdims=True))
+
+
+def _top(answer: CompletionOutput, at: int, logits: np.ndarray | None = None) -> tuple[tuple[int, float], ...]:
+    """The most likely tokens at a place of an answer with their log-probabilities, as they were reported there, or of
+    these logits [vocab] where nothing was."""
+    if answer.logprobs and at < len(answer.logprobs):
+        return answer.logprobs[at].top
+    if logits is None:
+        return ()
+    logs = logits - log_sum_exp(logits)
+    return tuple((int(i), float(logs[i])) for i in np.argsort(-logs)[:NUM_LOGPROBS])
+
+
+def bug(way: str, check: str, ask: Ask, kind: Kind, plain: str, other: str, position: int = 0) -> Mismatch:
+    """A difference that no rounding explains."""
+    return Mismatch(way, check, ask.name, kind, position, plain, other, None, "bug")

@@ -1,0 +1,125 @@
+"""`specserve verify` passes what is right, and finds what is planted: each fault changes one thing of a step."""
+
+import dataclasses
+import random
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+import pytest
+from engines import VOCAB, Letters, make_runner
+
+from specserve.checkpoints.load import Target
+from specserve.drafters.door import Head
+from specserve.drafters.speculation import parse_speculation
+from specserve.eval.rule import WholeText
+from specserve.eval.verify import Plan, Prover
+from specserve.eval.verify_judge import Bench
+from specserve.eval.verify_report import Report
+from specserve.serve.runner import Runner
+from specserve.speculative import step
+
+PROMPTS = [tuple(random.Random(i).choices(range(3, VOCAB), k=9 + 5 * i)) for i in range(5)]
+PLAN = Plan(max_tokens=15, draws=40)
+
+
+def prove(runner: Runner, target: Target, *ways: str, plan: Plan = PLAN, num_prompts: int = 2) -> Report:
+    report = Report()
+    trees = [tree for way in ways if (tree := parse_speculation(way))]
+    bench = Bench(runner, trees, target, Letters(), WholeText(target))  # type: ignore[arg-type]
+    Prover(bench, PROMPTS[:num_prompts], plan, report).run()
+    return report
+
+
+def test_a_right_engine_passes(runner: Runner, tiny_target: Target) -> None:
+    report = prove(runner, tiny_target, "tree:3x3x8")
+    assert not report.num_bugs, report.to_json()
+    assert len(report.tests) == 4
+    assert 0 < report.noise < 1e-4
+    for row in report.rows:
+        assert row.num_answers > 3 < row.num_tokens, row
+        if row.way != "off":
+            assert row.acceptance.num_accepted, f"{row}: nothing was accepted, so nothing was tested"
+    notes = {row.check: row.note for row in report.rows}
+    assert not notes["preemption"].startswith("0 "), "a preemption was to be tested"
+    assert not notes["prefix hits"].startswith("0 ")
+
+
+@pytest.mark.slow
+def test_a_draft_that_did_not_catch_up_is_found(
+    runner: Runner, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It costs acceptance and changes no token."""
+    run = runner.compiled.run
+    monkeypatch.setattr(Runner, "_catching_up", lambda *_args: None)
+    monkeypatch.setattr(runner.compiled, "run", lambda call: run(call) if call else runner.state)
+    report = prove(runner, tiny_target, "chain:3", plan=Plan(max_tokens=21, draws=40), num_prompts=5)
+    assert [test.what for test in report.failed] == ["other drafts after plain steps"], report.tests
+    assert not sum(row.num_bugs for row in report.rows)
+
+
+Plant = Callable[[pytest.MonkeyPatch], None]
+
+
+def _wrong_bonus(patch: pytest.MonkeyPatch) -> None:
+    right = step.verify_chain
+
+    def wrong(*args: Any) -> Any:
+        verdict = right(*args)
+        is_bonus = jnp.arange(verdict.token_ids.shape[1]) == verdict.n_accepted[:, None]
+        is_full = verdict.n_accepted[:, None] == verdict.token_ids.shape[1] - 1
+        moved = jnp.where(is_bonus & is_full, (verdict.token_ids + 1) % VOCAB, verdict.token_ids)
+        return dataclasses.replace(verdict, token_ids=moved)
+
+    patch.setattr(step, "verify_chain", wrong)
+
+
+def _wrong_mask(patch: pytest.MonkeyPatch) -> None:
+    right = step.ancestor_mask
+    patch.setattr(step, "ancestor_mask", lambda *args: right(*args) | jnp.eye(9, k=-1, dtype=bool))
+
+
+def _noise_by_node(patch: pytest.MonkeyPatch) -> None:
+    right = step.sampling.sample
+    patch.setattr(
+        step.sampling,
+        "sample",
+        lambda rows, logits, position_ids: right(
+            rows, logits, position_ids + 1000 * jnp.arange(position_ids.shape[1], dtype=jnp.int32)
+        ),
+    )
+
+
+def _rejected_node(patch: pytest.MonkeyPatch) -> None:
+    right = step._commit
+
+    def wrong(config: Any, weights: Any, state: Any, now: Any, new: Any, committed: Any, after: Any, path: Any = None):
+        if path is not None:  # the nodes as they stand in the tree, whichever were accepted
+            path = jnp.broadcast_to(jnp.arange(path.shape[1]), path.shape)
+        return right(config, weights, state, now, new, committed, after, path)
+
+    patch.setattr(step, "_commit", wrong)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("plant", "way", "kinds"),
+    [
+        (_wrong_bonus, "chain:1", {"token"}),
+        (_wrong_mask, "tree:3x3x8", {"token", "log-probability"}),
+        (_noise_by_node, "tree:3x3x8", {"token"}),
+        (_rejected_node, "tree:3x3x8", {"token", "log-probability"}),
+    ],
+)
+def test_a_planted_fault_is_found_and_called_a_bug(
+    tiny_target: Target, tiny_head: Head, monkeypatch: pytest.MonkeyPatch, plant: Plant, way: str, kinds: set[str]
+) -> None:
+    plant(monkeypatch)
+    runner = make_runner(tiny_target, tiny_head, "off", way, has_constrained=False)
+    report = prove(runner, tiny_target, way, plan=dataclasses.replace(PLAN, draws=20))
+    found = [each for each in report.mismatches if each.verdict == "bug"]
+    assert found, report.rows
+    assert {each.kind for each in found} <= kinds
+    assert {each.way for each in found} == {way}, "plain decoding is right"
+    assert report.num_bugs >= len(found)
+    assert all(len(each.plain_top) == len(each.other_top) == 5 for each in found if each.check != "distribution")
