@@ -13,6 +13,7 @@ import tiny
 from hypothesis import settings
 from quick_compile import compile_without_emitters
 
+from specserve import hub
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.drafters.door import Head
@@ -46,6 +47,12 @@ def pytest_runtest_setup(item: pytest.Function) -> None:
     fusions and its memory are the same. The bundled target runs as users run it."""
     is_tiny = "pydoc_target" not in item.fixturenames
     jax.config.update("jax_disable_most_optimizations", is_tiny and jax.default_backend() == "cpu")
+
+
+@pytest.fixture(autouse=True)
+def _no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tests put their own hub in place of the real one, which nobody asks whether it is there."""
+    monkeypatch.setattr(hub, "_probe", lambda _url: "")
 
 
 @pytest.fixture(scope="session")

@@ -18,20 +18,16 @@ from typing import Any
 import jax
 import numpy as np
 
-UNIT = 2.0**-24  # the unit roundoff of float32: half of the distance between two neighbours, as a share
+from specserve.kernels.check import UNIT
+from specserve.kernels.check import product_bound as of_product
+
+__all__ = ["UNIT", "assert_same", "assert_within", "jittered", "of_product", "tolerance"]
+
 # Two programs differ by sqrt(2) of what one is off, and the largest of a million normal numbers lies at 5 deviations.
 # Measured, over all families against transformers: 1.6.
 TIMES = 8
 DRAWS = 8  # whose root mean square falls below a fifth of its limit with a chance of 3e-5 (chi-square of 8 degrees)
 SHARE = 1e-3  # of the values themselves: where a tolerance takes more, the fixture sits on an edge and proves nothing
-
-
-def of_product(x: Any, weight: Any) -> np.ndarray:  # [..., d_in], [d_in, d_out] -> [..., d_out]
-    """The most by which two ways to compute x @ weight can differ; each may scale it once before the sum and once
-    after."""
-    x, weight = (np.abs(np.asarray(each, np.float64)) for each in (x, weight))
-    terms = (weight.shape[-2] + 2) * UNIT
-    return 2 * terms / (1 - terms) * (x @ weight)
 
 
 def jittered(tree: Any, seed: int) -> Any:

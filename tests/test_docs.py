@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from specserve import config
-from specserve.eval.settings import RegenerateRun
+from specserve.eval.settings import EvalRun, RegenerateRun
 from specserve.serve.settings import ServeRun
 from specserve.train.settings import TrainRun
 
@@ -17,6 +17,7 @@ SCHEMAS = {
     ROOT / "docs" / "training.md": TrainRun,
     ROOT / "docs" / "serving.md": ServeRun,
     ROOT / "docs" / "data.md": RegenerateRun,
+    ROOT / "docs" / "evaluation.md": EvalRun,
 }
 SETTINGS = re.compile(
     r"(?<=<!-- settings: rewritten by `python tests/test_docs.py` -->\n).*(?=<!-- /settings -->)", re.S

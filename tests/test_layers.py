@@ -20,10 +20,11 @@ FLOORS = {
     "eval": 6,
     "cli": 7,
 }
-FLAT = {"errors", "host", "log", "pytree", "config", "mesh", "processes", "provenance", "__init__"}
+FLAT = {"errors", "host", "hub", "log", "pytree", "config", "mesh", "processes", "provenance", "__init__"}
 FLAT |= {"chat_template", "tokenizer"}
 MAY_JIT = (
     "serve/calls.py",
+    "serve/stablehlo_run.py",  # copied beside exported programs, which it runs
     "serve/layouts.py",  # products that are timed to choose how matrices are cut
     "train/step.py",
     "train/capture.py",  # the target's pass alone, whose results are kept on disk

@@ -5,6 +5,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from specserve import hub
 from specserve.errors import CheckpointError, ConfigError
 from specserve.models.presets import PRESETS
 
@@ -64,14 +65,14 @@ def _download(text: str, hub_id: str, option: str = "--target", *, needs_weights
     from huggingface_hub import snapshot_download  # heavy, and offline users never need it
 
     left_out = _COPIES if needs_weights else [*_COPIES, _WEIGHTS]
+    hub.absence()  # where it cannot be asked, the library looks into its cache alone
     try:
         return Path(snapshot_download(hub_id, allow_patterns=_FILES, ignore_patterns=left_out))  # shows a progress bar
     except Exception as error:  # the hub client raises a dozen types for "cannot reach it" and "no such model"
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         files = f"config.json, {_WEIGHTS}, tokenizer files" if needs_weights else "config.json, tokenizer files"
         folder = Path("models") / hub_id.rsplit("/", 1)[-1]
         raise CheckpointError(
-            f"{option} {text}: {hub_id} is not in the local cache and the model hub could not serve it ({reason}). "
-            f"Where it can be had, download {hub_id} ({files}) into a folder, "
+            f"{option} {text}: {hub_id} is not in the local cache and the model hub could not serve it "
+            f"({hub.why(error)}). Where it can be had, download {hub_id} ({files}) into a folder, "
             f"put that here as {folder} and run again with {option} {folder}"
         ) from error

@@ -19,6 +19,10 @@ class Root(LazyGroup):
             "specserve.cli.quickstart:quickstart",
             "Train a head on the bundled target, evaluate it on held-out prompts, serve it, and ask it something.",
         ),
+        "doctor": Lazy(
+            "specserve.cli.doctor:doctor",
+            "Say what this machine has, what is wrong with it, and the fix. Exit status 1 where there are errors.",
+        ),
         "train": Lazy(
             "specserve.cli.train:train",
             "Train a draft head against a frozen target and write it to a folder that `serve --draft` takes.",
@@ -29,9 +33,17 @@ class Root(LazyGroup):
             "Serve a target with a draft head over HTTP. Without arguments: the bundled target with the bundled head.",
             "specserve.serve.settings:ServeRun",
         ),
+        "chat": Lazy(
+            "specserve.cli.chat:chat",
+            "Talk with a target in the terminal. Accepted draft tokens are coloured by their depth.",
+        ),
+        "top": Lazy(
+            "specserve.cli.top:top",
+            "Watch a running server: tau, acceptance by depth, tokens/s, requests, pages, latency.",
+        ),
         "eval": Lazy(
             "specserve.cli.evaluate:evaluate",
-            "Measure tau, acceptance by depth and category, and plain against speculative tokens/s in one run.",
+            "Measure tau, acceptance by depth and category, and the gain over plain decoding, of heads or a server.",
             "specserve.eval.settings:EvalRun",
         ),
         "targets": Lazy(
@@ -40,7 +52,7 @@ class Root(LazyGroup):
         ),
         "export": Lazy(
             "specserve.cli.checkpoints:export",
-            "Write a head as another engine reads it. Its weights, rounded by nobody, stay bit for bit.",
+            "Write a head as another engine reads it, its weights bit for bit; or the served step as StableHLO.",
         ),
         "import": Lazy(
             "specserve.cli.checkpoints:import_",

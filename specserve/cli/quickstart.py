@@ -1,8 +1,12 @@
 """`specserve quickstart`: the whole loop on the bundled target, offline, in minutes."""
 
+import itertools
 import json
+import logging
 import shlex
 import urllib.request
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -15,30 +19,86 @@ from specserve.cli.options import start
 from specserve.cli.progress import bar_columns, console
 from specserve.cli.training_bar import TrainingBar
 from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
-from specserve.eval.acceptance import Report, evaluate
-from specserve.eval.engines import engine_pair
-from specserve.eval.prompts import Question, load_questions
+from specserve.eval.acceptance import Report
+from specserve.eval.bench_cells import PLAIN, Answer, ArmResult, Cell, EngineArm, run_round
+from specserve.eval.engines import measured_engine
+from specserve.eval.prompts import load_questions
 from specserve.eval.report import summary_table
+from specserve.eval.step_times import StepTimes, measure_steps
+from specserve.serve.engine import Engine
 from specserve.serve.http.app import create_app
 from specserve.serve.http.server import HttpServer
 from specserve.serve.launch import Models, load_models
+from specserve.serve.request import SamplingParams
 from specserve.train.observers import observing
 from specserve.train.prepare import prepare
 from specserve.train.run_folder import RunFolder
 from specserve.train.settings import DataSettings, DraftSettings, EvalSettings, TrainRun, TrainSettings
 
 SPECULATION = "chain:3"
-NUM_QUESTIONS, MAX_TOKENS = 12, 128
+WAYS = (SPECULATION, "auto")
+NUM_QUESTIONS, MAX_TOKENS, CONTEXT = 8, 128, 512
+LIBRARIES = ("absl", "datasets", "huggingface_hub", "jax", "orbax", "transformers")
+PAYS = 1.05  # a gain below is none
 
 
 def quickstart(
-    minutes: Annotated[float, typer.Option(help="How long to train, compilation included.", min=0.05)] = 4.0,
+    minutes: Annotated[float, typer.Option(help="How long to train, compilation included.", min=0.05)] = 3.5,
     output: Annotated[Path, typer.Option(help="Folder for the head.")] = Path("ckpt"),
     log_level: Annotated[str, typer.Option(help="debug, info, warning or error.")] = "warning",
 ) -> None:
     """Print what each stage found and the commands to go on with."""
     start(log_level)
+    if log_level in ("warning", "error"):
+        _quiet()
     console.rule("1. train a draft head for the bundled target")
+    _train(minutes, output)
+
+    console.rule("2. evaluate it on held-out questions, plain and speculative side by side")
+    questions = [question.turns[0] for question in load_questions("pydoc", NUM_QUESTIONS)]
+    heads = [("just trained", output)] + ([("shipped", BUNDLED_HEAD_FOLDER)] if BUNDLED_HEAD_FOLDER.is_dir() else [])
+    rows: list[tuple[str, Report]] = []
+    plain, times, answer = None, None, ""
+    with Progress(*bar_columns(), console=console, transient=True) as progress:
+        for name, folder in heads:
+            models = load_models(BUNDLED, str(folder))
+            plain = plain or _engine(models, PLAIN, progress, PLAIN).start()
+            speculative = {way: _engine(models, way, progress, f"{name}, {way}") for way in WAYS}
+            if times is None:
+                times = _time_steps(models, speculative[SPECULATION], progress)
+            with speculative[SPECULATION], speculative["auto"]:
+                task = progress.add_task(f"{name}: answering", total=len(questions), note="")
+                found = compare(
+                    {PLAIN: plain, **speculative},
+                    questions,
+                    lambda taus, task=task: progress.update(task, advance=1, note=taus),
+                )
+                answer = answer or _serve_and_ask(speculative["auto"], questions[0])
+            rows += [(f"{name}, {way}", report) for way, report in found.items()]
+        if plain:
+            plain.stop()
+
+    console.rule("3. served over HTTP, it answered")
+    console.print(answer, markup=False, highlight=False)
+    console.rule("4. result")
+    console.print(summary_table(rows, "held-out pydoc, greedy, one stream"))
+    if times is not None:
+        console.print(explain(rows[0][1], times), highlight=False)
+    console.print("go on with:")
+    shown = escape(shlex.quote(str(output) if output.is_absolute() else f"./{output}"))
+    for command in (f"chat --draft {shown}", f"serve --draft {shown}", f"eval --draft {shown} --bench pydoc"):
+        console.print(f"  [bold]specserve {command}[/]", highlight=False, soft_wrap=True)
+
+
+def _quiet() -> None:
+    """Leave the terminal to what this command says. What libraries warn of concerns who calls them, and docstrings
+    that are cut are cut on purpose."""
+    warnings.simplefilter("ignore")
+    for name in (*LIBRARIES, "specserve.data.documents"):
+        logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _train(minutes: float, output: Path) -> None:
     # few minutes are few steps: small batches, and Muon, learn most from them
     settings = TrainSettings(
         max_minutes=minutes,
@@ -48,7 +108,7 @@ def quickstart(
         muon_lr=0.02,
         lr=1.5e-3,
         log_every=4,
-        eval_every=60,
+        eval_every=40,
     )
     # what fits the minutes is read: tokenising all of pydoc would take a tenth of them
     data = DataSettings(max_conversations=max(600, int(6000 * minutes)), eval_prompts=8)
@@ -58,60 +118,89 @@ def quickstart(
     with RunFolder(run) as folder, observing(run) as observers:
         with console.status("reading the functions and docstrings installed here"):
             trainer = prepare(run, folder)
-        with TrainingBar(trainer) as bar:
+        with TrainingBar(trainer, is_brief=True) as bar:
             trainer.train([bar.update, *observers])
 
-    console.rule("2. evaluate it on held-out questions, plain and speculative side by side")
-    questions = load_questions("pydoc", NUM_QUESTIONS)
-    heads = [("just trained", output)] + ([("shipped", BUNDLED_HEAD_FOLDER)] if BUNDLED_HEAD_FOLDER.is_dir() else [])
-    rows: list[tuple[str, Report]] = []
-    answer = ""
-    for name, folder in heads:
-        models = load_models(BUNDLED, str(folder))
-        for way in (SPECULATION, "auto"):
-            report, text = _evaluate_and_ask(models, questions, name, way)
-            rows.append((f"{name}, {way}", report))
-            answer = answer or text
 
-    console.rule("3. served over HTTP, it answered")
-    console.print(answer, markup=False, highlight=False)
-    console.rule("4. result")
-    console.print(summary_table(rows, "held-out pydoc, greedy, one stream"))
-    console.print("go on with:")
-    shown = escape(shlex.quote(str(output) if output.is_absolute() else f"./{output}"))
-    console.print(f"  [bold]specserve serve --draft {shown}[/]")
-    console.print(f"  [bold]specserve eval --draft {shown} --bench pydoc[/]")
+def _engine(models: Models, speculation: str, progress: Progress, name: str) -> Engine:
+    """An engine for one sequence, compiled and not started."""
+    task = progress.add_task(f"{name}: compiling", note="")
+    made = measured_engine(
+        models,
+        speculation,
+        num_slots=1,
+        max_model_len=CONTEXT,
+        on_warmup=lambda done, total, what: progress.update(task, completed=done, total=total, note=what),
+    )
+    progress.remove_task(task)
+    return made
 
 
-def _evaluate_and_ask(models: Models, questions: list[Question], name: str, speculation: str) -> tuple[Report, str]:
-    with Progress(*bar_columns(), console=console, transient=True) as progress:
-        task = progress.add_task(f"{name}, {speculation}: compiling", note="")
-        plain, speculative = engine_pair(
-            models,
-            speculation,
-            num_slots=1,
-            max_model_len=512,
-            on_warmup=lambda done, total, what: progress.update(task, completed=done, total=total, note=what),
+def _time_steps(models: Models, speculative: Engine, progress: Progress) -> StepTimes:
+    """What steps take on this machine, by engines that do not run."""
+    task = progress.add_task("timing the steps", total=None, note="")
+    idle = measured_engine(models, PLAIN, num_slots=1, max_model_len=CONTEXT)
+    times = measure_steps(idle.runner, speculative.runner, context=128)
+    progress.remove_task(task)
+    return times
+
+
+class _Way(EngineArm):
+    """One of the engines, which forgets every prompt before the next: nobody profits from having been asked before."""
+
+    def ask(
+        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], concurrency: int
+    ) -> tuple[list[Answer], float]:
+        self.forget()
+        return super().ask(prompts, params, concurrency)
+
+
+def compare(
+    engines: dict[str, Engine], questions: Sequence[str], on_question: Callable[[str], None] = lambda _taus: None
+) -> dict[str, Report]:
+    """Ask every running engine the questions, in turns, one at a time; a report of each that speculates, beside the one
+    named "off". `on_question` hears the tau of each so far. Raises SpecServeError where an engine fails."""
+    arms = {name: _Way(engine) for name, engine in engines.items()}
+    cell = Cell(0.0, 1, {name: ArmResult() for name in arms})
+    prompts = [engines[PLAIN].tokenizer.render_chat([{"role": "user", "content": text}]) for text in questions]
+    for arm in arms.values():  # first touches of memory are not measured
+        arm.ask(prompts[:1], [SamplingParams(temperature=0.0, max_tokens=8)], 1)
+    for number, prompt in enumerate(prompts):
+        room = min(MAX_TOKENS, engines[PLAIN].max_model_len - len(prompt))
+        run_round(arms, [prompt], [SamplingParams(temperature=0.0, max_tokens=room)], cell, number)
+        spoken = itertools.islice(cell.arms.items(), 1, None)
+        on_question(", ".join(f"{name} tau {result.acceptance.tau:.2f}" for name, result in spoken))
+    return {
+        name: Report("pydoc", name, 0.0, 1, cell.arms[PLAIN], result)
+        for name, result in cell.arms.items()
+        if name != PLAIN
+    }
+
+
+def explain(report: Report, times: StepTimes) -> str:
+    """Say where a gain comes from, or why there is none: the tokens of a step, and what it costs beside a plain one."""
+    tau, cost = report.speculative.acceptance.tau, times.step / times.plain
+    said = (
+        f"Why {report.speculative.ratio:.2f}x: on this machine a plain step takes {times.plain:.1f} ms and emits one "
+        f"token; a step of {report.speculation} takes {times.step:.1f} ms, of which {times.draft:.1f} are the draft's, "
+        f"and emits {tau:.2f} (tau), so it can gain {tau:.2f} x {times.plain:.1f} / {times.step:.1f} = "
+        f"{tau / cost:.2f}x."
+    )
+    if tau / cost < PAYS:
+        return (
+            f"{said} It pays above tau {cost:.2f}: longer training raises tau, and auto turns to plain decoding where "
+            "drafts do not pay."
         )
-        task = progress.add_task(f"{name}, {speculation}: answering", total=len(questions), note="")
-        with plain, speculative:
-            report = evaluate(
-                plain,
-                speculative,
-                questions,
-                Report("pydoc", speculation, 0.0, 1),
-                max_tokens=MAX_TOKENS,
-                on_answer=lambda found: progress.update(
-                    task, completed=found.plain.num_answers, note=f"tau {found.speculative.acceptance.tau:.2f}"
-                ),
-            )
-            server = HttpServer(create_app(speculative), port=0)
-            server.start()
-            try:
-                text = _ask(server.url, questions[0].turns[0])
-            finally:
-                server.stop()
-    return report, text
+    return f"{said} Longer training raises tau, and beside a larger target a draft costs less."
+
+
+def _serve_and_ask(engine: Engine, question: str) -> str:
+    server = HttpServer(create_app(engine), port=0)
+    server.start()
+    try:
+        return _ask(server.url, question)
+    finally:
+        server.stop()
 
 
 def _ask(url: str, question: str) -> str:

@@ -23,8 +23,9 @@ from specserve.train.trainer import Trainer
 class TrainingBar:
     """Shows how far a training run is, its loss, tau and speed: a live bar on a terminal, else a line per report."""
 
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
+    def __init__(self, trainer: Trainer, *, is_brief: bool = False) -> None:
+        """With `is_brief` all is one line, on a terminal: no speeds, and no line for each measurement of tau."""
+        self._trainer, self._is_brief = trainer, is_brief
         self._bar = Progress(
             TextColumn("training"), BarColumn(), TextColumn("{task.percentage:>3.0f}%  {task.fields[left]}")
         )
@@ -56,7 +57,10 @@ class TrainingBar:
         note = duration(moment.seconds) + self._left(moment)
         self._bar.update(self._task, completed=min(1.0, moment.share), left=note)
         lines = [self._learning(moment), self._speeding()]
-        if self._live:
+        if self._live and self._is_brief:
+            self._bar.update(self._task, left=f"{note}  {self._learning(moment)}")
+            self._live.update(self._bar, refresh=True)
+        elif self._live:
             if moment.evaluation:
                 self._live.console.print(self._measured(moment), highlight=False)
             self._live.update(Group(self._bar, *(Text(f"  {line}") for line in lines if line)), refresh=True)

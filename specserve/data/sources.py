@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specserve import hub
 from specserve.data import pydoc
 from specserve.data.conversations import (
     HELD_OUT_SHARE,
@@ -46,12 +47,14 @@ class HubDataset:
     licence: str
     config: str | None = None
     split: str = "train"
-    files: str | None = None  # of its repository, where not all of them are one data set
+    files: str | None = None  # of its repository, where not all of them are one data set; or an address of its own
     columns: Columns = NO_COLUMNS  # empty where the rows are in a format that needs no mapping
 
     @property
     def homepage(self) -> str:
-        return f"https://huggingface.co/datasets/{self.hub_id}"
+        """Where people find it."""
+        is_elsewhere = self.files is not None and self.files.startswith("https://")
+        return self.files or "" if is_elsewhere else f"https://huggingface.co/datasets/{self.hub_id}"
 
 
 DATASETS = {
@@ -211,7 +214,7 @@ def _open(name: str, columns: Columns) -> tuple[str, Iterable[tuple[int, Any]], 
     """(label for where a row stands, its numbered rows, their mapping, whether that is the user's)."""
     if name.endswith(SUFFIXES):
         path = Path(name).expanduser()
-        return path.name, _file_rows(path), columns, True
+        return path.name, file_rows(path), columns, True
     base, _, split = name.partition(":")
     if base in DATASETS:
         known = DATASETS[base]
@@ -226,17 +229,24 @@ def _open(name: str, columns: Columns) -> tuple[str, Iterable[tuple[int, Any]], 
     )
 
 
-def _hub_rows(name: str, dataset: HubDataset, split: str) -> Iterator[tuple[int, Any]]:
-    """The rows of a hub data set, downloaded when they are not in the cache of `datasets` yet."""
+def download(dataset: HubDataset, split: str) -> Iterable[Mapping[str, Any]]:
+    """The rows of a hub data set as they are, downloaded when they are not in the cache of `datasets` yet. Raises what
+    that library raises; where the hub cannot be asked, at once (`hub.why` then says so)."""
+    hub.absence()  # before `datasets` is imported
     from datasets import load_dataset  # heavy
 
+    rows: Any = load_dataset(dataset.hub_id, dataset.config, data_files=dataset.files, split=split)
+    return rows
+
+
+def _hub_rows(name: str, dataset: HubDataset, split: str) -> Iterator[tuple[int, Any]]:
+    """The rows of a hub data set, downloaded when they are not in the cache of `datasets` yet."""
     try:
-        rows: Any = load_dataset(dataset.hub_id, dataset.config, data_files=dataset.files, split=split)
+        rows: Any = download(dataset, split)
     except Exception as error:  # datasets raises a dozen types for no network, no such set, no such split
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise DataError(
-            f"data.source {name}: {dataset.hub_id} could not be loaded ({reason}). Where the hub cannot be reached, "
-            f"download the data set elsewhere ({dataset.homepage}) and give its files: {_file_hint(dataset)}"
+            f"data.source {name}: {dataset.hub_id} could not be loaded ({hub.why(error)}). Where the hub cannot be "
+            f"reached, download the data set elsewhere ({dataset.homepage}) and give its files: {_file_hint(dataset)}"
         ) from error
     yield from ((number, _without_nulls(row)) for number, row in enumerate(rows, start=1))
 
@@ -246,7 +256,9 @@ def _file_hint(dataset: HubDataset) -> str:
     return f"--source {dataset.files or 'FILE.parquet'}" + (f" --columns {','.join(given)}" if given else "")
 
 
-def _file_rows(path: Path) -> Iterator[tuple[int, Any]]:
+def file_rows(path: Path) -> Iterator[tuple[int, Any]]:
+    """The rows of a .jsonl (as bytes, by number of line), .json or .parquet file (decoded, by place). Raises
+    DataError."""
     try:
         if path.suffix == ".parquet":
             yield from enumerate(_parquet_rows(path), start=1)

@@ -1,24 +1,32 @@
-"""Acceptance and speed of a head: the same questions through a plain and a speculative engine, side by side.
+"""Acceptance and speed of a head: the same questions put to plain decoding and to every way to speculate, in turns.
 
-The arms are interleaved (a group of questions plain, then the same group speculative), so that a noisy machine is
-noisy for both, and their answers are compared: speculation may not change a token."""
+The arms are interleaved (a group of questions plain, then the same group in every other way, another arm first each
+time), so that a noisy machine is noisy for all, and their answers are compared: speculation may not change a token.
+Every count is that of `speculative.acceptance`, so tau here is that of the server and of the trainer."""
 
+import itertools
+import statistics
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from specserve.errors import DataError, RequestError
-from specserve.eval.bench_cells import PLAIN, ArmResult, Cell, EngineArm, run_round
+from specserve.eval.bench_cells import PLAIN, Arm, ArmResult, Cell, EngineArm, run_round
+from specserve.eval.intervals import Interval, median_interval, tau_difference, tau_interval
 from specserve.eval.prompts import Question
 from specserve.serve.engine import Engine
 from specserve.serve.request import SamplingParams
 from specserve.speculative.acceptance import Acceptance
 
+Messages = list[dict[str, str]]
+Read = Callable[[Messages], tuple[Any, int] | None]  # a chat to a prompt and the room to answer it; None: it has none
+Unit = tuple[int, ...]  # questions, by number, of which acceptance is known together; mostly it is one
+
 
 @dataclass
 class Report:
-    """What an evaluation found: both arms, and the speculative one's acceptance by category of question."""
+    """What an evaluation found of one way to speculate, at one temperature and concurrency, beside plain decoding."""
 
     bench: str
     speculation: str
@@ -26,34 +34,164 @@ class Report:
     concurrency: int
     plain: ArmResult = field(default_factory=ArmResult)
     speculative: ArmResult = field(default_factory=ArmResult)
-    by_category: dict[str, Acceptance] = field(default_factory=lambda: defaultdict(Acceptance))
-    num_skipped: int = 0  # prompts that do not fit the context
+    draft: str = ""  # the head, where there are several; or the server
+    by_unit: dict[Unit, Acceptance] = field(default_factory=lambda: defaultdict(Acceptance))
+    categories: dict[Unit, str] = field(default_factory=dict)  # of units of one category
+    rounds: list[str] = field(default_factory=list)  # the category of each round, empty where there are several
+    num_skipped: int = 0  # turns that do not fit the context
+    tells: str = "all"  # of acceptance: all; "no depths"; "mean", without counts; "nothing". Engines tell all
+    tells_each: bool = True  # of each answer; else of what was asked together
+    told_mean: float | None = None  # tau, of an arm that tells a mean alone
+    notes: list[str] = field(default_factory=list)  # what a reader of the figures has to know
+
+    @property
+    def name(self) -> str:
+        """What tells it from the others of an evaluation at the same temperature and concurrency."""
+        return ", ".join(filter(None, (self.draft, self.speculation)))
+
+    @property
+    def acceptance(self) -> Acceptance:
+        return self.speculative.acceptance
+
+    @property
+    def tau(self) -> float | None:
+        """The mean number of tokens that a step emits; None where the arm does not tell."""
+        return self.acceptance.tau if self.tells in ("all", "no depths") else self.told_mean
+
+    @property
+    def accept_rate(self) -> tuple[float, ...]:
+        """Acceptance at depth d given acceptance at depth d - 1; empty where the arm does not tell."""
+        return self.acceptance.accept_rate if self.tells == "all" else ()
+
+    @property
+    def tau_interval(self) -> Interval | None:
+        """The 95% interval of tau over questions; None where there is one question, or counts are not told."""
+        return tau_interval([*self.by_unit.values()]) if self.tells in ("all", "no depths") else None
+
+    @property
+    def is_yardstick(self) -> bool:
+        """Whether it is what the others are compared with, as the first of several servers is: then it has no gain."""
+        return self.plain is self.speculative
+
+    @property
+    def gain(self) -> float | None:
+        """Tokens per second to those of plain decoding in the same round, the median over rounds."""
+        return None if self.is_yardstick or not self.speculative.ratios else self.speculative.ratio
+
+    @property
+    def gain_interval(self) -> Interval | None:
+        """The 95% interval of the gain over rounds."""
+        return None if self.is_yardstick else median_interval(self.speculative.ratios)
+
+    @property
+    def by_category(self) -> dict[str, Acceptance]:
+        """The acceptance of each category of questions, by name."""
+        found: defaultdict[str, Acceptance] = defaultdict(Acceptance)
+        for unit, category in self.categories.items():
+            found[category] += self.by_unit[unit]
+        return dict(sorted(found.items()))
+
+    def of_category(self, category: str) -> "CategoryReport":
+        """What was found of one category; its speed only where whole rounds were of it."""
+        units = [found for unit, found in self.by_unit.items() if self.categories.get(unit) == category]
+        picks = [name == category for name in self.rounds]
+        arms = self.plain.rates, self.speculative.rates, self.speculative.ratios
+        plain, speculative, ratios = (list(itertools.compress(values, picks)) for values in arms)
+        is_compared = bool(ratios) and not self.is_yardstick
+        return CategoryReport(
+            sum(units, Acceptance()),
+            tau_interval(units),
+            statistics.median(plain) if is_compared else None,
+            statistics.median(speculative) if speculative else None,
+            statistics.median(ratios) if is_compared else None,
+            median_interval(ratios) if is_compared else None,
+        )
 
     def to_json(self) -> dict[str, Any]:
-        found = self.speculative.acceptance
+        """Everything that was found. Figures that an arm does not tell are null."""
+        has_counts = self.tells in ("all", "no depths")
+        by_category = {name: self.of_category(name).to_json() for name in self.by_category} if has_counts else {}
         return {
             "bench": self.bench,
+            "draft": self.draft,
             "speculation": self.speculation,
             "temperature": self.temperature,
             "concurrency": self.concurrency,
-            "tau": found.tau,
-            "accept_rate": found.accept_rate,
-            "accepted_per_depth": found.accepted_per_depth,
-            "num_steps": found.num_steps,
-            "tau_by_category": {name: found.tau for name, found in self.by_category.items()},
-            "plain_tokens_per_second": self.plain.tokens_per_second,
-            "speculative_tokens_per_second": self.speculative.tokens_per_second,
-            "speedup_median": self.speculative.ratio,
+            "tau": self.tau,
+            "tau_interval": _json(self.tau_interval),
+            "accept_rate": self.accept_rate,
+            "accepted_per_depth": self.acceptance.accepted_per_depth if self.tells == "all" else None,
+            "num_steps": self.acceptance.num_steps if has_counts else None,
+            "num_accepted": self.acceptance.num_accepted if has_counts else None,
+            "by_category": by_category,
+            "plain_tokens_per_second": None if self.is_yardstick else self.plain.tokens_per_second,
+            "tokens_per_second": self.speculative.tokens_per_second,
+            "gain": self.gain,
+            "gain_interval": _json(self.gain_interval),
+            "gain_by_round": [] if self.is_yardstick else self.speculative.ratios,
+            "tokens": self.speculative.num_tokens,
             "answers": self.speculative.num_answers,
-            "identical_answers": self.speculative.num_identical,
+            "identical_answers": None if self.is_yardstick else self.speculative.num_identical,
             "skipped_prompts": self.num_skipped,
+            "notes": self.notes,
         }
 
 
-@dataclass
-class _Chat:
-    question: Question
-    messages: list[dict[str, str]] = field(default_factory=list)
+@dataclass(frozen=True)
+class CategoryReport:
+    """What was found of one category of questions. Speeds are medians over rounds, None where none was of it alone."""
+
+    acceptance: Acceptance
+    tau_interval: Interval | None
+    plain_tokens_per_second: float | None
+    tokens_per_second: float | None
+    gain: float | None
+    gain_interval: Interval | None
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tau": self.acceptance.tau,
+            "tau_interval": _json(self.tau_interval),
+            "accept_rate": self.acceptance.accept_rate,
+            "num_steps": self.acceptance.num_steps,
+            "plain_tokens_per_second": self.plain_tokens_per_second,
+            "tokens_per_second": self.tokens_per_second,
+            "gain": self.gain,
+            "gain_interval": _json(self.gain_interval),
+        }
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Tau of one head less tau of another, which answered the same questions in the same way."""
+
+    of: Report
+    to: Report
+
+    @property
+    def value(self) -> float:
+        return self.of.acceptance.tau - self.to.acceptance.tau
+
+    @property
+    def interval(self) -> Interval | None:
+        """The 95% interval over questions, which both heads answered: where it holds 0, neither is shown better."""
+        return tau_difference([*self.of.by_unit.values()], [*self.to.by_unit.values()])
+
+    def to_json(self) -> dict[str, Any]:
+        names = {"of": self.of.draft, "to": self.to.draft, "speculation": self.of.speculation}
+        cell = {"temperature": self.of.temperature, "concurrency": self.of.concurrency}
+        return {**names, **cell, "difference": self.value, "interval": _json(self.interval)}
+
+
+def differences(reports: Sequence[Report]) -> list[Difference]:
+    """Every head against the first one that was measured with the same speculation, temperature and concurrency."""
+    first: dict[tuple[str, float, int], Report] = {}
+    found = []
+    for report in reports:
+        to = first.setdefault((report.speculation, report.temperature, report.concurrency), report)
+        if to is not report and {to.tells, report.tells} <= {"all", "no depths"} and [*to.by_unit] == [*report.by_unit]:
+            found.append(Difference(report, to))
+    return found
 
 
 def evaluate(
@@ -69,39 +207,124 @@ def evaluate(
     """Have every conversation twice, through two engines that run over the same target. Fills and returns `report`, of
     which `on_answer` hears after every group of questions. Raises DataError where the target has no chat template, or
     no prompt fits its context, and SpecServeError where an engine fails on an answer."""
-    arms = {PLAIN: EngineArm(plain), report.speculation: EngineArm(speculative)}
-    results = {PLAIN: report.plain, report.speculation: report.speculative}
-    cell = Cell(report.temperature, report.concurrency, results)
-    chats = [_Chat(question) for question in questions]
-    for turn in range(max(len(question.turns) for question in questions)):
-        asked = [chat for chat in chats if turn < len(chat.question.turns)]
-        prompts = []
-        for chat in asked:
-            chat.messages.append({"role": "user", "content": chat.question.turns[turn]})
-            prompts.append(_render(plain, chat.messages))
-        for start in range(0, len(asked), report.concurrency):
-            pairs = zip(asked[start : start + report.concurrency], prompts[start:], strict=False)
-            group = [(chat, prompt) for chat, prompt in pairs if len(prompt) < plain.max_model_len]
-            report.num_skipped += min(report.concurrency, len(asked) - start) - len(group)
-            if not group:
-                continue
-            rooms = [min(max_tokens, plain.max_model_len - len(prompt)) for _, prompt in group]
-            params = [
-                SamplingParams(max_tokens=room, temperature=report.temperature, seed=seed + i)
-                for i, room in enumerate(rooms)
-            ]
-            answers = run_round(arms, [prompt for _, prompt in group], params, cell)
-            for (chat, _), said, got in zip(group, answers[PLAIN], answers[report.speculation], strict=True):
-                report.by_category[chat.question.category] += got.acceptance
-                chat.messages.append({"role": "assistant", "content": said.text})
-            on_answer(report)
-    if not report.plain.num_answers:
-        raise DataError(f"{report.bench}: none of the prompts fits a context of {plain.max_model_len} tokens")
+    arms: dict[str, Arm] = {PLAIN: EngineArm(plain), report.name: EngineArm(speculative)}
+    read = reader(plain, max_tokens)
+    converse(arms, questions, [report], read, seed=seed, on_answer=lambda: on_answer(report))
     return report
 
 
-def _render(engine: Engine, messages: list[dict[str, str]]) -> list[int]:
-    try:
-        return engine.tokenizer.render_chat(messages)
-    except RequestError as error:
-        raise DataError(f"the target cannot be asked: {error}") from error
+def reader(engine: Engine, max_tokens: int) -> Read:
+    """What makes prompts of chats for this engine, each with room for at most `max_tokens`. Raises DataError where the
+    target has no chat template."""
+
+    def read(messages: Messages) -> tuple[list[int], int] | None:
+        try:
+            prompt = engine.tokenizer.render_chat(messages)
+        except RequestError as error:
+            raise DataError(f"the target cannot be asked: {error}") from error
+        room = min(max_tokens, engine.max_model_len - len(prompt))
+        return (prompt, room) if room > 0 else None
+
+    return read
+
+
+def converse(
+    arms: Mapping[str, Arm],  # the first is the yardstick, whose answers the conversations go on with
+    questions: Sequence[Question],
+    reports: Sequence[Report],  # at one temperature and concurrency; of the arms that they name, the others' are none
+    read: Read,
+    *,
+    seed: int = 0,
+    on_answer: Callable[[], None] = lambda: None,
+) -> None:
+    """Have every conversation once with each arm, in turns, and fill the reports. Raises DataError where no prompt
+    fits, SpecServeError where an arm fails."""
+    yardstick, size = next(iter(arms)), reports[0].concurrency
+    cell = _cell(yardstick, reports)
+    for arm in arms.values():  # what was asked in another cell helps nobody
+        arm.forget()
+    chats = [_Chat(i, question) for i, question in enumerate(questions)]
+    for number, group in enumerate(_groups(chats, size)):
+        prompts = [(chat, *found) for chat in group if (found := chat.next_turn(read))]
+        params = [
+            SamplingParams(max_tokens=room, temperature=cell.temperature, seed=seed + i)
+            for i, (_, _, room) in enumerate(prompts)
+        ]
+        num_answered, answers = 0, {}
+        if prompts:
+            answers = run_round(arms, [prompt for _, prompt, _ in prompts], params, cell, number)
+            for i, (chat, _, _) in enumerate(prompts):
+                if any(given[i].error for given in answers.values()):
+                    chat.is_over = True
+                    continue
+                num_answered += 1
+                chat.messages.append({"role": "assistant", "content": answers[yardstick][i].text})
+        for report in reports:
+            report.num_skipped += len(group) - num_answered
+            if num_answered:
+                _note(report, [chat for chat, _, _ in prompts], [each.acceptance for each in answers[report.name]])
+            if len(report.speculative.ratios) > len(report.rounds):
+                categories = {chat.question.category for chat, _, _ in prompts}
+                report.rounds.append(categories.pop() if len(categories) == 1 else "")
+        on_answer()
+    if not cell.arms[yardstick].num_answers:
+        raise DataError(f"{reports[0].bench}: none of the prompts fits the context, or all were refused")
+
+
+def warm_up(arms: Iterable[EngineArm], question: Question, read: Read) -> None:
+    """Answer a few tokens with each engine, so that no first touch of memory is measured."""
+    if found := read([{"role": "user", "content": question.turns[0]}]):
+        for arm in arms:
+            arm.ask([found[0]], [SamplingParams(max_tokens=min(8, found[1]), temperature=0.0)], 1)
+
+
+def _cell(yardstick: str, reports: Sequence[Report]) -> Cell:
+    own = {report.name: report.speculative for report in reports}
+    results = {yardstick: own.get(yardstick, reports[0].plain), **own}
+    for report in reports:
+        report.plain = results[yardstick]
+    return Cell(reports[0].temperature, reports[0].concurrency, results, yardstick)
+
+
+def _groups(chats: Sequence["_Chat"], size: int) -> "itertools.chain[list[_Chat]]":
+    """The chats that are asked together: first all first turns, then the second turns of those that have one."""
+    turns = max(len(chat.question.turns) for chat in chats)
+
+    def groups(turn: int) -> list[list[_Chat]]:
+        asked = [chat for chat in chats if turn < len(chat.question.turns)]
+        return [asked[start : start + size] for start in range(0, len(asked), size)]
+
+    return itertools.chain.from_iterable(map(groups, range(turns)))
+
+
+def _note(report: Report, chats: Sequence["_Chat"], found: Sequence[Acceptance]) -> None:
+    """Add what one group of questions accepted. Where an arm tells of the group alone, that is the first's."""
+    units = [[chat] for chat in chats] if report.tells_each else [chats]
+    for i, unit in enumerate(units):
+        key = tuple(chat.number for chat in unit)
+        report.by_unit[key] += found[i] if report.tells_each else sum(found, Acceptance())
+        if len({chat.question.category for chat in unit}) == 1:
+            report.categories[key] = unit[0].question.category
+
+
+@dataclass
+class _Chat:
+    number: int
+    question: Question
+    messages: Messages = field(default_factory=list)
+    num_asked: int = 0
+    is_over: bool = False  # a turn had no room, so later ones have none
+
+    def next_turn(self, read: Read) -> tuple[Any, int] | None:
+        """Ask the next turn: the prompt and the room for its answer."""
+        if self.is_over:
+            return None
+        self.messages.append({"role": "user", "content": self.question.turns[self.num_asked]})
+        self.num_asked += 1
+        found = read(self.messages)
+        self.is_over = found is None
+        return found
+
+
+def _json(interval: Interval | None) -> list[float] | None:
+    return interval and interval.to_json()

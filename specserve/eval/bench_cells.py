@@ -57,6 +57,17 @@ class Answer:
     arrivals: list[float] = field(default_factory=list)  # of deltas with tokens
     acceptance: Acceptance = field(default_factory=Acceptance)
     error: str | None = None
+    num_told: int | None = None  # tokens, where a server tells their number and not their ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) if self.num_told is None else self.num_told
+
+    def agrees(self, other: "Answer") -> bool:
+        """Whether both say the same: token for token, or letter for letter where token ids are not known."""
+        if self.num_told is None and other.num_told is None:
+            return self.token_ids == other.token_ids
+        return self.text == other.text
 
     def take(self, token_ids: Sequence[int]) -> None:
         """Note tokens that have just arrived."""
@@ -73,7 +84,7 @@ class Answer:
     def seconds_per_token(self) -> float | None:
         """The mean seconds for each token after the first, which is vLLM's TPOT; None for an answer of one token."""
         span = self.arrivals[-1] - self.arrivals[0]
-        return span / (len(self.token_ids) - 1) if len(self.token_ids) > 1 else None
+        return span / (self.num_tokens - 1) if self.num_tokens > 1 else None
 
 
 class Arm(Protocol):
@@ -92,9 +103,10 @@ class Arm(Protocol):
         ...
 
     def ask(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], concurrency: int
+        self, prompts: Sequence[Any], params: Sequence[SamplingParams], concurrency: int, /
     ) -> tuple[list[Answer], float]:
-        """Answer the prompts, `concurrency` of them at a time; also returns the seconds that all of them took."""
+        """Answer the prompts (token ids, or chats where the arm is a server), `concurrency` of them at a time; also
+        returns the seconds that all of them took."""
         ...
 
 
@@ -257,7 +269,7 @@ def run_cells(
 
 def run_round(
     arms: Mapping[str, Arm],
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Any],  # as the arms take them
     params: Sequence[SamplingParams],
     cell: Cell,
     number: int = 0,
@@ -274,9 +286,10 @@ def run_round(
         _record(cell.arms[name], found, seconds, before, arms[name].stats())
     yardstick = cell.arms[cell.yardstick].rates[-1]
     for name, result in cell.arms.items():
-        result.ratios.append(result.rates[-1] / yardstick)
+        if yardstick:  # else every question was refused
+            result.ratios.append(result.rates[-1] / yardstick)
         pairs = zip(answers[cell.yardstick], answers[name], strict=True)
-        result.num_identical += sum(expected.token_ids == got.token_ids for expected, got in pairs)
+        result.num_identical += sum(expected.agrees(got) for expected, got in pairs if not got.error)
     return answers
 
 
@@ -288,7 +301,8 @@ def params_of(plan: Plan, temperature: float, i: int) -> SamplingParams:
 def _record(
     result: ArmResult, answers: Sequence[Answer], seconds: float, before: EngineStats, after: EngineStats
 ) -> None:
-    num_tokens = sum(len(answer.token_ids) for answer in answers)
+    answers = [answer for answer in answers if not answer.error]  # refused questions, of which nothing is measured
+    num_tokens = sum(answer.num_tokens for answer in answers)
     result.rates.append(num_tokens / seconds)
     result.seconds += seconds
     result.num_tokens += num_tokens

@@ -1,10 +1,36 @@
 """Engines for measurements: over models that are loaded once, and without programs that no measurement runs."""
 
+import dataclasses
+import logging
 from collections.abc import Callable
 
+from specserve.checkpoints.source import resolve_head
+from specserve.drafters.head import load_head
+from specserve.drafters.notes import read_notes
+from specserve.mesh import default_dtype
+from specserve.provenance import fingerprint
 from specserve.serve.engine import Engine
+from specserve.serve.interface import DraftInfo
 from specserve.serve.launch import Models, make_engine
 from specserve.serve.settings import ServeRun
+
+logger = logging.getLogger(__name__)
+
+
+def with_draft(models: Models, draft: str) -> Models:
+    """The same loaded target with another head. Raises ConfigError or CheckpointError."""
+    folder = resolve_head(draft, "--draft")
+    head, notes = load_head(folder, models.target, dtype=default_dtype(), mesh=models.mesh), read_notes(folder)
+    trained_on, found = notes.get("target_fingerprint"), notes.get("acceptance", {})
+    if trained_on and trained_on != models.fingerprint:
+        logger.warning("%s was trained on other weights than those of %s", folder, models.name)
+    return dataclasses.replace(
+        models,
+        head=head,
+        head_fingerprint=fingerprint(folder),
+        head_acceptance=found.get("accept_rate", ()),
+        draft=DraftInfo(folder.name, found.get("tau")),
+    )
 
 
 def engine_pair(

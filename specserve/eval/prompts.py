@@ -1,16 +1,24 @@
-"""Evaluation prompts: MT-Bench, held-out pydoc, or a file in MT-Bench's format."""
+"""What a head is evaluated on: published benches by name, held-out pydoc, and files of questions."""
 
+import difflib
+import itertools
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from specserve import hub
 from specserve.data import pydoc
 from specserve.data.conversations import Conversation
-from specserve.errors import DataError
+from specserve.data.sources import SUFFIXES, HubDataset, download, file_rows
+from specserve.errors import ConfigError, DataError
 
-MT_BENCH_HUB_ID = "HuggingFaceH4/mt_bench_prompts"
+PYDOC, SPEED_BENCH = "pydoc", "speed-bench"
+MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # of SPEED-Bench, instead of most of its questions
+ROW = '{"question_id": 1, "category": "writing", "turns": ["..."]}'
+
+Raw = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -22,13 +30,78 @@ class Question:
     turns: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Bench:
+    """A published set of questions: where it is, and what the target is asked of one of its rows."""
+
+    dataset: HubDataset
+    turns: Callable[[Raw], Sequence[str]]  # raises KeyError where a row is of another data set
+    category: Callable[[Raw], str]
+
+
+def _alpaca(row: Raw) -> list[str]:
+    """The sections that the data set's authors trained on, without the sentence above them, as SpecForge asks."""
+    given = f"\n\n### Input:\n{row['input']}" if row["input"] else ""
+    return [f"### Instruction:\n{row['instruction']}{given}\n\n### Response:"]
+
+
+# A bench is asked as those who publish heads ask it: the row's own text as the user's turn, without a system prompt and
+# without examples. Where they do not agree, docs/evaluation.md says what is done here.
+BENCHES = {
+    "mt-bench": Bench(
+        HubDataset("HuggingFaceH4/mt_bench_prompts", "apache-2.0"),
+        lambda row: row["prompt"],
+        lambda row: row["category"],
+    ),
+    "gsm8k": Bench(
+        HubDataset("openai/gsm8k", "mit", config="main", split="test"),
+        lambda row: [row["question"]],
+        lambda _: "gsm8k",
+    ),
+    "humaneval": Bench(
+        HubDataset("openai/openai_humaneval", "mit", split="test"),
+        lambda row: [row["prompt"]],
+        lambda _: "humaneval",
+    ),
+    "math-500": Bench(
+        HubDataset("HuggingFaceH4/MATH-500", "mit", split="test"),
+        lambda row: [row["problem"]],
+        lambda row: row["subject"],
+    ),
+    "alpaca": Bench(HubDataset("tatsu-lab/alpaca", "cc-by-nc-4.0"), _alpaca, lambda _: "alpaca"),
+    "cnn-dm": Bench(
+        HubDataset("abisee/cnn_dailymail", "apache-2.0", config="3.0.0", split="test"),
+        lambda row: [f"Summarize: {row['article']}"],
+        lambda _: "cnn-dm",
+    ),
+    "spec-bench": Bench(
+        # in no repository of the hub: `datasets` reads the authors' file where it lies
+        HubDataset(
+            "json",
+            "apache-2.0",
+            files="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
+        ),
+        lambda row: row["turns"],
+        lambda row: row["category"],
+    ),
+}
+
+
 def load_questions(bench: str, limit: int) -> list[Question]:
-    """`mt-bench` (through `datasets`), `pydoc` (held-out modules), or a `.jsonl` of {"question_id", "category",
-    "turns": [..]}; at most `limit`, evenly spread, 0 for all. Raises DataError."""
-    if bench == "pydoc":
+    """The questions of a bench: one of BENCHES by its name, through `datasets`; `NAME:PATH`, the same from files that
+    were downloaded elsewhere; `pydoc` (held-out modules); or files of questions, each `{"question_id", "category",
+    "turns": [..]}` with turns alone required, in a .jsonl, .json or .parquet, or a folder of these.
+
+    At most `limit`, evenly spread over the bench in its own order, 0 for all: the same ones every time. Raises
+    ConfigError for a name that nobody knows, DataError for what cannot be read."""
+    if bench == PYDOC:
         held_out = pydoc.held_out_prompts(limit or 80)
         return [Question(str(i), c.category, (c.messages[0].content,)) for i, c in enumerate(held_out)]
-    questions = list(_mt_bench() if bench == "mt-bench" else _read(Path(bench)))
+    name, _, path = bench.partition(":")
+    found = _of_bench(name, path) if name in BENCHES else _of_files(_local(bench))
+    questions = list(found)
+    if not questions:
+        raise DataError(f"--bench {bench}: there is no question in it")
     if limit and limit < len(questions):
         questions = [questions[i * len(questions) // limit] for i in range(limit)]
     return questions
@@ -38,7 +111,7 @@ def load_chats(bench: str, limit: int, history: int = 2) -> list[list[dict[str, 
     """At most `limit` chats that end with a question, for measurements of speed. With `pydoc` they bring along none,
     one, up to `history` answered questions about the same module, so prompts are as long as those of real chats; with
     any other bench (see `load_questions`) each is a question's first turn."""
-    if bench != "pydoc":
+    if bench != PYDOC:
         return [[{"role": "user", "content": question.turns[0]}] for question in load_questions(bench, limit)]
     by_module: dict[str, list[Conversation]] = {}
     for conversation in pydoc.build("held-out"):
@@ -52,33 +125,86 @@ def load_chats(bench: str, limit: int, history: int = 2) -> list[list[dict[str, 
     return chats
 
 
-def _mt_bench() -> Iterator[Question]:
-    from datasets import load_dataset  # heavy
-
-    try:
-        rows: Any = load_dataset(MT_BENCH_HUB_ID, split="train")
-    except Exception as error:  # datasets raises many types for "cannot be reached"
-        raise DataError(
-            f"MT-Bench ({MT_BENCH_HUB_ID}) could not be loaded ({type(error).__name__}). Where there is no hub, give "
-            'its question.jsonl as --bench PATH: one {"question_id", "category", "turns": [..]} a line'
-        ) from error
-    for row in rows:
-        yield Question(str(row["prompt_id"]), row["category"], tuple(row["prompt"]))
-
-
-def _read(path: Path) -> Iterator[Question]:
-    if not path.is_file():
-        raise DataError(f"--bench {path}: expected mt-bench, pydoc, or the path of a .jsonl of questions")
-    for number, line in enumerate(path.read_text().splitlines(), start=1):
-        if not line.strip():
+def _of_bench(name: str, path: str) -> Iterator[Question]:
+    """The questions of a published bench, from the hub or from files of it, which may be rows of ours as well."""
+    bench, ids = BENCHES[name], ("question_id", "prompt_id", "task_id", "unique_id", "id")
+    rows = _numbered(_files(Path(path).expanduser())) if path else _downloaded(name, bench.dataset)
+    for where, row in rows:
+        if path and isinstance(row, Mapping) and "turns" in row:
+            yield _parse(where, row)
             continue
         try:
-            row = json.loads(line)
-            turns = row["turns"]
-            if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) for turn in turns):
-                raise TypeError("turns must be a list of strings")
-        except (ValueError, KeyError, TypeError) as error:
+            turns = tuple(bench.turns(row))
+            category = bench.category(row)
+        except (KeyError, TypeError) as error:
             raise DataError(
-                f'{path}, line {number}: {error!r}; expected {{"question_id": 1, "category": "writing", "turns": [..]}}'
+                f"{where}: no row of {name} ({error!r}); its rows are as in {bench.dataset.homepage}, or {ROW}"
             ) from error
-        yield Question(str(row.get("question_id", number)), str(row.get("category", "all")), tuple(turns))
+        own_id = next((row[key] for key in ids if row.get(key) is not None), where.rpartition(":")[2])
+        yield Question(str(own_id), str(category), turns)
+
+
+def _downloaded(name: str, dataset: HubDataset) -> Iterator[tuple[str, Any]]:
+    try:
+        rows = download(dataset, dataset.split)
+        yield from ((f"{name}:{number}", row) for number, row in enumerate(rows, start=1))
+    except Exception as error:  # datasets raises many types for "cannot be reached"
+        raise DataError(
+            f"--bench {name}: {dataset.homepage} could not be loaded ({hub.why(error)}). Where it can be had, download "
+            f"its files, and give them as --bench {name}:PATH"
+        ) from error
+
+
+def _local(bench: str) -> Path:
+    """The file or folder that a bench is. Raises ConfigError where there is none of that name."""
+    name, _, rest = bench.partition(":")
+    if name == SPEED_BENCH and not rest:
+        raise ConfigError(
+            "--bench speed-bench: its licence lets nobody pass its questions on. Prepare them with the script of "
+            "https://huggingface.co/datasets/nvidia/SPEED-Bench, and give the files as --bench speed-bench:PATH"
+        )
+    path = Path(rest if name == SPEED_BENCH else bench).expanduser()
+    if path.exists():
+        return path
+    names = [PYDOC, *BENCHES, SPEED_BENCH]
+    near = difflib.get_close_matches(bench.lower(), names, n=1)
+    raise ConfigError(
+        f"--bench {bench}: {f'did you mean {near[0]}? ' if near else ''}There is no such file; expected one of "
+        f"{', '.join(names)}, NAME:PATH, or a {', '.join(SUFFIXES)} or folder of questions such as {ROW}"
+    )
+
+
+def _of_files(path: Path) -> Iterator[Question]:
+    return itertools.starmap(_parse, _numbered(_files(path)))
+
+
+def _files(path: Path) -> list[Path]:
+    """The files of questions that a path stands for: itself, or those in a folder, by name."""
+    found = sorted(each for each in path.iterdir() if each.suffix in SUFFIXES) if path.is_dir() else [path]
+    if not found or path.suffix not in (*SUFFIXES, "") or not all(each.suffix in SUFFIXES for each in found):
+        raise DataError(f"--bench {path}: expected a file ending in {', '.join(SUFFIXES)}, or a folder of such files")
+    return found
+
+
+def _numbered(paths: Iterable[Path]) -> Iterator[tuple[str, Any]]:
+    for path in paths:
+        for number, raw in file_rows(path):
+            where = f"{path.name}:{number}"
+            try:
+                yield where, json.loads(raw) if isinstance(raw, bytes) else raw
+            except (ValueError, RecursionError) as error:
+                raise DataError(f"{where}: not JSON ({error}); expected {ROW}") from error
+
+
+def _parse(where: str, row: Any) -> Question:
+    turns = row.get("turns") if isinstance(row, Mapping) else None
+    if not isinstance(turns, list) or not turns or not all(isinstance(turn, str) and turn for turn in turns):
+        raise DataError(f"{where}: turns must be a list of texts; expected {ROW}")
+    if any(MASKED in turn for turn in turns):
+        raise DataError(
+            f"{where}: this is SPEED-Bench's place holder, not a question; run the data set's own script on it, which "
+            "fetches the questions from their sources"
+        )
+    return Question(
+        str(row.get("question_id", where.rpartition(":")[2])), str(row.get("category", "all")), tuple(turns)
+    )

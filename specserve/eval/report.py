@@ -6,29 +6,41 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from specserve.eval.acceptance import Report
+from specserve.eval.acceptance import Difference, Report
 from specserve.eval.bench_cells import ArmResult, Cell
 from specserve.eval.bench_engine import AUTO, BenchReport, Coupling
 from specserve.eval.bench_kernels import KernelTimes
+from specserve.eval.intervals import Interval
 from specserve.eval.step_times import StepTimes
 from specserve.speculative.acceptance import Acceptance
 
 
 def summary_table(rows: Sequence[tuple[str, Report]], title: str) -> Table:
-    """One row per head: tau, acceptance by depth, and the two arms' speed."""
-    names = ("tau", "accepted\nby depth", "plain\ntokens/s", "speculative\ntokens/s", "gain", "same\nanswers")
-    shown = table(title, ("head",), names)
-    for name, report in rows:
+    """One row per head and way to speculate: tau, acceptance by depth, the speed of both arms and the gain; below tau
+    and the gain their 95% intervals. Temperature and concurrency are shown where there are several."""
+    cells = {(report.temperature, report.concurrency) for _, report in rows}
+    where = [("T", [r.temperature for _, r in rows]), ("at\nonce", [r.concurrency for _, r in rows])]
+    where = [(name, values) for name, values in where if len(cells) > 1 and len(set(values)) > 1]
+    names = ("tau", "accepted\nby depth", "plain\ntokens/s", "tokens/s", "gain", "same\nanswers")
+    shown = table(title, ("head",), (*(name for name, _ in where), *names))
+    for i, (name, report) in enumerate(rows):
         shown.add_row(
             escape(name),
-            f"{report.speculative.acceptance.tau:.2f}",
-            _by_depth(report.speculative.acceptance),
-            f"{report.plain.tokens_per_second:.0f}",
+            *[f"{values[i]:g}" for _, values in where],
+            _with_interval(report.tau, report.tau_interval),
+            " ".join(f"{rate:.2f}" for rate in report.accept_rate),
+            "" if report.is_yardstick else f"{report.plain.tokens_per_second:.0f}",
             f"{report.speculative.tokens_per_second:.0f}",
-            f"{report.speculative.ratio:.2f}x",
-            f"{report.speculative.num_identical}/{report.speculative.num_answers}",
+            "" if report.is_yardstick else _with_interval(report.gain, report.gain_interval, "x"),
+            "" if report.is_yardstick else f"{report.speculative.num_identical}/{report.speculative.num_answers}",
         )
     return shown
+
+
+def _with_interval(value: float | None, interval: Interval | None, unit: str = "") -> str:
+    if value is None:
+        return "not told"
+    return f"{value:.2f}{unit}" + (f"\n{interval.low:.2f}-{interval.high:.2f}" if interval else "")
 
 
 def _by_depth(found: Acceptance) -> str:
@@ -36,9 +48,27 @@ def _by_depth(found: Acceptance) -> str:
 
 
 def category_table(report: Report) -> Table:
-    shown = table("by category", ("category",), ("tau", "acceptance by depth", "steps"))
-    for name, found in sorted(report.by_category.items()):
-        shown.add_row(escape(name), f"{found.tau:.2f}", _by_depth(found), str(found.num_steps))
+    """One row per category of questions; its gain where whole rounds were of it."""
+    title = f"by category: {report.name}, T={report.temperature:g}, {report.concurrency} at once"
+    shown = table(title, ("category",), ("tau", "acceptance by depth", "gain", "steps"))
+    for name in report.by_category:
+        found = report.of_category(name)
+        by_depth = _by_depth(found.acceptance) if report.accept_rate else ""
+        gain = "" if found.gain is None else _with_interval(found.gain, found.gain_interval, "x")
+        tau = _with_interval(found.acceptance.tau, found.tau_interval)
+        shown.add_row(escape(name), tau, by_depth, gain, str(found.acceptance.num_steps))
+    return shown
+
+
+def difference_table(found: Sequence[Difference]) -> Table:
+    """Tau of each head less that of the first, over the same questions."""
+    shown = table("tau, to the first head on the same questions", ("head", "than"), ("T", "difference", "95%"))
+    for each in found:
+        interval = each.interval
+        between = f"{interval.low:+.3f} to {interval.high:+.3f}" if interval else ""
+        shown.add_row(
+            escape(each.of.name), escape(each.to.name), f"{each.of.temperature:g}", f"{each.value:+.3f}", between
+        )
     return shown
 
 

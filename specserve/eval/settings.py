@@ -13,16 +13,32 @@ from specserve.speculative.ranges import Temperature, TopK, TopP
 class EvalRun:
     """The settings of `specserve eval`."""
 
-    draft: str = setting("", help="folder of a draft head; empty: the bundled one")
+    draft: tuple[str, ...] = setting(
+        (), help="folder of a draft head, or several to compare; none: the bundled one with the bundled target"
+    )
     target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
-    bench: str = setting("mt-bench", help="mt-bench, pydoc, or a .jsonl of questions")
-    speculation: str = setting("chain:3,auto", help="anything that serve takes but off; or several, by commas")
-    limit: int = setting(0, help="ask only so many questions, evenly spread; 0: all", ge=0)
+    bench: str = setting(
+        "mt-bench",
+        help="mt-bench, gsm8k, humaneval, math-500, alpaca, cnn-dm, spec-bench or pydoc; NAME:PATH for files of one "
+        "that were downloaded elsewhere (speed-bench:PATH too); or a file or folder of questions",
+    )
+    speculation: tuple[str, ...] = setting((), help="anything that serve takes but off; none: chain:3,auto")
+    limit: int = setting(80, help="ask only so many questions, evenly spread; 0: all", ge=0)
     max_tokens: int = setting(256, help="longest answer", ge=1)
-    temperature: Temperature = setting(0.0, help="0 is greedy")
-    concurrency: int = setting(1, help="sequences at once", ge=1)
+    temperature: tuple[Temperature, ...] = setting((0.0,), help="0 is greedy")
+    concurrency: tuple[PositiveInt, ...] = setting((1,), help="sequences at once")
     max_model_len: int = setting(0, help="prompt and answer together; 0: the target's context, at most 4,096", ge=0)
-    output: str = setting("", help="write the JSON report here")
+    seed: int = setting(0, help="of the sampling", ge=0)
+    server: tuple[str, ...] = setting(
+        (),
+        help="address of a running server (ours, vLLM, SGLang, llama.cpp) to measure instead; of several, the first "
+        "is what the others are compared with",
+    )
+    api_key: str = setting("", help="what the server wants to be told")
+    expect: tuple[float, ...] = setting(
+        (), help="published tau, one for each row of the table; exit status 1 where one is outside the interval"
+    )
+    output: str = setting("", help="write the JSON report here, and a page for people beside it (.html)")
 
 
 @dataclass(frozen=True, config=RULES)

@@ -31,6 +31,16 @@ class Call:
         """Trace the function for arguments of these shapes. Their values are not read, so donated arrays will do."""
         return self.function.lower(*jax.tree.map(shape_of, self.arguments), **self.static)
 
+    def flat(self) -> "Call":
+        """The same with every array as an argument and a result of its own, in the order of the pytrees' leaves: for
+        those who call the program and do not know the pytrees."""
+        leaves, tree = jax.tree.flatten(self.arguments)
+
+        def run(*leaves: Any) -> tuple[Any, ...]:
+            return tuple(jax.tree.leaves(self.function(*jax.tree.unflatten(tree, leaves), **self.static)))
+
+        return Call(("flat", self.key), jax.jit(run), tuple(leaves))
+
 
 def shape_of(x: Any) -> jax.ShapeDtypeStruct:
     """The shape, dtype and sharding of an array: what of it a program is compiled for."""

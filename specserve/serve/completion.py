@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from specserve.serve.request import Delta, DraftTree, SpeculationStats, TokenLogprobs
+from specserve.serve.request import Delta, DraftTree, PromptToken, SpeculationStats, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -29,6 +29,7 @@ class CompletionOutput:
     stop_reason: str | int | None = None  # the stop string or stop token id that ended it; None: something else did
     tree: DraftTree | None = None  # of the last step, when it was asked for and one was proposed
     error: str | None = None
+    prompt: tuple[PromptToken, ...] = ()  # how likely its prompt's tokens were, when that was asked for
 
 
 class Collector:
@@ -45,6 +46,7 @@ class Collector:
         token_ids: list[int] = []
         text: list[str] = []
         logprobs: list[TokenLogprobs] = []
+        prompt: list[PromptToken] = []
         start = time.monotonic()
         first = 0.0
 
@@ -56,6 +58,7 @@ class Collector:
             token_ids.extend(delta.token_ids)
             text.append(delta.text)
             logprobs.extend(delta.logprobs)
+            prompt.extend(delta.prompt)
             if delta.finish_reason is not None:
                 stats = vars(delta.stats or SpeculationStats())
                 completion = CompletionOutput(
@@ -68,6 +71,7 @@ class Collector:
                     stop_reason=delta.stop_reason,
                     tree=delta.tree,
                     error=delta.error,
+                    prompt=tuple(prompt),
                 )
                 self._done[i] = completion
                 try:

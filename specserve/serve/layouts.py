@@ -96,6 +96,11 @@ def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) ->
     return Layouts(one, few, plain, (for_one, for_few, as_loaded), mesh)
 
 
+def loaded_weights(target: Target, head: Head | None) -> Weights:
+    """The weights as they were loaded, which every backend multiplies with."""
+    return Weights(target.params, None if head is None else _draft_weights(head, target.params, None))
+
+
 def _draft_weights(head: Head, target: TargetParams, mesh: Mesh | None) -> Any:
     return head.drafter.weights(head.params, target, jax.device_put(head.target_ids, whole(mesh)))
 

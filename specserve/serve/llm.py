@@ -18,7 +18,7 @@ from specserve.mesh import SERVING_AXES, parse_mesh
 from specserve.serve.completion import CompletionOutput
 from specserve.serve.launch import load_models, make_engine
 from specserve.serve.progress import answer_bar, warmup_bar
-from specserve.serve.request import SamplingParams
+from specserve.serve.request import PromptToken, SamplingParams
 from specserve.serve.settings import ServeRun
 from specserve.tokenizer import Tokenizer
 
@@ -65,6 +65,11 @@ class RequestOutput:
     prompt: str | None  # None where token ids were given
     prompt_token_ids: tuple[int, ...]
     outputs: list[CompletionOutput]
+
+    @property
+    def prompt_logprobs(self) -> tuple[PromptToken, ...] | None:
+        """How likely each token of the prompt was, where `SamplingParams(prompt_logprobs=...)` asked for it."""
+        return self.outputs[0].prompt or None
 
 
 class LLM:

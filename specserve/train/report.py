@@ -15,8 +15,9 @@ from specserve.data.dataset import Dataset
 from specserve.drafters.speculation import parse_speculation
 from specserve.speculative.vocab import coverage
 from specserve.train import forecast
-from specserve.train.charts import HEIGHT, WIDTH, Chart, Series, line_chart, number
+from specserve.train.charts import Chart, Series, line_chart, number
 from specserve.train.forecast import PowerLaw
+from specserve.train.pages import template
 from specserve.train.run_folder import SETTINGS_FILE
 from specserve.train.settings import TrainRun
 
@@ -45,12 +46,6 @@ def write(path: Path, report: Report) -> None:
 
 def render(report: Report) -> str:
     """Make the report's page, in HTML."""
-    import jinja2
-
-    loader = jinja2.FileSystemLoader(Path(__file__).parent)
-    environment = jinja2.Environment(loader=loader, autoescape=True, undefined=jinja2.StrictUndefined)
-    environment.filters |= {"number": number, "grouped": "{:,}".format}
-    environment.globals |= {"WIDTH": WIDTH, "HEIGHT": HEIGHT}
     steps = [row for row in report.rows if row["loss"] is not None]
     all_measured = [row for row in report.rows if row["tau"] is not None]
     measured = comparable(all_measured)
@@ -58,7 +53,7 @@ def render(report: Report) -> str:
     arms = measured[-1].get("arms", {}) if measured else {}
     depth = max((len(arm["accept_rate"]) for arm in arms.values()), default=0)
     chosen, as_they_come = _settings(report.run)
-    return environment.get_template(TEMPLATE).render(
+    return template(Path(__file__).parent, TEMPLATE).render(
         run=report.run,
         notes=report.notes,
         ending=report.ending,

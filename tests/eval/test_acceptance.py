@@ -9,11 +9,10 @@ from rich.console import Console
 from specserve.checkpoints.load import Target
 from specserve.data.conversations import Conversation, Message
 from specserve.drafters.door import Head
-from specserve.errors import DataError
 from specserve.eval.acceptance import Report, evaluate
 from specserve.eval.bench_cells import ArmResult
 from specserve.eval.engines import engine_pair
-from specserve.eval.prompts import Question, load_questions
+from specserve.eval.prompts import Question
 from specserve.eval.regenerate import Manner, regenerate
 from specserve.eval.report import summary_table
 from specserve.eval.step_times import measure_steps
@@ -98,13 +97,3 @@ def test_no_number_of_a_table_is_cut_off_in_a_narrow_terminal() -> None:
     for word in ("2.76", "100", "125", "1.23x", "24/24", *rates):
         assert word in words
     assert "…" not in capture.get()
-
-
-def test_question_files(tmp_path: Path) -> None:
-    path = tmp_path / "questions.jsonl"
-    rows = [{"question_id": i, "category": "writing", "turns": ["a", "b"]} for i in range(10)]
-    path.write_text("\n".join(json.dumps(row) for row in rows))
-    assert [question.question_id for question in load_questions(str(path), 5)] == ["0", "2", "4", "6", "8"]
-    path.write_text(path.read_text() + '\n{"question_id": 1, "turns": "a"}\n')
-    with pytest.raises(DataError, match="line 11"):
-        load_questions(str(path), 0)

@@ -53,15 +53,19 @@ def test_answers_are_those_of_the_target_in_order(llm: LLM, tiny_target: Target)
 
 
 def test_choices_are_drawn_with_seeds_in_a_row(llm: LLM) -> None:
-    many = llm.generate(PROMPTS[:2], SamplingParams(n=3, seed=7, max_tokens=6, ignore_eos=True, logprobs=2))
+    many = llm.generate(
+        PROMPTS[:2], SamplingParams(n=3, seed=7, max_tokens=6, ignore_eos=True, logprobs=2, prompt_logprobs=1)
+    )
     assert [[answer.index for answer in request.outputs] for request in many] == [[0, 1, 2]] * 2
     for prompt, request in zip(PROMPTS[:2], many, strict=True):
+        assert [token.token_id for token in request.prompt_logprobs or ()] == list(prompt)
         for i, answer in enumerate(request.outputs):
             (alone,) = llm.generate(prompt, SamplingParams(seed=7 + i, max_tokens=6, ignore_eos=True))
             assert answer.token_ids == alone.outputs[0].token_ids
             assert answer.logprobs is not None
             assert [entry.token_id for entry in answer.logprobs] == list(answer.token_ids)
             assert alone.outputs[0].logprobs is None
+            assert alone.prompt_logprobs is None
 
 
 @pytest.mark.parametrize(

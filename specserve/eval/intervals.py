@@ -1,0 +1,71 @@
+"""Intervals for what was measured over few questions, by the bootstrap: questions are drawn again, with replacement, as
+often as there are, and the figure is computed anew; the middle 95% of many such figures are the interval (Efron's
+percentile method). The draws are seeded, so the same measurements have the same interval."""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from specserve.speculative.acceptance import Acceptance
+
+NUM_DRAWS = 2000
+COVERAGE = 0.95
+
+
+@dataclass(frozen=True)
+class Interval:
+    """From `low` to `high`."""
+
+    low: float
+    high: float
+
+    def __contains__(self, value: float) -> bool:
+        return self.low <= value <= self.high
+
+    def to_json(self) -> list[float]:
+        return [self.low, self.high]
+
+
+def bootstrap(
+    count: int,
+    statistic: Callable[[np.ndarray], np.ndarray],  # of indices [draw, count] int64; returns [draw]
+    seed: int = 0,
+) -> Interval | None:
+    """The interval of a statistic over `count` independent measurements, of which it is given indices to use. None
+    where there are fewer than two, because one measurement says nothing of how others would vary."""
+    if count < 2:
+        return None
+    drawn = np.random.default_rng(seed).integers(0, count, (NUM_DRAWS, count))
+    edge = (1 - COVERAGE) / 2
+    low, high = np.quantile(statistic(drawn), [edge, 1 - edge])
+    return Interval(float(low), float(high))
+
+
+def tau_interval(measured: Sequence[Acceptance]) -> Interval | None:
+    """The interval of tau over questions, each with its own counts, which stay together."""
+    steps, accepted = _counts(measured)
+    return bootstrap(len(measured), lambda drawn: _tau(steps, accepted, drawn))
+
+
+def tau_difference(measured: Sequence[Acceptance], others: Sequence[Acceptance]) -> Interval | None:
+    """The interval of tau of the first less tau of the second, over the same questions in the same order. Both are
+    drawn together, so what makes a question easy for both does not widen it."""
+    assert len(measured) == len(others), "both arms must have answered the same questions"
+    own, other = _counts(measured), _counts(others)
+    return bootstrap(len(measured), lambda drawn: _tau(*own, drawn) - _tau(*other, drawn))
+
+
+def median_interval(values: Sequence[float]) -> Interval | None:
+    """The interval of a median, such as that of the gains of rounds, each against plain decoding in the same round."""
+    array = np.asarray(values, float)
+    return bootstrap(len(array), lambda drawn: np.median(array[drawn], axis=1))
+
+
+def _counts(measured: Sequence[Acceptance]) -> tuple[np.ndarray, np.ndarray]:
+    return np.array([found.num_steps for found in measured]), np.array([found.num_accepted for found in measured])
+
+
+def _tau(steps: np.ndarray, accepted: np.ndarray, drawn: np.ndarray) -> np.ndarray:
+    """As `Acceptance.tau` has it, of each draw's counts together."""
+    return 1.0 + accepted[drawn].sum(axis=1) / np.maximum(1, steps[drawn].sum(axis=1))

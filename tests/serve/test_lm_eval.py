@@ -1,0 +1,83 @@
+"""lm-evaluation-harness against a real server, where it is installed: what it calls the likelihood of an answer is what
+the engine says of the same tokens."""
+
+import json
+import os
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from specserve import LLM, SamplingParams
+from specserve.serve.http.app import create_app
+from specserve.serve.http.server import HttpServer
+
+LM_EVAL = os.environ.get("LM_EVAL") or shutil.which("lm_eval")
+ROWS = [
+    {"q": 'def add(a, b):\n    """Return the', "choices": [" sum of a and b.", " zebra xylophone quark."], "gold": 0},
+    {"q": 'class Reader:\n    """Read lines from a', "choices": [" purple mountain.", " file."], "gold": 1},
+]
+ASKED = {
+    "choice": "output_type: multiple_choice\ndoc_to_choice: '{{choices}}'\ndoc_to_target: gold\n"
+    "metric_list: [{metric: acc}]",
+    "until": "output_type: generate_until\ndoc_to_target: none\nmetric_list: [{metric: exact_match}]\n"
+    'generation_kwargs: {until: ["\\n"], max_gen_toks: 12, do_sample: false}',
+}
+TASK = """task: {name}
+dataset_path: json
+dataset_kwargs: {{data_files: {{test: {rows}}}}}
+test_split: test
+doc_to_text: '{{{{q}}}}'
+target_delimiter: ""
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not LM_EVAL, reason="pip install 'lm-eval[api]', or name its command in LM_EVAL")
+def test_likelihoods_and_answers_are_the_engines(tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    for name, asked in ASKED.items():
+        (tmp_path / f"{name}.yaml").write_text(TASK.format(name=name, rows=rows) + asked)
+    with LLM(speculation="off", max_slots=2, max_model_len=256, progress=False) as llm:
+        server = HttpServer(create_app(llm.engine), port=0)
+        server.start()
+        try:
+            _evaluate(server.url, llm.engine.model_name, tmp_path)
+        finally:
+            server.stop()
+        for sample in _samples(tmp_path, "choice"):
+            question, choices = sample["doc"]["q"], sample["doc"]["choices"]
+            for choice, [[told, _]] in zip(choices, sample["resps"], strict=True):
+                assert float(told) == pytest.approx(_likelihood(llm, question, choice), abs=1e-3)
+            assert sample["acc"] == 1.0, "a document string ends like one"
+        greedy = SamplingParams(temperature=0.0, max_tokens=12, stop=["\n"])
+        for sample in _samples(tmp_path, "until"):
+            [answer] = llm.generate([sample["doc"]["q"]], greedy)
+            assert sample["resps"] == [[answer.outputs[0].text]]
+
+
+def _evaluate(url: str, model: str, folder: Path) -> None:
+    """Run both tasks. Its tokenizer is the server's own, which it asks for."""
+    options = f"model={model},base_url={url}/v1/completions,tokenizer_backend=remote,max_retries=1"
+    command = [str(LM_EVAL), "--model", "local-completions", "--model_args", options, "--include_path", str(folder)]
+    command += ["--tasks", ",".join(ASKED), "--log_samples", "--output_path", str(folder / "out")]
+    offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | offline)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+def _samples(folder: Path, task: str) -> list[dict]:
+    [file] = (folder / "out").rglob(f"samples_{task}_*.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def _likelihood(llm: LLM, question: str, answer: str) -> float:
+    """The sum of the log-probabilities of an answer's tokens after a question's."""
+    token_ids = llm.tokenizer.encode(question + answer)
+    [result] = llm.generate([token_ids], SamplingParams(temperature=0.0, max_tokens=1, prompt_logprobs=0))
+    num_asked = len(llm.tokenizer.encode(question))
+    told = [token.logprobs.logprob for token in (result.prompt_logprobs or ())[num_asked:] if token.logprobs]
+    assert len(told) == len(token_ids) - num_asked
+    return sum(told)
