@@ -258,9 +258,6 @@ class Server:
     def peak_bytes(self) -> int:
         return self._memory("VmHWM")
 
-    def resident_bytes(self) -> int:
-        return self._memory("VmRSS")
-
     def _memory(self, what: str) -> int:
         """Add up the memory of the process and of those that it has started."""
         total, left = 0, [self.process.pid]

@@ -3,11 +3,14 @@
 A schema is a pydantic dataclass, `@dataclass(frozen=True, config=RULES)`. Its leaves are made with `setting`, and its
 sections are other such dataclasses. pydantic checks and converts values; this file adds the layers (defaults < YAML <
 overrides < flags) and says in which of them a wrong value stands. It knows no setting by name.
+
+A command may have defaults that depend on what was given, such as those of a named target: `resolve` asks for them
+(`fill`) once everything given is known to be right. They are weaker than anything given.
 """
 
 import difflib
 import functools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, TypeVar, get_origin
@@ -26,10 +29,11 @@ WORDS = {"boolean": "true or false", "integer": "an integer", "number": "a numbe
 SIGNS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
-def setting(default: Any = ..., *, help: str, **bounds: float) -> Any:
+def setting(default: Any = ..., *, help: str, rank: int = 0, **bounds: float) -> Any:
     """A leaf of a schema: a pydantic field with its one-line help and its bounds (ge, gt, le, lt). Without a default it
-    is required."""
-    return Field(default, description=help, **bounds)  # type: ignore[call-overload]
+    is required. Settings with a `rank` are listed before the others in a command's help, 1 first."""
+    extra = {"rank": rank} if rank else None
+    return Field(default, description=help, json_schema_extra=extra, **bounds)  # type: ignore[call-overload]
 
 
 @dataclass(frozen=True)
@@ -51,6 +55,12 @@ class Leaf:
     def section(self) -> str:
         """`train` of `train.lr`; empty at the root."""
         return self.name.rpartition(".")[0]
+
+    @property
+    def rank(self) -> int:
+        """Its place among the settings that a command's help lists first; 0 where it is none of them."""
+        extra = self.field.json_schema_extra
+        return int(str(extra["rank"])) if isinstance(extra, dict) else 0
 
     @property
     def flag(self) -> str:
@@ -99,12 +109,15 @@ def resolve(
     overrides: Sequence[str] = (),
     flags: Mapping[str, object] | None = None,
     arguments: Mapping[str, object] | None = None,
+    fill: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> T:
-    """Fill the schema from its defaults, then the YAML file, then `a.b=value` texts, then flags or arguments.
+    """Fill the schema from its defaults, then what `fill` says, then the YAML file, then `a.b=value` texts, then flags
+    or arguments.
 
-    `flags` maps dotted names to values; None means that the flag was not given. `arguments` are those of a Python call,
-    where None is a value. An unknown name and a wrong value are errors in every layer, also where a stronger layer
-    overrules them. Raises ConfigError.
+    `fill` is called with all values that were given, by dotted name, and returns values of settings in the same way;
+    those that were given win over them. `flags` maps dotted names to values; None means that the flag was not given.
+    `arguments` are those of a Python call, where None is a value. An unknown name and a wrong value are errors in every
+    layer, also where a stronger layer overrules them. Raises ConfigError.
     """
     known = {leaf.name: leaf for leaf in leaves(schema)}
     values: dict[str, Any] = {}
@@ -115,6 +128,8 @@ def resolve(
             values[name] = known[name].read(raw)
         except ValidationError:
             raise ConfigError(f"{where}: {name} must be {known[name].expected}, got {_shown(raw)}") from None
+    if fill is not None:
+        values = {**fill(values), **values}
     missing = [leaf for leaf in known.values() if leaf.field.is_required() and leaf.name not in values]
     if missing:
         what = "; ".join(f"{leaf.name} ({leaf.flag}): {leaf.help}" for leaf in missing)

@@ -12,11 +12,11 @@ from specserve.data import dataset, sources
 from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.errors import ConfigError
 from specserve.eval import regenerate as eval_regenerate
+from specserve.eval.engines import answering_engine
 from specserve.eval.regenerate import Account, Manner
 from specserve.eval.settings import RegenerateRun
 from specserve.mesh import SERVING_AXES, parse_mesh
-from specserve.serve.launch import load_models, make_engine
-from specserve.serve.settings import ServeRun
+from specserve.serve.launch import load_models
 
 
 def regenerate(run: RegenerateRun) -> None:
@@ -42,16 +42,14 @@ def regenerate(run: RegenerateRun) -> None:
     )
     mesh = parse_mesh(run.mesh, SERVING_AXES)
     models = load_models(run.target, run.draft, quantization=run.quantization, mesh=mesh)
-    serve = ServeRun(
-        speculation=run.speculation or ("auto" if models.head else "off"),
-        max_slots=run.max_slots,
-        max_model_len=run.max_model_len,
-        max_queue=2 * run.max_slots,
-        constrained=False,
-        early_ready=False,
-    )
     with warmup_bar() as on_warmup:
-        engine = make_engine(models, serve, on_warmup)
+        engine = answering_engine(
+            models,
+            run.speculation,
+            num_slots=run.max_slots,
+            max_model_len=run.max_model_len,
+            on_warmup=on_warmup,
+        )
     with engine, Progress(*bar_columns(), console=console) as progress:
         task = progress.add_task("answering", total=len(rows) * run.samples, note="")
 

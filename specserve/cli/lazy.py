@@ -13,11 +13,12 @@ from specserve import host
 
 @dataclass(frozen=True)
 class Lazy:
-    """Where a command is and what the list of commands says of it. `body` and `settings` are written `module:name`."""
+    """Where a command is and what the list of commands says of it. All but `help` are written `module:name`."""
 
     body: str
     help: str
     settings: str = ""  # the schema of a body that takes resolved settings; without one, typer reads its signature
+    fill: str = ""  # what gives defaults that depend on the settings that were given (see `config.resolve`)
 
     def load(self, name: str) -> Any:
         """Make the click command. Where there are settings, the body is imported only once they are found right, so
@@ -29,7 +30,8 @@ class Lazy:
     def _of_settings(self) -> Callable[..., None]:
         from specserve.cli.options import command  # imports pydantic, which `specserve --help` does not wait for
 
-        return command(_imported(self.settings))(lambda run: _imported(self.body)(run))
+        fill = (lambda given: _imported(self.fill)(given)) if self.fill else None
+        return command(_imported(self.settings), fill)(lambda run: _imported(self.body)(run))
 
 
 class LazyGroup(TyperGroup):

@@ -25,8 +25,9 @@ class Root(LazyGroup):
         ),
         "train": Lazy(
             "specserve.cli.train:train",
-            "Train a draft head against a frozen target and write it to a folder that `serve --draft` takes.",
+            "Train a draft head for a target, on its own answers, and write it to a folder that `serve --draft` takes.",
             "specserve.train.settings:TrainRun",
+            "specserve.train.recipe:fill",
         ),
         "serve": Lazy(
             "specserve.cli.serve:serve",
@@ -45,6 +46,11 @@ class Root(LazyGroup):
             "specserve.cli.evaluate:evaluate",
             "Measure tau, acceptance by depth and category, and the gain over plain decoding, of heads or a server.",
             "specserve.eval.settings:EvalRun",
+        ),
+        "tune": Lazy(
+            "specserve.cli.tune:search",
+            "Find the best way to speculate for each batch size on this machine; `serve --speculation tuned` reads it.",
+            "specserve.eval.settings:TuneRun",
         ),
         "targets": Lazy(
             "specserve.cli.targets:targets",
@@ -75,6 +81,27 @@ class Bench(LazyGroup):
             "specserve.cli.bench:engine",
             "Measure plain decoding, fixed speculations and `auto` on the same questions in one process, in turns.",
             "specserve.eval.settings:BenchRun",
+        ),
+        "serve": Lazy(
+            "specserve.cli.bench_load:serve",
+            "Put a running server, or one of its own, under load; results have the keys of `vllm bench serve`.",
+            "specserve.eval.settings:ServeBenchRun",
+        ),
+        "latency": Lazy(
+            "specserve.cli.bench_offline:latency",
+            "Time one batch again and again, its steps in parts, and their share of what the machine can do.",
+            "specserve.eval.settings:LatencyRun",
+        ),
+        "throughput": Lazy(
+            "specserve.cli.bench_offline:throughput",
+            "Time many prompts that are all there from the beginning, and the engine's steps as `latency` does.",
+            "specserve.eval.settings:ThroughputRun",
+        ),
+        "startup": Lazy(
+            "specserve.cli.bench_load:startup",
+            "Measure when a server is ready, has answered and has every program: a first start, and one from kept "
+            "programs.",
+            "specserve.eval.settings:StartupRun",
         ),
         "kernels": Lazy(
             "specserve.cli.bench:kernels",

@@ -1,6 +1,7 @@
 """What the commands share: settings as flags, the start of logging, how memory is kept, and how an error is shown."""
 
 import inspect
+import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -13,17 +14,21 @@ from specserve import config, host, log
 from specserve.errors import SpecServeError
 
 Schema = TypeVar("Schema")
+OTHERS = "run"  # the panel of root settings that are not listed first
 SEPARATOR = "__"  # stands for the dot of a setting's name in the name of a Python parameter
 
 
-def command(schema: type[Schema]) -> Callable[[Callable[[Schema], None]], Callable[..., None]]:
+def command(
+    schema: type[Schema], fill: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None
+) -> Callable[[Callable[[Schema], None]], Callable[..., None]]:
     """Make a command of a function that takes resolved settings: every setting is a flag, `--config` reads YAML,
-    `--set a.b=c` overrides it."""
+    `--set a.b=c` overrides it. `fill` gives what nobody has given (see `config.resolve`)."""
 
     def wrap(run: Callable[[Schema], None]) -> Callable[..., None]:
         def invoke(config_file: Path | None, overrides: list[str] | None, log_level: str, **flags: Any) -> None:
             start(log_level)
-            run(config.resolve(schema, file=config_file, overrides=overrides or (), flags=flags_from(flags)))
+            given = flags_from(flags)
+            run(config.resolve(schema, file=config_file, overrides=overrides or (), flags=given, fill=fill))
 
         common: list[tuple[str, Any, Any]] = [
             ("config_file", Path | None, typer.Option(None, "--config", help="YAML file of settings.")),
@@ -32,7 +37,10 @@ def command(schema: type[Schema]) -> Callable[[Callable[[Schema], None]], Callab
         ]
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters = [inspect.Parameter(name, kind, default=how, annotation=what) for name, what, how in common]
-        invoke.__signature__ = inspect.Signature(parameters + cli_parameters(schema))  # type: ignore[attr-defined]
+        number = sum(leaf.rank > 0 for leaf in config.leaves(schema))  # these settings go before the common options
+        settings = cli_parameters(schema)
+        ordered = [*settings[:number], *parameters, *settings[number:]]
+        invoke.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
         invoke.__doc__ = run.__doc__
         invoke.__name__ = run.__name__
         return invoke
@@ -44,17 +52,21 @@ def cli_parameters(schema: type) -> list[inspect.Parameter]:
     """One keyword-only parameter per setting, for the `__signature__` of a typer command.
 
     The flag is the last part of the setting's name, so two settings of one schema may not share it (an AssertionError).
+    Settings with a rank come first and stand in the first panel of the help; where a schema has such, the
+    others of its root have a panel of their own.
     Each defaults to None, "not given"; pass what the command receives through `flags_from` to `config.resolve`.
     """
     parameters: dict[str, inspect.Parameter] = {}
-    for leaf in config.leaves(schema):
+    leaves = sorted(config.leaves(schema), key=lambda leaf: leaf.rank or sys.maxsize)
+    root = OTHERS if leaves[0].rank else None
+    for leaf in leaves:
         assert leaf.flag not in parameters, f"{schema.__name__}: {leaf.name} and another setting share {leaf.flag}"
         # what an empty default means is said by the help text
         has_default = not leaf.field.is_required() and leaf.default not in ("", ())
         option = typer.Option(
             f"{leaf.flag}/--no-{leaf.flag[2:]}" if leaf.field.annotation is bool else leaf.flag,
             help=f"{leaf.help} (default: {_default_text(leaf.default)})" if has_default else leaf.help,
-            rich_help_panel=leaf.section or None,
+            rich_help_panel=None if leaf.rank else leaf.section or root,
             show_default=False,  # the parameter's own default is None, "not given"
             metavar="A,B,..." if leaf.is_list else None,
         )

@@ -1,7 +1,8 @@
-"""What `specserve train --dry-run` prints."""
+"""What `specserve train` prints before it begins, and what `--dry-run` prints besides."""
 
 from collections.abc import Sequence
 
+import jax
 from rich import box
 from rich.console import Console
 from rich.markup import escape
@@ -10,10 +11,9 @@ from rich.table import Table
 
 from specserve import config
 from specserve.train.flops import Flops
+from specserve.train.outline import SHARE_OF_PEAK, Outline, answer_tokens, outline
 from specserve.train.plan import DEVICES, Plan, make_plan
 from specserve.train.settings import TrainRun
-
-SHARE_OF_PEAK = 0.4  # a good one for training in bfloat16
 
 
 def show_plan(run: TrainRun) -> None:
@@ -21,10 +21,51 @@ def show_plan(run: TrainRun) -> None:
     ConfigError or CheckpointError, as the run itself would."""
     plan, console = make_plan(run), Console()
 
+    console.print(_outline(outline(plan, jax.devices()[0].device_kind)), highlight=False)
     console.print(Syntax(config.to_yaml(plan.run).rstrip(), "yaml", theme="ansi_dark", background_color="default"))
     for table in (_sizes(plan), _memory(plan), _operations(plan), _devices(plan)):
         console.print()
         console.print(table, highlight=False)
+
+
+def show_outline(run: TrainRun, console: Console) -> None:
+    """Print in a few lines what the run will do, take and bring. Raises ConfigError or CheckpointError, as the run
+    itself would."""
+    console.print(_outline(outline(make_plan(run), jax.devices()[0].device_kind)), highlight=False)
+
+
+def _outline(found: Outline) -> Table:
+    plan, run, reached = found.plan, found.plan.run, found.expected
+    table = _table("The plan", "", "")
+    on = f"on {plan.num_devices} x {found.device.name}"
+    if not found.is_found:
+        table.caption = f"times are for a {found.device.name}: the device here is not in the table of known ones"
+    count = f"{run.data.max_conversations:,} conversations" if run.data.max_conversations else "all conversations"
+    table.add_row("data", escape(f"{count} of {', '.join(run.data.source)}; held-out questions are left out of them"))
+    if run.data.regenerate:
+        known = "" if run.data.max_conversations else " for each conversation"
+        temperature = run.data.answer_temperature
+        manner = f"at temperature {temperature:g}" if temperature else "greedily"
+        took = f"about {_hours(found.answer_hours)}{known} {on}"
+        table.add_row("answers", f"of the target itself, {manner}, {_count(answer_tokens(plan))} tokens{known}; {took}")
+    else:
+        table.add_row("answers", "as they stand in the data (--regenerate: the target's own)")
+    steps = f"{run.train.max_steps:,} steps" if run.train.max_steps else "as many steps as there is time for"
+    table.add_row("training", f"{steps} of {plan.positions:,} positions; about {_hours(found.train_hours)} {on}")
+    if run.budget:
+        table.add_row("budget", f"{escape(run.budget)}: answers and steps are scaled to it once each was measured")
+    room = "" if not found.is_found else f" of {_bytes(found.device.memory)}"
+    table.add_row("memory", f"{_bytes(plan.device_bytes)}{room} on each device")
+    table.add_row("disk", ", ".join(f"{_bytes(size)} for {name}" for name, size in found.disk))
+    is_same = reached.target == run.target
+    whose = "" if is_same else f" for {reached.target}, the nearest in size that is known"
+    how = escape(f"{reached.bench}, {reached.how}; {reached.source}")
+    table.add_row("expected tau", f"about {reached.tau}{whose} ({how})")
+    return table
+
+
+def _hours(hours: float) -> str:
+    return f"{hours:,.1f} h" if hours >= 0.95 else f"{60 * hours:,.0f} min" if hours > 1 / 60 else "1 min"
 
 
 def _sizes(plan: Plan) -> Table:

@@ -1,21 +1,42 @@
-"""`specserve train`: a draft head for a target."""
+"""`specserve train`: a draft head for a target, from the target's name to a head that was measured."""
 
+import logging
 import os
 import shlex
+import time
 import traceback
+from collections.abc import Sequence
+from pathlib import Path
 
 from rich.markup import escape
+from rich.progress import Progress
 
-from specserve import processes
+from specserve import config, processes
+from specserve.checkpoints.source import resolve_target
+from specserve.cli import evaluate
 from specserve.cli.options import show_error
-from specserve.cli.plan_view import show_plan
-from specserve.cli.progress import console
+from specserve.cli.plan_view import show_outline, show_plan
+from specserve.cli.progress import bar_columns, console
 from specserve.cli.training_bar import TrainingBar
-from specserve.errors import SpecServeError
+from specserve.errors import CheckpointError, DataError, SpecServeError
+from specserve.eval import answers
+from specserve.eval.answers import Answering, Watch
+from specserve.eval.prompts import load_questions
+from specserve.eval.settings import EvalRun
+from specserve.train import budget as budgets
+from specserve.train.budget import Budget
 from specserve.train.observers import observing
-from specserve.train.prepare import prepare
+from specserve.train.plan import find_config, is_known_here
+from specserve.train.prepare import Mixture, load_mixture, prepare
+from specserve.train.recipe import BENCH
 from specserve.train.run_folder import SETTINGS_FILE, RunFolder
 from specserve.train.settings import TrainRun
+from specserve.train.trainer import Observer
+from specserve.train.trainer import Progress as Moment
+
+logger = logging.getLogger(__name__)
+
+SAID_EVERY = 60.0  # seconds, where there is no terminal for a bar
 
 
 def train(run: TrainRun) -> None:
@@ -35,23 +56,125 @@ def train(run: TrainRun) -> None:
 
 
 def _train(run: TrainRun) -> None:
+    """The stages of a run: read the data, have the target answer, train, measure."""
     with RunFolder(run, is_first=processes.is_first()) as folder:
         if not folder.is_first:
             prepare(run, folder).train()
             return
+        if not is_known_here(run.target):
+            resolve_target(run.target, needs_weights=False)
+        show_outline(run, console)
         with observing(run) as observers:
-            trainer = prepare(run, folder)
-            with TrainingBar(trainer) as bar:
-                last = trainer.train([bar.update, *observers])
+            budget, mixture = budgets.begin(run), None
+            if not run.coordinator:
+                mixture = _read(run)  # before the weights: where there is no hub, that is said at once
+            benches = [bench for bench in run.eval.bench if _is_there(bench)]
+            if run.data.regenerate and mixture:
+                mixture, budget = _answered(run, mixture, budget)
+            last = _learn(run, folder, mixture, budget, observers)
     if last.ending.startswith("stopped"):
-        settings = escape(shlex.quote(str(folder.path / SETTINGS_FILE)))
-        console.print(
-            f"{last.ending} at step {last.step}; go on with specserve train --config {settings} --resume",
-            highlight=False,
-            soft_wrap=True,
-        )
-    else:
+        _say_how_to_go_on(run, f"{last.ending} at step {last.step}")
+        return
+    for bench in benches:
+        _measure(run, bench)
+
+
+def _read(run: TrainRun) -> Mixture:
+    """The run's sources, for which the target's tokenizer and config are enough."""
+    try:
+        folder = resolve_target(run.target, needs_weights=False).folder
+    except CheckpointError:
+        resolve_target(run.target)  # whose error names the weights too
+        raise
+    target, _ = find_config(str(folder))
+    return load_mixture(run, target.vocab_size, needs_answers=not run.data.regenerate)
+
+
+def _is_there(bench: str) -> bool:
+    """Whether there are questions to measure on at the end. The one that a target brings along may not be to be had:
+    that is said now, and is no reason not to train."""
+    try:
+        return bool(load_questions(bench, 0))
+    except DataError as error:
+        if bench != BENCH:
+            raise
+        logger.warning("the head will not be measured on %s: %s", bench, error)
+        return False
+
+
+def _answered(run: TrainRun, mixture: Mixture, budget: Budget | None) -> tuple[Mixture, Budget | None]:
+    """Have the target answer. What it has said when the process ends is kept."""
+    target, said = resolve_target(run.target), [time.monotonic()]
+    with Progress(*bar_columns(), console=console) as progress:
+        compiling = progress.add_task("compiling", note="", visible=False)
+        answering = progress.add_task("answering", note="", visible=False)
+
+        def on_warmup(done: int, total: int, name: str) -> None:
+            progress.update(compiling, completed=done, total=total, note=name, visible=True)
+
+        def on_answer(so_far: Answering) -> None:
+            account = so_far.account
+            note = f"{account.num_tokens:,} tokens  {account.tokens_per_second:,.0f} tokens/s"
+            progress.update(answering, completed=so_far.done, total=so_far.total, note=note, visible=True)
+            if not console.is_terminal and time.monotonic() > said[-1] + SAID_EVERY:
+                said.append(time.monotonic())
+                console.print(f"answered {so_far.done:,} of {so_far.total:,}  {note}", highlight=False, soft_wrap=True)
+
+        try:
+            return answers.answer(run, target, mixture, budget, Watch(on_warmup, on_answer))
+        except KeyboardInterrupt:
+            progress.stop()
+            _say_how_to_go_on(run, "stopped; the answers so far are kept")
+            raise
+
+
+def _learn(
+    run: TrainRun,
+    folder: RunFolder,
+    mixture: Mixture | None,
+    budget: Budget | None,
+    observers: Sequence[Observer],
+) -> Moment:
+    """Train for as many steps as the run says, or its budget has time for. Returns the last moment."""
+    begin = time.monotonic()
+    run = budget.apply(run) if budget else run
+    trainer = prepare(run, folder, mixture)
+    if budget and not budget.steps:
+        with console.status("measuring a step"):
+            seconds = trainer.time_steps(budget.probe_seconds)
+        spent = budget.spent + time.monotonic() - begin
+        budget = budget.with_steps(most=run.train.max_steps, seconds_each=seconds, spent=spent)
+        budgets.record(run, budget)
+        console.print(f"{budget.steps:,} steps of {seconds:.3g} s fit the budget", highlight=False)
+        run = budget.apply(run)
+        trainer.rebound(run)
+    with TrainingBar(trainer) as bar:
+        last = trainer.train([bar.update, *observers])
+    if not last.ending.startswith("stopped"):
         bar.summary(f"specserve serve --draft {shlex.quote(run.output)}")
+    return last
+
+
+def _measure(run: TrainRun, bench: str) -> None:
+    """Measure the head as `specserve eval` does. What goes wrong here does not take the head away."""
+    report = Path(run.output) / f"eval-{Path(bench).stem}.json"
+    flags = {
+        "draft": run.output,
+        "target": run.target,
+        "bench": bench,
+        "speculation": ",".join(run.eval.speculation),
+        "temperature": str(run.eval.temperature[0]),
+        "output": str(report),
+    }
+    try:
+        evaluate.evaluate(config.resolve(EvalRun, flags=flags))
+    except SpecServeError as error:
+        logger.warning("the head is there, but was not measured on %s: %s", bench, error)
+
+
+def _say_how_to_go_on(run: TrainRun, what: str) -> None:
+    settings = escape(shlex.quote(str(Path(run.output) / SETTINGS_FILE)))
+    console.print(f"{what}; go on with specserve train --config {settings} --resume", highlight=False, soft_wrap=True)
 
 
 def _report(error: Exception) -> None:

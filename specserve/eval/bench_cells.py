@@ -55,6 +55,7 @@ class Answer:
     token_ids: list[int] = field(default_factory=list)
     text: str = ""  # empty where the engine has no tokenizer
     arrivals: list[float] = field(default_factory=list)  # of deltas with tokens
+    sizes: list[int] = field(default_factory=list)  # how many tokens each of these brought
     acceptance: Acceptance = field(default_factory=Acceptance)
     error: str | None = None
     num_told: int | None = None  # tokens, where a server tells their number and not their ids
@@ -74,6 +75,7 @@ class Answer:
         if token_ids:
             self.token_ids += token_ids
             self.arrivals.append(time.perf_counter() - self.begin)
+            self.sizes.append(len(token_ids))
 
     @property
     def gaps(self) -> list[float]:
@@ -85,6 +87,20 @@ class Answer:
         """The mean seconds for each token after the first, which is vLLM's TPOT; None for an answer of one token."""
         span = self.arrivals[-1] - self.arrivals[0]
         return span / (self.num_tokens - 1) if self.num_tokens > 1 else None
+
+
+def steady(answers: Sequence[Answer]) -> tuple[int, float]:
+    """The tokens that came while all of these answers were being made, after the last of them had begun and before the
+    first had ended, and the seconds of that time. Prompts do not count, nor steps of fewer sequences."""
+    start = max(answer.begin + answer.arrivals[0] for answer in answers)
+    end = min(answer.begin + answer.arrivals[-1] for answer in answers)
+    arrived = [
+        size
+        for answer in answers
+        for at, size in zip(answer.arrivals, answer.sizes, strict=True)
+        if start < answer.begin + at <= end
+    ]
+    return sum(arrived), max(0.0, end - start)
 
 
 class Arm(Protocol):

@@ -56,6 +56,7 @@ def measured_engine(
     num_slots: int,
     max_model_len: int,
     is_coupled: bool = True,
+    tuned_profile: str = "",
     on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None,
 ) -> Engine:
     """An engine for requests without constraints, compiled and not yet started. Raises ConfigError."""
@@ -63,7 +64,28 @@ def measured_engine(
         speculation=speculation,
         max_slots=num_slots,
         max_model_len=max_model_len,
+        tuned_profile=tuned_profile,
         constrained=False,
         early_ready=False,
     )
     return make_engine(models, run, on_warmup, is_coupled=is_coupled)
+
+
+def answering_engine(
+    models: Models,
+    speculation: str,  # changes no token; empty: auto where there is a head, else off
+    *,
+    num_slots: int,
+    max_model_len: int,
+    on_warmup: Callable[[int, int, str], None],
+) -> Engine:
+    """An engine for many answers to questions that are known beforehand, compiled and not yet started."""
+    run = ServeRun(
+        speculation=speculation or ("auto" if models.head else "off"),
+        max_slots=num_slots,
+        max_model_len=max_model_len,
+        max_queue=2 * num_slots,
+        constrained=False,
+        early_ready=False,
+    )
+    return make_engine(models, run, on_warmup)

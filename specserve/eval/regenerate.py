@@ -129,7 +129,8 @@ def regenerate(
 ) -> Account:
     """Append one row per conversation to `output` as it is done: `messages` with every answer given anew, each to the
     answers before it, the `chat_template_kwargs` that they were given under, and `id`, `category`, `source`, `sample`,
-    `finish_reasons`. The settings stand beside it, in `<output>.settings.json`.
+    `finish_reasons`. A first answer that is cut within its reasoning is kept as token ids. The settings stand beside
+    it, in `<output>.settings.json`.
 
     Rows that are there already are not made again. Raises ConfigError for settings that make no sense, DataError when
     the file holds rows of other settings or nothing can be asked; CapacityError when the engine stops.
@@ -225,7 +226,15 @@ class _Run:
         account.num_tokens += len(completion.token_ids)
         account.acceptance += completion.stats
         is_cut = completion.finish_reason == FinishReason.LENGTH
-        content = self._content(job, completion)
+        try:
+            content = self._content(job, completion)
+        except _Refused as reason:
+            may_keep = self._manner.cut == self._manner.thinking == "keep"
+            if str(reason) != UNFINISHED or not is_cut or not may_keep or job.finish_reasons:
+                raise
+            account.shortened[UNFINISHED] += 1
+            self._write_tokens(job, completion)
+            return
         if is_cut and self._manner.cut == "drop":
             raise _Refused(CUT)
         job.messages.append({"role": "assistant", "content": content})
@@ -270,6 +279,22 @@ class _Run:
         except DataError:
             return False
         return found[: len(said)] == said
+
+    def _write_tokens(self, job: _Job, completion: CompletionOutput) -> None:
+        """Write a first answer that ends within its reasoning. No message can hold half of that, token ids can."""
+        said = list(completion.token_ids)
+        row = {
+            "id": job.key,
+            "input_ids": [*job.prompt, *said],
+            "loss_mask": [0] * len(job.prompt) + [1] * len(said),
+            "key": job.row.key,
+            "category": job.row.category,
+            "source": job.row.source,
+            "sample": int(job.key.partition("-")[2]),
+            "finish_reasons": [str(completion.finish_reason)],
+        }
+        self._file.write(row)
+        self._account.num_rows += 1
 
     def _write(self, job: _Job) -> None:
         sample = int(job.key.partition("-")[2])
@@ -377,9 +402,8 @@ def _jobs(rows: Iterable[Row], manner: Manner, samples: int, done: set[str], acc
             account.left_out[reason] += 1
             continue
         kwargs = {**manner.template_kwargs, **row.variables()}
-        question = [asked, row.variables()] if row.template_kwargs else [asked]
         for sample in range(samples):
-            key = f"{_digest(*question)}-{sample}"
+            key = _row_id(row, asked, sample)
             if key in done:
                 account.num_there += 1
             elif key in jobs:
@@ -387,6 +411,17 @@ def _jobs(rows: Iterable[Row], manner: Manner, samples: int, done: set[str], acc
             else:
                 jobs[key] = _Job(key, row, [list(turn) for turn in asked], kwargs)
     return list(jobs.values())
+
+
+def row_id(row: Conversation) -> str:
+    """The `id` of the row that holds the (first) answers to a conversation's questions: the same for the same questions
+    under the same variables of the template, wherever they stand."""
+    return _row_id(row, _asked(row)[0], 0)
+
+
+def _row_id(row: Conversation, asked: list[list[dict[str, Any]]], sample: int) -> str:
+    question = [asked, row.variables()] if row.template_kwargs else [asked]
+    return f"{_digest(*question)}-{sample}"
 
 
 def _asked(row: Conversation) -> tuple[list[list[dict[str, Any]]], str]:

@@ -1,4 +1,4 @@
-"""The settings of `specserve eval`, `bench` and `data regenerate` (see `config`)."""
+"""The settings of `specserve eval`, `tune`, `bench` and `data regenerate` (see `config`)."""
 
 from typing import Literal
 
@@ -61,6 +61,110 @@ class BenchRun:
     coupling: bool = setting(True, help="also measure what it brings that the draft ranks with the target's noise")
     seed: int = setting(0, help="of the sampling", ge=0)
     output: str = setting("", help="write the JSON report here")
+
+
+@dataclass(frozen=True, config=RULES)
+class TuneRun:
+    """The settings of `specserve tune`."""
+
+    draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target")
+    target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
+    quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the target, as of `serve`")
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting("auto", help="of the pages, as of `serve`")
+    mesh: str = setting("", help="devices to spread the models over, as of `serve`")
+    bench: str = setting("pydoc", help="what is asked, as of `eval`: ask what your clients will ask")
+    requests: int = setting(32, help="questions whose answers are recorded", ge=1)
+    max_tokens: int = setting(128, help="longest answer", ge=2)
+    temperature: Temperature = setting(0.0, help="0 is greedy")
+    trees: tuple[str, ...] = setting((), help="speculations to choose from, each by a head alone; empty: all sensible")
+    max_slots: int = setting(8, help="the largest batch size; the others are the powers of two below", ge=1)
+    max_model_len: int = setting(1024, help="prompt and answer together", ge=16)
+    repeats: int = setting(9, help="turns in which steps of each tree are timed, and plain ones beside them", ge=3)
+    live: bool = setting(True, help="check what was found by a short run of plain and tuned decoding, in turns")
+    seed: int = setting(0, help="of the sampling", ge=0)
+    output: str = setting("", help="write the profile here; empty: where `serve --speculation tuned` looks for it")
+
+
+@dataclass(frozen=True, config=RULES)
+class ServeBenchRun:
+    """The settings of `specserve bench serve`; flags that `vllm bench serve` has too mean what they mean there."""
+
+    base_url: str = setting("", help="address of a running server; empty: --host and --port, or a server of its own")
+    host: str = setting("", help="host of a running server, without --base-url")
+    port: int = setting(0, help="port of a running server, without --base-url; 0: 8000", ge=0, le=65535)
+    api_key: str = setting("", help="bearer token of the server; empty: OPENAI_API_KEY, if any")
+    model: str = setting("", help="the model's name on the server; empty: the first that it lists")
+    dataset_name: str = setting("pydoc", help="what is asked: a bench as of `eval`, as chats; or random token ids")
+    input_len: int = setting(128, help="tokens of a random prompt", ge=1)
+    output_len: int = setting(128, help="longest answer", ge=1)
+    num_prompts: int = setting(100, help="requests; where a bench has fewer questions they come again", ge=1)
+    request_rate: str = setting("inf", help="requests per second, a Poisson process; inf: all at once")
+    burstiness: float = setting(1.0, help="shape of the gaps between requests: below 1 in bursts, above evenly", gt=0)
+    max_concurrency: int = setting(0, help="requests under way at once, at most; 0: any", ge=0)
+    temperature: Temperature = setting(0.0, help="0 is greedy")
+    ignore_eos: bool = setting(False, help="answers go on to the longest; servers other than OpenAI's take this")
+    metric_percentiles: tuple[float, ...] = setting((99.0,), help="percentiles of the latencies")
+    seed: int = setting(0, help="of the times, the random prompts and the sampling", ge=0)
+    target: str = setting("", help="of a server of its own, as of `serve`; so are the next four")
+    draft: str = setting("", help="folder of a draft head")
+    speculation: str = setting("auto", help="how it speculates")
+    max_slots: int = setting(8, help="sequences that run at once", ge=1)
+    max_model_len: int = setting(0, help="prompt and answer together", ge=0)
+    output: str = setting("", help="write the results here, as JSON with vLLM's keys")
+
+
+@dataclass(frozen=True, config=RULES)
+class StartupRun:
+    """The settings of `specserve bench startup`."""
+
+    target: str = setting("", help="as of `serve`, and so are the next four")
+    draft: str = setting("", help="folder of a draft head")
+    speculation: str = setting("auto", help="how the server speculates")
+    max_slots: int = setting(8, help="sequences that run at once", ge=1)
+    max_model_len: int = setting(0, help="prompt and answer together", ge=0)
+    num_iters_cold: int = setting(1, help="starts with nothing kept, each of which compiles everything", ge=1)
+    num_iters_warm: int = setting(1, help="starts from kept programs", ge=1)
+    output: str = setting("", help="write the results here, as JSON with vLLM's keys")
+
+
+@dataclass(frozen=True, config=RULES)
+class _OfflineRun:
+    """What the benchmarks of one engine in this process share."""
+
+    draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")
+    target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
+    quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the target, as of `serve`")
+    kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting("auto", help="of the pages, as of `serve`")
+    mesh: str = setting("", help="devices to spread the models over, as of `serve`")
+    speculation: str = setting("auto", help="anything that serve takes")
+    bench: str = setting("pydoc", help="what is asked, as of `eval`; or random token ids")
+    temperature: Temperature = setting(0.0, help="0 is greedy")
+    seed: int = setting(0, help="of random prompts and of the sampling", ge=0)
+    profile: str = setting("", help="run once more under JAX's profiler, and write its trace into this folder")
+    output: str = setting("", help="write the results here, as JSON with vLLM's keys")
+
+
+@dataclass(frozen=True, config=RULES)
+class LatencyRun(_OfflineRun):
+    """The settings of `specserve bench latency`; flags that `vllm bench latency` has too mean what they mean there."""
+
+    input_len: int = setting(32, help="tokens of each prompt, the last ones of a question", ge=1)
+    output_len: int = setting(128, help="tokens of each answer, whether or not it would end before", ge=2)
+    batch_size: int = setting(8, help="sequences that are answered together", ge=1)
+    num_iters_warmup: int = setting(3, help="batches that are answered first and not timed", ge=1)
+    num_iters: int = setting(10, help="batches that are timed", ge=1)
+
+
+@dataclass(frozen=True, config=RULES)
+class ThroughputRun(_OfflineRun):
+    """The settings of `specserve bench throughput`; flags that `vllm bench throughput` has too mean what they mean
+    there."""
+
+    input_len: int = setting(128, help="tokens of a random prompt", ge=1)
+    output_len: int = setting(128, help="longest answer", ge=2)
+    num_prompts: int = setting(100, help="prompts, all there from the beginning", ge=1)
+    max_slots: int = setting(8, help="sequences that run at once", ge=1)
+    max_model_len: int = setting(1024, help="prompt and answer together", ge=16)
 
 
 @dataclass(frozen=True, config=RULES)

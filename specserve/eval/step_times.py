@@ -17,10 +17,13 @@ from specserve.host import num_cores
 from specserve.serve.options import sampler_rows
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
+from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.step import propose_tree
+from specserve.speculative.tree import Tree
 
 BUFFER_BYTES = 256 << 20
 PASSES = 7
+STEPS_AT_ONCE = 4  # in each turn of `time_in_turns`
 
 
 @dataclass(frozen=True)
@@ -48,7 +51,12 @@ class StepTimes:
 
 
 def measure_steps(
-    plain: Runner, speculative: Runner, *, context: int, repeats: int = 40, bandwidth: float | None = None
+    plain: Runner,
+    speculative: Runner,
+    *,
+    context: int,
+    repeats: int = 40,
+    bandwidth: float | None = None,
 ) -> StepTimes:
     """Time steps of one sequence with `context` committed tokens, the three programs taking turns. No engine may run
     over the runners; both forget all sequences. The speculative one's first tree is timed. Raises ConfigError."""
@@ -59,16 +67,8 @@ def measure_steps(
     if needed > min(plain.shapes.max_model_len, speculative.shapes.max_model_len):
         raise ConfigError(f"timing at context {context} needs room for {needed} tokens")
     for runner in (plain, speculative):
-        _prefill(runner, context, needed)
-    width = speculative.width_of([0])
-    weights = speculative.layout_for(1, tree)
-    draft = jax.jit(functools.partial(propose_tree, speculative.config, tree=tree, width=width), donate_argnums=1)
-    slots = jnp.zeros(1, jnp.int32)
-
-    def run_draft() -> None:
-        speculative.state, proposal = draft(weights, speculative.state, slots)
-        jax.block_until_ready(proposal)
-
+        fill(runner, context, needed)
+    run_draft = _drafting(speculative, tree, 1)
     times: dict[str, list[float]] = {"plain": [], "step": [], "draft": []}
     for _ in range(repeats):
         times["plain"].append(_timed(lambda: plain.step([0], None).read()))
@@ -81,18 +81,93 @@ def measure_steps(
     return StepTimes(bound=bound * 1e3, step=warm["step"], draft=warm["draft"], plain=warm["plain"])
 
 
-def _prefill(runner: Runner, context: int, needed: int) -> None:
-    """Bring one sequence into slot 0, whose steps emit one token each, so that the context stays what it is."""
-    pages = list(range(-(-needed // runner.shapes.page_size)))
-    token_ids = [1 + i % (runner.config.target.vocab_size - 1) for i in range(context)]
-    rows = sampler_rows(SamplingParams(temperature=0.0, speculation=0), 0, context)
+def _drafting(runner: Runner, tree: Tree, batch: int) -> Callable[[], None]:
+    """What runs the draft's share of a step over the tree for the first slots: it catches up and proposes."""
+    width, weights = runner.width_of(range(batch)), runner.layout_for(batch, tree)
+    draft = jax.jit(functools.partial(propose_tree, runner.config, tree=tree, width=width), donate_argnums=1)
+    slots = jnp.arange(batch, dtype=jnp.int32)
+
+    def run() -> None:
+        runner.state, proposal = draft(weights, runner.state, slots)
+        jax.block_until_ready(proposal)
+
+    return run
+
+
+def time_step(runner: Runner, tree: Tree | None, *, context: int, batch: int, repeats: int = 15) -> tuple[float, float]:
+    """The median seconds of a step with `batch` sequences of about `context` committed tokens each, each step being
+    dispatched before the one before it is read; and of them, the draft's, timed as a program of its own (0 of a plain
+    step). No engine may run over the runner, which forgets all sequences."""
+    fill(runner, context, context + steps_timed(repeats) + 2 + (tree.depth if tree else 0), batch)
+    steps = [_run_ahead(runner, tree, batch) for _ in range(repeats + 1)][1:]
+    drafts = [0.0]
+    if tree is not None:
+        fill(runner, context, context + 2 + tree.depth, batch)
+        run_draft = _drafting(runner, tree, batch)
+        drafts = [_timed(run_draft) for _ in range(repeats + 1)][1:]
     runner.reset()
-    runner.admit(0, token_ids, pages, 0, rows, None)
+    return statistics.median(steps), statistics.median(drafts)
+
+
+def time_in_turns(
+    plain: Runner, speculative: Runner, tree: Tree, *, context: int, batch: int, repeats: int
+) -> tuple[float, float]:
+    """The median seconds of a plain step and of one over the tree with `batch` sequences of about `context` committed
+    tokens each: `repeats` short runs of both, taking turns, in which each step is dispatched before the one before it
+    is read, as the engine does. Whatever is missing is compiled first. Both runners forget all sequences."""
+    for runner in (plain, speculative):
+        fill(runner, context, context + steps_timed(repeats) + 2 + tree.depth, batch)
+    seconds: tuple[list[float], list[float]] = [], []
+    for _ in range(repeats + 1):  # the first compiles, or touches memory
+        seconds[0].append(_run_ahead(plain, None, batch))
+        seconds[1].append(_run_ahead(speculative, tree, batch))
+    for runner in (plain, speculative):
+        runner.reset()
+    return statistics.median(seconds[0][1:]), statistics.median(seconds[1][1:])
+
+
+def steps_timed(repeats: int) -> int:
+    """How many tokens `time_in_turns` adds to its sequences."""
+    return (repeats + 1) * STEPS_AT_ONCE
+
+
+def _run_ahead(runner: Runner, tree: Tree | None, batch: int) -> float:
+    """Seconds of a step, in a run of a few."""
+    slots = range(batch)
+    begin = time.perf_counter()
+    handle = runner.step(slots, tree)
+    for _ in range(STEPS_AT_ONCE - 1):
+        following = runner.step(slots, tree)
+        handle.read()
+        handle = following
+    handle.read()
+    return (time.perf_counter() - begin) / STEPS_AT_ONCE
+
+
+def fill(runner: Runner, context: int, needed: int, batch: int = 1) -> None:
+    """Bring sequences with room for `needed` tokens into the first slots. Their steps emit one token each, so that the
+    context stays what it is."""
+    num_pages = -(-needed // runner.shapes.page_size)
+    vocab_size = runner.config.target.vocab_size
+    runner.reset()
+    for slot in range(batch):
+        token_ids = [1 + (i + 17 * slot) % (vocab_size - 1) for i in range(context)]
+        rows = sampler_rows(SamplingParams(temperature=0.0, speculation=0), 0, context)
+        prefill(runner, slot, token_ids, range(slot * num_pages, (slot + 1) * num_pages), rows)
+
+
+def prefill(
+    runner: Runner, slot: int, token_ids: Sequence[int], pages: Sequence[int], rows: SamplerRows
+) -> int:  # the token after the prompt
+    """Run a prompt through a slot, in chunks."""
+    runner.admit(slot, token_ids, pages, 0, rows, None)
     done = 0
-    while done < context:
-        num_tokens = min(context - done, runner.shapes.chunks[-1])
+    while True:
+        num_tokens = min(len(token_ids) - done, runner.shapes.chunks[-1])
         done += num_tokens
-        runner.prefill(0, num_tokens, is_last=done == context).read()
+        result = runner.prefill(slot, num_tokens, is_last=done == len(token_ids)).read()
+        if done == len(token_ids):
+            return int(result.token_ids[0, 0])
 
 
 def bytes_per_plain_step(plain: Runner) -> int:

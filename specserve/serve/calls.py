@@ -69,7 +69,7 @@ class Calls:
         self._prefill = jit(step.prefill, 1, both, "chunk", "width", "is_scored")
         self._decode = jit(step.decode, 1, both, "width")
         self._speculate = jit(step.speculate, 1, both, "tree", "width")
-        self._propose = jit(step.propose_tree, 1, both, "tree", "width")
+        self._propose = jit(step.propose_tree, 1, both, "tree", "width", "has_scores")
         self._verify = jit(step.verify_tree, 1, both, "tree", "width")
 
     def begin(self, **sizes: int) -> Call:
@@ -126,9 +126,12 @@ class Calls:
         static = {"tree": tree, "width": width}
         return Call(("speculate", len(slots), tree, width), self._speculate, (layout, state, slots), static)
 
-    def propose(self, layout: Weights, state: SlotState, slots: jax.Array, *, tree: Tree, width: int) -> Call:
-        static = {"tree": tree, "width": width}
-        return Call(("propose", len(slots), tree, width), self._propose, (layout, state, slots), static)
+    def propose(
+        self, layout: Weights, state: SlotState, slots: jax.Array, *, tree: Tree, width: int, has_scores: bool = False
+    ) -> Call:
+        static = {"tree": tree, "width": width, "has_scores": has_scores}
+        key = ("propose", len(slots), *static.values())
+        return Call(key, self._propose, (layout, state, slots), static)
 
     def verify(
         self,

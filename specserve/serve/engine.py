@@ -34,6 +34,7 @@ from specserve.serve.request import Delta, FinishReason, Request, SamplingParams
 from specserve.serve.rounds import Rounds
 from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Scheduler
+from specserve.serve.tuned import TUNED
 from specserve.speculative.controller import Controller
 from specserve.tokenizer import Tokenizer
 
@@ -154,7 +155,12 @@ class Engine:
     def speculation(self) -> str:
         if self.rounds.only is not None:
             return describe(*self.rounds.only)
-        return "auto" if self.rounds.is_choosing else describe(self.runner.shapes.trees[0])
+        return self._choice if self.rounds.is_choosing else describe(self.runner.shapes.trees[0])
+
+    @property
+    def _choice(self) -> str:
+        """What the setting is called by which the controller chooses."""
+        return TUNED if self.runner.shapes.tuned else "auto"
 
     def set_speculation(self, speculation: str) -> None:
         """Speculate in this way from the next step on. No token depends on it. Raises ConfigError for a way that no
@@ -162,10 +168,10 @@ class Engine:
         ways = {describe(tree): tree for tree in self.runner.shapes.trees}
         if speculation in ways:
             self.rounds.only = (ways[speculation],)
-        elif speculation == "auto" and self.rounds.is_choosing:
+        elif speculation == self._choice and self.rounds.is_choosing:
             self.rounds.only = None
         else:
-            known = ", ".join([*(["auto"] if self.rounds.is_choosing else []), *ways])
+            known = ", ".join([*([self._choice] if self.rounds.is_choosing else []), *ways])
             raise ConfigError(f"no programs are compiled for speculation {speculation[:100]!r}; there are: {known}")
         logger.info("speculation is %s now", self.speculation)
 

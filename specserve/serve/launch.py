@@ -33,6 +33,7 @@ from specserve.serve.runner import Runner
 from specserve.serve.settings import ServeRun
 from specserve.serve.shapes import DETERMINISTIC_DEPTH
 from specserve.serve.startup import check_numbers, check_state_fits, check_weights
+from specserve.serve.tuned import TUNED, facts_of, find_profile
 from specserve.speculative.controller import Controller
 from specserve.speculative.tree import DynamicTree, Tree, chain
 from specserve.tokenizer import Tokenizer, check_files
@@ -142,7 +143,8 @@ def make_engine(
     serves, and what token masks alone need once a request has one.
 
     A measurement can have the draft rank without the target's noise, to see what that brings."""
-    runner = _make_runner(models, run, is_coupled=is_coupled)
+    tuned = find_profile(profile_facts(models, run), run.tuned_profile).trees if run.speculation == TUNED else ()
+    runner = make_runner(models, run, choose_trees(models, run, tuned), tuned=tuned, is_coupled=is_coupled)
     programs = runner.programs()
     first = [program for program in programs if program.is_plain or not _is_early(run)]
     late = [program for program in programs[len(first) :] if not program.is_for_masks]
@@ -162,16 +164,17 @@ def make_engine(
     )
     check_numbers(runner, models.target, models.head)
     names, acceptance = f"{models.fingerprint} {models.head_fingerprint}", models.head_acceptance
+    is_choosing = run.speculation in ("auto", TUNED)
 
     def make_controller() -> Generator[object, None, Controller | None]:
         """Knows what each step costs here, and what the head's own evaluation says of it."""
-        if run.speculation != "auto":
+        if not is_choosing:
             return None
         costs = yield from step_costs(runner, cost_file(names, runner))
         logger.info("milliseconds per step: %s", describe_costs(costs))
         return Controller(costs, acceptance)  # the models themselves may go before
 
-    controller = Controller({}) if run.speculation == "auto" else None
+    controller = Controller({}) if is_choosing else None
     if not late:
         on_warmup(len(programs), len(programs), "timing the steps")
         controller = finish(make_controller())
@@ -215,10 +218,31 @@ def _head_loader(models: Models) -> Callable[[Path], LoadedHead]:
     return load
 
 
-def _make_runner(models: Models, run: ServeRun, *, is_coupled: bool) -> Runner:
-    """Give the device the models, and a cache as large as the settings say. Nothing is compiled yet."""
+def profile_facts(models: Models, run: ServeRun) -> dict[str, str]:
+    """What a profile of these models holds for. Raises ConfigError where there is no head to tune for."""
+    if models.head is None:
+        raise ConfigError(f"there is no draft head for {models.name}, so nothing to tune; give one with --draft")
+    config = with_cache_dtype(models, run).target.config
+    return facts_of(
+        target=models.fingerprint,
+        head=models.head_fingerprint,
+        params=models.target.params,
+        cache_dtype=config.cache_dtype or config.dtype,
+        num_devices=1 if models.mesh is None else models.mesh.size,
+    )
+
+
+def make_runner(
+    models: Models,
+    run: ServeRun,
+    trees: Sequence[Tree | None],
+    *,
+    tuned: Sequence[tuple[int, Tree | None]] = (),
+    is_coupled: bool = True,
+) -> Runner:
+    """Give the device the models, and a cache as large as the settings say, for steps over these trees. Nothing is
+    compiled yet."""
     models = with_cache_dtype(models, run)
-    trees = choose_trees(models, run)
     longest = run.max_model_len or min(models.target.config.max_len, LARGEST_DEFAULT_CONTEXT)
     if longest > models.target.config.max_len:
         raise ConfigError(f"--max-model-len {longest}: the target's context is {models.target.config.max_len}")
@@ -237,6 +261,7 @@ def _make_runner(models: Models, run: ServeRun, *, is_coupled: bool) -> Runner:
         max_model_len=longest,
         page_size=run.page_size,
         num_pages=_num_pages(models, run, longest),
+        tuned=tuned,
         is_deterministic=run.deterministic,
         is_coupled=is_coupled,
         has_constrained=run.constrained,
@@ -261,17 +286,23 @@ def with_cache_dtype(models: Models, run: ServeRun) -> Models:
     return dataclasses.replace(models, target=dataclasses.replace(models.target, config=config))
 
 
-def choose_trees(models: Models, run: ServeRun) -> tuple[Tree | None, ...]:
-    """The ways to make a step: the one asked for, or all that `auto` may choose from. Where there is no head for what
-    was asked, the answer is plain decoding (said aloud)."""
+def choose_trees(
+    models: Models, run: ServeRun, tuned: Sequence[tuple[int, Tree | None]] = ()
+) -> tuple[Tree | None, ...]:
+    """The ways to make a step: the one asked for, all that `auto` may choose from, or those of a profile, by batch
+    size. Where there is no head for what was asked, the answer is plain decoding (said aloud)."""
     has_head = models.head is not None
     if run.deterministic and models.target.config.is_recurrent:
         raise ConfigError(
             f"--deterministic: {models.name} has recurrent layers, whose sums depend on how a prompt is cut into chunks"
         )
+    if run.tuned_profile and run.speculation != TUNED:
+        raise ConfigError(f"--tuned-profile is read with --speculation {TUNED} alone, and this is {run.speculation}")
+    if run.speculation in ("auto", TUNED) and run.deterministic:
+        raise ConfigError("--deterministic makes every step of one shape: give --speculation chain:K, or off")
+    if run.speculation == TUNED:
+        return tuple(dict.fromkeys((None, *(tree for _, tree in tuned))))
     if run.speculation == "auto":
-        if run.deterministic:
-            raise ConfigError("--deterministic makes every step of one shape: give --speculation chain:K, or off")
         source = with_head(ALL_TEXT) if has_head else ALL_TEXT
         trees: list[Tree | None] = [None, *[chain(depth, source) for depth in AUTO_CHAINS]]
         if has_head:

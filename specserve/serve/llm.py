@@ -29,6 +29,7 @@ class EngineSettings(TypedDict, total=False):
     quantization: str
     kv_cache_dtype: str
     mesh: str
+    tuned_profile: str
     check_weights: bool
     max_slots: int
     max_model_len: int

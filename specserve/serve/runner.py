@@ -60,6 +60,7 @@ class Runner:
         max_model_len: int,
         page_size: int,
         num_pages: int,
+        tuned: Sequence[tuple[int, Tree | None]] = (),  # see `shapes.Shapes`
         is_deterministic: bool = False,
         is_coupled: bool = True,
         has_constrained: bool = True,
@@ -75,6 +76,7 @@ class Runner:
             max_model_len=max_model_len,
             page_size=page_size,
             num_pages=num_pages,
+            tuned=tuned,
             is_recurrent=target.config.is_recurrent,
             reads_by_page=paged.reads_by_page(_pages(target.config, num_pages, page_size), mesh),
             is_deterministic=is_deterministic,
@@ -243,12 +245,15 @@ class Runner:
         result = self._run_step(slots, tree, width, allowed)
         return self._handle(slots, tree, result, has_logprobs=has_logprobs, has_tree=has_tree)
 
-    def propose(self, slots: Sequence[int], tree: Tree) -> tuple[np.ndarray, np.ndarray, Proposal]:
+    def propose(
+        self, slots: Sequence[int], tree: Tree, *, has_scores: bool = False
+    ) -> tuple[np.ndarray, np.ndarray, Proposal]:
         """The first half of a step with constrained sequences: token ids and parents of the proposed nodes, [batch,
-        node], on the host; and the proposal for `verify`."""
+        node], on the host; and the proposal for `verify`, which takes none with scores. A proposal changes nothing that
+        a later step depends on, so that several trees may be proposed one after another."""
         padded = self._pad(slots)
         self._prepare(slots, tree)
-        proposal = self._advance(self._proposal(padded, tree))
+        proposal = self._advance(self._proposal(padded, tree, has_scores))
         return np.asarray(proposal.token_ids)[: len(slots)], np.asarray(proposal.parents)[: len(slots)], proposal
 
     def verify(
@@ -347,9 +352,9 @@ class Runner:
         bits[: len(allowed)] = allowed
         return self.place.put(bits)
 
-    def _proposal(self, padded: tuple[int, ...], tree: Tree) -> Call:
-        layout = self.layout_for(len(padded), tree)
-        return self.calls.propose(layout, self.state, self.place.slots(padded), tree=tree, width=self.shapes.max_pages)
+    def _proposal(self, padded: tuple[int, ...], tree: Tree, has_scores: bool = False) -> Call:
+        layout, slots, width = self.layout_for(len(padded), tree), self.place.slots(padded), self.shapes.max_pages
+        return self.calls.propose(layout, self.state, slots, tree=tree, width=width, has_scores=has_scores)
 
     def _verification(self, padded: tuple[int, ...], tree: Tree, proposal: Proposal, bits: jax.Array) -> Call:
         layout, slots, width = self.layout_for(len(padded), tree), self.place.slots(padded), self.shapes.max_pages

@@ -233,7 +233,14 @@ def speculate(
 
 @native.serving
 def propose_tree(
-    config: StepConfig, weights: Weights, state: SlotState, slots: jax.Array, *, tree: Tree, width: int
+    config: StepConfig,
+    weights: Weights,
+    state: SlotState,
+    slots: jax.Array,
+    *,
+    tree: Tree,
+    width: int,
+    has_scores: bool = False,  # keep `Proposal.scores`
 ) -> tuple[SlotState, Proposal]:
     """Run the first half of a speculative step: propose a tree. Steps with constrained sequences run it alone, because
     the host must say which tokens may follow each proposed node (`sampling.constrain`)."""
@@ -244,6 +251,8 @@ def propose_tree(
         view = dataclasses.replace(view, rows=dataclasses.replace(view.rows, temperature=view.rows.temperature * 0))
     draft, proposal = config.drafter.propose(weights.draft, state.draft, view, tree)
     state = dataclasses.replace(state, draft=draft)
+    if not has_scores:
+        proposal = dataclasses.replace(proposal, scores=None)
     return state, pad_chain(proposal, config.verified_depth) if config.verified_depth else proposal
 
 

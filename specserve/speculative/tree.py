@@ -105,6 +105,9 @@ class Proposal:
     parents: jax.Array  # [batch, node] int32; the root's is itself
     depths: jax.Array  # [batch, node] int32; the root's is 0
     source: jax.Array  # [batch] int32, who proposed, see `drafter`
+    # [batch, node] float32, the draft's log-probability of the path to each node of a dynamic tree, by which a smaller
+    # tree would choose among them; None of other trees, and where nobody asked for it
+    scores: jax.Array | None = None
 
 
 def chain_proposal(

@@ -6,6 +6,7 @@ from specserve.errors import ConfigError
 from specserve.mesh import mesh_sizes
 from specserve.models.config import ModelConfig
 from specserve.train.acceptance import arms
+from specserve.train.budget import seconds_of
 from specserve.train.settings import DraftSettings, TrainRun, TrainSettings
 
 
@@ -20,6 +21,7 @@ def check_settings(run: TrainRun) -> None:
         )
     _check_shares(train, run.mesh)
     _check_patience(run)
+    _check_stages(run)
     arms(run.eval.speculation, run.eval.temperature)
     Columns.parse(run.data.columns)
     parse_template_kwargs(run.data.template_kwargs)
@@ -51,6 +53,19 @@ def _check_shares(train: TrainSettings, mesh: str) -> None:
     ):
         if size % sizes.get(axis, 1):
             raise ConfigError(f"{what} is {size}, no multiple of --mesh {axis}={sizes[axis]}; change one of them")
+
+
+def _check_stages(run: TrainRun) -> None:
+    """What only one process can do, or only with the target in memory."""
+    if run.budget:
+        seconds_of(run.budget)
+    if run.budget and run.features.capture:
+        raise ConfigError("--budget measures steps with the target in memory; with --capture give --max-steps")
+    if run.coordinator and (run.budget or run.data.regenerate):
+        raise ConfigError(
+            "--budget and --regenerate are for one process: have the target answer first (specserve data regenerate), "
+            "and give the file as --source, with --max-steps"
+        )
 
 
 def _check_patience(run: TrainRun) -> None:

@@ -12,6 +12,7 @@ from typing import Any
 from specserve import provenance
 from specserve.drafters.notes import read_notes
 from specserve.train import report, trackers
+from specserve.train.budget import decided
 from specserve.train.report import REPORT_FILE, Report
 from specserve.train.run_folder import METRICS_FILE
 from specserve.train.settings import TrainRun
@@ -34,7 +35,9 @@ def observing(run: TrainRun) -> Iterator[Sequence[Observer]]:
 
     def write_report(progress: Progress) -> None:
         if progress.ending:
-            found = Report(run, read_notes(folder), read_metrics(folder), progress.ending, provenance.collect())
+            found = Report(
+                decided(run), read_notes(folder), read_metrics(folder), progress.ending, provenance.collect()
+            )
             try:
                 report.write(folder / REPORT_FILE, found)
             except OSError as error:  # the head and the metrics are safe

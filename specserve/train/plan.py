@@ -37,20 +37,23 @@ DTYPE, BACKEND = "bfloat16", "gpu"  # a plan is for accelerators, wherever it is
 
 @dataclass(frozen=True)
 class Device:
-    """An accelerator as its maker describes it: dense bfloat16 operations per second, and memory."""
+    """An accelerator as its maker describes it: dense bfloat16 operations per second, bytes of memory, and how many of
+    them it reads per second. `kind` is a pattern of what JAX calls it."""
 
     name: str
     peak: float
     memory: float
+    bandwidth: float
+    kind: str
 
 
 DEVICES = (
-    Device("A100 80 GB", 312e12, 80e9),
-    Device("H100 80 GB", 989e12, 80e9),
-    Device("H200", 989e12, 141e9),
-    Device("B200", 2250e12, 180e9),
-    Device("TPU v5p", 459e12, 95e9),
-    Device("TPU v6e", 918e12, 32e9),
+    Device("A100 80 GB", 312e12, 80e9, 2.04e12, "A100"),
+    Device("H100 80 GB", 989e12, 80e9, 3.35e12, "H100"),
+    Device("H200", 989e12, 141e9, 4.8e12, "H200"),
+    Device("B200", 2250e12, 180e9, 8e12, "B200"),
+    Device("TPU v5p", 459e12, 95e9, 2.77e12, r"TPU v5(p|$)"),
+    Device("TPU v6e", 918e12, 32e9, 1.64e12, r"TPU v6( lite|e)"),
 )
 
 
@@ -140,6 +143,11 @@ def make_plan(run: TrainRun) -> Plan:
     )
 
 
+def is_known_here(name: str) -> bool:
+    """Whether `find_config` can say something of this target."""
+    return name in (BUNDLED, *PRESETS) or Path(name).expanduser().is_dir() or _cached_config(name) is not None
+
+
 def find_config(name: str) -> tuple[ModelConfig, str]:
     """Find a target's config, and say where it stands, without the network: in a folder's config.json, in a preset's
     facts, or in what the hub's cache on this machine has. Raises ConfigError or CheckpointError."""
@@ -149,15 +157,21 @@ def find_config(name: str) -> tuple[ModelConfig, str]:
         return model_config(read_json(file), dtype=DTYPE, where=str(file)), str(file)
     if name in PRESETS:
         return PRESETS[name].config(), f"preset {name} ({PRESETS[name].hub_id})"
-    from huggingface_hub import try_to_load_from_cache
-
-    cached = try_to_load_from_cache(name, "config.json") if is_hub_id(name) else None
-    if isinstance(cached, str):
+    cached = _cached_config(name)
+    if cached is not None:
         return model_config(read_json(Path(cached)), dtype=DTYPE, where=cached), cached
     raise ConfigError(
         f"--target {name!r}: a dry run asks no hub, and there is no such folder or preset, nor a config.json of it in "
         "the hub's cache; give a folder that holds its config.json"
     )
+
+
+def _cached_config(name: str) -> str | None:
+    """A hub id's config.json in the hub's cache on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, "config.json") if is_hub_id(name) else None
+    return cached if isinstance(cached, str) else None
 
 
 def _mesh(sizes: dict[str, int]) -> Mesh:

@@ -33,9 +33,12 @@ from specserve.train.trainer import Trainer, TrainingData
 
 logger = logging.getLogger(__name__)
 
+Mixture = tuple[sources.SourceRows, ...]
 
-def prepare(run: TrainRun, folder: RunFolder) -> Trainer:
-    """Load everything a run needs. Raises ConfigError, CheckpointError or DataError."""
+
+def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) -> Trainer:
+    """Load everything a run needs. The mixture is read here where it is not given, as one with the target's own answers
+    is. Raises ConfigError, CheckpointError or DataError."""
     use_compilation_cache()
     source = resolve_target(run.target)
     check_target(run.train, run.draft, find_config(str(source.folder))[0])
@@ -53,7 +56,7 @@ def prepare(run: TrainRun, folder: RunFolder) -> Trainer:
         has_layers=not run.features.capture,
     )
     tokenizer = Tokenizer.load(source.folder, parse_template_kwargs(run.data.template_kwargs))
-    loaded, prompts = load_data(run, tokenizer, source.folder, target.config.vocab_size)
+    loaded, prompts = load_data(run, tokenizer, source.folder, target.config.vocab_size, mixture)
     rows, counts = loaded.rows, loaded.counts
     head = earlier_head(run.init_from, run.draft, target) if run.init_from else None
     target_ids = head.target_ids if head else draft_vocab(counts, tokenizer, target.eos_ids, run.draft.vocab_size)
@@ -104,6 +107,7 @@ def _notes(run: TrainRun, source: TargetSource, loaded: Dataset, target_ids: np.
         "quantization": run.quantization,
         **({"init_from": run.init_from} if run.init_from else {}),
         "data": list(run.data.source),
+        **({"answers": "of the target"} if run.data.regenerate else {}),
         "data_summary": summarize(loaded, target_ids),
     }
 
@@ -119,21 +123,33 @@ def draft_vocab(
     return choose_draft_vocab(counts, pinned | frozenset(eos_ids), size or min(len(counts) // 2, 32_000))
 
 
+def load_mixture(run: TrainRun, vocab_size: int, *, needs_answers: bool = True) -> Mixture:
+    """Read the sources of a run. Where the target answers the questions itself, those of the sources are not needed.
+    Raises ConfigError or DataError."""
+    # the bundled target is measured on the bundled questions, whatever it is trained on
+    measured = pydoc.build("held-out") if run.target == BUNDLED else ()
+    if run.target != BUNDLED and any(sources.parse_entry(entry)[0] == sources.PYDOC for entry in run.data.source):
+        logger.warning(
+            "--source pydoc is data for the bundled target: a head for %s learns more from other data", run.target
+        )
+    return sources.load_mixture(
+        run.data.source,
+        Columns.parse(run.data.columns),
+        vocab_size=vocab_size,
+        withheld={conversation.key for conversation in measured},
+        needs_answers=needs_answers,
+    )
+
+
 def load_data(
     run: TrainRun,
     tokenizer: Tokenizer,
     folder: Path,  # of the tokenizer
     vocab_size: int,
+    mixture: Mixture | None = None,  # of `load_mixture`, where it is read already
 ) -> tuple[Dataset, list[Prompt]]:
     """The packed training rows, and the prompts to measure on, of which nothing is trained on."""
-    # the bundled target is measured on the bundled questions, whatever it is trained on
-    measured = pydoc.build("held-out") if run.target == BUNDLED else ()
-    mixture = sources.load_mixture(
-        run.data.source,
-        Columns.parse(run.data.columns),
-        vocab_size=vocab_size,
-        withheld={conversation.key for conversation in measured},
-    )
+    mixture = mixture or load_mixture(run, vocab_size)
     drawn = dataset.draw(mixture, run.data.max_conversations, run.train.seed)
     max_len, workers = run.train.seq_len, run.data.workers
     tokens = [dataset.tokenize_source(part, tokenizer, folder, max_len=max_len, workers=workers) for part in drawn]

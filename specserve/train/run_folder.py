@@ -37,6 +37,7 @@ MAY_CHANGE = frozenset(
         "trackers",
         "dry_run",
         "data.workers",
+        "data.answer_slots",
         "data.eval_prompts",
         "draft.export_dtype",
         "train.max_steps",
@@ -52,6 +53,7 @@ MAY_CHANGE = frozenset(
         "eval.speculation",
         "eval.temperature",
         "eval.eval_tokens",
+        "eval.bench",
     }
 )
 

@@ -17,7 +17,16 @@ class DataSettings:
     source: tuple[str, ...] = setting(
         ("pydoc",),
         help="pydoc, a named or hub data set, .jsonl or .parquet files; NAME=2 uses each conversation twice per epoch",
+        rank=2,
     )
+    regenerate: bool = setting(
+        False,
+        help="first have the target answer the questions of the source itself, in place of the answers there",
+        rank=3,
+    )
+    answer_tokens: int = setting(0, help="longest answer that the target gives then; 0: what a row holds", ge=0)
+    answer_temperature: Temperature = setting(0.0, help="temperature of these answers; 0 is greedy")
+    answer_slots: int = setting(16, help="answers at once", ge=1)
     columns: tuple[str, ...] = setting(
         (), help="what a hub data set's columns hold: messages=COLUMN, or prompt=COLUMN,response=COLUMN, or text=COLUMN"
     )
@@ -33,7 +42,7 @@ class DataSettings:
 class TrainSettings:
     """How the head is optimised, and how often the run reports, measures and saves."""
 
-    max_steps: int = setting(0, help="stop after this many steps; 0: no limit but max_minutes", ge=0)
+    max_steps: int = setting(0, help="stop after this many steps; 0: no limit but max_minutes", ge=0, rank=6)
     max_minutes: float = setting(240.0, help="stop after this much time, evaluation included; 0: no limit", ge=0)
     batch_size: int = setting(8, help="rows per step, over all devices and accumulation", ge=1)
     accumulate: int = setting(1, help="parts of the batch whose gradients are added up, one after the other", ge=1)
@@ -63,7 +72,7 @@ class TrainSettings:
     keep: int = setting(2, help="newest states to keep, beside the best by tau", ge=1)
     patience: int = setting(0, help="stop after so many measurements in a row without a better tau; 0: never", ge=0)
     seed: int = setting(0, help="seed of initialisation and data order", ge=0)
-    resume: bool = setting(False, help="go on from the state in the output folder")
+    resume: bool = setting(False, help="go on with the run in the output folder, wherever it stopped", rank=8)
 
 
 @dataclass(frozen=True, config=RULES)
@@ -74,6 +83,9 @@ class EvalSettings:
     speculation: tuple[str, ...] = setting(("chain:3",), help="chains and trees to measure")
     temperature: tuple[Temperature, ...] = setting((0.0,), help="temperatures to measure at; 0 is greedy")
     eval_tokens: int = setting(128, help="longest answer", ge=1)
+    bench: tuple[str, ...] = setting(
+        (), help="measured at the end as by specserve eval --bench: mt-bench, or .jsonl files of questions"
+    )
 
 
 @dataclass(frozen=True, config=RULES)
@@ -89,12 +101,21 @@ class CaptureSettings:
 class TrainRun:
     """The settings of `specserve train`."""
 
-    target: str = setting("pydoc", help="preset, Hugging Face folder or hub id")
+    target: str = setting(
+        "pydoc",
+        help="preset, Hugging Face folder or hub id; any but the bundled one brings settings of its own",
+        rank=1,
+    )
     quantization: Literal["none", "stored", "int8", "fp8"] = setting(
         "none", help="8-bit weights of the target, as it will be served (see serve)"
     )
     mesh: str = setting(
-        "", help="devices by axis, such as data=2,tensor=4 (also sequence=N, expert=N); empty: one device"
+        "",
+        help="devices by axis, such as data=2,tensor=4 (also sequence=N, expert=N); empty: one device",
+        rank=7,
+    )
+    budget: str = setting(
+        "", help="time that the whole run may take, such as 2h or 90m: it scales samples and steps", rank=5
     )
     coordinator: str = setting(
         "", help="host:port of the first process of a run over several; auto: what the cluster says"
@@ -103,11 +124,11 @@ class TrainRun:
     process_id: int = setting(0, help="which of them this is", ge=0)
     check_weights: bool = setting(False, help="refuse a target with weights that are not numbers (reads them all)")
     init_from: str = setting("", help="folder or hub id of a head to go on from; empty: a new head")
-    output: str = setting("ckpt", help="folder for the head, its state and its metrics")
+    output: str = setting("ckpt", help="folder for the head, its state and its metrics", rank=4)
     trackers: tuple[Literal["wandb", "tensorboard"], ...] = setting(
         (), help="wandb, tensorboard; metrics.jsonl is always written"
     )
-    dry_run: bool = setting(False, help="show settings, sizes, memory and FLOPs, and load no weights")
+    dry_run: bool = setting(False, help="show settings, sizes, memory and FLOPs, and load no weights", rank=9)
     data: DataSettings = Field(default_factory=DataSettings)
     draft: DraftSettings = Field(default_factory=DraftSettings)
     train: TrainSettings = Field(default_factory=TrainSettings)

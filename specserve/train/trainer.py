@@ -165,20 +165,13 @@ class Trainer:
         self.drafter = head.drafter if head else new_drafter(run.draft, target.config, len(data.target_ids))
         self.evaluator, self._features = evaluator, features
         loss = loss_config(self.settings, target.config, self.drafter)
-        optimizer = make_optimizer(self.settings)
+        self._optimizer = optimizer = make_optimizer(self.settings)
         self._mesh = mesh
         shape = self.settings.batch_size, self.settings.seq_len
         self._place = place_rows(mesh, shape)
         self._shard = processes.shard_of(self._place, shape)
         self._step = make_step(loss, optimizer, mesh)
-        # the first step takes the arrays of its state for its own, so an earlier head's are copied
-        params: Any = (
-            jax.tree.map(jnp.array, head.params)
-            if head
-            else self.drafter.first_params(target, data.target_ids, self.settings.seed)
-        )
-        state = TrainState(params, optimizer.init(params), jnp.int32(0))
-        self.state = jax.device_put(state, place_state(self.drafter, optimizer, mesh))
+        self.state = self._first_state()
         if features:  # from here on the embedding is all that is needed of the target
             self.target = dataclasses.replace(target, params=dataclasses.replace(target.params, head=None))
         self._vocab = jax.device_put(DraftVocab(jnp.asarray(data.target_ids)), whole(mesh))
@@ -199,6 +192,28 @@ class Trainer:
     def output(self) -> Path:
         return self.folder.path
 
+    def time_steps(self, seconds: float) -> float:
+        """The seconds that a step takes, the mean of as many as fit `seconds` after one that compiles. What they learn
+        is dropped: a run that begins afterwards is the one that would have begun without them. Not for captured states,
+        with which the target that a new head begins from is gone."""
+        assert self._features is None
+        position = self.data.loader.state()
+        jax.block_until_ready(self._step_on_batch(1.0))
+        begin, number = time.monotonic(), 0
+        while number < 2 or time.monotonic() - begin < seconds:
+            jax.block_until_ready(self._step_on_batch(1.0))
+            number += 1
+        found = (time.monotonic() - begin) / number
+        self.data.loader.restore(position)
+        del self.state  # before there is another one
+        self.state = self._first_state()
+        return found
+
+    def rebound(self, run: TrainRun) -> None:
+        """Take other bounds, and other intervals of measuring and saving, before the run begins."""
+        assert self.step == 0
+        self.run, self.settings = run, run.train
+
     def train(self, observers: Sequence[Observer] = ()) -> Progress:
         """Run to the bound, or until patience ends or a signal comes; save, export, and return the last moment."""
         self._observers = observers if self.folder.is_first else ()
@@ -212,6 +227,17 @@ class Trainer:
         last = dataclasses.replace(self._now(), ending=ending)
         self._tell(last)
         return last
+
+    def _first_state(self) -> TrainState:
+        # the first step takes the arrays of its state for its own, so an earlier head's are copied
+        head = self.data.head
+        params: Any = (
+            jax.tree.map(jnp.array, head.params)
+            if head
+            else self.drafter.first_params(self.target, self.data.target_ids, self.settings.seed)
+        )
+        state = TrainState(params, self._optimizer.init(params), jnp.int32(0))
+        return jax.device_put(state, place_state(self.drafter, self._optimizer, self._mesh))
 
     def _run(self) -> str:
         shared = _shared_settings(self.run), self.data.loader.state(), self._identity()
@@ -296,16 +322,21 @@ class Trainer:
         return every > 0 and self.step > 0 and self.step % every == 0
 
     def _train_step(self) -> None:
+        scale = learning_rate_scale(self._share, self.settings.warmup_share, self.settings.schedule)
+        metrics = self._step_on_batch(scale)
+        self.step += 1
+        self._read_metrics()
+        self._unread.append((self.step, scale, metrics))
+
+    def _step_on_batch(self, scale: float) -> StepMetrics:
+        """Train on the next batch, with the learning rate scaled."""
         batch = self.data.loader.next_batch()
         arrays = batch.token_ids, batch.loss_mask, batch.document_ids, batch.position_ids
         features = self._features and self._features.read(batch.row_ids)
         placed = jax.tree.map(lambda x: processes.place_shard(x, self._shard, self._place), (arrays, features))
         rows = Rows(*placed[0], features=placed[1])
-        scale = learning_rate_scale(self._share, self.settings.warmup_share, self.settings.schedule)
         self.state, metrics = self._step(self.state, self.target.params, self._vocab, rows, jnp.float32(scale))
-        self.step += 1
-        self._read_metrics()
-        self._unread.append((self.step, scale, metrics))
+        return metrics
 
     def _read_metrics(self) -> None:
         """Wait for the steps whose metrics nobody has read, and log those that are due."""

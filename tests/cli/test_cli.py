@@ -16,7 +16,7 @@ from specserve.cli import serve, train
 from specserve.cli.lazy import LazyGroup
 from specserve.cli.main import Bench, Data, Root, main
 from specserve.cli.options import show_error
-from specserve.errors import ConfigError
+from specserve.errors import CheckpointError, ConfigError, DataError
 from specserve.train.run_folder import SETTINGS_FILE
 from specserve.train.settings import TrainRun
 from specserve.train.trainer import Progress
@@ -70,6 +70,13 @@ def test_help_imports_nothing_heavy(arguments: list[str], unneeded: list[str]) -
     subprocess.run([sys.executable, "-c", code, " ".join(unneeded), *arguments], check=True)
 
 
+def test_the_options_of_train_that_people_use_first_come_first() -> None:
+    command = Root.lazy["train"].load("train")
+    first = [option.opts[0] for option in command.params if not option.rich_help_panel]
+    wanted = "--target --source --regenerate --output --budget --max-steps --mesh --resume --dry-run --config"
+    assert first[:10] == wanted.split()
+
+
 @pytest.mark.parametrize("group", [Root, Bench, Data])
 def test_every_command_is_where_the_table_says(group: type[LazyGroup]) -> None:
     for name, lazy in group.lazy.items():
@@ -115,12 +122,42 @@ def test_the_command_that_goes_on_with_a_run_can_be_pasted(
 ) -> None:
     """On one line however narrow the output, and whatever the folder is called."""
     stopped = SimpleNamespace(train=lambda _observers: Progress(7, 1.0, 0.5, 0, ending="stopped by SIGTERM"))
-    monkeypatch.setattr(train, "prepare", lambda _run, _folder: stopped)
+    monkeypatch.setattr(train, "prepare", lambda _run, _folder, _mixture: stopped)
+    monkeypatch.setattr(train, "_read", lambda _run: ())
     monkeypatch.setenv("COLUMNS", "40")
     output = tmp_path / "a [b] folder"
     train._train(TrainRun(output=str(output)))
     command = capsys.readouterr().out.splitlines()[-1].partition("go on with ")[2]
     assert shlex.split(command) == ["specserve", "train", "--config", str(output / SETTINGS_FILE), "--resume"]
+
+
+def test_the_plan_comes_before_any_download(
+    say: Callable[..., str], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ""
+
+    def resolve(name: str, **_: bool) -> None:
+        nonlocal said
+        said += " ".join(capsys.readouterr().out.split())
+        for words in ("The plan", "200,000 conversations of perfectblend", "for the target's download", "expected tau"):
+            assert words in said
+        raise CheckpointError(f"no {name} here")
+
+    monkeypatch.setattr(train, "resolve_target", resolve)
+    assert say("train", "--target", "qwen3-8b") == "error: no qwen3-8b here\n"
+
+
+def test_a_bench_that_comes_with_the_target_may_be_missing_and_a_named_one_may_not(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def load(bench: str, _limit: int) -> None:
+        raise DataError(f"{bench} is not there")
+
+    monkeypatch.setattr(train, "load_questions", load)
+    assert not train._is_there("mt-bench")
+    assert "will not be measured on mt-bench: mt-bench is not there" in caplog.text
+    with pytest.raises(DataError, match=r"my\.jsonl is not there"):
+        train._is_there("my.jsonl")
 
 
 def test_unreachable_hub_names_the_folder_for_the_weights(tmp_path: Path) -> None:

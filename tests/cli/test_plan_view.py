@@ -4,9 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+import yaml
 from typer.testing import CliRunner
 
 from specserve.cli.main import app
+from specserve.models.presets import PRESETS
 from specserve.train.plan import DEVICES
 from specserve.train.recipe import recipe
 
@@ -43,8 +45,29 @@ def test_a_plan_is_printed_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     assert os.listdir(tmp_path) == [file.name]  # no output folder, no cache
 
 
+def assert_shows_its_recipe(name: str) -> None:
+    shown = dry_run("--target", name, columns=200)
+    settings = yaml.safe_load(shown[shown.index("target:") : shown.index("Models")])
+    for section, brought in yaml.safe_load(recipe(name)).items():
+        found = settings[section]
+        assert (found | brought if isinstance(brought, dict) else brought) == found
+    for said in ("The plan", "perfectblend", "of the target itself", "on each device", "expected tau about"):
+        assert said in " ".join(shown.split())
+
+
+def test_a_name_alone_is_planned_as_its_recipe_says() -> None:
+    for name in ("qwen3-8b", "gpt-oss-20b"):
+        assert_shows_its_recipe(name)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PRESETS)
+def test_every_name_is_planned_as_its_recipe_says(name: str) -> None:
+    assert_shows_its_recipe(name)
+
+
 def test_what_does_not_fit_is_said_and_is_no_error() -> None:
-    text = dry_run("--target", "llama-3.3-70b", "--seq-len", "2048")
+    text = dry_run("--target", "llama-3.3-70b", "--mesh", "")
     assert all("too few" in line for line in text.splitlines() if line.strip().startswith(("A100", "TPU")))
     assert "one device" in text
 

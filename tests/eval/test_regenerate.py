@@ -1,20 +1,15 @@
 """Laws of answering a data set anew: every turn is answered to what was said before, a killed run goes on to the same
 rows, nothing that could not be answered goes unsaid, and what is written trains as what was generated."""
 
-import itertools
 import json
-import random
-import threading
 import time
-from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
-import chats
 import numpy as np
 import pytest
+from scripted import Scripted, ask, echo
 
 from specserve.data.conversations import Conversation, Message, TokenRow, parse_row
 from specserve.data.documents import tokenize
@@ -22,50 +17,9 @@ from specserve.data.sources import load_mixture
 from specserve.errors import CapacityError, ConfigError, DataError
 from specserve.eval import regenerate as module
 from specserve.eval.regenerate import Account, Manner, split_reasoning
-from specserve.serve.request import Delta, FinishReason, SamplingParams, SpeculationStats
 
 EXACT = Manner(max_tokens=40)
 regenerate: Any = module.regenerate  # a scripted engine is not of the engine's type
-
-
-class Scripted:
-    """An engine whose target says `reply(prompt, seed)`, and ends sequences in any order."""
-
-    def __init__(self, family: str, reply: Callable[[str, int], str], max_model_len: int = 200) -> None:
-        self.tokenizer, self.vocabulary = chats.load(family), chats.vocabulary()
-        ends = [chats.FAMILIES[family]["eos_token"], *chats.FAMILIES[family]["ends"]]
-        self.eos_ids = frozenset(self.vocabulary.get_vocab()[token] for token in ends)
-        self.max_model_len, self.runner = max_model_len, SimpleNamespace(shapes=SimpleNamespace(num_slots=2))
-        self.reply, self.prompts, self.fails = reply, list[str](), False
-        self._delays = random.Random(0)
-
-    def submit(self, prompt_ids: Sequence[int], params: SamplingParams, on_delta: Callable[[Delta], None]) -> Any:
-        prompt = self.tokenizer.decode(prompt_ids, skip_special_tokens=False)
-        self.prompts.append(prompt)
-        token_ids = self.vocabulary.encode(self.reply(prompt, params.seed or 0), add_special_tokens=False).ids
-        token_ids = tuple([*token_ids, min(self.eos_ids)][: params.max_tokens])
-        is_done = token_ids[-1] in self.eos_ids
-        reason = FinishReason.STOP if is_done else FinishReason.LENGTH
-        if self.fails:
-            reason = FinishReason.CANCELLED
-        stats = SpeculationStats(num_steps=len(token_ids), accepted_per_depth=(len(token_ids),))
-        delta = Delta(token_ids, self.tokenizer.decode(token_ids), reason, stats=stats)
-        threading.Timer(self._delays.random() * 0.01, on_delta, [delta]).start()
-        return SimpleNamespace(cancel=lambda: None)
-
-
-def echo(prompt: str, seed: int) -> str:
-    """Its own words for every question: how much was said, and the question."""
-    asked = prompt.rpartition("user\n")[2].partition("<|im_end|>")[0]
-    return f"<think>\nhm {seed % 97}\n</think>\n\n{prompt.count('<|im_start|>')} of {asked}"
-
-
-def ask(*contents: str, first: str = "user") -> Conversation:
-    roles = itertools.cycle(("user", "assistant"))
-    messages = [Message(next(roles), content) for content in contents]
-    if first == "system":
-        messages.insert(0, Message("system", "Be brief."))
-    return Conversation(tuple(messages), "docs", "here:1")
 
 
 def read(output: Path) -> dict[str, list[dict[str, str]]]:
@@ -251,6 +205,28 @@ def test_questions_need_no_answers(tmp_path):
     [source] = load_mixture([str(tmp_path / "prompts.jsonl")], needs_answers=False)
     account = regenerate(Scripted("qwen3", echo), source.train, tmp_path / "o.jsonl", EXACT)
     assert account.num_rows == len(source.train) > 20
+
+
+@pytest.mark.parametrize("thinking", ["keep", "drop"])
+def test_reasoning_that_is_cut_is_kept_as_the_tokens_it_was(tmp_path, thinking):
+    """No message can hold it. It is learned from its question to the cut."""
+    engine, output = Scripted("qwen3", lambda prompt, seed: "<think>\nhm hm hm hm hm"), tmp_path / "o.jsonl"
+    manner = Manner(max_tokens=5, thinking=thinking)
+    account = regenerate(engine, [ask("one", "old"), ask("two", "old", "more?", "old")], output, manner)
+    if thinking == "drop":
+        assert (account.num_rows, account.left_out.total()) == (0, 2)
+        return
+    assert (account.num_rows, account.shortened) == (2, {"reasoning does not end within max_tokens": 2})
+    [source] = load_mixture([str(output)])
+    found = {row.key: row for row in (*source.train, *source.held_out)}
+    assert set(found) == {ask("one", "old").key, ask("two", "old").key}
+    for row in found.values():
+        assert isinstance(row, TokenRow)
+        prompt = engine.tokenizer.decode(row.token_ids[~row.loss_mask].tolist(), skip_special_tokens=False)
+        assert prompt in engine.prompts
+        assert engine.tokenizer.decode(row.token_ids[row.loss_mask].tolist()).startswith("<think>")
+        assert row.loss_mask.sum() == 5
+    assert regenerate(engine, [ask("one", "old")], output, manner).num_there == 1
 
 
 def test_reasoning_that_does_not_end_makes_no_row(tmp_path):

@@ -8,11 +8,12 @@ import pytest
 from tiny_run import tiny_run
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.source import BUNDLED_FOLDER
+from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER
+from specserve.data import pydoc, sources
 from specserve.errors import ConfigError
 from specserve.tokenizer import Tokenizer
 from specserve.train.plan import make_plan
-from specserve.train.prepare import load_data, prepare
+from specserve.train.prepare import load_data, load_mixture, prepare
 from specserve.train.run_folder import RunFolder
 from specserve.train.settings import CaptureSettings, DataSettings, DraftSettings, EvalSettings
 
@@ -27,6 +28,10 @@ MEASURED = {"patience": 2, "eval_every": 2}
         ({"mesh": "data=3"}, r"train\.batch_size / train\.accumulate is 4, no multiple of --mesh data=3"),
         ({"mesh": "data=4", "accumulate": 2}, r"train\.accumulate is 2, no multiple of --mesh data=4"),
         ({"mesh": "sequence=5"}, r"train\.seq_len is 32, no multiple of --mesh sequence=5"),
+        ({"budget": "soon"}, r"expected a time such as 2h"),
+        ({"budget": "2h", "features": CaptureSettings(capture="there")}, r"with --capture give --max-steps"),
+        ({"budget": "2h", "coordinator": "host:1"}, r"specserve data regenerate"),
+        ({"data": DataSettings(regenerate=True), "coordinator": "host:1"}, r"specserve data regenerate"),
         ({"mesh": "rows=2"}, r"--mesh rows=2: got 'rows=2', expected data=N"),
         ({"patience": 2}, r"train\.patience is 2, but.* --eval-every"),
         (MEASURED | {"data": DataSettings(eval_prompts=0)}, r"train\.patience is 2, but.* --eval-prompts"),
@@ -75,3 +80,17 @@ def test_a_process_that_cannot_be_one_of_them() -> None:
     """The run itself is told when it joins the others."""
     with pytest.raises(ConfigError, match="need a coordinator"):
         make_plan(tiny_run(Path("run"), process_id=3))
+
+
+def test_pydoc_for_another_target_is_a_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In one line; the bundled target's own data is none."""
+    monkeypatch.setattr(sources, "load_mixture", lambda *_args, **_options: ())
+    monkeypatch.setattr(pydoc, "build", lambda _split: ())
+    cases = (("qwen3-8b", "pydoc=2", True), ("qwen3-8b", "a.jsonl", False), (BUNDLED, "pydoc", False))
+    for target, source, is_warned in cases:
+        caplog.clear()
+        load_mixture(tiny_run(tmp_path, target=target, data=DataSettings((source,))), 64)
+        assert [record.levelname for record in caplog.records] == ["WARNING"] * is_warned, (target, source)
+        assert "data for the bundled target: a head for qwen3-8b" in caplog.text or not is_warned

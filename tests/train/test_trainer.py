@@ -291,3 +291,13 @@ def test_the_learning_rate_warms_up_and_falls(schedule: Schedule) -> None:
     assert scales[-1] == pytest.approx(1.0 if schedule == "constant" else 0.05)
     middle = {"cosine": 0.525, "linear": 0.525, "constant": 1.0}[schedule]
     assert scales[55] == pytest.approx(middle, abs=0.01)  # the steepest schedule falls by 0.017 from one to the next
+
+
+def test_a_run_whose_steps_were_timed_is_the_same_run(
+    tmp_path: Path, tiny_target: Target, finished: tuple[Path, list[Progress]]
+) -> None:
+    timed = tiny_trainer(tmp_path, tiny_target, evaluator=NormEvaluator(), max_steps=20)
+    assert timed.time_steps(0.0) > 0
+    timed.rebound(dataclasses.replace(timed.run, train=dataclasses.replace(timed.settings, max_steps=10)))
+    timed.train()
+    assert curve(tmp_path) == curve(finished[0])

@@ -260,6 +260,7 @@ def _rerank(
         parents=jnp.concatenate([zeros, parent_node.astype(jnp.int32)], axis=1),
         depths=jnp.concatenate([zeros, jnp.asarray(depths, jnp.int32)[kept]], axis=1),
         source=jnp.full(batch, HEAD, jnp.int32),
+        scores=jnp.concatenate([jnp.zeros_like(scores, shape=(batch, 1)), take_each(scores, kept)], axis=1),
     )
 
 

@@ -1,0 +1,186 @@
+"""`specserve bench latency` and `bench throughput`: one engine in this process, under the result keys of vLLM's
+commands of these names; and what its steps cost, in parts and as shares of what the machine can do."""
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from specserve.drafters.speculation import describe
+from specserve.errors import DataError
+from specserve.eval.bench_cells import Answer, EngineArm
+from specserve.eval.engines import measured_engine
+from specserve.eval.prompts import load_chats
+from specserve.eval.roofline import Roofline, measure_peaks, step_work
+from specserve.eval.settings import LatencyRun, ThroughputRun
+from specserve.eval.step_times import steps_timed, time_step
+from specserve.serve.engine import Engine
+from specserve.serve.interface import EngineStats
+from specserve.serve.launch import Models, with_cache_dtype
+from specserve.serve.request import SamplingParams
+from specserve.serve.settings import ServeRun
+from specserve.speculative.acceptance import Acceptance
+
+PERCENTILES = (10, 25, 50, 75, 90, 99)
+MOST_WAYS = 4  # of stepping that are timed, those that the run took most often
+REPEATS = 15
+OnProgress = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What came of a benchmark."""
+
+    result: dict[str, Any]  # under vLLM's keys, and ours
+    rooflines: tuple[Roofline, ...]
+
+
+def latency(models: Models, run: LatencyRun, on_progress: OnProgress = lambda _what, _done, _total: None) -> Measured:
+    """Answer the same batch again and again, each time as if for the first time, and tell how long it took. Raises
+    ConfigError or DataError."""
+    prompts = _prompts(models, run.bench, run.batch_size, run.seed, run.input_len, is_exact=True)
+    params = [_params(run, i, ignore_eos=True) for i in range(run.batch_size)]
+    longest = run.input_len + run.output_len + steps_timed(REPEATS) + 32  # room for the steps that are timed
+    engine = _engine(models, run, run.batch_size, longest, on_progress)
+    seconds: list[float] = []
+    answers: list[Answer] = []
+    with engine:
+        arm = EngineArm(engine)
+        for _ in range(run.num_iters_warmup):
+            arm.forget()
+            arm.ask(prompts, params, run.batch_size)
+        before = engine.stats()
+        for number in range(run.num_iters):
+            on_progress("answering", number, run.num_iters)
+            arm.forget()
+            found, spent = arm.ask(prompts, params, run.batch_size)
+            answers += found
+            seconds.append(spent)
+        after = engine.stats()
+        _trace(arm, prompts, params, run.profile)
+    result = {
+        "avg_latency": float(np.mean(seconds)),
+        "latencies": seconds,
+        "percentiles": dict(zip(map(str, PERCENTILES), np.percentile(seconds, PERCENTILES).tolist(), strict=True)),
+    }
+    context = run.input_len + run.output_len // 2
+    return _with_steps(models, engine, result, answers, sum(seconds), before, after, run.batch_size, context)
+
+
+def throughput(
+    models: Models, run: ThroughputRun, on_progress: OnProgress = lambda _what, _done, _total: None
+) -> Measured:
+    """Answer all prompts as fast as the engine can. Raises ConfigError or DataError."""
+    prompts = _prompts(models, run.bench, run.num_prompts, run.seed, run.input_len, is_exact=False)
+    prompts = [prompt for prompt in prompts if len(prompt) + run.output_len <= run.max_model_len]
+    if not prompts:
+        raise DataError(f"{run.bench}: no prompt leaves room for {run.output_len} tokens; raise --max-model-len")
+    params = [_params(run, i, ignore_eos=False) for i in range(len(prompts))]
+    slots = min(run.max_slots, len(prompts))
+    engine = _engine(models, run, slots, run.max_model_len, on_progress)
+    with engine:
+        arm = EngineArm(engine)
+        arm.ask(prompts[:1], params[:1], 1)  # first touches of memory
+        arm.forget()
+        on_progress("answering", 0, 1)
+        before = engine.stats()
+        answers, seconds = arm.ask(prompts, params, len(prompts))
+        after = engine.stats()
+        _trace(arm, prompts[:slots], params[:slots], run.profile)
+    num_output = sum(len(answer.token_ids) for answer in answers)
+    num_tokens = num_output + sum(map(len, prompts))
+    result = {
+        "elapsed_time": seconds,
+        "num_requests": len(prompts),
+        "total_num_tokens": num_tokens,
+        "requests_per_second": len(prompts) / seconds,
+        "tokens_per_second": num_tokens / seconds,
+        "output_tokens_per_second": num_output / seconds,
+    }
+    middle = sorted(map(len, prompts))[len(prompts) // 2] + run.output_len // 2
+    context = max(1, min(middle, run.max_model_len - steps_timed(REPEATS) - 32))
+    return _with_steps(models, engine, result, answers, seconds, before, after, slots, context)
+
+
+def _params(run: LatencyRun | ThroughputRun, i: int, *, ignore_eos: bool) -> SamplingParams:
+    return SamplingParams(
+        max_tokens=run.output_len, temperature=run.temperature, seed=run.seed + i, ignore_eos=ignore_eos
+    )
+
+
+def _prompts(models: Models, bench: str, count: int, seed: int, input_len: int, *, is_exact: bool) -> list[list[int]]:
+    """So many prompts; where they must be of one length, the last tokens of longer ones."""
+    if bench == "random":
+        rng = np.random.default_rng(seed)
+        return rng.integers(1, models.target.config.vocab_size, (count, input_len)).tolist()
+    assert models.tokenizer is not None
+    rendered = [models.tokenizer.render_chat(chat) for chat in load_chats(bench, count)]
+    if is_exact:
+        rendered = [prompt[-input_len:] for prompt in rendered if len(prompt) >= input_len]
+    if not rendered:
+        raise DataError(f"{bench}: no prompt has {input_len} tokens; lower --input-len, or ask --bench random")
+    return [rendered[i % len(rendered)] for i in range(count)]
+
+
+def _engine(
+    models: Models, run: LatencyRun | ThroughputRun, num_slots: int, max_model_len: int, on_progress: OnProgress
+) -> Engine:
+    return measured_engine(
+        with_cache_dtype(models, ServeRun(kv_cache_dtype=run.kv_cache_dtype)),
+        run.speculation,
+        num_slots=num_slots,
+        max_model_len=max_model_len,
+        on_warmup=lambda done, total, name: on_progress(f"compiling {name}", done, total),
+    )
+
+
+def _trace(arm: EngineArm, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], folder: str) -> None:
+    """Answer these once more under JAX's profiler, where a folder for its trace is given."""
+    if folder:
+        arm.forget()
+        with jax.profiler.trace(str(Path(folder).expanduser())):
+            arm.ask(prompts, params, len(prompts))
+
+
+def _with_steps(
+    models: Models,
+    engine: Engine,
+    result: dict[str, Any],
+    answers: Sequence[Answer],
+    seconds: float,
+    before: EngineStats,
+    after: EngineStats,
+    batch_size: int,
+    context: int,
+) -> Measured:
+    """Add what speculation did and what the steps cost. The engine has stopped."""
+    acceptance = sum((answer.acceptance for answer in answers), Acceptance())
+    steps = Counter(after.num_steps_by_speculation) - Counter(before.num_steps_by_speculation)
+    num_steps = max(1, sum(steps.values()))
+    busy, host = after.busy_seconds - before.busy_seconds, after.host_seconds - before.host_seconds
+    runner, found = engine.runner, []
+    ways = {describe(tree): tree for tree in runner.shapes.trees}
+    drafter = models.head.drafter if models.head else None
+    target = replace(models.target, config=runner.config.target)  # with the dtype of the cache
+    peaks = measure_peaks(runner.config.target.dtype, 1 if models.mesh is None else models.mesh.size)
+    for name, _ in steps.most_common(MOST_WAYS):
+        tree = ways[name]
+        step, draft = time_step(runner, tree, context=context, batch=batch_size, repeats=REPEATS)
+        work = step_work(target, drafter, tree, batch=batch_size, context=context)
+        found.append(Roofline(name, batch_size, context, work, step, draft, peaks))
+    result |= {
+        "output_throughput": sum(len(answer.token_ids) for answer in answers) / seconds,
+        "tau": acceptance.tau,
+        "accept_rate": acceptance.accept_rate,
+        "steps_by_speculation": dict(steps),
+        "step_ms": 1e3 * busy / num_steps,
+        "host_ms": 1e3 * host / num_steps,
+        "steps": [roofline.to_json() for roofline in found],
+        "peak_bytes_per_second": peaks.bytes_per_second,
+        "peak_flops_per_second": peaks.flops_per_second,
+    }
+    return Measured(result, tuple(found))

@@ -1,0 +1,298 @@
+"""The search for the best way to speculate at each batch size: acceptance is replayed for every tree, costs are
+measured where a tree could still win, and a short live run says how far the prediction holds.
+
+A tree's gain is (tokens per step) x (seconds of a plain step) / (seconds of its step). Tokens per step come from
+`replay`, so no tree has to answer anything. Two facts spare most of the measurements: a tree that is no smaller than
+another and brings hardly more cannot win, and a step over a larger tree or of more sequences takes no less time.
+"""
+
+import itertools
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import jax
+
+from specserve.drafters.speculation import describe, parse_speculation
+from specserve.errors import ConfigError
+from specserve.eval.bench_cells import EngineArm, steady
+from specserve.eval.engines import measured_engine
+from specserve.eval.replay import Recording, Replayed, record, replay
+from specserve.eval.settings import TuneRun
+from specserve.eval.step_times import steps_timed, time_in_turns
+from specserve.serve.launch import Models, make_runner, profile_facts, with_cache_dtype
+from specserve.serve.request import SamplingParams
+from specserve.serve.runner import Runner
+from specserve.serve.settings import ServeRun
+from specserve.serve.tuned import TUNED, Entry, Profile
+from specserve.speculative.acceptance import Acceptance
+from specserve.speculative.tree import DynamicTree, Tree, chain, static_tree
+
+logger = logging.getLogger(__name__)
+
+OnProgress = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
+
+CLEARLY_MORE = 1.02  # tokens per step that a larger tree must bring; less cannot be told from noise
+NEAR = 0.1  # prediction and measurement should agree within this share
+LIVE_ANSWERS = 8  # of each arm and batch size, or as many as the batch has sequences
+LONGEST_CHAIN = 8
+STATIC_WIDTHS = ((2,), (2, 1), (2, 2), (3, 1), (2, 1, 1), (2, 2, 1), (3, 2, 1), (4, 2, 1, 1))
+CPU_WIDTHS, DEVICE_WIDTHS = (2, 3), (2, 3, 4, 8)  # top_k of dynamic trees
+CPU_SIZES, DEVICE_SIZES = (3, 5, 7, 11, 15), (4, 7, 11, 15, 23, 31, 47, 63)  # their nodes, the root not counted
+DEPTHS = (2, 3, 4, 5, 6, 7)
+
+
+@dataclass(frozen=True)
+class Timed:
+    """What a step costs at one batch size: medians, in seconds, of plain steps and steps over a tree in turns."""
+
+    batch_size: int
+    tree: Tree
+    plain: float
+    step: float
+
+
+@dataclass(frozen=True)
+class Found:
+    """Everything that a search has found."""
+
+    profile: Profile
+    replayed: tuple[Replayed, ...]  # every tree
+    timed: tuple[Timed, ...]  # those that could win
+    num_answers: int
+    num_tokens: int  # of the recorded answers
+
+
+def sensible_trees() -> list[Tree]:
+    """The trees to choose from where nobody names any."""
+    widths, sizes = (CPU_WIDTHS, CPU_SIZES) if jax.default_backend() == "cpu" else (DEVICE_WIDTHS, DEVICE_SIZES)
+    grown = [DynamicTree(*shape) for shape in itertools.product(DEPTHS, widths, sizes)]
+    return [
+        *[chain(length) for length in range(1, LONGEST_CHAIN + 1)],
+        *[static_tree(each) for each in STATIC_WIDTHS],
+        *[tree for tree in grown if tree.depth <= tree.num_nodes <= tree.pool_size],
+    ]
+
+
+def parse_trees(texts: Sequence[str]) -> list[Tree]:
+    """Read the trees to choose from. Raises ConfigError for what no head proposes alone."""
+    trees = []
+    for text in dict.fromkeys(texts):
+        tree = parse_speculation(text)
+        if tree is None or not tree.uses_head or tree.lookup:
+            raise ConfigError(f"--trees {text}: expected chains and trees that a head proposes alone, such as chain:3")
+        trees.append(tree)
+    return trees or sensible_trees()
+
+
+def tune(
+    models: Models,
+    run: TuneRun,
+    prompts: Sequence[Sequence[int]],
+    on_progress: OnProgress = lambda _what, _done, _total: None,
+) -> Found:
+    """Find the best tree of each batch size for prompts like these. Nothing is written. Raises ConfigError, or
+    DataError where no prompt fits."""
+    serve = _serve_run(run)
+    facts, models = profile_facts(models, serve), with_cache_dtype(models, serve)
+    trees = parse_trees(run.trees)
+    runner = make_runner(models, serve, (None, *trees))
+    longest = max(tree.depth for tree in trees)
+    recordings = record(
+        runner,
+        prompts,
+        trees,
+        max_tokens=run.max_tokens,
+        eos_ids=models.target.eos_ids,
+        temperature=run.temperature,
+        seed=run.seed,
+        on_answer=lambda done: on_progress("recording answers", done, len(prompts)),
+    )
+    replayed = [replay(recordings, tree) for tree in trees]
+    worth = undominated(replayed)
+    plain = make_runner(models, serve, (None,))
+    middle = sorted(map(len, prompts))[len(prompts) // 2] + run.max_tokens // 2
+    context = max(1, min(middle, runner.shapes.max_model_len - steps_timed(run.repeats) - longest - 3))
+    timed = _time_all(plain, runner, worth, context, run.repeats, on_progress)
+    entries = [_best(size, worth, timed) for size in runner.shapes.batch_sizes]
+    details = _details(models, run, replayed, timed, recordings, context)
+    profile = Profile(facts, tuple(entries), details)
+    return Found(profile, tuple(replayed), tuple(timed), len(recordings), sum(each.length for each in recordings))
+
+
+def _serve_run(run: TuneRun) -> ServeRun:
+    return ServeRun(
+        kv_cache_dtype=run.kv_cache_dtype,
+        max_slots=run.max_slots,
+        max_model_len=run.max_model_len,
+        constrained=False,
+        early_ready=False,
+    )
+
+
+def is_smaller(tree: Tree, other: Tree) -> bool:
+    """Whether a step over `tree` has no more to do than one over `other`."""
+    return tree.num_nodes <= other.num_nodes and tree.depth <= other.depth and tree.top_k <= other.top_k
+
+
+def undominated(replayed: Sequence[Replayed]) -> list[Replayed]:
+    """Those that bring clearly more than every smaller tree does, the smallest first."""
+    found: list[Replayed] = []
+    for each in sorted(replayed, key=lambda each: (each.tree.num_nodes, each.tree.depth, each.tree.top_k)):
+        below = [other for other in found if is_smaller(other.tree, each.tree)]
+        if all(each.tokens_per_step > CLEARLY_MORE * other.tokens_per_step for other in below):
+            found.append(each)
+    return found
+
+
+def can_win(each: Replayed, batch_size: int, timed: Sequence[Timed], best: float) -> bool:
+    """Whether a tree could gain more than `best` at this batch size, since its step takes at least as long as every
+    step over a smaller tree or of fewer sequences that was timed."""
+    plain = [found.plain for found in timed if found.batch_size == batch_size]
+    least = [found.step for found in timed if found.batch_size <= batch_size and is_smaller(found.tree, each.tree)]
+    return not plain or not least or each.tokens_per_step * max(plain) / max(least) > best
+
+
+def _time_all(
+    plain: Runner,
+    runner: Runner,
+    worth: Sequence[Replayed],
+    context: int,
+    repeats: int,
+    on_progress: OnProgress,
+) -> list[Timed]:
+    """Time every tree at every batch size where it could win."""
+    timed: list[Timed] = []
+    pairs = list(itertools.product(runner.shapes.batch_sizes, worth))
+    for done, (size, each) in enumerate(pairs):
+        on_progress(f"timing {describe(each.tree)} for {size}", done, len(pairs))
+        best = max([1.0, *(_gain(worth, found) for found in timed if found.batch_size == size)])
+        if can_win(each, size, timed, best):
+            seconds = time_in_turns(plain, runner, each.tree, context=context, batch=size, repeats=repeats)
+            timed.append(Timed(size, each.tree, *seconds))
+    return timed
+
+
+def _gain(worth: Sequence[Replayed], found: Timed) -> float:
+    """Tokens per second over those of plain decoding."""
+    return next(each for each in worth if each.tree == found.tree).tokens_per_step * found.plain / found.step
+
+
+def _best(batch_size: int, worth: Sequence[Replayed], timed: Sequence[Timed]) -> Entry:
+    here = [found for found in timed if found.batch_size == batch_size]
+    best = max(here, key=lambda found: _gain(worth, found))
+    gain = _gain(worth, best)
+    if gain <= 1.0:
+        plain_ms = 1e3 * best.plain
+        return Entry(batch_size, "off", 1.0, plain_ms, plain_ms, 1.0)
+    tau = next(each for each in worth if each.tree == best.tree).acceptance.tau
+    return Entry(batch_size, describe(best.tree), tau, 1e3 * best.plain, 1e3 * best.step, gain)
+
+
+def _details(
+    models: Models,
+    run: TuneRun,
+    replayed: Sequence[Replayed],
+    timed: Sequence[Timed],
+    recordings: Sequence[Recording],
+    context: int,
+) -> Mapping[str, Any]:
+    trees = {
+        describe(each.tree): {
+            "tau": each.acceptance.tau,
+            "accept_rate": each.acceptance.accept_rate,
+            "tokens_per_step": each.tokens_per_step,
+            "nodes": each.tree.num_nodes,
+        }
+        for each in replayed
+    }
+    costs = [
+        {
+            "batch_size": each.batch_size,
+            "speculation": describe(each.tree),
+            "plain_ms": 1e3 * each.plain,
+            "step_ms": 1e3 * each.step,
+        }
+        for each in timed
+    ]
+    return {
+        "names": {"target": models.name, "draft": models.draft.name if models.draft else ""},
+        "replayed": {
+            "answers": len(recordings),
+            "tokens": sum(each.length for each in recordings),
+            "temperature": run.temperature,
+            "trees": trees,
+        },
+        "timed": {"context": context, "steps": costs},
+    }
+
+
+def measure_live(
+    models: Models,
+    run: TuneRun,
+    profile: Profile,
+    file: str,  # where the profile has been written
+    prompts: Sequence[Sequence[int]],
+    on_progress: OnProgress = lambda _what, _done, _total: None,
+) -> Profile:
+    """Answer prompts plainly and as `serve --speculation tuned` would, in turns, at each batch size where a tree is
+    expected to win. Returns the profile with what was measured."""
+    models = with_cache_dtype(models, _serve_run(run))
+    sizes = [entry.batch_size for entry in profile.entries if entry.speculation != "off"]
+    if not sizes:
+        return profile
+    prompts = [prompt for prompt in prompts if len(prompt) + run.max_tokens <= run.max_model_len]
+    plain, tuned = (
+        measured_engine(
+            models,
+            speculation,
+            num_slots=run.max_slots,
+            max_model_len=run.max_model_len,
+            tuned_profile=file if speculation == TUNED else "",
+            on_warmup=lambda done, total, name: on_progress(f"compiling {name}", done, total),
+        )
+        for speculation in ("off", TUNED)
+    )
+    measured: dict[int, tuple[float, float]] = {}
+    with plain, tuned:
+        arms = EngineArm(plain), EngineArm(tuned)
+        for arm in arms:  # first touches of memory
+            arm.ask(prompts[:1], [_params(run, 0)], 1)
+        for done, size in enumerate(sizes):
+            on_progress(f"answering {size} at once", done, len(sizes))
+            measured[size] = _measure_size(arms, run, prompts, size)
+    entries = []
+    for entry in profile.entries:
+        gain, tau = measured.get(entry.batch_size, (None, None))
+        entries.append(replace(entry, measured_gain=gain, measured_tau=tau))
+    return replace(profile, entries=tuple(entries))
+
+
+def _measure_size(
+    arms: tuple[EngineArm, EngineArm], run: TuneRun, prompts: Sequence[Sequence[int]], size: int
+) -> tuple[float, float]:
+    """The gain of the second arm over the first with so many sequences at once, and its tau."""
+    tokens, seconds, acceptance = [0, 0], [0.0, 0.0], Acceptance()
+    supply = itertools.cycle(range(len(prompts)))
+    for number in range(-(-LIVE_ANSWERS // size)):
+        group = list(itertools.islice(supply, size))
+        for i in (number % 2, 1 - number % 2):
+            arms[i].forget()
+            answers, _ = arms[i].ask([prompts[j] for j in group], [_params(run, j) for j in group], size)
+            num_tokens, span = steady(answers)
+            tokens[i] += num_tokens
+            seconds[i] += span
+            if i:
+                acceptance = sum((answer.acceptance for answer in answers), acceptance)
+    rates = [n / max(span, 1e-9) for n, span in zip(tokens, seconds, strict=True)]
+    return rates[1] / max(rates[0], 1e-9), acceptance.tau
+
+
+def _params(run: TuneRun, i: int) -> SamplingParams:
+    return SamplingParams(max_tokens=run.max_tokens, temperature=run.temperature, seed=run.seed + i)
+
+
+def is_near(entry: Entry) -> bool:
+    """Whether prediction and measurement agree."""
+    return entry.measured_gain is None or abs(entry.measured_gain / entry.predicted_gain - 1) <= NEAR

@@ -1,0 +1,114 @@
+"""A budget of time for a whole run: how many questions are answered and how many steps are trained, by what each costs.
+
+What is decided stands in the run folder (`budget.json`), and a resumed run follows it instead of measuring again: on
+the same devices it ends with the same head. A budget is an aim. What ends a run in the middle is `train.max_minutes`.
+"""
+
+import dataclasses
+import json
+import logging
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+from specserve.errors import CheckpointError, ConfigError
+from specserve.host import whole_file
+from specserve.train.settings import TrainRun
+
+logger = logging.getLogger(__name__)
+
+FILE = "budget.json"
+UNITS = {"s": 1.0, "min": 60.0, "m": 60.0, "h": 3600.0, "d": 86400.0}
+_TEXT = re.compile(r"(\d+(?:\.\d+)?)\s*(" + "|".join(UNITS) + ")")
+ANSWERS_SHARE = 0.5  # of the budget is for the target's answers, where there are any to give
+ENDING_SHARE = 0.1  # is for measuring and saving along the way and at the end
+PROBE_SHARE, PROBE_SECONDS = 0.05, 60.0  # how long each of both is measured: a minute, or less of a short budget
+MEASUREMENTS = 10  # along the way, at least
+
+
+def seconds_of(text: str) -> float:
+    """The seconds that a budget such as `2h`, `90m` or `1h 30min` names. Raises ConfigError."""
+    parts = _TEXT.findall(text)
+    total = sum(float(number) * UNITS[unit] for number, unit in parts)
+    if not total or _TEXT.sub("", text).strip():
+        raise ConfigError(f"--budget {text!r}: expected a time such as 2h, 90m or 1h 30m")
+    return total
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a run may take, what it took so far, and what was decided. Zero: not yet."""
+
+    seconds: float
+    spent: float = 0.0  # in stages that are over
+    conversations: int = 0
+    seconds_per_conversation: float = 0.0
+    steps: int = 0
+    seconds_per_step: float = 0.0
+
+    @property
+    def probe_seconds(self) -> float:
+        """How long a stage is measured before it is scaled."""
+        return min(PROBE_SECONDS, PROBE_SHARE * self.seconds)
+
+    def with_conversations(self, *, most: int, there: int, seconds_each: float, spent: float) -> "Budget":
+        """Decide how many conversations are answered: those that are there already, and as many more as the answers'
+        share of the budget has time for; at least one, and `most` at most."""
+        left = max(0.0, ANSWERS_SHARE * self.seconds - spent)
+        number = most if not seconds_each else there + int(left / seconds_each)
+        return dataclasses.replace(self, conversations=min(max(number, 1), most), seconds_per_conversation=seconds_each)
+
+    def with_steps(self, *, most: int, seconds_each: float, spent: float) -> "Budget":
+        """Decide how many steps are trained in the time that is left when `spent` seconds are over, but for the ending;
+        at least one, and `most` at most, where that is not 0."""
+        left = max(0.0, (1 - ENDING_SHARE) * self.seconds - spent)
+        number = max(1, int(left / seconds_each))
+        return dataclasses.replace(
+            self, steps=min(number, most) if most else number, seconds_per_step=seconds_each, spent=spent
+        )
+
+    def apply(self, run: TrainRun) -> TrainRun:
+        """The run with what was decided so far. It is measured and saved often enough for its new length."""
+        if self.conversations:
+            run = dataclasses.replace(run, data=dataclasses.replace(run.data, max_conversations=self.conversations))
+        if not self.steps:
+            return run
+        often = max(1, self.steps // MEASUREMENTS)
+        eval_every, save_every = (min(every, often) for every in (run.train.eval_every, run.train.save_every))
+        train = dataclasses.replace(run.train, max_steps=self.steps, eval_every=eval_every, save_every=save_every)
+        return dataclasses.replace(run, train=train)
+
+
+def begin(run: TrainRun) -> Budget | None:
+    """The budget of a run whose folder is there, with what was decided where the run is resumed; None where it has no
+    budget. Raises ConfigError, and CheckpointError for a file that cannot be read."""
+    if not run.budget:
+        return None
+    budget, path = Budget(seconds_of(run.budget)), Path(run.output) / FILE
+    if not run.train.resume or not path.is_file():
+        path.unlink(missing_ok=True)
+        return budget
+    return _read(path)
+
+
+def decided(run: TrainRun) -> TrainRun:
+    """The run as the budget in its folder has scaled it so far. Raises CheckpointError."""
+    path = Path(run.output) / FILE
+    return _read(path).apply(run) if run.budget and path.is_file() else run
+
+
+def _read(path: Path) -> Budget:
+    try:
+        return Budget(**json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: not what a run wrote ({error}); begin another run") from error
+
+
+def record(run: TrainRun, budget: Budget) -> None:
+    """Keep what was decided, for a run that goes on with this one. Raises CheckpointError."""
+    path = Path(run.output) / FILE
+    try:
+        with whole_file(path) as partial:
+            partial.write_text(json.dumps(dataclasses.asdict(budget), indent=2) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise CheckpointError(f"{path}: cannot be written ({error.strerror})") from error

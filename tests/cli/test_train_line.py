@@ -1,0 +1,136 @@
+"""The one line, without a hub: from a folder and a file of questions to a head that an engine serves; and `kill -9` in
+each of its stages changes nothing. As a program it is one such line, which may kill itself (see `start`)."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+import tiny_run
+from quick_compile import compile_without_emitters
+from tiny_folder import write_folder, write_mixture
+from tiny_run import curve, metrics
+from typer.testing import CliRunner
+
+from specserve.cli.main import app
+from specserve.drafters.notes import read_notes
+from specserve.eval import regenerate
+from specserve.train import budget as budgets
+
+pytestmark = pytest.mark.slow
+SMALL = {
+    "max-steps": 4,
+    "seq-len": 64,
+    "rollout": 2,
+    "batch-size": 4,
+    "eval-prompts": 2,
+    "eval-tokens": 4,
+    "answer-tokens": 8,
+    "answer-slots": 4,
+    "speculation": "chain:1",
+    "log-every": 1,
+}
+
+
+@pytest.fixture(autouse=True)
+def _optax_promotes() -> Iterator[None]:
+    with jax.numpy_dtype_promotion("standard"):
+        yield
+
+
+@pytest.fixture(scope="module")
+def line(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """`specserve train` with a target and data as people have them, and little of all."""
+    made = tmp_path_factory.mktemp("made")
+    folder, mixture = write_folder(made / "target"), write_mixture(made / "mix.jsonl")
+    flags = [word for name, value in SMALL.items() for word in (f"--{name}", str(value))]
+    return ["train", "--target", str(folder), "--source", str(mixture), "--regenerate", *flags]
+
+
+def run(line: list[str], output: Path, cache: Path, *more: str) -> str:
+    """The line in this process."""
+    environment = {"XDG_CACHE_HOME": str(cache), "COLUMNS": "120"}
+    result = CliRunner().invoke(app, [*line, "--output", str(output), *more], env=environment)
+    assert result.exit_code == 0, (result.output, result.exception)
+    return result.output
+
+
+def start(line: list[str], output: Path, cache: Path, death: str, *more: str) -> None:
+    """The line as a process of its own, which kills itself: `answer 5` within the writing of the fifth answer, `step 2`
+    after the second step."""
+    told = {"line": [*line, "--output", str(output), *more], "death": death}
+    kept = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
+    environment = {"XDG_CACHE_HOME": str(cache), "JAX_COMPILATION_CACHE_DIR": f"{kept}-runs"}
+    process = subprocess.run(
+        [sys.executable, __file__, json.dumps(told)],
+        env={**os.environ, **environment, "PYTHONPATH": os.pathsep.join(sys.path)},
+        capture_output=True,
+        text=True,
+    )
+    assert process.returncode == -signal.SIGKILL, process.stdout + process.stderr
+
+
+def test_a_line_killed_in_each_stage_ends_with_the_same_head(
+    line: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one does that nobody disturbs, and that has a budget which suffices."""
+    monkeypatch.setattr(budgets, "PROBE_SECONDS", 0.2)
+    whole, killed, cache = tmp_path / "whole", tmp_path / "killed", tmp_path / "other-cache"
+    question, asked = {"turns": ["what is 99?", "and one more?"]}, tmp_path / "asked.jsonl"
+    asked.write_text(json.dumps(question) + "\n")
+    output = run(line, whole, tmp_path / "cache", "--budget", "2h", "--bench", str(asked))
+    for said in ("The plan", "of the target itself", "expected tau", "fit the budget", "specserve serve --draft"):
+        assert said in output
+    assert json.loads((whole / "eval-asked.json").read_text())
+    assert metrics(whole)[-1]["step"] == json.loads((whole / budgets.FILE).read_text())["steps"] == 4
+    notes = read_notes(whole)
+    assert notes["answers"] == "of the target"
+    assert notes["acceptance"]["tau"] >= 1
+
+    start(line, killed, cache, "answer 5", "--bench", "")
+    assert not (killed / "model.safetensors").exists()
+    start(line, killed, cache, "step 2", "--resume")
+    run(line, killed, cache, "--resume")
+    assert curve(killed) == curve(whole)
+    heads = [(folder / "model.safetensors").read_bytes() for folder in (killed, whole)]
+    assert heads[0] == heads[1]
+
+
+def _die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _arrange(death: str) -> None:
+    where, _, number = death.partition(" ")
+    if where == "answer":
+        write, left = regenerate._RowFile.write, [int(number)]
+
+        def write_half(self: Any, row: dict[str, Any]) -> None:
+            left[0] -= 1
+            if left[0]:
+                return write(self, row)
+            self._file.write(json.dumps(row)[:30])
+            self._file.flush()
+            return _die()
+
+        regenerate._RowFile.write = write_half  # type: ignore[method-assign]
+    else:
+        tiny_run._arrange(death)
+
+
+def main() -> None:
+    compile_without_emitters()
+    jax.config.update("jax_disable_most_optimizations", True)
+    told = json.loads(sys.argv[1])
+    _arrange(told["death"])
+    app(told["line"], standalone_mode=False)
+
+
+if __name__ == "__main__":
+    main()
