@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import specserve
-from specserve import host
+from specserve import host, hub
 
 Level = Literal["error", "warning"]
 
@@ -58,7 +58,7 @@ EXTRAS = {
 }
 ACCELERATORS = {"/dev/nvidia0": "cuda", "/dev/accel0": "tpu", "/dev/vfio/0": "tpu"}  # device file -> extra
 LEAST_MEMORY = 3 * 10**9  # that serving the bundled target takes while its programs are compiled
-HUB_SECONDS = 3.0
+REPLY_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
@@ -338,7 +338,7 @@ def check_port(check: Check, name: str, port: int) -> None:
 
 def _who_answers(name: str, port: int) -> str:
     try:
-        with urllib.request.urlopen(f"http://{name}:{port}/version", timeout=HUB_SECONDS) as reply:
+        with urllib.request.urlopen(f"http://{name}:{port}/version", timeout=REPLY_SECONDS) as reply:
             return f"; it answers /version with {reply.read(200).decode(errors='replace')}"
     except (OSError, ValueError, urllib.error.URLError):
         return ""
@@ -351,24 +351,11 @@ def check_hub(check: Check) -> None:
 
     folder = Path(constants.HF_HUB_CACHE)
     models = sorted(path.name.removeprefix("models--").replace("--", "/") for path in folder.glob("models--*"))
-    reason = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else _unreachable(constants.ENDPOINT)
+    reason = hub.absence()
     check.facts = {"cache": str(folder), "models": models, "endpoint": constants.ENDPOINT, "unreachable": reason}
-    there = f"{constants.ENDPOINT} answers" if not reason else f"{constants.ENDPOINT} is out of reach ({reason})"
-    check.text = f"{there}; {len(models)} models in {folder}"
+    check.text = f"{reason or f'{constants.ENDPOINT} answers'}; {len(models)} models in {folder}"
     if reason:
         check.text += "; the bundled target and folders need no hub"
-
-
-def _unreachable(url: str) -> str:
-    """Why a site cannot be reached; empty: it answers, with whatever status."""
-    try:
-        urllib.request.urlopen(urllib.request.Request(url, method="HEAD"), timeout=HUB_SECONDS).close()
-    except urllib.error.HTTPError:
-        return ""
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "reason", error)
-        return f"{getattr(reason, 'strerror', None) or reason}"
-    return ""
 
 
 def summary(checks: Sequence[Check]) -> dict[str, Any]:

@@ -29,7 +29,7 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path / "here")
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setattr(installation, "_unreachable", lambda _url: "no network in tests")
+    monkeypatch.setattr(installation.hub, "absence", lambda: "no network in tests")
 
 
 def found(run: Callable[[Check], None], *arguments: Any) -> Check:
