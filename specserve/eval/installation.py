@@ -32,6 +32,7 @@ REQUIRED = {
     "datasets": "datasets",
     "pyarrow": "pyarrow",
     "safetensors": "safetensors",
+    "scipy": "scipy",
     "transformers": "transformers",
     "jinja2": "jinja2",
     "huggingface_hub": "huggingface_hub",

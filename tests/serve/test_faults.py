@@ -288,7 +288,7 @@ def test_a_program_that_cannot_be_compiled_is_never_used(runner: Runner, caplog:
         controller=Fixed(CHAIN),
         late_programs=[Program("the late one", False, fail)],
     )
-    with serving(engine), caplog.at_level(logging.INFO):
+    with caplog.at_level(logging.INFO), serving(engine):
         wait_until(lambda: "all programs are compiled" in caplog.text)
         assert "the late one could not be compiled" in caplog.text
         assert engine.rounds.is_partial, "steps are made of those that are there"
