@@ -124,7 +124,9 @@ def test_latency_and_throughput_add_up(models: Models, tmp_path: Path) -> None:
     assert sum(operation.seconds for operation in found) > 0
     assert all(isinstance(operation, Operation) for operation in found)
 
-    load = ThroughputRun(speculation="off", bench="random", input_len=6, output_len=8, num_prompts=5, max_slots=1)
+    load = ThroughputRun(
+        speculation="off", bench="random", input_len=6, output_len=8, num_prompts=5, max_slots=1, max_model_len=128
+    )
     result = throughput(models, load).result
     names = ("elapsed_time", "num_requests", "total_num_tokens", "requests_per_second", "tokens_per_second")
     assert set(names) <= result.keys()
