@@ -37,6 +37,7 @@ ASKED_TOO_LONG = "longer than max_model_len"
 CUT = "cut by max_tokens"
 UNFINISHED = "reasoning does not end within max_tokens"
 FAILED = "the engine failed"
+CANCEL_SECONDS = 60.0  # for a step to end, so that what is cancelled does
 
 
 @dataclass(frozen=True)
@@ -179,8 +180,18 @@ class _Run:
                 self._advance(job, lambda job, completion=completion: self._take(job, completion))
                 self._on_answer(self._account)
         finally:
-            for request in self._open.values():
-                request.cancel()
+            self._cancel()
+
+    def _cancel(self) -> None:
+        """Take back what is still asked, and wait until the engine has heard of it: the next to ask has its slots."""
+        for request in self._open.values():
+            request.cancel()
+        try:
+            while self._open:
+                job, _ = self._finished.get(timeout=CANCEL_SECONDS)
+                self._open.pop(job.key, None)
+        except queue.Empty:  # an engine that is stuck: who asks next is told
+            log.warning("%d answers that were asked for do not end", len(self._open))
 
     def _advance(self, job: _Job, step: Callable[[_Job], None]) -> None:
         """Take the job's next step. Where it can go no further, the answers that it has are kept."""

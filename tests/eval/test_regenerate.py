@@ -1,10 +1,12 @@
 """Laws of answering a data set anew: every turn is answered to what was said before, a killed run goes on to the same
 rows, nothing that could not be answered goes unsaid, and what is written trains as what was generated."""
 
+import itertools
 import json
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,6 +19,7 @@ from specserve.data.sources import load_mixture
 from specserve.errors import CapacityError, ConfigError, DataError
 from specserve.eval import regenerate as module
 from specserve.eval.regenerate import Account, Manner, split_reasoning
+from specserve.serve.request import Delta
 
 EXACT = Manner(max_tokens=40)
 regenerate: Any = module.regenerate  # a scripted engine is not of the engine's type
@@ -246,6 +249,35 @@ def test_the_template_is_told_of_reasoning(tmp_path):
         regenerate(Scripted("gemma-3", echo), [ask("hi", "old")], tmp_path / "p.jsonl", quiet)
     with pytest.raises(ConfigError, match="the same answer 2 times"):
         regenerate(engine, [ask("hi", "old")], tmp_path / "p.jsonl", EXACT, samples=2)
+
+
+def test_what_was_asked_in_vain_has_ended_when_another_asks(tmp_path):
+    """The engine's queue is as long as one run's window: what the run before has left would fill it."""
+    engine, num_open = Scripted("qwen3", echo), []
+    delays = itertools.chain([0], itertools.repeat(30))  # hundredths of a second: only the first is quick
+    engine._delays = SimpleNamespace(random=lambda: next(delays))
+
+    class Enough(Exception):
+        pass
+
+    def stop(account: Account) -> None:
+        raise Enough
+
+    submit = engine.submit
+
+    def counted(prompt_ids: Any, params: Any, on_delta: Any) -> Any:
+        num_open.append(1)
+
+        def heard(delta: Delta) -> None:
+            num_open.pop()
+            on_delta(delta)
+
+        return submit(prompt_ids, params, heard)
+
+    engine.submit = counted
+    with pytest.raises(Enough):
+        regenerate(engine, [ask(f"q{i}", "old") for i in range(9)], tmp_path / "o.jsonl", EXACT, on_answer=stop)
+    assert not num_open
 
 
 def test_an_engine_that_stops_is_an_error_and_no_row(tmp_path):
