@@ -1,7 +1,9 @@
 """The set-up of every test: eight CPU devices, strict dtype promotion, tiny models, and the bundled one."""
 
 import gc
+import logging
 import os
+from collections.abc import Iterator
 
 os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
 os.environ.setdefault("JAX_PLATFORMS", "cpu")  # the laws hold on accelerators too; run there with JAX_PLATFORMS=...
@@ -53,6 +55,17 @@ def pytest_runtest_setup(item: pytest.Function) -> None:
 def _no_probe(monkeypatch: pytest.MonkeyPatch) -> None:
     """Tests put their own hub in place of the real one, which nobody asks whether it is there."""
     monkeypatch.setattr(hub, "_probe", lambda _url: "")
+
+
+@pytest.fixture(autouse=True)
+def _own_logging() -> Iterator[None]:
+    """A command that a test runs in this process sets up the log, which the next test has as if there had been none."""
+    loggers = [logging.getLogger(name) for name in ("specserve", "huggingface_hub")]
+    before = [(each.handlers[:], each.level, each.propagate) for each in loggers]
+    yield
+    for each, (handlers, level, propagate) in zip(loggers, before, strict=True):
+        each.handlers[:], each.propagate = handlers, propagate
+        each.setLevel(level)
 
 
 @pytest.fixture(scope="session")

@@ -10,16 +10,8 @@ from specserve.errors import ConfigError
 
 @pytest.fixture
 def ours():
-    logger = logging.getLogger("specserve")
-    before = (logger.handlers[:], logger.level, logger.propagate)
     root_handlers = logging.root.handlers[:]
-    logger.handlers.clear()  # a command that another test ran may have set it up
-    hub = logging.getLogger("huggingface_hub")
-    hub_before = (hub.handlers[:], hub.propagate)
-    hub.propagate = True
-    yield logger
-    hub.handlers[:], hub.propagate = hub_before
-    logger.handlers[:], logger.level, logger.propagate = before
+    yield logging.getLogger("specserve")  # as before the test in the end, and not set up: conftest sees to both
     logging.root.handlers[:] = root_handlers
 
 
