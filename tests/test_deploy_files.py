@@ -1,0 +1,170 @@
+"""deploy/: what is there loads, is of the schemas of Kubernetes, and starts commands that exist."""
+
+import json
+import math
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import yaml
+from test_doc_commands import EXTRAS, ROOT, check_specserve, find
+
+from specserve.serve.settings import ServeRun
+
+DEPLOY = ROOT / "deploy"
+HELM = DEPLOY / "helm"
+KUBERNETES = "1.31"
+VARIABLES = {  # what the operators put into pods, and SkyPilot into its nodes
+    "lws": {"LWS_LEADER_ADDRESS": "specserve-0.specserve", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"},
+    "jobset": {"JOB_COMPLETION_INDEX": "1"},
+    "skypilot": {"first": "10.0.0.1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"},
+}
+
+
+def render(text: str, scope: dict[str, Any]) -> str:
+    """What helm makes of a template that does nothing but name values, plainly or with `toJson`. Of all others it is a
+    KeyError."""
+
+    def value(match: re.Match[str]) -> str:
+        found: Any = scope
+        for name in match["path"].split("."):
+            found = found[name]
+        return json.dumps(found) if match["json"] else str(found)
+
+    rendered = re.sub(r"\{\{ (?P<json>toJson )?\.(?P<path>[\w.]+) \}\}", value, text)
+    assert "{{" not in rendered, "helm knows more than these tests do; keep to values"
+    return rendered
+
+
+def _without_null(value: Any) -> Any:
+    """As Kubernetes reads it: a field that is null is not there."""
+    if isinstance(value, dict):
+        return {key: _without_null(inner) for key, inner in value.items() if inner is not None}
+    return [_without_null(inner) for inner in value] if isinstance(value, list) else value
+
+
+def chart(**changes: Any) -> list[dict[str, Any]]:
+    values = yaml.safe_load((HELM / "values.yaml").read_text()) | changes
+    scope = {"Values": values, "Release": {"Name": "mine"}}
+    templates = sorted((HELM / "templates").iterdir())
+    return [_without_null(yaml.safe_load(render(file.read_text(), scope))) for file in templates]
+
+
+def objects() -> Iterator[tuple[str, dict[str, Any]]]:
+    """Every object of Kubernetes, by file; of the operators' own kinds, the pods and jobs in them."""
+    for shared in (
+        {"emptyDir": {}, "persistentVolumeClaim": None},
+        {"emptyDir": None, "persistentVolumeClaim": {"claimName": "c"}},
+    ):
+        yield from (("helm", each) for each in chart(cache=shared))
+    for file in sorted(DEPLOY.glob("*-*pu.yaml")):
+        for each in yaml.safe_load_all(file.read_text()):
+            spec = each["spec"]
+            if each["kind"] == "LeaderWorkerSet":
+                group = spec["leaderWorkerTemplate"]
+                for role in ("leader", "worker"):
+                    yield (
+                        file.name,
+                        {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": role}} | group[f"{role}Template"],
+                    )
+            elif each["kind"] == "JobSet":
+                for job in spec["replicatedJobs"]:
+                    yield (
+                        file.name,
+                        {"apiVersion": "batch/v1", "kind": "Job", "metadata": {"name": "x"}} | job["template"],
+                    )
+            else:
+                yield file.name, each
+
+
+def _pod(each: dict[str, Any]) -> dict[str, Any] | None:
+    return each["spec"] if each["kind"] == "Pod" else each["spec"].get("template", {}).get("spec")
+
+
+def test_objects_are_of_the_schemas_of_kubernetes() -> None:
+    validate = pytest.importorskip("kubernetes_validate", reason="pip install 'specserve[dev]' brings it")
+    for name, each in objects():
+        try:
+            validate.validate(each, KUBERNETES, strict=True)
+        except validate.ValidationError as error:
+            pytest.fail(f"{name}, {each['kind']}: {error.message} at {list(error.path)}", pytrace=False)
+
+
+@pytest.mark.skipif(not shutil.which("helm"), reason="helm is not here")
+def test_helm_finds_nothing_wrong_and_renders_the_same() -> None:
+    subprocess.run(["helm", "lint", "--strict", str(HELM)], check=True)
+    rendered = subprocess.run(
+        ["helm", "template", "mine", str(HELM)], check=True, capture_output=True, text=True
+    ).stdout
+    by_kind = {each["kind"]: _without_null(each) for each in yaml.safe_load_all(rendered)}
+    assert by_kind == {each["kind"]: each for each in chart()}
+
+
+def commands() -> Iterator[tuple[str, list[str]]]:
+    """What every container and every node runs, as words, with the variables that it finds there."""
+    for name, each in objects():
+        for container in (_pod(each) or {}).get("containers", ()):
+            words = [*container["command"], *container.get("args", ())]
+            yield name, _words(words[2], name) if words[:2] == ["sh", "-c"] else words
+    yield "skypilot", _words(yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())["run"], "skypilot")
+    docker = (DEPLOY / "Dockerfile").read_text()
+    yield (
+        "Dockerfile",
+        [word for line in re.findall(r"^(?:ENTRYPOINT|CMD) (.+)$", docker, re.M) for word in json.loads(line)],
+    )
+
+
+def _words(script: str, name: str) -> list[str]:
+    script = script.replace("$((SKYPILOT_NUM_NODES * SKYPILOT_NUM_GPUS_PER_NODE))", "16")
+    for variable, value in VARIABLES[re.split(r"\W", name)[0]].items():
+        script = script.replace(f"${variable}", value)
+    line = re.search(r"^exec (specserve .*)", script.replace("\\\n", " "), re.M | re.S)
+    assert line is not None, script
+    assert "$" not in line[1], f"{line[1]}: a variable that nobody sets"
+    return shlex.split(line[1])
+
+
+@pytest.mark.parametrize(("name", "words"), list(commands()), ids=str)
+def test_commands_are_those_of_this_version(name: str, words: list[str]) -> None:
+    """Flags and values are parsed as when they run. A server listens to more than its own container."""
+    assert words[0] == "specserve"
+    check_specserve(words[1:])
+    if words[1] == "train":  # its settings must also go together
+        command, _, rest = find(words[1:])
+        command.main([*rest, "--dry-run"], standalone_mode=False)
+    said = " ".join(words).replace("=", " ")
+    if words[1] == "serve":
+        assert "--host 0.0.0.0" in said
+        assert ("--port " in said) <= (f"--port {ServeRun().port}" in said)
+
+
+def test_a_group_has_as_many_devices_as_its_mesh() -> None:
+    for file in DEPLOY.glob("*-*pu.yaml"):
+        group, *_ = yaml.safe_load_all(file.read_text())
+        text = json.dumps(group)
+        [mesh] = set(re.findall(r"--mesh (\S+)", text))
+        size = (
+            group["spec"].get("leaderWorkerTemplate", {}).get("size")
+            or group["spec"]["replicatedJobs"][0]["template"]["spec"]["completions"]
+        )
+        [chips] = set(re.findall(r'(?:nvidia.com/gpu|google.com/tpu)": (\d+)', text))
+        sizes = [int(part.split("=")[1]) for part in mesh.split(",")]
+        assert size * int(chips) == math.prod(sizes), file.name
+        if processes := re.search(r"--num-processes (\d+)", text):
+            assert int(processes[1]) == size
+
+
+def test_an_image_has_an_extra_for_each_backend() -> None:
+    text = (DEPLOY / "Dockerfile").read_text()
+    [backends] = re.findall(r"^ +([a-z0-9|]+)\) extra=\"", text, re.M)
+    assert {"cuda", "tpu"} <= set(backends.split("|")) <= set(EXTRAS)
+    for source in re.findall(r"^COPY (?!--from)(.+) \S+$", text, re.M):
+        assert all((ROOT / name).exists() for name in source.split()), source
+    images = {
+        image for file in DEPLOY.rglob("*.yaml") for image in re.findall(r"image: \"?specserve:(\w+)", file.read_text())
+    }
+    assert images <= {"cpu", *backends.split("|")}
