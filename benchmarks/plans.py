@@ -1,0 +1,90 @@
+"""What telling the other processes of a server costs a round, on the thread that dispatches it.
+
+Run from the checkout: `python benchmarks/plans.py`. The others are real processes on this machine, which read and drop
+what they are told. So the network's own time is not in it: that passes while the device works.
+"""
+
+import argparse
+import multiprocessing
+import socket
+import statistics
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import numpy as np
+
+from specserve.drafters.speculation import parse_speculation
+from specserve.serve import plans, ranks
+from specserve.serve.options import sampler_rows
+from specserve.serve.plans import Plan
+from specserve.serve.ranks import Leader
+from specserve.serve.request import SamplingParams
+
+TREE = parse_speculation("chain:3")
+SLOTS = tuple(range(64))
+ROWS = sampler_rows(SamplingParams(), 0)
+PLANS = {
+    "a step of 64 sequences": Plan("_step", (SLOTS, TREE, 128)),
+    "new pages": Plan("_extension", (np.zeros((3, 32), np.int32),)),
+    "a prompt's chunk": Plan("_prefill", (0, 1024, True, 1024, 128, None, False)),
+    "an admission, prompt of 2,000": Plan(
+        "_admission", (0, np.zeros(2000, np.int32), np.zeros(63, np.int32), 0, ROWS, None)
+    ),
+    "verification, masks of 64 x 4 x 150,000 tokens": Plan(
+        "_verification", (SLOTS, TREE, None, np.zeros((64, 4, 18_750), np.uint8))
+    ),
+}
+
+
+def _read(port: int, number: int) -> None:
+    """One of the other processes."""
+    with ranks._reach(["127.0.0.1"], port, f"token {number}\n".encode()) as connection:
+        while connection.recv(1 << 20):
+            pass
+
+
+@contextmanager
+def telling(num_others: int) -> Iterator[Leader]:
+    """The first of so many processes more."""
+    listener = socket.create_server(("127.0.0.1", 0))
+    context, port = multiprocessing.get_context("spawn"), listener.getsockname()[1]
+    others = [context.Process(target=_read, args=(port, number), daemon=True) for number in range(1, 1 + num_others)]
+    for other in others:
+        other.start()
+    with Leader(listener, "token", num_others, lambda error: None) as leader:  # noqa: ARG005 (they are not waited for)
+        leader.trees = (TREE,)
+        yield leader
+    for other in others:
+        other.terminate()
+        other.join()
+
+
+def measure(leader: Leader, plan: Plan, rounds: int) -> list[float]:
+    """Microseconds of each telling."""
+    found = []
+    for _ in range(rounds):
+        begin = time.perf_counter()
+        leader.send(plan)
+        found.append((time.perf_counter() - begin) * 1e6)
+        time.sleep(0.001)  # as between two steps
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--processes", default="2,4,8", help="of the server together")
+    parser.add_argument("--rounds", type=int, default=500)
+    asked = parser.parse_args()
+    print(f"{'processes':>9} {'bytes':>10} {'median us':>10} {'p99 us':>8}  what is told")
+    for number in map(int, asked.processes.split(",")):
+        with telling(number - 1) as leader:
+            for name, plan in PLANS.items():
+                size = len(plans.write(plan, leader.trees))
+                times = measure(leader, plan, asked.rounds)
+                slow = statistics.quantiles(times, n=100)[-1]
+                print(f"{number:>9} {size:>10,} {statistics.median(times):>10.1f} {slow:>8.1f}  {name}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
