@@ -10,7 +10,9 @@ import numpy as np
 import tiny
 
 from specserve.drafters.door import Head, Rollout, Rows
-from specserve.drafters.eagle3.unroll import rollout_states
+from specserve.drafters.eagle.model import draft_logits
+from specserve.drafters.eagle3.drafter import Eagle3
+from specserve.drafters.eagle3.learn import rollout_states
 
 STEPS = 3
 WIDTH = 16
@@ -58,6 +60,7 @@ class Case:
 
 def our_logits(head: Head, case: Case) -> np.ndarray:  # [step, seq, draft_vocab]
     """By the rollout that trains, which another law holds equal to serving."""
+    assert isinstance(head.drafter, Eagle3)
     assert head.params.embedding is not None
     rows = Rows(
         token_ids=jnp.asarray(case.token_ids)[None],
@@ -73,4 +76,5 @@ def our_logits(head: Head, case: Case) -> np.ndarray:  # [step, seq, draft_vocab
         jnp.asarray(case.aux_hidden_states)[None],
         Rollout(STEPS, remat=False),
     )
-    return np.stack([jax.device_get(head.drafter.logits(head.params.output, state))[0] for state in states])
+    config = head.drafter.config
+    return np.stack([jax.device_get(draft_logits(head.params.output, config, state))[0] for state in states])

@@ -1,15 +1,17 @@
 """Hold draft heads against the PyPI package `speculators`, an independent implementation in torch, and write
-tests/goldens/speculators: heads as it saves them, with the draft logits that it computes.
+tests/goldens/speculators and tests/goldens/peagle: heads as it saves them, with the draft logits that it computes.
 
 Each head that we write, plain, with norm flags, with several layers, is exported with `--to speculators`, loaded by
 its `Eagle3DraftModel`, run over two packed documents for three steps, and saved again; one head is its own from the
-start. Draft logits must agree to 1e-4. It needs both packages in one environment:
+start. P-EAGLE heads are run by its `PEagleDraftModel` over one row, with masked slots where we draw them. Draft logits
+must agree to 1e-4. It needs both packages in one environment:
 
     python -m venv /tmp/speculators
     /tmp/speculators/bin/pip install torch==2.13.0 speculators -e .
     /tmp/speculators/bin/python tools/compare_speculators.py [--write]
 
-`--write` replaces the golden files, which the suite checks without torch (tests/drafters/test_speculators.py).
+`--write` replaces the golden files, which the suite checks without torch (tests/drafters/test_speculators.py,
+test_peagle_published.py).
 """
 
 import argparse
@@ -31,6 +33,11 @@ from speculators.models.eagle3 import (  # pyright: ignore[reportMissingImports]
     Eagle3DraftModel,
     Eagle3SpeculatorConfig,
 )
+from speculators.models.peagle import (  # pyright: ignore[reportMissingImports]
+    PEagleDraftModel,
+    PEagleSpeculatorConfig,
+)
+from speculators.models.peagle import core as peagle_core  # pyright: ignore[reportMissingImports]
 from speculators.proposals.greedy import (  # pyright: ignore[reportMissingImports]
     GreedyTokenProposalConfig,
 )
@@ -39,6 +46,7 @@ from transformers import LlamaConfig
 TESTS = Path(__file__).parent.parent / "tests"
 sys.path.insert(0, str(TESTS))
 
+import peagle_case  # noqa: E402  # pyright: ignore[reportMissingImports]
 import tiny  # noqa: E402  # pyright: ignore[reportMissingImports]
 from speculators_case import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     CASES,
@@ -51,17 +59,17 @@ from speculators_case import (  # noqa: E402  # pyright: ignore[reportMissingImp
     our_logits,
 )
 
-from specserve.drafters.eagle3.dialects import vocab_to_tensors  # noqa: E402
 from specserve.drafters.exchange import describe_target, export_head, import_head  # noqa: E402
 from specserve.drafters.head import load_head, save_head  # noqa: E402
+from specserve.drafters.published import vocab_to_tensors  # noqa: E402
 
-GOLDENS = TESTS / "goldens" / "speculators"
+GOLDENS, MASKED_GOLDENS = TESTS / "goldens" / "speculators", TESTS / "goldens" / "peagle"
 TOLERANCE = 1e-4
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="replace tests/goldens/speculators")
+    parser.add_argument("--write", action="store_true", help="replace tests/goldens/speculators and peagle")
     is_writing = parser.parse_args().write
     print(f"speculators {version('speculators')}, torch {torch.__version__}")
     is_equal = True
@@ -78,12 +86,62 @@ def main() -> int:
             is_equal &= bool(difference <= TOLERANCE)
             print(f"{name:8} largest difference of draft logits {difference:.1e} of {np.abs(logits).max():.1f}")
             case.save(folder / "saved" / "case.npz", logits)
+        for name in peagle_case.CASES:
+            is_equal &= compare_masked(Path("masked", name), name)
         if is_writing and is_equal:
-            shutil.rmtree(GOLDENS, ignore_errors=True)
-            for name in (*CASES, "theirs"):
-                code = shutil.ignore_patterns("*.py")  # which it saves along with a config
-                shutil.copytree(Path(name) / "saved", GOLDENS / name, ignore=code)
+            code = shutil.ignore_patterns("*.py")  # which it saves along with a config
+            for goldens, names, made in (
+                (GOLDENS, (*CASES, "theirs"), Path()),
+                (MASKED_GOLDENS, peagle_case.CASES, Path("masked")),
+            ):
+                shutil.rmtree(goldens, ignore_errors=True)
+                for name in names:
+                    shutil.copytree(made / name / "saved", goldens / name, ignore=code)
     return 0 if is_equal else 1
+
+
+def compare_masked(folder: Path, name: str) -> bool:
+    """A P-EAGLE head of ours by both; it is left under `folder` as speculators saves it."""
+    target = describe_target(Path("tiny"))
+    changes = {"has_embedding": True, **peagle_case.CASES[name]}
+    head = tiny.random_masked_head(target.config, seed=1, num_slots=peagle_case.SLOTS, **changes)
+    case = peagle_case.Case.random(seed=len(name), num_taps=len(head.drafter.aux_layers))
+    save_head(folder / "ours", head, target, dtype="float32", notes={})
+    export_head(folder / "ours", folder / "exported", target, target_name="tiny", dialect="speculators")
+    anchors, slots = peagle_case.elements(head.drafter.config, case.rows)  # type: ignore[attr-defined]
+    is_there = anchors + slots < peagle_case.SEQ  # those past the row's end have nothing to learn
+    logits = masked_logits(folder / "exported", case, anchors[is_there], slots[is_there], folder / "saved")
+    import_head(folder / "saved", folder / "back", target, target_name="tiny")
+    back = load_head(folder / "back", target, dtype="float32")
+    difference = np.abs(logits - peagle_case.our_logits(back, case)[is_there]).max()
+    print(f"P-EAGLE {name:8} largest difference of draft logits {difference:.1e} of {np.abs(logits).max():.1f}")
+    case.save(folder / "saved" / "case.npz", logits)
+    return bool(difference <= TOLERANCE)
+
+
+def masked_logits(
+    folder: Path, case: peagle_case.Case, anchors: np.ndarray, slots: np.ndarray, saved: Path
+) -> np.ndarray:  # [element, draft_vocab]
+    """What speculators computes of a folder, with these slots in place of those that it would draw, and then saves."""
+    config = PEagleSpeculatorConfig.from_pretrained(folder)
+    config.transformer_layer_config._attn_implementation = "eager"  # the other one is for accelerators
+    model = PEagleDraftModel.from_pretrained(folder, config=config, dtype=torch.float32).eval()
+    drawn = torch.from_numpy(anchors.astype(np.int64)), torch.from_numpy(slots.astype(np.int64))
+    peagle_core.generate_cod_sample_indices = lambda **_settings: drawn
+    peagle_core.compute_metrics = lambda **_logits: (None, {})  # whose losses need an accelerator
+    found: list[torch.Tensor] = []
+    model.lm_head.register_forward_hook(lambda _module, _inputs, logits: found.append(logits.detach().clone()))
+    ahead = np.append(case.token_ids, 0)[1:]
+    with torch.no_grad():
+        model(
+            hidden_states=torch.from_numpy(case.aux_hidden_states)[None],
+            input_ids=torch.from_numpy(ahead.astype(np.int64))[None],
+            document_ids=torch.zeros(1, len(ahead), dtype=torch.long),
+            verifier_last_hidden_states=torch.zeros(1, len(ahead), peagle_case.WIDTH),
+            num_depths=peagle_case.SLOTS,
+        )
+    model.save_pretrained(saved)
+    return found[0][0].numpy()
 
 
 def export_ours(folder: Path, name: str) -> Path:

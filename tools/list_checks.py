@@ -6,9 +6,12 @@ import re
 from itertools import groupby
 from pathlib import Path
 
+from specserve.drafters.dflash import catalogue as block_drafters
 from specserve.drafters.doctor import RUNNING
-from specserve.drafters.eagle3.catalogue import CATALOGUE
+from specserve.drafters.eagle.catalogue import CATALOGUE
 from specserve.drafters.findings import Check
+from specserve.drafters.mtp.doctor import CHECKS as OF_CARRIED_LAYERS
+from specserve.drafters.peagle.doctor import CATALOGUE as OF_MASKS
 
 PAGE = Path(__file__).parent.parent / "docs" / "checkpoints.md"
 BEGIN, END = "<!-- written by tools/list_checks.py -->\n", "<!-- end -->\n"
@@ -27,7 +30,8 @@ def _shown(text: str) -> str:
 
 def table() -> str:
     lines = ["| finding | | what is wrong | why it matters | how it is mended |\n", "|---|---|---|---|---|\n"]
-    for looks_at, checks in groupby((*CATALOGUE, *RUNNING), lambda check: check.looks_at):
+    every = (*CATALOGUE, *OF_MASKS, *block_drafters.CATALOGUE, *OF_CARRIED_LAYERS, *RUNNING)
+    for looks_at, checks in groupby(every, lambda check: check.looks_at):
         lines += [f"| **{looks_at}** | | | | |\n", *map(row, checks)]
     return "".join(lines)
 

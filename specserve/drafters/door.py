@@ -11,15 +11,18 @@ from typing import Any, Literal, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
+from jax.sharding import Mesh, Sharding
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.findings import Repair, Report
 from specserve.drafters.settings import DraftSettings
+from specserve.drafters.words import KindName
+from specserve.mesh import put
 from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams
 from specserve.pytree import pytree
-from specserve.speculative.drafter import Drafter
+from specserve.speculative.drafter import Drafter, DraftWeights
+from specserve.speculative.vocab import DraftVocab
 
 Dialect = Literal["sglang", "vllm", "speculators", "sglang-jax"]  # engines whose layouts heads are written in
 DIALECTS: tuple[Dialect, ...] = ("sglang", "vllm", "speculators", "sglang-jax")
@@ -34,14 +37,26 @@ class Rows:
     document_ids: jax.Array  # [batch, seq] int32, 0 is padding
     position_ids: jax.Array  # [batch, seq] int32, restarting with each document
     features: Any = None  # what the target has to say about them, where that was captured (`train.features`)
+    seeds: jax.Array | None = None  # [batch] uint32, other ones at every training step, for what is drawn at random
 
 
 @dataclass(frozen=True)
 class Rollout:
     """How many tokens ahead a drafter learns to look, and what of it is kept for the backward pass."""
 
-    length: int
+    length: int  # what `TrainedDrafter.num_steps` makes of the setting
     remat: bool  # each step is computed again in the backward pass
+    anchors: int = 0  # of a drafter that learns at some positions of a row: at how many; 0: as many as suit it
+
+
+@pytree
+class Aims:
+    """What the hidden states of a rollout foresee. Column j of step k is one state."""
+
+    weights: jax.Array  # [rollout, batch, n] float32, what a state counts in the loss of its step; 0: nothing
+    # [rollout, batch, n] int32, the position of the row whose next token a state foresees; None: column j is about
+    # position j in every step. Where there are positions, a column holds the guesses of one moment, in order
+    positions: jax.Array | None = None
 
 
 @dataclass(frozen=True)
@@ -67,13 +82,16 @@ class Costs:
     workspace: int  # numbers that one layer needs at once, attention's scores left out
     num_heads: int  # of attention
     num_kv_heads: int
+    states: float = 1.0  # that each step of the rollout has for a position
+    shares_output: bool = False  # its logits are made by the target's output head, which does not learn
+    has_one_teacher: bool = True  # the states of all steps about a position are compared with one distribution
 
 
 class TrainedDrafter(Drafter, Protocol):
     """A drafter with weights: its shape and its switches, static and hashable."""
 
     @property
-    def name(self) -> str:
+    def name(self) -> KindName:
         """The name of its kind in `registry`."""
         ...
 
@@ -122,13 +140,12 @@ class TrainedDrafter(Drafter, Protocol):
         """Parameters to begin training with. `target_ids` [draft_vocab] int32 are the tokens that it can propose."""
         ...
 
-    def weights(self, params: Any, target: TargetParams, target_ids: jax.Array) -> Any:
-        """What its steps take as `Weights.draft`: its parameters, what it shares of the target's, its vocabulary."""
+    def num_steps(self, rollout: int) -> int:
+        """How many tokens ahead it learns to look, where the settings ask for `rollout`."""
         ...
 
-    def loss_weights(self, rows: Rows, length: int) -> jax.Array:  # [rollout, batch, seq] float32
-        """For each step of a rollout, where it foresees a token that bears loss: 1 at the position whose next token
-        that is, 0 elsewhere."""
+    def aims(self, rows: Rows, rollout: Rollout) -> Aims:
+        """What the states of `learn` foresee, and which of that bears loss."""
         ...
 
     def learn(
@@ -138,16 +155,29 @@ class TrainedDrafter(Drafter, Protocol):
         rows: Rows,
         aux_hidden_states: jax.Array,  # [batch, seq, taps * target_d_model], in the drafter's dtype
         rollout: Rollout,
-    ) -> list[jax.Array]:  # rollout x [batch, seq, d_model], what `logits` takes
-        """The hidden states of every step of a rollout, each at the position whose next token it foresees."""
+    ) -> list[jax.Array]:  # rollout x [batch, n, d_model], what `logits` takes
+        """The hidden states of every step of a rollout, as `aims` places them. A step may have states for the first
+        columns alone, and later steps for fewer of them."""
         ...
 
     def output(self, params: Any) -> Any:
         """The parameters that make logits of hidden states: a tuple of matrices and vectors."""
         ...
 
-    def logits(self, output: Any, hidden_states: jax.Array) -> jax.Array:
-        """The logits [..., draft_vocab] float32 of hidden states [..., d_model]."""
+    def logits(self, output: Any, target: TargetParams, hidden_states: jax.Array) -> jax.Array:
+        """The logits [..., draft_vocab] float32 of hidden states [..., d_model]. Some share the target's output
+        head."""
+        ...
+
+    def also_learned(
+        self,
+        output: Any,
+        target: TargetParams,
+        hidden_states: jax.Array,  # [rollout, n, d_model]
+        logits: jax.Array,  # [rollout, n, draft_vocab] float32, of them
+        p: jax.Array,  # [rollout or 1, n, draft_vocab] float32, the target's distribution
+    ) -> jax.Array | None:  # [rollout, n] float32, nats
+        """A loss of states beside that of their distribution, which counts where theirs does; None: there is none."""
         ...
 
     def costs(self, rollout: Rollout, seq_len: int) -> Costs:
@@ -163,9 +193,23 @@ class Head:
     params: Any  # arrays in place of the `ParamSpec`s of `drafter.spec()`
     target_ids: np.ndarray  # [draft_vocab] int32, sorted
 
+    def weights(self, place: Sharding | None = None) -> DraftWeights:
+        """It as steps take it."""
+        return DraftWeights(self.params, DraftVocab(put(self.target_ids, place)))
+
 
 class Kind(Protocol):
     """A kind of drafter: how it is made, and its files."""
+
+    @property
+    def suits(self) -> Mapping[str, Any]:
+        """Settings of training by dotted name that suit it better than the target's recipe does."""
+        ...
+
+    @property
+    def understands(self) -> frozenset[str]:
+        """Which of `DraftSettings` have a meaning for it, beside those that every kind has (`settings.COMMON`)."""
+        ...
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
         """Whether a config.json is of a head of this kind."""

@@ -13,6 +13,7 @@ from specserve.drafters.door import Dialect, Head, TrainedDrafter
 from specserve.drafters.findings import CONFIG
 from specserve.drafters.notes import NOTES_FILE
 from specserve.drafters.registry import KINDS, kind_of
+from specserve.drafters.words import KindName
 from specserve.errors import CheckpointError
 from specserve.models.config import ModelConfig
 
@@ -39,10 +40,18 @@ def head_files(
     return KINDS[head.drafter.name].files(head, target, dtype=dtype, dialect=dialect, target_name=target_name)
 
 
-def load_head(folder: Path, target: Target, *, dtype: str, mesh: Mesh | None = None) -> Head:
+def load_head(
+    folder: Path,
+    target: Target,
+    *,
+    dtype: str,
+    mesh: Mesh | None = None,
+    kind: KindName | None = None,  # None: the one that config.json names
+) -> Head:
     """Read a head for this target, over whose mesh it is spread too. Raises ConfigError or CheckpointError, also when
     it belongs to another target, and where a tensor holds a value that is not finite, or nothing but zeros."""
-    head = kind_of(read_json(folder / CONFIG)).load(folder, target, dtype=dtype, mesh=mesh)
+    reader = KINDS[kind] if kind else kind_of(read_json(folder / CONFIG))
+    head = reader.load(folder, target, dtype=dtype, mesh=mesh)
     check_weights(head.params, head.drafter.spec(), str(folder), may_be_zero=False)
     return head
 

@@ -3,12 +3,15 @@
 import itertools
 import re
 from collections.abc import Sequence
+from typing import TypeVar
 
 from specserve.drafters.lookup.drafter import Lookup, Mixed
 from specserve.drafters.words import ALL_TEXT, OWN_TEXT, WAYS
 from specserve.errors import ConfigError
 from specserve.speculative.drafter import Drafter
 from specserve.speculative.tree import DynamicTree, StaticTree, Tree, chain, static_tree
+
+T = TypeVar("T", Tree, Tree | None)
 
 MAX_NODES = 256
 LOOKUPS = {OWN_TEXT: Lookup(remembers=False), ALL_TEXT: Lookup(remembers=True)}
@@ -20,13 +23,25 @@ def with_head(lookup: str) -> str:
 
 
 def drafter_for(trees: Sequence[Tree | None], head: Drafter | None) -> Drafter | None:
-    """Who proposes all of these: a head, a lookup, both, or nobody."""
+    """Who proposes all of these: a head, a lookup, both, or nobody. Raises ConfigError where one is deeper than the
+    head can look ahead."""
     names = {tree.lookup for tree in trees if tree is not None and tree.lookup}
     lookup = LOOKUPS[ALL_TEXT if ALL_TEXT in names else OWN_TEXT] if names else None
     if not any(tree is not None and tree.uses_head for tree in trees):
         return lookup
     assert head is not None, "a tree that asks for a head needs one"
+    if too_deep := [tree for tree in trees if tree not in within_reach(trees, head)]:
+        raise ConfigError(
+            f"speculation {describe(too_deep[0])}: this head looks {head.max_tree_depth} tokens ahead; give a chain or "
+            "a tree of that depth at most"
+        )
     return Mixed(head, lookup) if lookup else head
+
+
+def within_reach(trees: Sequence[T], head: Drafter) -> list[T]:
+    """Those of some trees, None being plain decoding, that are no deeper than a head can look ahead."""
+    limit = head.max_tree_depth
+    return [tree for tree in trees if tree is None or limit is None or not tree.uses_head or tree.depth <= limit]
 
 
 def parse_speculation(text: str) -> Tree | None:

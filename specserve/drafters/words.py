@@ -1,4 +1,11 @@
-"""What users call the ways to speculate; without arrays, so that a command's help is quick."""
+"""What users call drafters and the ways to speculate; without arrays, so that a command's help is quick."""
+
+from typing import Literal
+
+# as `registry.KINDS` has them
+KindName = Literal["eagle3", "p-eagle", "mtp", "dflash", "dspark", "dflash2"]
+DEFAULT_KIND: KindName = "eagle3"
+CARRIED: KindName = "mtp"  # in the place of a head's folder: the layer that the target's own checkpoint carries
 
 OWN_TEXT, ALL_TEXT = "ngram", "suffix"  # lookups: the sequence alone is searched, or finished answers too
 SHAPES = "chain:K, tree:DEPTHxTOPKxNODES (tree:4x4x12) or static:WIDTHxWIDTHx... (static:3x2x1)"

@@ -14,14 +14,14 @@ import numpy as np
 from specserve.kernels import native
 from specserve.kernels.paged import PagedPrefix, attend_pages, take_pages
 from specserve.kernels.pages import quantize
-from specserve.kernels.rows import NEG_INF, Documents, attend_rows
+from specserve.kernels.rows import NEG_INF, Documents, Unrolled, attend_rows
 
 
 def attend(
     q: jax.Array,  # [batch, n, head, head_dim]
     k: jax.Array,  # [batch, m, kv_head, head_dim]
     v: jax.Array,  # [batch, m, kv_head, v_dim]
-    mask: jax.Array | Documents,  # [batch or 1, n, m] bool, True where query n sees new key m
+    mask: jax.Array | Documents | Unrolled,  # [batch or 1, n, m] bool, True where query n sees new key m
     prefix: PagedPrefix | None = None,
     *,
     scale: float | None = None,
@@ -40,6 +40,9 @@ def attend(
     batch, n, num_heads, head_dim = q.shape
     num_kv_heads, v_dim = v.shape[2:]
     assert num_heads % num_kv_heads == 0, f"{num_heads} heads cannot share {num_kv_heads} KV heads"
+    if isinstance(mask, Unrolled):
+        assert prefix is None, "packed rows follow nothing"
+        return mask.attend(q, k, v, scale=scale, softcap=softcap, sinks=sinks, window=window)
     if isinstance(mask, Documents):
         assert prefix is None, "packed rows follow nothing"
         return attend_rows(q, k, v, mask, scale=scale, softcap=softcap, sinks=sinks, window=window)[0]

@@ -5,7 +5,8 @@ backward pass, and a block leaves out the keys after it, which none of its queri
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -97,30 +98,57 @@ def attend_rows(
 def attend_rollout(
     q: jax.Array,  # [batch, seq, head, head_dim], queries of rollout step len(steps_k)
     k: jax.Array,  # [batch, seq, kv_head, head_dim], keys of rollout step 0
-    v: jax.Array,  # [batch, seq, kv_head, head_dim]
+    v: jax.Array,  # [batch, seq, kv_head, v_dim]
     documents: Documents,
     steps_k: tuple[jax.Array, ...],  # one [batch, seq, kv_head, head_dim] for each later step, this one included
     steps_v: tuple[jax.Array, ...],
-) -> jax.Array:  # [batch, seq, head, head_dim]
-    """Attention of a training-time-test rollout (Li et al. 2025, arXiv 2503.01840, section 3.2). Position t sees the
-    entries of step 0 that it saw at step 0, and its own entry of each later step. That is what the draft sees in
-    serving after len(steps_k) proposed tokens.
+    *,
+    scale: float | None = None,
+    softcap: float = 0.0,
+    sinks: jax.Array | None = None,  # [head]
+    window: int = 0,
+) -> jax.Array:  # [batch, seq, head, v_dim]
+    """Attention of a training-time-test rollout (Li et al. 2025, arXiv 2503.01840, section 3.2), with the options of
+    `attention.attend`. Position t sees the entries of step 0 that it saw at step 0, and its own entry of each later
+    step. That is what the draft sees in serving after len(steps_k) proposed tokens. A window counts those too.
 
     The scores of its own entries join the softmax over step 0 by log-sum-exp (Milakov and Gimelshein 2018, arXiv
     1805.02867), so the keys of step 0 are never copied beside them.
     """
-    out, lse = attend_rows(q, k, v, documents)
+    assert not window or window > len(steps_k), f"a window of {window} for a rollout of {1 + len(steps_k)} steps"
+    rest = window and window - len(steps_k)
+    out, lse = attend_rows(q, k, v, documents, scale=scale, softcap=softcap, sinks=sinks, window=rest)
     if not steps_k:
         return out
-    by_group = (*q.shape[:2], k.shape[2], -1, q.shape[3])  # [batch, seq, kv_head, group, head_dim]
-    grouped = (q * q.shape[3] ** -0.5).reshape(by_group)
+    by_group = (*q.shape[:2], k.shape[2], -1)  # [batch, seq, kv_head, group, ...]
+    grouped = (q * (scale or q.shape[3] ** -0.5)).reshape(*by_group, q.shape[3])
     products = [jnp.einsum("bnkgh,bnkh->bnkg", grouped, own, preferred_element_type=jnp.float32) for own in steps_k]
-    scores = jnp.stack([lse.reshape(by_group[:4]), *products], axis=-1)
+    if softcap:
+        products = [softcap * jnp.tanh(product / softcap) for product in products]
+    scores = jnp.stack([lse.reshape(by_group), *products], axis=-1)
     shares = jax.nn.softmax(scores, axis=-1).astype(v.dtype)
-    merged = out.reshape(by_group) * shares[..., :1]
+    merged = out.reshape(*by_group, v.shape[3]) * shares[..., :1]
     for i, own in enumerate(steps_v, start=1):
         merged += shares[..., i, None] * own[:, :, :, None]
-    return merged.reshape(q.shape)
+    return merged.reshape(out.shape)
+
+
+class Unrolled:
+    """The mask of one step of a rollout (`attend_rollout`), given by the keys and values of the steps before. Attention
+    leaves the step's own in `own`, as it had them: a layer that keeps less of a token still attends with these. An
+    object lives while one layer of one step is traced."""
+
+    def __init__(self, documents: Documents, earlier: Sequence[tuple[jax.Array, jax.Array]]) -> None:
+        self.documents, self.earlier = documents, tuple(earlier)
+        self.own: tuple[jax.Array, jax.Array] | None = None
+
+    def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
+        """As `attend_rollout` does, of which it takes the options."""
+        assert self.own is None, "one layer attends once"
+        self.own = k, v
+        (first_k, first_v), *later = [*self.earlier, self.own]
+        steps_k, steps_v = tuple(k for k, _ in later), tuple(v for _, v in later)
+        return attend_rollout(q, first_k, first_v, self.documents, steps_k, steps_v, **options)
 
 
 def _by_segment(
@@ -195,6 +223,24 @@ def _block(
     softcap: float,
     window: int,
 ) -> tuple[jax.Array, jax.Array]:
+    distance = queries.index[:, None] - keys.index
+    is_seen = (distance >= 0) & (queries.ids[:, :, None] == keys.ids[:, None])
+    if window:
+        is_seen &= distance < window
+    return attend_seen(q, k, v, is_seen, sinks, softcap=softcap)
+
+
+def attend_seen(
+    q: jax.Array,  # [batch, kv_head, group, n, head_dim], scaled
+    k: jax.Array,  # [batch, m, kv_head, head_dim]
+    v: jax.Array,  # [batch, m, kv_head, v_dim]
+    is_seen: jax.Array,  # [batch, n, m] bool
+    sinks: jax.Array | None,  # [kv_head, group] float32
+    *,
+    softcap: float = 0.0,
+) -> tuple[jax.Array, jax.Array]:  # [batch, kv_head, group, n, v_dim], and each softmax's log-sum-exp
+    """One block of attention, whose scores are all there at once. Of a query that sees nothing the log-sum-exp is
+    `NEG_INF` or so, and its values are finite."""
     batch, num_kv_heads, group, n, head_dim = q.shape
     # the queries of all heads that share keys are rows of one product
     rows = q.reshape(batch, num_kv_heads, group * n, head_dim)
@@ -202,10 +248,6 @@ def _block(
     scores = scores.reshape(batch, num_kv_heads, group, n, -1)
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
-    distance = queries.index[:, None] - keys.index
-    is_seen = (distance >= 0) & (queries.ids[:, :, None] == keys.ids[:, None])
-    if window:
-        is_seen &= distance < window
     scores = jnp.where(is_seen[:, None, None], scores, NEG_INF)
     largest = jnp.max(scores, axis=-1)
     if sinks is not None:

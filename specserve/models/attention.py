@@ -74,7 +74,9 @@ def attention_spec(config: ModelConfig | HeadShape, prefix: str, d_in: int) -> A
         k_norm=norm_spec(f"{prefix}.{names.k_norm}", norm_sizes[1], offset=offset) if norm_sizes else None,
         gate=matrix(f"{q}.weight", d_in, q_size, ("embed", "heads"), part=gate_part) if has_gate else None,
         gate_bias=vector(f"{q}.bias", q_size, "heads", init="zeros", part=gate_part) if has_gate and has_bias else None,
-        sinks=vector(f"{prefix}.sinks", config.num_heads, "heads", init="zeros") if flags and flags.has_sinks else None,
+        sinks=vector(f"{prefix}.{names.sinks}", config.num_heads, "heads", init="zeros")
+        if flags and flags.has_sinks
+        else None,
     )
 
 

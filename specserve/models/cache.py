@@ -20,8 +20,6 @@ from specserve.models.config import ModelConfig
 from specserve.models.recurrent import State
 from specserve.pytree import pytree, static
 
-LayerKV = tuple[jax.Array, jax.Array | None]  # keys, values: [batch, n, kv_head, head_dim]
-
 
 @pytree
 class Prefix:

@@ -105,6 +105,7 @@ class Names:
     qkv: str = ""  # one matrix for q, k and v; empty: three
     q_norm: str = "q_norm"
     k_norm: str = "k_norm"
+    sinks: str = "sinks"
     mlp: str = "mlp"
     gate_up: str = ""  # one matrix for gate and up; empty: two
     experts: str = "mlp"  # the block's prefix

@@ -2,16 +2,17 @@
 
 import jax
 
-from specserve.kernels.rows import Documents
+from specserve.kernels.rows import Documents, Unrolled
 from specserve.pytree import pytree
 
 Tables = tuple[jax.Array, jax.Array]  # cos, sin: see `models.rope.rope_tables`
+# [batch or 1, n, n] bool: who sees whom among the n new tokens, oneself always; packed rows say it by documents
+Mask = jax.Array | Documents | Unrolled
 
 
 @pytree
 class Context:
     position_ids: jax.Array  # [batch, n] int32
-    # [batch or 1, n, n] bool: who sees whom among the n new tokens, oneself always; packed rows say it by documents
-    mask: jax.Array | Documents
+    mask: Mask
     rope: Tables
     local_rope: Tables | None

@@ -15,15 +15,17 @@ from specserve.models.family_keys import Flags, Keys
 
 def model_config(raw: Mapping[str, Any], *, dtype: str, where: str = "config.json") -> ModelConfig:
     """Read a Hugging Face config.json. Raises ConfigError for an unknown family or an unsupported feature."""
-    if isinstance(text := raw.get("text_config"), Mapping) and raw.get("model_type") not in FAMILIES:
+    known = FAMILIES.keys() | ALIASES.keys()
+    if isinstance(text := raw.get("text_config"), Mapping) and raw.get("model_type") not in known:
         raw = {**text, **{key: raw[key] for key in ("tie_word_embeddings",) if key in raw}}
-    family = raw.get("model_type")
-    if family not in FAMILIES:
-        near = difflib.get_close_matches(str(family), FAMILIES, n=1)
+    family = str(raw.get("model_type"))
+    if family not in known:
+        near = difflib.get_close_matches(family, known, n=1)
         hint = f"; the nearest is {near[0]!r}" if near else ""
-        raise ConfigError(f"{where}: model_type {family!r} is not one of {', '.join(FAMILIES)}{hint}")
-    keys = Keys(DEFAULTS.get(family, {}) | dict(raw), where)
-    flags = FAMILIES[family](keys)
+        raise ConfigError(f"{where}: model_type {family!r} is not one of {', '.join((*FAMILIES, *ALIASES))}{hint}")
+    row = ALIASES.get(family, family)
+    keys = Keys(DEFAULTS.get(row, {}) | dict(raw), where)
+    flags = FAMILIES[row](keys)
     num_heads = keys.integer("num_attention_heads")
     head_dim = flags.get("head_dim") or keys.head_dim
     if "activation" not in flags:
@@ -311,6 +313,8 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "bailing_hybrid": {"rope_theta": 6e6, "first_k_dense_replace": 2, "layer_group_size": 6},
 }
 
+# checkpoints whose model is another family's; what more they hold goes by their own name
+ALIASES = {"mimo": "qwen2"}
 FAMILIES: dict[str, Callable[[Keys], Flags]] = {
     "llama": _llama,
     "mistral": _mistral,

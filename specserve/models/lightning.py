@@ -10,6 +10,7 @@ import numpy as np
 
 from specserve.kernels.matmul import Weight
 from specserve.kernels.recurrence import New, State, recur
+from specserve.kernels.rows import Unrolled
 from specserve.kernels.rowwise import apply_rope, rms_norm
 from specserve.models.config import Lightning, ModelConfig
 from specserve.models.context import Context
@@ -88,6 +89,7 @@ def mix(
     v = heads(params.v, params.v_bias).astype(jnp.float32)
     decay = jnp.asarray(-slope_scale * slopes(lightning.num_heads), jnp.float32)
     log_decay = jnp.broadcast_to(decay[:, None], (*x.shape[:2], lightning.num_heads, 1))
+    assert not isinstance(context.mask, Unrolled)
     out, u = recur(q * lightning.head_dim**-0.5, k, v, log_decay, None, seen.matrix, context.mask)
     groups = (lightning.num_norm_groups, -1)
     out = rms_norm(out.reshape(*x.shape[:2], *groups), params.norm.reshape(groups), config.norm_eps)

@@ -3,6 +3,7 @@
 import jax
 
 from specserve.kernels.recurrence import New, State, advance
+from specserve.kernels.rows import Unrolled
 from specserve.models import delta, lightning
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.context import Context
@@ -39,6 +40,7 @@ def mix(
 ) -> tuple[jax.Array, New]:
     """What the layer adds to the residual, [batch, n, d_model], and what the tokens would do to its state (`advance`).
     Which masks it can take says `kernels.recurrence.recur`."""
+    assert not isinstance(context.mask, Unrolled), "a rollout is of layers that attend"
     seen = init_state(config, kind, x.shape[0]) if seen is None else seen
     if isinstance(params, DeltaNet):
         assert config.delta is not None

@@ -12,13 +12,12 @@ import jax.numpy as jnp
 import numpy as np
 
 from specserve.kernels.matmul import BlockedMatrix, PackedMatrix, Weight, dequantize, matmul_float32
-from specserve.kernels.rows import Documents
 from specserve.kernels.rowwise import rms_norm
 from specserve.models import attention, latent, recurrent
 from specserve.models.attention import Attention, attention_spec, fuse_attention
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import LayerKind, ModelConfig
-from specserve.models.context import Context
+from specserve.models.context import Context, Mask
 from specserve.models.latent import LatentAttention, latent_spec
 from specserve.models.layers import Mlp, fuse_mlp, mlp, mlp_spec, norm_spec
 from specserve.models.moe import Moe, moe, moe_spec
@@ -60,7 +59,7 @@ def target_spec(config: ModelConfig) -> TargetParams:
     names = config.names
     return TargetParams(
         embedding=embedding_table(names.embedding, config.vocab_size, config.d_model),
-        layers=tuple(_layer_spec(config, i) for i in range(config.num_layers)),
+        layers=tuple(layer_spec(config, i) for i in range(config.num_layers)),
         norm=norm_spec(names.norm.removesuffix(".weight"), config.d_model, offset=config.norm_offset),
         head=None
         if config.tie_embeddings
@@ -68,7 +67,7 @@ def target_spec(config: ModelConfig) -> TargetParams:
     )
 
 
-def _layer_spec(config: ModelConfig, i: int) -> Layer:
+def layer_spec(config: ModelConfig, i: int) -> Layer:
     names, kind = config.names, config.kind(i)
     prefix = names.layer.format(i=i)
 
@@ -100,7 +99,7 @@ def forward(
     config: ModelConfig,
     token_ids: jax.Array,  # [batch, n] int32
     position_ids: jax.Array,  # [batch, n] int32
-    mask: jax.Array | Documents,  # [batch or 1, n, n] bool: who sees whom among the n
+    mask: Mask,  # [batch or 1, n, n] bool: who sees whom among the n
     *,
     cache: Cache | None = None,
     prefix: Prefix | None = None,
@@ -108,20 +107,13 @@ def forward(
 ) -> TargetOutput:
     """Run the decoder over n tokens of each sequence, which follow `prefix` where there is one."""
     assert (cache is None) == (prefix is None), "cache and prefix come together"
-    x = params.embedding[token_ids]
-    if config.embedding_scale != 1.0:
-        x = x * jnp.asarray(config.embedding_scale, x.dtype)
-    context = Context(
-        position_ids=position_ids,
-        mask=mask,
-        rope=rope_tables(config.rope, config.head_dim, position_ids),
-        local_rope=rope_tables(config.local_rope, config.head_dim, position_ids) if config.local_rope else None,
-    )
+    x = embed(params.embedding, config, token_ids)
+    context = make_context(config, position_ids, mask)
     taps: dict[int, jax.Array] = {}
     new: list[Any] = []
     for i, layer in enumerate(params.layers):
         seen = cache.layer(i, prefix) if cache is not None and prefix is not None else None
-        x, left = _layer(layer, config, config.kind(i), x, seen, context)
+        x, left = run_layer(layer, config, config.kind(i), x, seen, context)
         new.append(left)
         if i in aux_layers:
             taps[i] = x
@@ -132,7 +124,23 @@ def forward(
     )
 
 
-def _layer(
+def embed(table: jax.Array, config: ModelConfig, token_ids: jax.Array) -> jax.Array:  # [vocab, d_model], [...]
+    """The embeddings of tokens as the first layer takes them, [..., d_model]."""
+    x = table[token_ids]
+    return x if config.embedding_scale == 1.0 else x * jnp.asarray(config.embedding_scale, x.dtype)
+
+
+def make_context(config: ModelConfig, position_ids: jax.Array, mask: Mask) -> Context:
+    """What every layer gets besides its input, for tokens at these positions [batch, n]."""
+    return Context(
+        position_ids=position_ids,
+        mask=mask,
+        rope=rope_tables(config.rope, config.head_dim, position_ids),
+        local_rope=rope_tables(config.local_rope, config.head_dim, position_ids) if config.local_rope else None,
+    )
+
+
+def run_layer(
     params: Layer,
     config: ModelConfig,
     kind: LayerKind,

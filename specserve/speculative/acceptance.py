@@ -50,9 +50,16 @@ class Acceptance:
 
     def __add__(self, other: "Acceptance") -> "Acceptance":
         """The counts of both together."""
+        return self._plus(other, 1)
+
+    def __sub__(self, earlier: "Acceptance") -> "Acceptance":
+        """The counts that came after an earlier reading of the same counters."""
+        return self._plus(earlier, -1)
+
+    def _plus(self, other: "Acceptance", sign: int) -> "Acceptance":
         by_depth = itertools.zip_longest(self.accepted_per_depth, other.accepted_per_depth, fillvalue=0)
         return Acceptance(
-            self.num_steps + other.num_steps,
-            self.num_draft_tokens + other.num_draft_tokens,
-            tuple(n + m for n, m in by_depth),
+            self.num_steps + sign * other.num_steps,
+            self.num_draft_tokens + sign * other.num_draft_tokens,
+            tuple(n + sign * m for n, m in by_depth),
         )

@@ -1,8 +1,8 @@
 """The interface between a step and a drafter, which proposes the step's tree.
 
 A drafter is static, like a config: it is hashable, and compared when a program is compiled. Its arrays are elsewhere:
-its weights in `Weights.draft`, its state of the sequences in `SlotState.draft`. Each method takes both and returns the
-new state. Which pytrees they are is up to the drafter. `specserve.drafters` has a room for each kind.
+its parameters in `Weights.draft`, its state of the sequences in `SlotState.draft`. Each method takes both and returns
+the new state. Which pytrees they are is up to the drafter. `specserve.drafters` has a room for each kind.
 """
 
 from dataclasses import dataclass
@@ -12,9 +12,11 @@ import jax
 import jax.numpy as jnp
 
 from specserve.models.config import ModelConfig
+from specserve.models.target import TargetParams
 from specserve.pytree import pytree
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.tree import Proposal, Tree
+from specserve.speculative.vocab import DraftVocab
 
 HEAD = 0  # `Proposal.source` of what a trained head proposes; other drafters number theirs from 1
 
@@ -58,6 +60,23 @@ class Committed:
     source: jax.Array  # [batch] int32, who proposed
 
 
+@pytree
+class DraftWeights:
+    """A head as a step takes it."""
+
+    params: Any  # the drafter's own
+    vocab: DraftVocab  # the tokens that it can propose
+
+
+@pytree
+class Weights:
+    """The parameters of a step. A drafter sees those of the target too, of which heads share the embedding or the
+    output head."""
+
+    target: TargetParams
+    draft: DraftWeights | None  # None: no head proposes
+
+
 After = Literal["prompt", "plain"] | Tree  # what was committed: a chunk, a plain step's token, or a path of a tree
 
 
@@ -67,6 +86,11 @@ class Drafter(Protocol):
     @property
     def aux_layers(self) -> tuple[int, ...]:
         """The target's layers (0-based) whose outputs `observe` gets."""
+        ...
+
+    @property
+    def max_tree_depth(self) -> int | None:
+        """How deep its trees can be; None: as deep as is asked for."""
         ...
 
     @property
@@ -98,16 +122,16 @@ class Drafter(Protocol):
         that of a miss."""
         ...
 
-    def observe(self, weights: Any, state: Any, view: SlotView, committed: Committed, after: After) -> Any:
+    def observe(self, weights: Weights, state: Any, view: SlotView, committed: Committed, after: After) -> Any:
         """Take note of committed tokens: a chunk of a prompt, the token of a plain step, or the accepted path of the
         tree that the drafter proposed in this step. `view` shows the state before the step."""
         ...
 
-    def catch_up(self, weights: Any, state: Any, view: SlotView) -> Any:
+    def catch_up(self, weights: Weights, state: Any, view: SlotView) -> Any:
         """Consume all tokens that plain steps have left pending."""
         ...
 
-    def propose(self, weights: Any, state: Any, view: SlotView, tree: Tree) -> tuple[Any, Proposal]:
+    def propose(self, weights: Weights, state: Any, view: SlotView, tree: Tree) -> tuple[Any, Proposal]:
         """Propose a tree below each root. Pending tokens, at most `tree.depth` + 1, are consumed first."""
         ...
 

@@ -21,10 +21,10 @@ from specserve.kernels.gather import take_each, take_rows
 from specserve.models import target as target_model
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import ModelConfig
-from specserve.models.target import TargetOutput, TargetParams
+from specserve.models.target import TargetOutput
 from specserve.pytree import pytree
 from specserve.speculative import sampling
-from specserve.speculative.drafter import After, Committed, Drafter, Sizes, SlotView
+from specserve.speculative.drafter import After, Committed, Drafter, Sizes, SlotView, Weights
 from specserve.speculative.sampling import Logprobs, Nodes, SamplerRows, Scores, TokenRows
 from specserve.speculative.tree import Proposal, Tree, ancestor_mask, pad_chain
 from specserve.speculative.verify import verify, verify_chain
@@ -50,12 +50,6 @@ class StepConfig:
     def max_pending(self) -> int:
         """How many committed tokens the drafter may not have consumed yet. 0 means that it is never behind."""
         return self.drafter.max_pending(self.max_depth) if self.drafter else 0
-
-
-@pytree
-class Weights:
-    target: TargetParams
-    draft: Any | None  # the drafter's; None where it has none
 
 
 @pytree
@@ -213,7 +207,7 @@ def catch_up(config: StepConfig, weights: Weights, state: SlotState, slots: jax.
     """Let the drafter consume what plain steps have emitted."""
     assert config.drafter is not None, "there is nobody to catch up"
     view = _gather(state, slots, width=1).view
-    return dataclasses.replace(state, draft=config.drafter.catch_up(weights.draft, state.draft, view))
+    return dataclasses.replace(state, draft=config.drafter.catch_up(weights, state.draft, view))
 
 
 def speculate(
@@ -249,7 +243,7 @@ def propose_tree(
     view = _gather(state, slots, width).view
     if not config.is_coupled:
         view = dataclasses.replace(view, rows=dataclasses.replace(view.rows, temperature=view.rows.temperature * 0))
-    draft, proposal = config.drafter.propose(weights.draft, state.draft, view, tree)
+    draft, proposal = config.drafter.propose(weights, state.draft, view, tree)
     state = dataclasses.replace(state, draft=draft)
     if not has_scores:
         proposal = dataclasses.replace(proposal, scores=None)
@@ -364,7 +358,7 @@ def _commit(
     cache = state.cache.write(new, now.view.page_table, committed.index, committed.is_kept, now.slots, path)
     draft = state.draft
     if config.drafter:
-        draft = config.drafter.observe(weights.draft, draft, now.view, committed, after)
+        draft = config.drafter.observe(weights, draft, now.view, committed, after)
     return dataclasses.replace(state, cache=cache, draft=draft)
 
 

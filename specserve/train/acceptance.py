@@ -17,14 +17,16 @@ from jax.sharding import Mesh
 from specserve.checkpoints.load import Target
 from specserve.data.dataset import Prompt
 from specserve.drafters.door import TrainedDrafter
-from specserve.drafters.speculation import parse_speculation
+from specserve.drafters.speculation import drafter_for, parse_speculation
 from specserve.errors import ConfigError, DataError
 from specserve.mesh import on_mesh, whole
 from specserve.speculative import step
 from specserve.speculative.acceptance import Acceptance
+from specserve.speculative.drafter import DraftWeights, Weights
 from specserve.speculative.sampling import SamplerRows
-from specserve.speculative.step import SlotState, StepConfig, StepResult, Weights
+from specserve.speculative.step import SlotState, StepConfig, StepResult
 from specserve.speculative.tree import Tree
+from specserve.speculative.vocab import DraftVocab
 
 PAGE_SIZE = 32
 MAX_SLOTS = 32  # prompts that are answered at once
@@ -93,8 +95,8 @@ class AcceptanceMeter:
         mesh: Mesh | None = None,  # what the target is spread over
     ) -> None:
         """Compiles on first use: one program for prompts, and one for each tree. Raises DataError when no prompt fits
-        the context."""
-        self._target, self._drafter, self._max_new_tokens, self._seed = target, drafter, max_new_tokens, seed
+        the context, ConfigError where a tree is deeper than the head can look."""
+        self._target, self._max_new_tokens, self._seed = target, max_new_tokens, seed
         self._context = min(target.config.max_len, drafter.max_len, MAX_CONTEXT)
         # alike lengths are answered together; the order changes no answer
         fitting = [i for i, prompt in enumerate(prompts) if 0 < len(prompt.token_ids) < self._context]
@@ -110,7 +112,7 @@ class AcceptanceMeter:
         trees = {arm.speculation: arm.tree for arm in arms}
         self._max_depth = max(tree.depth for tree in trees.values())
         self._max_pages = self._num_pages(self._order[0])
-        self._config = StepConfig(target.config, drafter, self._max_depth)
+        self._config = StepConfig(target.config, drafter_for(list(trees.values()), drafter), self._max_depth)
         # over a mesh a part of the state may be made in one place and returned in another: nothing to reuse there
         donated = () if mesh is not None else (1,)
         chunk = min(PREFILL_CHUNK, len(prompts[self._order[0]].token_ids))
@@ -132,7 +134,7 @@ class AcceptanceMeter:
     def measure(self, params: Any, target_ids: np.ndarray, arm: Arm) -> Measured:
         """Answer every prompt with at most `max_new_tokens` tokens, or fewer where the context ends, and count."""
         target = self._target.params
-        weights = Weights(target, self._drafter.weights(params, target, jnp.asarray(target_ids)))
+        weights = Weights(target, DraftWeights(params, DraftVocab(jnp.asarray(target_ids))))
         by_source: defaultdict[str, Acceptance] = defaultdict(Acceptance)
         answers: list[tuple[int, ...]] = [()] * len(self._prompts)
         for start in range(0, len(self._order), self._num_slots):

@@ -1,13 +1,18 @@
 """What a run asks for that cannot be, refused before anything is loaded: by the run and by its dry run alike."""
 
+import jax
+import jax.numpy as jnp
+
 from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.data.sources import parse_entry
+from specserve.drafters.door import Rows, TrainedDrafter
 from specserve.errors import ConfigError
 from specserve.mesh import mesh_sizes
 from specserve.models.config import ModelConfig
 from specserve.train.acceptance import arms
 from specserve.train.budget import seconds_of
 from specserve.train.settings import DraftSettings, TrainRun, TrainSettings
+from specserve.train.step import rollout_of
 
 
 def check_settings(run: TrainRun) -> None:
@@ -42,6 +47,34 @@ def check_target(train: TrainSettings, draft: DraftSettings, target: ModelConfig
             f"draft.vocab_size is {draft.vocab_size}, the target has {target.vocab_size} tokens; lower --vocab-size to "
             "that"
         )
+
+
+def check_drafter(train: TrainSettings, drafter: TrainedDrafter) -> None:
+    """Raises ConfigError where the settings ask for what only a drafter of another kind can learn by."""
+    shape = 1, train.seq_len
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.bool_, jnp.int32, jnp.int32)]
+    rows = Rows(*arrays, seeds=jax.ShapeDtypeStruct((1,), jnp.uint32))  # type: ignore[arg-type]
+    aims = jax.eval_shape(lambda rows: drafter.aims(rows, rollout_of(train, drafter)), rows)
+    if train.anchors > train.seq_len:
+        raise ConfigError(
+            f"train.anchors is {train.anchors}, more than the {train.seq_len} positions of a row; lower --anchors, or "
+            "raise --seq-len"
+        )
+    is_by_blocks = aims.positions is not None
+    for setting, is_unknown, neutral in (
+        (
+            f"train.weighting is {train.weighting}, which is for drafters that learn whole blocks",
+            train.weighting != "decay" and not is_by_blocks,
+            "--weighting decay",
+        ),
+        (
+            f"train.anchors is {train.anchors}, which is for drafters that learn at so many places of a row",
+            train.anchors > 0 and not (is_by_blocks and aims.weights.shape[2] == train.anchors),
+            "--anchors 0",
+        ),
+    ):
+        if is_unknown:
+            raise ConfigError(f"{setting}, and {drafter.name} does not; give {neutral}, or another --drafter")
 
 
 def _check_shares(train: TrainSettings, mesh: str) -> None:

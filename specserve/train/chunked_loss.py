@@ -9,13 +9,14 @@ need the whole vocabulary before the first gradient, and the acceptance another 
 """
 
 import functools
+import itertools
 import math
 from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 
-from specserve.drafters.door import TrainedDrafter
+from specserve.drafters.door import Aims, TrainedDrafter
 from specserve.kernels.rows import part_length
 from specserve.mesh import num_parts, over_parts, partition, sum_parts, traced_mesh
 from specserve.models import target as target_model
@@ -24,7 +25,7 @@ from specserve.models.target import TargetParams
 from specserve.pytree import pytree
 from specserve.speculative.sampling import argmax
 from specserve.speculative.vocab import DraftVocab
-from specserve.train.losses import Loss, acceptance
+from specserve.train.losses import Loss, Weigh, acceptance
 
 Tree = TypeVar("Tree")
 LOGITS_AT_ONCE = {"cpu": 1 << 21}  # of all rollout steps; elsewhere:
@@ -33,11 +34,11 @@ DEFAULT_LOGITS_AT_ONCE = 1 << 27  # 512 MB in float32
 
 class Teacher(Protocol):
     """What the frozen target says about positions: a pytree of [batch, seq, ...] arrays, cut and flattened to
-    [position, ...] as the chunks need it."""
+    [position, ...] as the chunks need it, or to [position, rollout, ...] where states have teachers of their own."""
 
     def distribution(
         self, target: TargetParams, config: ModelConfig, vocab: DraftVocab
-    ) -> tuple[jax.Array, jax.Array]:  # [position, draft_vocab] float32 and [position] int32
+    ) -> tuple[jax.Array, jax.Array]:  # [position, ..., draft_vocab] float32 and [position, ...] int32
         """The next token's probabilities over the draft vocabulary, whose sum is the mass in it, and the target's best
         token as a draft row, -1 when it is none."""
         ...
@@ -85,31 +86,66 @@ class RolloutMetrics:
 def sum_losses(
     output: tuple[jax.Array, ...],  # the parameters that make logits of states
     drafter: TrainedDrafter,
-    states: list[jax.Array],  # rollout x [batch, seq, d_model], each at the position whose next token it foresees
-    weights: jax.Array,  # [rollout, batch, seq] float32, 1 where a state bears loss
+    states: list[jax.Array],  # rollout x [batch, n, d_model]
+    aims: Aims,  # what they foresee
     coefficients: jax.Array,  # [rollout] float32, what a nat at each rollout step counts
     teacher: Teacher,
     target: tuple[TargetParams, ModelConfig, DraftVocab],
     loss: Loss,
+    weigh: Weigh | None = None,  # what a state counts beside that, by its column
 ) -> tuple[jax.Array, Sums]:
-    """sum_k coefficients[k] * (sum over positions of the loss at step k), differentiable in `output` and `states`."""
+    """sum_k coefficients[k] * (sum over states of the loss at step k), differentiable in `output` and `states`. Where
+    later steps have fewer states, columns that reach as many steps are summed together, and none that has no state."""
+    if aims.positions is not None:
+        teacher = _teachers(teacher, aims.positions)
+    ends = sorted({state.shape[1] for state in states})
+    if len(ends) == 1:
+        return _sum_columns(output, drafter, states, aims, coefficients, teacher, target, loss, weigh)
+    found = []
+    for first, end in itertools.pairwise((0, *ends)):
+        reached = [state[:, first:end] for state in states if state.shape[1] >= end]
+        steps = len(reached)
+        own = jax.tree.map(lambda x, a=first, b=end, n=steps: x[:n, :, a:b], aims)
+        of_columns = jax.tree.map(lambda x, a=first, b=end, n=steps: x[:, a:b, :n], teacher)
+        value, sums = _sum_columns(output, drafter, reached, own, coefficients[:steps], of_columns, target, loss, weigh)
+        found.append((value, jax.tree.map(lambda x, n=steps: jnp.pad(x, (0, len(states) - n)), sums)))
+    return functools.reduce(lambda one, other: jax.tree.map(jnp.add, one, other), found)
+
+
+def _sum_columns(
+    output: tuple[jax.Array, ...],
+    drafter: TrainedDrafter,
+    states: list[jax.Array],  # steps x [batch, n, d_model]
+    aims: Aims,
+    coefficients: jax.Array,  # [steps] float32
+    teacher: Teacher,  # of positions [batch, n], or where states have positions of their own [batch, n, steps]
+    target: tuple[TargetParams, ModelConfig, DraftVocab],
+    loss: Loss,
+    weigh: Weigh | None,
+) -> tuple[jax.Array, Sums]:
+    """`sum_losses` of columns that have a state in every step."""
     target_params, target_config, vocab = target
+    weights, is_shared = aims.weights, aims.positions is None  # one teacher for the states of all steps
 
     def of_chunk(common: Any, head: Any, chunk: Any) -> tuple[Any, ...]:
         (coefficients, target_params, vocab), (states, weights, teacher) = common, chunk
         p, best = teacher.distribution(target_params, target_config, vocab)
+        p, best = (p[None], best[None]) if is_shared else (jnp.moveaxis(p, 1, 0), jnp.moveaxis(best, 1, 0))
 
-        def weigh(head: Any, states: list[jax.Array]) -> tuple[jax.Array, Sums]:
+        def value_of(head: Any, states: list[jax.Array]) -> tuple[jax.Array, Sums]:
             # cast here, so that chunks add up their gradients in the dtype that the parameters are kept in
-            cast = tuple(leaf.astype(drafter.dtype) for leaf in head)
-            sums = _compare(drafter.logits(cast, jnp.stack(states)), p, best, weights, loss)
-            return jnp.sum(coefficients * sums.loss), sums
+            cast = jax.tree.map(lambda leaf: leaf.astype(drafter.dtype), head)
+            stacked = jnp.stack(states)
+            logits = drafter.logits(cast, target_params, stacked)
+            also = drafter.also_learned(cast, target_params, stacked, logits, p)
+            sums, weighed = _compare(logits, p, best, weights, loss, weigh, also)
+            return jnp.sum(coefficients * weighed), sums
 
-        (value, sums), gradient = jax.value_and_grad(weigh, (0, 1), has_aux=True)(head, states)
+        (value, sums), gradient = jax.value_and_grad(value_of, (0, 1), has_aux=True)(head, states)
         return value, sums, *gradient
 
     cut = [axis for axis in ("batch", "sequence") if num_parts(traced_mesh(), axis) > 1]
-    num_logits = len(states) * drafter.draft_vocab_size
+    num_logits = len(states) * drafter.draft_vocab_size + (0 if is_shared else len(states) * target_config.vocab_size)
 
     def of_positions(*arguments: Any) -> tuple[Any, ...]:
         positions, common, head = arguments
@@ -117,32 +153,64 @@ def sum_losses(
         return *(sum_parts(summed, cut) if cut else summed), of_states
 
     positions, common = (states, weights, teacher), (coefficients, target_params, vocab)
+    num_columns = weights.shape[2]
+    if missing := -num_columns % num_parts(traced_mesh(), "sequence"):  # columns that count nothing
+        positions = tuple(_filled_up(part, missing, axis) for part, axis in zip(positions, (1, 2, 1), strict=True))
     run: Any = of_positions
     if cut:
         rows, whole = partition(("batch", "sequence"), cut), partition((), cut)
         of_weights = partition((None, "batch", "sequence"), cut)
         run = over_parts(of_positions, cut, ((rows, of_weights, rows), whole, whole), (whole, whole, whole, rows))
-    value, sums, *gradient = run(*jax.lax.stop_gradient((positions, common, output)))
-    return _with_gradient(value, tuple(gradient), (output, states)), sums
+    value, sums, of_head, of_states = run(*jax.lax.stop_gradient((positions, common, output)))
+    of_states = [x[:, :num_columns] for x in of_states]
+    return _with_gradient(value, (of_head, of_states), (output, states)), sums
+
+
+def _teachers(teacher: Any, positions: jax.Array) -> Any:  # [batch, seq, ...] leaves -> [batch, n, rollout, ...]
+    """What the target says about the positions [rollout, batch, n] that states foresee."""
+    index = jnp.moveaxis(positions, 0, 2)  # [batch, n, rollout]
+
+    def take(leaf: jax.Array) -> jax.Array:
+        found = jax.vmap(lambda row, at: row.at[at].get(mode="clip"))(leaf, index.reshape(len(index), -1))
+        return found.reshape(*index.shape, *leaf.shape[2:])
+
+    return jax.tree.map(take, teacher)
 
 
 def _compare(
-    logits: jax.Array,  # [rollout, position, draft_vocab] float32
-    p: jax.Array,  # [position, draft_vocab] float32
-    best: jax.Array,  # [position] int32
-    weights: jax.Array,  # [rollout, position] float32
+    logits: jax.Array,  # [rollout, state, draft_vocab] float32
+    p: jax.Array,  # [rollout or 1, state, draft_vocab] float32
+    best: jax.Array,  # [rollout or 1, state] int32
+    weights: jax.Array,  # [rollout, state] float32
     loss: Loss,
-) -> Sums:
+    weigh: Weigh | None,
+    also: jax.Array | None,  # [rollout, state] float32, nats
+) -> tuple[Sums, jax.Array]:
+    """The sums, and [rollout] float32 the loss by what its states count, with what they learn beside it."""
     is_known = jnp.where(best >= 0, weights, 0.0)
-    of_best = jnp.take_along_axis(logits, jnp.maximum(best, 0)[None, :, None], axis=-1)[..., 0]
+    of_best = jnp.take_along_axis(logits, jnp.maximum(best, 0)[..., None], axis=-1)[..., 0]
     is_hit = of_best >= jnp.max(logits, axis=-1)
-    return Sums(
-        loss=jnp.sum(loss(p, logits) * is_known, axis=1),
+    losses, accepted = loss(p, logits) * is_known, acceptance(p, logits)
+    sums = Sums(
+        loss=jnp.sum(losses, axis=1),
         n_known=jnp.sum(is_known, axis=1),
         hits=jnp.sum(jnp.where(is_hit, is_known, 0.0), axis=1),
-        acceptance=jnp.sum(acceptance(p, logits) * weights, axis=1),
+        acceptance=jnp.sum(accepted * weights, axis=1),
         n_positions=jnp.sum(weights, axis=1),
     )
+    if weigh is not None:
+        counts = weigh(jax.lax.stop_gradient(accepted), weights)
+        return sums, jnp.sum((losses if also is None else losses + also) * counts, axis=1)
+    return sums, sums.loss if also is None else sums.loss + jnp.sum(also * weights, axis=1)
+
+
+def _filled_up(tree: Tree, missing: int, axis: int) -> Tree:
+    """Arrays with so many zeros more along an axis."""
+
+    def fill(x: jax.Array) -> jax.Array:
+        return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+
+    return jax.tree.map(fill, tree)
 
 
 def _in_chunks(

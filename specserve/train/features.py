@@ -30,13 +30,13 @@ class TopK:
 
     def distribution(
         self, target: TargetParams, config: ModelConfig, vocab: DraftVocab
-    ) -> tuple[jax.Array, jax.Array]:  # see `positions.Teacher`
+    ) -> tuple[jax.Array, jax.Array]:  # see `chunked_loss.Teacher`
         del target, config
         draft_ids, size = self.draft_ids.astype(jnp.int32), vocab.target_ids.shape[0]
         num_others = max(size - draft_ids.shape[-1], 1)
-        p = jnp.broadcast_to(self.rest.astype(jnp.float32)[:, None] / num_others, (len(draft_ids), size))
-        p = p.at[jnp.arange(len(draft_ids))[:, None], draft_ids].set(self.probs.astype(jnp.float32))
-        return p, jnp.where(self.is_drafted, draft_ids[:, 0], -1)
+        p = jnp.broadcast_to(self.rest.astype(jnp.float32)[..., None] / num_others, (*draft_ids.shape[:-1], size))
+        p = jnp.put_along_axis(p, draft_ids, self.probs.astype(jnp.float32), axis=-1, inplace=False)
+        return p, jnp.where(self.is_drafted, draft_ids[..., 0], -1)
 
 
 @pytree

@@ -9,13 +9,14 @@ again in the backward pass and attention runs over blocks of keys. Shares of a p
 from dataclasses import dataclass
 from typing import Any
 
-from specserve.drafters.door import Flops, Rollout, TrainedDrafter
+from specserve.drafters.door import Costs, Flops, Rollout, TrainedDrafter
 from specserve.kernels import recurrence
 from specserve.kernels.rows import mean_keys
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.moe import experts_computed
 from specserve.models.params import is_matrix, num_params, specs
 from specserve.models.target import target_spec
+from specserve.train.teachers import TeacherName
 
 
 @dataclass(frozen=True)
@@ -41,13 +42,14 @@ def step_flops(
     seq: int,
     platform: str,  # on which it runs
     is_captured: bool = False,  # what the target has to say is read from a cache
+    teacher: TeacherName = "soft",
 ) -> StepFlops:
     """Count the operations of a step over `batch` rows of `seq` positions."""
     positions = batch * seq
     forward = Flops(0, 0) if is_captured else target_flops(target, seq, positions, platform) * positions
-    return StepFlops(
-        forward, draft.costs(rollout, seq).flops * positions, _loss(target, draft, rollout, is_captured) * positions
-    )
+    has_logits = not is_captured and teacher != "data"
+    costs = draft.costs(rollout, seq)
+    return StepFlops(forward, costs.flops * positions, _loss(target, draft, rollout, costs, has_logits) * positions)
 
 
 def target_flops(config: ModelConfig, seq: int, positions: int, platform: str) -> Flops:
@@ -60,12 +62,13 @@ def target_flops(config: ModelConfig, seq: int, positions: int, platform: str) -
     return total
 
 
-def _loss(target: ModelConfig, draft: TrainedDrafter, rollout: Rollout, is_captured: bool) -> Flops:
-    """Count the output heads' operations for one position: the target's logits once, and the draft's at every rollout
-    step with the gradients of both factors."""
-    teacher = 0 if is_captured else 2 * target.d_model * target.vocab_size
-    each = 3 * 2 * draft.d_model * draft.draft_vocab_size
-    return Flops(1, 1) * (teacher + rollout.length * each)
+def _loss(target: ModelConfig, draft: TrainedDrafter, rollout: Rollout, costs: Costs, has_logits: bool) -> Flops:
+    """Count the output heads' operations for one position: the target's logits once for all states that are compared
+    with them, and the draft's of every state with the gradients of both factors, if both learn."""
+    teacher = 2 * target.d_model * target.vocab_size if has_logits else 0
+    each = (2 if costs.shares_output else 3) * 2 * draft.d_model * draft.draft_vocab_size
+    distributions = 1 if costs.has_one_teacher else rollout.length
+    return Flops(1, 1) * (costs.states * (distributions * teacher + rollout.length * each))
 
 
 def _products(config: ModelConfig, layer: Any, positions: int, platform: str) -> Flops:

@@ -9,15 +9,22 @@ from specserve.checkpoints.source import resolve_head
 from specserve.drafters.door import Head, TrainedDrafter
 from specserve.drafters.head import load_head, read_drafter
 from specserve.drafters.notes import read_notes
-from specserve.drafters.registry import DEFAULT, KINDS
-from specserve.drafters.settings import DraftSettings
+from specserve.drafters.registry import KINDS
+from specserve.drafters.settings import COMMON, DraftSettings
+from specserve.drafters.words import KindName
 from specserve.errors import CheckpointError, ConfigError
 from specserve.models.config import ModelConfig
 
 
-def new_drafter(settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> TrainedDrafter:
-    """One of the shape that the settings ask for, the target's where they say nothing. Raises ConfigError."""
-    return KINDS[DEFAULT].new(settings, target, draft_vocab_size)
+def new_drafter(kind: KindName, settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> TrainedDrafter:
+    """One of a kind and of the shape that the settings ask for, the target's where they say nothing. Raises
+    ConfigError, also for a setting that this kind has no use for."""
+    known, given = COMMON | KINDS[kind].understands, dataclasses.asdict(settings)
+    neutral = dataclasses.asdict(DraftSettings())
+    unused = [f"draft.{name} {value}" for name, value in given.items() if name not in known and value != neutral[name]]
+    if unused:
+        raise ConfigError(f"--drafter {kind} has no use for {', '.join(unused)}; leave that out, or train another kind")
+    return KINDS[kind].new(settings, target, draft_vocab_size)
 
 
 def earlier_head(name: str, settings: DraftSettings, target: Target) -> Head:

@@ -13,8 +13,12 @@ import jax
 import jax.numpy as jnp
 
 LossName = Literal["ce", "kl", "tv", "lk", "lk-hybrid"]
+Weighting = Literal["decay", "d-pace"]
 Loss = Callable[[jax.Array, jax.Array], jax.Array]  # p, logits [..., draft_vocab] float32 -> [...]
+# acceptance and what counts (1 or 0) of each state, [rollout, column] float32 -> what the loss of a state counts
+Weigh = Callable[[jax.Array, jax.Array], jax.Array]
 SMALLEST = 1e-9  # acceptance and mass are never taken to be less, so that logarithms stay finite
+SMOOTHING = 0.5  # of acceptances, so that states behind a bad one still learn
 
 
 def soft_cross_entropy(p: jax.Array, logits: jax.Array) -> jax.Array:
@@ -53,6 +57,20 @@ def hybrid(p: jax.Array, logits: jax.Array, kl_decay: float) -> jax.Array:
     distance = total_variation(p, logits)
     weight = jax.lax.stop_gradient(jnp.exp(-kl_decay * (1.0 - distance)))
     return weight * kl_divergence(p, logits) + (1.0 - weight) * distance
+
+
+def expected_length(accepted: jax.Array, weights: jax.Array) -> jax.Array:
+    """What the states of a block count by the length of it that is expected to be accepted (D-PACE, arXiv 2605.18810,
+    equations 7 and 8), which shifts to later states as earlier ones are learnt.
+
+    A token is accepted where all before it are, so the expected length is sum_m prod_(i <= m) s_i, and the share of it
+    that needs state k is sum_(m >= k) prod_(i <= m) s_i. The paper has s_i = (1 - a) q_i + a with a = 1/2, q_i being
+    what the draft gives the one right token. That is the acceptance of a target which always says this token, and
+    here the acceptance stands in its place, for any target.
+    """
+    smoothed = (1.0 - SMOOTHING) * accepted + SMOOTHING
+    reached = jnp.cumprod(jnp.where(weights > 0, smoothed, 0.0), axis=0)
+    return jnp.flip(jnp.cumsum(jnp.flip(reached, axis=0), axis=0), axis=0)
 
 
 def make_loss(name: LossName, kl_decay: float) -> Loss:

@@ -43,7 +43,7 @@ def _muon_labels(params: Any) -> Any:
     """Muon is for hidden matrices; the output head, the embedding and the norms stay with AdamW."""
 
     def label(path: tuple, leaf: jax.Array) -> str:
-        name = getattr(path[0], "name", "")
+        name = path[0].name if isinstance(path[0], jax.tree_util.GetAttrKey) else ""
         return "muon" if leaf.ndim == 2 and name not in ("head", "embedding") else "adam"
 
     return jax.tree_util.tree_map_with_path(label, params)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specserve.checkpoints.source import BUNDLED
+from specserve.drafters.words import DEFAULT_KIND, KindName
 from specserve.mesh import mesh_sizes
 from specserve.models.presets import PRESETS, PRESETS_FILE, target_size
 from specserve.train.plan import DEVICES, Device, Plan
@@ -30,6 +31,7 @@ class Reached:
     bench: str
     how: str  # the speculation, as far as the source says
     source: str
+    drafter: KindName = DEFAULT_KIND
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """What a training run will take, by shape arithmetic: `specserve train --dry-run`. Nothing is loaded but a
 config.json, and nothing of a model's size is allocated."""
 
+import dataclasses
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -15,6 +16,7 @@ from specserve import processes
 from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, is_hub_id, resolve_head
 from specserve.checkpoints.tensors import read_json
 from specserve.drafters.door import Rollout, TrainedDrafter
+from specserve.drafters.settings import draft_vocab_size
 from specserve.errors import ConfigError
 from specserve.kernels import rows
 from specserve.mesh import MESH_AXES, mesh_sizes, num_parts, whole
@@ -25,12 +27,13 @@ from specserve.models.presets import PRESETS, TargetSize, target_size
 from specserve.models.sharding import place_target
 from specserve.models.target import TargetParams, target_spec
 from specserve.train import chunked_loss, moments
-from specserve.train.checks import check_settings, check_target
+from specserve.train.checks import check_drafter, check_settings, check_target
 from specserve.train.features import bytes_per_position
 from specserve.train.flops import StepFlops, step_flops
 from specserve.train.head import earlier_drafter, new_drafter
 from specserve.train.optimizer import make_optimizer
 from specserve.train.settings import TrainRun
+from specserve.train.step import rollout_of
 
 DTYPE, BACKEND = "bfloat16", "gpu"  # a plan is for accelerators, wherever it is made
 
@@ -106,17 +109,14 @@ def make_plan(run: TrainRun) -> Plan:
     check_settings(run)
     processes.check(run.coordinator, run.num_processes, run.process_id)
     target, config_from = find_config(run.target)
-    check_target(run.train, run.draft, target)
-    if run.init_from:
-        drafter = earlier_drafter(resolve_head(run.init_from, "--init-from"), run.draft, target, run.target)
-    else:
-        drafter = new_drafter(run.draft, target, run.draft.vocab_size or min(target.vocab_size // 2, 32_000))
-    drafter = drafter.with_dtype(target.dtype)
+    drafter = plan_drafter(run, target).with_dtype(target.dtype)
     sizes = mesh_sizes(run.mesh)
     mesh = _mesh(sizes)
     spec = target_spec(target)
-    rollout = Rollout(run.train.rollout, run.train.remat)
+    rollout = _rollout(run, drafter, run.train.remat)
     is_captured = bool(run.features.capture)
+    shared = ("embedding", "head") if drafter.costs(rollout, run.train.seq_len).shares_output else ("embedding",)
+    left = shared if is_captured else tuple(field.name for field in dataclasses.fields(spec))
     state, host_bytes = _state(run, drafter, mesh)
     activations = _Activations(run, target, drafter, mesh)
     return Plan(
@@ -127,7 +127,7 @@ def make_plan(run: TrainRun) -> Plan:
         {axis: size for axis, size in sizes.items() if size > 1},
         target_size(target),
         num_params(drafter.spec()),
-        (_weights(run, target, spec, mesh, is_captured), *state, *activations.parts()),
+        (_weights(run, target, spec, mesh, left), *state, *activations.parts()),
         activations.kept(remat=False) - activations.kept(remat=True),
         host_bytes,
         bytes_per_position(target, drafter, run.features.capture_format, run.features.capture_top_k),
@@ -139,8 +139,22 @@ def make_plan(run: TrainRun) -> Plan:
             seq=run.train.seq_len,
             platform=BACKEND,
             is_captured=is_captured,
+            teacher=run.train.teacher,
         ),
     )
+
+
+def plan_drafter(run: TrainRun, target: ModelConfig) -> TrainedDrafter:
+    """The drafter that the run would train, before there is a vocabulary. Raises ConfigError or CheckpointError where
+    there can be none, or where it cannot learn as the settings say."""
+    check_target(run.train, run.draft, target)
+    if run.init_from:
+        drafter = earlier_drafter(resolve_head(run.init_from, "--init-from"), run.draft, target, run.target)
+    else:
+        vocab_size = draft_vocab_size(run.draft.vocab_size, target.vocab_size)
+        drafter = new_drafter(run.drafter, run.draft, target, vocab_size)
+    check_drafter(run.train, drafter)
+    return drafter
 
 
 def is_known_here(name: str) -> bool:
@@ -180,13 +194,13 @@ def _mesh(sizes: dict[str, int]) -> Mesh:
     return AbstractMesh(axes, MESH_AXES, axis_types=(AxisType.Auto,) * len(axes))  # type: ignore[return-value]
 
 
-def _weights(run: TrainRun, config: ModelConfig, spec: TargetParams, mesh: Mesh, is_captured: bool) -> Part:
-    """Count the bytes of the target's weights that each device holds."""
+def _weights(run: TrainRun, config: ModelConfig, spec: TargetParams, mesh: Mesh, left: tuple[str, ...]) -> Part:
+    """Count the bytes of the target's weights that each device holds, of which these fields are left."""
     places = place_target(config, spec, mesh)
     leaves: list[tuple[Any, ParamSpec]] = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_spec)[0]
     total = 0
     for (path, leaf), place in zip(leaves, jax.tree.leaves(places), strict=True):
-        if is_captured and jax.tree_util.keystr(path[:1], simple=True) != "embedding":
+        if jax.tree_util.keystr(path[:1], simple=True) not in left:
             continue
         shape = place.shard_shape(leaf.shape)
         is_quantized = run.quantization != "none" and is_product(path)
@@ -194,7 +208,7 @@ def _weights(run: TrainRun, config: ModelConfig, spec: TargetParams, mesh: Mesh,
         if is_quantized:  # a float32 scale for each output, if not by block
             total += 4 * math.prod(shape) // shape[-2]
     what = f"{config.dtype}" if run.quantization == "none" else f"{run.quantization} matrices, the rest {config.dtype}"
-    return Part("target's weights", total, f"the embedding alone, {what}" if is_captured else what)
+    return Part("target's weights", total, f"the {' and '.join(left)} alone, {what}" if run.features.capture else what)
 
 
 def _state(run: TrainRun, drafter: TrainedDrafter, mesh: Mesh) -> tuple[tuple[Part, ...], int]:
@@ -221,6 +235,10 @@ def _bytes(arrays: Any, places: Any, is_counted: Callable[[Any], bool] = lambda 
     return sum(math.prod(p.shard_shape(x.shape)) * np.dtype(x.dtype).itemsize for x, p in leaves if is_counted(p))
 
 
+def _rollout(run: TrainRun, drafter: TrainedDrafter, remat: bool) -> Rollout:
+    return rollout_of(dataclasses.replace(run.train, remat=remat), drafter)
+
+
 @dataclass(frozen=True)
 class _Activations:
     """An estimate of what a step needs on each device besides its arguments: the arrays that must be there at once.
@@ -230,6 +248,10 @@ class _Activations:
     target: ModelConfig
     drafter: TrainedDrafter
     mesh: Mesh
+
+    @property
+    def rollout(self) -> Rollout:
+        return _rollout(self.run, self.drafter, self.run.train.remat)
 
     @property
     def positions(self) -> int:
@@ -244,32 +266,39 @@ class _Activations:
         again = "computed again backward" if train.remat else "all kept"
         return (
             Part("target's features", self.features(), "captured" if self.run.features.capture else "taps, last state"),
-            Part("rollout", self.kept(train.remat), f"{train.rollout} steps, {again}"),
+            Part("rollout", self.kept(train.remat), f"{self.drafter.num_steps(train.rollout)} steps, {again}"),
             Part("loss", self.chunk(), "logits of a chunk of positions"),
             Part("workspace", max(self.target_layer(), self.draft_layer()), "of one layer"),
         )
 
     def features(self) -> int:
-        """The bytes of the taps in the target's dtype and in the head's, and of the last hidden state."""
-        taps, width = len(self.drafter.aux_layers), self.target.d_model
-        return (
-            self.positions * width * ((taps + 1) * _itemsize(self.target.dtype) + taps * _itemsize(self.drafter.dtype))
-        )
+        """The bytes of the taps in the target's dtype and in the head's, and of the last hidden state, which is there
+        again for each state that has a teacher of its own."""
+        taps, width, rollout = len(self.drafter.aux_layers), self.target.d_model, self.rollout
+        costs = self.drafter.costs(rollout, self.run.train.seq_len)
+        last = 1 if costs.has_one_teacher else 1 + costs.states * rollout.length
+        each = (taps + last) * _itemsize(self.target.dtype) + taps * _itemsize(self.drafter.dtype)
+        return round(self.positions * width * each)
 
     def kept(self, remat: bool) -> int:
         """The bytes of all rollout steps that stay for the backward pass."""
-        rollout = Rollout(self.run.train.rollout, remat)
-        kept = self.drafter.costs(rollout, self.run.train.seq_len).kept
+        kept = self.drafter.costs(_rollout(self.run, self.drafter, remat), self.run.train.seq_len).kept
         return self.positions * kept * _itemsize(self.drafter.dtype)
 
     def chunk(self) -> int:
         """The bytes of the draft's logits, their softmax and their gradient, and of the target's logits and
         distribution, for one chunk of positions."""
-        logits = self.run.train.rollout * self.drafter.draft_vocab_size
-        length = chunked_loss.chunk_length(self.positions, logits, BACKEND)
-        teacher = 0 if self.run.features.capture else 2 * self.target.vocab_size
-        gradient = self.drafter.d_model * self.drafter.draft_vocab_size  # of the output head, added up over chunks
-        return 4 * (length * (3 * logits + teacher + self.drafter.draft_vocab_size) + gradient)
+        drafter, train = self.drafter, self.run.train
+        costs, steps = drafter.costs(self.rollout, train.seq_len), self.rollout.length
+        distributions = 1 if costs.has_one_teacher else steps
+        logits = steps * drafter.draft_vocab_size
+        at_once = logits if costs.has_one_teacher else logits + distributions * self.target.vocab_size
+        length = chunked_loss.chunk_length(math.ceil(self.positions * costs.states), at_once, BACKEND)
+        has_logits = not self.run.features.capture and train.teacher != "data"
+        teacher = 2 * self.target.vocab_size if has_logits else 0
+        # of the output head, added up over chunks
+        gradient = 0 if costs.shares_output else drafter.d_model * drafter.draft_vocab_size
+        return 4 * (length * (3 * logits + distributions * (teacher + drafter.draft_vocab_size)) + gradient)
 
     def target_layer(self) -> int:
         """The bytes of the inputs and results of the target's widest layer."""
@@ -287,7 +316,7 @@ class _Activations:
 
     def draft_layer(self) -> int:
         """The bytes of the results of a layer of the head, and of their gradients."""
-        costs = self.drafter.costs(Rollout(self.run.train.rollout, self.run.train.remat), self.run.train.seq_len)
+        costs = self.drafter.costs(self.rollout, self.run.train.seq_len)
         scores = self.scores(costs.num_heads, costs.num_kv_heads)
         return self.positions * costs.workspace * _itemsize(self.drafter.dtype) + scores
 

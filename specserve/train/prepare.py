@@ -15,15 +15,15 @@ from specserve.data import dataset, pydoc, sources
 from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.data.dataset import Dataset, Prompt
 from specserve.data.loader import Loader
+from specserve.drafters.settings import draft_vocab_size
 from specserve.errors import ConfigError
 from specserve.mesh import default_dtype, parse_mesh, use_compilation_cache
 from specserve.speculative.vocab import choose_draft_vocab, coverage
 from specserve.tokenizer import Tokenizer
 from specserve.train import capture
-from specserve.train.checks import check_target
 from specserve.train.evaluation import HeldOutEvaluator
 from specserve.train.head import earlier_head, new_drafter
-from specserve.train.plan import find_config
+from specserve.train.plan import find_config, plan_drafter
 from specserve.train.report import summarize
 from specserve.train.run_folder import RunFolder
 from specserve.train.settings import TrainRun
@@ -41,7 +41,7 @@ def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) ->
     is. Raises ConfigError, CheckpointError or DataError."""
     use_compilation_cache()
     source = resolve_target(run.target)
-    check_target(run.train, run.draft, find_config(str(source.folder))[0])
+    plan_drafter(run, find_config(str(source.folder))[0])
     mesh = parse_mesh(run.mesh)
     if mesh is None and jax.process_count() > 1:
         raise ConfigError(f"{jax.process_count()} processes need a mesh over their devices, such as --mesh data=N")
@@ -74,7 +74,7 @@ def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) ->
         len(target_ids),
         100 * data.coverage,
     )
-    drafter = head.drafter if head else new_drafter(run.draft, target.config, len(target_ids))
+    drafter = head.drafter if head else new_drafter(run.drafter, run.draft, target.config, len(target_ids))
     evaluator = features = None
     if run.features.capture:
         digest = data.loader.state()["rows_digest"]
@@ -116,11 +116,11 @@ def draft_vocab(
     counts: np.ndarray,  # [vocab] how often each token bears loss
     tokenizer: Tokenizer,
     eos_ids: Collection[int],
-    size: int,  # 0: half the target's vocabulary, at most 32,000
+    size: int,  # as `DraftSettings.vocab_size` has it
 ) -> np.ndarray:  # [draft_vocab] int32, sorted
     """The target's tokens that the head can propose: the most frequent, and always the template's and every EOS."""
     pinned = frozenset(i for i in tokenizer.template_token_ids() if i < len(counts))
-    return choose_draft_vocab(counts, pinned | frozenset(eos_ids), size or min(len(counts) // 2, 32_000))
+    return choose_draft_vocab(counts, pinned | frozenset(eos_ids), draft_vocab_size(size, len(counts)))
 
 
 def load_mixture(run: TrainRun, vocab_size: int, *, needs_answers: bool = True) -> Mixture:

@@ -1,9 +1,9 @@
 """The settings that a target brings along, so that `specserve train --target NAME` alone is a whole job.
 
-There is one order, weakest first: the defaults of the schema, the target's recipe, the settings file (`--config`),
-`--set`, the flags. A resumed run takes its own settings (`run.yaml`) in place of a recipe. The recipe of a preset is
-how published heads were trained; any other target gets the same by its size. The bundled target brings nothing: the
-schema's defaults are its own.
+There is one order, weakest first: the defaults of the schema, the target's recipe, what suits the kind of drafter, the
+settings file (`--config`), `--set`, the flags. A resumed run takes its own settings (`run.yaml`) in place of a recipe.
+The recipe of a preset is how published heads were trained; any other target gets the same by its size. The bundled
+target brings nothing: the schema's defaults are its own.
 """
 
 import functools
@@ -19,6 +19,8 @@ import yaml
 from specserve import config
 from specserve.checkpoints.source import BUNDLED, resolve_target
 from specserve.data.sources import PYDOC, SUFFIXES, parse_entry
+from specserve.drafters.registry import KINDS
+from specserve.drafters.words import DEFAULT_KIND
 from specserve.errors import ConfigError
 from specserve.mesh import mesh_sizes
 from specserve.models.config import ModelConfig
@@ -42,9 +44,10 @@ def fill(given: Mapping[str, Any]) -> dict[str, Any]:
     CheckpointError where the target is not to be found."""
     if given.get("train.resume"):
         return _earlier(given)
+    kind = dict(KINDS[given.get("drafter", DEFAULT_KIND)].suits)
     name = given.get("target", BUNDLED)
     if name == BUNDLED:
-        return {}
+        return kind
     is_dry = given.get("dry_run", False)
     if not is_dry and not is_known_here(name):
         name = str(resolve_target(name, needs_weights=False).folder)
@@ -56,7 +59,7 @@ def fill(given: Mapping[str, Any]) -> dict[str, Any]:
     if not given.get("coordinator"):  # the devices of several processes are known only when they have joined
         settings |= _of_devices(settings, given, is_dry=is_dry)
     steps = given.get("train.max_steps") or MAX_STEPS
-    return settings | dict.fromkeys(("train.eval_every", "train.save_every"), min(EVERY, max(1, steps // 10)))
+    return settings | kind | dict.fromkeys(("train.eval_every", "train.save_every"), min(EVERY, max(1, steps // 10)))
 
 
 def recipe(name: str) -> str:

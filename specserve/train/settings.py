@@ -7,6 +7,7 @@ from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, setting
 from specserve.drafters.settings import DraftSettings
+from specserve.drafters.words import DEFAULT_KIND, KindName
 from specserve.speculative.ranges import Temperature
 
 
@@ -52,6 +53,13 @@ class TrainSettings:
     loss: Literal["ce", "kl", "tv", "lk", "lk-hybrid"] = setting(
         "ce", help="soft cross-entropy, KL divergence, total variation, -log acceptance, or a blend of KL and TV"
     )
+    teacher: Literal["soft", "greedy", "data"] = setting(
+        "soft", help="what is learnt: the target's distribution, its best token, or the token that the data has"
+    )
+    weighting: Literal["decay", "d-pace"] = setting(
+        "decay", help="what a rollout step counts: see rollout_decay; or of blocks, their expected accepted length"
+    )
+    anchors: int = setting(0, help="of a block drafter: blocks in each row; 0: as many as fill a row", ge=0)
     kl_decay: float = setting(3.0, help="lk-hybrid: KL has weight exp(-kl_decay * acceptance)", ge=0)
     remat: bool = setting(
         False, help="compute rollout steps again in the backward pass: less memory for long rows, a tenth slower"
@@ -106,6 +114,7 @@ class TrainRun:
         help="preset, Hugging Face folder or hub id; any but the bundled one brings settings of its own",
         rank=1,
     )
+    drafter: KindName = setting(DEFAULT_KIND, help="kind of the draft head, see docs/drafters.md")
     quantization: Literal["none", "stored", "int8", "fp8"] = setting(
         "none", help="8-bit weights of the target, as it will be served (see serve)"
     )

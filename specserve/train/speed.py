@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from specserve.drafters.door import Rollout, TrainedDrafter
+from specserve.drafters.door import TrainedDrafter
 from specserve.mesh import default_dtype
 from specserve.models.config import ModelConfig
 from specserve.train.flops import step_flops
 from specserve.train.settings import TrainRun
+from specserve.train.step import rollout_of
 
 PEAK_SECONDS = 0.2  # spent on measuring the peak, after a first product that compiles
 
@@ -62,11 +63,12 @@ def make_stopwatch(run: TrainRun, target: ModelConfig, drafter: TrainedDrafter, 
     flops = step_flops(
         target,
         drafter,
-        Rollout(settings.rollout, settings.remat),
+        rollout_of(settings, drafter),
         batch=settings.batch_size,
         seq=settings.seq_len,
         platform=jax.default_backend(),
         is_captured=bool(run.features.capture),
+        teacher=settings.teacher,
     )
     # devices on CPU share what the host has
     num_devices = mesh.size if mesh is not None and jax.default_backend() != "cpu" else 1

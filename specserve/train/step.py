@@ -1,5 +1,6 @@
 """One training step as one donated program: frozen target, rollout, loss, gradient of the head, optimiser."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,8 +20,9 @@ from specserve.pytree import pytree
 from specserve.speculative.vocab import DraftVocab
 from specserve.train import moments
 from specserve.train.chunked_loss import HiddenStates, RolloutMetrics, Sums, Teacher, sum_losses
-from specserve.train.losses import LossName, make_loss
+from specserve.train.losses import LossName, Weighting, expected_length, make_loss
 from specserve.train.settings import TrainSettings
+from specserve.train.teachers import TeacherName, make_teacher
 
 
 @dataclass(frozen=True)
@@ -34,6 +36,13 @@ class LossConfig:
     loss: LossName = "ce"
     kl_decay: float = 3.0
     accumulate: int = 1
+    teacher: TeacherName = "soft"
+    weighting: Weighting = "decay"
+
+
+def rollout_of(settings: TrainSettings, drafter: TrainedDrafter) -> Rollout:
+    """What the settings of a run make of a drafter's rollout."""
+    return Rollout(drafter.num_steps(settings.rollout), settings.remat, settings.anchors)
 
 
 def loss_config(settings: TrainSettings, target: ModelConfig, drafter: TrainedDrafter) -> LossConfig:
@@ -42,11 +51,13 @@ def loss_config(settings: TrainSettings, target: ModelConfig, drafter: TrainedDr
     return LossConfig(
         target,
         drafter.with_dtype(target.dtype),
-        Rollout(settings.rollout, settings.remat),
+        rollout_of(settings, drafter),
         settings.rollout_decay,
         settings.loss,
         settings.kl_decay,
         settings.accumulate,
+        settings.teacher,
+        settings.weighting,
     )
 
 
@@ -78,7 +89,8 @@ class Lesson:
 def teach(params: TargetParams, config: LossConfig, rows: Rows) -> Lesson:
     """Run the frozen target over packed rows, or take what was captured of it."""
     if rows.features is not None:
-        return Lesson(rows.features.aux_hidden_states(), rows.features.teacher)
+        teacher = make_teacher(config.teacher, rows.features.teacher, rows)
+        return Lesson(rows.features.aux_hidden_states(), teacher)
     out = target_model.forward(
         params,
         config.target,
@@ -88,7 +100,7 @@ def teach(params: TargetParams, config: LossConfig, rows: Rows) -> Lesson:
         aux_layers=config.drafter.aux_layers,
     )
     assert out.aux_hidden_states is not None
-    return Lesson(out.aux_hidden_states, HiddenStates(out.hidden_states))
+    return Lesson(out.aux_hidden_states, make_teacher(config.teacher, HiddenStates(out.hidden_states), rows))
 
 
 def rollout_loss(
@@ -101,21 +113,24 @@ def rollout_loss(
     n_positions: jax.Array,  # [rollout] float32, the positions that bear loss at each step, of the whole batch
 ) -> tuple[jax.Array, Sums]:
     """sum_k decay^k * (sum of the loss at step k) / n_positions[k]. Positions whose best token the draft does not have
-    teach nothing, and count as misses."""
+    teach nothing, and count as misses. Where states count by the expected length of their block, the sum of all is
+    divided by the number of blocks, which is n_positions[0]."""
     cast: Any = jax.tree.map(lambda leaf: leaf.astype(config.drafter.dtype), params)
     aux_hidden_states = lesson.aux_hidden_states.astype(config.drafter.dtype)
     states = config.drafter.learn(cast, target, rows, aux_hidden_states, config.rollout)
-    weights = config.drafter.loss_weights(rows, config.rollout.length)
-    decay = config.rollout_decay ** jnp.arange(config.rollout.length, dtype=jnp.float32)
+    decay, weigh = config.rollout_decay ** jnp.arange(config.rollout.length, dtype=jnp.float32), None
+    if config.weighting == "d-pace":
+        decay, weigh, n_positions = jnp.ones_like(decay), expected_length, n_positions[:1]
     return sum_losses(
         config.drafter.output(params),
         config.drafter,
         states,
-        weights,
+        config.drafter.aims(rows, config.rollout),
         decay / jnp.maximum(n_positions, 1.0),
         lesson.teacher,
         (target, config.target, vocab),
         make_loss(config.loss, config.kl_decay),
+        weigh,
     )
 
 
@@ -129,7 +144,7 @@ def loss_and_gradient(
 ) -> tuple[jax.Array, Sums, Any]:
     """Of a whole batch, a part of it at a time: parts are rows i, i + accumulate, ..., so that each is spread over the
     devices as the batch is."""
-    n_positions = jnp.sum(config.drafter.loss_weights(rows, config.rollout.length), axis=(1, 2))
+    n_positions = jnp.sum(config.drafter.aims(rows, config.rollout).weights, axis=(1, 2))
 
     def of_part(rows: Rows) -> tuple[jax.Array, Sums, Any]:
         lesson = jax.lax.stop_gradient(lesson_of(rows))
@@ -151,6 +166,12 @@ def loss_and_gradient(
         return jax.tree.map(jnp.add, carry, of_part(part)), None
 
     return jax.lax.scan(add, zero, parts)[0]
+
+
+def _seeds(step: jax.Array, token_ids: jax.Array) -> jax.Array:  # [], [batch, seq] -> [batch] uint32
+    """A seed for each row of a step, the same again where a run is resumed."""
+    number = jnp.uint32(token_ids.shape[0]) * step.astype(jnp.uint32)
+    return number + jnp.arange(token_ids.shape[0], dtype=jnp.uint32)
 
 
 def place_state(drafter: TrainedDrafter, optimizer: optax.GradientTransformation, mesh: Mesh | None) -> Any:
@@ -178,6 +199,7 @@ def make_step(
     def step(
         state: TrainState, target: TargetParams, vocab: DraftVocab, rows: Rows, lr_scale: jax.Array
     ) -> tuple[TrainState, StepMetrics]:
+        rows = dataclasses.replace(rows, seeds=_seeds(state.step, rows.token_ids))
         loss, sums, gradient = loss_and_gradient(
             state.params, config, target, vocab, rows, lambda part: teach(target, config, part)
         )

@@ -161,8 +161,8 @@ class Trainer:
     ) -> None:
         self.run, self.target, self.data, self.notes, self.folder = run, target, data, notes, folder
         self.settings: TrainSettings = run.train
-        head = data.head
-        self.drafter = head.drafter if head else new_drafter(run.draft, target.config, len(data.target_ids))
+        head, num_ids = data.head, len(data.target_ids)
+        self.drafter = head.drafter if head else new_drafter(run.drafter, run.draft, target.config, num_ids)
         self.evaluator, self._features = evaluator, features
         loss = loss_config(self.settings, target.config, self.drafter)
         self._optimizer = optimizer = make_optimizer(self.settings)
@@ -172,7 +172,8 @@ class Trainer:
         self._shard = processes.shard_of(self._place, shape)
         self._step = make_step(loss, optimizer, mesh)
         self.state = self._first_state()
-        if features:  # from here on the embedding is all that is needed of the target
+        costs = self.drafter.costs(loss.rollout, self.settings.seq_len)
+        if features and not costs.shares_output:  # from here on the embedding is all that is needed of the target
             self.target = dataclasses.replace(target, params=dataclasses.replace(target.params, head=None))
         self._vocab = jax.device_put(DraftVocab(jnp.asarray(data.target_ids)), whole(mesh))
         self._store = StateStore(folder.state, keep=self.settings.keep)

@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 from safetensors.numpy import load_file, save_file
 
 from specserve.checkpoints.load import Target
+from specserve.drafters import published
 from specserve.drafters.door import DIALECTS, Dialect, Head
-from specserve.drafters.eagle3 import dialects
-from specserve.drafters.eagle3.config import default_taps
+from specserve.drafters.eagle import dialects
+from specserve.drafters.eagle.config import default_taps
 from specserve.drafters.exchange import describe_target, export_head, import_head
 from specserve.drafters.head import load_head, save_head
 from specserve.drafters.notes import read_notes
@@ -217,9 +218,9 @@ def test_a_vocabulary_is_read_right_however_it_was_stored(
     """With the mask there is never a doubt: offsets or ids, in order or not."""
     random.shuffle(ids) if is_shuffled else None
     target_ids = np.array(ids)
-    tables = dialects.vocab_to_tensors(target_ids, 100)
+    tables = published.vocab_to_tensors(target_ids, 100)
     stored = target_ids if is_absolute else tables["d2t"]
-    found = dialects.read_vocab(stored, tables["t2d"], len(ids), 100)
+    found = published.read_vocab(stored, tables["t2d"], len(ids), 100)
     assert found.agrees
     assert found.target_ids is not None
     # a table that both readings explain, mask included, names the same tokens either way

@@ -20,7 +20,7 @@ from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.drafters import doctor
 from specserve.drafters.door import Dialect, Head
-from specserve.drafters.eagle3.catalogue import CATALOGUE
+from specserve.drafters.eagle.catalogue import CATALOGUE
 from specserve.drafters.exchange import describe_target, export_head, write_head
 from specserve.drafters.head import load_head, save_head
 from specserve.drafters.registry import BUNDLED_HEAD_FOLDER

@@ -13,12 +13,13 @@ from scipy.special import log_softmax
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
-from specserve.drafters.eagle3 import propose as propose_room
-from specserve.drafters.eagle3.config import Eagle3Config
-from specserve.drafters.eagle3.follow import empty_cache
-from specserve.drafters.eagle3.model import draft_logits
-from specserve.drafters.eagle3.propose import FIRST_ENTRY, Draft, Pending, consume, propose
+from specserve.drafters.eagle.config import Eagle3Config
+from specserve.drafters.eagle.entries import Draft, empty_cache
+from specserve.drafters.eagle.model import draft_logits
+from specserve.drafters.eagle3.propose import _Expander, _Level, consume, propose
+from specserve.drafters.follow import FIRST_ENTRY, Pending
 from specserve.models.cache import Cache, Prefix
+from specserve.speculative.drafter import Weights
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.tree import DynamicTree, Proposal, Tree, chain, static_tree
 
@@ -55,7 +56,7 @@ def _aux_size(config: Eagle3Config) -> int:
 def world(request: pytest.FixtureRequest, tiny_target: Target) -> World:
     head, rng = tiny.random_head(tiny_target.config, seed=1, num_layers=request.param), np.random.default_rng(0)
     config = head.drafter.config
-    draft = head.drafter.weights(head.params, tiny_target.params, jnp.asarray(head.target_ids))
+    draft = head.drafter.ready(Weights(tiny_target.params, head.weights()))
     count = np.array(LENGTHS, np.int32) - 1  # all entries but 0 are pending
     m = max(count)
     pending = Pending(
@@ -105,14 +106,12 @@ def _forced_chain(world: World, token_ids: np.ndarray) -> list[jax.Array]:  # [b
 def _chain_program(config):
     def run(draft, pages, table, seq_lens, hidden, token_ids):
         prefix = Prefix(table, seq_lens + 1, FIRST_ENTRY)
-        expand = propose_room._Expander(draft, config, pages, prefix, SamplerRows.greedy(len(token_ids)))
-        kv = expand.no_entries(len(token_ids))
+        expand = _Expander(draft, config, pages, prefix, SamplerRows.greedy(len(token_ids)))
+        level, only = _Level.of_root(config, hidden), jnp.zeros((len(token_ids), 1), jnp.int32)
         out = [draft_logits(draft.params.output, config, hidden)[:, 0]]
         for depth in range(1, token_ids.shape[1]):
-            mask = jnp.ones((len(token_ids), 1, depth - 1), bool)
-            level = propose_room._Level(token_ids[:, depth - 1 : depth], hidden, kv, mask)
-            hidden, kv = expand.run(level, depth)
-            out.append(draft_logits(draft.params.output, config, hidden)[:, 0])
+            level = expand.descend(level, only, token_ids[:, depth - 1 : depth], depth)
+            out.append(draft_logits(draft.params.output, config, level.hidden)[:, 0])
         return out
 
     return jax.jit(run)
@@ -188,7 +187,7 @@ def test_a_sampled_chain_is_drawn_with_the_targets_noise(world: World) -> None:
 def test_catching_up_in_pieces_equals_catching_up_at_once(tiny_target: Target, num_layers: int) -> None:
     head = tiny.random_head(tiny_target.config, seed=5, norm_output=True, num_layers=num_layers)
     config, rng = head.drafter.config, np.random.default_rng(1)
-    draft = head.drafter.weights(head.params, tiny_target.params, jnp.asarray(head.target_ids))
+    draft = head.drafter.ready(Weights(tiny_target.params, head.weights()))
     token_ids = jnp.asarray(rng.integers(0, 64, (1, 9)), jnp.int32)
     aux = jnp.asarray(rng.standard_normal((1, 9, _aux_size(config))), jnp.float32)
     table = jnp.arange(MAX_PAGES, dtype=jnp.int32)[None]

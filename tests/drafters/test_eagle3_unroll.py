@@ -16,15 +16,18 @@ from scipy.special import log_softmax
 
 from specserve.checkpoints.load import Target, load_target
 from specserve.drafters.door import Head, Rollout, Rows, shift
-from specserve.drafters.eagle3.model import Eagle3Params, draft_logits, token_embedding
-from specserve.drafters.eagle3.propose import FIRST_ENTRY, Pending, _Expander, _Level, consume
-from specserve.drafters.eagle3.unroll import all_weights, loss_positions, rollout_states
+from specserve.drafters.eagle.model import Eagle3Params, draft_logits, token_embedding
+from specserve.drafters.eagle3.learn import rollout_states
+from specserve.drafters.eagle3.propose import _Expander, _Level, consume
+from specserve.drafters.follow import FIRST_ENTRY, Pending
+from specserve.drafters.unroll import all_weights, loss_positions
 from specserve.mesh import make_mesh, on_mesh, whole
 from specserve.models.cache import Prefix
 from specserve.models.target import TargetParams, forward
 from specserve.speculative import step
+from specserve.speculative.drafter import Weights
 from specserve.speculative.sampling import SamplerRows
-from specserve.speculative.step import StepConfig, Weights
+from specserve.speculative.step import StepConfig
 from specserve.speculative.vocab import DraftVocab
 from specserve.train import chunked_loss
 from specserve.train.chunked_loss import RolloutMetrics, Sums
@@ -98,8 +101,8 @@ def test_rollout_step_k_equals_servings_kth_draft_step(
     args = shallow_target.params, head.params, embedding
     trained, off = train(*args), tolerance(train, *args)
 
-    draft = head.drafter.weights(head.params, shallow_target.params, jnp.asarray(head.target_ids))
-    weights = Weights(shallow_target.params, draft)
+    weights = Weights(shallow_target.params, head.weights())
+    draft = head.drafter.ready(weights)
     step_config = StepConfig(shallow_target.config, head.drafter, ROLLOUT)
     greedy = SamplerRows.greedy(1)
 
@@ -118,11 +121,10 @@ def test_rollout_step_k_equals_servings_kth_draft_step(
         pages, hidden = consume(draft, config, state.draft.cache, table, table, state.seq_lens, pending)
         prefix = Prefix(state.page_table, state.seq_lens + 1, FIRST_ENTRY)
         expand = _Expander(draft, config, pages, prefix, greedy)
-        kv, logits = expand.no_entries(1), [draft_logits(head.params.output, config, hidden)[0, 0]]
+        level, logits = _Level.of_root(config, hidden), [draft_logits(head.params.output, config, hidden)[0, 0]]
         for depth in range(1, ROLLOUT):
-            level = _Level(ahead[None, depth : depth + 1], hidden, kv, jnp.ones((1, 1, depth - 1), bool))
-            hidden, kv = expand.run(level, depth)
-            logits.append(draft_logits(head.params.output, config, hidden)[0, 0])
+            level = expand.descend(level, jnp.zeros((1, 1), jnp.int32), ahead[None, depth : depth + 1], depth)
+            logits.append(draft_logits(head.params.output, config, level.hidden)[0, 0])
         return logits
 
     for t in (0, 1, 6, 7, 8, 15, n - ROLLOUT - 1):  # the position: its feature is the prompt's last

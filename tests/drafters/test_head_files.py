@@ -18,9 +18,9 @@ from safetensors.numpy import load_file, save_file
 
 from specserve.checkpoints.load import Target, load_target
 from specserve.drafters.door import Head, Rollout, Rows
-from specserve.drafters.eagle3.config import default_taps
-from specserve.drafters.eagle3.model import Eagle3Params, token_embedding
-from specserve.drafters.eagle3.unroll import rollout_states
+from specserve.drafters.eagle.config import default_taps
+from specserve.drafters.eagle.model import Eagle3Params, token_embedding
+from specserve.drafters.eagle3.learn import rollout_states
 from specserve.drafters.head import load_head, save_head
 from specserve.drafters.notes import read_notes
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
@@ -146,7 +146,7 @@ def test_exported_head_says_what_a_plain_numpy_forward_says(
     @jax.jit
     def run(params: Eagle3Params, embedding: jax.Array, taps: jax.Array) -> list[jax.Array]:
         states = rollout_states(params, head.drafter.config, embedding, rows, taps, Rollout(2, remat=False))
-        return [head.drafter.logits(params.output, state)[0, : n - 2] for state in states]
+        return [head.drafter.logits(params.output, tiny_target.params, state)[0, : n - 2] for state in states]
 
     args = head.params, embedding, target.aux_hidden_states
 

@@ -1,7 +1,11 @@
 """The words for ways to speculate: they are read back, mean what they say, and ask for the right drafter."""
 
-import pytest
+import re
 
+import pytest
+import tiny
+
+from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
 from specserve.drafters.lookup.drafter import Lookup, Mixed
 from specserve.drafters.speculation import MAX_NODES, describe, drafter_for, parse_speculation
@@ -113,3 +117,13 @@ def test_the_drafter_is_who_the_trees_ask_for(tiny_head: Head) -> None:
     assert asked("off", "head+suffix:tree:3x2x6") == Mixed(head, Lookup(remembers=True))
     with pytest.raises(AssertionError, match="needs one"):
         drafter_for([chain(3)], None)
+
+
+def test_a_tree_that_is_deeper_than_a_head_can_look_is_refused(tiny_target: Target) -> None:
+    drafter = tiny.random_block_head(tiny_target.config, seed=0, block_size=4).drafter
+    for text in ("chain:3", "static:2x1x1", "tree:3x2x6", "head+suffix:3"):
+        assert drafter_for([None, parse_speculation(text)], drafter) is not None
+    assert drafter_for([parse_speculation("suffix:7")], drafter) == Lookup(remembers=True), "which asks no head"
+    for text in ("chain:4", "head+suffix:tree:4x2x7"):
+        with pytest.raises(ConfigError, match=re.escape(f"speculation {text}: this head looks 3 tokens ahead")):
+            drafter_for([None, parse_speculation(text)], drafter)

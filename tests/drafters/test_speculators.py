@@ -14,7 +14,7 @@ from test_dialects import assert_same
 
 from specserve.checkpoints.load import Target
 from specserve.drafters import doctor
-from specserve.drafters.eagle3 import dialects
+from specserve.drafters.eagle import dialects
 from specserve.drafters.exchange import describe_target, export_head, import_head
 from specserve.drafters.head import load_head
 

@@ -15,8 +15,9 @@ from scipy import stats
 from specserve.checkpoints.load import load_target
 from specserve.drafters.speculation import parse_speculation
 from specserve.speculative import step
+from specserve.speculative.drafter import Weights
 from specserve.speculative.sampling import SamplerRows
-from specserve.speculative.step import SlotState, StepConfig, StepResult, Weights
+from specserve.speculative.step import SlotState, StepConfig, StepResult
 
 VOCAB, NUM_EMITTED = 8, 3
 NUM_SLOTS, NUM_ROUNDS = 4096, 5  # 20,480 draws
@@ -37,7 +38,7 @@ def test_emitted_tokens_have_the_targets_distribution(
     tree = parse_speculation(speculation)
     assert tree is not None
     config = StepConfig(target.config, head.drafter, tree.depth)
-    weights = Weights(target.params, head.drafter.weights(head.params, target.params, jnp.asarray(head.target_ids)))
+    weights = Weights(target.params, head.weights())
     slots = jnp.arange(NUM_SLOTS, dtype=jnp.int32)
 
     @jax.jit

@@ -1,5 +1,6 @@
 """What a step is made of on a GPU, without one: each attention layer is one kernel, and each mixture of experts two."""
 
+import dataclasses
 import functools
 
 import jax
@@ -14,7 +15,8 @@ from specserve.models.families import model_config
 from specserve.models.params import init_params
 from specserve.models.target import target_spec
 from specserve.speculative import step
-from specserve.speculative.step import StepConfig, Weights
+from specserve.speculative.drafter import Weights
+from specserve.speculative.step import StepConfig
 from specserve.speculative.tree import chain
 
 
@@ -31,7 +33,7 @@ def test_every_layer_calls_its_kernels(family: str) -> None:
 
     def lower(function: functools.partial, **given: jax.Array) -> str:
         def run(params: object, draft: object, slots: jax.Array) -> object:
-            weights = Weights(params, head.drafter.weights(draft, params, jnp.asarray(head.target_ids)))
+            weights = Weights(params, dataclasses.replace(head, params=draft).weights())
             state = step.init_state(config, num_slots=2, num_pages=16, page_size=16, max_pages=width)
             return function(config, weights, state, slots, **given)
 

@@ -24,6 +24,7 @@ def test_counts_of_sequences_add_up_whatever_their_depths() -> None:
         SpeculationStats(2, 2, (1,), num_cached_tokens=3),
     ]
     assert sum(stats, Acceptance()) == Acceptance(12, 32, (7, 3, 1))
+    assert Acceptance(12, 32, (7, 3, 1)) - Acceptance(2, 2, (1,)) == Acceptance(10, 30, (6, 3, 1))
 
 
 def test_nothing_was_speculated() -> None:

@@ -59,26 +59,35 @@ def _run(tmp_path: Path, how: Format = "int8", top_k: int = 20, **changes: Any) 
 
 
 def _open(run: TrainRun, target: Target, rows: PackedRows, ids: np.ndarray = IDS) -> FeatureFolder:
-    drafter = new_drafter(run.draft, target.config, len(ids))
+    drafter = new_drafter(run.drafter, run.draft, target.config, len(ids))
     digest = Loader(rows, 4, 0).state()["rows_digest"]
     return open_features(run, target.folder, drafter, target.config, rows, digest, ids)
 
 
-def _capture(run: TrainRun, target: Target, rows: PackedRows, mesh: Mesh | None = None) -> FeatureFolder:
-    features = _open(run, target, rows)
-    capture.capture(features, target.folder, run, rows, IDS, mesh)
+def _capture(
+    run: TrainRun, target: Target, rows: PackedRows, mesh: Mesh | None = None, ids: np.ndarray = IDS
+) -> FeatureFolder:
+    features = _open(run, target, rows, ids)
+    capture.capture(features, target.folder, run, rows, ids, mesh)
     assert not features.missing()
     return features
 
 
-def _losses(run: TrainRun, target: Target, rows: PackedRows, features: FeatureFolder | None, mesh: Any = None) -> Any:
+def _losses(
+    run: TrainRun,
+    target: Target,
+    rows: PackedRows,
+    features: FeatureFolder | None,
+    mesh: Any = None,
+    ids: np.ndarray = IDS,
+) -> Any:
     """The loss of every step of a run."""
-    data = TrainingData(Loader(rows, run.train.batch_size, run.train.seed), IDS, 0.75)
+    data = TrainingData(Loader(rows, run.train.batch_size, run.train.seed), ids, 0.75)
     seen: list[float] = []
     trainer = make_trainer(run, target, data, {"target": "tiny"}, RunFolder(run), features=features, mesh=mesh)
     if features:
         assert trainer.target.params.layers == ()
-        assert trainer.target.params.head is None
+        assert (trainer.target.params.head is None) == (len(ids) < 64)  # or the draft's logits are made by it
     trainer.train([lambda progress: seen.append(progress.loss) if progress.loss is not None else None])
     return np.array(seen)
 
@@ -174,6 +183,18 @@ def test_capture_then_train_is_training(
         kept = captured(how)
         off = np.abs(_losses(kept.run, alone, rows, kept.features) / online - 1).max()
         assert 0 < off < bound, (how, off)
+
+
+@pytest.mark.slow
+def test_a_block_drafter_learns_from_what_is_captured(tmp_path: Path, tiny_target: Target, rows: PackedRows) -> None:
+    """As above, where the head shares the target's output head, and learns the target's best tokens at its anchors."""
+    changes, ids = {"drafter": "dflash", "teacher": "greedy", "max_steps": 3}, np.arange(64, dtype=np.int32)
+    run = _run(tmp_path, **changes)
+    features = _capture(run, tiny_target, rows, ids=ids)
+    alone = load_target(tiny_target.folder, dtype="float32", has_layers=False)
+    online = dataclasses.replace(run, features=CaptureSettings(), output=str(tmp_path / "online"))
+    found, expected = _losses(run, alone, rows, features, ids=ids), _losses(online, tiny_target, rows, None, ids=ids)
+    assert 0 < np.abs(found / expected - 1).max() < 1e-3
 
 
 @pytest.mark.slow

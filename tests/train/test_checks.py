@@ -56,6 +56,10 @@ def test_settings_that_nothing_could_mend(tmp_path: Path, changes: dict[str, Any
     ("changes", "message"),
     [
         ({"seq_len": 513}, r"train\.seq_len is 513.*positions of the target, 512; lower --seq-len"),
+        ({"weighting": "d-pace"}, r"train\.weighting is d-pace.* blocks.*eagle3 does not; give --weighting decay"),
+        ({"anchors": 4}, r"train\.anchors is 4,.*eagle3 does not; give --anchors 0, or another --drafter"),
+        ({"anchors": 4, "drafter": "p-eagle"}, r"train\.anchors is 4,.*p-eagle does not"),
+        ({"anchors": 33, "drafter": "dflash"}, r"train\.anchors is 33, more than the 32 positions"),
         ({"draft": DraftSettings(vocab_size=65)}, r"draft\.vocab_size is 65, the target has 64 tokens; lower --vocab"),
     ],
 )

@@ -57,7 +57,7 @@ def learned(tmp_path_factory: pytest.TempPathFactory, tiny_target: Target) -> Le
 def test_a_new_head_of_any_width_begins_at_the_target(tiny_target: Target, width: int) -> None:
     """Its embedding is as near to the target's as a matrix of that rank comes (Eckart and Young), up to a rotation,
     which no product between rows sees; so are its output rows. In the target's own width it shares and copies them."""
-    drafter = new_drafter(DraftSettings(d_model=width, num_layers=2), tiny_target.config, len(TARGET_IDS))
+    drafter = new_drafter("eagle3", DraftSettings(d_model=width, num_layers=2), tiny_target.config, len(TARGET_IDS))
     params = drafter.first_params(tiny_target, TARGET_IDS, seed=0)
     columns = np.asarray(head_columns(tiny_target.params, jnp.asarray(TARGET_IDS)))
     assert (drafter.config.num_layers, len(params.layers), drafter.config.has_embedding) == (2, 2, width != 32)
@@ -169,3 +169,12 @@ def test_a_dry_run_shows_the_earlier_heads_shape(tmp_path: Path, tiny_target: Ta
     assert plan.drafter.with_dtype("float32") == head.drafter
     with pytest.raises(ConfigError, match=r"draft\.d_ff 40 \(it has 48\)"):
         make_plan(TrainRun(target=str(tiny_target.folder), init_from=str(tmp_path), draft=DraftSettings(d_ff=40)))
+
+
+def test_what_a_kind_has_no_use_for_is_refused(tiny_target: Target) -> None:
+    for kind, settings, unused in (
+        ("eagle3", {"block_size": 16, "num_layers": 2}, "draft.block_size 16"),
+        ("dflash", {"d_model": 24, "fc_norm": True, "window": 8}, "draft.d_model 24, draft.fc_norm True"),
+    ):
+        with pytest.raises(ConfigError, match=f"--drafter {kind} has no use for {unused};"):
+            new_drafter(kind, DraftSettings(**settings), tiny_target.config, len(TARGET_IDS))

@@ -15,8 +15,11 @@ from specserve import config
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import BUNDLED
 from specserve.checkpoints.tensors import write_json
+from specserve.drafters.dflash import learn, start
+from specserve.drafters.dflash.drafter import DFlash
 from specserve.drafters.door import Rollout, Rows
 from specserve.drafters.eagle3.drafter import Eagle3
+from specserve.drafters.words import KindName
 from specserve.errors import ConfigError
 from specserve.kernels import rows
 from specserve.models.families import model_config
@@ -59,10 +62,17 @@ def _whole_loops(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rows, "SCORES_AT_ONCE", 1 << 40)
 
 
-def _lowered(raw: dict[str, Any], rollout: Rollout, **flags: Any) -> tuple[Any, LossConfig]:
+def _lowered(
+    raw: dict[str, Any], rollout: Rollout, *, blocks: DraftSettings | None = None, **flags: Any
+) -> tuple[Any, LossConfig]:
+    """The step of an EAGLE-3 head, or of one that fills blocks, which has the rest of the flags for its losses."""
     target = model_config(raw, dtype="float32")
-    draft = Eagle3(tiny.draft_config(target, draft_vocab_size=2048, **flags))
-    loss = LossConfig(target, draft, rollout, 0.8)
+    if blocks is None:
+        loss = LossConfig(target, Eagle3(tiny.draft_config(target, draft_vocab_size=2048, **flags)), rollout, 0.8)
+    else:
+        drafter = DFlash(start.new_config("dflash", blocks, target, blocks.vocab_size))
+        loss = LossConfig(target, drafter, rollout, 0.8, **flags)
+    draft = loss.drafter
     optimizer = make_optimizer(TrainSettings())
     params = abstract(draft.spec(), "float32")
 
@@ -72,7 +82,7 @@ def _lowered(raw: dict[str, Any], rollout: Rollout, **flags: Any) -> tuple[Any, 
     state = TrainState(params, jax.eval_shape(optimizer.init, params), array((), jnp.int32))
     batch = Rows(*(array((BATCH, SEQ), dtype) for dtype in (jnp.int32, jnp.bool_, jnp.int32, jnp.int32)))
     step: Any = make_step(loss, optimizer)
-    arguments = abstract(target_spec(target), "float32"), DraftVocab(array((2048,), jnp.int32)), batch
+    arguments = abstract(target_spec(target), "float32"), DraftVocab(array((draft.draft_vocab_size,), jnp.int32)), batch
     return step.lower(state, *arguments, array((), jnp.float32)), loss
 
 
@@ -96,15 +106,49 @@ def test_operations_are_those_of_the_program(
 
 
 @pytest.mark.usefixtures("_whole_loops")
-def test_operations_and_arguments_are_those_that_are_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("blocks", "rollout", "flags"),
+    [
+        (DraftSettings(vocab_size=4096, num_layers=2, window=128), Rollout(7, remat=True), {"weighting": "d-pace"}),
+        pytest.param(
+            DraftSettings(vocab_size=2048, num_layers=1, block_size=4),
+            Rollout(3, remat=False, anchors=60),
+            {"teacher": "data"},
+            marks=pytest.mark.slow,
+        ),
+    ],
+)
+def test_operations_of_blocks_are_those_of_the_program(
+    monkeypatch: pytest.MonkeyPatch, blocks: DraftSettings, rollout: Rollout, flags: dict[str, Any]
+) -> None:
+    """Of a head that shares the target's output head, and of one that has its own and learns what the data says."""
+    monkeypatch.setattr(learn, "SLOTS_AT_ONCE", 1 << 40)
+    blocks = dataclasses.replace(blocks, aux_layers=(0, 2, 4))
+    lowered, loss = _lowered(WIDE, rollout, blocks=blocks, **flags)
+    teacher = loss.teacher
+    ours = step_flops(loss.target, loss.drafter, rollout, batch=BATCH, seq=SEQ, platform="cpu", teacher=teacher).total
+    assert lowered.cost_analysis()["flops"] == pytest.approx(ours.executed, rel=0.03)
+    assert ours.useful < ours.executed * 0.99
+
+
+@pytest.mark.usefixtures("_whole_loops")
+@pytest.mark.parametrize("kind", ["eagle3", pytest.param("dflash", marks=pytest.mark.slow)])
+def test_operations_and_arguments_are_those_that_are_compiled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: KindName
+) -> None:
     """Operations within 3%, as above, and what a step needs besides its arguments within 40%."""
     monkeypatch.setattr("specserve.train.plan.DTYPE", "float32")
     monkeypatch.setattr("specserve.train.plan.BACKEND", "cpu")
-    lowered, loss = _lowered(WIDE, Rollout(2, remat=True))
+    monkeypatch.setattr(learn, "SLOTS_AT_ONCE", 1 << 40)
+    draft = DraftSettings(vocab_size=2048)
+    if kind == "dflash":
+        draft = DraftSettings(vocab_size=2048, num_layers=2, aux_layers=(0, 2, 4))
+    rollout = Rollout(2, remat=True) if kind == "eagle3" else Rollout(7, remat=False)
+    lowered, loss = _lowered(WIDE, rollout, blocks=None if kind == "eagle3" else draft)
     compiled = lowered.compile()
     write_json(tmp_path / "config.json", WIDE)
-    settings = TrainSettings(batch_size=BATCH, seq_len=SEQ, rollout=2, remat=True)
-    plan = make_plan(TrainRun(target=str(tmp_path), draft=DraftSettings(vocab_size=2048), train=settings))
+    settings = TrainSettings(batch_size=BATCH, seq_len=SEQ, rollout=2, remat=rollout.remat)
+    plan = make_plan(TrainRun(target=str(tmp_path), drafter=kind, draft=draft, train=settings))
     assert compiled.cost_analysis()["flops"] == pytest.approx(plan.flops.total.executed, rel=0.03)
     stays = sum(part.num_bytes for part in plan.memory if part.name in ("target's weights", "head", "moments"))
     step_count, lr_scale, vocab, batch = 4, 4, 4 * 2048, BATCH * SEQ * 13

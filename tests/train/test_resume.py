@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_run import NormEvaluator, curve, metrics, start, tiny_trainer
@@ -16,6 +17,7 @@ from specserve.drafters.head import load_head
 from specserve.drafters.notes import read_notes
 from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import make_mesh
+from specserve.train.step import _seeds
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -57,6 +59,25 @@ def test_a_killed_run_goes_on_bit_for_bit(whole: Path, tmp_path: Path, tiny_targ
     assert curve(tmp_path) == curve(whole)
     _assert_same_head(tmp_path, whole, tiny_target)
     assert not list((tmp_path / "state").glob("*tmp*"))
+
+
+def test_anchors_are_drawn_by_the_step(tmp_path: Path, tiny_target: Target) -> None:
+    """A run that was stopped learns at the places where it would have learnt, and no two rows of its steps share a
+    seed."""
+    changes = {"drafter": "dflash", "max_steps": 4, "anchors": 3}
+    tiny_trainer(tmp_path / "whole", tiny_target, evaluator=NormEvaluator(), **changes).train()
+
+    def stop(moment: object) -> None:
+        if moment.step == 2:  # type: ignore[attr-defined]
+            signal.raise_signal(signal.SIGTERM)
+
+    stopped = tmp_path / "stopped"
+    assert tiny_trainer(stopped, tiny_target, evaluator=NormEvaluator(), **changes).train([stop]).step == 3
+    tiny_trainer(stopped, tiny_target, evaluator=NormEvaluator(), resume=True, **changes).train()
+    assert curve(stopped) == curve(tmp_path / "whole")
+    _assert_same_head(stopped, tmp_path / "whole", tiny_target)
+    seeds = [_seeds(jnp.int32(number), jnp.zeros((4, 32), jnp.int32)) for number in range(4)]
+    assert len(np.unique(seeds)) == 16
 
 
 @pytest.mark.slow

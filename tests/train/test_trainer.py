@@ -17,7 +17,7 @@ from tiny_run import SETTINGS, NormEvaluator, curve, metrics, resolved, tiny_tra
 
 from specserve.checkpoints.load import Target, load_target
 from specserve.drafters.door import Head
-from specserve.drafters.eagle3.config import default_taps
+from specserve.drafters.eagle.config import default_taps
 from specserve.drafters.head import load_head
 from specserve.drafters.notes import read_notes
 from specserve.errors import ConfigError
@@ -89,22 +89,6 @@ def test_what_a_run_leaves_can_be_loaded(finished: tuple[Path, list[Progress]], 
     assert seen[-2].evaluation is not None
     assert notes["acceptance"]["tau"] == seen[-2].evaluation.tau
     assert "python" in notes["provenance"]
-
-
-def test_a_stopped_run_resumes_on_the_same_curve(
-    finished: tuple[Path, list[Progress]], tmp_path: Path, tiny_target: Target
-) -> None:
-    """It dies at step 8, so it falls back on step 6 and does the rest again."""
-    output, _ = finished
-    stopped = tiny_trainer(tmp_path, tiny_target, evaluator=NormEvaluator())
-    with pytest.raises(Killed):
-        stopped.train([_at(8, _die)])
-    resumed = tiny_trainer(tmp_path, tiny_target, evaluator=NormEvaluator(), resume=True)
-    seen: list[Progress] = []
-    resumed.train([seen.append])
-    assert seen[0].step == 7
-    assert curve(tmp_path) == curve(output)
-    _assert_same(load_head(output, tiny_target, dtype="float32"), load_head(tmp_path, tiny_target, dtype="float32"))
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -195,6 +179,7 @@ def test_another_measurement_has_a_best_of_its_own(
     assert "measured now is shorter answers, before it was norm" in caplog.text
 
 
+@pytest.mark.slow
 def test_in_bfloat16_a_run_follows_the_one_in_float32(
     finished: tuple[Path, list[Progress]], tmp_path: Path, tiny_target: Target
 ) -> None:

@@ -1,8 +1,8 @@
 """What an EAGLE-3 head's rollout takes, for each position of a row, by the rules of `train.flops`."""
 
 from specserve.drafters.door import Costs, Flops, Rollout
-from specserve.drafters.eagle3.config import Eagle3Config
-from specserve.drafters.eagle3.model import draft_spec
+from specserve.drafters.eagle.config import Eagle3Config
+from specserve.drafters.eagle.model import draft_spec
 from specserve.kernels.rows import mean_keys
 from specserve.models.params import is_matrix, num_params, specs
 

@@ -11,51 +11,41 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Costs, Rollout, Rows
-from specserve.drafters.eagle3 import costs, follow, model, start, unroll
-from specserve.drafters.eagle3.config import Eagle3Config
-from specserve.drafters.eagle3.follow import Eagle3State
-from specserve.drafters.eagle3.model import Eagle3Params
-from specserve.drafters.eagle3.propose import Draft
+from specserve.drafters import unroll
+from specserve.drafters.door import Aims, Costs, Rollout, Rows
+from specserve.drafters.eagle import model, start
+from specserve.drafters.eagle.config import Eagle3Config
+from specserve.drafters.eagle.drafter import OnEagle
+from specserve.drafters.eagle.model import Eagle3Params
+from specserve.drafters.eagle3 import costs, learn, propose
+from specserve.drafters.follow import Following
+from specserve.drafters.words import KindName
 from specserve.kernels.matmul import Weight
-from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams
-from specserve.speculative.drafter import After, Committed, Sizes, SlotView
+from specserve.speculative.drafter import SlotView, Weights
 from specserve.speculative.tree import Proposal, Tree
-from specserve.speculative.vocab import DraftVocab
 
 
 @dataclass(frozen=True)
-class Eagle3:
+class Eagle3(OnEagle):
     """See `door.TrainedDrafter`, which says what each of these is for."""
 
     config: Eagle3Config
-    name = "eagle3"
-    remembers = False
 
     @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return self.config.aux_layers
+    def name(self) -> KindName:
+        return "eagle3"
 
     @property
-    def dtype(self) -> str:
-        return self.config.dtype
+    def network(self) -> Eagle3Config:
+        return self.config
+
+    def network_params(self, params: Eagle3Params) -> Eagle3Params:
+        return params
 
     @property
-    def d_model(self) -> int:
-        return self.config.d_model
-
-    @property
-    def max_len(self) -> int:
-        return self.config.max_len
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.vocab_size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        return self.config.draft_vocab_size
+    def max_tree_depth(self) -> int | None:
+        return None
 
     def with_dtype(self, dtype: str) -> "Eagle3":
         return Eagle3(dataclasses.replace(self.config, dtype=dtype))
@@ -63,48 +53,8 @@ class Eagle3:
     def facts(self) -> Mapping[str, Any]:
         return dataclasses.asdict(self.config) | {"vocab_size": self.config.draft_vocab_size}
 
-    # in a step
-
-    def max_pending(self, max_depth: int) -> int:
-        return follow.max_pending(max_depth)
-
-    def init_state(self, target: ModelConfig, sizes: Sizes) -> Eagle3State:
-        return follow.init_state(self.config, target, sizes)
-
-    def admit(
-        self,
-        state: Eagle3State,
-        slot: jax.Array,
-        page_row: jax.Array,
-        num_cached: jax.Array,
-        promise: jax.Array,
-    ) -> Eagle3State:
-        del promise
-        return follow.admit(state, slot, page_row, num_cached)
-
-    def observe(
-        self, weights: Draft, state: Eagle3State, view: SlotView, committed: Committed, after: After
-    ) -> Eagle3State:
-        if after == "prompt":
-            return follow.observe_prompt(weights, self.config, state, view, committed)
-        if after == "plain":
-            return follow.observe_plain(state, view, committed)
-        return follow.observe_tree(state, view, committed)
-
-    def catch_up(self, weights: Draft, state: Eagle3State, view: SlotView) -> Eagle3State:
-        return follow.catch_up(weights, self.config, state, view)
-
-    def propose(self, weights: Draft, state: Eagle3State, view: SlotView, tree: Tree) -> tuple[Eagle3State, Proposal]:
-        return follow.propose_tree(weights, self.config, state, view, tree)
-
-    def remember(
-        self, state: Eagle3State, history: jax.Array, start: jax.Array, last: jax.Array, number: jax.Array
-    ) -> Eagle3State:
-        del history, start, last, number
-        return state
-
-    def forget(self, state: Eagle3State) -> Eagle3State:
-        return state
+    def propose(self, weights: Weights, state: Following, view: SlotView, tree: Tree) -> tuple[Following, Proposal]:
+        return propose.propose_tree(self.ready(weights), self.config, state, view, tree)
 
     # its parameters
 
@@ -117,13 +67,13 @@ class Eagle3:
     def first_params(self, target: Target, target_ids: np.ndarray, seed: int) -> Eagle3Params:
         return start.first_params(self.config, target, target_ids, seed)
 
-    def weights(self, params: Eagle3Params, target: TargetParams, target_ids: jax.Array) -> Draft:
-        return Draft(params, DraftVocab(target_ids), model.token_embedding(params, target.embedding))
-
     # how it learns
 
-    def loss_weights(self, rows: Rows, length: int) -> jax.Array:
-        return unroll.all_weights(rows, length)
+    def num_steps(self, rollout: int) -> int:
+        return rollout
+
+    def aims(self, rows: Rows, rollout: Rollout) -> Aims:
+        return Aims(unroll.all_weights(rows, rollout.length))
 
     def learn(
         self,
@@ -134,13 +84,14 @@ class Eagle3:
         rollout: Rollout,
     ) -> list[jax.Array]:
         embedding = model.token_embedding(params, target.embedding)
-        states = unroll.rollout_states(params, self.config, embedding, rows, aux_hidden_states, rollout)
+        states = learn.rollout_states(params, self.config, embedding, rows, aux_hidden_states, rollout)
         return unroll.by_position(states)
 
     def output(self, params: Eagle3Params) -> tuple[jax.Array, Weight]:
         return params.output
 
-    def logits(self, output: tuple[jax.Array, Weight], hidden_states: jax.Array) -> jax.Array:
+    def logits(self, output: tuple[jax.Array, Weight], target: TargetParams, hidden_states: jax.Array) -> jax.Array:
+        del target
         return model.draft_logits(output, self.config, hidden_states)
 
     def costs(self, rollout: Rollout, seq_len: int) -> Costs:

@@ -9,10 +9,9 @@ from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Dialect, Head, TrainedDrafter
-from specserve.drafters.eagle3 import dialects, doctor, files, start
-from specserve.drafters.eagle3.checks_files import KNOWN_ARCHITECTURES
+from specserve.drafters.eagle import dialects, doctor, files, start
+from specserve.drafters.eagle.patient import EAGLE3, Patient
 from specserve.drafters.eagle3.drafter import Eagle3
-from specserve.drafters.eagle3.patient import Patient
 from specserve.drafters.eagle3.repairs import list_repairs
 from specserve.drafters.findings import Repair, Report
 from specserve.drafters.settings import DraftSettings
@@ -22,9 +21,13 @@ from specserve.models.config import ModelConfig
 class Eagle3Kind:
     """See `door.Kind`, which says what each of these is for."""
 
+    suits: Mapping[str, Any] = {}
+    understands = frozenset({"d_model", "norm_output", "fc_norm"})
+
     def is_named(self, raw: Mapping[str, Any]) -> bool:
         stated = raw.get("architectures")
-        return isinstance(stated, list) and not KNOWN_ARCHITECTURES.isdisjoint(map(str, stated))
+        is_known = isinstance(stated, list) and not EAGLE3.known.isdisjoint(map(str, stated))
+        return is_known and not dialects.mask_ids(raw)
 
     def new(self, settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> Eagle3:
         return Eagle3(start.new_config(settings, target, draft_vocab_size))

@@ -1,16 +1,16 @@
 """What the files of an EAGLE-3 head might mean instead: slips of exports that no shape and no key tells, each as a
 change of the files that undoes it. Whether one helps is measured by running the head (`eval.trial`)."""
 
-import dataclasses
 import itertools
 from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from specserve.drafters.eagle3 import dialects
-from specserve.drafters.eagle3.config import Eagle3Config, default_taps
-from specserve.drafters.eagle3.patient import Patient
+from specserve.drafters.eagle import dialects
+from specserve.drafters.eagle.config import Eagle3Config, default_taps
+from specserve.drafters.eagle.patient import Patient
 from specserve.drafters.findings import Copy, Repair
+from specserve.drafters.published import rope_keys
 from specserve.models.rope import plain_rope
 
 _NORMS = {
@@ -38,7 +38,7 @@ def list_repairs(patient: Patient) -> Iterator[Repair]:
         yield Repair("rms_norm_eps is the target's", _put(rms_norm_eps=patient.target.config.norm_eps))
     rope = plain_rope(patient.target.config.rope)
     if config.rope != rope:
-        keys = dialects.rope_keys(dataclasses.replace(config, rope=rope))
+        keys = rope_keys(rope)
         yield Repair("the rotary settings are the target's", _put(**keys))
 
 

@@ -17,7 +17,7 @@ from specserve.drafters.words import ALL_TEXT
 from specserve.kernels.gather import take_each, take_rows
 from specserve.models.config import ModelConfig
 from specserve.pytree import pytree
-from specserve.speculative.drafter import HEAD, After, Committed, Drafter, Sizes, SlotView, choose
+from specserve.speculative.drafter import HEAD, After, Committed, Drafter, Sizes, SlotView, Weights, choose
 from specserve.speculative.tree import Proposal, Tree, chain_proposal
 
 GAIN_DECAY = 0.9
@@ -35,6 +35,10 @@ class Lookup:
     def aux_layers(self) -> tuple[int, ...]:
         return ()
 
+    @property
+    def max_tree_depth(self) -> int | None:
+        return None
+
     def max_pending(self, max_depth: int) -> int:
         del max_depth
         return 0
@@ -47,15 +51,15 @@ class Lookup:
         del slot, page_row, num_cached, promise
         return state
 
-    def observe(self, weights: Any, state: Any, view: SlotView, committed: Committed, after: After) -> Any:
+    def observe(self, weights: Weights, state: Any, view: SlotView, committed: Committed, after: After) -> Any:
         del weights, view, committed, after  # the history says it all
         return state
 
-    def catch_up(self, weights: Any, state: Any, view: SlotView) -> Any:
+    def catch_up(self, weights: Weights, state: Any, view: SlotView) -> Any:
         del weights, view
         return state
 
-    def propose(self, weights: Any, state: Any, view: SlotView, tree: Tree) -> tuple[Any, Proposal]:
+    def propose(self, weights: Weights, state: Any, view: SlotView, tree: Tree) -> tuple[Any, Proposal]:
         del weights
         return state, _as_proposal(view, self.find(state, view, tree))
 
@@ -94,6 +98,10 @@ class Mixed:
         return self.head.aux_layers
 
     @property
+    def max_tree_depth(self) -> int | None:
+        return self.head.max_tree_depth
+
+    @property
     def remembers(self) -> bool:
         return self.lookup.remembers
 
@@ -114,7 +122,7 @@ class Mixed:
         return dataclasses.replace(state, head=head, gains=state.gains.at[slot].set(_first_gains(promise)))
 
     def observe(
-        self, weights: Any, state: MixedState, view: SlotView, committed: Committed, after: After
+        self, weights: Weights, state: MixedState, view: SlotView, committed: Committed, after: After
     ) -> MixedState:
         head = self.head.observe(weights, state.head, view, committed, after)
         if isinstance(after, str) or not after.lookup:
@@ -122,10 +130,10 @@ class Mixed:
         gains = update_gains(take_rows(state.gains, view.slots), committed.source, committed.n_accepted)
         return dataclasses.replace(state, head=head, gains=state.gains.at[view.slots].set(gains, mode="drop"))
 
-    def catch_up(self, weights: Any, state: MixedState, view: SlotView) -> MixedState:
+    def catch_up(self, weights: Weights, state: MixedState, view: SlotView) -> MixedState:
         return dataclasses.replace(state, head=self.head.catch_up(weights, state.head, view))
 
-    def propose(self, weights: Any, state: MixedState, view: SlotView, tree: Tree) -> tuple[MixedState, Proposal]:
+    def propose(self, weights: Weights, state: MixedState, view: SlotView, tree: Tree) -> tuple[MixedState, Proposal]:
         assert tree.uses_head, "lookup alone would leave the head behind: give such a step a drafter without one"
         head, proposal = self.head.propose(weights, state.head, view, tree)
         state = dataclasses.replace(state, head=head)

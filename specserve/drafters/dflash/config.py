@@ -1,0 +1,52 @@
+"""What a DFlash drafter is (arXiv 2602.06036): a few layers that fill a block of masked slots in one pass."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+from specserve.drafters.words import KindName
+from specserve.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class DFlashConfig:
+    """The shape and the switches of a head. Static and hashable."""
+
+    backbone: ModelConfig  # its layers: windows, norms, rotary embeddings; its vocabulary is the target's
+    aux_layers: tuple[int, ...]  # target layers whose outputs are tapped, 0-based
+    draft_vocab_size: int
+    block_size: int  # slots of a block, the anchor's among them
+    mask_token_id: int  # stands in every slot but the anchor's
+    is_causal: tuple[bool, ...]  # of each layer: a slot sees those before it alone, else the whole block
+    has_embedding: bool = False  # its own token embedding; otherwise the target's is shared
+    has_own_head: bool = False  # output rows of its own for all tokens; without, those of a part are its own at least
+    embedding_scale: float = 1.0  # of the tokens in a block
+    output_scale: float = 1.0  # of its logits
+    foresees_anchor: bool = False  # slot k is about the token k + 1 places after the anchor, so slot 0 counts
+    markov_rank: int = 0  # of DSpark's bias by the token before; 0: none
+    confidence: Literal["", "state", "state and token"] = ""  # what DSpark's confidence is made of
+    has_confidence_bias: bool = False
+    conv_taps: int = 0  # of DFlash2's convolutions; 0: none
+    conv_group: int = 0  # channels that share what a slot adds to its kernel
+    selector_rank: int = 0  # of DFlash2's ranking of candidates; 0: none
+    selector_top_k: int = 0  # candidates of a slot
+
+    @property
+    def name(self) -> KindName:
+        """The name of its kind."""
+        return "dspark" if self.markov_rank else "dflash2" if self.selector_rank else "dflash"
+
+    @property
+    def has_head(self) -> bool:
+        """Whether it has output rows of its own, as it must for a part of the vocabulary; otherwise the target's head
+        is shared."""
+        return self.has_own_head or self.draft_vocab_size < self.backbone.vocab_size
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that a block foresees."""
+        return self.block_size - self.first_slot
+
+    @property
+    def first_slot(self) -> int:
+        """The slot that foresees the token after the anchor."""
+        return 0 if self.foresees_anchor else 1

@@ -1,0 +1,199 @@
+"""Small heads that make the slots of a block depend on each other, when it is served as on its way to a tree.
+
+A block foresees each of its tokens without knowing the ones before it. DSpark (arXiv 2607.05147) adds to a slot's
+logits a bias that the token before it gives, of low rank. DFlash2 ranks the best few tokens of a slot again, by a
+product of what the token before, the slot's state and the candidate give. Both are cheap enough to be asked for every
+node of a tree: a node's candidates are then its own, and those of another path differ.
+"""
+
+import jax
+import jax.numpy as jnp
+
+from specserve.drafters.dflash.config import DFlashConfig
+from specserve.drafters.grow import best_tokens
+from specserve.kernels.matmul import Weight, matmul_float32
+from specserve.models.layers import linear
+from specserve.models.params import embedding_table, matrix, vector
+from specserve.pytree import pytree
+from specserve.speculative.sampling import SamplerRows
+from specserve.speculative.vocab import DraftVocab
+
+SMALLEST = 1e-9  # of a mass that is divided by
+
+
+@pytree
+class Confidence:
+    """The probability that a slot's token is accepted, of its normed state and of what the token before gives."""
+
+    weight: Weight  # [d_model or d_model + rank, 1]
+    bias: jax.Array | None  # [1]
+
+
+@pytree
+class Markov:
+    previous: jax.Array  # [vocab, rank], of the token before
+    bias: Weight  # [rank, draft_vocab]
+    confidence: Confidence | None
+
+
+@pytree
+class Selector:
+    predecessor: jax.Array  # [vocab, rank]
+    successor: jax.Array  # [vocab, rank]
+    hidden: Weight  # [d_model, rank]
+
+
+def markov_spec(config: DFlashConfig) -> Markov:
+    """The parameters of DSpark's heads as `ParamSpec`s."""
+    rank, width = config.markov_rank, config.backbone.d_model
+    inputs = width + (rank if config.confidence == "state and token" else 0)
+    has_bias = config.has_confidence_bias
+    return Markov(
+        previous=embedding_table("markov_head.markov_w1.weight", config.backbone.vocab_size, rank),
+        bias=matrix("markov_head.markov_w2.weight", rank, config.draft_vocab_size, (None, "vocab")),
+        confidence=Confidence(
+            weight=matrix("confidence_head.proj.weight", inputs, 1, (None, None)),
+            bias=vector("confidence_head.proj.bias", 1, init="zeros") if has_bias else None,
+        )
+        if config.confidence
+        else None,
+    )
+
+
+def selector_spec(config: DFlashConfig) -> Selector:
+    """The parameters of DFlash2's selector as `ParamSpec`s."""
+    rank, size = config.selector_rank, config.backbone.vocab_size
+    return Selector(
+        predecessor=embedding_table("candidate_selector.predecessor_codebook", size, rank),
+        successor=embedding_table("candidate_selector.successor_codebook", size, rank),
+        hidden=matrix("candidate_selector.hidden_projection.weight", config.backbone.d_model, rank, ("embed", None)),
+    )
+
+
+def of_previous(markov: Markov | None, selector: Selector | None) -> jax.Array | None:  # [vocab, rank]
+    """What each token gives to the slot after it; None without joint heads."""
+    return markov.previous if markov else selector.predecessor if selector else None
+
+
+def biased(markov: Markov, logits: jax.Array, previous: jax.Array) -> jax.Array:
+    """The logits [batch, 1 or k, draft_vocab] float32 of a slot after each of k tokens [batch, k]."""
+    return logits + matmul_float32(markov.previous[previous], markov.bias)
+
+
+def confidences(
+    confidence: Confidence,
+    config: DFlashConfig,
+    states: jax.Array,  # [..., d_model], normed
+    given: jax.Array,  # [..., rank], what the tokens before give
+) -> jax.Array:  # [...] float32
+    """The logits of being accepted of slots after these tokens."""
+    inputs = states
+    if config.confidence == "state and token":
+        inputs = jnp.concatenate([states, given.astype(states.dtype)], axis=-1)
+    return linear(inputs, confidence.weight, confidence.bias)[..., 0].astype(jnp.float32)
+
+
+def selected(
+    selector: Selector,
+    config: DFlashConfig,
+    logits: jax.Array,  # [batch, 1, vocab] float32
+    states: jax.Array,  # [batch, 1, d_model], normed
+    previous: jax.Array,  # [batch, k] int32
+) -> jax.Array:  # [batch, k, vocab] float32, -inf but for the candidates
+    """The scores of a slot's best tokens after each of k tokens."""
+    unary, candidates = jax.lax.top_k(logits[:, 0], config.selector_top_k)  # [batch, candidate]
+    context = selector.predecessor[previous] * linear(states, selector.hidden)  # [batch, k, rank]
+    successors = selector.successor[candidates]
+    scores = jnp.einsum("bkr,bcr->bkc", context, successors, preferred_element_type=jnp.float32)
+    batch, k = previous.shape
+    out = jnp.full((batch, k, logits.shape[-1]), -jnp.inf, jnp.float32)
+    rows = jnp.arange(batch)[:, None, None], jnp.arange(k)[:, None]
+    return out.at[*rows, candidates[:, None]].set(unary[:, None] + scores)
+
+
+class JointSlots:
+    """See `grow.Expander`. A level is its tokens [batch, k], which the candidates of the next slot depend on.
+
+    Where there is a confidence head, the score of a candidate is its probability times the slot's of being accepted
+    after the node above. So a tree of the best N paths goes deep in a row whose slots are sure, and wide early in a row
+    whose slots are not: each row has its own depth and width within the compiled shape.
+    """
+
+    def __init__(
+        self,
+        heads: Markov | Selector,
+        config: DFlashConfig,
+        rows: SamplerRows,
+        vocab: DraftVocab,
+        seq_lens: jax.Array,  # [batch] int32, of the root
+        logits: jax.Array,  # [batch, slot, draft_vocab] float32
+        states: jax.Array,  # [batch, slot, d_model], normed
+    ) -> None:
+        self.heads, self.config, self.rows, self.vocab = heads, config, rows, vocab
+        self.seq_lens, self.logits, self.states = seq_lens, logits, states
+
+    def candidates(self, level: jax.Array, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
+        heads, at = self.heads, slice(depth - 1, depth)
+        logits, states = self.logits[:, at], self.states[:, at]
+        if isinstance(heads, Selector):
+            scores = selected(heads, self.config, logits, states, level)
+        else:
+            scores = biased(heads, logits, level)
+        best, token_ids = best_tokens(self.rows, self.vocab, scores, self.seq_lens + depth, top_k)
+        if isinstance(heads, Markov) and heads.confidence is not None:
+            given = heads.previous[level]
+            each = jnp.broadcast_to(states, (*level.shape, states.shape[-1]))
+            best += jax.nn.log_sigmoid(confidences(heads.confidence, self.config, each, given))[..., None]
+        return best, token_ids
+
+    def descend(self, level: jax.Array, parents: jax.Array, token_ids: jax.Array, depth: int) -> jax.Array:
+        del level, parents, depth
+        return token_ids
+
+
+@pytree
+class TaughtJoint:
+    """Of joint heads what acts on states, whose last `rank` channels are what the token before gives."""
+
+    bias: Weight | None  # [rank, draft_vocab]
+    confidence: Confidence | None
+    successor: jax.Array | None  # [vocab, rank]
+    hidden: Weight | None  # [d_model, rank]
+
+    @classmethod
+    def of(cls, markov: Markov | None, selector: Selector | None) -> "TaughtJoint":
+        return cls(
+            markov.bias if markov else None,
+            markov.confidence if markov else None,
+            selector.successor if selector else None,
+            selector.hidden if selector else None,
+        )
+
+
+def also_learned(
+    joint: TaughtJoint,
+    config: DFlashConfig,
+    states: jax.Array,  # [..., d_model], normed
+    given: jax.Array,  # [..., rank]
+    logits: jax.Array,  # [..., draft_vocab] float32
+    p: jax.Array,  # the target's distribution, which broadcasts to the logits
+) -> jax.Array:  # [...] float32, nats
+    """What joint heads learn of states beside their distribution. The confidence learns how often a token drawn from
+    the slot is accepted (DSpark, arXiv 2607.05147: binary cross-entropy against 1 - TV). The selector learns the
+    target's distribution over the slot's own candidates: cross-entropy over K tokens, the target's probabilities made
+    to sum to one; where it gives the candidates nothing, there is nothing to learn."""
+    if joint.confidence is not None:
+        accepted = jax.lax.stop_gradient(jnp.sum(jnp.minimum(p, jax.nn.softmax(logits, axis=-1)), axis=-1))
+        sure = confidences(joint.confidence, config, states, given)
+        return -(accepted * jax.nn.log_sigmoid(sure) + (1.0 - accepted) * jax.nn.log_sigmoid(-sure))
+    if joint.successor is None or joint.hidden is None:
+        return jnp.zeros(logits.shape[:-1], jnp.float32)
+    unary, candidates = jax.lax.top_k(logits, config.selector_top_k)
+    context = given * linear(states, joint.hidden)
+    scores = unary + jnp.einsum(
+        "...r,...cr->...c", context, joint.successor[candidates], preferred_element_type=jnp.float32
+    )
+    wanted = jnp.take_along_axis(jnp.broadcast_to(p, logits.shape), candidates, axis=-1)
+    mass = jnp.sum(wanted, axis=-1, keepdims=True)
+    wanted = jax.lax.stop_gradient(wanted / jnp.maximum(mass, SMALLEST))
+    return jax.nn.logsumexp(scores, axis=-1) * jnp.sum(wanted, axis=-1) - jnp.sum(wanted * scores, axis=-1)

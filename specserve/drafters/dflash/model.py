@@ -1,0 +1,195 @@
+"""The DFlash head (arXiv 2602.06036): parameters and forward.
+
+A committed token leaves keys and values in every layer, made of the target's hidden states at its position and of
+nothing else: no layer runs for it. A block is the root, which is its anchor, and masked slots after it. Its layers see
+the committed tokens before the anchor and the block itself, and slot k says which token stands k places after the
+anchor. Who attends to what is the caller's business, so that training and serving share these functions.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from specserve.drafters.dflash.config import DFlashConfig
+from specserve.drafters.dflash.conv import Convs, conv_spec, convolve, kernels
+from specserve.drafters.dflash.joint import Markov, Selector, TaughtJoint, also_learned, markov_spec, selector_spec
+from specserve.kernels.matmul import Weight, matmul_float32
+from specserve.kernels.rowwise import rms_norm
+from specserve.mesh import shardings
+from specserve.models.attention import KV, Attention, project_kv, project_qkv
+from specserve.models.layers import linear, mlp
+from specserve.models.moe import Moe
+from specserve.models.params import embedding_table, matrix, vector
+from specserve.models.rope import rope_tables
+from specserve.models.target import Layer, TargetParams, layer_spec
+from specserve.pytree import pytree
+
+
+@pytree
+class DFlashParams:
+    embedding: jax.Array | None  # [vocab, d_model]; None: the target's is shared
+    fc: Weight  # [taps * d_model, d_model]
+    hidden_norm: jax.Array  # [d_model], on the fused hidden states
+    layers: tuple[Layer, ...]
+    norm: jax.Array  # [d_model]
+    head: Weight | None  # [d_model, draft_vocab]; None: the target's is shared
+    convs: tuple[Convs, ...] = ()  # of each layer
+    markov: Markov | None = None
+    selector: Selector | None = None
+
+    @property
+    def output(self) -> tuple[jax.Array, Weight | None]:
+        """What makes logits of states, see `block_logits`."""
+        return self.norm, self.head
+
+    @property
+    def taught(self) -> "Taught":
+        """What makes logits of the states that training has, see `taught_logits`."""
+        return *self.output, TaughtJoint.of(self.markov, self.selector)
+
+
+def head_spec(config: DFlashConfig) -> DFlashParams:
+    """The parameters of a head as `ParamSpec`s with their published names."""
+    backbone = config.backbone
+    embedding = embedding_table("embed_tokens.weight", backbone.vocab_size, backbone.d_model)
+    head = matrix("lm_head.weight", backbone.d_model, config.draft_vocab_size, ("embed", "vocab"))
+    return DFlashParams(
+        embedding=embedding if config.has_embedding else None,
+        fc=matrix("fc.weight", len(config.aux_layers) * backbone.d_model, backbone.d_model, (None, "embed")),
+        hidden_norm=vector("hidden_norm.weight", backbone.d_model),
+        layers=tuple(layer_spec(backbone, i) for i in range(backbone.num_layers)),
+        norm=vector("norm.weight", backbone.d_model),
+        head=head if config.has_head else None,
+        convs=tuple(conv_spec(config, i) for i in range(backbone.num_layers)) if config.conv_taps else (),
+        markov=markov_spec(config) if config.markov_rank else None,
+        selector=selector_spec(config) if config.selector_rank else None,
+    )
+
+
+def place(config: DFlashConfig, mesh: Mesh) -> DFlashParams:
+    """Where each parameter lives; what does not divide is whole on every device."""
+    heads = {"heads": config.backbone.num_heads, "kv_heads": config.backbone.num_kv_heads}
+    return shardings(head_spec(config), mesh, heads)
+
+
+def context_kv(
+    params: DFlashParams,
+    config: DFlashConfig,
+    aux_hidden_states: jax.Array,  # [batch, n, taps * d_model]
+    position_ids: jax.Array,  # [batch, n] int32
+) -> tuple[KV, ...]:  # layer by layer, each [batch, n, kv_head, head_dim]
+    """Keys and values of tokens whose hidden states are known."""
+    backbone = config.backbone
+    context = rms_norm(linear(aux_hidden_states, params.fc), params.hidden_norm, backbone.norm_eps)
+    rope = rope_tables(backbone.rope, backbone.head_dim, position_ids)
+    return tuple(project_kv(_attention(layer), backbone, context, rope) for layer in params.layers)
+
+
+def block_inputs(
+    params: DFlashParams,
+    config: DFlashConfig,
+    target: TargetParams,
+    anchors: jax.Array,  # [..., 1] int32, the tokens that the blocks begin with
+    length: int,  # slots, the anchor's among them
+) -> jax.Array:  # [..., length, d_model]
+    """The anchor's embedding, and that of the mask in all further slots."""
+    table = target.embedding if params.embedding is None else params.embedding
+    masks = jnp.full((*anchors.shape[:-1], length - 1), config.mask_token_id, anchors.dtype)
+    return table[jnp.concatenate([anchors, masks], axis=-1)] * jnp.asarray(config.embedding_scale, table.dtype)
+
+
+# (layer, q [batch, n, head, head_dim], and the slots' own k and v [batch, n, kv_head, head_dim]) -> like q
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def block_states(
+    params: DFlashParams,
+    config: DFlashConfig,
+    x: jax.Array,  # [batch, n, d_model], from `block_inputs`
+    position_ids: jax.Array,  # [batch, n] int32
+    attend: Attend,
+) -> jax.Array:  # [batch, n, d_model], before the final norm
+    """Run the layers over blocks."""
+    backbone = config.backbone
+    rope = rope_tables(backbone.rope, backbone.head_dim, position_ids)
+
+    def attended(i: int, normed: jax.Array, add: jax.Array | None = None) -> jax.Array:
+        attention = _attention(params.layers[i])
+        out = attend(i, *project_qkv(attention, backbone, normed, rope))
+        return linear(out.reshape(*normed.shape[:2], -1), attention.o, attention.o_bias, add=add)
+
+    for i, layer in enumerate(params.layers):
+        assert not isinstance(layer.mlp, Moe), "a head has no experts"
+        normed = rms_norm(x, layer.attention_norm, backbone.norm_eps)
+        if params.convs:
+            x = _convolved_layer(params.convs[i], config, layer, x, normed, lambda y, i=i: attended(i, y))
+            continue
+        x = attended(i, normed, add=x)
+        x = mlp(layer.mlp, rms_norm(x, layer.mlp_norm, backbone.norm_eps), backbone.activation, add=x)
+    return x
+
+
+def _convolved_layer(
+    convs: Convs, config: DFlashConfig, layer: Layer, x: jax.Array, normed: jax.Array, attended: Any
+) -> jax.Array:
+    """One layer whose sublayers' inputs and outputs are convolved."""
+    backbone = config.backbone
+    assert not isinstance(layer.mlp, Moe), "a head has no experts"
+    before, after = kernels(convs.attention, config, normed)
+    x += convolve(config, attended(convolve(config, normed, before)), after)
+    normed = rms_norm(x, layer.mlp_norm, backbone.norm_eps)
+    before, after = kernels(convs.mlp, config, normed)
+    return x + convolve(config, mlp(layer.mlp, convolve(config, normed, before), backbone.activation), after)
+
+
+def block_logits(
+    output: tuple[jax.Array, Weight | None],  # final norm and head
+    config: DFlashConfig,
+    target: TargetParams,
+    states: jax.Array,  # [..., d_model], what `block_states` returned
+) -> jax.Array:  # [..., draft_vocab] float32
+    norm, head = output
+    states = rms_norm(states, norm, config.backbone.norm_eps)
+    head = target.head if head is None else head
+    if head is None:
+        out = jnp.einsum("...d,vd->...v", states, target.embedding, preferred_element_type=jnp.float32)
+    else:
+        out = matmul_float32(states, head)
+    out *= config.output_scale
+    softcap = config.backbone.logit_softcap
+    return softcap * jnp.tanh(out / softcap) if softcap else out
+
+
+Taught = tuple[jax.Array, Weight | None, TaughtJoint]
+
+
+def taught_logits(
+    output: Taught,
+    config: DFlashConfig,
+    target: TargetParams,
+    states: jax.Array,  # [..., d_model], and beside joint heads [..., d_model + rank]: what the token before gives
+) -> jax.Array:  # [..., draft_vocab] float32
+    norm, head, joint = output
+    width = config.backbone.d_model
+    logits = block_logits((norm, head), config, target, states[..., :width])
+    return logits if joint.bias is None else logits + matmul_float32(states[..., width:], joint.bias)
+
+
+def taught_beside(
+    output: Taught, config: DFlashConfig, states: jax.Array, logits: jax.Array, p: jax.Array
+) -> jax.Array | None:
+    """The loss of joint heads, see `joint.also_learned`; None where there are none that learn so."""
+    norm, _, joint = output
+    if joint.confidence is None and joint.successor is None:
+        return None
+    width = config.backbone.d_model
+    normed = rms_norm(states[..., :width], norm, config.backbone.norm_eps)
+    return also_learned(joint, config, normed, states[..., width:], logits, p)
+
+
+def _attention(layer: Layer) -> Attention:
+    assert isinstance(layer.attention, Attention), "a head's layers attend"
+    return layer.attention

@@ -1,0 +1,121 @@
+"""The head that a run begins with."""
+
+import dataclasses
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specserve.checkpoints.load import Target
+from specserve.drafters.dflash.config import DFlashConfig
+from specserve.drafters.dflash.conv import Conv, Convs
+from specserve.drafters.dflash.model import DFlashParams, head_spec
+from specserve.drafters.settings import DraftSettings
+from specserve.drafters.words import KindName
+from specserve.errors import ConfigError
+from specserve.kernels.matmul import Weight
+from specserve.models.config import LayerKind, ModelConfig, Names
+from specserve.models.params import init_params
+from specserve.models.rope import plain_rope
+from specserve.models.target import head_columns
+
+BLOCK_SIZE = 8
+MOST_LAYERS, FEWEST_TAPS = 5, 3
+MOST_RANK = 256
+CONV_TAPS, CONV_GROUP, SELECTOR_TOP_K = 2, 16, 16  # of published DFlash2 heads
+NAMES = Names(layer="layers.{i}", sinks="attention_sink_bias")  # of the published tensors
+
+
+def new_config(kind: KindName, settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> DFlashConfig:
+    """The head's shape: layers like the target's where the settings say nothing. Raises ConfigError."""
+    num_layers = settings.num_layers or min(MOST_LAYERS, max(1, target.num_layers // 8))
+    num_heads = settings.num_heads or target.num_heads
+    # beside latent attention a head is a plain one, with keys as wide as the target's own without position
+    head_dim = target.latent.nope_dim if target.latent else target.head_dim
+    num_kv_heads = settings.num_kv_heads or min(num_heads if target.latent else target.num_kv_heads, num_heads)
+    if num_heads % num_kv_heads:
+        raise ConfigError(f"draft.num_heads is {num_heads}, which {num_kv_heads} draft.num_kv_heads do not divide")
+    aux_layers = settings.aux_layers or default_taps(target.num_layers, max(num_layers, FEWEST_TAPS))
+    if any(not 0 <= i < target.num_layers for i in aux_layers):
+        raise ConfigError(f"draft.aux_layers {aux_layers}: the target has layers 0..{target.num_layers - 1}")
+    backbone = ModelConfig(
+        family="qwen3",
+        vocab_size=target.vocab_size,
+        d_model=target.d_model,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=num_kv_heads,
+        head_dim=head_dim,
+        d_ff=settings.d_ff or target.d_ff,
+        max_len=target.max_len,
+        norm_eps=target.norm_eps,
+        rope=plain_rope(target.rope),
+        layers=(LayerKind(window=settings.window),) * num_layers,
+        qk_norm="head",
+        names=NAMES,
+        dtype="float32",
+    )
+    if kind == "dflash2" and draft_vocab_size < target.vocab_size:
+        raise ConfigError(
+            f"draft.vocab_size {draft_vocab_size}: the selector of a dflash2 head knows all {target.vocab_size} tokens "
+            "of the target; leave --vocab-size out"
+        )
+    # a block of DSpark foresees as many tokens as one of the others: its anchor's slot counts too
+    block_size = settings.block_size or (BLOCK_SIZE - 1 if kind == "dspark" else BLOCK_SIZE)
+    rank = settings.rank or min(MOST_RANK, target.d_model // 2)
+    joint: dict[str, Any] = {}
+    if kind == "dspark":
+        joint = {"foresees_anchor": True, "markov_rank": rank, "confidence": "state and token"}
+    elif kind == "dflash2":
+        group = math.gcd(CONV_GROUP, target.d_model)
+        joint = {"conv_taps": CONV_TAPS, "conv_group": group, "selector_rank": rank}
+        joint["selector_top_k"] = min(SELECTOR_TOP_K, target.vocab_size)
+    mask_token_id = settings.mask_token if settings.mask_token >= 0 else target.vocab_size - 1
+    if mask_token_id >= target.vocab_size:
+        raise ConfigError(f"draft.mask_token {mask_token_id}: the target has tokens 0..{target.vocab_size - 1}")
+    return DFlashConfig(
+        backbone=backbone,
+        aux_layers=tuple(aux_layers),
+        draft_vocab_size=draft_vocab_size,
+        block_size=block_size,
+        mask_token_id=mask_token_id,
+        is_causal=(settings.causal or settings.window > 0,) * num_layers,
+        **joint,
+    )
+
+
+def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
+    """Taps from layer 1 to the fourth from the end, evenly spread, as published heads have them. Raises ConfigError
+    where the target has too few layers."""
+    if num_layers < num_taps + 3:
+        raise ConfigError(f"a target of {num_layers} layers has no {num_taps} default taps; give draft.aux_layers")
+    if num_taps == 1:
+        return (num_layers // 2,)
+    return tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
+
+
+def first_params(config: DFlashConfig, target: Target, target_ids: np.ndarray, seed: int) -> DFlashParams:
+    """A fresh head whose final norm and output rows are the target's own, and in which the slots do not depend on each
+    other yet: the bias by the token before is nothing, and convolutions pass on what they get."""
+    dtype = config.backbone.dtype
+    params: DFlashParams = init_params(head_spec(config), jax.random.key(seed), dtype)
+    if params.markov is not None:
+        markov = dataclasses.replace(params.markov, bias=_nothing(params.markov.bias))
+        params = dataclasses.replace(params, markov=markov)
+    convs = tuple(Convs(_passing(each.attention), _passing(each.mlp)) for each in params.convs)
+    params = dataclasses.replace(params, convs=convs)
+    norm = jnp.array(target.params.norm + (1.0 if target.config.norm_offset else 0.0), dtype)
+    if params.head is None:
+        return dataclasses.replace(params, norm=norm)
+    columns = head_columns(target.params, jnp.asarray(target_ids)).astype(dtype)
+    return dataclasses.replace(params, norm=norm, head=columns)
+
+
+def _passing(conv: Conv) -> Conv:
+    return Conv(jnp.zeros_like(conv.base).at[:, 0].set(1), _nothing(conv.kernel))
+
+
+def _nothing(weight: Weight) -> Any:
+    return jax.tree.map(jnp.zeros_like, weight)

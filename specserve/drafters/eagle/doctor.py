@@ -1,0 +1,39 @@
+"""All that is looked at in the files of an EAGLE-3 head."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from specserve.checkpoints.load import Target
+from specserve.drafters.eagle import checks_files, checks_meaning
+from specserve.drafters.eagle.patient import Patient
+from specserve.drafters.findings import Finding, Report
+
+CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
+    checks_files.check_names,  # first: what follows writes the right names
+    checks_files.check_keys,
+    checks_files.check_identity,
+    checks_meaning.check_speculators,
+    checks_meaning.check_fit,
+    checks_files.check_tensors,
+    checks_files.check_dtypes,
+    checks_files.check_values,
+    checks_files.check_layer,
+    checks_meaning.check_vocabulary,
+    checks_meaning.check_taps,
+    checks_meaning.check_rope,
+    checks_meaning.check_positions,
+)
+
+
+def examine(folder: Path, target: Target | None) -> Report:
+    """Look at everything. Without a target, what only it can say is left out. Raises CheckpointError where there is
+    nothing to look at: no config.json, no whole safetensors file."""
+    patient = Patient(folder, target)
+    return report(patient, [finding for check in CHECKS for finding in check(patient)], patient.facts())
+
+
+def report(patient: Patient, findings: list[Finding], facts: dict[str, str]) -> Report:
+    """What was found, beside what the head is."""
+    tensors = patient.tensors
+    rows = [(name, tensors.shape(name), tensors.dtype(name).name) for name in sorted(tensors.names())]
+    return Report(tensors.folder, patient.dialect, facts, rows, findings)

@@ -1,0 +1,187 @@
+"""How a drafter that runs ahead over states of its own follows the sequences that are served.
+
+Its entry of a token is computed from two things, that token and the target's aux hidden states of the position before.
+Between steps, for a sequence x[0..L] whose root is x[L]: `pending` holds the last `count` tokens up to the root, each
+with the aux hidden states before it, and the drafter has written entries 1..L - count. After a tree, `count` is what
+that step emitted; plain steps add one each and run nothing of the drafter, until there is no more room.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from specserve.kernels.gather import take_each, take_rows
+from specserve.models.cache import Cache
+from specserve.models.config import ModelConfig
+from specserve.pytree import pytree
+from specserve.speculative.drafter import After, Committed, Sizes, SlotView
+
+FIRST_ENTRY = 1  # entry 0 has no aux hidden states to consume; it is never visible
+MIN_PENDING = 8  # tokens that plain steps may leave to the drafter before it must catch up
+
+
+@pytree
+class Pending:
+    """Accepted tokens that the drafter has not consumed yet, oldest first; the last valid one is the root."""
+
+    token_ids: jax.Array  # [batch, m] int32
+    aux_hidden_states: jax.Array  # [batch, m, taps * target_d_model], of the position before each token
+    count: jax.Array  # [batch] int32, valid entries
+
+
+@pytree
+class Following:
+    """The state of all sequences."""
+
+    pending: Pending  # [slot, max_pending, ...]
+    cache: Cache  # the drafter's layers, under the target's page table
+    page_aux: jax.Array  # [page, taps * target_d_model], aux hidden states of each page's last entry
+
+
+# (token_ids [batch, n], aux hidden states before each [batch, n, taps * target_d_model], index of the entries
+# [batch, n], is_valid [batch, n]) -> the pages with the entries of the valid tokens
+Extend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Cache]
+
+
+def max_pending(max_depth: int) -> int:
+    """Tokens that `pending` holds."""
+    return max(MIN_PENDING, max_depth + 1)
+
+
+def init_state(cache: Cache, num_taps: int, target: ModelConfig, sizes: Sizes) -> Following:
+    aux_size, room = num_taps * target.d_model, max_pending(sizes.max_depth)
+    return Following(
+        pending=Pending(
+            token_ids=jnp.zeros((sizes.num_slots, room), jnp.int32),
+            aux_hidden_states=jnp.zeros((sizes.num_slots, room, aux_size), target.dtype),
+            count=jnp.zeros(sizes.num_slots, jnp.int32),
+        ),
+        cache=cache,
+        page_aux=jnp.zeros((sizes.num_pages, aux_size), target.dtype),
+    )
+
+
+def admit(state: Following, slot: jax.Array, page_row: jax.Array, num_cached: jax.Array) -> Following:
+    """Begin a sequence. The first entry after a hit consumes the aux hidden states before it, which no page contains:
+    they were kept with the last page."""
+    pending = state.pending
+    last_page = page_row[jnp.clip(num_cached // state.cache.page_size - 1, 0)]
+    boundary = state.page_aux.at[last_page].get(mode="clip")
+    pending = dataclasses.replace(
+        pending,
+        aux_hidden_states=pending.aux_hidden_states.at[slot, 0].set(boundary),
+        count=pending.count.at[slot].set(0),
+    )
+    return dataclasses.replace(state, pending=pending)
+
+
+def observe(state: Following, view: SlotView, committed: Committed, after: After, extend: Extend) -> Following:
+    """Take note of committed tokens. Only a prompt's chunk is written at once."""
+    if after == "prompt":
+        return _observe_prompt(state, view, committed, extend)
+    if after == "plain":
+        return _observe_plain(state, view, committed)
+    # what the step has emitted is pending, and nothing else: the drafter caught up before it proposed
+    return dataclasses.replace(
+        state,
+        pending=_put(state, view, committed.next_ids, _aux(committed), committed.count),
+        page_aux=_kept_with_pages(state, view, committed),
+    )
+
+
+def _observe_prompt(state: Following, view: SlotView, committed: Committed, extend: Extend) -> Following:
+    """Write the entries of a chunk; the token after it is pending. Entry t consumes the aux hidden states of t - 1, and
+    the ones before the chunk were left pending by the chunk before."""
+    aux = _aux(committed)
+    earlier = take_rows(state.pending.aux_hidden_states, view.slots)[:, :1]
+    before = jnp.concatenate([earlier, aux[:, :-1]], axis=1)
+    cache = extend(committed.token_ids, before, committed.index, committed.is_kept)
+    last = jnp.maximum(committed.count - 1, 0)[:, None]
+    return Following(
+        pending=_put(
+            state,
+            view,
+            take_each(committed.next_ids, last),
+            take_each(aux, last),
+            jnp.ones_like(committed.count),
+        ),
+        cache=cache,
+        page_aux=_kept_with_pages(state, view, committed),
+    )
+
+
+def _observe_plain(state: Following, view: SlotView, committed: Committed) -> Following:
+    """The token joins those that are pending. Where they are as many as fit the oldest is forgotten: the drafter will
+    go without an entry for it, which costs acceptance and never a token, unless it catches up before."""
+    pending = take_rows(state.pending, view.slots)
+    room = pending.token_ids.shape[1]
+    is_full = pending.count >= room
+    place = jnp.minimum(pending.count, room - 1)[:, None] == jnp.arange(room)  # [batch, room]
+    token_ids, aux = jax.tree.map(
+        lambda x: jnp.where(is_full.reshape(-1, *[1] * (x.ndim - 1)), jnp.roll(x, -1, axis=1), x),
+        (pending.token_ids, pending.aux_hidden_states),
+    )
+    return dataclasses.replace(
+        state,
+        pending=_put(
+            state,
+            view,
+            jnp.where(place, committed.next_ids, token_ids),
+            jnp.where(place[..., None], _aux(committed), aux),
+            jnp.minimum(pending.count + 1, room),
+        ),
+        page_aux=_kept_with_pages(state, view, committed),
+    )
+
+
+def pending_of(state: Following, view: SlotView, depth: int | None = None) -> Pending:
+    """The pending tokens of the step's slots. Before a tree of this depth they are no more than a path of it: no step
+    leaves more, and the caller has called `catch_up` after others."""
+    pending = take_rows(state.pending, view.slots)
+    return jax.tree.map(lambda x: x[:, : depth + 1] if depth is not None and x.ndim > 1 else x, pending)
+
+
+def places(seq_lens: jax.Array, pending: Pending) -> tuple[jax.Array, jax.Array]:
+    """The index of the entry of each pending token, and whether it is one, both [batch, m]."""
+    offset = jnp.arange(pending.token_ids.shape[1])
+    return seq_lens[:, None] - pending.count[:, None] + 1 + offset, offset < pending.count[:, None]
+
+
+def caught_up(state: Following, view: SlotView, cache: Cache) -> Following:
+    """The state when the entries of all that was pending are in `cache`: the root alone stays pending."""
+    pending = take_rows(state.pending, view.slots)
+    last = jnp.maximum(pending.count - 1, 0)[:, None]
+    root, aux = take_each(pending.token_ids, last), take_each(pending.aux_hidden_states, last)
+    return dataclasses.replace(state, cache=cache, pending=_put(state, view, root, aux, jnp.minimum(pending.count, 1)))
+
+
+def _aux(committed: Committed) -> jax.Array:
+    assert committed.aux_hidden_states is not None, "the target was not asked for its taps"
+    return committed.aux_hidden_states
+
+
+def _put(
+    state: Following, view: SlotView, token_ids: jax.Array, aux_hidden_states: jax.Array, count: jax.Array
+) -> Pending:
+    """The state's pending tokens with those of the step's slots replaced; padded slots are dropped."""
+    m = token_ids.shape[1]
+    return Pending(
+        token_ids=state.pending.token_ids.at[view.slots, :m].set(token_ids, mode="drop"),
+        aux_hidden_states=state.pending.aux_hidden_states.at[view.slots, :m].set(aux_hidden_states, mode="drop"),
+        count=state.pending.count.at[view.slots].set(count, mode="drop"),
+    )
+
+
+def _kept_with_pages(state: Following, view: SlotView, committed: Committed) -> jax.Array:
+    """`page_aux` with the aux hidden states of every page's last entry among those committed: a later prefix hit goes
+    on from there."""
+    page_size = state.cache.page_size
+    column = committed.index // page_size
+    is_boundary = (
+        committed.is_kept & (committed.index % page_size == page_size - 1) & (column < view.page_table.shape[1])
+    )
+    page = take_each(view.page_table, jnp.minimum(column, view.page_table.shape[1] - 1))
+    page = jnp.where(is_boundary, page, state.cache.num_pages)
+    return state.page_aux.at[page].set(_aux(committed), mode="drop")

@@ -1,0 +1,183 @@
+"""How drafters grow trees below a root, whatever it is that ranks their candidates.
+
+Candidates are ranked by `log softmax(log q / T + gumbel(seed, position))`: with T = 0 that is the draft's own
+log-probability, above it the draft looks at the same noise that the target's draw will use (`speculative.sampling`).
+A path's score is the sum over its nodes, so a child never scores above its parent. Of a drafter whose slots are
+independent of each other the best nodes are those of DDTree (arXiv 2604.12989); of one that runs token by token, those
+of EAGLE-2 (Li et al. 2024, arXiv 2406.16858).
+"""
+
+from typing import Any, Protocol
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specserve.kernels.gather import take_each
+from specserve.kernels.rowwise import argmax
+from specserve.speculative import sampling
+from specserve.speculative.drafter import HEAD
+from specserve.speculative.sampling import SamplerRows
+from specserve.speculative.tree import DynamicTree, Proposal, StaticTree, Tree, chain_proposal
+from specserve.speculative.vocab import DraftVocab
+
+
+class Expander(Protocol):
+    """The two operations that growing a tree is made of. It lives during one trace. What it keeps of a level, the nodes
+    whose children are drawn next, is its own affair."""
+
+    def candidates(self, level: Any, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
+        """The best children, at `depth`, of each of a level's k nodes: their scores, the best first, and their target
+        ids, both [batch, k, top_k]. See `best_tokens`."""
+        ...
+
+    def descend(self, level: Any, parents: jax.Array, token_ids: jax.Array, depth: int) -> Any:
+        """The level of some of these children, at `depth`: their tokens [batch, m], and where their parents stand in
+        the level above [batch, m]."""
+        ...
+
+
+def best_tokens(
+    rows: SamplerRows,
+    vocab: DraftVocab,
+    logits: jax.Array,  # [batch, k, draft_vocab] float32
+    position_ids: jax.Array,  # [batch] int32, of the token before the one that is drawn
+    top_k: int,
+) -> tuple[jax.Array, jax.Array]:
+    """The best tokens by the draft's logits and the target's noise: scores and target ids, both [batch, k, top_k]."""
+    at = jnp.broadcast_to(position_ids[:, None], logits.shape[:2])
+
+    def noisy() -> jax.Array:
+        scaled = sampling.scale(rows, logits)
+        return scaled + sampling.noise(rows, at[:, :1], vocab.target_ids.astype(jnp.uint32))
+
+    ranked = jax.lax.cond(jnp.any(rows.temperature > 0), noisy, lambda: logits)
+    if top_k == 1:
+        index = argmax(ranked)[..., None]
+        best = jnp.max(ranked, axis=-1, keepdims=True)
+    else:
+        best, index = jax.lax.top_k(ranked, top_k)
+    return best - jax.nn.logsumexp(ranked, axis=-1, keepdims=True), vocab.target_ids[index]
+
+
+def grow_tree(expand: Expander, tree: Tree, root_ids: jax.Array, root: Any) -> Proposal:
+    """The tree below each root, [batch] int32, whose level is `root`."""
+    if isinstance(tree, StaticTree):
+        return _grow_static(expand, tree, root_ids, root)
+    return _grow_dynamic(expand, tree, root_ids, root)
+
+
+class Marginals:
+    """See `Expander`. Of a drafter whose slots are independent of each other: all nodes of a depth have the same
+    candidates, and a level is its tokens [batch, k]."""
+
+    def __init__(
+        self,
+        rows: SamplerRows,
+        vocab: DraftVocab,
+        root_positions: jax.Array,  # [batch] int32
+        logits: jax.Array,  # [batch, slot, draft_vocab] float32; slot d - 1 foresees the token at depth d
+    ) -> None:
+        self.rows, self.vocab, self.root_positions, self.logits = rows, vocab, root_positions, logits
+
+    def candidates(self, level: jax.Array, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
+        of_slot = self.logits[:, depth - 1 : depth]
+        found = best_tokens(self.rows, self.vocab, of_slot, self.root_positions + depth, top_k)
+        return jax.tree.map(lambda x: jnp.broadcast_to(x, (*level.shape, top_k)), found)
+
+    def descend(self, level: jax.Array, parents: jax.Array, token_ids: jax.Array, depth: int) -> jax.Array:
+        del level, parents, depth
+        return token_ids
+
+
+def _grow_dynamic(expand: Expander, tree: DynamicTree, root_ids: jax.Array, root: Any) -> Proposal:
+    """The pool lists candidates level by level, so a parent always stands before its children."""
+    batch, top_k = root_ids.shape[0], tree.top_k
+    score, token = expand.candidates(root, 1, top_k)
+    scores, tokens = [score[:, 0]], [token[:, 0]]
+    parents = [jnp.full((batch, top_k), -1, jnp.int32)]  # in the pool; -1 is the root
+    frontier = jnp.broadcast_to(jnp.arange(top_k, dtype=jnp.int32), (batch, top_k))
+    level, level_score, base = root, scores[0], top_k
+    above, chosen = jnp.zeros((batch, top_k), jnp.int32), tokens[0]  # the next level: places of parents, and tokens
+    for depth in range(2, tree.depth + 1):
+        level = expand.descend(level, above, chosen, depth - 1)
+        score, token = expand.candidates(level, depth, top_k)  # [batch, k, k]
+        score = (score + level_score[..., None]).reshape(batch, -1)
+        token = token.reshape(batch, -1)
+        scores.append(score)
+        tokens.append(token)
+        parents.append(jnp.repeat(frontier, top_k, axis=1))
+        if depth < tree.depth:
+            level_score, picked = _top_k(score, top_k)
+            above, chosen = picked // top_k, take_each(token, picked)
+            frontier = base + picked
+        base += top_k**2
+    if top_k == 1:
+        source = jnp.full(batch, HEAD, jnp.int32)
+        return chain_proposal(root_ids, jnp.concatenate(tokens, axis=1)[:, : tree.num_nodes], source)
+    return _rerank(
+        tree,
+        root_ids,
+        jnp.concatenate(scores, axis=1),
+        jnp.concatenate(tokens, axis=1),
+        jnp.concatenate(parents, axis=1),
+    )
+
+
+def _rerank(
+    tree: DynamicTree, root_ids: jax.Array, scores: jax.Array, token_ids: jax.Array, parents: jax.Array
+) -> Proposal:
+    """Keep the best `num_nodes` of the pool. A child never scores above its parent and stands after it, and `top_k`
+    prefers the earlier of equals, so with a node all its ancestors are kept."""
+    batch, pool = scores.shape
+    depths = np.repeat(np.arange(1, tree.depth + 1), [tree.top_k] + [tree.top_k**2] * (tree.depth - 1))
+    kept = jnp.broadcast_to(jnp.arange(pool), (batch, pool))
+    if tree.num_nodes < pool:
+        kept = jnp.sort(jax.lax.top_k(scores, tree.num_nodes)[1], axis=1)
+    parent = take_each(parents, kept)
+    # where each kept node's parent stands among the kept (the root is node 0, hence + 1)
+    is_parent = parent[..., None] == kept[:, None]
+    parent_node = jnp.where(parent < 0, 0, 1 + argmax(is_parent.astype(jnp.float32)))
+    zeros = jnp.zeros((batch, 1), jnp.int32)
+    return Proposal(
+        token_ids=jnp.concatenate([root_ids[:, None], take_each(token_ids, kept)], axis=1),
+        parents=jnp.concatenate([zeros, parent_node.astype(jnp.int32)], axis=1),
+        depths=jnp.concatenate([zeros, jnp.asarray(depths, jnp.int32)[kept]], axis=1),
+        source=jnp.full(batch, HEAD, jnp.int32),
+        scores=jnp.concatenate([jnp.zeros_like(scores, shape=(batch, 1)), take_each(scores, kept)], axis=1),
+    )
+
+
+def _top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:
+    return (scores, jnp.zeros_like(scores, jnp.int32)) if scores.shape[1] == k == 1 else jax.lax.top_k(scores, k)
+
+
+def _grow_static(expand: Expander, tree: StaticTree, root_ids: jax.Array, root: Any) -> Proposal:
+    batch = root_ids.shape[0]
+    depths = (0, *tree.depths)
+    ranks, parents = (0, *tree.ranks), (0, *tree.parents)
+    tokens: list[jax.Array] = [root_ids]
+    level, nodes = root, [0]  # the nodes whose children are drawn next
+    for depth in range(1, tree.depth + 1):
+        children = [node for node in range(1, len(depths)) if depths[node] == depth]
+        _, token = expand.candidates(level, depth, 1 + max(ranks[child] for child in children))
+        tokens += [token[:, nodes.index(parents[child]), ranks[child]] for child in children]
+        expanded = [child for child in children if child in parents[1:]]
+        if not expanded:
+            break
+        above = jnp.array([nodes.index(parents[child]) for child in expanded], jnp.int32)
+        chosen = jnp.stack([tokens[_order(depths, child)] for child in expanded], axis=1)
+        level = expand.descend(level, jnp.broadcast_to(above, chosen.shape), chosen, depth)
+        nodes = expanded
+    order = [_order(depths, node) for node in range(len(depths))]
+    return Proposal(
+        token_ids=jnp.stack([tokens[i] for i in order], axis=1),
+        parents=jnp.broadcast_to(jnp.array(parents, jnp.int32), (batch, len(parents))),
+        depths=jnp.broadcast_to(jnp.array(depths, jnp.int32), (batch, len(depths))),
+        source=jnp.full(batch, HEAD, jnp.int32),
+    )
+
+
+def _order(depths: tuple[int, ...], node: int) -> int:
+    """Where a node's token stands when tokens are listed depth by depth."""
+    return sum(1 for i, depth in enumerate(depths) if (depth, i) < (depths[node], node))

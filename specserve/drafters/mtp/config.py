@@ -1,0 +1,40 @@
+"""What a layer of multi-token prediction is (DeepSeek-V3, arXiv 2412.19437, section 2.2): one more layer of the
+target's own kind, over the target's last hidden state of a token and the embedding of the token after it."""
+
+import dataclasses
+from dataclasses import dataclass
+
+from specserve.drafters.mtp.layouts import Layout, layout_of
+from specserve.errors import ConfigError
+from specserve.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class MtpConfig:
+    """The shape of a layer and where its tensors stand. Static and hashable."""
+
+    layer: ModelConfig  # the target's, of this one layer
+    layout: Layout
+    num_target_layers: int
+    has_embedding: bool = False  # its own token embedding; otherwise the target's is shared
+    has_head: bool = False  # its own output head; otherwise the target's is shared
+
+
+def config_of(target: ModelConfig, *, dtype: str) -> MtpConfig:
+    """The layer that a target's checkpoint carries after its last one, or that is trained for it: of the last one's
+    kind. Raises ConfigError where that keeps a recurrent state, which knows no trees of a draft's own."""
+    kind, layout = target.kind(target.num_layers - 1), layout_of(target)
+    if kind.mixer not in ("attention", "latent"):
+        raise ConfigError(
+            f"the last layer of a {target.family} target keeps a recurrent state ({kind.mixer}); a layer of "
+            "multi-token prediction needs one that attends. Give a head of another kind (--drafter)"
+        )
+    layer = dataclasses.replace(
+        target,
+        num_layers=1,
+        layers=(kind,),
+        names=dataclasses.replace(target.names, layer=layout.layer),
+        dtype=dtype,
+        cache_dtype="",
+    )
+    return MtpConfig(layer, layout, target.num_layers)

@@ -1,0 +1,120 @@
+"""The layer of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2): parameters and forward.
+
+Entry t of a sequence consumes the hidden state that the target has for token t-1, after its final norm, and token t.
+The layer itself is an ordinary decoder layer of the target's own kind, latents and experts included. Its output
+predicts the token at t+1 and, normed, stands in for the target's hidden state when the draft runs ahead. So do Qwen3-
+Next and MiMo; of DeepSeek's layer SGLang hands the normed state on and vLLM the other, which differ by a factor for
+each channel. Who attends to what is the caller's business, so that training and serving share these functions.
+"""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from specserve.drafters.mtp.config import MtpConfig
+from specserve.kernels.matmul import Weight
+from specserve.kernels.paged import PagedPrefix
+from specserve.kernels.rowwise import rms_norm
+from specserve.mesh import shardings
+from specserve.models import target as target_model
+from specserve.models.context import Mask
+from specserve.models.layers import linear, norm_spec
+from specserve.models.params import embedding_table, matrix
+from specserve.models.target import Layer, TargetParams, layer_spec, make_context, run_layer
+from specserve.pytree import pytree
+
+
+@pytree
+class MtpParams:
+    embedding: jax.Array | None  # [vocab, d_model]; None: the target's is shared
+    token_norm: jax.Array  # [d_model]
+    hidden_norm: jax.Array  # [d_model]
+    fc: Weight  # [2 * d_model, d_model]
+    layer: Layer
+    norm: jax.Array  # [d_model]
+    head: Weight | None  # [d_model, vocab]; None: the target's is shared
+
+    @property
+    def output(self) -> tuple[Any, ...]:
+        """What makes logits of states, see `draft_logits`."""
+        return (self.norm,) if self.head is None else (self.norm, self.head)
+
+
+def draft_spec(config: MtpConfig) -> MtpParams:
+    """The parameters as `ParamSpec`s with the names that the target's own checkpoint has for them."""
+    layer, layout = config.layer, config.layout
+    size, vocab = layer.d_model, layer.vocab_size
+
+    def norm(name: str) -> Any:
+        return norm_spec(name, size, offset=layer.norm_offset)
+
+    return MtpParams(
+        embedding=embedding_table(f"{layout.embedding}.weight", vocab, size) if config.has_embedding else None,
+        token_norm=norm(layout.token_norm),
+        hidden_norm=norm(layout.hidden_norm),
+        fc=matrix(f"{layout.fc}.weight", 2 * size, size, (None, "embed")),
+        layer=layer_spec(layer, 0),
+        norm=norm(layout.norm),
+        head=matrix(f"{layout.head}.weight", size, vocab, ("embed", "vocab")) if config.has_head else None,
+    )
+
+
+def place(config: MtpConfig, mesh: Mesh) -> MtpParams:
+    """Where each parameter lives; what does not divide is whole on every device."""
+    return shardings(draft_spec(config), mesh, {"heads": config.layer.num_heads, "kv_heads": config.layer.num_kv_heads})
+
+
+def taken(config: MtpConfig, target: TargetParams, aux_hidden_states: jax.Array) -> jax.Array:
+    """What entries consume of the target's last layer, whose outputs [batch, n, d_model] are tapped: the hidden states
+    that its output head takes."""
+    return aux_hidden_states if config.layout.takes_raw else _norm(config, aux_hidden_states, target.norm)
+
+
+def inputs(
+    params: MtpParams,
+    config: MtpConfig,
+    target: TargetParams,
+    token_ids: jax.Array,  # [batch, n] int32
+    hidden_states: jax.Array,  # [batch, n, d_model], of the tokens before: from `taken`, or handed on
+) -> jax.Array:  # [batch, n, d_model], what the layer takes
+    table = target.embedding if params.embedding is None else params.embedding
+    token = _norm(config, target_model.embed(table, config.layer, token_ids), params.token_norm)
+    hidden = _norm(config, hidden_states, params.hidden_norm)
+    both = (hidden, token) if config.layout.hidden_first else (token, hidden)
+    return linear(jnp.concatenate(both, axis=-1), params.fc)
+
+
+def run(
+    params: MtpParams,
+    config: MtpConfig,
+    x: jax.Array,  # [batch, n, d_model], from `inputs`
+    position_ids: jax.Array,  # [batch, n] int32
+    mask: Mask,
+    seen: PagedPrefix | None = None,
+) -> tuple[jax.Array, Any]:  # the states [batch, n, d_model] that make logits, and what the entries leave in the cache
+    """Run the layer. Where nobody asks for the states XLA computes nothing of them."""
+    context = make_context(config.layer, position_ids, mask)
+    return run_layer(params.layer, config.layer, config.layer.kind(0), x, seen, context)
+
+
+def handed_on(params: MtpParams, config: MtpConfig, states: jax.Array) -> jax.Array:
+    """What the next entry consumes in the place of a hidden state of the target."""
+    return _norm(config, states, params.norm)
+
+
+def draft_logits(
+    output: tuple[Any, ...],  # `MtpParams.output`
+    config: MtpConfig,
+    target: TargetParams,
+    states: jax.Array,  # [..., d_model], from `run`
+) -> jax.Array:  # [..., vocab] float32
+    norm, *head = output
+    shared = dataclasses.replace(target, head=head[0]) if head else target
+    return target_model.logits(shared, config.layer, _norm(config, states, norm))
+
+
+def _norm(config: MtpConfig, x: jax.Array, weight: jax.Array) -> jax.Array:
+    return rms_norm(x, weight, config.layer.norm_eps, offset=config.layer.norm_offset)

@@ -1,0 +1,140 @@
+"""The layer's side of a step: consume what the target accepted, then run ahead and propose a tree.
+
+It knows the layer and its pages, and no target forward.
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specserve.drafters.follow import FIRST_ENTRY, Following, Pending, pending_of, places
+from specserve.drafters.grow import best_tokens, grow_tree
+from specserve.drafters.mtp import model
+from specserve.drafters.mtp.config import MtpConfig
+from specserve.kernels.gather import take_each
+from specserve.kernels.paged import PagedPrefix
+from specserve.models.cache import Cache, Prefix
+from specserve.models.target import TargetParams
+from specserve.pytree import pytree
+from specserve.speculative.drafter import SlotView
+from specserve.speculative.tree import Proposal, Tree
+from specserve.speculative.vocab import DraftVocab
+
+
+@pytree
+class Draft:
+    """A layer ready to propose, beside the target whose norm, embedding and head it shares."""
+
+    params: model.MtpParams
+    vocab: DraftVocab
+    target: TargetParams
+
+
+def empty_cache(config: MtpConfig, *, num_pages: int, page_size: int) -> Cache:
+    """Pages for the layer, of its own kind."""
+    return Cache.zeros(config.layer, num_slots=0, num_pages=num_pages, page_size=page_size)
+
+
+def extend(
+    draft: Draft,
+    config: MtpConfig,
+    pages: Cache,
+    page_table: jax.Array,  # [batch, max_pages], for writing
+    token_ids: jax.Array,  # [batch, n]
+    aux_hidden_states: jax.Array,  # [batch, n, d_model], of the position before each token
+    index: jax.Array,  # [batch, n], of the entries, consecutive
+    is_valid: jax.Array,  # [batch, n] bool, the first so many
+) -> tuple[Cache, jax.Array]:  # and what the entries bring to the layer [batch, n, d_model]
+    """Write the entries of tokens whose hidden states are known. What one leaves in the pages is made of its own input
+    alone, so nobody asks what the layer computes of it, and nothing attends here."""
+    hidden = model.taken(config, draft.target, aux_hidden_states)
+    x = model.inputs(draft.params, config, draft.target, token_ids, hidden)
+    see_self = jnp.eye(x.shape[1], dtype=bool)[None]
+    seen = pages.attended(0, Prefix(page_table, index[:, 0], FIRST_ENTRY))
+    _, left = model.run(draft.params, config, x, index, see_self, seen)
+    return pages.write((left,), page_table, index, is_valid & (index >= FIRST_ENTRY)), x
+
+
+def consume(
+    draft: Draft,
+    config: MtpConfig,
+    pages: Cache,
+    page_table: jax.Array,  # [batch, max_pages], for writing
+    seq_lens: jax.Array,  # [batch], the root's position
+    pending: Pending,
+) -> tuple[Cache, jax.Array]:  # and what the root brings to the layer [batch, 1, d_model]
+    """Consume the pending tokens: write their entries."""
+    index, is_valid = places(seq_lens, pending)
+    pages, x = extend(draft, config, pages, page_table, pending.token_ids, pending.aux_hidden_states, index, is_valid)
+    return pages, take_each(x, jnp.maximum(pending.count - 1, 0)[:, None])
+
+
+def propose_tree(
+    draft: Draft, config: MtpConfig, state: Following, view: SlotView, tree: Tree
+) -> tuple[Following, Proposal]:
+    """Catch up with what is pending, then run ahead."""
+    cache, expander, root = at_root(draft, config, state, view, tree.depth)
+    return dataclasses.replace(state, cache=cache), grow_tree(expander, tree, view.root_ids, root)
+
+
+def at_root(
+    draft: Draft, config: MtpConfig, state: Following, view: SlotView, depth: int
+) -> tuple[Cache, "_Expander", "_Level"]:
+    """Consume what is pending before a tree of this depth, and run the layer for the root."""
+    # Write first and attend to the written pages: reading the old ones as well would make XLA copy them.
+    cache, root = consume(draft, config, state.cache, view.page_table, view.seq_lens, pending_of(state, view, depth))
+    # the root sees the entries before its own, which is in the pages too, and brings its own
+    see_self = jnp.ones((1, 1, 1), bool)
+    seen = cache.attended(0, Prefix(view.read_table, view.seq_lens, FIRST_ENTRY))
+    states, _ = model.run(draft.params, config, root, view.seq_lens[:, None], see_self, seen)
+    seen = cache.attended(0, Prefix(view.read_table, view.seq_lens + 1, FIRST_ENTRY))
+    return cache, _Expander(draft, config, seen, view), _Level.of_root(config, states)
+
+
+@pytree
+class _Level:
+    """The nodes whose children are drawn next, and all that have been drawn so far, which run again with every level:
+    one layer over a few rows, of whatever kind it is."""
+
+    states: jax.Array  # [batch, k, d_model]
+    above: jax.Array  # [batch, k, seen] bool, which nodes each one's children see: itself, and its ancestors
+    x: jax.Array  # [batch, seen, d_model], what every node brings to the layer
+    depths: jax.Array  # [batch, seen] int32
+    mask: jax.Array  # [batch, seen, seen] bool
+
+    @classmethod
+    def of_root(cls, config: MtpConfig, states: jax.Array) -> "_Level":
+        """The root alone, [batch, 1, d_model], whose own entry is in the pages."""
+        batch = states.shape[0]
+        return cls(
+            states,
+            above=jnp.zeros((batch, 1, 0), bool),
+            x=jnp.zeros((batch, 0, config.layer.d_model), states.dtype),
+            depths=jnp.zeros((batch, 0), jnp.int32),
+            mask=jnp.zeros((batch, 0, 0), bool),
+        )
+
+
+class _Expander:
+    """See `grow.Expander`. Every level is one pass of the layer."""
+
+    def __init__(self, draft: Draft, config: MtpConfig, seen: PagedPrefix, view: SlotView) -> None:
+        self.draft, self.config, self.seen, self.view = draft, config, seen, view
+
+    def candidates(self, level: _Level, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
+        logits = model.draft_logits(self.draft.params.output, self.config, self.draft.target, level.states)
+        return best_tokens(self.view.rows, self.draft.vocab, logits, self.view.seq_lens + depth, top_k)
+
+    def descend(self, level: _Level, parents: jax.Array, token_ids: jax.Array, depth: int) -> _Level:
+        params, config = self.draft.params, self.config
+        batch, k = token_ids.shape
+        hidden = take_each(model.handed_on(params, config, level.states), parents)
+        own = model.inputs(params, config, self.draft.target, token_ids, hidden)
+        eye = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
+        above = jnp.concatenate([take_each(level.above, parents), eye], axis=2)
+        x = jnp.concatenate([level.x, own], axis=1)
+        depths = jnp.concatenate([level.depths, jnp.full((batch, k), depth, jnp.int32)], axis=1)
+        mask = jnp.concatenate([jnp.pad(level.mask, ((0, 0), (0, 0), (0, k))), above], axis=1)
+        states, _ = model.run(params, config, x, self.view.seq_lens[:, None] + depths, mask, self.seen)
+        return _Level(states[:, -k:], above, x, depths, mask)

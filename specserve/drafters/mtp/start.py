@@ -1,0 +1,67 @@
+"""The layer that a run begins with: the one that the target's checkpoint carries, or a copy of the target's last."""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from specserve.checkpoints.load import Target
+from specserve.drafters.mtp import files
+from specserve.drafters.mtp.config import MtpConfig, config_of
+from specserve.drafters.mtp.model import MtpParams, draft_spec
+from specserve.drafters.settings import DraftSettings
+from specserve.errors import ConfigError
+from specserve.kernels.matmul import dequantize
+from specserve.models.config import ModelConfig
+from specserve.models.params import init_params
+from specserve.models.target import Layer
+
+
+def new_config(settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> MtpConfig:
+    """The target decides all of a layer's shape. Raises ConfigError where the settings ask for another."""
+    if draft_vocab_size < target.vocab_size:
+        raise ConfigError(
+            f"draft.vocab_size {draft_vocab_size}: a layer of multi-token prediction shares the target's output head, "
+            f"all {target.vocab_size} tokens of it; leave --vocab-size out"
+        )
+    own = {
+        "num_layers": 1,
+        "d_model": target.d_model,
+        "d_ff": target.d_ff,
+        "num_heads": target.num_heads,
+        "num_kv_heads": target.num_kv_heads,
+        "aux_layers": (target.num_layers - 1,),
+    }
+    defaults = DraftSettings()
+    other = [
+        f"draft.{name} {getattr(settings, name)}"
+        for name, value in own.items()
+        if getattr(settings, name) not in (value, getattr(defaults, name))
+    ]
+    if other:
+        raise ConfigError(
+            f"{', '.join(other)}: a layer of multi-token prediction is one layer of the target's own kind and size; "
+            "leave that out, or train a head of another kind (--drafter)"
+        )
+    return config_of(target, dtype="float32")
+
+
+def first_params(config: MtpConfig, target: Target, seed: int) -> MtpParams:
+    """The layer of the target's checkpoint. Where it has none, a copy of the target's last layer, whose input is the
+    mean of its two normed halves, and whose final norm is the target's. Raises CheckpointError."""
+    if files.is_carried(target.folder, config):
+        return files.load_carried(target, config)
+    spec = draft_spec(config)
+    params: MtpParams = init_params(spec, jax.random.key(seed), config.layer.dtype)
+    half = jnp.eye(config.layer.d_model, dtype=config.layer.dtype) / 2
+    params = dataclasses.replace(
+        params, fc=jnp.concatenate([half, half]), norm=jnp.array(target.params.norm, config.layer.dtype)
+    )
+    if not target.params.layers:  # the states are captured, and nothing of the layers is loaded
+        return params
+    return dataclasses.replace(params, layer=_copy(target.params.layers[-1], params.layer))
+
+
+def _copy(layer: Layer, like: Layer) -> Layer:
+    """A layer's values in the dtypes of another's, as arrays of their own; quantised ones are multiplied out."""
+    return jax.tree.map(lambda new, old: jnp.array(dequantize(old, new.dtype), new.dtype), like, layer)

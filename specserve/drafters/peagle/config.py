@@ -1,0 +1,16 @@
+"""What a P-EAGLE head is (arXiv 2602.01469): an EAGLE-3 network that foresees several tokens in one pass."""
+
+from dataclasses import dataclass
+
+from specserve.drafters.eagle.config import Eagle3Config
+
+NUM_SLOTS = 8  # of published heads
+
+
+@dataclass(frozen=True)
+class PEagleConfig:
+    """The shape of a head. Static and hashable."""
+
+    network: Eagle3Config
+    mask_token_id: int  # stands in every slot whose token is not known
+    num_slots: int  # tokens that it was trained to foresee in one pass: by the last known token, and by masked slots

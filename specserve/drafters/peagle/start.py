@@ -1,0 +1,34 @@
+"""The head that a run begins with."""
+
+import jax
+import numpy as np
+
+from specserve.checkpoints.load import Target
+from specserve.drafters.eagle import start
+from specserve.drafters.peagle.config import NUM_SLOTS, PEagleConfig
+from specserve.drafters.peagle.model import PEagleParams, mask_spec
+from specserve.drafters.settings import DraftSettings
+from specserve.errors import ConfigError
+from specserve.models.config import ModelConfig
+from specserve.models.params import init_params
+
+FEWEST_LAYERS, MOST_LAYERS = 2, 4
+
+
+def new_config(settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> PEagleConfig:
+    """The head's shape: an EAGLE-3 head's with more layers, as all slots share one pass. Raises ConfigError."""
+    if settings.block_size == 1:
+        raise ConfigError("draft.block_size 1: a head without a masked slot is an EAGLE-3 head; give 2 or more")
+    mask_token_id = settings.mask_token if settings.mask_token >= 0 else target.vocab_size - 1
+    if mask_token_id >= target.vocab_size:
+        raise ConfigError(f"draft.mask_token {mask_token_id}: the target has tokens 0..{target.vocab_size - 1}")
+    num_layers = min(MOST_LAYERS, max(FEWEST_LAYERS, target.num_layers // 8))
+    network = start.new_config(settings, target, draft_vocab_size, num_layers=num_layers)
+    return PEagleConfig(network, mask_token_id, settings.block_size or NUM_SLOTS)
+
+
+def first_params(config: PEagleConfig, target: Target, target_ids: np.ndarray, seed: int) -> PEagleParams:
+    """A fresh network (`eagle.start.first_params`), and masked states drawn with deviation 1."""
+    network = start.first_params(config.network, target, target_ids, seed)
+    key = jax.random.fold_in(jax.random.key(seed), 1)
+    return PEagleParams(network, init_params(mask_spec(config), key, config.network.dtype))

@@ -1,0 +1,149 @@
+"""What the published layouts of draft heads have in common: the tables of the draft vocabulary, rotary settings in both
+spellings, and what a head may have of its target's. The only file that knows how `d2t` and `t2d` are meant."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+
+from specserve.checkpoints.load import Target
+from specserve.checkpoints.tensors import TensorFolder
+from specserve.errors import CheckpointError, ConfigError
+from specserve.models.rope import Rope, rope_to_hf
+
+D2T, T2D = "d2t", "t2d"
+EMBEDDING, OUTPUT = "embed_tokens.weight", "lm_head.weight"
+
+
+def inner(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
+    """Read an object inside a config.json; empty where there is none. Raises ConfigError."""
+    value = raw.get(key) or {}
+    if not isinstance(value, Mapping):
+        raise ConfigError(f"config.json: {key} must be an object, got {value!r}")
+    return value
+
+
+def is_eps(value: object) -> bool:
+    """Whether it can be what a norm adds to a mean square: with more than 1e-2 it is no protection from zero any more,
+    but part of what is computed."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1e-2
+
+
+def rope_keys(rope: Rope) -> dict[str, Any]:
+    """Write both spellings of the rotary settings: what older readers look for, and newer ones."""
+    scaling = rope_to_hf(rope)
+    return {
+        "rope_theta": rope.theta,
+        "rope_scaling": scaling or None,
+        "rope_parameters": {"rope_type": "default", **scaling, "rope_theta": rope.theta},
+    }
+
+
+def vocab_to_tensors(target_ids: np.ndarray, vocab_size: int) -> dict[str, np.ndarray]:
+    """Make `d2t` as offsets (target_id = i + d2t[i]) in int64, which JAX without x64 could not write, and `t2d`."""
+    draft_ids = np.arange(len(target_ids), dtype=np.int64)
+    is_drafted = np.zeros(vocab_size, bool)
+    is_drafted[target_ids] = True
+    return {D2T: target_ids.astype(np.int64) - draft_ids, T2D: is_drafted}
+
+
+Reading = Literal["offset", "absolute", "identity", "mask", "unsound"]
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """What the tables of a head, as they were found, say that its draft rows stand for."""
+
+    reading: Reading  # what was in d2t; without one: all tokens, or what t2d says
+    target_ids: np.ndarray | None  # [draft_vocab] int64, in the order of the rows; None: they say nothing
+    agrees: bool  # t2d is there and names the same tokens
+
+    @property
+    def is_sorted(self) -> bool:
+        return self.target_ids is not None and bool((np.diff(self.target_ids) > 0).all())
+
+
+def read_vocab(d2t: np.ndarray | None, t2d: np.ndarray | None, draft_vocab_size: int, vocab_size: int) -> Vocabulary:
+    """Make sense of tables that may be wrong. Offsets are what the format says: they are read as ids only where they
+    cannot be offsets, or where t2d says so."""
+    masked = np.flatnonzero(t2d) if t2d is not None and t2d.shape == (vocab_size,) else None
+
+    def found(reading: Reading, target_ids: np.ndarray | None) -> Vocabulary:
+        agrees = masked is not None and target_ids is not None and np.array_equal(masked, np.sort(target_ids))
+        return Vocabulary(reading, target_ids, agrees)
+
+    if d2t is None:
+        if draft_vocab_size == vocab_size:
+            return found("identity", np.arange(vocab_size, dtype=np.int64))
+        if masked is not None and len(masked) == draft_vocab_size:
+            return found("mask", masked)
+        return found("unsound", None)
+    stored = d2t.astype(np.int64)
+    if stored.shape != (draft_vocab_size,):
+        return found("unsound", None)
+    readings = [found("offset", stored + np.arange(draft_vocab_size)), found("absolute", stored)]
+    for in_order in (True, False):
+        fitting = [
+            each
+            for each in readings
+            if each.target_ids is not None
+            and is_sound(each.target_ids if in_order else np.sort(each.target_ids), draft_vocab_size, vocab_size)
+        ]
+        chosen = [each for each in fitting if each.agrees] or fitting
+        if chosen and (in_order or len(chosen) == 1):
+            return chosen[0]
+    return found("unsound", None)
+
+
+def is_sound(target_ids: np.ndarray, draft_vocab_size: int, vocab_size: int) -> bool:
+    """Whether these can be the target ids of the draft rows: as many, sorted, unique and in range."""
+    return (
+        target_ids.shape == (draft_vocab_size,)
+        and draft_vocab_size > 0
+        and bool((np.diff(target_ids) > 0).all())
+        and target_ids[0] >= 0
+        and target_ids[-1] < vocab_size
+    )
+
+
+def vocab_from_tensors(
+    d2t: np.ndarray | None, t2d: np.ndarray | None, draft_vocab_size: int, vocab_size: int, where: str
+) -> np.ndarray:  # [draft_vocab] int32
+    """Read the target ids of the draft rows. Raises CheckpointError unless they are sorted, unique, in range, and
+    agree."""
+    if d2t is None:
+        if draft_vocab_size != vocab_size:
+            raise CheckpointError(f"{where}: d2t is missing and the draft vocabulary is not the target's")
+        return np.arange(vocab_size, dtype=np.int32)
+    target_ids = d2t.astype(np.int64) + np.arange(len(d2t))
+    if not is_sound(target_ids, draft_vocab_size, vocab_size):
+        raise CheckpointError(
+            f"{where}: d2t does not hold {draft_vocab_size} offsets to sorted, unique target ids below "
+            f"{vocab_size}; it may hold absolute ids instead of offsets (target_id = i + d2t[i]). "
+            f"`specserve inspect {where}` says which, and mends it"
+        )
+    if t2d is not None and not np.array_equal(np.flatnonzero(t2d), target_ids):
+        raise CheckpointError(f"{where}: t2d and d2t name different tokens; nonzero(t2d) must be i + d2t[i]")
+    return target_ids.astype(np.int32)
+
+
+def target_embedding(target: Target, dtype: str) -> np.ndarray | None:  # [vocab, d_model]
+    """Read the target's token embedding as a head in `dtype` would store it; None where its weights are not there."""
+    return target_table(target, target.config.names.embedding.removeprefix("model."), dtype)
+
+
+def target_output(target: Target, dtype: str) -> np.ndarray | None:  # [vocab, d_model]
+    """Read the rows of the target's output head, as `target_embedding` does."""
+    return target_embedding(target, dtype) if target.config.tie_embeddings else target_table(target, OUTPUT, dtype)
+
+
+def target_table(target: Target, ending: str, dtype: str) -> np.ndarray | None:
+    """Read the tensor of a target whose name ends so and that has a row for each token."""
+    try:
+        tensors = TensorFolder(target.folder)
+    except CheckpointError:
+        return None
+    shape = (target.config.vocab_size, target.config.d_model)
+    matches = [name for name in sorted(tensors.names()) if f".{name}".endswith(f".{ending}")]
+    return next((tensors.read(name).astype(dtype) for name in matches if tensors.shape(name) == shape), None)

@@ -1,0 +1,112 @@
+"""The trees of heads whose slots depend on each other, against plain Python over one path at a time."""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from dflash_case import MARKOV, SELECTOR
+from rounding import assert_same, tolerance
+from scipy.special import log_softmax
+
+from specserve.drafters.dflash.config import DFlashConfig
+from specserve.drafters.dflash.joint import JointSlots, Markov, Selector, markov_spec, selector_spec
+from specserve.drafters.grow import grow_tree
+from specserve.models.config import ModelConfig
+from specserve.models.params import init_params
+from specserve.speculative.sampling import SamplerRows
+from specserve.speculative.tree import DynamicTree, Proposal
+from specserve.speculative.vocab import DraftVocab
+
+VOCAB, WIDTH, BATCH, DEPTH, TOP_K, NODES = 12, 8, 3, 3, 2, 6
+TREE = DynamicTree(DEPTH, TOP_K, NODES)
+BACKBONE = ModelConfig("qwen3", VOCAB, WIDTH, 1, 2, 1, 4, 8, 64)
+ROOTS = np.array([1, 5, 5], np.int32)
+KINDS: dict[str, dict[str, Any]] = {"markov": {**MARKOV, "confidence": ""}, "confidence": MARKOV, "selector": SELECTOR}
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _grown(config: DFlashConfig, heads: Markov | Selector, logits: jax.Array, states: jax.Array) -> Proposal:
+    vocab, seq_lens = DraftVocab(jnp.arange(VOCAB)), jnp.zeros(BATCH, jnp.int32)
+    slots = JointSlots(heads, config, SamplerRows.greedy(BATCH), vocab, seq_lens, logits, states)
+    roots = jnp.asarray(ROOTS)
+    return grow_tree(slots, TREE, roots, roots[:, None])
+
+
+def _logits_after(heads: Markov | Selector, logits: np.ndarray, state: np.ndarray, previous: int) -> np.ndarray:
+    """Of one slot after one token, by the formulas of DSpark and of DFlash2."""
+    tables = [np.asarray(leaf, np.float64) for leaf in jax.tree.leaves(heads)]
+    if isinstance(heads, Markov):
+        return logits + tables[0][previous] @ tables[1]
+    kept = np.argsort(-logits)[: SELECTOR["selector_top_k"]]
+    out = np.full(VOCAB, -np.inf)
+    out[kept] = logits[kept] + tables[1][kept] @ (tables[0][previous] * (state @ tables[2]))
+    return out
+
+
+def _expected(
+    config: DFlashConfig, heads: Markov | Selector, logits: np.ndarray, states: np.ndarray, root: int
+) -> dict[tuple[int, ...], float]:
+    """The best paths below a root, with their scores: of each level the best few are expanded."""
+    found: dict[tuple[int, ...], float] = {}
+    level: dict[tuple[int, ...], float] = {(): 0.0}
+    for slot in range(DEPTH):
+        children: dict[tuple[int, ...], float] = {}
+        for path, score in level.items():
+            previous = path[-1] if path else root
+            log_q = log_softmax(_logits_after(heads, logits[slot], states[slot], previous))
+            if config.confidence:
+                assert isinstance(heads, Markov)
+                sure = heads.confidence
+                assert sure is not None
+                assert sure.bias is not None
+                inputs = np.concatenate([states[slot], heads.previous[previous]])
+                score -= np.log1p(np.exp(-(inputs @ np.asarray(sure.weight)[:, 0] + np.asarray(sure.bias)[0])))
+            for token in np.argsort(-log_q)[:TOP_K]:
+                children[(*path, int(token))] = score + log_q[token]
+        level = dict(sorted(children.items(), key=lambda item: -item[1])[:TOP_K])
+        found |= children
+    return dict(sorted(found.items(), key=lambda item: -item[1])[:NODES])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_node_has_candidates_of_its_own(kind: str) -> None:
+    """Rows with the same slots and other roots grow other trees; a head that is less sure of a row's later slots grows
+    it wider and less deep."""
+    config = dataclasses.replace(DFlashConfig(BACKBONE, (0,), VOCAB, DEPTH + 1, 0, (False,)), **KINDS[kind])
+    spec = selector_spec(config) if config.selector_rank else markov_spec(config)
+    rng = np.random.default_rng(3)
+    heads = jax.tree.map(
+        lambda x: jnp.asarray(rng.standard_normal(x.shape), jnp.float32),
+        init_params(spec, jax.random.key(0), "float32"),
+    )
+    logits = rng.standard_normal((BATCH, DEPTH, VOCAB)).astype(np.float32)
+    states = rng.standard_normal((BATCH, DEPTH, WIDTH)).astype(np.float32)
+    logits[1], states[1] = logits[0], states[0]
+
+    def paths(heads: Markov | Selector) -> list[list[tuple[tuple[int, ...], float]]]:
+        proposal = jax.device_get(_grown(config, heads, jnp.asarray(logits), jnp.asarray(states)))
+        out = []
+        for row in range(BATCH):
+            found: list[tuple[int, ...]] = [()]
+            for node in range(1, NODES + 1):
+                found.append((*found[proposal.parents[row, node]], int(proposal.token_ids[row, node])))
+            out.append(sorted(zip(found[1:], proposal.scores[row, 1:].tolist(), strict=True)))
+        return out
+
+    for row, told in enumerate(paths(heads)):
+        expected = sorted(_expected(config, heads, logits[row], states[row], int(ROOTS[row])).items())
+        assert [path for path, _ in told] == [path for path, _ in expected]
+        off = tolerance(lambda heads, row=row: np.array([score for _, score in paths(heads)[row]]), heads)
+        assert_same(np.array([score for _, score in told]), np.array([score for _, score in expected]), off)
+    trees = [[path for path, _ in told] for told in paths(heads)]
+    assert trees[0] != trees[1], "the same slots after another token"
+    if config.confidence:
+        assert isinstance(heads, Markov)
+        assert heads.confidence is not None
+        unsure = dataclasses.replace(heads.confidence, bias=jnp.full(1, -30.0))  # a factor for every slot
+        shallow = paths(dataclasses.replace(heads, confidence=unsure))
+        assert max(len(path) for told in shallow for path, _ in told) < DEPTH

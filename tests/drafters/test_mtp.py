@@ -1,0 +1,200 @@
+"""The layer of multi-token prediction: its forward against plain NumPy, training against serving, its laws when it is
+served, and its files in the names of every family."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import carried
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from rounding import assert_same, tolerance
+from tiny_run import metrics, tiny_trainer
+
+from specserve.checkpoints.load import Target
+from specserve.checkpoints.tensors import TensorFolder
+from specserve.drafters.door import Head, Rollout, Rows
+from specserve.drafters.head import load_head
+from specserve.drafters.mtp.drafter import Mtp, ready
+from specserve.drafters.mtp.learn import rollout_states
+from specserve.drafters.mtp.model import MtpParams, draft_logits
+from specserve.drafters.mtp.propose import at_root
+from specserve.drafters.registry import KINDS
+from specserve.drafters.settings import DraftSettings
+from specserve.errors import ConfigError
+from specserve.models.params import specs
+from specserve.models.target import TargetParams, forward
+from specserve.speculative import step
+from specserve.speculative.drafter import Weights
+from specserve.speculative.step import StepConfig
+
+ROLLOUT = 3
+VOCAB = 64
+
+
+@pytest.fixture(scope="module")
+def dense(tmp_path_factory: pytest.TempPathFactory) -> tuple[Target, Head]:
+    return carried.models(tmp_path_factory.mktemp("dense"), carried.SMALL)
+
+
+def _mtp(head: Head) -> Mtp:
+    assert isinstance(head.drafter, Mtp)
+    return head.drafter
+
+
+def _by_numpy(folder: Path, token_ids: list[int], hidden: np.ndarray) -> np.ndarray:  # [n, d] -> [n - 1, vocab]
+    """DeepSeek-V3's formula (arXiv 2412.19437, section 2.2) around a Qwen3 layer, by the names in the file: the logits
+    that position t has of the token after t + 1."""
+    tensors = TensorFolder(folder)
+    read = {name: tensors.read(name).astype(np.float64) for name in tensors.names()}
+    own = {name.removeprefix("model.layers.3."): read[name] for name in read if name.startswith("model.layers.3.")}
+
+    def norm(x: np.ndarray, weight: np.ndarray) -> np.ndarray:
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * weight
+
+    def turned(x: np.ndarray) -> np.ndarray:  # [n, head, 8]
+        angles = np.arange(1, len(x) + 1)[:, None] / 10_000.0 ** (np.arange(4) / 4)
+        cos, sin = (np.tile(part(angles), 2)[:, None] for part in (np.cos, np.sin))
+        return x * cos + np.concatenate([-x[..., 4:], x[..., :4]], axis=-1) * sin
+
+    token = read["model.embed_tokens.weight"][token_ids[1:]]
+    both = np.concatenate([norm(token, own["enorm.weight"]), norm(hidden[:-1], own["hnorm.weight"])], axis=-1)
+    x = both @ own["eh_proj.weight"].T
+    normed = norm(x, own["input_layernorm.weight"])
+    q, k, v = ((normed @ own[f"self_attn.{name}_proj.weight"].T).reshape(len(x), -1, 8) for name in "qkv")
+    q, k = turned(norm(q, own["self_attn.q_norm.weight"])), turned(norm(k, own["self_attn.k_norm.weight"]))
+    scores = np.einsum("nhd,mhd->hnm", q, np.repeat(k, 2, axis=1)) / 8**0.5
+    scores = np.where(np.tri(len(x), dtype=bool), scores, -np.inf)
+    weights = np.exp(scores - scores.max(-1, keepdims=True))
+    weights /= weights.sum(-1, keepdims=True)
+    out = np.einsum("hnm,mhd->nhd", weights, np.repeat(v, 2, axis=1))
+    x = x + out.reshape(len(x), -1) @ own["self_attn.o_proj.weight"].T
+    normed = norm(x, own["post_attention_layernorm.weight"])
+    gate, up = (normed @ own[f"mlp.{name}_proj.weight"].T for name in ("gate", "up"))
+    x = x + (gate / (1 + np.exp(-gate)) * up) @ own["mlp.down_proj.weight"].T
+    return norm(x, own["shared_head.norm.weight"]) @ read["lm_head.weight"].T
+
+
+def _rows(text: list[int]) -> Rows:
+    token_ids = jnp.asarray([text], jnp.int32)
+    ones = jnp.ones_like(token_ids)
+    return Rows(token_ids, ones > 0, ones, jnp.arange(len(text), dtype=jnp.int32)[None])
+
+
+def _trained(target: Target, head: Head, rows: Rows) -> Any:
+    """The program that gives the logits of every rollout step, [rollout] x [seq, vocab], and the hidden states that the
+    target's head takes."""
+    config, n = _mtp(head).config, rows.token_ids.shape[1]
+
+    @jax.jit
+    def train(params: TargetParams, own: MtpParams) -> tuple[list[jax.Array], jax.Array]:
+        taps = head.drafter.aux_layers
+        out = forward(params, target.config, rows.token_ids, rows.position_ids, tiny.causal(n), aux_layers=taps)
+        assert out.aux_hidden_states is not None
+        states = rollout_states(own, config, params, rows, out.aux_hidden_states, Rollout(ROLLOUT, True))
+        return [draft_logits(own.output, config, params, state)[0] for state in states], out.hidden_states[0]
+
+    return train
+
+
+def test_the_forward_equals_plain_numpy(dense: tuple[Target, Head], rng: np.random.Generator) -> None:
+    target, head = dense
+    text = rng.integers(0, VOCAB, 16).tolist()
+    train = _trained(target, head, _rows(text))
+    logits, hidden = train(target.params, head.params)
+    off = tolerance(lambda *params: train(*params)[0][0], target.params, head.params)
+    expected = _by_numpy(target.folder, text, np.asarray(hidden, np.float64))
+    assert np.abs(expected).max() > 1, "logits that say nothing prove nothing"
+    assert_same(logits[0][:-1], expected, off[:-1])
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        pytest.param(carried.LATENT, id="latents and experts"),
+        pytest.param(carried.WINDOWED, id="windows", marks=pytest.mark.slow),
+        pytest.param(carried.SMALL | {"model_type": "mimo"}, id="mimo", marks=pytest.mark.slow),
+    ],
+)
+def test_rollout_step_k_equals_servings_kth_draft_step(
+    tmp_path: Path, rng: np.random.Generator, raw: dict[str, Any]
+) -> None:
+    """Serving: prefill, catch up with the root, then a chain that is forced to follow the text."""
+    target, head = carried.models(tmp_path, raw)
+    n, config = 24, _mtp(head).config
+    text = rng.integers(0, VOCAB, n).tolist()
+    train = _trained(target, head, _rows(text))
+    (trained, _), (off, _) = train(target.params, head.params), tolerance(train, target.params, head.params)
+    weights = Weights(target.params, head.weights())
+    step_config = StepConfig(target.config, head.drafter, ROLLOUT)
+
+    @jax.jit
+    def serve(prompt: jax.Array, length: jax.Array, ahead: jax.Array) -> list[jax.Array]:
+        """The draft's logits at the root, ahead[0], and after each of ahead[1:]."""
+        state = step.init_state(step_config, num_slots=1, num_pages=8, page_size=4, max_pages=8)
+        table = jnp.arange(8, dtype=jnp.int32)[None]
+        state = dataclasses.replace(state, page_table=table, history=state.history.at[0, :n].set(prompt))
+        slots, is_last = jnp.zeros(1, jnp.int32), jnp.ones(1, bool)
+        state, _ = step.prefill(step_config, weights, state, slots, length[None], is_last, chunk=n, width=8)
+        draft: Any = state.draft
+        pending = dataclasses.replace(draft.pending, token_ids=draft.pending.token_ids.at[0, 0].set(ahead[0]))
+        view = step._gather(state, slots, 8).view
+        _, expand, level = at_root(ready(weights), config, dataclasses.replace(draft, pending=pending), view, ROLLOUT)
+        found = [draft_logits(head.params.output, config, target.params, level.states)[0, 0]]
+        for depth in range(1, ROLLOUT):
+            level = expand.descend(level, jnp.zeros((1, 1), jnp.int32), ahead[None, depth : depth + 1], depth)
+            found.append(draft_logits(head.params.output, config, target.params, level.states)[0, 0])
+        return found
+
+    for t in (0, 1, 6, 7, 8, n - ROLLOUT - 1):  # the position: its hidden state is the prompt's last
+        prompt = np.zeros(n, np.int32)
+        prompt[: t + 1] = text[: t + 1]
+        ahead = jnp.asarray(text[t + 1 : t + 1 + ROLLOUT], jnp.int32)
+        for k, logits in enumerate(serve(jnp.asarray(prompt), jnp.int32(t + 1), ahead)):
+            assert_same(trained[k][t], logits, off[k][t], f"position {t}, step {k}")
+
+
+def _leaves(params: Any) -> list[np.ndarray]:
+    return [np.array(leaf) for leaf in jax.tree.leaves(params)]
+
+
+@pytest.mark.parametrize("raw", [carried.SMALL], ids=["dense"])
+def test_training_begins_with_the_targets_own_layer(tmp_path: Path, raw: dict[str, Any]) -> None:
+    """That which its checkpoint carries, else a copy of its last one."""
+    target, head = carried.models(tmp_path, raw)
+    everything = np.arange(VOCAB, dtype=np.int32)
+    assert KINDS["mtp"].new(DraftSettings(), target.config, VOCAB) == head.drafter
+    found = head.drafter.first_params(target, everything, 0)
+    for leaf, same in zip(_leaves(found), _leaves(head.params), strict=True):
+        np.testing.assert_array_equal(leaf, same)
+    tiny.write_target(tmp_path, raw, seed=0)
+    fresh = head.drafter.first_params(target, everything, 0)
+    for leaf, same in zip(_leaves(fresh.layer), _leaves(target.params.layers[-1]), strict=True):
+        np.testing.assert_array_equal(leaf, same)
+    settings: list[dict[str, Any]] = [{"num_layers": 2}, {"d_ff": 8}, {"aux_layers": (0,)}, {"num_heads": 1}]
+    for setting in settings:
+        with pytest.raises(ConfigError, match="one layer of the target's own kind and size"):
+            KINDS["mtp"].new(DraftSettings(**setting), target.config, VOCAB)
+    with pytest.raises(ConfigError, match="all 64 tokens of it"):
+        KINDS["mtp"].new(DraftSettings(), target.config, 48)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("raw", [carried.LATENT], ids=["latents and experts"])
+def test_a_run_learns_and_writes_what_loads(tmp_path: Path, raw: dict[str, Any]) -> None:
+    """The real trainer: the loss falls, and every part of the layer moves."""
+    target, head = carried.models(tmp_path / "target", raw)
+    trainer = tiny_trainer(tmp_path / "run", target, head=head, drafter="mtp", rollout=3, remat=True)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power
+        trainer.train()
+    losses = [row["loss"] for row in metrics(tmp_path / "run")]
+    assert losses[-1] < 0.95 * losses[0]
+    own = load_head(tmp_path / "run", target, dtype="float32")
+    assert own.drafter == head.drafter
+    names = [spec.name for spec in specs(head.drafter.spec())]
+    moved = [np.any(leaf != same) for leaf, same in zip(_leaves(own.params), _leaves(head.params), strict=True)]
+    still = {name.rsplit(".", 1)[-1] for name, has_moved in zip(names, moved, strict=True) if not has_moved}
+    assert still <= {"e_score_correction_bias"}, "which chooses experts, and has no gradient"

@@ -1,0 +1,213 @@
+"""Layers of multi-token prediction on disk: read out of a target's checkpoint in the names of every family that has
+one, and written back in those bit for bit; alone in a folder; as speculators has them; and what is refused, by name."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import bailing
+import carried
+import jax
+import numpy as np
+import pytest
+import tiny
+
+from specserve.checkpoints.load import load_target
+from specserve.checkpoints.tensors import TensorFolder, read_json, write_json, write_tensors
+from specserve.drafters.doctor import examine
+from specserve.drafters.door import Head
+from specserve.drafters.exchange import describe_target, export_head, import_head
+from specserve.drafters.head import head_files, load_head, read_drafter, save_head
+from specserve.drafters.mtp.drafter import Mtp
+from specserve.drafters.words import CARRIED
+from specserve.errors import CheckpointError, ConfigError
+from specserve.serve.launch import load_models
+
+Tensors = dict[str, np.ndarray]
+
+NEXT: dict[str, Any] = carried.SMALL | {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 2,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+LING = bailing.CASES["ling-2"] | {"num_nextn_predict_layers": 1}
+FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # and some names of each
+    "deepseek_v3": (
+        carried.LATENT,
+        (
+            "model.layers.3.enorm.weight",
+            "model.layers.3.hnorm.weight",
+            "model.layers.3.eh_proj.weight",
+            "model.layers.3.shared_head.norm.weight",
+            "model.layers.3.self_attn.kv_a_proj_with_mqa.weight",
+            "model.layers.3.mlp.experts.7.down_proj.weight",
+            "model.layers.3.mlp.gate.e_score_correction_bias",
+        ),
+    ),
+    "glm4_moe": (
+        carried.SMALL | carried.EXPERTS | {"model_type": "glm4_moe", "use_qk_norm": True, "attention_bias": True},
+        ("model.layers.3.eh_proj.weight", "model.layers.3.self_attn.q_proj.bias"),
+    ),
+    "qwen3_next": (
+        NEXT,
+        (
+            "mtp.fc.weight",
+            "mtp.norm.weight",
+            "mtp.pre_fc_norm_embedding.weight",
+            "mtp.pre_fc_norm_hidden.weight",
+            "mtp.layers.0.self_attn.q_proj.weight",
+            "mtp.layers.0.mlp.shared_expert_gate.weight",
+        ),
+    ),
+    "mimo": (
+        carried.SMALL | {"model_type": "mimo"},
+        (
+            "model.mtp_layers.0.token_layernorm.weight",
+            "model.mtp_layers.0.hidden_layernorm.weight",
+            "model.mtp_layers.0.input_proj.weight",
+            "model.mtp_layers.0.final_layernorm.weight",
+            "model.mtp_layers.0.self_attn.q_proj.bias",
+        ),
+    ),
+    "ling": (
+        LING,
+        (
+            f"model.layers.{LING['num_hidden_layers']}.final_layernorm.weight",
+            f"model.layers.{LING['num_hidden_layers']}.attention.query_key_value.weight",
+        ),
+    ),
+    "qwen3": (carried.SMALL, ("model.layers.3.eh_proj.weight", "model.layers.3.mlp.gate_proj.weight")),
+}
+
+
+def _assert_same(head: Head, other: Head) -> None:
+    assert head.drafter == other.drafter
+    assert jax.tree.structure(head.params) == jax.tree.structure(other.params)
+    for leaf, same in zip(jax.tree.leaves(head.params), jax.tree.leaves(other.params), strict=True):
+        np.testing.assert_array_equal(leaf, same)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_checkpoint_carries_is_written_back_in_its_own_names(family: str, tmp_path: Path) -> None:
+    raw, some = FAMILIES[family]
+    target, head = carried.models(tmp_path, raw)
+    stored = TensorFolder(tmp_path)
+    tensors, own = head_files(head, target, dtype="float32")
+    assert tensors.keys() > set(some)
+    assert tensors.keys() == {name for name in stored.names() if carried.is_of_the_layer(name, raw)}
+    for name, value in tensors.items():
+        np.testing.assert_array_equal(value, stored.read(name), err_msg=name)
+    assert own["model_type"] == raw["model_type"]
+    save_head(tmp_path / "own", head, target, dtype="float32", notes={})
+    assert TensorFolder(tmp_path / "own").names() == tensors.keys()
+    _assert_same(head, load_head(tmp_path / "own", target, dtype="float32"))
+    assert read_drafter(tmp_path / "own", target.config, "it", dtype="float32") == head.drafter
+    assert not examine(tmp_path / "own", target).findings
+    assert not examine(tmp_path, target).findings
+
+
+def _edit(folder: Path, change: Callable[[Tensors], object]) -> None:
+    stored = TensorFolder(folder)
+    tensors = {name: stored.read(name) for name in stored.names()}
+    change(tensors)
+    write_tensors(folder / "model.safetensors", tensors)
+
+
+def test_tables_that_are_the_targets_are_shared_and_others_kept(tmp_path: Path, rng: np.random.Generator) -> None:
+    target, shared = carried.models(tmp_path, carried.LATENT)
+    embedding, head = "model.layers.3.embed_tokens.weight", "model.layers.3.shared_head.head.weight"
+
+    def copy(tensors: Tensors) -> None:
+        tensors[embedding], tensors[head] = tensors["model.embed_tokens.weight"], tensors["lm_head.weight"]
+
+    _edit(tmp_path, copy)
+    _assert_same(shared, load_head(tmp_path, target, dtype="float32"))
+    other = rng.standard_normal((64, 32)).astype(np.float32)
+    _edit(tmp_path, lambda tensors: tensors.update({head: other}))
+    own = load_head(tmp_path, target, dtype="float32")
+    assert isinstance(own.drafter, Mtp)
+    assert (own.drafter.config.has_embedding, own.drafter.config.has_head) == (False, True)
+    np.testing.assert_array_equal(own.params.head, other.T)
+    tensors, raw = head_files(own, target, dtype="float32")
+    np.testing.assert_array_equal(tensors[head], other)
+    lm_head = TensorFolder(tmp_path).read("lm_head.weight")
+    (tmp_path / "own").mkdir()
+    write_tensors(tmp_path / "own" / "model.safetensors", tensors | {head: lm_head})
+    write_json(tmp_path / "own" / "config.json", raw)
+    imported = import_head(tmp_path / "own", tmp_path / "imported", target, target_name="it")
+    assert len(imported.changes) == 1
+    _assert_same(shared, load_head(tmp_path / "imported", target, dtype="float32"))
+
+
+def test_speculators_layout_is_written_and_read(tmp_path: Path) -> None:
+    target, head = carried.models(tmp_path, carried.SMALL)
+    described = describe_target(tmp_path)
+    save_head(tmp_path / "own", head, target, dtype="float32", notes={})
+    export_head(tmp_path / "own", tmp_path / "theirs", described, target_name="Qwen/Tiny", dialect="speculators")
+    names, raw = TensorFolder(tmp_path / "theirs").names(), read_json(tmp_path / "theirs" / "config.json")
+    assert raw["speculators_model_type"] == "mtp"
+    assert {f"mtp_layers.0.{name}.weight" for name in ("input_proj", "token_layernorm", "self_attn.q_proj")} < names
+    assert all(name.startswith("mtp_layers.0.") for name in names)
+    _assert_same(head, load_head(tmp_path / "theirs", target, dtype="float32"))
+    assert examine(tmp_path / "theirs", target).dialect == "speculators"
+    import_head(tmp_path / "theirs", tmp_path / "back", target, target_name="it")
+    _assert_same(head, load_head(tmp_path / "back", target, dtype="float32"))
+    target, head = carried.models(tmp_path / "moe", carried.LATENT)
+    with pytest.raises(CheckpointError, match="no layer of multi-token prediction for deepseek_v3"):
+        head_files(head, target, dtype="float32", dialect="speculators")
+
+
+def test_the_layer_of_another_target_is_refused(tmp_path: Path) -> None:
+    target, head = carried.models(tmp_path, carried.LATENT)
+    save_head(tmp_path / "own", head, target, dtype="float32", notes={"target": "mine"})
+    tiny.write_target(tmp_path, carried.LATENT | {"n_routed_experts": 4}, seed=0)
+    other = load_target(tmp_path, dtype="float32")
+    with pytest.raises(CheckpointError, match=r"experts.num_experts 8, not 4\); give its own \(--target\), mine"):
+        load_head(tmp_path / "own", other, dtype="float32")
+    with pytest.raises(CheckpointError, match=r"model.layers.3.eh_proj.weight is missing \(1 in its config.json"):
+        load_models(str(tmp_path), CARRIED, has_tokenizer=False)
+    recurrent = NEXT | {"num_hidden_layers": 3}
+    (tmp_path / "next").mkdir()
+    tiny.write_target(tmp_path / "next", recurrent, seed=0)
+    with pytest.raises(ConfigError, match=r"keeps a recurrent state \(delta\)"):
+        load_models(str(tmp_path / "next"), CARRIED, has_tokenizer=False)
+
+
+def _poison(tensors: Tensors) -> None:
+    tensors["model.layers.3.enorm.weight"] = np.full(32, np.nan, np.float32)
+
+
+@pytest.mark.parametrize(
+    ("change", "code"),
+    [
+        (lambda tensors: tensors.pop("model.layers.3.hnorm.weight"), "mtp-tensors"),
+        (lambda tensors: tensors.update({"model.layers.3.hnorm.weight": np.ones(31, np.float32)}), "mtp-tensors"),
+        (lambda tensors: tensors.update({"model.layers.3.extra": np.ones(1, np.float32)}), "mtp-strange-tensors"),
+        (_poison, "mtp-not-finite"),
+        (lambda tensors: tensors.pop("model.layers.3.eh_proj.weight"), "mtp-unreadable"),
+    ],
+)
+def test_the_doctor_finds_what_is_wrong(tmp_path: Path, change: Callable[[Tensors], object], code: str) -> None:
+    target, head = carried.models(tmp_path, carried.SMALL)
+    save_head(tmp_path / "own", head, target, dtype="float32", notes={})
+    _edit(tmp_path / "own", change)
+    assert [finding.code for finding in examine(tmp_path / "own", target).findings] == [code]
+    with pytest.raises(CheckpointError):
+        load_head(tmp_path / "own", target, dtype="float32")
+
+
+def test_a_served_model_is_told_where_its_layer_comes_from(tmp_path: Path) -> None:
+    _, head = carried.models(tmp_path, carried.SMALL)
+    models = load_models(str(tmp_path), CARRIED, has_tokenizer=False)
+    assert models.head is not None
+    assert models.draft is not None
+    assert (models.draft.name, models.head.drafter.name) == (CARRIED, "mtp")
+    _assert_same(head, models.head)
