@@ -4,8 +4,9 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from side_by_side import BenchmarkError, tail
 
@@ -13,6 +14,19 @@ from side_by_side import BenchmarkError, tail
 def say(text: str) -> None:
     """Tell the user what is going on, on stderr."""
     print(text, file=sys.stderr, flush=True)
+
+
+def report(compare: Callable[[], Any], output: Path | None) -> int:
+    """Run a comparison and write what it found to a JSON file, where one is wanted. Returns the exit status: 2 where it
+    could not be done, which is said."""
+    try:
+        found = compare()
+    except BenchmarkError as error:
+        say(f"error: {error}")
+        return 2
+    if output:
+        output.write_text(json.dumps(found, indent=1, default=str) + "\n")
+    return 0
 
 
 def run(command: Sequence[str | Path], log: Path, what: str) -> None:

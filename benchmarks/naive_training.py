@@ -16,15 +16,15 @@ import optax
 
 from specserve.data.documents import Document
 from specserve.drafters.door import Rows, shift
-from specserve.drafters.eagle3.drafter import Eagle3
-from specserve.drafters.eagle3.model import (
+from specserve.drafters.eagle.model import (
     Eagle3Params,
     draft_forward,
     draft_inputs,
     fuse_features,
     token_embedding,
 )
-from specserve.drafters.eagle3.unroll import loss_positions
+from specserve.drafters.eagle3.drafter import Eagle3
+from specserve.drafters.unroll import loss_positions
 from specserve.kernels.rows import NEG_INF, Documents
 from specserve.models import target as target_model
 from specserve.models.attention import KV
@@ -86,7 +86,7 @@ def naive_loss(
     p, best, aux = jax.lax.stop_gradient((p, best, taught.aux_hidden_states))
     each_loss, total, metrics = make_loss(config.loss, config.kl_decay), jnp.zeros(()), []
     for k, state in enumerate(_states(params, config, target, rows, aux.astype(draft.dtype), mask)):
-        own = draft.logits(draft.output(params), state)
+        own = draft.logits(draft.output(params), target, state)
         weights, said, said_p = loss_positions(rows, k), shift(best, 1 + k), shift(p, 1 + k)
         is_known = jnp.where(jnp.isin(said, vocab.target_ids), weights, 0.0)
         foreseen = vocab.target_ids[jnp.argmax(own, axis=-1)]

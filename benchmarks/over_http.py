@@ -6,7 +6,6 @@ A file of this folder makes a comparison of it by a `Peer`, and calls `main`.
 import argparse
 import contextlib
 import dataclasses
-import json
 import math
 import os
 import platform
@@ -20,7 +19,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
-from environments import say
+from environments import report, say
 from side_by_side import PLAIN, Arm, Batch, BenchmarkError, Server, summarize, table
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -49,14 +48,7 @@ def main(make_peer: Callable[[Path], Peer], cache_name: str, formats: Mapping[st
     """Run a comparison from the command line; `cache_name` is the peer's folder in the cache."""
     options = parse(formats, description)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the servers end too
-    try:
-        report = compare(options, make_peer, cache_name)
-    except BenchmarkError as error:
-        say(f"error: {error}")
-        return 2
-    if options.output:
-        options.output.write_text(json.dumps(report, indent=1, default=str) + "\n")
-    return 0
+    return report(lambda: compare(options, make_peer, cache_name), options.output)
 
 
 def parse(formats: Mapping[str, float], description: str) -> argparse.Namespace:

@@ -21,7 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from environments import environment, run, say
+from environments import environment, report, run, say
 from side_by_side import BenchmarkError, tail
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -68,7 +68,9 @@ class Ours:
         self._num_steps = math.ceil(len(rows) / options.batch_size)
         self._num_tokens = sum(map(len, documents)) / len(rows)  # in a row
         self._batch_size = options.batch_size
-        config = loss_config(settings, target.config, new_drafter(DraftSettings(), target.config, len(target_ids)))
+        config = loss_config(
+            settings, target.config, new_drafter("eagle3", DraftSettings(), target.config, len(target_ids))
+        )
         self._arm = PackedArm(config, settings, target, target_ids, Loader(rows, options.batch_size, settings.seed))
         self._arm.warm_up()
 
@@ -286,14 +288,7 @@ def main() -> int:
     if min(options.rounds, options.batch_size, options.rollout) < 1 or options.conversations < 8 * options.batch_size:
         parser.error("--rounds, --batch-size and --rollout must be at least 1, --conversations 8 times --batch-size")
     sys.path.insert(0, str(ROOT))
-    try:
-        report = compare(options)
-    except BenchmarkError as error:
-        say(f"error: {error}")
-        return 2
-    if options.output:
-        options.output.write_text(json.dumps(report, indent=1, default=str) + "\n")
-    return 0
+    return report(lambda: compare(options), options.output)
 
 
 if __name__ == "__main__":

@@ -173,7 +173,7 @@ def run_bench(
     on_round: Callable[[TrainBenchReport], None] = lambda _report: None,
 ) -> TrainBenchReport:
     """Measure both arms, `steps` steps each in every round, after steps that compile."""
-    config = loss_config(settings, target.config, new_drafter(draft, target.config, len(target_ids)))
+    config = loss_config(settings, target.config, new_drafter("eagle3", draft, target.config, len(target_ids)))
     rows = pack(documents, settings.seq_len)
     loader = Loader(rows, settings.batch_size, settings.seed)
     arms: list[Arm] = [
@@ -232,7 +232,7 @@ class MemoryCell:
 
 def bench_config(settings: TrainSettings, target: ModelConfig, draft_vocab_size: int) -> LossConfig:
     """Make the configuration of a step that trains a plain head for a target of these shapes."""
-    drafter = new_drafter(DraftSettings(), target, min(draft_vocab_size, target.vocab_size))
+    drafter = new_drafter("eagle3", DraftSettings(), target, min(draft_vocab_size, target.vocab_size))
     return loss_config(settings, target, drafter)
 
 

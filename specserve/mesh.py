@@ -10,7 +10,8 @@ from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import jax
-from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
+import numpy as np
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from specserve import host
 from specserve.errors import ConfigError
@@ -131,6 +132,19 @@ def whole(mesh: Mesh | None) -> NamedSharding | None:
     """The sharding of an array that is whole on every device of the mesh. Without a mesh it is None, with which JAX
     takes its default device."""
     return None if mesh is None else sharding(mesh, ())
+
+
+def put(tree: Any, place: Sharding | None) -> Any:
+    """Give a pytree of NumPy arrays to the devices. Each of several processes has the same arrays and gives its own
+    devices their parts: nothing is sent or compared, as `jax.device_put` would at every call."""
+    if place is None or place.is_fully_addressable:
+        return jax.device_put(tree, place)
+
+    def spread(leaf: Any) -> jax.Array:
+        host = np.asarray(leaf)
+        return jax.make_array_from_callback(host.shape, place, lambda index: np.asarray(host[index]))
+
+    return jax.tree.map(lambda leaf: leaf if isinstance(leaf, jax.Array) else spread(leaf), tree)
 
 
 def fitting(

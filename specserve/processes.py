@@ -39,6 +39,7 @@ def join(coordinator: str, num_processes: int, process_id: int) -> None:
     if not coordinator:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # between CPUs; accelerators have their own
+    jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM, which we answer ourselves
     is_told = coordinator != "auto"
     try:
         jax.distributed.initialize(

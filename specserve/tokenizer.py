@@ -4,9 +4,11 @@ A thin wrapper around transformers' tokenizer. Knows nothing of models or reques
 transformers is imported only when a tokenizer is loaded. The folder's chat template is `Tokenizer.template`.
 """
 
+import contextlib
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+import pickle
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +52,14 @@ class Tokenizer:
         tokenizer = cls(backend, read_end_ids(folder), template_kwargs)
         tokenizer.template.check_kwargs(tokenizer.template.kwargs)
         return tokenizer
+
+    def __getstate__(self) -> bytes:
+        """What a process of ours unpickles without a word of transformers on the terminal (see `__setstate__`)."""
+        return pickle.dumps(vars(self))
+
+    def __setstate__(self, state: bytes) -> None:
+        with _without_advice():
+            vars(self).update(pickle.loads(state))
 
     @property
     def vocab_size(self) -> int:
@@ -107,10 +117,11 @@ class Tokenizer:
     def as_json(self) -> str:
         """The tokenizer as the text of a tokenizer.json, added tokens included, as libraries in other languages read
         it. Raises ValueError for a tokenizer that has no such form."""
-        backend = getattr(self._backend, "backend_tokenizer", None)
-        if backend is None:
+        from transformers import PreTrainedTokenizerFast
+
+        if not isinstance(self._backend, PreTrainedTokenizerFast):
             raise ValueError(f"{type(self._backend).__name__} is no fast tokenizer")
-        return backend.to_str()
+        return self._backend.backend_tokenizer.to_str()
 
     def special_tokens_in(self, text: str) -> list[str]:
         """The special tokens that the text holds, in the order of their ids."""
@@ -157,20 +168,26 @@ class Tokenizer:
 
 
 def _import_class(folder: Path) -> Any:
-    """The class of transformers that reads a folder's tokenizer, without its advice to install torch: tokenizers do not
-    need it. Usually that is AutoTokenizer, which reads the sources of every model for a second when it is imported; a
-    folder may say that its tokenizer.json is all there is."""
+    """The class of transformers that reads a folder's tokenizer. Usually that is AutoTokenizer, which reads the sources
+    of every model for a second when it is imported; a folder may say that its tokenizer.json is all there is."""
+    with _without_advice(), host.without_collecting():
+        if _is_generic(folder):
+            from transformers import PreTrainedTokenizerFast
+
+            return PreTrainedTokenizerFast
+        from transformers import AutoTokenizer
+
+        return AutoTokenizer
+
+
+@contextlib.contextmanager
+def _without_advice() -> Iterator[None]:
+    """Import transformers, directly or by unpickling a tokenizer, without its advice to install torch: tokenizers do
+    not need it."""
     logger = logging.getLogger("transformers")
     logger.addFilter(_reject)  # on this logger only: its children still warn, and levels stay as the user set them
     try:
-        with host.without_collecting():
-            if _is_generic(folder):
-                from transformers import PreTrainedTokenizerFast
-
-                return PreTrainedTokenizerFast
-            from transformers import AutoTokenizer
-
-            return AutoTokenizer
+        yield
     finally:
         logger.removeFilter(_reject)
 

@@ -41,6 +41,7 @@ def test_both_arms_are_measured_on_the_same_conversations(tiny_target: Target) -
     assert report.to_json()["ratio_median"] > 0
 
 
+@pytest.mark.slow
 def test_every_length_is_compiled_before_the_clock_runs(tiny_target: Target) -> None:
     """One of 40 conversations is longer than the others, and the first batches are without it."""
     documents = _documents([20] * 39 + [100])

@@ -13,10 +13,18 @@ import rounding
 
 from specserve.checkpoints.load import Target, to_numpy
 from specserve.checkpoints.tensors import write_json, write_tensors
+from specserve.drafters.dflash import start
+from specserve.drafters.dflash.drafter import DFlash
+from specserve.drafters.dflash.model import head_spec
 from specserve.drafters.door import Head
-from specserve.drafters.eagle3.config import Eagle3Config, default_taps
+from specserve.drafters.eagle.config import Eagle3Config, default_taps
+from specserve.drafters.eagle.model import draft_spec
 from specserve.drafters.eagle3.drafter import Eagle3
-from specserve.drafters.eagle3.model import draft_spec
+from specserve.drafters.mtp.kind import MtpKind
+from specserve.drafters.peagle.config import PEagleConfig
+from specserve.drafters.peagle.drafter import PEagle
+from specserve.drafters.peagle.model import head_spec as peagle_spec
+from specserve.drafters.settings import DraftSettings
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.params import init_params
@@ -78,6 +86,37 @@ def random_head(target: ModelConfig, seed: int, **changes: Any) -> Head:
     params = init_params(draft_spec(config), jax.random.key(seed), config.dtype)
     chosen = np.random.default_rng(seed).permutation(config.vocab_size)[: config.draft_vocab_size]
     return Head(Eagle3(config), params, np.sort(chosen).astype(np.int32))
+
+
+def random_block_head(target: ModelConfig, seed: int, **settings: Any) -> Head:
+    """A head that fills blocks, by the settings of `DraftSettings`."""
+    vocab_size = settings.pop("vocab_size", 3 * target.vocab_size // 4)
+    config = start.new_config("dflash", DraftSettings(**settings), target, vocab_size)
+    params = init_params(head_spec(config), jax.random.key(seed), config.backbone.dtype)
+    chosen = np.random.default_rng(seed).permutation(target.vocab_size)[:vocab_size]
+    return Head(DFlash(config), params, np.sort(chosen).astype(np.int32))
+
+
+def random_joint_head(target: ModelConfig, seed: int, changes: dict[str, Any], **settings: Any) -> Head:
+    """A head that fills blocks whose slots depend on each other, by what is changed of a plain one's config."""
+    plain = random_block_head(target, seed, **settings)
+    assert isinstance(plain.drafter, DFlash)
+    config = dataclasses.replace(plain.drafter.config, **changes)
+    return Head(DFlash(config), init_params(head_spec(config), jax.random.key(seed), "float32"), plain.target_ids)
+
+
+def random_masked_head(target: ModelConfig, seed: int, num_slots: int = 4, **changes: Any) -> Head:
+    """A head that foresees so many tokens in one pass, most of them through masked slots."""
+    config = PEagleConfig(draft_config(target, **changes), mask_token_id=target.vocab_size - 1, num_slots=num_slots)
+    params = init_params(peagle_spec(config), jax.random.key(seed), config.network.dtype)
+    return Head(PEagle(config), params, random_head(target, seed, **changes).target_ids)
+
+
+def random_carried_layer(target: ModelConfig, seed: int) -> Head:
+    """A layer of multi-token prediction."""
+    drafter = MtpKind().new(DraftSettings(), target, target.vocab_size)
+    params = init_params(drafter.spec(), jax.random.key(seed), drafter.dtype)
+    return Head(drafter, params, np.arange(target.vocab_size, dtype=np.int32))
 
 
 def causal(n: int) -> jax.Array:  # [1, n, n] bool

@@ -28,7 +28,7 @@ from specserve.checkpoints.quantized import (
 )
 from specserve.checkpoints.tensors import Index, TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
-from specserve.kernels.matmul import EightBits, QuantizedMatrix, dequantize, quantize
+from specserve.kernels.matmul import QuantizedMatrix, dequantize, quantize
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.params import ParamSpec, Part, is_product, is_spec, specs
@@ -48,7 +48,8 @@ TIED, AS_VOCABULARY = "tied to the embedding", "read as the draft vocabulary"
 _COMPUTED = "rotary buffers, computed here"
 _NOT_MISSED = frozenset((TIED, AS_VOCABULARY, _COMPUTED))  # reasons that nobody needs to hear of
 _SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED, **UNUSED_SCALES}
-# families whose checkpoints append layers of multi-token prediction to the model's own, and the key that counts them
+_FURTHER = {"qwen3_next": r"mtp\..*", "mimo": r"model\.mtp_layers\..*"}  # layers of multi-token prediction, by family
+# families whose checkpoints append such layers to the model's own, and the key that counts them
 _PREDICTS_FURTHER = {
     "deepseek_v3": "num_nextn_predict_layers",
     "kimi_k2": "num_nextn_predict_layers",
@@ -62,6 +63,9 @@ _PREDICTS_FURTHER = {
 }
 # compiled, so that nothing of a parameter's size is made on the way
 _dequantize = jax.jit(dequantize, static_argnames="dtype")
+# Qwix (github.com/google/qwix) does it for models of Flax: its entry for parameters alone takes nested dicts beside a
+# Flax model's abstract parameters, and importing it imports Flax. These few lines give the bits that its arrays have in
+# fp8; its int8 divides by 127.5.
 _quantize = jax.jit(quantize, static_argnames="to")
 _OTHER_SENSES = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector|audio_tower)\..*"
 
@@ -91,7 +95,7 @@ def load_target(
     where = str(folder / "config.json")
     config = model_config(raw, dtype=dtype, where=where)
     tensors = TensorFolder(folder)
-    rename = _renamer(tensors.names())
+    rename = renamer(tensors.names())
     spec = target_spec(config)
     places = place_target(config, spec, mesh) if mesh is not None else None
     skipped = _skipped(config, raw, rename)
@@ -114,7 +118,7 @@ def load_target(
     return Target(config, params, read_end_ids(folder), folder)
 
 
-def _renamer(names: frozenset[str]) -> Callable[[str], str]:
+def renamer(names: frozenset[str]) -> Callable[[str], str]:
     """A function from the names of a text model to the checkpoint's, which may hold it within a multimodal one."""
     if any(name.startswith("language_model.model.") for name in names):
         return lambda name: f"language_model.{name}"
@@ -128,11 +132,11 @@ def _skipped(config: ModelConfig, raw: Mapping[str, Any], rename: Callable[[str]
     skipped = {_OTHER_SENSES: "of a model that also sees or hears; text alone is served"}
     if config.tie_embeddings:
         skipped[re.escape(rename("lm_head.weight"))] = TIED
-    further = {r"mtp\..*"} if config.family == "qwen3_next" else set()
-    if config.family in _PREDICTS_FURTHER:
-        count = raw.get(_PREDICTS_FURTHER[config.family])
-        for i in range(config.num_layers, config.num_layers + (1 if count is None else count)):
-            further.add(re.escape(rename(config.names.layer.format(i=i))) + r"\..*")
+    further = {_FURTHER[config.family]} if config.family in _FURTHER else set()
+    count = raw.get(_PREDICTS_FURTHER.get(config.family, "num_nextn_predict_layers"))
+    count = int(config.family in _PREDICTS_FURTHER) if count is None else count
+    for i in range(config.num_layers, config.num_layers + count):
+        further.add(re.escape(rename(config.names.layer.format(i=i))) + r"\..*")
     return skipped | dict.fromkeys(further, "layers of multi-token prediction")
 
 
@@ -300,28 +304,16 @@ def _place_of_scale(place: Sharding | None, scale: LazyTensor) -> Sharding | Non
     return NamedSharding(place.mesh, PartitionSpec(*axes))
 
 
-def quantize_params(params: Tree, to: EightBits) -> Tree:
-    """Put 8-bit weights in place of the matrices that rows are multiplied by; embeddings, norms,
-    routers and vectors stay. `load_params` does the same tensor by tensor, which needs less memory.
-
-    Qwix (github.com/google/qwix) does it for models of Flax: its entry for parameters alone takes nested dicts beside a
-    Flax model's abstract parameters, and importing it imports Flax. What is left to write without it are the few lines
-    of `kernels.matmul.quantize`, which give the bits that Qwix's arrays have in fp8; its int8 divides by 127.5.
-    """
-
-    leaves, structure = jax.tree_util.tree_flatten_with_path(params)
-    return jax.tree.unflatten(structure, [_quantize(leaf, to) if is_product(path) else leaf for path, leaf in leaves])
-
-
 def check_weights(params: Any, spec_tree: Any, where: str, *, may_be_zero: bool = True) -> None:
     """Raises CheckpointError that names every tensor with a value that is not a number, or is infinite; and, unless
-    they `may_be_zero`, every tensor that holds nothing but zeros."""
+    they `may_be_zero`, every tensor that holds nothing but zeros and did not begin so."""
     wanted, structure = jax.tree.flatten(spec_tree, is_leaf=is_spec)
     weights = list(zip(wanted, structure.flatten_up_to(params), strict=True))
     wrong = [name for spec, weight in weights for name in _not_finite(spec, weight)]
     if wrong:
         raise CheckpointError(f"{where}: not a number or infinite: {listed(wrong)}; copy or download the weights again")
-    dead = [spec.name for spec, weight in weights if not may_be_zero and not any(map(jnp.any, jax.tree.leaves(weight)))]
+    filled = [] if may_be_zero else [pair for pair in weights if pair[0].init != "zeros"]  # those begin as zeros
+    dead = [spec.name for spec, weight in filled if not any(map(jnp.any, jax.tree.leaves(weight)))]
     if dead:
         raise CheckpointError(
             f"{where}: nothing but zeros: {listed(dead)}, as if never filled; export or download the weights again"

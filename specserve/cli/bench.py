@@ -17,11 +17,12 @@ from specserve.errors import DataError
 from specserve.eval.bench_cells import Arm, Cell, Plan
 from specserve.eval.bench_engine import BenchReport, run_bench
 from specserve.eval.bench_kernels import measure_bounds, measure_kernels
+from specserve.eval.engines import load
 from specserve.eval.prompts import load_chats
 from specserve.eval.report import bench_lines, bench_table, coupling_table, kernels_table
 from specserve.eval.settings import BenchRun, KernelsRun
 from specserve.provenance import collect
-from specserve.serve.launch import Models, load_models
+from specserve.serve.launch import Models
 
 
 def engine(run: BenchRun) -> None:
@@ -59,7 +60,7 @@ def measure_engine(run: BenchRun, others: Callable[[Path], Mapping[str, Arm]] | 
         if name != "auto":
             parse_speculation(name)  # a wrong one is said before minutes of work
     plan = Plan(run.concurrency, run.temperature, run.rounds, run.requests, run.max_tokens, run.seed)
-    models = load_models(run.target, run.draft)
+    models = load(run, run.draft)
     further = others(resolve_target(models.name).folder) if others else {}
     report = _measure(run, models, _prompts(run, models, plan), plan, further)
     _show(report)

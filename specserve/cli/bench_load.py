@@ -61,7 +61,8 @@ def _measure(run: ServeBenchRun, client: Client, prompts: list[Any]) -> dict[str
         sent, seconds = bench_serve.run_load(
             client, model, prompts, run, lambda _reply: progress.update(task, advance=1)
         )
-    accepted = bench_serve.since(bench_serve.read_counters(client), before)
+    after = bench_serve.read_counters(client)
+    accepted = after - before if after and before else None
     return {
         **bench_serve.facts_of(run, model, client),
         **bench_serve.result_of(sent, seconds, run.metric_percentiles, accepted),

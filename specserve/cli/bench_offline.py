@@ -11,12 +11,11 @@ from specserve.cli.progress import bar_columns, console
 from specserve.drafters.speculation import parse_speculation
 from specserve.eval import bench_offline
 from specserve.eval.bench_offline import Measured
+from specserve.eval.engines import load
 from specserve.eval.report import table
 from specserve.eval.settings import LatencyRun, ThroughputRun
 from specserve.eval.trace import newest_trace, read_operations
-from specserve.mesh import SERVING_AXES, parse_mesh
 from specserve.provenance import collect
-from specserve.serve.launch import load_models
 from specserve.serve.tuned import TUNED
 
 TOP = 12  # operations of a trace that are shown
@@ -51,13 +50,7 @@ def throughput(run: ThroughputRun) -> None:
 def _measure(run: LatencyRun | ThroughputRun) -> Measured:
     if run.speculation not in ("auto", TUNED):
         parse_speculation(run.speculation)  # a wrong one is said before minutes of work
-    models = load_models(
-        run.target,
-        run.draft,
-        has_tokenizer=run.bench != "random",
-        quantization=run.quantization,
-        mesh=parse_mesh(run.mesh, SERVING_AXES),
-    )
+    models = load(run, run.draft, has_tokenizer=run.bench != "random")
     with Progress(*bar_columns(), console=console, transient=True) as progress:
         task = progress.add_task("", note="", total=None)
 

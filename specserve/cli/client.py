@@ -75,7 +75,7 @@ class Client:
         except urllib.error.HTTPError as error:
             raise RefusedError(error.code, _said(error)) from None
         except (OSError, HTTPException, ValueError) as error:
-            reason = getattr(error, "reason", error)
+            reason = error.reason if isinstance(error, urllib.error.URLError) else error
             raise UnreachableError(f"{self.url} does not answer: {reason or type(error).__name__}") from None
 
 

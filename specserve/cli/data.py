@@ -12,11 +12,9 @@ from specserve.data import dataset, sources
 from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.errors import ConfigError
 from specserve.eval import regenerate as eval_regenerate
-from specserve.eval.engines import answering_engine
+from specserve.eval.engines import answering_engine, load
 from specserve.eval.regenerate import Account, Manner
 from specserve.eval.settings import RegenerateRun
-from specserve.mesh import SERVING_AXES, parse_mesh
-from specserve.serve.launch import load_models
 
 
 def regenerate(run: RegenerateRun) -> None:
@@ -40,8 +38,7 @@ def regenerate(run: RegenerateRun) -> None:
         template_kwargs=template_kwargs,
         cut=run.cut,
     )
-    mesh = parse_mesh(run.mesh, SERVING_AXES)
-    models = load_models(run.target, run.draft, quantization=run.quantization, mesh=mesh)
+    models = load(run, run.draft)
     with warmup_bar() as on_warmup:
         engine = answering_engine(
             models,

@@ -17,7 +17,7 @@ from specserve.errors import ConfigError
 from specserve.eval import evaluation_page, report
 from specserve.eval.acceptance import Read, Report, converse, reader, warm_up
 from specserve.eval.bench_cells import PLAIN, Arm, EngineArm
-from specserve.eval.engines import measured_engine, with_draft
+from specserve.eval.engines import load, measured_engine, with_draft
 from specserve.eval.evaluation import Evaluation, Verdict, verdicts
 from specserve.eval.prompts import Question, load_questions
 from specserve.eval.remote import ServerArm, read_chats
@@ -25,7 +25,7 @@ from specserve.eval.settings import EvalRun
 from specserve.eval.step_times import StepTimes, measure_steps
 from specserve.provenance import collect
 from specserve.serve.engine import Engine
-from specserve.serve.launch import Models, load_models
+from specserve.serve.launch import Models
 
 WAYS = ("chain:3", "auto")
 BUNDLED_NAME = "bundled"
@@ -54,7 +54,8 @@ def evaluate(run: EvalRun) -> None:
 def _check(run: EvalRun) -> None:
     """Refuse what cannot be measured, before minutes of work. Raises ConfigError."""
     if run.server:
-        given = [name for name in ("draft", "target", "speculation", "max_model_len") if getattr(run, name)]
+        own = ("draft", "target", "quantization", "mesh", "speculation", "max_model_len")
+        given = [name for name in own if getattr(run, name)]
         if given:
             flag = f"--{given[0].replace('_', '-')}"
             raise ConfigError(f"{flag} with --server: the server has its own already; leave {flag} out")
@@ -115,7 +116,7 @@ def _describe(arms: Mapping[str, ServerArm]) -> Callable[[Sequence[Report]], Non
 
 def _evaluate_heads(run: EvalRun, questions: Sequence[Question]) -> Evaluation:
     first, *others = dict.fromkeys(run.draft or ("",))
-    models = {first: load_models(run.target, first)}
+    models = {first: load(run, first)}
     models |= {head: with_draft(models[first], head) for head in others}
     bundled = "" if models[first].head is None else BUNDLED_NAME
     wanted: dict[str, _Wanted] = {}

@@ -2,6 +2,7 @@
 
 import inspect
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
@@ -97,6 +98,14 @@ def start(log_level: str = "info") -> None:
 def show_error(error: SpecServeError) -> None:
     """Print the error as one line on stderr. Brackets in it are text, not markup."""
     Console(stderr=True, soft_wrap=True).print(f"[bold red]error:[/] {escape(str(error))}", highlight=False)
+
+
+def report_error(error: Exception) -> None:
+    """Show an error at once, where the process ends without unwinding."""
+    if isinstance(error, SpecServeError):
+        show_error(error)
+    else:
+        traceback.print_exception(error)
 
 
 def _default_text(default: object) -> str:

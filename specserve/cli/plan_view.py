@@ -60,7 +60,9 @@ def _outline(found: Outline) -> Table:
     is_same = reached.target == run.target
     whose = "" if is_same else f" for {reached.target}, the nearest in size that is known"
     how = escape(f"{reached.bench}, {reached.how}; {reached.source}")
-    table.add_row("expected tau", f"about {reached.tau}{whose} ({how})")
+    is_known = reached.drafter == run.drafter
+    of_kind = "" if is_known else f"nothing is known of {run.drafter} heads; of {reached.drafter} heads "
+    table.add_row("expected tau", f"{of_kind}about {reached.tau}{whose} ({how})")
     return table
 
 

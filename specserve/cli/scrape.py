@@ -1,14 +1,13 @@
 """What /metrics of a server says, ours or vLLM's, and what happened between two readings of it."""
 
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from itertools import pairwise
 from math import inf, nan
 
-from prometheus_client.parser import text_string_to_metric_families
-
 from specserve.errors import ConfigError
+from specserve.eval.series import DRAFTS, OWN_STEPS, TOKENS, Series
 from specserve.speculative.acceptance import Acceptance
 
 SECONDS = 60.0  # that a watch looks back
@@ -65,53 +64,32 @@ class Sample:
 
 def parse(text: str, time: float) -> Sample:
     """Read the exposition of a server. Raises ConfigError where it is none of a server of this kind."""
-    series: dict[str, list[tuple[Mapping[str, str], float]]] = {}
     try:
-        for family in text_string_to_metric_families(text):
-            for sample in family.samples:
-                series.setdefault(sample.name, []).append((sample.labels, sample.value))
+        series = Series.parse(text)
     except ValueError as error:
         raise ConfigError(f"/metrics is no text of Prometheus: {error}") from None
-    if "vllm:num_requests_running" not in series:
+    total, running = series.total, series.samples.get("vllm:num_requests_running")
+    if running is None:
         raise ConfigError("/metrics has no vllm:num_requests_running; expected a server of specserve or vLLM")
-
-    def total(*names: str) -> float | None:
-        found = next((series[name] for name in names if name in series), None)
-        return None if found is None else sum(value for _, value in found)
-
-    def by(name: str, label: str) -> dict[str, float]:
-        found: dict[str, float] = {}
-        for labels, value in series.get(name, ()):
-            found[labels.get(label, "")] = found.get(labels.get(label, ""), 0.0) + value
-        return found
-
-    per_depth = by("vllm:spec_decode_num_accepted_tokens_per_pos_total", "position")
-    steps = total("specserve:sequence_steps_total")
-    num_steps = steps if steps is not None else total("vllm:spec_decode_num_drafts_total") or 0
     histograms = {}
     for name, series_names in LATENCIES.items():
-        known = next((f"{each}_bucket" for each in series_names if f"{each}_bucket" in series), "")
-        histograms[name] = Histogram({float(bound): count for bound, count in by(known, "le").items()})
+        known = next((f"{each}_bucket" for each in series_names if f"{each}_bucket" in series.samples), "")
+        histograms[name] = Histogram({float(bound): count for bound, count in series.by(known, "le").items()})
     return Sample(
         time=time,
-        model=series["vllm:num_requests_running"][0][0].get("model_name", ""),
+        model=running[0][0].get("model_name", ""),
         running=total("vllm:num_requests_running") or 0,
         waiting=total("vllm:num_requests_waiting") or 0,
-        usage=(total("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc") or 0)
-        / len(series["vllm:num_requests_running"]),
+        usage=(total("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc") or 0) / len(running),
         pages=total("specserve:pages"),
         pages_cached=total("specserve:pages_cached"),
         programs_left=total("specserve:programs_left") or 0,
         num_prompt_tokens=total("vllm:prompt_tokens_total") or 0,
-        num_tokens=total("vllm:generation_tokens_total") or 0,
+        num_tokens=total(TOKENS) or 0,
         num_ended=total("vllm:request_success_total") or 0,
-        acceptance=Acceptance(
-            int(num_steps),
-            int(total("vllm:spec_decode_num_draft_tokens_total") or 0),
-            tuple(int(per_depth[key]) for key in sorted(per_depth, key=int)),
-        ),
-        has_all_steps=steps is not None,
-        steps=by("specserve:steps_total", "speculation"),
+        acceptance=series.acceptance(OWN_STEPS, DRAFTS) or Acceptance(),
+        has_all_steps=OWN_STEPS in series.samples,
+        steps=series.by("specserve:steps_total", "speculation"),
         latencies=histograms,
     )
 
@@ -164,7 +142,7 @@ class Watch:
             tokens_per_second=rate(lambda sample: sample.num_tokens),
             prompt_tokens_per_second=rate(lambda sample: sample.num_prompt_tokens),
             name=f"last {last.time - first.time:.0f} s" if is_recent else "since its start",
-            acceptance=_minus(last.acceptance, start.acceptance),
+            acceptance=last.acceptance - start.acceptance,
             num_ended=last.num_ended - start.num_ended,
             steps={name: count - start.steps.get(name, 0) for name, count in last.steps.items()},
             latencies={
@@ -172,13 +150,3 @@ class Watch:
                 for name, histogram in last.latencies.items()
             },
         )
-
-
-def _minus(late: Acceptance, early: Acceptance) -> Acceptance:
-    per_depth: Sequence[int] = early.accepted_per_depth
-    padded: Iterable[int] = (*per_depth, *[0] * (len(late.accepted_per_depth) - len(per_depth)))
-    return Acceptance(
-        late.num_steps - early.num_steps,
-        late.num_draft_tokens - early.num_draft_tokens,
-        tuple(n - m for n, m in zip(late.accepted_per_depth, padded, strict=False)),
-    )

@@ -1,38 +1,97 @@
 """`specserve serve`: target and draft behind an OpenAI-compatible endpoint."""
 
 import gc
+import os
+import signal
+import time
 from contextlib import nullcontext
 from dataclasses import replace
 
+import jax
 from rich.markup import escape
 
+from specserve import processes
+from specserve.cli.options import report_error, show_error
 from specserve.cli.progress import console, warmup_bar
 from specserve.mesh import SERVING_AXES, parse_mesh
+from specserve.processes import ProcessError
+from specserve.serve import ranks
 from specserve.serve.http.app import create_app
 from specserve.serve.http.keys import read_api_keys
 from specserve.serve.http.server import HttpServer, bind_listener, check_tls
 from specserve.serve.http.tracing import Tracing
-from specserve.serve.launch import load_models, make_engine
+from specserve.serve.launch import Models, load_models, make_engine, make_follower
+from specserve.serve.ranks import Follower, Leader
 from specserve.serve.settings import ServeRun
+
+LOST_SECONDS = 2.0  # in which clients read that the engine has ended, and probes that it is not ready
 
 
 def serve(run: ServeRun) -> None:
-    """Load the models, compile their programs, and serve until SIGTERM or Ctrl-C."""
+    """Load the models, compile their programs, and serve until SIGTERM or Ctrl-C; in this process, or as one of several
+    that run this command, of which the first one serves and the others do as it says."""
+    processes.join(run.coordinator, run.num_processes, run.process_id)
+    if not run.coordinator:
+        _serve(run, None)
+        return
+    try:
+        rank = ranks.connect(run.coordinator, _leave)
+        if rank is not None:
+            rank.agree(ranks.facts_of(run))
+            run = replace(run, early_ready=False)  # a program that one process lacks would keep all waiting
+        if isinstance(rank, Follower):
+            _follow(run, rank)
+        else:
+            _serve(run, rank)
+    except Exception as error:
+        report_error(error)
+        os._exit(2)  # an orderly end would wait for the other processes, and they for this one
+
+
+def _leave(error: ProcessError) -> None:
+    """End this process, whatever its threads wait for."""
+    time.sleep(LOST_SECONDS)
+    show_error(error)
+    os._exit(2)
+
+
+def _load(run: ServeRun, *, has_tokenizer: bool) -> Models:
+    mesh = parse_mesh(run.mesh, SERVING_AXES)
+    ranks.check_mesh(mesh)
+    return load_models(
+        run.target,
+        run.draft,
+        has_tokenizer=has_tokenizer,
+        quantization=run.quantization,
+        is_checked=run.check_weights,
+        mesh=mesh,
+    )
+
+
+def _follow(run: ServeRun, follower: Follower) -> None:
+    """Run what the first process says, until it ends. A signal asks it to."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, lambda *_: follower.leave())
+    runner = make_follower(_load(run, has_tokenizer=False), run, follower)
+    console.print(f"process {jax.process_index()} of {jax.process_count()} does what the first one says")
+    runner.follow(follower)
+
+
+def _serve(run: ServeRun, leader: Leader | None) -> None:
+    with leader or nullcontext():
+        _serve_requests(run, leader)
+
+
+def _serve_requests(run: ServeRun, leader: Leader | None) -> None:
     if run.warmup_only:
         run = replace(run, early_ready=False)  # everything is to be compiled before the end
     api_keys = read_api_keys(run)
     check_tls(run.ssl_certfile, run.ssl_keyfile)
     tracing = Tracing(run.otlp_endpoint) if run.otlp_endpoint else None
     listener = bind_listener(run.host, run.port)  # a taken port is said before minutes of loading
-    models = load_models(
-        run.target,
-        run.draft,
-        quantization=run.quantization,
-        is_checked=run.check_weights,
-        mesh=parse_mesh(run.mesh, SERVING_AXES),
-    )
+    models = _load(run, has_tokenizer=True)
     with warmup_bar() as on_warmup:
-        engine = make_engine(models, run, on_warmup)
+        engine = make_engine(models, run, on_warmup, leader=leader)
     del models  # the engine has packed what it needs of them
     if run.warmup_only:
         console.print(f"{engine.runner.num_programs} programs are compiled and cached")

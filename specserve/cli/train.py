@@ -4,7 +4,6 @@ import logging
 import os
 import shlex
 import time
-import traceback
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,7 +13,7 @@ from rich.progress import Progress
 from specserve import config, processes
 from specserve.checkpoints.source import resolve_target
 from specserve.cli import evaluate
-from specserve.cli.options import show_error
+from specserve.cli.options import report_error
 from specserve.cli.plan_view import show_outline, show_plan
 from specserve.cli.progress import bar_columns, console
 from specserve.cli.training_bar import TrainingBar
@@ -23,6 +22,7 @@ from specserve.eval import answers
 from specserve.eval.answers import Answering, Watch
 from specserve.eval.prompts import load_questions
 from specserve.eval.settings import EvalRun
+from specserve.mesh import mesh_sizes
 from specserve.train import budget as budgets
 from specserve.train.budget import Budget
 from specserve.train.observers import observing
@@ -51,7 +51,7 @@ def train(run: TrainRun) -> None:
     except Exception as error:
         if not run.coordinator:
             raise
-        _report(error)
+        report_error(error)
         os._exit(2)  # an orderly end would wait for the other processes, and they for this one
 
 
@@ -161,6 +161,8 @@ def _measure(run: TrainRun, bench: str) -> None:
     flags = {
         "draft": run.output,
         "target": run.target,
+        "quantization": run.quantization,
+        "mesh": _mesh_to_measure(run),
         "bench": bench,
         "speculation": ",".join(run.eval.speculation),
         "temperature": str(run.eval.temperature[0]),
@@ -172,14 +174,13 @@ def _measure(run: TrainRun, bench: str) -> None:
         logger.warning("the head is there, but was not measured on %s: %s", bench, error)
 
 
+def _mesh_to_measure(run: TrainRun) -> str:
+    """The parts of the run's mesh that cut the models: one question is asked at a time, for which one copy is enough.
+    Of several processes only the first one measures, on its own."""
+    sizes = {} if run.coordinator else mesh_sizes(run.mesh)
+    return ",".join(f"{axis}={sizes[axis]}" for axis in ("tensor", "expert") if axis in sizes)
+
+
 def _say_how_to_go_on(run: TrainRun, what: str) -> None:
     settings = escape(shlex.quote(str(Path(run.output) / SETTINGS_FILE)))
     console.print(f"{what}; go on with specserve train --config {settings} --resume", highlight=False, soft_wrap=True)
-
-
-def _report(error: Exception) -> None:
-    """Show the error at once, because the process ends without unwinding."""
-    if isinstance(error, SpecServeError):
-        show_error(error)
-    else:
-        traceback.print_exception(error)

@@ -9,20 +9,20 @@ from rich.table import Table
 
 from specserve.cli.progress import bar_columns, console
 from specserve.errors import DataError
+from specserve.eval.engines import load
 from specserve.eval.prompts import load_chats
 from specserve.eval.report import table
 from specserve.eval.settings import TuneRun
 from specserve.eval.tune import NEAR, Found, is_near, measure_live, parse_trees, tune
-from specserve.mesh import SERVING_AXES, parse_mesh
 from specserve.provenance import collect
-from specserve.serve.launch import Models, load_models
+from specserve.serve.launch import Models
 from specserve.serve.tuned import Profile, profile_file
 
 
 def search(run: TuneRun) -> None:
     """Replay every tree's acceptance, time the steps that could win, write the profile, and check it by a live run."""
     parse_trees(run.trees)  # a wrong one is said before minutes of work
-    models = load_models(run.target, run.draft, quantization=run.quantization, mesh=parse_mesh(run.mesh, SERVING_AXES))
+    models = load(run, run.draft)
     prompts = _prompts(run, models)
     with Progress(*bar_columns(), console=console, transient=True) as progress:
         task = progress.add_task("", note="", total=None)

@@ -13,14 +13,14 @@ from rich.table import Table
 from specserve.checkpoints.tensors import write_json
 from specserve.cli.progress import bar_columns, console
 from specserve.drafters.speculation import describe
+from specserve.eval.engines import load
 from specserve.eval.report import table
 from specserve.eval.settings import VerifyRun
 from specserve.eval.verify import Plan, Prover
 from specserve.eval.verify_bench import load_prompts, open_benches, ways_to_prove
 from specserve.eval.verify_report import FALSE_ALARMS, Mismatch, Report
-from specserve.mesh import SERVING_AXES, parse_mesh
 from specserve.provenance import collect
-from specserve.serve.launch import Models, load_models
+from specserve.serve.launch import Models
 from specserve.speculative.tree import Tree
 
 SHOWN_BUGS, SHOWN_TIES = 5, 2
@@ -29,8 +29,7 @@ SHOWN_BUGS, SHOWN_TIES = 5, 2
 def verify(run: VerifyRun) -> None:
     """Have plain decoding and every way to speculate answer the same requests, and tell where they differ. Exit status
     1 where a difference is a bug."""
-    mesh = parse_mesh(run.mesh, SERVING_AXES)
-    models = load_models(run.target, run.draft, quantization=run.quantization, mesh=mesh)
+    models = load(run, run.draft)
     trees = ways_to_prove(models, run.speculation)
     prompts = load_prompts(models, run.bench, run.limit)
     report = _prove(run, models, trees, prompts)

@@ -20,7 +20,7 @@ class MixtureRun:
     template_kwargs: tuple[str, ...] = setting((), help="variables of the chat template, as data.template_kwargs")
     max_conversations: int = setting(0, help="use only so many, drawn by the seed; 0: all", ge=0)
     seq_len: int = setting(256, help="tokens per row", ge=8)
-    vocab_size: int = setting(0, help="draft vocabulary; 0: half the target's, at most 32,000", ge=0)
+    vocab_size: int = setting(0, help="draft vocabulary; 0: half the target's, at most 32,000; -1: all of it", ge=-1)
     workers: int = setting(0, help="processes that tokenise; 0: one per core", ge=0)
     seed: int = setting(0, help="which conversations are drawn, and which rows are shown", ge=0)
 

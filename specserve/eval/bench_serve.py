@@ -15,11 +15,11 @@ from datetime import UTC, datetime
 from typing import Any
 
 import numpy as np
-from prometheus_client.parser import text_string_to_metric_families
 
 from specserve.errors import ConfigError, SpecServeError
 from specserve.eval.client import Client, Reply, stream_body
 from specserve.eval.prompts import load_chats
+from specserve.eval.series import DRAFTS, Series
 from specserve.eval.settings import ServeBenchRun
 from specserve.speculative.acceptance import Acceptance
 
@@ -195,29 +195,7 @@ def read_counters(client: Client) -> Acceptance | None:
         return None
     if status != 200:
         return None
-    sums: dict[str, float] = {}
-    by_depth: dict[int, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name == "vllm:spec_decode_num_accepted_tokens_per_pos_total":
-                depth = int(sample.labels["position"])
-                by_depth[depth] = by_depth.get(depth, 0.0) + sample.value
-            elif sample.name.startswith("vllm:spec_decode_"):
-                sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
-    if not sums:
-        return None
-    per_depth = tuple(int(by_depth.get(d, 0)) for d in range(max(by_depth, default=-1) + 1))
-    steps, drafted = (int(sums.get(f"vllm:spec_decode_{name}_total", 0)) for name in ("num_drafts", "num_draft_tokens"))
-    return Acceptance(steps, drafted, per_depth)
-
-
-def since(now: Acceptance | None, before: Acceptance | None) -> Acceptance | None:
-    """What was counted between two readings."""
-    if now is None or before is None:
-        return None
-    old = (*before.accepted_per_depth, *[0] * len(now.accepted_per_depth))
-    per_depth = tuple(n - m for n, m in zip(now.accepted_per_depth, old, strict=False))
-    return Acceptance(now.num_steps - before.num_steps, now.num_draft_tokens - before.num_draft_tokens, per_depth)
+    return Series.parse(text).acceptance(DRAFTS)
 
 
 def facts_of(run: ServeBenchRun, model: str, client: Client) -> Mapping[str, Any]:

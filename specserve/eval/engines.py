@@ -7,20 +7,31 @@ from collections.abc import Callable
 from specserve.checkpoints.source import resolve_head
 from specserve.drafters.head import load_head
 from specserve.drafters.notes import read_notes
-from specserve.mesh import default_dtype
+from specserve.drafters.words import CARRIED
+from specserve.eval.settings import TargetRun
+from specserve.mesh import SERVING_AXES, default_dtype, parse_mesh
 from specserve.provenance import fingerprint
 from specserve.serve.engine import Engine
 from specserve.serve.interface import DraftInfo
-from specserve.serve.launch import Models, make_engine
+from specserve.serve.launch import Models, load_models, make_engine
 from specserve.serve.settings import ServeRun
 
 logger = logging.getLogger(__name__)
 
 
+def load(run: TargetRun, draft: str, *, has_tokenizer: bool = True) -> Models:
+    """The target that a command's settings name, loaded as they say, with a head. Raises ConfigError or
+    CheckpointError."""
+    mesh = parse_mesh(run.mesh, SERVING_AXES)
+    return load_models(run.target, draft, has_tokenizer=has_tokenizer, quantization=run.quantization, mesh=mesh)
+
+
 def with_draft(models: Models, draft: str) -> Models:
     """The same loaded target with another head. Raises ConfigError or CheckpointError."""
-    folder = resolve_head(draft, "--draft")
-    head, notes = load_head(folder, models.target, dtype=default_dtype(), mesh=models.mesh), read_notes(folder)
+    is_carried = draft == CARRIED
+    folder, kind = (models.target.folder, CARRIED) if is_carried else (resolve_head(draft, "--draft"), None)
+    head = load_head(folder, models.target, dtype=default_dtype(), mesh=models.mesh, kind=kind)
+    notes = read_notes(folder)
     trained_on, found = notes.get("target_fingerprint"), notes.get("acceptance", {})
     if trained_on and trained_on != models.fingerprint:
         logger.warning("%s was trained on other weights than those of %s", folder, models.name)
@@ -29,24 +40,8 @@ def with_draft(models: Models, draft: str) -> Models:
         head=head,
         head_fingerprint=fingerprint(folder),
         head_acceptance=found.get("accept_rate", ()),
-        draft=DraftInfo(folder.name, found.get("tau")),
+        draft=DraftInfo(draft if is_carried else folder.name, found.get("tau")),
     )
-
-
-def engine_pair(
-    models: Models,
-    speculation: str,
-    *,
-    num_slots: int,
-    max_model_len: int,
-    on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None,
-) -> tuple[Engine, Engine]:
-    """A plain and a speculative engine over one loaded target, compiled and not yet started."""
-    plain, speculative = (
-        measured_engine(models, each, num_slots=num_slots, max_model_len=max_model_len, on_warmup=on_warmup)
-        for each in ("off", speculation)
-    )
-    return plain, speculative
 
 
 def measured_engine(

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
-from prometheus_client.parser import text_string_to_metric_families
 
 from specserve.errors import ConfigError, SpecServeError
 from specserve.eval.acceptance import Messages, Read, Report
 from specserve.eval.bench_cells import Answer
+from specserve.eval.series import DRAFTS, OWN_STEPS, TOKENS, Series
 from specserve.serve.interface import EngineStats
 from specserve.serve.request import SamplingParams
 from specserve.speculative.acceptance import Acceptance
@@ -23,11 +23,6 @@ from specserve.speculative.acceptance import Acceptance
 CONNECT_SECONDS = 10.0
 ANSWER_SECONDS = 600.0  # between two pieces of an answer
 COUNT_SECONDS = 2.0  # how long counters may lag behind an answer
-
-# counters of /metrics, under vLLM's names; only ours counts plain steps of a server that speculates, too
-STEPS, DRAFTS = "specserve:sequence_steps", "vllm:spec_decode_num_drafts"
-DRAFT_TOKENS, ACCEPTED = "vllm:spec_decode_num_draft_tokens", "vllm:spec_decode_num_accepted_tokens"
-BY_DEPTH, TOKENS = "vllm:spec_decode_num_accepted_tokens_per_pos", "vllm:generation_tokens"
 
 
 @dataclass(frozen=True)
@@ -37,33 +32,12 @@ class Counts:
     num_tokens: int
     acceptance: Acceptance
 
-    def since(self, before: "Counts") -> Acceptance:
-        """The counts that came after those of `before`."""
-        own, old = self.acceptance, before.acceptance
-        by_depth = [n - sum(old.accepted_per_depth[d : d + 1]) for d, n in enumerate(own.accepted_per_depth)]
-        drafted = own.num_draft_tokens - old.num_draft_tokens
-        return Acceptance(own.num_steps - old.num_steps, drafted, tuple(by_depth))
-
 
 def parse_counts(text: str) -> Counts | None:
-    """Read the counters of speculation from a Prometheus text; None where there are none. Those of several models or
-    engines behind one address are added up."""
-    sums: dict[str, float] = {}
-    by_depth: dict[int, float] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name != f"{family.name}_total":
-                continue
-            sums[family.name] = sums.get(family.name, 0.0) + sample.value
-            if family.name == BY_DEPTH:
-                depth = int(sample.labels["position"])
-                by_depth[depth] = by_depth.get(depth, 0.0) + sample.value
-    steps = sums.get(STEPS, sums.get(DRAFTS))
-    if steps is None:
-        return None
-    per_depth = tuple(int(by_depth.get(d, 0)) for d in range(max(by_depth, default=-1) + 1))
-    counts = Acceptance(int(steps), int(sums.get(DRAFT_TOKENS, 0)), per_depth or (int(sums.get(ACCEPTED, 0)),))
-    return Counts(int(sums.get(TOKENS, 0)), counts)
+    """Read the counters of speculation; None where there are none. Only a server of ours counts plain steps too."""
+    series = Series.parse(text)
+    acceptance = series.acceptance(OWN_STEPS, DRAFTS)
+    return acceptance and Counts(int(series.total(TOKENS) or 0), acceptance)
 
 
 class ServerArm:
@@ -124,7 +98,8 @@ class ServerArm:
                 raise
         seconds = time.perf_counter() - begin
         if before is not None:
-            answers[0].acceptance = self._settled(before, sum(answer.num_tokens for answer in answers)).since(before)
+            after = self._settled(before, sum(answer.num_tokens for answer in answers))
+            answers[0].acceptance = after.acceptance - before.acceptance
         else:
             self._look_for_mean()
         return answers, seconds

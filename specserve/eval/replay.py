@@ -24,8 +24,6 @@ from specserve.serve.runner import Runner
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.tree import DynamicTree, StaticTree, Tree
 
-NO_TOKEN = -1
-
 
 @dataclass(frozen=True)
 class Proposed:

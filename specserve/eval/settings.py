@@ -10,13 +10,28 @@ from specserve.speculative.ranges import Temperature, TopK, TopP
 
 
 @dataclass(frozen=True, config=RULES)
-class EvalRun:
+class TargetRun:
+    """Which target a command loads, and how: what `engines.load` reads."""
+
+    target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
+    quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the target, as of `serve`")
+    mesh: str = setting("", help="devices to spread the models over, as of `serve`")
+
+
+@dataclass(frozen=True, config=RULES)
+class HeadRun(TargetRun):
+    """The same with one head."""
+
+    draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")
+
+
+@dataclass(frozen=True, config=RULES)
+class EvalRun(TargetRun):
     """The settings of `specserve eval`."""
 
     draft: tuple[str, ...] = setting(
         (), help="folder of a draft head, or several to compare; none: the bundled one with the bundled target"
     )
-    target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
     bench: str = setting(
         "mt-bench",
         help="mt-bench, gsm8k, humaneval, math-500, alpaca, cnn-dm, spec-bench or pydoc; NAME:PATH for files of one "
@@ -42,11 +57,9 @@ class EvalRun:
 
 
 @dataclass(frozen=True, config=RULES)
-class BenchRun:
+class BenchRun(HeadRun):
     """The settings of `specserve bench engine`."""
 
-    draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")
-    target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
     arms: tuple[str, ...] = setting(
         ("chain:3", "tree:4x2x7", "auto"), help="speculations to measure against plain decoding, as for serve"
     )
@@ -64,14 +77,10 @@ class BenchRun:
 
 
 @dataclass(frozen=True, config=RULES)
-class TuneRun:
+class TuneRun(HeadRun):
     """The settings of `specserve tune`."""
 
-    draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target")
-    target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
-    quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the target, as of `serve`")
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting("auto", help="of the pages, as of `serve`")
-    mesh: str = setting("", help="devices to spread the models over, as of `serve`")
     bench: str = setting("pydoc", help="what is asked, as of `eval`: ask what your clients will ask")
     requests: int = setting(32, help="questions whose answers are recorded", ge=1)
     max_tokens: int = setting(128, help="longest answer", ge=2)
@@ -128,14 +137,10 @@ class StartupRun:
 
 
 @dataclass(frozen=True, config=RULES)
-class _OfflineRun:
+class _OfflineRun(HeadRun):
     """What the benchmarks of one engine in this process share."""
 
-    draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")
-    target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
-    quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the target, as of `serve`")
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting("auto", help="of the pages, as of `serve`")
-    mesh: str = setting("", help="devices to spread the models over, as of `serve`")
     speculation: str = setting("auto", help="anything that serve takes")
     bench: str = setting("pydoc", help="what is asked, as of `eval`; or random token ids")
     temperature: Temperature = setting(0.0, help="0 is greedy")
@@ -189,11 +194,9 @@ class KernelsRun:
 
 
 @dataclass(frozen=True, config=RULES)
-class VerifyRun:
+class VerifyRun(HeadRun):
     """The settings of `specserve verify`."""
 
-    draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")
-    target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
     speculation: tuple[str, ...] = setting(
         (), help="ways to put to the proof, as for serve; empty: all that serve would choose from, and suffix:3"
     )
@@ -202,18 +205,15 @@ class VerifyRun:
     max_tokens: int = setting(32, help="longest answer; a second turn is asked after each", ge=6, le=1024)
     draws: int = setting(400, help="seeds that the distribution at temperature 1 is drawn with, by each way", ge=80)
     seed: int = setting(0, help="of the sampling", ge=0)
-    quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the target, as of `serve`")
-    mesh: str = setting("", help="devices to spread the models over, as of `serve`")
     json: bool = setting(False, help="print the report as JSON instead of tables")
     output: str = setting("", help="write the JSON report here")
 
 
 @dataclass(frozen=True, config=RULES)
-class RegenerateRun:
+class RegenerateRun(HeadRun):
     """The settings of `specserve data regenerate`."""
 
     target: str = setting("pydoc", help="preset, Hugging Face folder or hub id: who answers")
-    draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")
     speculation: str = setting("", help="as of `serve`; changes no token. Empty: auto where there is a head, else off")
     source: tuple[str, ...] = setting(
         ("pydoc",), help="what is asked: pydoc, data sets by name, owner/name of the hub, or files, as of `train`"
@@ -235,8 +235,6 @@ class RegenerateRun:
         (), help="variables of the chat template, as data.template_kwargs of `train`"
     )
     cut: Literal["keep", "drop"] = setting("keep", help="answers that end at max_tokens")
-    quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the target, as of `serve`")
-    mesh: str = setting("", help="devices to spread the models over, as of `serve`")
     max_slots: int = setting(16, help="sequences at once", ge=1)
     max_model_len: int = setting(
         1024,

@@ -105,7 +105,8 @@ class Texts:
         return int(self._is_tried.sum())
 
     def accepted(self, head: Head) -> np.ndarray:  # [place] int64
-        """How many drafts in a row are right at each place of the answers."""
+        """How many drafts in a row are right at each place of the answers, or at those of them that the head looks at:
+        always the same ones."""
         drafter = head.drafter
         shape = self._token_ids.shape
         rows = Rows(
@@ -113,15 +114,17 @@ class Texts:
             loss_mask=jnp.ones(shape, bool),
             document_ids=jnp.ones(shape, jnp.int32),
             position_ids=jnp.broadcast_to(jnp.arange(shape[1], dtype=jnp.int32), shape),
+            seeds=jnp.arange(shape[0], dtype=jnp.uint32),
         )
         aux = jnp.concatenate([self._state(i) for i in drafter.aux_layers], axis=-1).astype(drafter.dtype)
-        found = np.asarray(_draft(drafter, head.params, self.target.params, jnp.asarray(head.target_ids), rows, aux))
-        # step k at position p foresees the token at p + 1; the draft after root t + 1 has step k at t + 1 + k
-        is_right = [
-            np.roll(found[k][:, :-1] == self._token_ids[:, 1:], -(1 + k), axis=1)[self._is_tried[:, :-1]]
-            for k in range(DEPTH)
-        ]
-        return np.cumprod(is_right, axis=0).sum(axis=0)
+        found, positions, bears = jax.device_get(
+            _draft(drafter, head.params, self.target.params, jnp.asarray(head.target_ids), rows, aux)
+        )
+        row, last = np.arange(shape[0])[:, None], shape[1] - 1
+        is_right = found == self._token_ids[row, np.minimum(positions + 1, last)]
+        roots = positions[0]
+        is_tried = (roots > 0) & self._is_tried[row, roots - 1] & bears
+        return np.cumprod(is_right, axis=0).sum(axis=0)[is_tried]
 
     def _state(self, layer: int) -> jax.Array:
         if layer not in self._states:
@@ -132,9 +135,19 @@ class Texts:
 @functools.partial(jax.jit, static_argnums=0)
 def _draft(
     drafter: TrainedDrafter, params: Any, target: Any, target_ids: jax.Array, rows: Rows, aux: jax.Array
-) -> jax.Array:  # [step, batch, seq] int32, target ids
-    states = drafter.learn(params, target, rows, aux, Rollout(DEPTH, remat=False))
-    return jnp.stack([target_ids[jnp.argmax(drafter.logits(drafter.output(params), x), axis=-1)] for x in states])
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """The head's first drafts, [step, batch, n] int32 target ids; the position that each follows; and whether a column
+    is one of the row's, [batch, n] bool. A column has the drafts after one root."""
+    rollout = Rollout(max(DEPTH, drafter.num_steps(DEPTH)), remat=False)
+    states, aims = drafter.learn(params, target, rows, aux, rollout)[:DEPTH], drafter.aims(rows, rollout)
+    ids = jnp.stack(
+        [target_ids[jnp.argmax(drafter.logits(drafter.output(params), target, x), axis=-1)] for x in states]
+    )
+    if aims.positions is not None:
+        return ids, aims.positions[:DEPTH], aims.weights[0] > 0
+    step, column = jnp.arange(DEPTH)[:, None, None], jnp.arange(ids.shape[2])
+    drafts = jnp.stack([jnp.roll(each, -k, axis=1) for k, each in enumerate(ids)])  # the root's column, not their own
+    return drafts, jnp.broadcast_to(step + column, ids.shape), jnp.ones(ids.shape[1:], bool)
 
 
 @functools.partial(jax.jit, static_argnums=(0, 1))

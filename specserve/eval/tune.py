@@ -14,7 +14,7 @@ from typing import Any
 
 import jax
 
-from specserve.drafters.speculation import describe, parse_speculation
+from specserve.drafters.speculation import describe, parse_speculation, within_reach
 from specserve.errors import ConfigError
 from specserve.eval.bench_cells import EngineArm, steady
 from specserve.eval.engines import measured_engine
@@ -76,14 +76,15 @@ def sensible_trees() -> list[Tree]:
 
 
 def parse_trees(texts: Sequence[str]) -> list[Tree]:
-    """Read the trees to choose from. Raises ConfigError for what no head proposes alone."""
+    """Read the trees to choose from; none where nobody names any. Raises ConfigError for what no head proposes
+    alone."""
     trees = []
     for text in dict.fromkeys(texts):
         tree = parse_speculation(text)
         if tree is None or not tree.uses_head or tree.lookup:
             raise ConfigError(f"--trees {text}: expected chains and trees that a head proposes alone, such as chain:3")
         trees.append(tree)
-    return trees or sensible_trees()
+    return trees
 
 
 def tune(
@@ -96,7 +97,8 @@ def tune(
     DataError where no prompt fits."""
     serve = _serve_run(run)
     facts, models = profile_facts(models, serve), with_cache_dtype(models, serve)
-    trees = parse_trees(run.trees)
+    assert models.head is not None, "without a head there are no facts"
+    trees = parse_trees(run.trees) or within_reach(sensible_trees(), models.head.drafter)
     runner = make_runner(models, serve, (None, *trees))
     longest = max(tree.depth for tree in trees)
     recordings = record(

@@ -9,12 +9,15 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import numpy as np
 from jax.sharding import NamedSharding
 
 from specserve.mesh import on_mesh
 from specserve.serve.placement import Placement
+from specserve.serve.plans import Plan
 from specserve.speculative import step
-from specserve.speculative.step import Admission, SlotState, StepConfig, Weights
+from specserve.speculative.drafter import Weights
+from specserve.speculative.step import Admission, SlotState, StepConfig
 from specserve.speculative.tree import Proposal, Tree
 
 
@@ -26,6 +29,7 @@ class Call:
     function: Any  # jitted
     arguments: tuple[Any, ...]  # pytrees of arrays, or of their shapes
     static: dict[str, Any] = field(default_factory=dict)
+    plan: Plan | None = None  # how other processes make it
 
     def lower(self) -> jax.stages.Lowered:
         """Trace the function for arguments of these shapes. Their values are not read, so donated arrays will do."""
@@ -42,9 +46,9 @@ class Call:
         return Call(("flat", self.key), jax.jit(run), tuple(leaves))
 
 
-def shape_of(x: Any) -> jax.ShapeDtypeStruct:
+def shape_of(x: jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic) -> jax.ShapeDtypeStruct:
     """The shape, dtype and sharding of an array: what of it a program is compiled for."""
-    place = getattr(x, "sharding", None)
+    place = None if isinstance(x, np.ndarray | np.generic) else x.sharding
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place if isinstance(place, NamedSharding) else None)
 
 

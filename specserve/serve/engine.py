@@ -22,12 +22,13 @@ from specserve import host
 from specserve.drafters.door import Head
 from specserve.drafters.speculation import describe
 from specserve.errors import CapacityError, ConfigError, RequestError
+from specserve.processes import ProcessError
 from specserve.serve.admission import Queue
 from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.grammars import Grammars
 from specserve.serve.interface import DraftInfo, EngineStats
 from specserve.serve.layouts import Layouts
-from specserve.serve.options import bad_sequences, check_some_token, check_token_ids
+from specserve.serve.options import bad_sequences, check_prompt, check_some_token, check_token_ids
 from specserve.serve.pages import PagePool
 from specserve.serve.programs import Announcer, Compiler, Program
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, TokenMask
@@ -145,11 +146,11 @@ class Engine:
 
     @property
     def is_healthy(self) -> bool:
-        return not self._has_died
+        return not self._has_died and self.runner.is_whole
 
     @property
     def is_ready(self) -> bool:
-        return not (self._is_draining or self._is_stopping or self._has_died)
+        return self.is_healthy and not (self._is_draining or self._is_stopping)
 
     @property
     def speculation(self) -> str:
@@ -200,7 +201,7 @@ class Engine:
         at most so long: then they go on until `stop`."""
         self._is_draining = True
         deadline = time.monotonic() + seconds
-        while self._queue.num_open and not self._has_died and time.monotonic() < deadline:
+        while self._queue.num_open and self.is_healthy and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def flush_cache(self) -> None:
@@ -220,7 +221,7 @@ class Engine:
         which stays where anything is wrong: ConfigError or CheckpointError says what. May be called from any thread,
         and returns when the new one speculates. Raises CapacityError when the engine stops meanwhile."""
         if self._load_head is None:
-            raise ConfigError("this engine cannot replace its head")
+            raise ConfigError("this engine cannot replace its head; start another one with it")
         if self.runner.shapes.is_deterministic:
             raise ConfigError("a deterministic server never computes an answer's keys again, so its head stays")
         loaded = self._load_head(Path(folder).expanduser())
@@ -233,6 +234,12 @@ class Engine:
             if not self.is_ready:
                 raise CapacityError("the engine is stopping; its head was not replaced")
         logger.info("the head is %s now", loaded.info.name)
+        if self.runner.shapes.tuned:
+            logger.warning(
+                "the trees stay those that `specserve tune` found best for the head before, because no others are "
+                "compiled; whether they pay is judged by what %s accepts. Tune with it, and start again",
+                loaded.info.name,
+            )
         return loaded.info
 
     def stats(self) -> EngineStats:
@@ -272,7 +279,7 @@ class Engine:
             bad_sequences=self._bad_sequences(params.bad_words),
         )
         with self._lock:  # `_run` takes it at its end, so nothing is put behind its back
-            if self._is_stopping or self._is_draining or self._has_died:
+            if not self.is_ready:
                 raise CapacityError("the engine is stopping; send the request again later or elsewhere")
             self._queue.take(client, [sequence.request.client for sequence in self.rounds.running])
             self._inbox.put(request)
@@ -292,26 +299,7 @@ class Engine:
             self._grammars.compile(params.grammar)
         if params.stop and self._tokenizer is None:
             raise RequestError("stop strings need a tokenizer, and this engine has none", param="stop")
-        if not prompt_ids:
-            raise RequestError("the prompt is empty; send at least one token", param="prompt")
-        room = self.max_model_len - len(prompt_ids)
-        if room < 1:
-            raise RequestError(
-                f"the prompt has {len(prompt_ids)} tokens; this model takes {self.max_model_len} with at least one "
-                "left to answer. Shorten it",
-                param="prompt",
-            )
-        if params.max_tokens is not None and params.max_tokens > room:
-            raise RequestError(
-                f"the prompt has {len(prompt_ids)} tokens and max_tokens is {params.max_tokens}; together at most "
-                f"{self.max_model_len} fit. Lower max_tokens to {room}",
-                param="max_tokens",
-            )
-        for token_id in (min(prompt_ids), max(prompt_ids)):
-            if not 0 <= token_id < self.vocab_size:
-                raise RequestError(
-                    f"the prompt holds token id {token_id}; ids go from 0 to {self.vocab_size - 1}", param="prompt"
-                )
+        room = check_prompt(prompt_ids, params.max_tokens, self.max_model_len, self.vocab_size)
         check_token_ids(params, self.vocab_size)
         check_some_token(params, self._stop_ids(params), self._bad_sequences(params.bad_words), self.vocab_size)
         max_new_tokens = room if params.max_tokens is None else params.max_tokens
@@ -403,10 +391,11 @@ class Engine:
                     self._go_on()
                 if self._mask_programs and not self._has_late:  # not while steps are timed
                     self._look_for_masks()
-        except BaseException:
-            logger.exception("the engine died")
+        except BaseException as error:
             self._has_died = True
-            raise
+            if not isinstance(error, ProcessError):  # which is said where the process ends
+                logger.exception("the engine died")
+                raise
         finally:
             self._compiler.stop()
             with self._lock:
@@ -424,6 +413,8 @@ class Engine:
             self._swap_heads()
             return self.rounds.run()
         except Exception as error:
+            if self.runner.leader is not None:  # nobody knows what the other processes have done of it
+                raise self.runner.leader.failed(error) from error
             logger.exception("a step failed; ending the running requests and rebuilding the cache")
             self.rounds.rebuild(error)
             return True
@@ -482,11 +473,8 @@ class Engine:
             self._queue.give_back(request.client)
 
     def _take_inbox(self) -> None:
-        while True:
-            try:
-                self.rounds.add(self._inbox.get_nowait())
-            except queue.Empty:
-                return
+        while not self._inbox.empty():
+            self.rounds.add(self._inbox.get_nowait())
 
     def _watch(self) -> None:
         """Report a step that does not end; nothing can be done to a device from here."""

@@ -34,7 +34,7 @@ LARGEST_BYTES = 2**29  # of all files together; what was not used for longest go
 TRACED = (
     *(f"{name}.py" for name in ("errors", "host", "mesh", "pytree")),
     *(f"{room}/**/*.py" for room in ("kernels", "models", "speculative", "drafters")),
-    *(f"serve/{name}.py" for name in ("calls", "placement")),
+    *(f"serve/{name}.py" for name in ("calls", "placement", "plans")),
     f"kernels/native/{native.build.LIBRARY}",
 )
 _JAX_HIT = "/jax/compilation_cache/cache_hits"

@@ -19,8 +19,8 @@ from specserve.drafters.door import Head
 from specserve.drafters.head import load_head
 from specserve.drafters.notes import read_notes
 from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
-from specserve.drafters.speculation import parse_speculation, with_head
-from specserve.drafters.words import ALL_TEXT
+from specserve.drafters.speculation import parse_speculation, with_head, within_reach
+from specserve.drafters.words import ALL_TEXT, CARRIED
 from specserve.errors import ConfigError
 from specserve.mesh import default_dtype, free_memory, num_parts
 from specserve.provenance import fingerprint
@@ -29,6 +29,7 @@ from specserve.serve.engine import Engine, EngineOptions, LoadedHead
 from specserve.serve.interface import DraftInfo
 from specserve.serve.placement import bytes_per_token
 from specserve.serve.programs import Announcer, Program, compile_all
+from specserve.serve.ranks import Follower, Leader
 from specserve.serve.runner import Runner
 from specserve.serve.settings import ServeRun
 from specserve.serve.shapes import DETERMINISTIC_DEPTH
@@ -78,7 +79,8 @@ def load_models(
     mesh: Mesh | None = None,  # what to spread both over
 ) -> Models:
     """Find and load target and head; the head's notes know its target. Raises ConfigError or CheckpointError."""
-    folder = _head_folder(target, draft)
+    is_carried = draft == CARRIED
+    folder = None if is_carried else _head_folder(target, draft)
     name = target
     notes = read_notes(folder) if folder else {}
     if not name:
@@ -99,7 +101,10 @@ def load_models(
             stated,
             own_quantization,
         )
-    head = load_head(folder, loaded, dtype=dtype, mesh=mesh) if folder else None
+    if is_carried:
+        folder = source.folder
+    kind = CARRIED if is_carried else None
+    head = load_head(folder, loaded, dtype=dtype, mesh=mesh, kind=kind) if folder else None
     own = fingerprint(source.folder)
     trained_on = notes.get("target_fingerprint")
     if trained_on and trained_on != own:
@@ -118,7 +123,7 @@ def load_models(
         fingerprint(folder) if folder else "",
         notes.get("acceptance", {}).get("accept_rate", ()),
         mesh,
-        DraftInfo(folder.name, notes.get("acceptance", {}).get("tau")) if folder else None,
+        DraftInfo(draft if is_carried else folder.name, notes.get("acceptance", {}).get("tau")) if folder else None,
     )
 
 
@@ -137,14 +142,14 @@ def make_engine(
     on_warmup: Callable[[int, int, str], None],
     *,
     is_coupled: bool = True,
+    leader: Leader | None = None,  # of several processes, this is the first
 ) -> Engine:
     """Compile every program and build the engine (not started). `on_warmup(done, total, name)` reports, from several
     threads. With `early_ready` only what plain decoding needs is compiled here; the engine compiles the rest while it
     serves, and what token masks alone need once a request has one.
 
     A measurement can have the draft rank without the target's noise, to see what that brings."""
-    tuned = find_profile(profile_facts(models, run), run.tuned_profile).trees if run.speculation == TUNED else ()
-    runner = make_runner(models, run, choose_trees(models, run, tuned), tuned=tuned, is_coupled=is_coupled)
+    runner = _make_runner(models, run, leader, is_coupled=is_coupled)
     programs = runner.programs()
     first = [program for program in programs if program.is_plain or not _is_early(run)]
     late = [program for program in programs[len(first) :] if not program.is_for_masks]
@@ -162,6 +167,8 @@ def make_engine(
         on_compiled=report,
         meanwhile=lambda: models.tokenizer,
     )
+    if leader is not None:
+        leader.trees, runner.leader = runner.shapes.trees, leader
     check_numbers(runner, models.target)
     names, acceptance = f"{models.fingerprint} {models.head_fingerprint}", models.head_acceptance
     is_choosing = run.speculation in ("auto", TUNED)
@@ -183,7 +190,7 @@ def make_engine(
         models.tokenizer,
         model_name=run.served_model_name or _public(models.name),
         draft=models.draft,
-        load_head=_head_loader(models),
+        load_head=_head_loader(models) if leader is None else None,  # the others would need it as well
         eos_ids=models.target.eos_ids,
         controller=controller,
         options=_options(run),
@@ -191,6 +198,24 @@ def make_engine(
         mask_programs=programs[len(first) + len(late) :],
         on_compiled=make_controller,
     )
+
+
+def make_follower(models: Models, run: ServeRun, follower: Follower) -> Runner:
+    """What a process that is not the first one runs, compiled; `Runner.follow` runs it."""
+    runner = _make_runner(models, run, follower)
+    compile_all(runner.compiled, runner.programs(), is_wanted=runner.has_room_for)
+    return runner
+
+
+def _make_runner(models: Models, run: ServeRun, rank: Leader | Follower | None, *, is_coupled: bool = True) -> Runner:
+    """A runner for the ways to speculate that the settings name, the same one in all processes. Raises ConfigError."""
+    if rank is not None:
+        rank.agree({"the target's fingerprint": models.fingerprint, "the head's": models.head_fingerprint})
+    tuned = find_profile(profile_facts(models, run), run.tuned_profile).trees if run.speculation == TUNED else ()
+    runner = make_runner(models, run, choose_trees(models, run, tuned), tuned=tuned, is_coupled=is_coupled, rank=rank)
+    if rank is not None:
+        rank.agree({"the models' config": runner.config, "the shapes of steps": runner.shapes})
+    return runner
 
 
 def _options(run: ServeRun) -> EngineOptions:
@@ -238,6 +263,7 @@ def make_runner(
     *,
     tuned: Sequence[tuple[int, Tree | None]] = (),
     is_coupled: bool = True,
+    rank: Leader | Follower | None = None,  # of several processes, whose caches are as large as the smallest
 ) -> Runner:
     """Give the device the models, and a cache as large as the settings say, for steps over these trees. Nothing is
     compiled yet."""
@@ -252,6 +278,7 @@ def make_runner(
         raise ConfigError(
             f"--max-slots {run.max_slots}: they are spread over data={parts}, so make it a multiple of that"
         )
+    num_pages = _num_pages(models, run, longest)
     return Runner(
         models.target,
         models.head,
@@ -259,7 +286,7 @@ def make_runner(
         num_slots=run.max_slots,
         max_model_len=longest,
         page_size=run.page_size,
-        num_pages=_num_pages(models, run, longest),
+        num_pages=num_pages if rank is None else rank.least(num_pages),
         tuned=tuned,
         is_deterministic=run.deterministic,
         is_coupled=is_coupled,
@@ -306,7 +333,7 @@ def choose_trees(
         trees: list[Tree | None] = [None, *[chain(depth, source) for depth in AUTO_CHAINS]]
         if has_head:
             trees += AUTO_TREES_CPU if jax.default_backend() == "cpu" else AUTO_TREES
-        return tuple(trees)
+        return tuple(within_reach(trees, models.head.drafter) if models.head else trees)
     tree = parse_speculation(run.speculation)
     if tree is not None and tree.uses_head and not has_head:
         logger.warning(

@@ -19,8 +19,8 @@ from specserve.kernels.matmul import QuantizedMatrix, Weight, block, matmul, pac
 from specserve.mesh import whole
 from specserve.models.latent import LatentAttention, split_by_head
 from specserve.models.params import PRODUCTS, SMALL_PRODUCTS, is_product
-from specserve.models.target import Layer, TargetParams, fuse_for_cpu
-from specserve.speculative.step import Weights
+from specserve.models.target import fuse_for_cpu
+from specserve.speculative.drafter import Weights
 
 logger = logging.getLogger(__name__)
 
@@ -47,7 +47,7 @@ class Layouts:
 
     def with_head(self, head: Head) -> "Layouts":
         """The same target beside another head."""
-        draft = _draft_weights(head, self.many.target, self.mesh)
+        draft = head.weights(whole(self.mesh))
         made: dict[int, Weights] = {}
         for weights, arrange in zip((self.one, self.few, self.many), self.arrange, strict=True):
             if id(weights) not in made:
@@ -73,14 +73,12 @@ def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) ->
     a few. What is spread over a mesh, or lies on an accelerator, stays as it was loaded."""
     is_cpu = jax.default_backend() == "cpu" and mesh is None
     params = fuse_for_cpu(target.params) if is_cpu else target.params
-    draft = None
-    if head is not None:
-        draft = _draft_weights(head, target.params, mesh)
+    draft = head.weights(whole(mesh)) if head is not None else None
     plain = Weights(params, draft)
     as_loaded: Arrange = _as_loaded
     if is_cpu and native.is_available():
-        packed: Arrange = functools.partial(_arrange, change=pack, names=PRODUCTS | SMALL_PRODUCTS)
-        weights = _arranged(_with_heads_apart(plain, target.config.num_heads), packed)
+        packed: Arrange = functools.partial(_packed, num_heads=target.config.num_heads)
+        weights = _arranged(plain, packed)
         return Layouts(weights, weights, weights, (packed, packed, packed), mesh)
     if not is_cpu or sum(leaf.nbytes for leaf in jax.tree.leaves(plain)) > COPIED_BYTES:
         return Layouts(plain, plain, plain, (as_loaded, as_loaded, as_loaded), mesh)
@@ -98,11 +96,7 @@ def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) ->
 
 def loaded_weights(target: Target, head: Head | None) -> Weights:
     """The weights as they were loaded, which every backend multiplies with."""
-    return Weights(target.params, None if head is None else _draft_weights(head, target.params, None))
-
-
-def _draft_weights(head: Head, target: TargetParams, mesh: Mesh | None) -> Any:
-    return head.drafter.weights(head.params, target, jax.device_put(head.target_ids, whole(mesh)))
+    return Weights(target.params, None if head is None else head.weights())
 
 
 def _as_loaded(params: Params) -> Params:
@@ -113,14 +107,15 @@ def _arranged(weights: Weights, arrange: Arrange) -> Weights:
     return Weights(arrange(weights.target), arrange(weights.draft))
 
 
-def _with_heads_apart(weights: Weights, num_heads: int) -> Weights:
-    def split(layer: Layer) -> Layer:
-        if not isinstance(layer.attention, LatentAttention):
-            return layer
-        return dataclasses.replace(layer, attention=split_by_head(layer.attention, num_heads))
+def _packed(params: Params, *, num_heads: int) -> Params:
+    """For the native kernel. Latent attention, wherever it stands, has a matrix for each head, as it multiplies when it
+    serves."""
 
-    layers = tuple(split(layer) for layer in weights.target.layers)
-    return Weights(dataclasses.replace(weights.target, layers=layers), weights.draft)
+    def split(node: Any) -> Any:
+        return split_by_head(node, num_heads) if isinstance(node, LatentAttention) else node
+
+    apart = jax.tree.map(split, params, is_leaf=lambda node: isinstance(node, LatentAttention | QuantizedMatrix))
+    return _arrange(apart, change=pack, names=PRODUCTS | SMALL_PRODUCTS)
 
 
 def _arrange(

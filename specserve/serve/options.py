@@ -25,6 +25,31 @@ class Encoder(Protocol):
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
+def check_prompt(prompt_ids: Sequence[int], max_tokens: int | None, max_model_len: int, vocab_size: int) -> int:
+    """Tell how many tokens the model's context leaves for the answer. Raises RequestError (param "prompt" or
+    "max_tokens") where the prompt is none, or is too long for an answer of `max_tokens`."""
+    if not prompt_ids:
+        raise RequestError("the prompt is empty; send at least one token", param="prompt")
+    room = max_model_len - len(prompt_ids)
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {len(prompt_ids)} tokens; this model takes {max_model_len} with at least one "
+            "left to answer. Shorten it",
+            param="prompt",
+        )
+    if max_tokens is not None and max_tokens > room:
+        raise RequestError(
+            f"the prompt has {len(prompt_ids)} tokens and max_tokens is {max_tokens}; together at most "
+            f"{max_model_len} fit. Lower max_tokens to {room}",
+            param="max_tokens",
+        )
+    for token_id in (min(prompt_ids), max(prompt_ids)):
+        if not 0 <= token_id < vocab_size:
+            message = f"the prompt holds token id {token_id}; ids go from 0 to {vocab_size - 1}"
+            raise RequestError(message, param="prompt")
+    return room
+
+
 def check_token_ids(params: SamplingParams, vocab_size: int) -> None:
     """Raises RequestError for an option that names a token id outside the vocabulary."""
     for name, token_ids in (

@@ -9,7 +9,9 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from specserve.mesh import fitting, whole
+from specserve.kernels import paged
+from specserve.kernels.pages import Pages
+from specserve.mesh import fitting, put, whole
 from specserve.models.cache import Cache
 from specserve.models.config import ModelConfig
 from specserve.models.sharding import num_bytes, place_cache
@@ -34,7 +36,7 @@ class Placement:
 
     def put(self, host: Any) -> Any:
         """A pytree of NumPy arrays, whole."""
-        return jax.device_put(host, self.whole)
+        return put(host, self.whole)
 
     def scalar(self, value: int) -> jax.Array:
         return _put(value, np.int32, self.whole)
@@ -61,7 +63,7 @@ class Placement:
 @functools.lru_cache(maxsize=4096)
 def _put(value: Any, dtype: type, place: NamedSharding | None) -> jax.Array:
     """The same slots run step after step: their array is made once, and a step then sends nothing to the device."""
-    return jax.device_put(np.asarray(value, dtype), place)
+    return put(np.asarray(value, dtype), place)
 
 
 def bytes_per_token(target: ModelConfig, drafter: Drafter | None, mesh: Mesh | None = None) -> int:
@@ -70,3 +72,9 @@ def bytes_per_token(target: ModelConfig, drafter: Drafter | None, mesh: Mesh | N
     one_token = functools.partial(init_state, config, num_slots=0, num_pages=1, page_size=1, max_pages=1)
     leaves = jax.tree.leaves(jax.eval_shape(one_token), is_leaf=lambda leaf: isinstance(leaf, Cache))
     return num_bytes([leaf for leaf in leaves if isinstance(leaf, Cache)], mesh)
+
+
+def reads_by_page(target: ModelConfig, num_pages: int, page_size: int, mesh: Mesh | None = None) -> bool:
+    """Whether attention reads the pages that a sequence has, however many its table names (`kernels.paged`)."""
+    cache = jax.eval_shape(lambda: Cache.zeros(target, num_slots=1, num_pages=num_pages, page_size=page_size))
+    return paged.reads_by_page([layer for layer in cache.layers if isinstance(layer, Pages)], mesh)

@@ -22,23 +22,22 @@ from specserve.drafters.door import Head
 from specserve.drafters.speculation import describe, drafter_for
 from specserve.errors import ConfigError
 from specserve.host import free_memory_maps
-from specserve.kernels import paged
-from specserve.kernels.pages import Pages
-from specserve.models.cache import Cache
-from specserve.models.config import ModelConfig
 from specserve.serve.calls import Calls
 from specserve.serve.handles import StepHandle
 from specserve.serve.kept import KeptPrograms
 from specserve.serve.layouts import Layouts, make_layouts
 from specserve.serve.ledger import Ledger
 from specserve.serve.options import blank_token_rows, sampler_rows
-from specserve.serve.placement import Placement
+from specserve.serve.placement import Placement, reads_by_page
+from specserve.serve.plans import MAKERS, Plan, told
 from specserve.serve.programs import Call, Program, Programs, compile_all
+from specserve.serve.ranks import Follower, Leader
 from specserve.serve.request import SamplingParams
 from specserve.serve.shapes import Shapes, make_shapes
 from specserve.speculative import step
+from specserve.speculative.drafter import Weights
 from specserve.speculative.sampling import SamplerRows, TokenRows
-from specserve.speculative.step import Admission, StepConfig, StepResult, Weights
+from specserve.speculative.step import Admission, StepConfig, StepResult
 from specserve.speculative.tree import Proposal, Tree
 
 logger = logging.getLogger(__name__)
@@ -78,7 +77,7 @@ class Runner:
             num_pages=num_pages,
             tuned=tuned,
             is_recurrent=target.config.is_recurrent,
-            reads_by_page=paged.reads_by_page(_pages(target.config, num_pages, page_size), mesh),
+            reads_by_page=reads_by_page(target.config, num_pages, page_size, mesh),
             is_deterministic=is_deterministic,
         )
         shapes = self.shapes
@@ -103,12 +102,14 @@ class Runner:
         kept = folder and KeptPrograms(folder, (repr(self.config), str(self.place)), self.place.devices)
         self.compiled = Programs(kept)
         self.compiled.compile(self._beginning)
+        self.leader: Leader | None = None  # where this is the first of several processes
+        self._proposal_made: Proposal | None = None  # the last one
         self.reset()
         self._blank_tokens = self.place.put(blank_token_rows(target.config.vocab_size))
 
     def reset(self) -> None:
         """Forget every sequence and every cached page: after a device error the donated buffers are gone."""
-        self.state = self.compiled.run(self._beginning)
+        self._run(self._beginning)
         self._ledger = Ledger(self.shapes.num_slots, self.config.max_pending)
         self._num_remembered = 0
 
@@ -126,6 +127,11 @@ class Runner:
         return self.layouts.with_head(head)
 
     @property
+    def is_whole(self) -> bool:
+        """Whether all processes that this one tells what to run are there."""
+        return self.leader is None or self.leader.lost is None
+
+    @property
     def cache_lag(self) -> int:
         """The last committed entries of a growing sequence, whose draft entries may not be written yet."""
         return self.config.max_pending
@@ -141,16 +147,16 @@ class Runner:
         promise: float = 0.0,  # accepted tokens per step that the head promises
     ) -> None:
         """Start a sequence, of which the first `num_cached` tokens are in its pages already."""
-        self.state = self.compiled.run(
-            self._admission(slot, token_ids, pages, num_cached, rows, tokens, promise=promise)
-        )
+        ids, held = (np.array(numbers, np.int32) for numbers in (token_ids, pages))  # told faster than lists
+        self._run(self._admission(slot, ids, held, num_cached, rows, tokens, promise=promise))
         self._ledger.begin(slot, num_cached)
 
+    @told
     def _admission(
         self,
         slot: int,
-        token_ids: Sequence[int],
-        pages: Sequence[int],
+        token_ids: Sequence[int] | np.ndarray,
+        pages: Sequence[int] | np.ndarray,
         num_cached: int,
         rows: SamplerRows,
         tokens: TokenRows | None,
@@ -175,9 +181,9 @@ class Runner:
             entries = np.full((3, _PAGES_AT_ONCE), self.shapes.num_slots, np.int32)
             part = np.array(new_pages[start : start + _PAGES_AT_ONCE], np.int32).T
             entries[:, : part.shape[1]] = part
-            table = self.compiled.run(self._extension(entries))
-            self.state = dataclasses.replace(self.state, page_table=table)
+            self._run(self._extension(entries))
 
+    @told
     def _extension(self, entries: np.ndarray) -> Call:
         return self.calls.extend(self.state.page_table, self.place.put(entries))
 
@@ -202,10 +208,11 @@ class Runner:
         call = self._at_once(
             self._prefill(slot, num_tokens, is_last, chunk, width, allowed, is_scored) for width, chunk in shapes
         )
-        result = self._advance(call)
+        result = self._run(call)
         self._ledger.prefilled(slot, num_tokens)
         return StepHandle(result, lambda _n_accepted: None, has_logprobs=has_logprobs)
 
+    @told
     def _prefill(
         self,
         slot: int,
@@ -253,7 +260,7 @@ class Runner:
         a later step depends on, so that several trees may be proposed one after another."""
         padded = self._pad(slots)
         self._prepare(slots, tree)
-        proposal = self._advance(self._proposal(padded, tree, has_scores))
+        proposal = self._run(self._proposal(padded, tree, has_scores))
         return np.asarray(proposal.token_ids)[: len(slots)], np.asarray(proposal.parents)[: len(slots)], proposal
 
     def verify(
@@ -268,13 +275,13 @@ class Runner:
     ) -> StepHandle:
         """The second half: only allowed tokens are drawn."""
         padded = self._pad(slots)
-        result = self._advance(self._verification(padded, tree, proposal, self._allowed(len(padded), allowed)))
+        result = self._run(self._verification(padded, tree, proposal, allowed))
         return self._handle(slots, tree, result, has_logprobs=has_logprobs, has_tree=has_tree)
 
     def remember(self, slot: int, num_prompt: int) -> None:
         """Tell a drafter that wants to know of a finished answer."""
         if self._remembers:
-            self.state = self.compiled.run(self._remembrance(slot, num_prompt, self._num_remembered))
+            self._run(self._remembrance(slot, num_prompt, self._num_remembered))
             self._num_remembered += 1
 
     @property
@@ -283,10 +290,13 @@ class Runner:
 
     def forget_answers(self) -> None:
         """Forget all finished answers: lookups find nothing of them any more."""
+        if self.leader is not None:
+            self.leader.send(Plan("forget_answers"))
         if self.config.drafter:
             draft = self.config.drafter.forget(self.state.draft)
             self.state = dataclasses.replace(self.state, draft=draft)
 
+    @told
     def _remembrance(self, slot: int, start: int, number: int) -> Call:
         return self.calls.remember(self.state, *map(self.place.scalar, (slot, start, number)))
 
@@ -297,7 +307,7 @@ class Runner:
             if self._ledger.num_pending(slots) > room:
                 padded = self._pad(slots)
                 number = self.layouts.number(self.layout_for(len(padded), tree))
-                self.state = self.compiled.run(self._catching_up(padded, number))
+                self._run(self._catching_up(padded, number))
                 self._ledger.caught_up(slots)
         return self.width_of(slots)
 
@@ -325,17 +335,34 @@ class Runner:
         sizes = [size for size in self.shapes.batch_sizes if size >= len(slots)]
         shapes = itertools.product(widths, sizes)
         calls = (self._step(self._pad(slots, size), tree, each, allowed) for each, size in shapes)
-        return self._advance(self._at_once(calls))
+        return self._run(self._at_once(calls))
 
-    def _advance(self, call: Call) -> Any:
-        """Dispatch what takes a state and gives the next one; returns what it gives besides."""
-        self.state, result = self.compiled.run(call)
+    def _run(self, call: Call) -> Any:
+        """Dispatch a call, on all processes, and go on with the state that it gives; returns what it gives besides."""
+        if self.leader is not None:
+            assert call.plan is not None, "the others would not run it"
+            self.leader.send(call.plan)
+        given = self.compiled.run(call)
+        state, result = given if isinstance(given, tuple) else (given, None)
+        # `extend` gives the page table alone
+        self.state = dataclasses.replace(self.state, page_table=state) if isinstance(state, jax.Array) else state
+        self._proposal_made = result if isinstance(result, Proposal) else self._proposal_made
         return result
 
+    def follow(self, follower: Follower) -> None:
+        """Run what the first process runs, until it ends. Raises ProcessError when it has ended without a word."""
+        for plan in follower.plans(self.shapes.trees, lambda: self._proposal_made):
+            if plan.name == "forget_answers":
+                self.forget_answers()
+            else:
+                self._run(MAKERS[plan.name](self, *plan.arguments, **plan.options))
+
+    @told
     def _catching_up(self, padded: tuple[int, ...], number: int) -> Call:
         layout = self.layouts.distinct[number]
         return self.calls.catch_up(layout, self.state, self.place.slots(padded), number=number)
 
+    @told
     def _step(self, padded: tuple[int, ...], tree: Tree | None, width: int, allowed: np.ndarray | None = None) -> Call:
         layout, bits = self.layout_for(len(padded), tree), self._allowed(len(padded), allowed)
         return self.calls.step(layout, self.state, self.place.slots(padded), bits, tree=tree, width=width)
@@ -352,11 +379,14 @@ class Runner:
         bits[: len(allowed)] = allowed
         return self.place.put(bits)
 
+    @told
     def _proposal(self, padded: tuple[int, ...], tree: Tree, has_scores: bool = False) -> Call:
         layout, slots, width = self.layout_for(len(padded), tree), self.place.slots(padded), self.shapes.max_pages
         return self.calls.propose(layout, self.state, slots, tree=tree, width=width, has_scores=has_scores)
 
-    def _verification(self, padded: tuple[int, ...], tree: Tree, proposal: Proposal, bits: jax.Array) -> Call:
+    @told
+    def _verification(self, padded: tuple[int, ...], tree: Tree, proposal: Proposal, allowed: Any) -> Call:
+        bits = self._allowed(len(padded), allowed) if isinstance(allowed, np.ndarray) else allowed  # or its shape
         layout, slots, width = self.layout_for(len(padded), tree), self.place.slots(padded), self.shapes.max_pages
         return self.calls.verify(layout, self.state, slots, proposal, bits, tree=tree, width=width)
 
@@ -392,7 +422,7 @@ class Runner:
             f"{describe(tree)} for {size}, contexts up to {width * self.shapes.page_size}",
             tree == self.shapes.plain and width == self.shapes.widths[-1] and size == self.shapes.num_slots,
             call,
-            functools.partial(self._run_padding, call),
+            lambda: self._run(call()),
             step=(size, width, tree),
             is_optional=tree not in (self.shapes.trees[0], self.shapes.plain),
         )
@@ -427,9 +457,6 @@ class Runner:
     def _shape(self, *shape: int, dtype: Any = np.int32) -> Any:
         """The shape of an array that is whole on every device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.place.whole)
-
-    def _run_padding(self, call: Callable[[], Call]) -> None:
-        self._advance(call())
 
     def has_room_for(self, program: Program) -> bool:
         """False for an optional program when the process may hardly map more memory; it is left out from then on."""
@@ -469,9 +496,3 @@ class Runner:
     def num_compiled(self) -> int:
         """Programs compiled so far; it must not grow after `warmup`."""
         return len(self.compiled)
-
-
-def _pages(config: ModelConfig, num_pages: int, page_size: int) -> list[Pages]:
-    """The pages of each layer of a target that has any, as shapes."""
-    cache = jax.eval_shape(lambda: Cache.zeros(config, num_slots=1, num_pages=num_pages, page_size=page_size))
-    return [layer for layer in cache.layers if isinstance(layer, Pages)]

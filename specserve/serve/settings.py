@@ -16,7 +16,9 @@ class ServeRun:
     """The settings of `specserve serve`."""
 
     target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
-    draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")
+    draft: str = setting(
+        "", help="folder of a draft head; mtp: the layer that the target carries; empty: the bundled one or none"
+    )
     quantization: Literal["", "none", "stored", "int8", "fp8"] = setting(
         "",
         help="8-bit weights of the target: int8 or fp8 rounds them at load, stored keeps a checkpoint's own, none "
@@ -30,6 +32,11 @@ class ServeRun:
     mesh: str = setting(
         "", help="devices to spread the models over, by axis, such as data=2,tensor=4,expert=1; empty: one device"
     )
+    coordinator: str = setting(
+        "", help="host:port of the first process of a server over several; auto: what the cluster says"
+    )
+    num_processes: int = setting(1, help="processes of the server, with a coordinator's address", ge=1)
+    process_id: int = setting(0, help="which of them this is; the first one, 0, answers requests", ge=0)
     check_weights: bool = setting(False, help="refuse a target with weights that are not numbers (reads them all)")
     speculation: str = setting(
         "auto",

@@ -17,16 +17,16 @@ import tiny
 from rounding import assert_same, assert_within, of_product, tolerance
 
 from specserve import mesh
-from specserve.checkpoints.load import Target, check_weights, load_params, load_target, quantize_params
+from specserve.checkpoints.load import Target, check_weights, load_params, load_target
 from specserve.checkpoints.quantized import stored_block
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.checkpoints.tensors import TensorFolder, write_json, write_tensors
 from specserve.errors import CheckpointError
-from specserve.kernels.matmul import EightBits, QuantizedMatrix, dequantize, matmul
+from specserve.kernels.matmul import EightBits, QuantizedMatrix, dequantize, matmul, quantize
 from specserve.models import moe
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
-from specserve.models.params import ParamSpec, Part, matrix, specs, vector
+from specserve.models.params import ParamSpec, Part, is_product, matrix, specs, vector
 from specserve.models.target import TargetParams, forward, fuse_for_cpu, logits, target_spec
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -34,6 +34,12 @@ Tensors = dict[str, np.ndarray]
 D_IN, D_OUT = 20, 24
 SPEC = {"norm": vector("norm", D_IN), "o": matrix("o.weight", D_IN, D_OUT, ("heads", "mlp"))}
 FP8, INT8 = ml_dtypes.float8_e4m3fn, np.int8
+
+
+def quantize_params(params: TargetParams, to: EightBits) -> TargetParams:
+    """The plain twin of loading with a quantization: every matrix that rows are multiplied by, once all are there."""
+    quantized = jax.jit(quantize, static_argnames="to")
+    return jax.tree_util.tree_map_with_path(lambda path, x: quantized(x, to) if is_product(path) else x, params)
 
 
 def _eight_bits(rng: np.random.Generator, shape: tuple[int, ...], dtype: Any) -> np.ndarray:

@@ -6,10 +6,12 @@ import shlex
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from jax.sharding import Mesh
 
 from specserve import host
 from specserve.cli import serve, train
@@ -17,6 +19,8 @@ from specserve.cli.lazy import LazyGroup
 from specserve.cli.main import Bench, Data, Root, main
 from specserve.cli.options import show_error
 from specserve.errors import CheckpointError, ConfigError, DataError
+from specserve.eval import engines
+from specserve.serve.launch import Models
 from specserve.train.run_folder import SETTINGS_FILE
 from specserve.train.settings import TrainRun
 from specserve.train.trainer import Progress
@@ -158,6 +162,21 @@ def test_a_bench_that_comes_with_the_target_may_be_missing_and_a_named_one_may_n
     assert "will not be measured on mt-bench: mt-bench is not there" in caplog.text
     with pytest.raises(DataError, match=r"my\.jsonl is not there"):
         train._is_there("my.jsonl")
+
+
+def test_the_head_is_measured_with_the_target_as_it_was_trained(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its quantization, and the parts of the mesh that cut the weights: on one device they may not fit."""
+    loaded: list[tuple[object, ...]] = []
+
+    def load_models(target: str, draft: str, *, quantization: str, mesh: Mesh | None, **_others: object) -> Models:
+        loaded.append((target, draft, quantization, mesh and {axis: n for axis, n in mesh.shape.items() if n > 1}))
+        raise ConfigError("enough")
+
+    monkeypatch.setattr(engines, "load_models", load_models)
+    run = TrainRun(target="t", output="o", quantization="int8", mesh="data=2,sequence=2,tensor=2")
+    for each in (run, replace(run, mesh="data=4"), replace(run, coordinator="auto")):
+        train._measure(each, "pydoc")
+    assert loaded == [("t", "o", "int8", {"tensor": 2}), ("t", "o", "int8", None), ("t", "o", "int8", None)]
 
 
 def test_unreachable_hub_names_the_folder_for_the_weights(tmp_path: Path) -> None:

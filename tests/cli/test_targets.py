@@ -44,7 +44,7 @@ def test_a_recipe_trains_the_head_that_is_listed(rows: dict[str, dict], pydoc_ta
         assert parse_speculation(run.eval.speculation[0]) is not None
         assert run.train.max_steps
         target = Target(PRESETS[name].config(), None, (), Path()) if name in PRESETS else pydoc_target
-        head = new_drafter(run.draft, target.config, run.draft.vocab_size)
+        head = new_drafter(run.drafter, run.draft, target.config, run.draft.vocab_size)
         shape = {"d_model": head.d_model, "d_ff": head.facts()["d_ff"], "vocab_size": head.draft_vocab_size}
         assert rows[name]["head"] == shape, name
         if name in PRESETS:

@@ -11,7 +11,7 @@ from specserve.data.conversations import Conversation, Message
 from specserve.drafters.door import Head
 from specserve.eval.acceptance import Report, evaluate
 from specserve.eval.bench_cells import ArmResult
-from specserve.eval.engines import engine_pair
+from specserve.eval.engines import measured_engine
 from specserve.eval.prompts import Question
 from specserve.eval.regenerate import Manner, regenerate
 from specserve.eval.report import summary_table
@@ -29,7 +29,10 @@ def pair(
     models = Models("pydoc", pydoc_target, pydoc_head, lambda: pydoc_tokenizer)
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("programs")))
-        plain, speculative = engine_pair(models, "chain:2", num_slots=2, max_model_len=128)  # one width of page tables
+        plain, speculative = (
+            measured_engine(models, way, num_slots=2, max_model_len=128)  # one width of page tables
+            for way in ("off", "chain:2")
+        )
     times = measure_steps(plain.runner, speculative.runner, context=40, repeats=3)
     assert 0 < times.draft < times.step
     return plain, speculative

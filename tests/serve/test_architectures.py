@@ -50,7 +50,7 @@ CASES: dict[str, dict[str, Any]] = {
         "linear_num_value_heads": 4,
         "linear_key_head_dim": 8,
         "linear_value_head_dim": 8,
-        "full_attention_interval": 3,
+        "full_attention_interval": 2,
         **EXPERTS,
     },
     "delta nets by channel": {
@@ -105,7 +105,7 @@ BROADEST = ("delta nets",)  # latents are in test_sharded; the others take minut
     "case", [case if case in BROADEST else pytest.param(case, marks=pytest.mark.slow) for case in (*CASES, *CACHES)]
 )
 def test_speculation_changes_no_token_of(case: str, rng: np.random.Generator) -> None:
-    target = make_target(case)
+    target = make_target(case, 2 if case == "delta nets" else 3)
     head = tiny.random_head(target.config, seed=1, num_kv_heads=2, head_dim=8, rope=tiny.PLAIN_ROPE)
     runner = make_runner(target, head, "off", "tree:3x3x9", num_slots=3, has_constrained=False)
     runner.warmup()

@@ -148,7 +148,7 @@ def test_two_heads_are_compared_on_one_target(
 ) -> None:
     models = Models("tiny", tiny_target, tiny_head, ChatLetters)  # type: ignore[arg-type]
     other = tiny.random_head(tiny_target.config, seed=5)
-    monkeypatch.setattr(command, "load_models", lambda _target, _draft: models)
+    monkeypatch.setattr(command, "load", lambda _run, _draft: models)
     monkeypatch.setattr(command, "with_draft", lambda models, _draft: dataclasses.replace(models, head=other))
     path, output = tmp_path / "questions.jsonl", tmp_path / "found.json"
     path.write_text("\n".join(json.dumps({"turns": q.turns}) for q in QUESTIONS))

@@ -32,7 +32,7 @@ from specserve.serve.options import sampler_rows
 from specserve.serve.programs import Programs
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
-from specserve.speculative.step import Weights
+from specserve.speculative.drafter import Weights
 
 
 @pytest.fixture(autouse=True)

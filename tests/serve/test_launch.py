@@ -45,6 +45,9 @@ def test_auto_may_choose_every_way_there_is(models: Models, headless: Models) ->
     chains = [chain(depth, "head+suffix") for depth in AUTO_CHAINS]
     trees = launch.AUTO_TREES_CPU if jax.default_backend() == "cpu" else launch.AUTO_TREES
     assert choose_trees(models, ServeRun(speculation="auto")) == (None, *chains, *trees)
+    block_head = tiny.random_block_head(models.target.config, seed=0, block_size=4)
+    chosen = choose_trees(dataclasses.replace(models, head=block_head), ServeRun(speculation="auto"))
+    assert chosen == (None, *chains[:3]), "no way is deeper than a head can look"
     lookups = [chain(depth, "suffix") for depth in AUTO_CHAINS]
     assert choose_trees(headless, ServeRun(speculation="auto")) == (None, *lookups)
 

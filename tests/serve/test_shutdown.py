@@ -20,7 +20,10 @@ from fakes import FakeEngine
 
 models = types.SimpleNamespace(name="fake")
 sys.modules["specserve.serve.launch"] = types.SimpleNamespace(
-    load_models=lambda target, draft, **settings: models, make_engine=lambda models, run, on_warmup: FakeEngine()
+    Models=None,
+    load_models=lambda target, draft, **settings: models,
+    make_engine=lambda models, run, on_warmup, leader: FakeEngine(),
+    make_follower=None,
 )
 from specserve.cli.main import main
 
@@ -146,3 +149,7 @@ def test_sigterm_while_programs_compile(tmp_path: Path):
         said = log.read()
     assert "more programs are compiled while serving" in said
     assert not re.search("terminate|Traceback|Fatal|Error", said), said
+    others = [
+        line for line in said.splitlines() if not re.match(r"[\d-]+ [\d:,]+ (INFO|WARNING) specserve[.\w]*: ", line)
+    ]
+    assert not others, others  # no library speaks on the terminal, such as transformers without torch

@@ -1,0 +1,163 @@
+"""Kinds of drafters beside each other: the same data, seeds and training time, measured by the code that serves.
+
+Each head is trained by `specserve train` in a process of its own, one after the other, and measured by `specserve eval`
+on the same prompts, plain decoding taking turns with it. What is in the output folder already is not done again.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from environments import run, say
+from side_by_side import BenchmarkError
+
+KINDS = ("eagle3", "p-eagle", "mtp", "dflash", "dspark", "dflash2")
+CHAIN, TREE = "chain:5", "tree:5x3x15"
+METRICS, NOTES = "metrics.jsonl", "specserve.json"
+
+
+@dataclass(frozen=True)
+class Arm:
+    """One head: its kind, the seed that it was trained with, and its folder."""
+
+    kind: str
+    seed: int
+    folder: Path
+
+
+@dataclass(frozen=True)
+class Row:
+    """A kind's figures, means over its seeds."""
+
+    kind: str
+    parameters: int  # of the head's own tensors
+    tokens_per_second: float  # of training, loss-bearing
+    draft_ms: float  # of the chain's step, one sequence
+    taus: Mapping[tuple[str, float], tuple[float, float, float]]  # by speculation and temperature: mean, least, most
+    gains: Mapping[int, float]  # of `auto`, greedy, by clients
+
+
+def main() -> int:
+    options = parse()
+    try:
+        arms = train_all(options)
+        rows = []
+        for kind in options.kinds:
+            own = [arm for arm in arms if arm.kind == kind]
+            rows.append(row_of(kind, own, [report for arm in own for report in measure(options, arm)]))
+    except BenchmarkError as error:
+        say(f"error: {error}")
+        return 2
+    print(table(rows, options.clients))
+    return 0
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    listed = {"type": lambda text: text.split(","), "metavar": "A,B"}
+    add("--kinds", default=list(KINDS), help=f"kinds to compare ({','.join(KINDS)})", **listed)
+    add("--minutes", type=float, default=30.0, help="training of each head, its evaluation included (%(default)s)")
+    add("--seeds", type=int, default=3, help="heads of each kind (%(default)s)")
+    add("--bench", default="pydoc", help="as `specserve eval` takes it (%(default)s)")
+    add("--limit", type=int, default=24, help="questions (%(default)s)")
+    add("--max-tokens", type=int, default=200, help="of an answer (%(default)s)")
+    add("--clients", type=lambda text: [int(each) for each in text.split(",")], default=[1, 4, 16], metavar="A,B")
+    add("--train", action="append", default=[], metavar="FLAGS", help="more flags of every `specserve train`, one each")
+    add("--output", type=Path, default=Path("drafters"), help="folder of the heads and reports (%(default)s)")
+    return parser.parse_args()
+
+
+def train_all(options: argparse.Namespace) -> list[Arm]:
+    """Train what is not there yet, seed by seed, so that kinds share whatever the machine does meanwhile."""
+    arms = [
+        Arm(kind, seed, options.output / f"{kind}-{seed}") for seed in range(options.seeds) for kind in options.kinds
+    ]
+    for arm in arms:
+        if (arm.folder / NOTES).is_file():
+            continue
+        say(f"training {arm.kind}, seed {arm.seed}, for {options.minutes:g} minutes")
+        arm.folder.parent.mkdir(parents=True, exist_ok=True)
+        command = [sys.executable, "-m", "specserve.cli.main", "train", "--drafter", arm.kind, "--seed", str(arm.seed)]
+        command += ["--max-minutes", str(options.minutes), "--output", str(arm.folder), *options.train]
+        run(command, arm.folder.with_suffix(".log"), f"training {arm.kind}")
+    return arms
+
+
+def measure(options: argparse.Namespace, arm: Arm) -> list[dict[str, Any]]:
+    """What `specserve eval` reports of one head: chains and trees at two temperatures, and of each kind's first head
+    `auto` by clients."""
+    common = ["--bench", options.bench, "--limit", str(options.limit), "--max-tokens", str(options.max_tokens)]
+    common += ["--draft", str(arm.folder)]
+    asked = {"taus": ["--speculation", f"{CHAIN},{TREE}", "--temperature", "0,1"]}
+    if arm.seed == 0:
+        asked["gains"] = ["--speculation", "auto", "--concurrency", ",".join(map(str, options.clients))]
+    found = []
+    for name, flags in asked.items():
+        file = arm.folder.with_name(f"{arm.folder.name}-{name}.json")
+        if not file.is_file():
+            say(f"measuring {name} of {arm.kind}, seed {arm.seed}")
+            command = [sys.executable, "-m", "specserve.cli.main", "eval", *common, *flags, "--output", str(file)]
+            run(command, file.with_suffix(".log"), f"measuring {name}")
+        found.append(json.loads(file.read_text()))
+    return found
+
+
+def row_of(kind: str, arms: Sequence[Arm], found: Sequence[Mapping[str, Any]]) -> Row:
+    """The figures of one kind, from what was found of its heads."""
+    taus: dict[tuple[str, float], list[float]] = {}
+    gains: dict[int, float] = {}
+    for report in (report for each in found for report in each["reports"]):
+        if report["speculation"] == "auto":
+            gains[report["concurrency"]] = report["gain"]
+        else:
+            taus.setdefault((report["speculation"], report["temperature"]), []).append(report["tau"])
+    drafts = [steps["draft_ms"] for each in found for steps in each["steps"].values()]
+    return Row(
+        kind,
+        num_parameters(arms[0].folder),
+        statistics.mean(training_pace(arm.folder) for arm in arms),
+        statistics.mean(drafts) if drafts else float("nan"),
+        {way: (statistics.mean(each), min(each), max(each)) for way, each in taus.items()},
+        gains,
+    )
+
+
+def num_parameters(folder: Path) -> int:
+    """Numbers in the float tensors of a head's file, whose header alone is read."""
+    with (folder / "model.safetensors").open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    tensors = [entry for name, entry in header.items() if name != "__metadata__"]
+    return sum(math.prod(entry["shape"]) for entry in tensors if "F" in entry["dtype"])
+
+
+def training_pace(folder: Path) -> float:
+    """Loss-bearing tokens per second, the median over what the run logged."""
+    rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
+    return statistics.median([row["tokens_per_second"] for row in rows if row.get("tokens_per_second")])
+
+
+def table(rows: Sequence[Row], clients: Sequence[int]) -> str:
+    """The rows as a Markdown table."""
+    ways = [(CHAIN, 0.0), (CHAIN, 1.0), (TREE, 0.0), (TREE, 1.0)]
+    titles = ["drafter", "parameters", "tokens/s of training", "ms of a draft"]
+    titles += [f"tau {way}, T={temperature:g}" for way, temperature in ways]
+    titles += [f"gain of auto, {number} at once" for number in clients]
+    lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
+    for row in rows:
+        taus = [row.taus.get(way) for way in ways]
+        cells = [row.kind, f"{row.parameters / 1e6:.1f}M", f"{row.tokens_per_second:,.0f}", f"{row.draft_ms:.1f}"]
+        cells += ["-" if tau is None else f"{tau[0]:.2f} ({tau[1]:.2f}-{tau[2]:.2f})" for tau in taus]
+        cells += [f"{row.gains[number]:.2f}x" if number in row.gains else "-" for number in clients]
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
