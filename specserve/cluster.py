@@ -33,7 +33,9 @@ def connect(address: str = "") -> Any:
     for one of its own on this machine, which ends with this process. A process that Ray itself has started, or that is
     attached already, stays where it is. Raises ConfigError where Ray is missing, of another version, or not there."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", str(JOIN_SECONDS))
+    if address:  # a cluster of one's own has the time that Ray gives it
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", str(JOIN_SECONDS))
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines of several workers that differ in numbers alone
     ray = load("ray")
     if not OLDEST <= (found := Version(ray.__version__)) < BEYOND:
         raise ConfigError(f"Ray {found} is installed, needed is {OLDEST} to before {BEYOND}: {_INSTALL}")
@@ -41,10 +43,13 @@ def connect(address: str = "") -> Any:
         return ray
     try:
         ray.init(address=address or "local", log_to_driver=True, include_dashboard=None if address else False)
-    except (ConnectionError, OSError, RuntimeError, TimeoutError, ValueError) as error:
+    except Exception as error:  # Ray raises a bare one where its processes take too long to start
+        what = str(error).splitlines()[0]
+        if not address:
+            raise ConfigError(f"Ray could not start on this machine ({what}); its logs are in /tmp/ray") from error
         raise ConfigError(
-            f"ray address {address!r} cannot be reached ({str(error).splitlines()[0]}): is `ray start --head` running "
-            "there, of the same Ray and Python versions?"
+            f"ray address {address!r} cannot be reached ({what}): is `ray start --head` running there, of the same Ray "
+            "and Python versions?"
         ) from error
     return ray
 

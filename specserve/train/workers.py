@@ -33,6 +33,8 @@ PATIENCE = {  # of Ray Train, as it reads it from the environment
     "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # to find room for the workers, after which it says that it waits
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers are where the command is
+    "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",  # else every library's log reaches the terminal
+    "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
 }
 PLACE_TRIES = 10  # to find room
 DEATH_SECONDS = 30.0  # for a worker that was killed to be gone

@@ -21,17 +21,17 @@ from specserve.processes import ProcessError
 
 pytestmark = pytest.mark.scale
 
-STEPS = 150
+PATIENCE = 300.0  # seconds, on a machine that is busy with other things
+STEPS = 120
 SMALL = {
     "max-steps": STEPS,
     "seq-len": 64,
     "rollout": 2,
     "batch-size": 4,
-    "eval-prompts": 2,
-    "eval-tokens": 4,
+    "eval-prompts": 0,
     "eval-every": 0,
+    "bench": "",
     "save-every": 10,
-    "speculation": "chain:1",
     "log-every": 1,
     "mesh": "data=2",
 }
@@ -54,6 +54,7 @@ class Runs:
         line = ["train", "--target", "target", "--source", "mix.jsonl", *flags, "--output", output, *more]
         environment = {
             "XLA_FLAGS": "",
+            "HF_HUB_OFFLINE": "1",
             "JAX_PLATFORMS": "cpu",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
             "JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
@@ -79,7 +80,7 @@ class Runs:
 
     def until(self, output: str, found: Callable[[], Any]) -> Any:
         """Wait for something of a run, whose log is shown where it does not come."""
-        end = time.monotonic() + 50
+        end = time.monotonic() + PATIENCE
         while not (what := found()):
             assert time.monotonic() < end, self.log(output)
             time.sleep(0.05)
@@ -87,7 +88,7 @@ class Runs:
 
     def end(self, output: str, process: subprocess.Popen[str]) -> int:
         try:
-            return process.wait(50)
+            return process.wait(PATIENCE)
         except subprocess.TimeoutExpired:
             raise AssertionError(self.log(output)) from None
 
