@@ -20,7 +20,7 @@ FLOORS = {
     "eval": 6,
     "cli": 7,
 }
-FLAT = {"cluster", "errors", "host", "hub", "log", "pytree", "config", "mesh", "processes", "provenance", "__init__"}
+FLAT = {"cluster", "errors", "host", "hub", "log", "pytree", "config", "devices", "mesh", "processes", "provenance", "__init__"}
 FLAT |= {"chat_template", "tokenizer"}
 MAY_JIT = (
     "serve/calls.py",

@@ -10,9 +10,10 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from specserve import config
+from specserve.devices import DEVICES
 from specserve.train.flops import Flops
 from specserve.train.outline import SHARE_OF_PEAK, Outline, answer_tokens, outline
-from specserve.train.plan import DEVICES, Plan, make_plan
+from specserve.train.plan import Plan, make_plan
 from specserve.train.settings import TrainRun
 
 

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from specserve.cli.main import app
 from specserve.models.presets import PRESETS
-from specserve.train.plan import DEVICES
+from specserve.devices import DEVICES
 from specserve.train.recipe import recipe
 
 
