@@ -6,8 +6,9 @@ import itertools
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
@@ -19,7 +20,8 @@ from specserve.drafters.door import TrainedDrafter
 from specserve.drafters.speculation import describe, drafter_for, parse_speculation
 from specserve.errors import ConfigError
 from specserve.eval.settings import PlanServeRun
-from specserve.eval.steady_state import Load, Way, break_even_tau, solve, tau_of
+from specserve.eval.simulate import Replica, Report, poisson, simulate
+from specserve.eval.steady_state import Load, Way, acceptance, break_even_tau, solve, tau_of
 from specserve.eval.step_costs import Roofline, StepCosts, measured_costs
 from specserve.mesh import SERVING_AXES, default_dtype, free_memory, mesh_sizes
 from specserve.models.config import ModelConfig
@@ -28,7 +30,7 @@ from specserve.models.presets import target_size
 from specserve.models.target import target_spec
 from specserve.serve.launch import CACHE_DTYPES
 from specserve.serve.placement import state_bytes
-from specserve.serve.tuned import Profile, read_profile
+from specserve.serve.tuned import Profile, machine_facts, read_profile
 from specserve.speculative.step import StepConfig
 from specserve.speculative.tree import Tree
 from specserve.train.outline import Reached, expected
@@ -67,6 +69,35 @@ class Fleet:
     def ways(self) -> tuple[Way, ...]:
         return (self.plain,) if self.speculative is None else (self.plain, self.speculative)
 
+    def to_json(self) -> dict[str, Any]:
+        """Everything that was found of it, in units as the names say."""
+        ways = {"plain": self.plain} | ({"speculative": self.speculative} if self.speculative else {})
+        return {
+            "mesh": self.mesh,
+            "devices_per_replica": self.devices,
+            "replicas": self.replicas,
+            "bytes_per_device": {part.name: part.num_bytes for part in self.fit.memory},
+            "slots": self.fit.num_slots,
+            "pages": self.fit.num_pages,
+            "most_requests_per_second": self.most_requests,
+            "break_even_tau": self.break_even_tau if self.speculative else None,
+            "ways": {name: self._way(way) for name, way in ways.items()},
+            "costs": asdict(self.costs),
+        }
+
+    def _way(self, way: Way) -> dict[str, Any]:
+        """A way to decode, over all replicas."""
+        return {
+            "tau": way.tau,
+            "carries_the_load": not way.is_full,
+            "requests_per_second_at_most": self.replicas * way.most_requests,
+            "tokens_per_second": self.replicas * way.tokens_per_second,
+            "sequences_per_replica": way.batch,
+            "step_ms": 1e3 * way.step_seconds,
+            "ms_per_token": 1e3 * way.token_seconds,
+            "first_token_ms": 1e3 * way.first_token_seconds,
+        }
+
     @property
     def most_requests(self) -> float:
         """Requests per second that all replicas take, in the better way."""
@@ -99,6 +130,44 @@ class ServePlan:
     fleet: Fleet
     others: tuple[Fleet, ...]  # on other meshes, the best first
 
+    def to_json(self) -> dict[str, Any]:
+        """Everything that was found, in units as the names say."""
+        asked = asdict(self.run)
+        load = {name: asked[name] for name in ("qps", "prompt", "answer", "shared_prompt", "system_prompts")}
+        tau = {"value": self.tau, "from": None if self.reached is None else asdict(self.reached)}
+        return {
+            "target": self.run.target,
+            "config": self.config_from,
+            "devices": {"name": self.device, "number": self.num_devices},
+            "load": load,
+            "speculation": self.run.speculation,
+            "tau": tau if self.tree else None,
+            "fleet": self.fleet.to_json(),
+            "others": [fleet.to_json() for fleet in self.others],
+        }
+
+    def simulate(self, *, is_speculative: bool) -> Report:
+        """Play the load through the fleet, all replicas of which decode one way."""
+        fleet, run = self.fleet, self.run
+        depth = self.tree.depth if self.tree and is_speculative else 0
+        replica = Replica(
+            fleet.costs,
+            min(fleet.fit.num_slots, fleet.costs.batch_sizes[-1]),
+            fleet.fit.num_pages,
+            run.page_size,
+            (acceptance(self.tau, depth),) * depth,
+            self.step.max_pending,
+        )
+        arrivals = poisson(
+            *(run.qps, run.seconds),
+            prompt=run.prompt,
+            answer=run.answer,
+            seed=run.seed,
+            groups=run.system_prompts,
+            shared=run.shared_prompt,
+        )
+        return simulate(replica, fleet.replicas, arrivals, routing=run.routing, seed=run.seed)
+
 
 def make_serve_plan(run: PlanServeRun) -> ServePlan:
     """Find the fleet that carries the load with the least time for a token. Raises ConfigError or CheckpointError,
@@ -130,7 +199,8 @@ class _Planner:
             target = dataclasses.replace(target, cache_dtype=CACHE_DTYPES[run.kv_cache_dtype])
         if run.prompt + run.answer > target.max_len:
             raise ConfigError(
-                f"--prompt {run.prompt} and --answer {run.answer}: the context of {run.target} is {target.max_len} tokens"
+                f"--prompt {run.prompt} and --answer {run.answer}: the context of {run.target} is {target.max_len} "
+                "tokens; lower one of them"
             )
         self.target = target
         self.device: Device | None
@@ -153,22 +223,26 @@ class _Planner:
         """A fleet for each mesh that the target fits on. Raises ConfigError where there is none."""
         found, reason = [], ""
         for text in self._meshes():
-            sizes = mesh_sizes(text, SERVING_AXES)
             try:
-                fleet = self._fleet(text, math.prod(sizes.values()))
+                fit = self._fit(text)
             except ConfigError as error:  # the mesh does not divide the target
-                fleet, reason = None, str(error)
-            found += [fleet] if fleet else []
+                fit, reason = None, str(error)
+            found += [self._fleet(text, fit)] if fit else []
         if found:
             return found
         if self.run.mesh and reason:
             raise ConfigError(reason)
-        held = sum(each.num_bytes for each in held_by_each(self.target, target_spec(self.target), None))
+        is_quantized = self.run.quantization != "none"
+        held = sum(
+            each.num_bytes
+            for each in held_by_each(self.target, target_spec(self.target), None, is_quantized=is_quantized)
+        )
         raise ConfigError(
-            f"{self.run.target} takes {held / 1e9:,.1f} GB in {self.target.dtype}, and {self.num_devices} x "
-            f"{self.device_name} hold {MEMORY_SHARE:.0%} of {self.num_devices * self._memory / 1e9:,.1f} GB, with not even "
-            f"one sequence of {self.run.prompt + self.run.answer} tokens beside it on any mesh that divides it; give more "
-            "--devices, or 8-bit weights (--quantization int8)"
+            f"{self.run.target} takes {held / 1e9:,.1f} GB, and {self.num_devices} x "
+            f"{self.device_name} hold {MEMORY_SHARE:.0%} of {self.num_devices * self._memory / 1e9:,.1f} GB, with not "
+            f"even one sequence of {self.run.prompt + self.run.answer} tokens beside it on "
+            f"{f'--mesh {self.run.mesh}' if self.run.mesh else 'any mesh that divides it'}; give more --devices"
+            f"{'' if is_quantized else ', or 8-bit weights (--quantization int8)'}"
         )
 
     def too_much(self, fleets: list[Fleet]) -> str:
@@ -193,7 +267,9 @@ class _Planner:
         if self.profile is not None:
             measured = str(self.profile.details.get("settings", {}).get("mesh", ""))
             if self.run.mesh not in ("", measured):
-                raise ConfigError(f"--mesh {self.run.mesh}: {self.profile_name} was measured on {measured or 'one device'}")
+                raise ConfigError(
+                    f"--mesh {self.run.mesh}: {self.profile_name} was measured on {measured or 'one device'}"
+                )
             yield measured
         elif self.run.mesh:
             yield self.run.mesh
@@ -205,33 +281,42 @@ class _Planner:
                     named = {"tensor": tensor, "expert": expert}
                     yield ",".join(f"{axis}={size}" for axis, size in named.items() if size > 1)
 
-    def _fleet(self, text: str, devices: int) -> Fleet | None:
-        """The fleet on such meshes; None where the target does not fit. Raises ConfigError where the mesh does not
-        divide it."""
-        run, replicas = self.run, self.num_devices // devices
-        if not replicas:
-            raise ConfigError(f"--mesh {text}: it takes {devices} devices, and --devices {run.devices} has {self.num_devices}")
-        mesh = abstract_mesh(mesh_sizes(text, SERVING_AXES))
-        is_quantized = run.quantization != "none"
-        shared = run.shared_prompt // run.page_size * run.page_size
-        fit = fit_into(
-            *(self.step, self.head, mesh, MEMORY_SHARE * self._memory),
+    def _fit(self, text: str) -> Fit | None:
+        """What the devices of such a mesh hold; None where the target does not fit. Raises ConfigError where the mesh
+        does not divide it, or where there are fewer devices."""
+        run, sizes = self.run, mesh_sizes(text, SERVING_AXES)
+        if (devices := math.prod(sizes.values())) > self.num_devices:
+            raise ConfigError(
+                f"--mesh {text}: it takes {devices} devices, and --devices {run.devices} has {self.num_devices}"
+            )
+        return fit_into(
+            *(self.step, self.head, abstract_mesh(sizes), MEMORY_SHARE * self._memory),
             slots=run.max_slots,
             longest=run.prompt + run.answer,
-            own=run.prompt + run.answer - shared,
+            own=run.prompt + run.answer - self._shared,
             page_size=run.page_size,
-            is_quantized=is_quantized,
+            is_quantized=run.quantization != "none",
         )
-        if fit is None:
-            return None
+
+    @property
+    def _shared(self) -> int:
+        """Prompt tokens that are found in the cache: whole pages."""
+        return self.run.shared_prompt // self.run.page_size * self.run.page_size
+
+    def _fleet(self, text: str, fit: Fit) -> Fleet:
+        """The fleet on such meshes."""
+        run, sizes = self.run, mesh_sizes(text, SERVING_AXES)
+        devices = math.prod(sizes.values())
+        replicas = self.num_devices // devices
         if self.profile is not None:
             costs = measured_costs(self.profile, self.tree, self.profile_name).up_to(fit.num_slots)
         else:
             assert self.device is not None, "without a profile there are figures"
             context = run.prompt + run.answer // 2
-            roofline = Roofline(self.target, self.head, mesh, self.device, context, is_quantized)
+            is_quantized = run.quantization != "none"
+            roofline = Roofline(self.target, self.head, abstract_mesh(sizes), self.device, context, is_quantized)
             costs = roofline.costs(self.tree, batch_sizes(fit.num_slots))
-        load = Load(run.qps / replicas, run.prompt - shared, run.answer)
+        load = Load(run.qps / replicas, run.prompt - self._shared, run.answer)
         plain = solve(costs, load, 1.0, is_speculative=False)
         speculative = solve(costs, load, self.tau, is_speculative=True) if self.tree else None
         return Fleet(text, devices, replicas, fit, costs, plain, speculative)
@@ -244,19 +329,19 @@ class _Planner:
         folder = host.cache_folder() / "profiles"
         for file in sorted(folder.glob("*.json"), key=lambda file: file.stat().st_mtime, reverse=True):
             profile = read_profile(file)
-            is_here = profile.facts.get("device") == jax.devices()[0].device_kind
+            is_here = machine_facts().items() <= profile.facts.items()
             is_asked = self.device is None or re.search(self.device.kind, jax.devices()[0].device_kind)
             if is_here and is_asked and profile.details.get("names", {}).get("target") == self.run.target:
                 return profile, str(file)
         if self.device is None:
             raise ConfigError(
-                f"--devices {self.run.devices}: nothing was measured for {self.run.target} on this machine; run `specserve "
-                f"tune --target {self.run.target}` first, or give a profile of it with --profile"
+                f"--devices {self.run.devices}: nothing was measured for {self.run.target} on this machine; run "
+                f"`specserve tune --target {self.run.target}` first, or give a profile of it with --profile"
             )
         return None, ""
 
     def _tau(self) -> tuple[float, Reached | None]:
-        """The tau to expect of the tree. Raises ConfigError where no such tree reaches it, or where nothing is known."""
+        """The tau to expect of the tree. Raises ConfigError where no such tree reaches it, or nothing is known."""
         tree, run = self.tree, self.run
         if tree is None:
             return 1.0, None
@@ -265,7 +350,9 @@ class _Planner:
                 raise ConfigError(f"--tau {run.tau:g}: a step of {describe(tree)} emits 1 to {1 + tree.depth} tokens")
             return run.tau, None
         if not tree.uses_head:
-            raise ConfigError(f"--speculation {run.speculation}: published taus are those of heads; give one with --tau")
+            raise ConfigError(
+                f"--speculation {run.speculation}: published taus are those of heads; give one with --tau"
+            )
         reached = expected(run.target, target_size(self.target).total)
         stated = OF_CHAIN.search(reached.how)
         tau = tau_of(reached.tau, int(stated[1]), tree.depth) if stated else reached.tau

@@ -198,7 +198,7 @@ class KernelsRun:
 class PlanServeRun:
     """The settings of `specserve plan serve`."""
 
-    target: str = setting(rank=1, help="preset, or folder of a config.json, as of `train --dry-run`")
+    target: str = setting("pydoc", rank=1, help="preset, or folder of a config.json, as of `train --dry-run`")
     devices: str = setting(
         rank=2,
         help="kind and number of chips, such as h100-16 (`specserve plan devices` lists the kinds); here-N: N machines "
@@ -213,7 +213,9 @@ class PlanServeRun:
     system_prompts: int = setting(1, help="different ones of these, equally likely; for the simulation", ge=1)
     speculation: str = setting("chain:3", help="as of `serve`, but one way: off, a chain or a tree")
     drafter: KindName = setting(DEFAULT_KIND, help="kind of the head, as `train` would make it for the target")
-    tau: float = setting(0.0, help="tokens per step that speculation brings; 0: as published, of the nearest target", ge=0)
+    tau: float = setting(
+        0.0, help="tokens per step that speculation brings; 0: as published, of the nearest target", ge=0
+    )
     quantization: Literal["none", "int8", "fp8"] = setting("none", help="8-bit weights of the target, as of `serve`")
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting("auto", help="of the pages, as of `serve`")
     mesh: str = setting("", help="devices of a replica by axis, as of `serve`; empty: the one with the fastest tokens")

@@ -1,5 +1,5 @@
-"""A fleet under load, event by event: requests arrive, are routed to replicas, wait, are prefilled in chunks and decoded
-in batches, by known costs of steps.
+"""A fleet under load, event by event: requests arrive, are routed to replicas, wait, are prefilled in chunks and
+decoded in batches, by known costs of steps.
 
 Each replica runs the scheduler that serves (`serve.scheduler`) with its pages and its prefix cache; only the device is
 made up. A step takes what `StepCosts` says of its batch bucket, and each sequence accepts draft tokens at random with
@@ -13,7 +13,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Generic, Literal, Protocol, TypeVar, cast
 
 import numpy as np
 
@@ -132,7 +132,7 @@ def simulate(
     """Answer all requests. They may come in any order."""
     ordered = sorted(arrivals, key=lambda arrival: arrival.time)
     replicas = [_Replica(replica, number, seed) for number in range(num_replicas)]
-    router = _Router(replicas, routing, replica.page_size, seed)
+    router = Router(replicas, routing, replica.page_size, seed)
     events: list[tuple[int, int, int]] = []  # ends of rounds: when, in which order, of which replica
     order = itertools.count()
     waiting = iter(ordered)
@@ -280,7 +280,16 @@ class _Replica:
         if len(sequence.output_ids) == asked.arrival.answer:
             self.scheduler.finish(sequence)
             del self._asked[sequence]
-            self.answers.append(Answer(asked.arrival, self.number, asked.first, self._now, sequence.num_cached or 0, len(sequence.output_ids)))
+            self.answers.append(
+                Answer(
+                    asked.arrival,
+                    self.number,
+                    asked.first,
+                    self._now,
+                    sequence.num_cached or 0,
+                    len(sequence.output_ids),
+                )
+            )
 
 
 def _prompt(arrival: Arrival, number: int) -> tuple[int, ...]:
@@ -288,17 +297,28 @@ def _prompt(arrival: Arrival, number: int) -> tuple[int, ...]:
     return (-1 - arrival.group,) * arrival.shared + (number,) * (arrival.prompt - arrival.shared)
 
 
-class _Router:
+class HasLoad(Protocol):
+    """What routing looks at: how many requests a replica has, waiting or running."""
+
+    @property
+    def load(self) -> int: ...
+
+
+Routed = TypeVar("Routed", bound=HasLoad)
+
+
+class Router(Generic[Routed]):
     """Which replica gets a request. `prefix` remembers where it has sent each group, as routers do that see no pages,
     and sends it there again unless these replicas have clearly more to do than others."""
 
-    def __init__(self, replicas: Sequence[_Replica], routing: Routing, page_size: int, seed: int) -> None:
+    def __init__(self, replicas: Sequence[Routed], routing: Routing, page_size: int, seed: int) -> None:
         self._replicas, self._routing, self._page_size = replicas, routing, page_size
         self._turns = itertools.cycle(replicas)
         self._rng = np.random.default_rng([seed, len(replicas)])
-        self._sent: dict[int, list[_Replica]] = {}
+        self._sent: dict[int, list[Routed]] = {}
 
-    def choose(self, arrival: Arrival) -> _Replica:
+    def choose(self, arrival: Arrival) -> Routed:
+        """The replica for a request that arrives now."""
         if self._routing == "round-robin":
             return next(self._turns)
         if self._routing == "random":
@@ -310,6 +330,5 @@ class _Router:
         near = min(known, key=lambda replica: replica.load, default=None)
         if near is not None and near.load <= least.load + SLACK:
             return near
-        if least not in known:
-            known.append(least)
+        known.append(least)
         return least

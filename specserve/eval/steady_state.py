@@ -1,8 +1,8 @@
 """What a load makes of a replica, in the steady state.
 
 A replica that gets r requests a second, each with a prompt that takes P seconds and an answer of A tokens, spends r P
-of each second on prompts. In the rest it makes steps of T(b) seconds, each of which brings tau tokens to b sequences. So
-the load keeps b sequences running where
+of each second on prompts. In the rest it makes steps of T(b) seconds, each of which brings tau tokens to b sequences.
+So the load keeps b sequences running where
 
     b tau / T(b) = r (A - 1) / (1 - r P)
 

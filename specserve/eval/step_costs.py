@@ -99,10 +99,11 @@ class Roofline:
         config, mesh, spec = self.target, self.mesh, target_spec(self.target)
         dense = dense_bytes = expert = expert_bytes = 0
         for held in held_by_each(config, spec, mesh, is_quantized=self.is_quantized):
+            size = held.size if is_matrix(held.spec) or held.field == "embedding" else 0
             if held.spec.axes and held.spec.axes[0] == "experts":
-                expert, expert_bytes = expert + held.size, expert_bytes + held.num_bytes
+                expert, expert_bytes = expert + size, expert_bytes + held.num_bytes
             elif held.field != "embedding" or spec.head is None:  # else it is only looked up
-                dense, dense_bytes = dense + held.size, dense_bytes + held.num_bytes
+                dense, dense_bytes = dense + size, dense_bytes + held.num_bytes
         entry = bytes_per_token(config, None, mesh)
         shards, groups = num_parts(mesh, "batch"), mesh.shape["data"]
         heads = num_parts(mesh, "heads")
@@ -139,9 +140,7 @@ class Roofline:
 
     def _seconds(self, num_bytes: float, num_flops: float) -> float:
         device = self.device
-        return max(
-            num_bytes / (device.bandwidth * SHARE_OF_BANDWIDTH), num_flops / (device.peak * SHARE_OF_PEAK)
-        )
+        return max(num_bytes / (device.bandwidth * SHARE_OF_BANDWIDTH), num_flops / (device.peak * SHARE_OF_PEAK))
 
     def _exchange(self, rows: int, among: int) -> float:
         """The seconds in which a device exchanges states with the others, over all layers: two sums of its `rows` along
@@ -164,7 +163,9 @@ def measured_costs(profile: Profile, speculation: Tree | None, where: str) -> St
         found = {each["batch_size"]: (each["plain_ms"], each["plain_ms"]) for each in steps}
     else:
         name = describe(speculation)
-        found = {each["batch_size"]: (each["plain_ms"], each["step_ms"]) for each in steps if each["speculation"] == name}
+        found = {
+            each["batch_size"]: (each["plain_ms"], each["step_ms"]) for each in steps if each["speculation"] == name
+        }
         if not found:
             known = ", ".join(sorted({each["speculation"] for each in steps})) or "none"
             raise ConfigError(
