@@ -27,6 +27,7 @@ from specserve.models.config import ModelConfig
 from specserve.models.params import is_matrix, specs
 from specserve.models.target import target_spec
 from specserve.serve.placement import bytes_per_token
+from specserve.serve.scheduler import chunk_size
 from specserve.serve.shapes import DEVICE_CHUNKS
 from specserve.serve.tuned import Profile
 from specserve.speculative.tree import Tree
@@ -58,13 +59,13 @@ class StepCosts:
         sizes, plain, step = (values[:count] for values in (self.batch_sizes, self.plain, self.step))
         return dataclasses.replace(self, batch_sizes=sizes, plain=plain, step=step)
 
-    def prefill_seconds(self, num_tokens: float) -> tuple[float, int]:
+    def prefill_seconds(self, num_tokens: int) -> tuple[float, int]:
         """What a prompt takes, or the part of it that is not cached, and in how many chunks."""
-        whole, rest = divmod(num_tokens, self.chunks[-1])
-        seconds, count = whole * self.prefill[-1], int(whole)
-        if rest:
-            fitting = bisect.bisect_left(self.chunks, rest)
-            seconds, count = seconds + self.prefill[fitting], count + 1
+        seconds, count = 0.0, 0
+        while num_tokens > 0:
+            size = chunk_size(self.chunks, num_tokens, self.chunks[-1])
+            seconds, count = seconds + self.prefill[self.chunks.index(size)], count + 1
+            num_tokens -= size
         return seconds, count
 
 
