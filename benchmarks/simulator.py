@@ -4,9 +4,9 @@
 Run from the checkout: `python benchmarks/simulator.py --replicas 2 --seconds 60`. Each replica is pinned to one core,
 the first to the first, and so on in turn. The costs of steps and prompts, and the acceptance by depth, are measured
 first, with all replicas busy at once, so that what cores and memory share is among the costs: prompts of each chunk
-alone, then each batch size in a closed loop. Then requests arrive as a Poisson process, with prompts and answers of
-many lengths: more than the replicas can answer, which tells throughput, and fewer, which tells latency. The simulator
-is given the costs and the arrivals, and nothing else of these runs. Linux only.
+alone, then each batch size in a closed loop; and again at the end, since machines do not stay the same. In between,
+requests arrive as a Poisson process, with prompts and answers of many lengths: more than the replicas can answer, which
+tells throughput, and fewer, which tells latency. The simulator is given the costs and the arrivals, and nothing else of these runs. Linux only.
 """
 
 import argparse
@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import json
 import os
-import platform
 import signal
 import statistics
 import sys
@@ -25,6 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
+from over_http import processor
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
@@ -36,7 +36,6 @@ from specserve.eval.series import DRAFTS, TOKENS, Series  # noqa: E402
 from specserve.eval.server_process import ServerProcess  # noqa: E402
 from specserve.eval.simulate import NANO, Arrival, Replica, Report, Router, simulate  # noqa: E402
 from specserve.eval.step_costs import StepCosts  # noqa: E402
-from specserve.host import processor  # noqa: E402
 from specserve.serve.shapes import CPU_CHUNKS  # noqa: E402
 from specserve.tokenizer import Tokenizer  # noqa: E402
 
@@ -85,27 +84,34 @@ def main() -> int:
     begin = time.monotonic()
     with _servers(options.replicas) as servers:
         supply = _Supply(options.seed)
-        costs, acceptance = _calibrate(servers, supply, options.calibrate)
-        _say(_described(costs, acceptance))
-        replica = Replica(costs, SLOTS, SLOTS * CONTEXT // PAGE_SIZE, PAGE_SIZE, acceptance, DEPTH + 1)
-        capacity = _capacity(replica, options, supply)
-        found = {}
+        before, acceptance = _calibrate(servers, supply, options.calibrate)
+        _say(_described(before, acceptance))
+        capacity = _capacity(_replica(before, acceptance), options, supply)
+        runs = []
         for name, share, seconds in (("overload", OVERLOAD, options.seconds), ("light", LIGHT, options.seconds / 2)):
             rate = share * capacity
             _say(f"{name}: {rate:.2f} requests a second for {seconds:g} s, {options.routing}")
             load = supply.load(rate, seconds, options.routing == "prefix")
             real = _run(servers, load, options, seconds)
-            report = simulate(
-                replica, options.replicas, [each for each, _ in load], routing=options.routing, seed=options.seed
-            )
-            found[name] = rate, real, _of_report(report, seconds)
+            runs.append((name, rate, seconds, [each for each, _ in load], real))
+        after, _ = _calibrate(servers, supply, options.calibrate)
+        _say(_described(after, acceptance))
+    replica = _replica(_mean(before, after), acceptance)
+    found = {}
+    for name, rate, seconds, arrivals, real in runs:
+        report = simulate(replica, options.replicas, arrivals, routing=options.routing, seed=options.seed)
+        found[name] = rate, real, _of_report(report, seconds)
     print(_table(options, found))
+    drift = [
+        late / early - 1 for early, late in zip(before.step + before.prefill, after.step + after.prefill, strict=True)
+    ]
+    print(f"costs at the end, over those at the beginning: {min(drift):+.0%} to {max(drift):+.0%}")
     print(f"{processor()}, {len(os.sched_getaffinity(0))} cores; {time.monotonic() - begin:.0f} s in all")
     if options.output:
         result = {
             "settings": vars(options) | {"output": str(options.output)},
-            "machine": processor() or platform.machine(),
-            "costs": dataclasses.asdict(costs),
+            "machine": processor(),
+            "costs": [dataclasses.asdict(before), dataclasses.asdict(after)],
             "acceptance": acceptance,
             "loads": {
                 name: {"rate": rate, "real": dataclasses.asdict(real), "simulated": dataclasses.asdict(simulated)}
@@ -268,6 +274,20 @@ def _calibrate(servers: Sequence[Server], supply: _Supply, seconds: float) -> tu
     acceptance = tuple((by_depth / np.maximum(above, 1)).tolist())
     costs = StepCosts(BATCHES, tuple(steps), tuple(steps), CPU_CHUNKS, tuple(prefill), "measured here")
     return costs, acceptance
+
+
+def _mean(before: StepCosts, after: StepCosts) -> StepCosts:
+    """The costs between two measurements."""
+    step, prefill = (
+        tuple(map(statistics.mean, zip(*each, strict=True)))
+        for each in ((before.step, after.step), (before.prefill, after.prefill))
+    )
+    return dataclasses.replace(before, plain=step, step=step, prefill=prefill)
+
+
+def _replica(costs: StepCosts, acceptance: tuple[float, ...]) -> Replica:
+    """What the servers are, to the simulator."""
+    return Replica(costs, SLOTS, SLOTS * CONTEXT // PAGE_SIZE, PAGE_SIZE, acceptance, DEPTH + 1)
 
 
 def _padded(counts: Sequence[int]) -> list[int]:
