@@ -131,6 +131,7 @@ def _trainer(run: TrainRun, work: Work, bell: Any, scaling: Mapping[str, Any]) -
             for rank, error in worker_exceptions.items():
                 logger.warning("worker %d of %d: %s", rank, run.num_workers, as_line(error))
             if lasting := lasting_error(worker_exceptions):
+                logging.getLogger("ray.train").setLevel(logging.CRITICAL + 1)  # it would show where we are
                 raise lasting  # which ends the run
 
     return jax.JaxTrainer(
