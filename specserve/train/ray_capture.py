@@ -33,20 +33,27 @@ def capture_states(run: TrainRun) -> FeatureFolder:
             "data capture is for one process or, with --ray, for workers, and for answers that are there: give no "
             "--coordinator, and with --no-regenerate the file of specserve data regenerate as --source"
         )
-    mesh = None if run.ray else parse_mesh(run.mesh)
+    if run.ray:
+        return _capture_on_ray(run)
+    mesh = parse_mesh(run.mesh)
     has = load_materials(run, mesh)
     features = has.features(run)
-    if not run.ray:
-        capture(features, has.source.folder, run, has.loaded.rows, has.data.target_ids, mesh)
-    elif missing := features.missing():
-        ray = cluster.connect(run.ray_address)
-        try:
+    capture(features, has.source.folder, run, has.loaded.rows, has.data.target_ids, mesh)
+    return features
+
+
+def _capture_on_ray(run: TrainRun) -> FeatureFolder:
+    ray = cluster.connect(run.ray_address)  # before JAX has threads, which are not for a process that forks
+    try:
+        has = load_materials(run, None)
+        features = has.features(run)
+        if missing := features.missing():
             rows = ray.put((has.loaded.rows, has.data.target_ids))
             _capture(ray, _Told(run, cluster.Driver.here(), features, rows), missing)
-        finally:
-            ray.shutdown()
-        if left := features.missing():
-            raise CapacityError(f"{features.folder}: {len(left)} files are missing; run the same command again")
+    finally:
+        ray.shutdown()
+    if left := features.missing():
+        raise CapacityError(f"{features.folder}: {len(left)} files are missing; run the same command again")
     return features
 
 
