@@ -9,7 +9,7 @@ import pytest
 
 from specserve.serve.pages import PagePool, prefix_digests
 
-pytestmark = pytest.mark.scale
+pytestmark = [pytest.mark.scale, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 
 SLACK = 2
 PAGES = prefix_digests(range(40), 8)
