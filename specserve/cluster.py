@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from specserve.errors import ConfigError
 
-OLDEST, BEYOND = Version("2.60"), Version("3")  # of Ray; calls to all replicas of a deployment, and its routers, are of 2.60
+OLDEST, BEYOND = Version("2.60"), Version("3")  # of Ray; what `serve` and `train` ask of it is of 2.60
 JOIN_SECONDS = 20  # to reach a cluster that is there
 
 

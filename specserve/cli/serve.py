@@ -3,7 +3,6 @@
 import gc
 import os
 import signal
-import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -60,15 +59,12 @@ def config(run: ServeRun) -> None:
 
 def _serve_replicas(run: ServeRun) -> None:
     """Deploy replicas and serve until SIGTERM or Ctrl-C."""
-    is_stopped = threading.Event()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: is_stopped.set())
-    with replicas.Deployment(run, console.print, is_stopped):
-        if not is_stopped.is_set():
+    with replicas.Deployment(run, console.print) as served:
+        if not served.is_stopped.is_set():
             number = f"{run.min_replicas or 1} to {run.max_replicas}" if run.max_replicas else run.replicas
             scheme = "https" if run.ssl_certfile else "http"
             console.print(f"{number} replicas on [bold]{scheme}://{run.host}:{run.port}/v1[/]. Ctrl-C stops")
-        is_stopped.wait()
+        served.is_stopped.wait()
         console.print(f"stopping: running replies may end for {run.drain_seconds:g} s")
 
 

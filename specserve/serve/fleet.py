@@ -273,7 +273,9 @@ class Fleet:
         """Hand on what the replica says, to the last delta. One that ends before it has said anything is replaced."""
         has_begun = has_ended = False
         try:
-            while not has_ended:
+            for number in range(TRIES):
+                if number:
+                    _, stream = await asked()
                 try:
                     async for deltas in stream:
                         for delta in deltas:
@@ -281,13 +283,13 @@ class Fleet:
                             request.on_delta(delta)
                     if has_ended:
                         return
-                    error: Exception = CapacityError("its stream broke off")
-                except Exception as lost:  # Ray has a type for each way to end
-                    error = lost
-                logger.warning("%s: the replica that answered has ended: %s", request.request_id, _line(error))
+                    lost = "its stream broke off"
+                except Exception as error:  # Ray has a type for each way to end
+                    lost = _line(error)
+                logger.warning("%s: the replica that answers has ended: %s", request.request_id, lost)
                 if has_begun:
-                    raise CapacityError("the replica that answered has ended; send the request again") from error
-                _, stream = await asked()
+                    break
+            raise CapacityError("the replica that answered has ended; send the request again")
         except asyncio.CancelledError:
             stream.cancel()
             if not has_ended:

@@ -7,6 +7,7 @@ Nothing here schedules or restarts: Ray does.
 import asyncio
 import functools
 import logging
+import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -38,6 +39,7 @@ REPORTED_PAGES = 4096  # digests in a replica's report to the router, at most
 REPORT_SECONDS = 1.0  # between two reports
 HEALTH_SECONDS = 2.0  # between two questions whether a replica's engine is well
 PATIENCE_SECONDS = 10.0  # after which a deployment that is not ready says what it waits for, again and again
+END_SECONDS = 15.0  # for processes to end, once they have drained
 _OUTSIDE = {"ray", "ray_address", "host", "port", "ssl_certfile", "ssl_keyfile"}  # of Ray's own, not of a replica's
 
 
@@ -195,8 +197,9 @@ def application(args: dict[str, Any]) -> Any:
         name="Engine",
         max_ongoing_requests=room,
         ray_actor_options=actor_options(run.replica_resources),
-        graceful_shutdown_timeout_s=run.drain_seconds + 5,
+        graceful_shutdown_timeout_s=run.drain_seconds + END_SECONDS / 3,
         health_check_period_s=HEALTH_SECONDS,
+        logging_config={"enable_access_log": False},  # the fleet looks at each replica every second
         request_router_config={
             "request_router_class": "specserve.serve.routing.PrefixRouter",
             "request_router_kwargs": {"slack": max(1, run.max_slots // 2)},
@@ -210,7 +213,7 @@ def application(args: dict[str, Any]) -> Any:
         num_replicas=1,
         max_ongoing_requests=run.max_connections,
         ray_actor_options={"num_cpus": 0},
-        graceful_shutdown_timeout_s=run.drain_seconds + 5,
+        graceful_shutdown_timeout_s=run.drain_seconds + END_SECONDS / 3,
     )
     return front.bind(engines.bind(args), args)
 
@@ -306,9 +309,10 @@ def to_yaml(run: ServeRun) -> str:
 class Deployment:
     """A deployment that this process has made, and takes away again. It is a context manager: inside, it serves."""
 
-    def __init__(self, run: ServeRun, say: Callable[[str], None], is_stopped: threading.Event) -> None:
-        """`say` is told what is waited for. The event ends the waiting."""
-        self._run, self._say, self._is_stopped = run, say, is_stopped
+    def __init__(self, run: ServeRun, say: Callable[[str], None]) -> None:
+        """`say` is told what is waited for."""
+        self._run, self._say, self._is_there = run, say, False
+        self.is_stopped = threading.Event()  # by SIGTERM or SIGINT
 
     def __enter__(self) -> "Deployment":
         """Deploy, and wait until it serves. Raises ConfigError where it cannot."""
@@ -318,6 +322,8 @@ class Deployment:
         if not run.ray_address:
             bind_listener(run.host, run.port).close()  # a taken port is said before minutes of loading
         self._ray, self._serve = connect(run.ray_address), load("ray.serve")
+        for number in (signal.SIGTERM, signal.SIGINT):  # now, since Ray has put its own handlers there
+            signal.signal(number, lambda *_: self.is_stopped.set())
         try:
             self._check_room()
             [app] = wanted["applications"]
@@ -334,10 +340,13 @@ class Deployment:
 
     def __exit__(self, *exc: object) -> None:
         """Let running requests end, and take the deployment away; with it the cluster, where it is this process's."""
-        if self._run.ray_address:
-            self._serve.delete(NAME)
-        else:
-            self._serve.shutdown()
+        if self._is_there:
+            self._serve.delete(NAME, _blocking=False)  # else it waits for a minute at most
+            end = time.monotonic() + self._run.drain_seconds + END_SECONDS
+            while NAME in self._serve.status().applications and time.monotonic() < end:
+                time.sleep(0.2)
+            if not self._run.ray_address:
+                self._serve.shutdown()
         self._ray.shutdown()
 
     def _check_room(self) -> None:
@@ -357,7 +366,7 @@ class Deployment:
 
     def _wait(self) -> None:
         said, when = "", time.monotonic()
-        while not self._is_stopped.wait(0.2):
+        while not self.is_stopped.wait(0.2):
             app = self._serve.status().applications.get(NAME)
             status = str(app.status.value) if app else "NOT_STARTED"
             if status == "RUNNING":
