@@ -188,10 +188,11 @@ def test_a_replica_that_ends_takes_along_only_what_it_has_begun(serve: Any) -> N
     inboxes = [_ask(fleet)[1] for _ in range(4)]
     assert [(inbox.wait(), inbox.text)[1] for inbox in inboxes] == ["b b b "] * 4
     assert dying.asked, "it was never asked, so nothing is tested"
-    handle.players, dying.begins = [dying], 1
+    handle.players, dying.begins = [dying], 2
     inbox = _ask(fleet)[1]
+    handle.players.append(well)
     assert inbox.wait().finish_reason is FinishReason.ERROR
-    assert inbox.text == "a "
+    assert inbox.text == "a a ", "nobody goes on with what another has begun to say"
     handle.players = [Player(name, is_dying=True, begins=0) for name in "cdefg"]
     assert _ask(fleet)[1].wait().finish_reason is FinishReason.ERROR
     assert len(handle.players) == 5 - fleets.TRIES
