@@ -17,7 +17,7 @@ from specserve.errors import CapacityError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-OLDEST, BEYOND = Version("2.55"), Version("3")  # of Ray; the request-router API and JaxTrainer on CPUs are of 2.5x
+OLDEST, BEYOND = Version("2.60"), Version("3")  # of Ray; what `serve` and `train` ask of it is of 2.60
 JOIN_SECONDS = 20  # to reach a cluster that is there
 START_SECONDS = 120  # for one of our own to start; Ray's 30 are too few where other programs run
 KINDS = {"cpu": "CPU", "cuda": "GPU", "gpu": "GPU", "rocm": "GPU", "tpu": "TPU"}  # JAX's platforms, as Ray's resources
