@@ -136,7 +136,14 @@ def _trainer(run: TrainRun, work: Work, bell: Any, scaling: Mapping[str, Any]) -
                 logging.getLogger("ray.train").setLevel(logging.CRITICAL + 1)  # the command says it
                 raise lasting  # which ends the run
 
-    return jax.JaxTrainer(
+    class OurTrainer(jax.JaxTrainer):
+        def _create_default_callbacks(self) -> list[Any]:
+            """Without the one that takes room from workers whose controller it does not find: it asks the dashboard of
+            any cluster on this machine. Ray takes it anyway when the command's process ends."""
+            every = super()._create_default_callbacks()
+            return [each for each in every if type(each).__name__ != "PlacementGroupCleanerCallback"]
+
+    return OurTrainer(
         _work,
         train_loop_config={"told": Told(run, cluster.Driver.here(), bell), "work": work},
         jax_config=cluster.load("ray.train.v2.jax.config").JaxConfig(),  # joins nothing: `processes.join` does
