@@ -99,6 +99,8 @@ def simple_commands(text: str) -> Iterator[list[str]]:
 def find(words: list[str]) -> tuple[Any, str, list[str]]:
     """Find the click command that `specserve` runs for these words: it, its settings, and the words that are left."""
     group: Any = {"bench": Bench, "data": Data, "plan": Plan}.get(words[0])
+    if group is None and " ".join(words[:2]) in Root.lazy:
+        words = [" ".join(words[:2]), *words[2:]]
     name, rest = (words[1], words[2:]) if group else (words[0], words[1:])
     lazy = (group or Root).lazy
     assert name in lazy, f"there is no `specserve {name}`; there are {', '.join(lazy)}"

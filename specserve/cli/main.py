@@ -34,6 +34,11 @@ class Root(LazyGroup):
             "Serve a target with a draft head over HTTP. Without arguments: the bundled target with the bundled head.",
             "specserve.serve.settings:ServeRun",
         ),
+        "serve config": Lazy(
+            "specserve.cli.serve:config",
+            "Print the YAML by which Ray Serve runs the same as `serve --ray` does: for `serve deploy` or KubeRay.",
+            "specserve.serve.settings:ServeRun",
+        ),
         "chat": Lazy(
             "specserve.cli.chat:chat",
             "Talk with a target in the terminal. Accepted draft tokens are coloured by their depth.",
