@@ -68,6 +68,7 @@ class Usage:
     num_completion: int
     num_accepted: int  # draft tokens
     num_rejected: int
+    num_reasoning: int = 0  # of the completion
     metrics: Json | None = None  # how the one sequence of the reply fared, where the server tells (`request_metrics`)
 
     def counts(self) -> Json:
@@ -82,6 +83,7 @@ class Usage:
         return self.counts() | {
             "prompt_tokens_details": {"cached_tokens": self.num_cached},
             "completion_tokens_details": {
+                "reasoning_tokens": self.num_reasoning,
                 "accepted_prediction_tokens": self.num_accepted,
                 "rejected_prediction_tokens": self.num_rejected,
             },
