@@ -24,7 +24,6 @@ from engines import (
     check_idle,
     greedy,
     make_engine,
-    make_runner,
     run,
     serving,
     submit,
@@ -80,14 +79,6 @@ def test_a_head_is_replaced_under_load(runner: Runner, reference: Reference, tin
         reference.check(ask, inbox)
 
 
-@pytest.fixture(scope="module")
-def small_runner(tiny_target: Target, tiny_head: Head, kept: Path | None) -> Runner:
-    """One way to speculate, and plain decoding: what a head of another shape needs is compiled in seconds."""
-    runner = make_runner(tiny_target, tiny_head, "chain:3", "off", folder=kept)
-    runner.warmup()
-    return runner
-
-
 def _others(target: Target) -> dict[str, tuple[Head, str]]:
     """Heads of other sizes and kinds, and how to speculate with each."""
     return {
@@ -97,22 +88,25 @@ def _others(target: Target) -> dict[str, tuple[Head, str]]:
     }
 
 
+@pytest.mark.parametrize(
+    "names", [("blocks",), pytest.param(("wide", "carried", "blocks"), marks=pytest.mark.slow)], ids=" ".join
+)
 def test_heads_of_other_shapes_and_kinds_are_put_in_place_under_load(
-    small_runner: Runner, reference: Reference, tiny_target: Target
+    runner: Runner, reference: Reference, tiny_target: Target, names: tuple[str, ...]
 ) -> None:
     """One after another, between two steps, beside grammars: no request and no token is lost, what is asked afterwards
     is accepted as by a server that began with that head, nothing compiles in a step, and nothing of the head before is
     kept in memory."""
-    others = _others(tiny_target)
+    others = {name: _others(tiny_target)[name] for name in names}
     constrained = [dataclasses.replace(ask, is_constrained=True) for ask in _asks()[:2]]
     asks = [*reference.firm(constrained), *_asks()[2:]]
     expected: dict[str, list[object]] = {}
     for name, (head, way) in others.items():
-        fresh = small_runner.with_head(head, (parse_speculation(way), None))
+        fresh = runner.with_head(head, (parse_speculation(way), None))
         fresh.warmup()
         with serving(make_engine(fresh)) as engine:
             expected[name] = _acceptances(run(engine, asks))
-    engine = make_engine(small_runner)
+    engine = make_engine(runner)
     engine._load_head = lambda name: LoadedHead(
         others[name][0], (0.5,), DraftInfo(name, 2.0), (parse_speculation(others[name][1]), None)
     )
@@ -130,17 +124,17 @@ def test_heads_of_other_shapes_and_kinds_are_put_in_place_under_load(
             for ask, inbox in zip(asks * 2, asked + after, strict=True):
                 reference.check(ask, inbox)
             gc.collect()
-            assert before() is (small_runner.compiled if name == "wide" else None), "the fixture holds the first"
+            assert before() is (runner.compiled if name == names[0] else None), "the fixture holds the first"
         check_idle(engine)
         assert engine.stats().num_late_compiles == engine.stats().num_rebuilds == 0
 
 
 def test_a_head_that_cannot_be_compiled_or_run_leaves_the_old_one(
-    small_runner: Runner, reference: Reference, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, reference: Reference, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Whatever fails and whenever, requests that run go on with the old head, and a later attempt succeeds."""
-    head, way = _others(tiny_target)["wide"]
-    engine = make_engine(small_runner)
+    head, way = _others(tiny_target)["blocks"]
+    engine = make_engine(runner)
     engine._load_head = lambda name: LoadedHead(head, (), DraftInfo(name), (parse_speculation(way), None))
     reset, make, asks = Runner.reset, Programs._make, _asks()
 
@@ -149,10 +143,10 @@ def test_a_head_that_cannot_be_compiled_or_run_leaves_the_old_one(
             raise jax.errors.JaxRuntimeError("INTERNAL: no such instruction")
         return make(programs, call)
 
-    def cannot_begin(runner: Runner) -> None:
-        if runner is not small_runner:
+    def cannot_begin(other: Runner) -> None:
+        if other is not runner:
             raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
-        reset(runner)
+        reset(other)
 
     with serving(engine):
         engine.set_speculation("off")
@@ -168,11 +162,11 @@ def test_a_head_that_cannot_be_compiled_or_run_leaves_the_old_one(
                 with pytest.raises(ConfigError, match=message):
                     engine.load_draft(name)
             assert engine.draft is None
-            assert engine.runner is engine.rounds.runner is small_runner
+            assert engine.runner is engine.rounds.runner is runner
             for ask, inbox in zip(asks, asked, strict=True):
                 reference.check(ask, inbox)
         assert engine.stats().num_rebuilds == 0
-    with make_engine(small_runner) as again:
+    with make_engine(runner) as again:
         again._load_head = engine._load_head
         again.load_draft("now")
         for ask, inbox in zip(asks, run(again, asks), strict=True):
@@ -180,11 +174,11 @@ def test_a_head_that_cannot_be_compiled_or_run_leaves_the_old_one(
 
 
 def test_a_server_that_stops_gives_up_loading(
-    small_runner: Runner, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+    runner: Runner, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    head, _ = _others(tiny_target)["wide"]
-    engine, is_compiling, released = make_engine(small_runner), threading.Event(), threading.Event()
-    engine._load_head = lambda name: LoadedHead(head, (), DraftInfo(name))
+    head, way = _others(tiny_target)["blocks"]
+    engine, is_compiling, released = make_engine(runner), threading.Event(), threading.Event()
+    engine._load_head = lambda name: LoadedHead(head, (), DraftInfo(name), (parse_speculation(way), None))
 
     def wait(_programs: Programs, _call: Call) -> object:
         is_compiling.set()
