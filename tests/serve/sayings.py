@@ -65,6 +65,7 @@ class SayingEngine(FakeEngine):
             reason,
             stats=stats,
             logprobs=logprobs,
+            num_accepted=0 if request.params.speculation == 0 else min(STEP - 1, end - num_emitted),
             num_chars=tuple(itertools.starmap(operator.sub, zip(ends[1:], ends, strict=False))),
         )
 

@@ -1,5 +1,5 @@
 // The parts of one answer: reasoning that folds away, text, and calls of tools as cards. Every token stands in its part,
-// coloured by where it comes from; those that only mark a part are pale.
+// coloured by where it comes from; those that only mark a part are small.
 
 import { MOST_DEPTH, make, origin, plural } from "./dom.js";
 
@@ -21,11 +21,15 @@ class Block {
   add({ text, depth, step }) {
     let group = this.tokens.lastElementChild;
     if (group?.dataset.step !== String(step)) this.tokens.append((group = make("span", { "data-step": step })));
-    const at = this.rest.indexOf(text.trim());
-    const isMark = Boolean(text.trim()) && at < 0;
-    if (!isMark && text.trim()) this.rest = this.rest.slice(at + text.trim().length);
-    const mark = isMark && "mark";
+    const isSaid = this.says(text);
+    if (isSaid) this.rest = this.rest.trimStart().slice(text.trim().length);
+    const mark = !isSaid && "mark";
     group.append(make("span", { "data-d": Math.min(depth, MOST_DEPTH), title: origin(depth), class: mark }, text));
+  }
+
+  // Whether a token is the next of this part's text, and not one that marks a part.
+  says(text) {
+    return this.rest.trimStart().startsWith(text.trim());
   }
 
   end() {}
@@ -42,7 +46,7 @@ class Reasoning extends Block {
   constructor() {
     super("details", { class: "thought", open: true });
     this.note = make("span", { class: "note" });
-    this.element.append(make("summary", {}, "Reasoning ", this.note), this.tokens);
+    this.element.append(make("summary", {}, "Reasoning · ", this.note), this.tokens);
   }
 
   add(token) {
@@ -68,12 +72,11 @@ class Call extends Block {
 
   grow(text) {
     super.grow(text);
-    let values;
+    let values = [["…", this.text]];
     try {
       values = Object.entries(JSON.parse(this.text));
-    } catch {
-      values = [["…", this.text]]; // more is coming
-    }
+      this.isWhole = true;
+    } catch {} // more is coming
     this.arguments.replaceChildren(...values.flatMap(([name, value]) =>
       [make("dt", {}, name), make("dd", { translate: "no" }, shown(value))]));
   }
@@ -118,7 +121,9 @@ export class Blocks {
     if (!grown.length && step.finish) grown.push(this.all.at(-1) ?? this.open(new TextBlock()));
     while (grown.length && this.waiting.length) {
       while (grown.length > 1 && !grown[0].rest.trim()) grown.shift();
-      grown[0].add(this.waiting.shift());
+      const [block] = grown, token = this.waiting.shift(), before = this.all[this.all.indexOf(block) - 1];
+      const isEnd = before instanceof Reasoning && !block.tokens.firstChild && !(token.text.trim() && block.says(token.text));
+      (isEnd && block instanceof TextBlock ? before : block).add(token);
     }
   }
 
@@ -130,8 +135,9 @@ export class Blocks {
     return this.of(TextBlock).map((block) => block.text).join("");
   }
 
+  // The calls that were not cut short.
   get calls() {
-    return this.of(Call);
+    return this.of(Call).filter((call) => call.isWhole);
   }
 
   get said() {

@@ -5,6 +5,8 @@ import { stream } from "./api.js";
 import { $, announce, make } from "./dom.js";
 import { requestFor, settings } from "./request.js";
 
+const isAtEnd = () => innerHeight + scrollY >= document.documentElement.scrollHeight - 80;
+
 export class Chat {
   // `onResults` hears of the results of tools, and of the form that they were typed into.
   constructor(panel, onResults) {
@@ -59,10 +61,12 @@ export class Chat {
     } finally {
       item.removeAttribute("aria-busy");
     }
+    const wasAtEnd = isAtEnd();
     note.textContent = answer.summary() + (answer.finish === "length" ? "; cut at max tokens" : "");
     announce(`Answer: ${note.textContent}. ${answer.blocks.said}`);
     this.messages.push(...messages, answer.blocks.asMessage());
     if (answer.blocks.calls.length) item.append(this.resultsForm(answer.blocks.calls));
+    if (wasAtEnd) item.scrollIntoView({ block: "end" });
   }
 
   // Where the results of an answer's calls are typed in; the model goes on with them.
@@ -77,11 +81,11 @@ export class Chat {
   }
 
   take(answer, step, item) {
-    const isAtEnd = innerHeight + scrollY >= document.documentElement.scrollHeight - 80;
+    const wasAtEnd = isAtEnd();
     answer.push(step);
     $("answer").replaceChildren(...answer.figures());
     this.panel.show(answer.steps.length - 1);
-    if (isAtEnd) item.scrollIntoView({ block: "end" });
+    if (wasAtEnd) item.scrollIntoView({ block: "end" });
   }
 
   point(answer, step) {
