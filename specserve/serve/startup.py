@@ -1,23 +1,20 @@
 """What is made sure of before a server serves: that its state fits into memory, and that its models make numbers."""
 
-import functools
 import logging
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target, check_weights
 from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import free_memory
-from specserve.models.cache import Cache
-from specserve.models.sharding import num_bytes
 from specserve.models.target import target_spec
 from specserve.serve.options import sampler_rows
+from specserve.serve.placement import state_bytes
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
 from specserve.serve.shapes import Shapes
-from specserve.speculative.step import StepConfig, init_state
+from specserve.speculative.step import StepConfig
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +27,8 @@ def check_state_fits(config: StepConfig, shapes: Shapes, mesh: Mesh | None) -> N
     free = free_memory(mesh)
 
     def needed(num_slots: int, num_pages: int) -> int:
-        return _state_bytes(config, shapes, mesh, num_slots, num_pages)
+        sizes = {"page_size": shapes.page_size, "max_pages": shapes.max_pages}
+        return state_bytes(config, mesh, num_slots, num_pages, **sizes)
 
     slots, pages = shapes.num_slots, shapes.num_pages
     total, without_cache = needed(slots, pages), needed(slots, 0)
@@ -54,9 +52,9 @@ def check_swap_fits(present: Runner, other: Runner) -> None:
     """The state of a runner with another head takes the place of the present one's, beside whose weights its own are
     already. Raises ConfigError where that is too large."""
     mesh, shapes = present.place.mesh, present.shapes
+    sizes = {"page_size": shapes.page_size, "max_pages": shapes.max_pages}
     before, after = (
-        _state_bytes(runner.config, runner.shapes, mesh, shapes.num_slots, shapes.num_pages)
-        for runner in (present, other)
+        state_bytes(runner.config, mesh, shapes.num_slots, shapes.num_pages, **sizes) for runner in (present, other)
     )
     free = free_memory(mesh)
     if after - before > free:
@@ -64,16 +62,6 @@ def check_swap_fits(present: Runner, other: Runner) -> None:
             f"slots and cache take {before / 1e9:,.2f} GB now and {after / 1e9:,.2f} GB with this head, and "
             f"{free / 1e9:,.2f} GB are free; start a server with it and a smaller cache"
         )
-
-
-def _state_bytes(config: StepConfig, shapes: Shapes, mesh: Mesh | None, num_slots: int, num_pages: int) -> int:
-    """What the state takes on each device. Along a mesh the caches alone are spread."""
-    sizes = {"page_size": shapes.page_size, "max_pages": shapes.max_pages}
-    make = functools.partial(init_state, config, num_slots=num_slots, num_pages=num_pages, **sizes)
-    leaves = jax.tree.leaves(jax.eval_shape(make), is_leaf=lambda leaf: isinstance(leaf, Cache))
-    caches = [leaf for leaf in leaves if isinstance(leaf, Cache)]
-    others = [leaf for leaf in leaves if not isinstance(leaf, Cache)]
-    return num_bytes(caches, mesh) + sum(leaf.size * leaf.dtype.itemsize for leaf in others)
 
 
 def check_numbers(runner: Runner, target: Target) -> None:
