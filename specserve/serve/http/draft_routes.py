@@ -13,6 +13,7 @@ from specserve.serve.http.bodies import Body
 from specserve.serve.http.guard import read_body
 from specserve.serve.http.replies import Json
 from specserve.serve.http.service import Service
+from specserve.serve.http.threads import in_thread
 
 
 class LoadDraftBody(Body):
