@@ -20,6 +20,7 @@ from specserve.serve.http.app import create_app
 from specserve.serve.http.keys import read_api_keys
 from specserve.serve.http.server import HttpServer, bind_listener, check_tls
 from specserve.serve.http.tracing import Tracing
+from specserve.serve.kv_events import Publisher, open_publisher
 from specserve.serve.launch import Models, load_models, make_engine, make_follower
 from specserve.serve.ranks import Follower, Leader
 from specserve.serve.settings import ServeRun
@@ -78,11 +79,11 @@ def _follow(run: ServeRun, follower: Follower) -> None:
 
 
 def _serve(run: ServeRun, leader: Leader | None) -> None:
-    with leader or nullcontext():
-        _serve_requests(run, leader)
+    with leader or nullcontext(), open_publisher(run) or nullcontext() as kv_events:
+        _serve_requests(run, leader, kv_events)
 
 
-def _serve_requests(run: ServeRun, leader: Leader | None) -> None:
+def _serve_requests(run: ServeRun, leader: Leader | None, kv_events: Publisher | None) -> None:
     if run.warmup_only:
         run = replace(run, early_ready=False)  # everything is to be compiled before the end
     api_keys = read_api_keys(run)
@@ -91,7 +92,7 @@ def _serve_requests(run: ServeRun, leader: Leader | None) -> None:
     listener = bind_listener(run.host, run.port)  # a taken port is said before minutes of loading
     models = _load(run, has_tokenizer=True)
     with warmup_bar() as on_warmup:
-        engine = make_engine(models, run, on_warmup, leader=leader)
+        engine = make_engine(models, run, on_warmup, leader=leader, watcher=kv_events)
     del models  # the engine has packed what it needs of them
     if run.warmup_only:
         console.print(f"{engine.runner.num_programs} programs are compiled and cached")

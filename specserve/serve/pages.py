@@ -11,6 +11,7 @@ its first, so children become idle before their parents, and the page that has b
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import Protocol
 
 from specserve.errors import CapacityError
 
@@ -28,15 +29,32 @@ class _Node:
     children: _Children = field(default_factory=dict)
 
 
+class Watcher(Protocol):
+    """Hears what the tree of cached pages gains and loses, in order, on the thread of whoever calls the pool."""
+
+    def stored(self, parent: int | None, pages: Sequence[int], token_ids: Sequence[int], salt: str) -> None:
+        """These pages follow one another below the page `parent` (None: at the start), and hold these tokens."""
+        ...
+
+    def removed(self, pages: Sequence[int]) -> None:
+        """These pages are in the tree no more, nor is anything below them."""
+        ...
+
+    def cleared(self) -> None:
+        """The tree is empty."""
+        ...
+
+
 class PagePool:
     """Hands out page ids, and finds the pages that already hold the beginning of a prompt.
 
     A salt names who may share: only equal salts hit each other's pages.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, watcher: Watcher | None = None) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self.watcher = watcher
         self._free = list(range(num_pages - 1, -1, -1))
         self._num_references: dict[int, int] = {}  # of the held pages
         self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first; a dict is slow to pop its first item
@@ -73,12 +91,16 @@ class PagePool:
         """
         if count > self.num_available:
             raise CapacityError(f"{count} cache pages needed, {self.num_available} of {self.num_pages} are available")
+        evicted = []
         while len(self._free) < count:
             page, _ = self._idle.popitem(last=False)
             node = self._nodes.pop(page)
             assert not node.children, f"page {page} is evicted before the pages that continue it"
             del node.siblings[node.key]
             self._free.append(page)
+            evicted.append(page)
+        if self.watcher is not None and evicted:
+            self.watcher.removed(evicted)
         pages = [self._free.pop() for _ in range(count)]
         self._num_references.update(dict.fromkeys(pages, 1))
         return pages
@@ -96,6 +118,7 @@ class PagePool:
             if last_known is None:
                 return  # private, so what continues it is too
             children = last_known.children
+        begin = end = len(pages)  # of the pages that are new to the tree
         for index, key in enumerate(self._keys(token_ids, salt, num_known), num_known):
             page = pages[index]
             assert page in self._num_references, f"page {page} is not held"
@@ -103,9 +126,14 @@ class PagePool:
             if node is None and page not in self._private:
                 assert page not in self._nodes, f"page {page} holds other tokens"
                 node = children[key] = self._nodes[page] = _Node(page, key, children)
+                begin, end = min(begin, index), index + 1
             if node is None or node.page != page:
-                return
+                break
             children = node.children
+        if self.watcher is not None and begin < end:
+            parent = pages[begin - 1] if begin else None
+            new_ids = token_ids[begin * self.page_size : end * self.page_size]
+            self.watcher.stored(parent, pages[begin:end], new_ids, salt)
 
     def release(self, pages: Sequence[int]) -> None:
         """Give back one reference on each: a sequence's pages in its order, all of them or those at its end."""
@@ -128,6 +156,8 @@ class PagePool:
         self._free.extend(self._idle)
         self._idle.clear()
         self._private = set(self._num_references)
+        if self.watcher is not None:
+            self.watcher.cleared()
         return num_forgotten
 
     def check(self) -> None:
