@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,7 +12,7 @@ import jax
 from rich.markup import escape
 
 from specserve import processes
-from specserve.cli.options import report_error, show_error
+from specserve.cli.options import report_error
 from specserve.cli.progress import console, warmup_bar
 from specserve.mesh import SERVING_AXES, parse_mesh
 from specserve.processes import ProcessError
@@ -26,6 +27,7 @@ from specserve.serve.ranks import Follower, Leader
 from specserve.serve.settings import ServeRun
 
 LOST_SECONDS = 2.0  # in which clients read that the engine has ended, and probes that it is not ready
+_telling = threading.Lock()
 
 
 def serve(run: ServeRun) -> None:
@@ -35,6 +37,7 @@ def serve(run: ServeRun) -> None:
     if not run.coordinator:
         _serve(run, None)
         return
+    rank = None
     try:
         rank = ranks.connect(run.coordinator, _leave)
         if rank is not None:
@@ -45,15 +48,23 @@ def serve(run: ServeRun) -> None:
         else:
             _serve(run, rank)
     except Exception as error:
-        report_error(error)
-        os._exit(2)  # an orderly end would wait for the other processes, and they for this one
+        _end(error if rank is None else rank.reason(error))
 
 
 def _leave(error: ProcessError) -> None:
-    """End this process, whatever its threads wait for."""
-    time.sleep(LOST_SECONDS)
-    show_error(error)
-    os._exit(2)
+    """End this process, because another one has ended, whatever its threads wait for. Only the first one has clients
+    and keeps JAX's service, without which the others would be aborted: so it goes last."""
+    if processes.is_first():
+        time.sleep(LOST_SECONDS)
+    _end(error)
+
+
+def _end(error: Exception) -> None:
+    """End this process with one error, whichever of its threads is the first to tell. An orderly end would wait for the
+    other processes, and they for this one."""
+    with _telling:
+        report_error(error)
+        os._exit(2)
 
 
 def _load(run: ServeRun, *, has_tokenizer: bool) -> Models:
