@@ -1,6 +1,6 @@
 """What the prefix cache gains and loses, told to routers outside: vLLM's KV events, over ZMQ. Needs the extra `scale`.
 
-The engine's thread only notes what the tree of pages did; hashes, messages and sockets are other threads' work. A
+The engine's thread only notes what the tree of pages did; events, messages and sockets are other threads' work. A
 message has three frames: the topic, its number (8 bytes, big-endian, from 0 without gaps), and a batch in msgpack,
 `[seconds since 1970, events, data-parallel rank]`. The PUB socket drops what a subscriber is too slow to take. That one
 sees a gap in the numbers, and asks the ROUTER socket, through a DEALER: an empty frame, and the first number it wants,
@@ -11,7 +11,6 @@ number -1 with no topic and no payload.
 from __future__ import annotations
 
 import functools
-import hashlib
 import importlib
 import logging
 import queue
@@ -20,8 +19,6 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import numpy as np
 
 from specserve.errors import ConfigError
 from specserve.serve.settings import ServeRun
@@ -37,52 +34,29 @@ _MEDIUM = "GPU"  # vLLM's word for a device's own memory, whatever the device
 _Event = dict[str, Any]
 
 
-def root(salt: str) -> bytes:
-    """What stands for the parent of a first page. Salts have different ones, so they share no hash."""
-    return hashlib.sha256(b"specserve\0" + salt.encode()).digest()
+def stored(before: bytes | None, digests: Sequence[bytes], token_ids: Sequence[int], salt: str, size: int) -> _Event:
+    """The event of pages of that size which can be hit, see `pages.Watcher`."""
+    event: _Event = {"type": "BlockStored", "block_hashes": _told(digests)}
+    event["parent_block_hash"] = None if before is None else _told([before])[0]
+    event |= {"token_ids": token_ids, "block_size": size, "lora_id": None, "medium": _MEDIUM, "lora_name": None}
+    if salt and before is None:  # what else the first hash is of
+        event["extra_keys"] = [[salt], *[None] * (len(digests) - 1)]
+    return event
 
 
-def chain(parent: bytes, token_ids: Sequence[int]) -> bytes:
-    """The digest of a page: of its tokens and, by its parent's digest, of all before them. Every server computes the
-    same."""
-    return hashlib.sha256(parent + np.asarray(token_ids, "<i4").tobytes()).digest()
+def removed(digests: Sequence[bytes]) -> _Event:
+    """The event of pages that are cached no more."""
+    return {"type": "BlockRemoved", "block_hashes": _told(digests), "medium": _MEDIUM}
 
 
-def told(digest: bytes) -> int:
-    """A digest as events have it: its last 64 bits, which is how vLLM tells its own."""
-    return int.from_bytes(digest[-8:], "big")
+def cleared() -> _Event:
+    """The event of an empty cache."""
+    return {"type": "AllBlocksCleared"}
 
 
-class Index:
-    """The digests of the cached pages. It goes along with the changes of a pool, and makes the events of them."""
-
-    def __init__(self, page_size: int) -> None:
-        self._page_size = page_size
-        self._digests: dict[int, bytes] = {}  # by page
-
-    def stored(self, parent: int | None, pages: Sequence[int], token_ids: Sequence[int], salt: str) -> _Event:
-        """See `pages.Watcher`."""
-        digest, size = root(salt) if parent is None else self._digests[parent], self._page_size
-        event: _Event = {"type": "BlockStored", "block_hashes": []}
-        event["parent_block_hash"] = None if parent is None else told(digest)
-        for number, page in enumerate(pages):
-            digest = self._digests[page] = chain(digest, token_ids[number * size : (number + 1) * size])
-            event["block_hashes"].append(told(digest))
-        event |= {"token_ids": list(token_ids), "block_size": size, "lora_id": None, "medium": _MEDIUM}
-        event["lora_name"] = None
-        if salt and parent is None:  # what else the first hash is of
-            event["extra_keys"] = [[salt], *[None] * (len(pages) - 1)]
-        return event
-
-    def removed(self, pages: Sequence[int]) -> _Event:
-        """See `pages.Watcher`."""
-        hashes = [told(self._digests.pop(page)) for page in pages]
-        return {"type": "BlockRemoved", "block_hashes": hashes, "medium": _MEDIUM}
-
-    def cleared(self) -> _Event:
-        """See `pages.Watcher`."""
-        self._digests.clear()
-        return {"type": "AllBlocksCleared"}
+def _told(digests: Sequence[bytes]) -> list[int]:
+    """As 64 bits, which is how vLLM tells hashes."""
+    return [int.from_bytes(digest, "big") for digest in digests]
 
 
 class Publisher:
@@ -103,7 +77,7 @@ class Publisher:
         """Raises ConfigError where ZMQ and msgspec are missing, or an endpoint cannot be had."""
         self._zmq = _load("zmq")
         self._encode: Callable[[object], bytes] = _load("msgspec").msgpack.encode
-        self._index, self._is_positional, self._topic = Index(page_size), is_positional, topic.encode()
+        self._page_size, self._is_positional, self._topic = page_size, is_positional, topic.encode()
         self._changes: queue.SimpleQueue[Callable[[], _Event] | None] = queue.SimpleQueue()
         self._kept: deque[tuple[int, bytes]] = deque(maxlen=buffer_steps)
         self._lock = threading.Lock()  # of what is kept
@@ -123,17 +97,17 @@ class Publisher:
             thread.start()
         logger.info("KV events: %s, replayed: %s", self.address, self.replay_address or "nowhere")
 
-    def stored(self, parent: int | None, pages: Sequence[int], token_ids: Sequence[int], salt: str) -> None:
+    def stored(self, before: bytes | None, digests: Sequence[bytes], token_ids: Sequence[int], salt: str) -> None:
         """See `pages.Watcher`."""
-        self._note(functools.partial(self._index.stored, parent, pages, token_ids, salt))
+        self._note(functools.partial(stored, before, digests, token_ids, salt, self._page_size))
 
-    def removed(self, pages: Sequence[int]) -> None:
+    def removed(self, digests: Sequence[bytes]) -> None:
         """See `pages.Watcher`."""
-        self._note(functools.partial(self._index.removed, pages))
+        self._note(functools.partial(removed, digests))
 
     def cleared(self) -> None:
         """See `pages.Watcher`."""
-        self._note(self._index.cleared)
+        self._note(cleared)
 
     def __enter__(self) -> Publisher:
         return self

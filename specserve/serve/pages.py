@@ -8,9 +8,12 @@ page only under the caller's own. So nothing below an idle page is held. `releas
 its first, so children become idle before their parents, and the page that has been idle longest is always a leaf.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice
 from typing import Protocol
 
 from specserve.errors import CapacityError
@@ -26,18 +29,39 @@ class _Node:
     page: int
     key: _Key
     siblings: _Children  # where it stands: its parent's children
+    digest: bytes  # of its tokens and all before them
     children: _Children = field(default_factory=dict)
+
+
+def prefix_digests(token_ids: Sequence[int], page_size: int, salt: str = "") -> list[bytes]:
+    """A digest for each full page of a prompt, of all its tokens up to that page's end and of the salt: equal where
+    pages hold the same, in every process."""
+    digests, digest = [], _root(salt)
+    for end in range(page_size, len(token_ids) + 1, page_size):
+        digest = _digest(digest, token_ids[end - page_size : end])
+        digests.append(digest)
+    return digests
+
+
+def _root(salt: str) -> bytes:
+    """What a first page comes after, longer than a page's digest, so that no salt can stand for one."""
+    return blake2b(salt.encode(), digest_size=16).digest()
+
+
+def _digest(before: bytes, token_ids: Sequence[int]) -> bytes:
+    return blake2b(before + array("q", token_ids).tobytes(), digest_size=8).digest()
 
 
 class Watcher(Protocol):
     """Hears what the tree of cached pages gains and loses, in order, on the thread of whoever calls the pool."""
 
-    def stored(self, parent: int | None, pages: Sequence[int], token_ids: Sequence[int], salt: str) -> None:
-        """These pages follow one another below the page `parent` (None: at the start), and hold these tokens."""
+    def stored(self, before: bytes | None, digests: Sequence[bytes], token_ids: Sequence[int], salt: str) -> None:
+        """Pages of these digests (`prefix_digests`) can be hit, which hold these tokens and follow one another and the
+        page of digest `before`; None: they begin a prompt."""
         ...
 
-    def removed(self, pages: Sequence[int]) -> None:
-        """These pages are in the tree no more, nor is anything below them."""
+    def removed(self, digests: Sequence[bytes]) -> None:
+        """Pages of these digests are in the tree no more, nor is anything below them."""
         ...
 
     def cleared(self) -> None:
@@ -54,7 +78,7 @@ class PagePool:
     def __init__(self, num_pages: int, page_size: int, watcher: Watcher | None = None) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
-        self.watcher = watcher
+        self._watcher = watcher
         self._free = list(range(num_pages - 1, -1, -1))
         self._num_references: dict[int, int] = {}  # of the held pages
         self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first; a dict is slow to pop its first item
@@ -71,6 +95,11 @@ class PagePool:
     def num_cached(self) -> int:
         """Pages whose tokens are in the tree, held or idle."""
         return len(self._nodes)
+
+    def newest_digests(self, most: int) -> list[bytes]:
+        """The `prefix_digests` of cached pages, of those that were cached last. May be called from any thread."""
+        nodes = list(self._nodes.values())  # in one piece
+        return [node.digest for node in islice(reversed(nodes), most)]
 
     def match(self, token_ids: Sequence[int], salt: str = "") -> int:
         """How many tokens `acquire` would find: whole pages from the start. Changes nothing."""
@@ -98,9 +127,9 @@ class PagePool:
             assert not node.children, f"page {page} is evicted before the pages that continue it"
             del node.siblings[node.key]
             self._free.append(page)
-            evicted.append(page)
-        if self.watcher is not None and evicted:
-            self.watcher.removed(evicted)
+            evicted.append(node.digest)
+        if evicted and self._watcher is not None:
+            self._watcher.removed(evicted)
         pages = [self._free.pop() for _ in range(count)]
         self._num_references.update(dict.fromkeys(pages, 1))
         return pages
@@ -112,28 +141,32 @@ class PagePool:
         at a page whose place is taken (the same tokens computed at the same time) or that was held when the cache was
         flushed: that page and what follows stay private.
         """
-        children = self._tree
+        children, digest, new, first = self._tree, _root(salt), list[_Node](), 0
         if num_known:
             last_known = self._nodes.get(pages[num_known - 1])
             if last_known is None:
                 return  # private, so what continues it is too
-            children = last_known.children
-        begin = end = len(pages)  # of the pages that are new to the tree
+            children, digest = last_known.children, last_known.digest
         for index, key in enumerate(self._keys(token_ids, salt, num_known), num_known):
             page = pages[index]
             assert page in self._num_references, f"page {page} is not held"
             node = children.get(key)
             if node is None and page not in self._private:
                 assert page not in self._nodes, f"page {page} holds other tokens"
-                node = children[key] = self._nodes[page] = _Node(page, key, children)
-                begin, end = min(begin, index), index + 1
+                node = children[key] = self._nodes[page] = _Node(page, key, children, _digest(digest, key[1]))
+                first = first if new else index
+                new.append(node)
             if node is None or node.page != page:
                 break
-            children = node.children
-        if self.watcher is not None and begin < end:
-            parent = pages[begin - 1] if begin else None
-            new_ids = token_ids[begin * self.page_size : end * self.page_size]
-            self.watcher.stored(parent, pages[begin:end], new_ids, salt)
+            children, digest = node.children, node.digest
+        if new and self._watcher is not None:  # they are the last ones, as nothing is below a new node
+            before = self._nodes[pages[first - 1]].digest if first else None
+            self._watcher.stored(
+                before,
+                [node.digest for node in new],
+                [token_id for node in new for token_id in node.key[1]],
+                salt,
+            )
 
     def release(self, pages: Sequence[int]) -> None:
         """Give back one reference on each: a sequence's pages in its order, all of them or those at its end."""
@@ -156,8 +189,8 @@ class PagePool:
         self._free.extend(self._idle)
         self._idle.clear()
         self._private = set(self._num_references)
-        if self.watcher is not None:
-            self.watcher.cleared()
+        if self._watcher is not None:
+            self._watcher.cleared()
         return num_forgotten
 
     def check(self) -> None:

@@ -4,7 +4,7 @@ what events say."""
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from specserve.serve.kv_events import Index
+from specserve.serve import kv_events
 
 
 class Mirror:
@@ -55,13 +55,13 @@ class Heard:
     """A watcher of a pool that hands the events to a mirror at once."""
 
     def __init__(self, page_size: int) -> None:
-        self._index, self.mirror = Index(page_size), Mirror()
+        self._page_size, self.mirror = page_size, Mirror()
 
-    def stored(self, parent: int | None, pages: Sequence[int], token_ids: Sequence[int], salt: str) -> None:
-        self.mirror.hear(self._index.stored(parent, pages, token_ids, salt))
+    def stored(self, before: bytes | None, digests: Sequence[bytes], token_ids: Sequence[int], salt: str) -> None:
+        self.mirror.hear(kv_events.stored(before, digests, token_ids, salt, self._page_size))
 
-    def removed(self, pages: Sequence[int]) -> None:
-        self.mirror.hear(self._index.removed(pages))
+    def removed(self, digests: Sequence[bytes]) -> None:
+        self.mirror.hear(kv_events.removed(digests))
 
     def cleared(self) -> None:
-        self.mirror.hear(self._index.cleared())
+        self.mirror.hear(kv_events.cleared())

@@ -222,7 +222,7 @@ def _hashes(events: list[Any]) -> list[int]:
 def test_a_replay_has_the_last_messages_and_then_ends(context: Any) -> None:
     with Publisher(ANY, 1, replay_endpoint=ANY, topic=TOPIC, buffer_steps=20) as publisher:
         for number in range(50):
-            publisher.stored(None, [number], [number], "")
+            publisher.stored(None, [bytes([number])], [number], "")
             wait_until(lambda number=number: publisher.num_published > number)
 
         def numbers(first: int | bytes) -> list[int]:
@@ -255,7 +255,7 @@ def test_who_does_not_read_holds_up_nobody(context: Any, monkeypatch: pytest.Mon
         while not stuck.poll(20):  # until it has joined
             reader.catch_up()
         for page in range(num_pages):
-            publisher.stored(None, [page], [token_id + page] * size, "")
+            publisher.stored(None, [page.to_bytes(8, "big")], [token_id + page] * size, "")
             if page % 50 == 49:
                 reader.catch_up()
         assert len(reader.mirror.prefixes) == num_pages
