@@ -24,7 +24,7 @@ from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.grammars import Grammars
 from specserve.serve.interface import DraftInfo, EngineStats
 from specserve.serve.options import bad_sequences, check_prompt, check_some_token, check_token_ids
-from specserve.serve.pages import PagePool
+from specserve.serve.pages import PagePool, Watcher
 from specserve.serve.programs import Announcer, Compiler, Program
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, TokenMask
 from specserve.serve.rounds import Rounds
@@ -71,6 +71,7 @@ class Engine:
         late_programs: Sequence[Program] = (),  # to be compiled while plain decoding serves
         mask_programs: Sequence[Program] = (),  # the same, once a request has a token mask
         on_compiled: Callable[[Runner], Finish] | None = None,  # then: what is left to do on the engine's thread
+        watcher: Watcher | None = None,  # hears what the prefix cache gains and loses
     ) -> None:
         self.runner = runner
         self.model_name, self.draft = model_name, draft
@@ -81,7 +82,7 @@ class Engine:
         self._bad_sequences = functools.lru_cache(maxsize=64)(functools.partial(bad_sequences, tokenizer=tokenizer))
         self.rounds = Rounds(
             runner,
-            self._new_scheduler(),
+            self._new_scheduler(watcher),
             tokenizer,
             controller,
             is_partial=bool(late_programs),
@@ -342,7 +343,7 @@ class Engine:
 
     # The engine's thread.
 
-    def _new_scheduler(self) -> Scheduler:
+    def _new_scheduler(self, watcher: Watcher | None) -> Scheduler:
         runner, options = self.runner, self.options
         is_caching = options.is_caching
         if is_caching and runner.config.target.is_recurrent:
@@ -350,7 +351,7 @@ class Engine:
             is_caching = False
         return Scheduler(
             runner.shapes.num_slots,
-            PagePool(runner.shapes.num_pages, runner.shapes.page_size),
+            PagePool(runner.shapes.num_pages, runner.shapes.page_size, watcher),
             chunks=runner.shapes.chunks,
             max_step=runner.shapes.max_step,
             cache_lag=runner.cache_lag,

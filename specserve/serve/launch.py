@@ -27,6 +27,7 @@ from specserve.provenance import fingerprint
 from specserve.serve.calibrate import cost_file, describe_costs, finish, step_costs
 from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.interface import DraftInfo
+from specserve.serve.pages import Watcher
 from specserve.serve.placement import bytes_per_token
 from specserve.serve.programs import Announcer, Program, compile_all
 from specserve.serve.ranks import Follower, Leader
@@ -158,12 +159,18 @@ def make_engine(
     *,
     is_coupled: bool = True,
     leader: Leader | None = None,  # of several processes, this is the first
+    watcher: Watcher | None = None,  # hears what the prefix cache gains and loses
 ) -> Engine:
     """Compile every program and build the engine (not started). `on_warmup(done, total, name)` reports, from several
     threads. With `early_ready` only what plain decoding needs is compiled here; the engine compiles the rest while it
     serves, and what token masks alone need once a request has one.
 
     A measurement can have the draft rank without the target's noise, to see what that brings."""
+    if watcher is not None and models.target.config.is_recurrent:
+        raise ConfigError(
+            f"--kv-events-endpoint tells what the prefix cache has, and there is none for {models.name}: no page keeps "
+            "the state of its recurrent layers"
+        )
     runner = _make_runner(models, run, leader, is_coupled=is_coupled)
     programs = runner.programs()
     first = [program for program in programs if program.is_plain or not _is_early(run)]
@@ -202,6 +209,7 @@ def make_engine(
         late_programs=late,
         mask_programs=programs[len(first) + len(late) :],
         on_compiled=make_controller,
+        watcher=watcher,
     )
 
 

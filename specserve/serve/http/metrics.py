@@ -200,6 +200,7 @@ class EngineCollector(Collector):
         yield self._gauge("vllm:num_requests_running", "Sequences in a slot.", stats.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Sequences that wait for a slot or pages.", stats.num_waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "Pages that running sequences hold; 1 is all of them.", usage)
+        yield self._gauge("vllm:gpu_cache_usage_perc", "The same under its former name, which routers read.", usage)
         yield self._gauge("specserve:pages", "Pages of the cache.", stats.num_pages)
         yield self._gauge("specserve:pages_cached", "Pages in the prefix cache, held or idle.", stats.num_pages_cached)
         yield self._gauge(
@@ -217,6 +218,8 @@ class EngineCollector(Collector):
             "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prefix_queries
         )
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found there.", stats.num_prefix_hits)
+        for name, value in (("queries", stats.num_prefix_queries), ("hits", stats.num_prefix_hits)):
+            yield self._counter(f"vllm:gpu_prefix_cache_{name}", "The same under its former name.", value)
         yield self._counter("vllm:num_preemptions", "Sequences sent back to the queue.", stats.num_preemptions)
         yield self._counter("specserve:rebuilds", "Rebuilt caches after a device error.", stats.num_rebuilds)
         yield self._counter("specserve:busy_seconds", "Of the engine's thread, with work to do.", stats.busy_seconds)
