@@ -109,8 +109,8 @@ class Proposal:
     # [batch, node] float32, the draft's log-probability of the path to each node of a dynamic tree, by which a smaller
     # tree would choose among them; None of other trees, and where nobody asked for it
     scores: jax.Array | None = None
-    # [batch, depth] float32, how likely the draft itself thinks it that a token of each depth is accepted after the best
-    # node above it; None where it says nothing of the kind
+    # [batch, depth] float32, how likely the draft thinks it that a token of each depth is accepted after the best node
+    # above it; None where it says nothing of the kind
     confidence: jax.Array | None = None
 
 
