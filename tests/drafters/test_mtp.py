@@ -190,7 +190,7 @@ def test_rollout_step_k_equals_servings_kth_draft_step(
     n, config = 24, _mtp(head).config
     text = rng.integers(0, VOCAB, n).tolist()
     train = _trained(target, head, _rows(text))
-    (trained, _), (off, _) = train(target.params, head.params), tolerance(train, target.params, head.params)
+    (trained, *_), (off, *_) = train(target.params, head.params), tolerance(train, target.params, head.params)
     weights = Weights(target.params, head.weights())
     step_config = StepConfig(target.config, head.drafter, ROLLOUT)
 

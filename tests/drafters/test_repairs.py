@@ -69,6 +69,11 @@ SLIPS: list[Any] = [  # kind of head, what the repair says, and the slip
     ("masked slots", "hold token 63", top(mask_token_id=2, ptd_token_id=2)),
     ("masked slots", "in the order low, high, middle", change("fc.weight", thirds([0, 2, 1]))),
     (
+        "masked slots",
+        "post_attention_layernorm and norm stand",
+        swap("layers.0.post_attention_layernorm.weight", "norm.weight"),
+    ),
+    (
         "carried layer",
         "enorm.weight and model.layers.5.hnorm.weight",
         swap(f"{LAYER}.enorm.weight", f"{LAYER}.hnorm.weight"),
@@ -83,7 +88,7 @@ SLIPS: list[Any] = [  # kind of head, what the repair says, and the slip
         ],
     ),
 ]
-FOUND = [("blocks", 0), ("masked slots", 1), ("carried layer", 1)]
+FOUND = [("blocks", 0), ("masked slots", 2), ("carried layer", 1)]
 
 
 @pytest.fixture(scope="module")
