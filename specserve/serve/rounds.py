@@ -112,7 +112,9 @@ class Rounds:
     def complete(self, controller: Controller | None, *, is_partial: bool) -> None:
         """Every program is compiled, or has failed to be: then steps are still made of those that are there. The
         controller is one that knows what the steps cost."""
-        self.controller, self.is_partial = controller or self.controller, is_partial
+        if controller is not None:
+            controller.calibration, self.controller = self.controller.calibration, controller
+        self.is_partial = is_partial
         if self._prior is not None:  # the controller was made of what the first head promises
             self.controller.expect(self._prior)
 
@@ -204,6 +206,9 @@ class Rounds:
             host_seconds=counters.busy_seconds - counters.wait_seconds,
             num_late_compiles=counters.num_late_compiles,
             estimated_speedup=counters.num_tokens / counters.plain_tokens if counters.plain_tokens else 1.0,
+            num_promised=self.controller.calibration.promised,
+            num_kept=self.controller.calibration.kept,
+            confidence_trust=self.controller.calibration.trust,
             seconds_in_step=time.monotonic() - start if start else 0.0,
         )
 
@@ -386,23 +391,23 @@ class Rounds:
                 sequence.landed(flight.most)
                 num_tokens += 1 + int(result.n_accepted[row])
                 if flight.shape:
-                    self._observe(sequence, flight.tree, int(result.n_accepted[row]))
+                    self._observe(sequence, flight.tree, result, row)
                 self._guard(sequence, functools.partial(self._emit, sequence, flight.tree, result, row))
         self._counters.num_round_tokens += num_tokens
         self._counters.round_sizes[bisect.bisect_left(ROUND_SIZES, num_tokens)] += 1
 
-    def _observe(self, sequence: Sequence, tree: Tree | None, n_accepted: int) -> None:
+    def _observe(self, sequence: Sequence, tree: Tree | None, result: HostResult, row: int) -> None:
         if tree is None or self.runner.shapes.accepts_nothing:
             sequence.acceptance = sequence.acceptance.after_step()
             return
-        estimate = self._estimate(sequence)
+        estimate, n_accepted = self._estimate(sequence), int(result.n_accepted[row])
         num_draft_tokens = tree.num_nodes if estimate.max_depth else 0  # 0: the request wants none
         if num_draft_tokens:
             sequence.drafts.append((num_draft_tokens, n_accepted))
         sequence.acceptance = sequence.acceptance.after_step(
             n_accepted, depth=tree.depth, num_draft_tokens=num_draft_tokens
         )
-        self.controller.observe(estimate, tree, n_accepted)
+        self.controller.observe(estimate, tree, n_accepted, result.confidence_of(row))
 
     def _emit(self, sequence: Sequence, tree: Tree | None, result: HostResult, row: int) -> None:
         """Hand over the new tokens of a step with that tree."""

@@ -211,6 +211,17 @@ class EngineCollector(Collector):
             "Tokens emitted over what plain steps of the same measured cost would have emitted.",
             stats.estimated_speedup,
         )
+        yield self._counter(
+            "specserve:confidence_promised_tokens",
+            "Draft tokens that the head's confidence expected to be accepted.",
+            stats.num_promised,
+        )
+        yield self._counter("specserve:confidence_kept_tokens", "Of them, accepted.", stats.num_kept)
+        yield self._gauge(
+            "specserve:confidence_trust",
+            "How much of the head's confidence the choice of trees takes over; 0 is nothing.",
+            stats.confidence_trust,
+        )
         yield self._gauge(
             "specserve:seconds_in_step", "Age of the step that is being waited for.", stats.seconds_in_step
         )
