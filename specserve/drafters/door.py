@@ -180,8 +180,9 @@ class TrainedDrafter(Drafter, Protocol):
         """A loss of states beside that of their distribution, which counts where theirs does; None: there is none."""
         ...
 
-    def costs(self, rollout: Rollout, seq_len: int) -> Costs:
-        """What learning costs for one position of a row of `seq_len`."""
+    def costs(self, rollout: Rollout, seq_len: int, mesh: Mesh | None = None) -> Costs:
+        """What learning costs for one position of a row of `seq_len`; with a mesh the operations of each device that
+        has the position."""
         ...
 
 
