@@ -39,13 +39,13 @@ def in_parts(
     """Choose each token's experts, run `compute` on every device's own experts and add up the results. Without a mesh
     only call both.
 
-    Each device has its own tokens, and routes them, where batch and sequence are cut, or all of them where the mesh does not divide
-    their number. Devices with different experts then have different tokens too, so they exchange them: each takes the
-    tokens of all of them, computes those that chose its experts, and gets back the sums of its own (an all-gather and
-    a reduce-scatter, as vLLM's `allgather_reducescatter`). Shapes are static and no token is dropped, however many
-    choose one expert. Left to itself XLA would sum each expert's output over the devices before it is weighted, fetch
-    other devices' matrices for products that pick theirs, and sort the tokens of all devices together; nor can it cut
-    a kernel's work.
+    Each device has its own tokens, and routes them, where batch and sequence are cut, or all of them where the mesh
+    does not divide their number. Devices with different experts then have different tokens too, so they exchange them:
+    each takes the tokens of all of them, computes those that chose its experts, and gets back the sums of its own (an
+    all-gather and a reduce-scatter, as vLLM's `allgather_reducescatter`). Shapes are static and no token is dropped,
+    however many choose one expert. Left to itself XLA would sum each expert's output over the devices before it is
+    weighted, fetch other devices' matrices for products that pick theirs, and sort the tokens of all devices together;
+    nor can it cut a kernel's work.
 
     For a device, the id of an expert that is elsewhere becomes the number of its own experts, one past the last, with
     weight 0.

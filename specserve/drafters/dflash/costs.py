@@ -14,6 +14,7 @@ from specserve.models.params import is_matrix, num_params, on_device, specs
 
 def block_costs(config: DFlashConfig, rollout: Rollout, seq_len: int, mesh: Mesh | None = None) -> Costs:
     backbone = config.backbone
+    again = 1 if rollout.remat else 0
     anchors = num_anchors(config, rollout, seq_len) / seq_len
     slots = anchors * config.block_size  # computed for each position of the row
     heads, kv = backbone.num_heads * backbone.head_dim, 2 * backbone.num_kv_heads * backbone.head_dim
@@ -27,6 +28,9 @@ def block_costs(config: DFlashConfig, rollout: Rollout, seq_len: int, mesh: Mesh
         num_heads=backbone.num_heads,
         num_kv_heads=backbone.num_kv_heads,
         states=anchors,
+        kv=backbone.num_layers * kv,
+        # of a layer both outputs, both inputs' gradients, and that of the context; and the embedding
+        summed=backbone.d_model * (slots * ((4 + again) * backbone.num_layers + 1) + backbone.num_layers),
         shares_output=not config.has_head,
         has_one_teacher=False,
     )

@@ -12,6 +12,7 @@ from specserve.models.params import is_matrix, num_params, on_device, specs
 
 def rollout_costs(config: Eagle3Config, rollout: Rollout, seq_len: int, mesh: Mesh | None = None) -> Costs:
     heads, kv = config.num_heads * config.head_dim, 2 * config.num_kv_heads * config.head_dim
+    again = 1 if rollout.remat else 0
     each = 3 * config.d_model + config.num_layers * kv  # a step's state, its gradient and its shifted copy
     if not rollout.remat:
         each += 2 * config.d_model + config.num_layers * (4 * config.d_model + 2 * heads + 4 * config.d_ff)
@@ -21,6 +22,9 @@ def rollout_costs(config: Eagle3Config, rollout: Rollout, seq_len: int, mesh: Me
         workspace=6 * config.d_model + 2 * heads + 6 * config.d_ff,
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
+        kv=config.num_layers * kv,
+        # of a layer both outputs, and both inputs' gradients, the first one of twice the width; and the embedding
+        summed=rollout.length * config.d_model * ((4 + again) * config.num_layers + 2 + again),
     )
 
 

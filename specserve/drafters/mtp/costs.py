@@ -13,8 +13,9 @@ from specserve.models.params import is_matrix, num_params, on_device, specs
 def rollout_costs(config: MtpConfig, rollout: Rollout, seq_len: int, mesh: Mesh | None = None) -> Costs:
     layer = config.layer
     q_dim, kv_dim, num_kv_heads = _attention_dims(config)
-    d_ff = layer.d_ff
-    if layer.experts and layer.kind(0).has_experts:
+    d_ff, again = layer.d_ff, 1 if rollout.remat else 0
+    has_experts = layer.kind(0).has_experts
+    if layer.experts and has_experts:
         d_ff = layer.experts.top_k * layer.experts.d_ff + layer.experts.shared_d_ff
     each = 3 * layer.d_model + kv_dim  # a step's state, its gradient and its shifted copy
     if not rollout.remat:
@@ -25,6 +26,10 @@ def rollout_costs(config: MtpConfig, rollout: Rollout, seq_len: int, mesh: Mesh 
         workspace=6 * layer.d_model + 2 * q_dim + 6 * d_ff,
         num_heads=layer.num_heads,
         num_kv_heads=num_kv_heads,
+        kv=kv_dim,
+        # both outputs, both inputs' gradients, and the embedding
+        summed=rollout.length * layer.d_model * (5 + 2 * again),
+        routed=rollout.length * layer.d_model * 2 * (2 + again) if has_experts else 0,
         shares_output=not config.has_head,
     )
 

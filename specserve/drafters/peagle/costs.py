@@ -17,6 +17,7 @@ def slot_costs(config: PEagleConfig, rollout: Rollout, seq_len: int, mesh: Mesh 
     numbers = num_anchors(config, seq_len)
     slots = sum(numbers) / seq_len  # for each position
     heads, kv = network.num_heads * network.head_dim, 2 * network.num_kv_heads * network.head_dim
+    again = 1 if rollout.remat else 0
     each = 2 * network.d_model + network.num_layers * kv  # a slot's state, its gradient, and what others see of it
     if not rollout.remat:
         each += 2 * network.d_model + network.num_layers * (4 * network.d_model + 2 * heads + 4 * network.d_ff)
@@ -27,6 +28,9 @@ def slot_costs(config: PEagleConfig, rollout: Rollout, seq_len: int, mesh: Mesh 
         num_heads=network.num_heads,
         num_kv_heads=network.num_kv_heads,
         states=slots / config.num_slots,
+        kv=network.num_layers * kv,
+        # of a layer both outputs, and both inputs' gradients, the first one of twice the width; and the embedding
+        summed=slots * network.d_model * ((4 + again) * network.num_layers + 2 + again),
         has_one_teacher=False,
     )
 
