@@ -1,11 +1,11 @@
 """How many bytes the devices of a mesh send each other in a training step, from shapes alone, and how long that takes.
 
 Bytes are what each device sends where collectives run in rings, as they do unless links allow better. Over p devices
-that is (p - 1) n for an all-gather of parts of n bytes and for a reduce-scatter whose results have n bytes, and
-2 (p - 1) / p n for an all-reduce of n bytes (Patarasu and Yuan 2009, Bandwidth optimal all-reduce algorithms). They
-are those of the present implementation, where what is summed in the end is sent once: XLA's compiler for CPUs sends the
-gradients of every rollout step by themselves. What is less than a position's width, such as the sums of a softmax whose
-vocabulary is cut, is left out.
+that is (p - 1) n for an all-gather of parts of n bytes and for a reduce-scatter whose results have n bytes, and 2 (p -
+1) / p n for an all-reduce of n bytes (Patarasu and Yuan 2009, Bandwidth optimal all-reduce algorithms). They are those
+of the present implementation, where what is summed in the end is sent once: XLA's compiler for CPUs sends the
+gradients of every rollout step by themselves. Keys and values along `sequence` are an estimate from above. What is
+less than a position's width, such as the sums of a softmax whose vocabulary is cut, is left out.
 """
 
 import math

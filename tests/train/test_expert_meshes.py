@@ -50,7 +50,7 @@ def _gradient(
     ("model", "text", "is_layer"),
     [
         ("experts", "expert=4", False),
-        ("latents", "data=2,tensor=2,expert=2", True),
+        pytest.param("latents", "data=2,tensor=2,expert=2", True, marks=pytest.mark.slow),
         pytest.param("experts", "data=2,sequence=2,expert=2", False, marks=pytest.mark.slow),
         pytest.param("latents", "data=2,expert=4", True, marks=pytest.mark.slow),
         pytest.param("delta nets", "data=2,tensor=2,expert=2", False, marks=pytest.mark.slow),
