@@ -22,15 +22,6 @@ from specserve.train.teachers import TeacherName
 
 
 @dataclass(frozen=True)
-class Link:
-    """What joins devices: its name, and the bytes that a device can send over it in a second to the next device of a
-    ring."""
-
-    name: str
-    bandwidth: float
-
-
-@dataclass(frozen=True)
 class Exchange:
     """What each device sends to those that differ from it along some axes of the mesh, in one step."""
 

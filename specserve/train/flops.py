@@ -80,6 +80,20 @@ def target_flops(config: ModelConfig, seq: int, positions: int, platform: str, m
     return total
 
 
+def mixing_flops(config: ModelConfig, seq: int) -> float:
+    """Count the useful operations between the positions of a row of `seq`, in all layers, for one position of it, as
+    they are computed in serving: latent attention multiplies with the latents themselves."""
+    total = 0.0
+    for i in range(config.num_layers):
+        kind = config.kind(i)
+        if kind.mixer == "latent" and (latent := config.latent):
+            width = 2 * latent.kv_rank + latent.rope_dim
+            total += 2 * config.num_heads * width * mean_keys(seq, kind.window)[0]
+        else:
+            total += _mixing(config, kind, seq, None).useful
+    return total
+
+
 def _loss(
     target: ModelConfig, draft: TrainedDrafter, rollout: Rollout, costs: Costs, has_logits: bool, mesh: Mesh | None
 ) -> Flops:

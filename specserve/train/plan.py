@@ -3,7 +3,7 @@ config.json, and nothing of a model's size is allocated."""
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from specserve import processes
 from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, is_hub_id, resolve_head
 from specserve.checkpoints.tensors import read_json
+from specserve.devices import Device
 from specserve.drafters.door import Rollout, TrainedDrafter
 from specserve.drafters.settings import draft_vocab_size
 from specserve.errors import ConfigError
@@ -28,7 +29,7 @@ from specserve.models.sharding import place_target
 from specserve.models.target import TargetParams, target_spec
 from specserve.train import chunked_loss, moments
 from specserve.train.checks import check_drafter, check_settings, check_target
-from specserve.train.exchange import Exchange, Link, span, step_exchanges
+from specserve.train.exchange import Exchange, span, step_exchanges
 from specserve.train.features import bytes_per_position
 from specserve.train.flops import StepFlops, step_flops
 from specserve.train.head import earlier_drafter, new_drafter
@@ -37,35 +38,6 @@ from specserve.train.settings import TrainRun
 from specserve.train.step import rollout_of
 
 DTYPE, BACKEND = "bfloat16", "gpu"  # a plan is for accelerators, wherever it is made
-
-
-@dataclass(frozen=True)
-class Device:
-    """An accelerator as its maker describes it: dense bfloat16 operations per second, bytes of memory, and how many of
-    them it reads per second. `kind` is a pattern of what JAX calls it. `near` joins `domain` devices, those of a host
-    or of a TPU slice, and `far` all others."""
-
-    name: str
-    peak: float
-    memory: float
-    bandwidth: float
-    kind: str
-    near: Link
-    far: Link
-    domain: int
-
-
-# Of NVLink half of the bytes go each way. A ring over TPUs takes the two ICI links of one axis of their torus. The
-# network is that of the maker's own hosts: a network card of 200 or 400 Gb/s for each GPU, a part of the host's for
-# each TPU.
-DEVICES = (
-    Device("A100 80 GB", 312e12, 80e9, 2.04e12, "A100", Link("NVLink", 300e9), Link("network", 25e9), 8),
-    Device("H100 80 GB", 989e12, 80e9, 3.35e12, "H100", Link("NVLink", 450e9), Link("network", 50e9), 8),
-    Device("H200", 989e12, 141e9, 4.8e12, "H200", Link("NVLink", 450e9), Link("network", 50e9), 8),
-    Device("B200", 2250e12, 180e9, 8e12, "B200", Link("NVLink", 900e9), Link("network", 50e9), 8),
-    Device("TPU v5p", 459e12, 95e9, 2.77e12, r"TPU v5(p|$)", Link("ICI", 200e9), Link("network", 6.25e9), 6144),
-    Device("TPU v6e", 918e12, 32e9, 1.64e12, r"TPU v6( lite|e)", Link("ICI", 200e9), Link("network", 12.5e9), 256),
-)
 
 
 @dataclass(frozen=True)
@@ -108,13 +80,10 @@ class Plan:
     def device_bytes(self) -> int:
         return sum(part.num_bytes for part in self.memory)
 
-    def link(self, exchange: Exchange, device: Device) -> Link:
-        """The link that an exchange takes between such devices: the far one where a group does not fit a domain."""
-        return device.near if span(self.mesh, exchange.axes) <= device.domain else device.far
-
     def sending_seconds(self, device: Device) -> float:
-        """How long a step's exchanges take on such devices, each alone on its link."""
-        return sum(each.num_bytes / self.link(each, device).bandwidth for each in self.exchanges)
+        """How long a step's exchanges take between such devices, each by itself. One whose group reaches beyond the
+        devices that NVLink or ICI joins goes over the network."""
+        return sum(each.num_bytes / device.rate_among(span(self.mesh, each.axes)) for each in self.exchanges)
 
     def positions_per_second(self, device: Device, share: float = 1.0) -> float:
         """The speed of training on such devices, if each computes at this share of its peak and sends when it does not
@@ -130,7 +99,7 @@ def make_plan(run: TrainRun) -> Plan:
     target, config_from = find_config(run.target)
     drafter = plan_drafter(run, target).with_dtype(target.dtype)
     sizes = mesh_sizes(run.mesh)
-    mesh = _mesh(sizes)
+    mesh = abstract_mesh(sizes)
     spec = target_spec(target)
     rollout = _rollout(run, drafter, run.train.remat)
     is_captured = bool(run.features.capture)
@@ -219,7 +188,7 @@ def _cached_config(name: str) -> str | None:
     return cached if isinstance(cached, str) else None
 
 
-def _mesh(sizes: dict[str, int]) -> Mesh:
+def abstract_mesh(sizes: Mapping[str, int]) -> Mesh:
     """Make a mesh of devices that this machine need not have: only its shape is asked for."""
     axes = tuple(sizes.get(axis, 1) for axis in MESH_AXES)
     return AbstractMesh(axes, MESH_AXES, axis_types=(AxisType.Auto,) * len(axes))  # type: ignore[return-value]
@@ -227,19 +196,39 @@ def _mesh(sizes: dict[str, int]) -> Mesh:
 
 def _weights(run: TrainRun, config: ModelConfig, spec: TargetParams, mesh: Mesh, left: tuple[str, ...]) -> Part:
     """Count the bytes of the target's weights that each device holds, of which these fields are left."""
-    places = place_target(config, spec, mesh)
-    leaves: list[tuple[Any, ParamSpec]] = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_spec)[0]
-    total = 0
-    for (path, leaf), place in zip(leaves, jax.tree.leaves(places), strict=True):
-        if jax.tree_util.keystr(path[:1], simple=True) not in left:
-            continue
-        shape = place.shard_shape(leaf.shape)
-        is_quantized = run.quantization != "none" and is_product(path)
-        total += math.prod(shape) * (1 if is_quantized else np.dtype(leaf.dtype(config.dtype)).itemsize)
-        if is_quantized:  # a float32 scale for each output, if not by block
-            total += 4 * math.prod(shape) // shape[-2]
+    sizes = held_by_each(config, spec, mesh, is_quantized=run.quantization != "none")
+    total = sum(held.num_bytes for held in sizes if held.field in left)
     what = f"{config.dtype}" if run.quantization == "none" else f"{run.quantization} matrices, the rest {config.dtype}"
     return Part("target's weights", total, f"the {' and '.join(left)} alone, {what}" if run.features.capture else what)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What each device has of one of the target's parameters."""
+
+    field: str  # of `TargetParams`
+    spec: ParamSpec  # of the whole parameter
+    size: int  # numbers
+    num_bytes: int
+
+
+def held_by_each(
+    config: ModelConfig, spec: TargetParams, mesh: Mesh | None, *, is_quantized: bool = False
+) -> Iterator[Held]:
+    """Count what each device of the mesh, or one alone, holds of the target's parameters; quantized matrices are of 8
+    bits. Raises ConfigError where the mesh does not divide them."""
+    leaves: list[tuple[Any, ParamSpec]] = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_spec)[0]
+    shapes = [leaf.shape for _, leaf in leaves]
+    if mesh is not None:
+        places = jax.tree.leaves(place_target(config, spec, mesh))
+        shapes = [place.shard_shape(shape) for place, shape in zip(places, shapes, strict=True)]
+    for (path, leaf), shape in zip(leaves, shapes, strict=True):
+        is_small = is_quantized and is_product(path)
+        size = math.prod(shape)
+        num_bytes = size * (1 if is_small else np.dtype(leaf.dtype(config.dtype)).itemsize)
+        if is_small:  # a float32 scale for each output, if not by block
+            num_bytes += 4 * size // shape[-2]
+        yield Held(jax.tree_util.keystr(path[:1], simple=True), leaf, size, num_bytes)
 
 
 def _state(run: TrainRun, drafter: TrainedDrafter, mesh: Mesh) -> tuple[tuple[Part, ...], int]:
