@@ -315,11 +315,7 @@ def make_runner(
         raise ConfigError(f"--max-model-len {longest}: the target's context is {models.target.config.max_len}")
     if longest < 2:
         raise ConfigError("--max-model-len must be at least 2: one token to ask, one to answer")
-    parts = num_parts(models.mesh, "batch")
-    if run.max_slots % parts:
-        raise ConfigError(
-            f"--max-slots {run.max_slots}: they are spread over data={parts}, so make it a multiple of that"
-        )
+    _check_shares(models.mesh, run.max_slots)
     num_pages = _num_pages(models, run, longest)
     return Runner(
         models.target,
@@ -337,6 +333,22 @@ def make_runner(
         folder=host.cache_folder() / "programs",
         check=functools.partial(check_state_fits, mesh=models.mesh),
     )
+
+
+def _check_shares(mesh: Mesh | None, max_slots: int) -> None:
+    """The largest step should be cut over all devices that have different sequences. Raises ConfigError where not even
+    `data` cuts it; a server of few sequences may well have more devices along `expert`."""
+    if mesh is None:
+        return
+    data, parts = mesh.shape["data"], num_parts(mesh, "batch")
+    if max_slots % data:
+        raise ConfigError(f"--max-slots {max_slots}: they are spread over data={data}, so make it a multiple of that")
+    if max_slots % parts:
+        logger.warning(
+            "--max-slots %d: sequences are spread over data x expert, and this is no multiple of %d, so devices along "
+            "expert repeat what steps do outside the experts",
+            *(max_slots, parts),
+        )
 
 
 def with_cache_dtype(models: Models, run: ServeRun) -> Models:

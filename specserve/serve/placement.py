@@ -21,8 +21,8 @@ from specserve.speculative.step import SlotState, StepConfig, init_state
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """On a mesh the caches are spread by heads and a step's slots by batch; everything else that is no weight is whole
-    on every device. Without one, JAX puts all of it on its default device."""
+    """On a mesh the caches are spread by heads and a step's slots by batch, over data x expert; everything else that is
+    no weight is whole on every device. Without one, JAX puts all of it on its default device."""
 
     mesh: Mesh | None
 

@@ -17,6 +17,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 import tiny
+from spread import mesh_of
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import write_json
@@ -42,6 +43,18 @@ def models(tiny_target: Target, tiny_head: Head) -> Models:
 @pytest.fixture
 def headless(tiny_target: Target) -> Models:
     return Models("tiny", tiny_target, None, None)
+
+
+def test_sequences_are_shared_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Evenly along `data`, and along `expert` where there are enough."""
+    for text, slots in (("data=2,expert=2", 8), ("expert=4", 4), ("tensor=2", 1)):
+        launch._check_shares(mesh_of(text), slots)
+    launch._check_shares(None, 1)
+    assert not caplog.records
+    launch._check_shares(mesh_of("data=2,expert=4"), 4)
+    assert "no multiple of 8" in caplog.text
+    with pytest.raises(ConfigError, match="--max-slots 3: they are spread over data=2"):
+        launch._check_shares(mesh_of("data=2,expert=4"), 3)
 
 
 def test_auto_may_choose_every_way_there_is(models: Models, headless: Models) -> None:
