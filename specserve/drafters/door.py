@@ -205,9 +205,9 @@ class Head:
 class Kind(Protocol):
     """A kind of drafter: how it is made, and its files."""
 
-    @property
-    def suits(self) -> Mapping[str, Any]:
-        """Settings of training by dotted name that suit it better than the target's recipe does."""
+    def suits(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Settings of training by dotted name that suit it better than the target's recipe does, beside those that the
+        user has given."""
         ...
 
     @property

@@ -48,6 +48,17 @@ class Placement:
         """What a step computes for its slots follows them: where the batch divides, each device has a part of it."""
         return _put(slots, np.int32, None if self.mesh is None else fitting(self.mesh, ("batch",), (len(slots),)))
 
+    def shapes(self, make: Callable[[], SlotState]) -> SlotState:
+        """The shapes of the arrays of such a state, and where they live."""
+        shapes, places = jax.eval_shape(make), self.state(make)
+        if places is None:
+            return shapes
+
+        def placed(shape: jax.ShapeDtypeStruct, place: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
+
+        return jax.tree.map(placed, shapes, places)
+
     def state(self, make: Callable[[], SlotState]) -> SlotState | None:
         """Where the arrays of such a state live."""
         if self.mesh is None:

@@ -44,7 +44,7 @@ def fill(given: Mapping[str, Any]) -> dict[str, Any]:
     CheckpointError where the target is not to be found."""
     if given.get("train.resume"):
         return _earlier(given)
-    kind = dict(KINDS[given.get("drafter", DEFAULT_KIND)].suits)
+    kind = dict(KINDS[given.get("drafter", DEFAULT_KIND)].suits(given))
     name = given.get("target", BUNDLED)
     if name == BUNDLED:
         return kind
