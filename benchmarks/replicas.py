@@ -3,7 +3,7 @@ away.
 
 Run from the checkout: `python benchmarks/replicas.py`. Each server is the command that a user types, with all its
 processes on this machine, one server after the other; the clients are threads of this process. With as many replicas as
-cores there is nothing to gain here, so what is seen is the cost of Ray.
+cores there is nothing to gain here, so what is seen is the cost of Ray. Other flags are `serve`'s, for all servers.
 """
 
 import argparse
@@ -127,14 +127,14 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=128, help="of each stream")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--port", type=int, default=8765)
-    args = parser.parse_args()
+    args, flags_of_all = parser.parse_known_args()
     cluster = ("--ray", "--replica-resources", "cpu=0.5")
     for name, flags in (
         ("bare", ()),
         ("1 replica", cluster),
         ("2 replicas", (*cluster, "--replicas", "2")),
     ):
-        with serving(args.port, flags) as (url, tree):
+        with serving(args.port, [*flags, *flags_of_all]) as (url, tree):
             measure(name, url, args)
             if name == "2 replicas":
                 while len([p for p in tree.children(recursive=True) if " ".join(p.cmdline()).startswith(REPLICA)]) < 2:
