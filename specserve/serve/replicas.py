@@ -235,6 +235,10 @@ def check(run: ServeRun) -> None:
     for name in ("coordinator", "warmup_only"):
         if getattr(run, name):
             raise ConfigError(f"--{name.replace('_', '-')} does not go with --ray, which starts processes of its own")
+    if run.kv_events_endpoint:
+        raise ConfigError(
+            "--kv-events-endpoint does not go with --ray, whose front knows itself what replicas have cached"
+        )
     if not run.port:
         raise ConfigError("--port 0 does not go with --ray: every machine of the cluster listens there; give a number")
     if run.min_replicas and not run.max_replicas:
