@@ -126,7 +126,7 @@ def _serve_requests(run: ServeRun, leader: Leader | None, kv_events: Publisher |
         engine = make_engine(models, run, on_warmup, leader=leader, watcher=kv_events)
     del models  # the engine has packed what it needs of them
     if run.warmup_only:
-        console.print(f"{engine.runner.num_programs} programs are compiled and cached")
+        console.print(f"{len(engine.runner.programs())} programs are compiled and cached")
         return
 
     gc.collect()

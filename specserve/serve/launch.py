@@ -25,7 +25,7 @@ from specserve.errors import ConfigError
 from specserve.mesh import default_dtype, free_memory, num_parts
 from specserve.provenance import fingerprint
 from specserve.serve.calibrate import cost_file, describe_costs, finish, step_costs
-from specserve.serve.engine import Engine, EngineOptions, LoadedHead
+from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.interface import DraftInfo
 from specserve.serve.pages import Watcher
 from specserve.serve.placement import bytes_per_token
@@ -35,6 +35,7 @@ from specserve.serve.runner import Runner
 from specserve.serve.settings import ServeRun
 from specserve.serve.shapes import DETERMINISTIC_DEPTH
 from specserve.serve.startup import check_numbers, check_state_fits
+from specserve.serve.swap import LoadedHead
 from specserve.serve.tuned import TUNED, facts_of, find_profile
 from specserve.speculative.controller import Controller
 from specserve.speculative.tree import DynamicTree, Tree, chain
@@ -191,27 +192,17 @@ def make_engine(
     if leader is not None:
         leader.trees, runner.leader = runner.shapes.trees, leader
     check_numbers(runner, models.target)
-    names, acceptance = f"{models.fingerprint} {models.head_fingerprint}", models.head_acceptance
-    is_choosing = run.speculation in ("auto", TUNED)
-
-    def make_controller() -> Generator[object, None, Controller | None]:
-        """Knows what each step costs here, and what the head's own evaluation says of it."""
-        if not is_choosing:
-            return None
-        costs = yield from step_costs(runner, cost_file(names, runner))
-        logger.info("milliseconds per step: %s", describe_costs(costs))
-        return Controller(costs, acceptance)  # the models themselves may go before
-
-    controller = Controller({}) if is_choosing else None
+    make_controller = _controller_maker(run, models.fingerprint, models.head_fingerprint, models.head_acceptance)
+    controller = Controller({}) if run.speculation in ("auto", TUNED) else None
     if not late:
         on_warmup(len(programs), len(programs), "timing the steps")
-        controller = finish(make_controller())
+        controller = finish(make_controller(runner))
     return Engine(
         runner,
         models.tokenizer,
         model_name=run.served_model_name or _public(models.name),
         draft=models.draft,
-        load_head=_head_loader(models) if leader is None else None,  # the others would need it as well
+        load_head=_head_loader(models, run) if leader is None else None,  # the others would need it as well
         eos_ids=models.target.eos_ids,
         controller=controller,
         options=_options(run),
@@ -220,6 +211,23 @@ def make_engine(
         on_compiled=make_controller,
         watcher=watcher,
     )
+
+
+def _controller_maker(
+    run: ServeRun, target_fingerprint: str, head_fingerprint: str, acceptance: Sequence[float]
+) -> Callable[[Runner], Generator[object, None, Controller | None]]:
+    """What makes the controller of a runner whose programs are compiled, where the settings leave it a choice. The
+    models themselves may go before."""
+
+    def make_controller(runner: Runner) -> Generator[object, None, Controller | None]:
+        """Knows what each step costs here, and what the head's own evaluation says of it."""
+        if run.speculation not in ("auto", TUNED):
+            return None
+        costs = yield from step_costs(runner, cost_file(f"{target_fingerprint} {head_fingerprint}", runner))
+        logger.info("milliseconds per step: %s", describe_costs(costs))
+        return Controller(costs, acceptance)
+
+    return make_controller
 
 
 def make_follower(models: Models, run: ServeRun, follower: Follower) -> Runner:
@@ -250,16 +258,28 @@ def _options(run: ServeRun) -> EngineOptions:
     )
 
 
-def _head_loader(models: Models) -> Callable[[Path], LoadedHead]:
-    """What reads other heads for the same target. It does not keep the target's parameters."""
-    target, mesh = dataclasses.replace(models.target, params=cast(Any, None)), models.mesh
+def _head_loader(models: Models, run: ServeRun) -> Callable[[str], LoadedHead]:
+    """What reads other heads for the same target, from a folder or, of the name that `--draft` knows, from the target's
+    own checkpoint. It does not keep the target's parameters."""
+    target = dataclasses.replace(models.target, params=cast(Any, None))
+    kept = dataclasses.replace(models, target=target, head=None)
 
-    def load(folder: Path) -> LoadedHead:
+    def load(draft: str) -> LoadedHead:
+        is_carried = draft == CARRIED
+        folder = target.folder if is_carried else Path(draft).expanduser()
         if not folder.is_dir():
             raise ConfigError(f"{folder}: no such folder on the server; give one that `specserve train` has written")
-        head, notes = load_head(folder, target, dtype=default_dtype(), mesh=mesh), read_notes(folder)
-        found = notes.get("acceptance", {})
-        return LoadedHead(head, found.get("accept_rate", ()), DraftInfo(folder.name, found.get("tau")))
+        kind = CARRIED if is_carried else None
+        head = load_head(folder, target, dtype=default_dtype(), mesh=kept.mesh, kind=kind)
+        found = {} if is_carried else read_notes(folder).get("acceptance", {})
+        acceptance = found.get("accept_rate", ())
+        return LoadedHead(
+            head,
+            acceptance,
+            DraftInfo(draft if is_carried else folder.name, found.get("tau")),
+            () if run.speculation == TUNED else choose_trees(dataclasses.replace(kept, head=head), run),
+            _controller_maker(run, kept.fingerprint, fingerprint(folder), acceptance),
+        )
 
     return load
 
@@ -295,11 +315,7 @@ def make_runner(
         raise ConfigError(f"--max-model-len {longest}: the target's context is {models.target.config.max_len}")
     if longest < 2:
         raise ConfigError("--max-model-len must be at least 2: one token to ask, one to answer")
-    parts = num_parts(models.mesh, "batch")
-    if run.max_slots % parts:
-        raise ConfigError(
-            f"--max-slots {run.max_slots}: they are spread over data={parts}, so make it a multiple of that"
-        )
+    _check_shares(models.mesh, run.max_slots)
     num_pages = _num_pages(models, run, longest)
     return Runner(
         models.target,
@@ -317,6 +333,22 @@ def make_runner(
         folder=host.cache_folder() / "programs",
         check=functools.partial(check_state_fits, mesh=models.mesh),
     )
+
+
+def _check_shares(mesh: Mesh | None, max_slots: int) -> None:
+    """The largest step should be cut over all devices that have different sequences. Raises ConfigError where not even
+    `data` cuts it; a server of few sequences may well have more devices along `expert`."""
+    if mesh is None:
+        return
+    data, parts = mesh.shape["data"], num_parts(mesh, "batch")
+    if max_slots % data:
+        raise ConfigError(f"--max-slots {max_slots}: they are spread over data={data}, so make it a multiple of that")
+    if max_slots % parts:
+        logger.warning(
+            "--max-slots %d: sequences are spread over data x expert, and this is no multiple of %d, so devices along "
+            "expert repeat what steps do outside the experts",
+            *(max_slots, parts),
+        )
 
 
 def with_cache_dtype(models: Models, run: ServeRun) -> Models:

@@ -69,6 +69,9 @@ def test_metrics_tell_the_engines_own_state_at_the_scrape(http, fake_engine, mon
         num_programs_left=6,
         num_late_compiles=2,
         estimated_speedup=1.75,
+        num_promised=12.5,
+        num_kept=9,
+        confidence_trust=0.75,
         seconds_in_step=0.125,
     )
     monkeypatch.setattr(fake_engine, "state", stats)
@@ -84,6 +87,9 @@ def test_metrics_tell_the_engines_own_state_at_the_scrape(http, fake_engine, mon
         "specserve:host_seconds_total": 0.25,
         "specserve:late_compiles_total": 2,
         "specserve:estimated_speedup": 1.75,
+        "specserve:confidence_promised_tokens_total": 12.5,
+        "specserve:confidence_kept_tokens_total": 9,
+        "specserve:confidence_trust": 0.75,
         "specserve:seconds_in_step": 0.125,
         "specserve:unknown_fields_total": 0,
     } | {name: found[name + label] for name in ["specserve:sequence_steps_total"]}
