@@ -13,7 +13,7 @@ from engines import PAGE_SIZE, VOCAB, Ask, Fixed, greedy, make_engine, run, serv
 from mirror import Mirror
 
 from specserve.errors import ConfigError
-from specserve.serve import kv_events
+from specserve.serve import kv_events, replicas
 from specserve.serve.kv_events import Publisher
 from specserve.serve.pages import PagePool
 from specserve.serve.runner import Runner
@@ -274,6 +274,8 @@ def test_what_cannot_be_published_is_said_at_the_start(monkeypatch: pytest.Monke
             kv_events.open_publisher(ServeRun(**{f"kv_events_{name}": "x"}))
     with pytest.raises(ConfigError, match="--no-prefix-cache"):
         kv_events.open_publisher(ServeRun(kv_events_endpoint=ANY, prefix_cache=False))
+    with pytest.raises(ConfigError, match="does not go with --ray"):
+        replicas.check(ServeRun(kv_events_endpoint=ANY, ray=True))
     monkeypatch.setitem(sys.modules, "zmq", None)
     with pytest.raises(ConfigError, match=r"needs zmq .*pip install 'specserve\[scale\]'"):
         kv_events.open_publisher(ServeRun(kv_events_endpoint=ANY))

@@ -24,6 +24,8 @@ sys.modules["specserve.serve.launch"] = types.SimpleNamespace(
     load_models=lambda target, draft, **settings: models,
     make_engine=lambda models, run, on_warmup, leader, watcher: FakeEngine(),
     make_follower=None,
+    find_names=None,
+    read_tokenizer=None,
 )
 from specserve.cli.main import main
 
