@@ -156,8 +156,8 @@ class EngineLike(Protocol):
         ...
 
     def load_draft(self, folder: str, /) -> DraftInfo:
-        """Replace the draft head by the one in a folder, while requests run. Raises ConfigError or CheckpointError;
-        then the old one stays."""
+        """Replace the draft head by one in a folder, while requests run, once its programs are compiled. Raises
+        ConfigError or CheckpointError; then the old one stays."""
         ...
 
     def set_speculation(self, speculation: str, /) -> None:

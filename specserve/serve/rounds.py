@@ -23,7 +23,6 @@ from specserve.errors import RequestError
 from specserve.serve import results
 from specserve.serve.handles import HostResult, StepHandle
 from specserve.serve.interface import ROUND_SIZES, EngineStats
-from specserve.serve.layouts import Layouts
 from specserve.serve.options import sampler_rows, token_rows
 from specserve.serve.output import OutputStream
 from specserve.serve.request import (
@@ -157,15 +156,21 @@ class Rounds:
         self.scheduler.pool.flush()
         self.runner.forget_answers()
 
-    def swap_head(self, layouts: Layouts, prior: Seq[float]) -> None:
-        """Go on with another head, of this acceptance by depth. What the old one wrote is not read by it: running
-        sequences wait for their turn again and are prefilled with what they have said, and cached prefixes are
-        forgotten. Raises what the device raises."""
+    def swap_head(self, runner: Runner, prior: Seq[float]) -> None:
+        """Go on with another head, of this acceptance by depth, by a runner `with_head`. What the old one wrote is not
+        read by it: running sequences wait for their turn again and are prefilled with what they have said, and cached
+        prefixes are forgotten. Raises ConfigError where the device cannot run it, and then goes on with the old one;
+        else what the device raises."""
         while self.flights:
             self._land()
         self.scheduler.preempt_all()
         self.scheduler.pool.flush()
-        self.runner.layouts = layouts
+        runner.take_over(self.runner)
+        self.runner, self._num_missed, self._last_landing = runner, runner.compiled.num_missed, 0.0
+        self.scheduler.set_step(max_step=runner.shapes.max_step, cache_lag=runner.cache_lag)
+        if self.only and self.only[0] not in runner.shapes.trees:
+            logger.warning("the new head has no programs for %s: the server's own choice holds", describe(*self.only))
+            self.only = None
         self._prior = prior
         self.controller.expect(prior)
         for sequence in self.scheduler.waiting:
@@ -433,7 +438,8 @@ class Rounds:
             sequence.last_time = time.monotonic()
             sequence.first_time = sequence.first_time or sequence.last_time
         if reason is not None:
-            delta = dataclasses.replace(delta, stats=_stats(sequence, self.runner.shapes.max_accepted))
+            most = max(self.runner.shapes.max_accepted, len(sequence.acceptance.accepted_per_depth))  # of any head
+            delta = dataclasses.replace(delta, stats=_stats(sequence, most))
             # before its listener hears of it: who has the last token finds the slot and the pages free
             self._end(sequence, reason)
         try:

@@ -1,13 +1,16 @@
 """What a run asks for that cannot be, refused before anything is loaded: by the run and by its dry run alike."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
+from specserve import cluster
 from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.data.sources import parse_entry
 from specserve.drafters.door import Rows, TrainedDrafter
 from specserve.errors import ConfigError
-from specserve.mesh import mesh_sizes
+from specserve.mesh import LOGICAL_TO_MESH, mesh_sizes
 from specserve.models.config import ModelConfig
 from specserve.train.acceptance import arms
 from specserve.train.budget import seconds_of
@@ -27,6 +30,7 @@ def check_settings(run: TrainRun) -> None:
     _check_shares(train, run.mesh)
     _check_patience(run)
     _check_stages(run)
+    _check_ray(run)
     arms(run.eval.speculation, run.eval.temperature)
     Columns.parse(run.data.columns)
     parse_template_kwargs(run.data.template_kwargs)
@@ -81,11 +85,13 @@ def _check_shares(train: TrainSettings, mesh: str) -> None:
     """A mesh shares batches and rows out evenly."""
     sizes = mesh_sizes(mesh)
     for axis, what, size in (
-        ("data", "train.batch_size / train.accumulate", train.batch_size // train.accumulate),
+        ("batch", "train.batch_size / train.accumulate", train.batch_size // train.accumulate),
         ("sequence", "train.seq_len", train.seq_len),
     ):
-        if size % sizes.get(axis, 1):
-            raise ConfigError(f"{what} is {size}, no multiple of --mesh {axis}={sizes[axis]}; change one of them")
+        cuts = {name: sizes[name] for name in LOGICAL_TO_MESH[axis] if sizes.get(name, 1) > 1}
+        if size % math.prod(cuts.values()):
+            given = " x ".join(f"{name}={parts}" for name, parts in cuts.items())
+            raise ConfigError(f"{what} is {size}, no multiple of --mesh {given}; change one of them")
 
 
 def _check_stages(run: TrainRun) -> None:
@@ -94,11 +100,21 @@ def _check_stages(run: TrainRun) -> None:
         seconds_of(run.budget)
     if run.budget and run.features.capture:
         raise ConfigError("--budget measures steps with the target in memory; with --capture give --max-steps")
-    if run.coordinator and (run.budget or run.data.regenerate):
+    if run.is_of_several and (run.budget or run.data.regenerate):
         raise ConfigError(
             "--budget and --regenerate are for one process: have the target answer first (specserve data regenerate), "
             "and give the file as --source, with --max-steps"
         )
+
+
+def _check_ray(run: TrainRun) -> None:
+    """Who starts the processes of the run: Ray, or whoever tells them of a coordinator."""
+    if run.ray and (run.coordinator or run.num_processes > 1 or run.process_id):
+        raise ConfigError(
+            "--ray starts the processes of a run itself: give --num-workers, and no --coordinator, --num-processes or "
+            "--process-id"
+        )
+    cluster.check(run.ray, run.ray_address, run.num_workers)
 
 
 def _check_patience(run: TrainRun) -> None:
