@@ -25,13 +25,7 @@ from specserve.serve.handles import HostResult, StepHandle
 from specserve.serve.interface import ROUND_SIZES, EngineStats
 from specserve.serve.options import sampler_rows, token_rows
 from specserve.serve.output import OutputStream
-from specserve.serve.request import (
-    Delta,
-    FinishReason,
-    Request,
-    SpeculationStats,
-    TokenMask,
-)
+from specserve.serve.request import Delta, FinishReason, Request, SpeculationStats, TokenMask
 from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Chunk, Round, Scheduler, Sequence
 from specserve.speculative.controller import Controller, Estimate

@@ -100,14 +100,17 @@ def _by_transformers(folder: Path, config: MtpConfig, raw: dict[str, Any], text:
     write_tensors(alone / "model.safetensors", own)
     model_type = {"mimo": "qwen2"}.get(raw["model_type"], raw["model_type"])
     changes = {"model_type": model_type, "num_hidden_layers": 1, "first_k_dense_replace": 0, "torch_dtype": "float32"}
-    if model_type == "qwen3_next":
-        changes |= {"full_attention_interval": 1, "layer_types": ["full_attention"]}
+    changes |= {  # what transformers would not take from the same config as we do
+        "qwen3_next": {"full_attention_interval": 1, "layer_types": ["full_attention"]},
+        "deepseek_v3": {"head_dim": raw.get("qk_rope_head_dim")},
+        "glm4_moe": {"partial_rotary_factor": 0.5},
+    }.get(model_type, {})
     write_json(alone / "config.json", {**raw, **changes, "num_nextn_predict_layers": 0, "architectures": None})
     model = AutoModelForCausalLM.from_pretrained(alone, dtype=torch.float32, attn_implementation="eager").eval()
 
     def norm(x: np.ndarray, name: str) -> np.ndarray:
         weight = read[f"{name}.weight"].astype(np.float64) + (model_type == "qwen3_next")
-        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * weight
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + config.layer.norm_eps) * weight
 
     token = norm(read["model.embed_tokens.weight"][text[1:]].astype(np.float64), layout.token_norm)
     state = norm(hidden[:-1].astype(np.float64), layout.hidden_norm)
