@@ -24,6 +24,7 @@ from quick_compile import compile_without_emitters
 
 from specserve import config, processes
 from specserve.checkpoints.load import Target, load_target
+from specserve.checkpoints.source import TargetSource
 from specserve.data.dataset import Prompt
 from specserve.data.documents import Document
 from specserve.data.loader import Loader
@@ -35,11 +36,13 @@ from specserve.speculative.acceptance import Acceptance
 from specserve.train import trainer
 from specserve.train.acceptance import Arm, Measured
 from specserve.train.evaluation import Evaluation, HeldOutEvaluator
+from specserve.train.head import new_drafter
 from specserve.train.optimizer import make_optimizer
 from specserve.train.run_folder import Metrics, RunFolder
 from specserve.train.settings import DraftSettings, EvalSettings, TrainRun, TrainSettings
 from specserve.train.speed import Speed
 from specserve.train.step import make_step, place_rows
+from specserve.train.target_service import open_service
 from specserve.train.trainer import Trainer, TrainingData
 
 JOINING = {"coordinator": "", "num_processes": 1, "process_id": 0}
@@ -120,7 +123,13 @@ def tiny_trainer(
         coverage=0.75,
         head=head,
     )
-    return make_trainer(run, target, data, {"target": "tiny"}, folder, evaluator=evaluator, mesh=mesh)
+    features = None
+    if run.service.target_service:
+        drafter = new_drafter(run.drafter, run.draft, target.config, len(data.target_ids))
+        source = TargetSource(str(target.folder), target.folder)
+        features = open_service(run, source, target.config, drafter, data.loader)
+    notes = {"target": "tiny"}
+    return make_trainer(run, target, data, notes, folder, evaluator=evaluator, features=features, mesh=mesh)
 
 
 def tiny_evaluator(of: Trainer, mesh: Mesh | None) -> HeldOutEvaluator:

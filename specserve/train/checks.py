@@ -11,7 +11,7 @@ from specserve.mesh import mesh_sizes
 from specserve.models.config import ModelConfig
 from specserve.train.acceptance import arms
 from specserve.train.budget import seconds_of
-from specserve.train.settings import DraftSettings, TrainRun, TrainSettings
+from specserve.train.settings import DraftSettings, ServiceSettings, TrainRun, TrainSettings
 from specserve.train.step import rollout_of
 
 
@@ -92,8 +92,23 @@ def _check_stages(run: TrainRun) -> None:
     """What only one process can do, or only with the target in memory."""
     if run.budget:
         seconds_of(run.budget)
-    if run.budget and run.features.capture:
-        raise ConfigError("--budget measures steps with the target in memory; with --capture give --max-steps")
+    service = run.service
+    if run.budget and not run.has_layers:
+        name = "--capture" if run.features.capture else "--target-service"
+        raise ConfigError(f"--budget measures steps with the target in memory; with {name} give --max-steps")
+    if service.target_service and run.features.capture:
+        raise ConfigError("--capture and --target-service both give the target's states; leave one of them out")
+    if not service.target_service and service != ServiceSettings():
+        raise ConfigError(
+            "--target-mesh, --target-ahead and --target-transport are for a target in processes of its own; give "
+            "--target-service N, or leave them out"
+        )
+    mesh_sizes(service.target_mesh)
+    if service.target_service and run.coordinator and not run.ray_address:
+        raise ConfigError(
+            "--target-service in a run of several processes needs the cluster that all of them reach: give "
+            "--ray-address HOST:PORT, or auto"
+        )
     if run.coordinator and (run.budget or run.data.regenerate):
         raise ConfigError(
             "--budget and --regenerate are for one process: have the target answer first (specserve data regenerate), "
@@ -108,6 +123,7 @@ def _check_patience(run: TrainRun) -> None:
             (not run.train.eval_every, "--eval-every above 0"),
             (not run.data.eval_prompts, "--eval-prompts above 0"),
             (bool(run.features.capture), "no --capture"),
+            (bool(run.service.target_service), "no --target-service"),
         )
         if is_so
     ]

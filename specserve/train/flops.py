@@ -42,11 +42,12 @@ def step_flops(
     seq: int,
     platform: str,  # on which it runs
     is_captured: bool = False,  # what the target has to say is read from a cache
+    has_layers: bool = True,  # its layers run in this step
     teacher: TeacherName = "soft",
 ) -> StepFlops:
     """Count the operations of a step over `batch` rows of `seq` positions."""
     positions = batch * seq
-    forward = Flops(0, 0) if is_captured else target_flops(target, seq, positions, platform) * positions
+    forward = target_flops(target, seq, positions, platform) * positions if has_layers else Flops(0, 0)
     has_logits = not is_captured and teacher != "data"
     costs = draft.costs(rollout, seq)
     return StepFlops(forward, costs.flops * positions, _loss(target, draft, rollout, costs, has_logits) * positions)

@@ -117,6 +117,7 @@ def make_plan(run: TrainRun) -> Plan:
     is_captured = bool(run.features.capture)
     shared = ("embedding", "head") if drafter.costs(rollout, run.train.seq_len).shares_output else ("embedding",)
     left = shared if is_captured else tuple(field.name for field in dataclasses.fields(spec))
+    left = left if run.has_layers or is_captured else tuple(name for name in left if name != "layers")
     state, host_bytes = _state(run, drafter, mesh)
     activations = _Activations(run, target, drafter, mesh)
     return Plan(
@@ -139,6 +140,7 @@ def make_plan(run: TrainRun) -> Plan:
             seq=run.train.seq_len,
             platform=BACKEND,
             is_captured=is_captured,
+            has_layers=run.has_layers,
             teacher=run.train.teacher,
         ),
     )
@@ -208,7 +210,7 @@ def _weights(run: TrainRun, config: ModelConfig, spec: TargetParams, mesh: Mesh,
         if is_quantized:  # a float32 scale for each output, if not by block
             total += 4 * math.prod(shape) // shape[-2]
     what = f"{config.dtype}" if run.quantization == "none" else f"{run.quantization} matrices, the rest {config.dtype}"
-    return Part("target's weights", total, f"the {' and '.join(left)} alone, {what}" if run.features.capture else what)
+    return Part("target's weights", total, f"the {' and '.join(left)} alone, {what}" if not run.has_layers else what)
 
 
 def _state(run: TrainRun, drafter: TrainedDrafter, mesh: Mesh) -> tuple[tuple[Part, ...], int]:
@@ -265,11 +267,17 @@ class _Activations:
         train = self.run.train
         again = "computed again backward" if train.remat else "all kept"
         return (
-            Part("target's features", self.features(), "captured" if self.run.features.capture else "taps, last state"),
+            Part("target's features", self.features(), self.source()),
             Part("rollout", self.kept(train.remat), f"{self.drafter.num_steps(train.rollout)} steps, {again}"),
             Part("loss", self.chunk(), "logits of a chunk of positions"),
             Part("workspace", max(self.target_layer(), self.draft_layer()), "of one layer"),
         )
+
+    def source(self) -> str:
+        """Where the target's states come from, in words."""
+        if self.run.features.capture:
+            return "captured"
+        return "taps, last state, sent" if self.run.service.target_service else "taps, last state"
 
     def features(self) -> int:
         """The bytes of the taps in the target's dtype and in the head's, and of the last hidden state, which is there
@@ -302,7 +310,7 @@ class _Activations:
 
     def target_layer(self) -> int:
         """The bytes of the inputs and results of the target's widest layer."""
-        if self.run.features.capture:
+        if not self.run.has_layers:
             return 0
         config = self.target
         experts = config.experts

@@ -29,6 +29,7 @@ from specserve.train.run_folder import RunFolder
 from specserve.train.settings import TrainRun
 from specserve.train.speed import make_stopwatch
 from specserve.train.step import place_rows
+from specserve.train.target_service import open_service
 from specserve.train.trainer import Trainer, TrainingData
 
 logger = logging.getLogger(__name__)
@@ -53,7 +54,7 @@ def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) ->
         quantization=run.quantization,
         mesh=mesh,
         is_checked=run.check_weights,
-        has_layers=not run.features.capture,
+        has_layers=run.has_layers,
     )
     tokenizer = Tokenizer.load(source.folder, parse_template_kwargs(run.data.template_kwargs))
     loaded, prompts = load_data(run, tokenizer, source.folder, target.config.vocab_size, mixture)
@@ -80,8 +81,11 @@ def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) ->
         digest = data.loader.state()["rows_digest"]
         features = capture.open_features(run, source.folder, drafter, target.config, rows, digest, target_ids)
         capture.capture(features, source.folder, run, rows, target_ids, mesh)
+    elif run.service.target_service:
+        features = open_service(run, source, target.config, drafter, data.loader)
+    if features:
         logger.warning(
-            "training from captured states, without the target: tau is not measured; afterwards run specserve eval "
+            "training from states, without the target's layers: tau is not measured; afterwards run specserve eval "
             f"--target {run.target} --draft {run.output}"
         )
     elif prompts:

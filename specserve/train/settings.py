@@ -106,6 +106,20 @@ class CaptureSettings:
 
 
 @dataclass(frozen=True, config=RULES)
+class ServiceSettings:
+    """Whether the target runs in processes of its own, which send training what it needs of the target."""
+
+    target_service: int = setting(
+        0, help="processes on Ray that run the target over the rows; 0: the training step runs it", ge=0
+    )
+    target_mesh: str = setting("", help="devices of each of them by axis, such as tensor=8; empty: one device")
+    target_ahead: int = setting(0, help="batches that may be computed ahead; 0: two for each of them", ge=0)
+    target_transport: Literal["exact", "int8", "fp8"] = setting(
+        "exact", help="how states are sent: as they are, or in 8 bits with a scale for each token's"
+    )
+
+
+@dataclass(frozen=True, config=RULES)
 class TrainRun:
     """The settings of `specserve train`."""
 
@@ -131,6 +145,9 @@ class TrainRun:
     )
     num_processes: int = setting(1, help="processes of the run, with a coordinator's address", ge=1)
     process_id: int = setting(0, help="which of them this is", ge=0)
+    ray_address: str = setting(
+        "", help="host:port of the cluster; auto: the one on this machine; empty: one of its own, on this machine alone"
+    )
     check_weights: bool = setting(False, help="refuse a target with weights that are not numbers (reads them all)")
     init_from: str = setting("", help="folder or hub id of a head to go on from; empty: a new head")
     output: str = setting("ckpt", help="folder for the head, its state and its metrics", rank=4)
@@ -143,3 +160,9 @@ class TrainRun:
     train: TrainSettings = Field(default_factory=TrainSettings)
     eval: EvalSettings = Field(default_factory=EvalSettings)
     features: CaptureSettings = Field(default_factory=CaptureSettings)
+    service: ServiceSettings = Field(default_factory=ServiceSettings)
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether the training step runs the target's layers, or takes their states from elsewhere."""
+        return not (self.features.capture or self.service.target_service)
