@@ -6,6 +6,7 @@ import importlib
 import logging
 import os
 import socket
+import warnings
 from dataclasses import dataclass
 from importlib import metadata
 from typing import Any
@@ -41,7 +42,9 @@ def connect(address: str = "") -> Any:
     if ray.is_initialized():
         return ray
     try:
-        ray.init(address=address or "local", log_to_driver=True, include_dashboard=None if address else False)
+        with warnings.catch_warnings():  # JAX warns of every fork; these children begin another program at once
+            warnings.filterwarnings("ignore", message="os.fork", category=RuntimeWarning)
+            ray.init(address=address or "local", log_to_driver=True, include_dashboard=None if address else False)
     except (ConnectionError, OSError, RuntimeError, TimeoutError, ValueError) as error:
         raise ConfigError(
             f"ray address {address!r} cannot be reached ({str(error).splitlines()[0]}): is `ray start --head` running "

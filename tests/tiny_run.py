@@ -36,6 +36,7 @@ from specserve.speculative.acceptance import Acceptance
 from specserve.train import trainer
 from specserve.train.acceptance import Arm, Measured
 from specserve.train.evaluation import Evaluation, HeldOutEvaluator
+from specserve.train.features import FeatureSource
 from specserve.train.head import new_drafter
 from specserve.train.optimizer import make_optimizer
 from specserve.train.run_folder import Metrics, RunFolder
@@ -108,6 +109,7 @@ def tiny_trainer(
     evaluator: Any = None,
     mesh: Mesh | None = None,
     head: Head | None = None,  # to go on from
+    features: FeatureSource | None = None,  # in place of the target's layers
     **changes: Any,  # settings of the run or of the training
 ) -> Trainer:
     """A run over random text of few tokens, so that there is something to learn: which tokens never come."""
@@ -123,7 +125,6 @@ def tiny_trainer(
         coverage=0.75,
         head=head,
     )
-    features = None
     if run.service.target_service:
         drafter = new_drafter(run.drafter, run.draft, target.config, len(data.target_ids))
         source = TargetSource(str(target.folder), target.folder)
