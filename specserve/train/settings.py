@@ -145,9 +145,6 @@ class TrainRun:
     )
     num_processes: int = setting(1, help="processes of the run, with a coordinator's address", ge=1)
     process_id: int = setting(0, help="which of them this is", ge=0)
-    ray_address: str = setting(
-        "", help="host:port of the cluster; auto: the one on this machine; empty: one of its own, on this machine alone"
-    )
     check_weights: bool = setting(False, help="refuse a target with weights that are not numbers (reads them all)")
     init_from: str = setting("", help="folder or hub id of a head to go on from; empty: a new head")
     output: str = setting("ckpt", help="folder for the head, its state and its metrics", rank=4)
