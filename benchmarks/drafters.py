@@ -1,7 +1,9 @@
 """Kinds of drafters beside each other: the same data, seeds and training time, measured by the code that serves.
 
 Each head is trained by `specserve train` in a process of its own, one after the other, and measured by `specserve eval`
-on the same prompts, plain decoding taking turns with it. What is in the output folder already is not done again.
+on the same prompts, plain decoding taking turns with it. Equal time is so many steps as fit into it at the pace that a
+few steps of each kind have while nothing else runs; so only `--only paces`, which takes a minute or two a kind, needs a
+quiet machine, and heads may be trained over several days. What is in the output folder already is not done again.
 """
 
 import argparse
@@ -14,12 +16,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import yaml
 from environments import run, say
 from side_by_side import BenchmarkError
 
 KINDS = ("eagle3", "p-eagle", "mtp", "dflash", "dspark", "dflash2")
 CHAIN, TREE = "chain:5", "tree:5x3x15"
-METRICS, NOTES = "metrics.jsonl", "specserve.json"
+METRICS, NOTES, SETTINGS = "metrics.jsonl", "specserve.json", "run.yaml"
+PACE_STEPS = 12
 
 
 @dataclass(frozen=True)
@@ -37,7 +41,8 @@ class Row:
 
     kind: str
     parameters: int  # of the head's own tensors
-    tokens_per_second: float  # of training, loss-bearing
+    steps: int  # of training
+    tokens_per_second: float  # of training, loss-bearing, while the pace was taken
     draft_ms: float  # of the chain's step, one sequence
     taus: Mapping[tuple[str, float], tuple[float, float, float]]  # by speculation and temperature: mean, least, most
     gains: Mapping[int, float]  # of `auto`, greedy, by clients
@@ -46,11 +51,14 @@ class Row:
 def main() -> int:
     options = parse()
     try:
-        arms = train_all(options)
+        steps = {kind: steps_in(options, kind) for kind in options.kinds}
+        if options.only == "paces":
+            return 0
+        arms = train_all(options, steps)
         rows = []
         for kind in options.kinds:
             own = [arm for arm in arms if arm.kind == kind]
-            rows.append(row_of(kind, own, [report for arm in own for report in measure(options, arm)]))
+            rows.append(row_of(kind, steps[kind], own, [report for arm in own for report in measure(options, arm)]))
     except BenchmarkError as error:
         say(f"error: {error}")
         return 2
@@ -63,7 +71,8 @@ def parse() -> argparse.Namespace:
     add = parser.add_argument
     listed = {"type": lambda text: text.split(","), "metavar": "A,B"}
     add("--kinds", default=list(KINDS), help=f"kinds to compare ({','.join(KINDS)})", **listed)
-    add("--minutes", type=float, default=30.0, help="training of each head, its evaluation included (%(default)s)")
+    add("--minutes", type=float, default=30.0, help="training of each head (%(default)s)")
+    add("--only", choices=["paces"], help="measure what needs a quiet machine, and end")
     add("--seeds", type=int, default=3, help="heads of each kind (%(default)s)")
     add("--bench", default="pydoc", help="as `specserve eval` takes it (%(default)s)")
     add("--limit", type=int, default=24, help="questions (%(default)s)")
@@ -74,19 +83,37 @@ def parse() -> argparse.Namespace:
     return parser.parse_args()
 
 
-def train_all(options: argparse.Namespace) -> list[Arm]:
-    """Train what is not there yet, seed by seed, so that kinds share whatever the machine does meanwhile."""
+def train(options: argparse.Namespace, kind: str, folder: Path, **flags: int) -> None:
+    """Train a head by a number of steps, measured once, after the last."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "specserve.cli.main", "train", "--drafter", kind, "--output", str(folder)]
+    for name, value in {"max_minutes": 0, "eval_every": 0, **flags}.items():
+        command += [f"--{name.replace('_', '-')}", str(value)]
+    run([*command, *options.train], folder.with_suffix(".log"), f"training {kind}")
+
+
+def steps_in(options: argparse.Namespace, kind: str) -> int:
+    """How many steps of training fit into the minutes, by the pace of the steps of a short run."""
+    folder = options.output / f"{kind}-pace"
+    if not (folder / NOTES).is_file():
+        say(f"taking the pace of {kind}: nothing else should run")
+        train(options, kind, folder, max_steps=PACE_STEPS, log_every=1)
+    settings = yaml.safe_load((folder / SETTINGS).read_text())["train"]
+    pace = median_of(folder, "positions_per_second") / (settings["batch_size"] * settings["seq_len"])
+    say(f"{kind}: {1 / pace:.2f} s a step, {round(options.minutes * 60 * pace)} steps in {options.minutes:g} minutes")
+    return max(1, round(options.minutes * 60 * pace))
+
+
+def train_all(options: argparse.Namespace, steps: Mapping[str, int]) -> list[Arm]:
+    """Train what is not there yet, seed by seed."""
     arms = [
         Arm(kind, seed, options.output / f"{kind}-{seed}") for seed in range(options.seeds) for kind in options.kinds
     ]
     for arm in arms:
         if (arm.folder / NOTES).is_file():
             continue
-        say(f"training {arm.kind}, seed {arm.seed}, for {options.minutes:g} minutes")
-        arm.folder.parent.mkdir(parents=True, exist_ok=True)
-        command = [sys.executable, "-m", "specserve.cli.main", "train", "--drafter", arm.kind, "--seed", str(arm.seed)]
-        command += ["--max-minutes", str(options.minutes), "--output", str(arm.folder), *options.train]
-        run(command, arm.folder.with_suffix(".log"), f"training {arm.kind}")
+        say(f"training {arm.kind}, seed {arm.seed}: {steps[arm.kind]} steps")
+        train(options, arm.kind, arm.folder, max_steps=steps[arm.kind], seed=arm.seed)
     return arms
 
 
@@ -109,7 +136,7 @@ def measure(options: argparse.Namespace, arm: Arm) -> list[dict[str, Any]]:
     return found
 
 
-def row_of(kind: str, arms: Sequence[Arm], found: Sequence[Mapping[str, Any]]) -> Row:
+def row_of(kind: str, steps: int, arms: Sequence[Arm], found: Sequence[Mapping[str, Any]]) -> Row:
     """The figures of one kind, from what was found of its heads."""
     taus: dict[tuple[str, float], list[float]] = {}
     gains: dict[int, float] = {}
@@ -122,7 +149,8 @@ def row_of(kind: str, arms: Sequence[Arm], found: Sequence[Mapping[str, Any]]) -
     return Row(
         kind,
         num_parameters(arms[0].folder),
-        statistics.mean(training_pace(arm.folder) for arm in arms),
+        steps,
+        median_of(arms[0].folder.with_name(f"{kind}-pace"), "tokens_per_second"),
         statistics.mean(drafts) if drafts else float("nan"),
         {way: (statistics.mean(each), min(each), max(each)) for way, each in taus.items()},
         gains,
@@ -137,22 +165,23 @@ def num_parameters(folder: Path) -> int:
     return sum(math.prod(entry["shape"]) for entry in tensors if "F" in entry["dtype"])
 
 
-def training_pace(folder: Path) -> float:
-    """Loss-bearing tokens per second, the median over what the run logged."""
+def median_of(folder: Path, name: str) -> float:
+    """The median over what a training run logged of its speed."""
     rows = [json.loads(line) for line in (folder / METRICS).read_text().splitlines()]
-    return statistics.median([row["tokens_per_second"] for row in rows if row.get("tokens_per_second")])
+    return statistics.median([row[name] for row in rows if row.get(name)])
 
 
 def table(rows: Sequence[Row], clients: Sequence[int]) -> str:
     """The rows as a Markdown table."""
     ways = [(CHAIN, 0.0), (CHAIN, 1.0), (TREE, 0.0), (TREE, 1.0)]
-    titles = ["drafter", "parameters", "tokens/s of training", "ms of a draft"]
+    titles = ["drafter", "parameters", "steps", "tokens/s of training", "ms of a draft"]
     titles += [f"tau {way}, T={temperature:g}" for way, temperature in ways]
     titles += [f"gain of auto, {number} at once" for number in clients]
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     for row in rows:
         taus = [row.taus.get(way) for way in ways]
-        cells = [row.kind, f"{row.parameters / 1e6:.1f}M", f"{row.tokens_per_second:,.0f}", f"{row.draft_ms:.1f}"]
+        cells = [row.kind, f"{row.parameters / 1e6:.1f}M", str(row.steps), f"{row.tokens_per_second:,.0f}"]
+        cells += [f"{row.draft_ms:.1f}"]
         cells += ["-" if tau is None else f"{tau[0]:.2f} ({tau[1]:.2f}-{tau[2]:.2f})" for tau in taus]
         cells += [f"{row.gains[number]:.2f}x" if number in row.gains else "-" for number in clients]
         lines.append("| " + " | ".join(cells) + " |")

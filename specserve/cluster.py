@@ -10,7 +10,7 @@ from packaging.version import Version
 
 from specserve.errors import ConfigError
 
-OLDEST, BEYOND = Version("2.55"), Version("3")  # of Ray; the request-router API and JaxTrainer on CPUs are of 2.5x
+OLDEST, BEYOND = Version("2.60"), Version("3")  # of Ray; what `serve` and `train` ask of it is of 2.60
 JOIN_SECONDS = 20  # to reach a cluster that is there
 
 

@@ -79,6 +79,31 @@ def objects() -> Iterator[tuple[str, dict[str, Any]]]:
                     )
             else:
                 yield file.name, each
+    cluster = yaml.safe_load((DEPLOY / "rayservice.yaml").read_text())["spec"]["rayClusterConfig"]
+    for number, group in enumerate((cluster["headGroupSpec"], *cluster["workerGroupSpecs"])):
+        pod = {"apiVersion": "v1", "kind": "Pod", "metadata": {"name": f"group-{number}"}} | group["template"]
+        yield "rayservice.yaml", pod
+
+
+def test_a_ray_service_is_what_the_command_above_it_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """Its pods have what Ray is to give each replica, as many as there may be, and open the port that it listens on."""
+    text = (DEPLOY / "rayservice.yaml").read_text()
+    [service] = yaml.safe_load_all(text)
+    spec = service["spec"]
+    said = re.search(r"^#   specserve (.*\n(?:#   .*\n)*)", text, re.M)
+    assert said is not None
+    command, _, rest = find(shlex.split(said[1].replace("#", "")))
+    command.main(rest, standalone_mode=False)
+    assert spec["serveConfigV2"] == capsys.readouterr().out
+    served = yaml.safe_load(spec["serveConfigV2"])
+    run = ServeRun(**served["applications"][0]["args"])
+    [group] = spec["rayClusterConfig"]["workerGroupSpecs"]
+    [container] = group["template"]["spec"]["containers"]
+    limits = container["resources"]["limits"]
+    assert f"cpu={limits['cpu']},gpu={limits['nvidia.com/gpu']}" == run.replica_resources
+    assert (group["minReplicas"], group["maxReplicas"]) == (run.min_replicas, run.max_replicas)
+    assert container["ports"] == [{"name": "serve", "containerPort": served["http_options"]["port"]}]
+    assert served["http_options"]["host"] == "0.0.0.0"
 
 
 def _pod(each: dict[str, Any]) -> dict[str, Any] | None:
@@ -108,6 +133,8 @@ def commands() -> Iterator[tuple[str, list[str]]]:
     """What every container and every node runs, as words, with the variables that it finds there."""
     for name, each in objects():
         for container in (_pod(each) or {}).get("containers", ()):
+            if name == "rayservice.yaml":  # of which KubeRay writes the commands
+                continue
             words = [*container["command"], *container.get("args", ())]
             yield name, _words(words[2], name) if words[:2] == ["sh", "-c"] else words
     yield "skypilot", _words(yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())["run"], "skypilot")

@@ -21,7 +21,7 @@ FLOORS = {
     "cli": 7,
 }
 FLAT = {"cluster", "errors", "host", "hub", "log", "pytree", "config", "mesh", "processes", "provenance", "__init__"}
-FLAT |= {"chat_template", "tokenizer"}
+FLAT |= {"chat_template", "devices", "tokenizer"}
 MAY_JIT = (
     "serve/calls.py",
     "serve/stablehlo_run.py",  # copied beside exported programs, which it runs

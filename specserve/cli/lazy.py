@@ -36,7 +36,8 @@ class Lazy:
 
 class LazyGroup(TyperGroup):
     """A group of commands that a subclass names in `lazy`. They are listed by name and help alone; a command is
-    imported when it is called or its own help is asked for."""
+    imported when it is called or its own help is asked for. A name may have two words, the first of which is a command
+    too."""
 
     lazy: ClassVar[Mapping[str, Lazy]] = {}
 
@@ -45,6 +46,8 @@ class LazyGroup(TyperGroup):
         super().__init__(commands={**listed, **(commands or {})}, **attrs)
 
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        if (both := " ".join(args[:2])) in self.lazy and len(args) > 1:
+            args = [both, *args[2:]]
         name, command, rest = super().resolve_command(ctx, args)
         return name, self.lazy[name].load(name) if name and name in self.lazy else command, rest
 

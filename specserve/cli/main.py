@@ -12,7 +12,7 @@ from specserve.errors import SpecServeError
 
 
 class Root(LazyGroup):
-    """The commands of `specserve` itself; `bench` and `data` are groups of their own."""
+    """The commands of `specserve` itself; `bench`, `plan` and `data` are groups of their own."""
 
     lazy: ClassVar[Mapping[str, Lazy]] = {
         "quickstart": Lazy(
@@ -32,6 +32,11 @@ class Root(LazyGroup):
         "serve": Lazy(
             "specserve.cli.serve:serve",
             "Serve a target with a draft head over HTTP. Without arguments: the bundled target with the bundled head.",
+            "specserve.serve.settings:ServeRun",
+        ),
+        "serve config": Lazy(
+            "specserve.cli.serve:config",
+            "Print the YAML by which Ray Serve runs the same as `serve --ray` does: for `serve deploy` or KubeRay.",
             "specserve.serve.settings:ServeRun",
         ),
         "chat": Lazy(
@@ -116,6 +121,22 @@ class Bench(LazyGroup):
     }
 
 
+class Plan(LazyGroup):
+    """The commands of `specserve plan`."""
+
+    lazy: ClassVar[Mapping[str, Lazy]] = {
+        "serve": Lazy(
+            "specserve.cli.plan:serve",
+            "Say what a load takes on given devices: replicas, memory, tokens per second, the tau that pays.",
+            "specserve.eval.settings:PlanServeRun",
+        ),
+        "devices": Lazy(
+            "specserve.cli.plan:devices",
+            "List the devices that plans know: memory, bandwidth, operations, links, and where figures are from.",
+        ),
+    }
+
+
 class Data(LazyGroup):
     """The commands of `specserve data`."""
 
@@ -149,6 +170,7 @@ app = typer.Typer(
     context_settings={"help_option_names": ["-h", "--help"]},
 )
 app.add_typer(typer.Typer(cls=Bench, help="Measurements of speed.", no_args_is_help=True), name="bench")
+app.add_typer(typer.Typer(cls=Plan, help="Fleets of servers on paper.", no_args_is_help=True), name="plan")
 app.add_typer(typer.Typer(cls=Data, help="Training data.", no_args_is_help=True), name="data")
 
 

@@ -10,9 +10,10 @@ from rich.syntax import Syntax
 from rich.table import Table
 
 from specserve import config
+from specserve.devices import DEVICES
 from specserve.train.flops import Flops
 from specserve.train.outline import SHARE_OF_PEAK, Outline, answer_tokens, outline
-from specserve.train.plan import DEVICES, Plan, make_plan
+from specserve.train.plan import Plan, make_plan
 from specserve.train.settings import TrainRun
 
 
@@ -36,7 +37,7 @@ def show_outline(run: TrainRun, console: Console) -> None:
 
 def _outline(found: Outline) -> Table:
     plan, run, reached = found.plan, found.plan.run, found.expected
-    table = _table("The plan", "", "")
+    table = make_table("The plan", "", "")
     on = f"on {plan.num_devices} x {found.device.name}"
     if not found.is_found:
         table.caption = f"times are for a {found.device.name}: the device here is not in the table of known ones"
@@ -54,9 +55,9 @@ def _outline(found: Outline) -> Table:
     table.add_row("training", f"{steps} of {plan.positions:,} positions; about {_hours(found.train_hours)} {on}")
     if run.budget:
         table.add_row("budget", f"{escape(run.budget)}: answers and steps are scaled to it once each was measured")
-    room = "" if not found.is_found else f" of {_bytes(found.device.memory)}"
-    table.add_row("memory", f"{_bytes(plan.device_bytes)}{room} on each device")
-    table.add_row("disk", ", ".join(f"{_bytes(size)} for {name}" for name, size in found.disk))
+    room = "" if not found.is_found else f" of {in_bytes(found.device.memory)}"
+    table.add_row("memory", f"{in_bytes(plan.device_bytes)}{room} on each device")
+    table.add_row("disk", ", ".join(f"{in_bytes(size)} for {name}" for name, size in found.disk))
     is_same = reached.target == run.target
     whose = "" if is_same else f" for {reached.target}, the nearest in size that is known"
     how = escape(f"{reached.bench}, {reached.how}; {reached.source}")
@@ -73,7 +74,7 @@ def _hours(hours: float) -> str:
 def _sizes(plan: Plan) -> Table:
     target, drafter, size = plan.target, plan.drafter, plan.target_size
     active = f", {size.active:,} active" if size.active < size.total else ""
-    table = _table("Models", "", "parameters", "")
+    table = make_table("Models", "", "parameters", "")
     shape = f"{target.family}, {target.num_layers} layers of {target.d_model}, vocabulary {target.vocab_size:,}{active}"
     table.add_row("target", f"{size.total:,}", f"{shape}; from {escape(plan.config_from)}")
     taps = ", ".join(map(str, drafter.aux_layers))
@@ -85,16 +86,18 @@ def _sizes(plan: Plan) -> Table:
 
 def _memory(plan: Plan) -> Table:
     mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "one device"
-    table = _table(f"Memory of each device ({mesh})", "", "bytes", "", footers=("sum", _bytes(plan.device_bytes), ""))
+    table = make_table(
+        f"Memory of each device ({mesh})", "", "bytes", "", footers=("sum", in_bytes(plan.device_bytes), "")
+    )
     for part in plan.memory:
-        table.add_row(part.name, _bytes(part.num_bytes), part.what)
+        table.add_row(part.name, in_bytes(part.num_bytes), part.what)
     notes = []
     if plan.host_bytes:
-        notes.append(f"and {_bytes(plan.host_bytes)} of moments in the host's memory")
+        notes.append(f"and {in_bytes(plan.host_bytes)} of moments in the host's memory")
     if plan.run.train.remat:
-        notes.append(f"train.remat=false would need {_bytes(plan.without_remat)} more")
+        notes.append(f"train.remat=false would need {in_bytes(plan.without_remat)} more")
     else:
-        notes.append(f"train.remat=true would need {_bytes(plan.without_remat)} less")
+        notes.append(f"train.remat=true would need {in_bytes(plan.without_remat)} less")
     if plan.run.features.capture:
         kept, plain = plan.captured_bytes
         notes.append(
@@ -106,7 +109,7 @@ def _memory(plan: Plan) -> Table:
 
 def _operations(plan: Plan) -> Table:
     flops = plan.flops
-    table = _table("Operations of a step", "", "useful", "executed", "", footers=("sum", *_flops(flops.total), ""))
+    table = make_table("Operations of a step", "", "useful", "executed", "", footers=("sum", *_flops(flops.total), ""))
     rows = (
         (flops.target, "target", "forward" if flops.target.useful else "none: runs elsewhere"),
         (flops.rollout, "rollout", "the head's layers, forward and backward"),
@@ -120,22 +123,22 @@ def _operations(plan: Plan) -> Table:
 
 
 def _devices(plan: Plan) -> Table:
-    table = _table(
+    table = make_table(
         f"On {plan.num_devices} of", "", "memory", "", "positions/s at peak", f"at {SHARE_OF_PEAK:.0%}", "the run"
     )
     for device in DEVICES:
         room = device.memory - plan.device_bytes
-        fits = f"[green]{_bytes(room)} left[/]" if room >= 0 else f"[red]{_bytes(-room)} too few[/]"
+        fits = f"[green]{in_bytes(room)} left[/]" if room >= 0 else f"[red]{in_bytes(-room)} too few[/]"
         rate = plan.positions_per_second(device.peak)
         steps = plan.run.train.max_steps
         hours = f"{steps * plan.positions / (rate * SHARE_OF_PEAK) / 3600:,.1f} h" if steps else ""
-        table.add_row(device.name, _bytes(device.memory), fits, f"{rate:,.0f}", f"{rate * SHARE_OF_PEAK:,.0f}", hours)
+        table.add_row(device.name, in_bytes(device.memory), fits, f"{rate:,.0f}", f"{rate * SHARE_OF_PEAK:,.0f}", hours)
     if plan.run.train.max_steps:
         table.caption = f"the run: {plan.run.train.max_steps:,} steps at {SHARE_OF_PEAK:.0%}, without measurements"
     return table
 
 
-def _table(title: str, *columns: str, footers: Sequence[str] = ()) -> Table:
+def make_table(title: str, *columns: str, footers: Sequence[str] = ()) -> Table:
     """Make an empty table. The first column and what has no heading are words, to the left; numbers stand to the
     right."""
     table = Table(title=title, title_justify="left", title_style="bold", caption_justify="left", box=box.SIMPLE_HEAD)
@@ -156,5 +159,6 @@ def _count(number: float) -> str:
     return f"{number / 1000**power:,.3g} {' KMGTP'[power]}".rstrip()
 
 
-def _bytes(number: float) -> str:
+def in_bytes(number: float) -> str:
+    """Write a number of bytes in MB or GB."""
     return f"{number / 1e9:,.2f} GB" if number >= 1e9 else f"{number / 1e6:,.1f} MB"

@@ -15,7 +15,7 @@ from specserve.cli.options import report_error, show_error
 from specserve.cli.progress import console, warmup_bar
 from specserve.mesh import SERVING_AXES, parse_mesh
 from specserve.processes import ProcessError
-from specserve.serve import ranks
+from specserve.serve import ranks, replicas
 from specserve.serve.http.app import create_app
 from specserve.serve.http.keys import read_api_keys
 from specserve.serve.http.server import HttpServer, bind_listener, check_tls
@@ -29,7 +29,11 @@ LOST_SECONDS = 2.0  # in which clients read that the engine has ended, and probe
 
 def serve(run: ServeRun) -> None:
     """Load the models, compile their programs, and serve until SIGTERM or Ctrl-C; in this process, or as one of several
-    that run this command, of which the first one serves and the others do as it says."""
+    that run this command, of which the first one serves and the others do as it says; or as replicas on Ray Serve."""
+    if run.ray:
+        _serve_replicas(run)
+        return
+    replicas.check_none(run)
     processes.join(run.coordinator, run.num_processes, run.process_id)
     if not run.coordinator:
         _serve(run, None)
@@ -46,6 +50,22 @@ def serve(run: ServeRun) -> None:
     except Exception as error:
         report_error(error)
         os._exit(2)  # an orderly end would wait for the other processes, and they for this one
+
+
+def config(run: ServeRun) -> None:
+    """Print what Ray Serve needs to know of this deployment."""
+    print(replicas.to_yaml(run), end="")
+
+
+def _serve_replicas(run: ServeRun) -> None:
+    """Deploy replicas and serve until SIGTERM or Ctrl-C."""
+    with replicas.Deployment(run, console.print) as served:
+        if not served.is_stopped.is_set():
+            number = f"{run.min_replicas or 1} to {run.max_replicas}" if run.max_replicas else run.replicas
+            scheme = "https" if run.ssl_certfile else "http"
+            console.print(f"{number} replicas on [bold]{scheme}://{run.host}:{run.port}/v1[/]. Ctrl-C stops")
+        served.is_stopped.wait()
+        console.print(f"stopping: running replies may end for {run.drain_seconds:g} s")
 
 
 def _leave(error: ProcessError) -> None:

@@ -80,13 +80,8 @@ def load_models(
 ) -> Models:
     """Find and load target and head; the head's notes know its target. Raises ConfigError or CheckpointError."""
     is_carried = draft == CARRIED
-    folder = None if is_carried else _head_folder(target, draft)
-    name = target
+    name, folder = find_names(target, draft)
     notes = read_notes(folder) if folder else {}
-    if not name:
-        if folder and "target" not in notes:
-            raise ConfigError(f"{folder} does not say which target it was trained for; give it with --target")
-        name = str(notes.get("target", BUNDLED))
     source = resolve_target(name)
     if has_tokenizer:
         check_files(source.folder)
@@ -125,6 +120,25 @@ def load_models(
         mesh,
         DraftInfo(draft if is_carried else folder.name, notes.get("acceptance", {}).get("tau")) if folder else None,
     )
+
+
+def find_names(target: str, draft: str) -> tuple[str, Path | None]:
+    """The target that is meant, as `resolve_target` takes it, and the folder of the head; None where there is none, or
+    the target carries it. Raises ConfigError or CheckpointError."""
+    folder = None if draft == CARRIED else _head_folder(target, draft)
+    if target or not folder:
+        return target or BUNDLED, folder
+    notes = read_notes(folder)
+    if "target" not in notes:
+        raise ConfigError(f"{folder} does not say which target it was trained for; give it with --target")
+    return str(notes["target"]), folder
+
+
+def read_tokenizer(target: str, draft: str) -> Tokenizer:
+    """The tokenizer alone of what `load_models` would load. Raises ConfigError or CheckpointError."""
+    folder = resolve_target(find_names(target, draft)[0], needs_weights=False).folder
+    check_files(folder)
+    return Tokenizer.load(folder)
 
 
 def _head_folder(target: str, draft: str) -> Path | None:

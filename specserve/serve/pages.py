@@ -8,9 +8,12 @@ page only under the caller's own. So nothing below an idle page is held. `releas
 its first, so children become idle before their parents, and the page that has been idle longest is always a leaf.
 """
 
+from array import array
 from collections import OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from hashlib import blake2b
+from itertools import islice
 
 from specserve.errors import CapacityError
 
@@ -25,7 +28,22 @@ class _Node:
     page: int
     key: _Key
     siblings: _Children  # where it stands: its parent's children
+    digest: bytes  # of its tokens and all before them
     children: _Children = field(default_factory=dict)
+
+
+def prefix_digests(token_ids: Sequence[int], page_size: int, salt: str = "") -> list[bytes]:
+    """A digest for each full page of a prompt, of all its tokens up to that page's end and of the salt: equal where
+    pages hold the same, in every process."""
+    digests, digest = [], salt.encode()
+    for end in range(page_size, len(token_ids) + 1, page_size):
+        digest = _digest(digest, token_ids[end - page_size : end])
+        digests.append(digest)
+    return digests
+
+
+def _digest(before: bytes, token_ids: Sequence[int]) -> bytes:
+    return blake2b(before + array("q", token_ids).tobytes(), digest_size=8).digest()
 
 
 class PagePool:
@@ -53,6 +71,11 @@ class PagePool:
     def num_cached(self) -> int:
         """Pages whose tokens are in the tree, held or idle."""
         return len(self._nodes)
+
+    def newest_digests(self, most: int) -> list[bytes]:
+        """The `prefix_digests` of cached pages, of those that were cached last. May be called from any thread."""
+        nodes = list(self._nodes.values())  # in one piece
+        return [node.digest for node in islice(reversed(nodes), most)]
 
     def match(self, token_ids: Sequence[int], salt: str = "") -> int:
         """How many tokens `acquire` would find: whole pages from the start. Changes nothing."""
@@ -90,22 +113,22 @@ class PagePool:
         at a page whose place is taken (the same tokens computed at the same time) or that was held when the cache was
         flushed: that page and what follows stay private.
         """
-        children = self._tree
+        children, digest = self._tree, salt.encode()
         if num_known:
             last_known = self._nodes.get(pages[num_known - 1])
             if last_known is None:
                 return  # private, so what continues it is too
-            children = last_known.children
+            children, digest = last_known.children, last_known.digest
         for index, key in enumerate(self._keys(token_ids, salt, num_known), num_known):
             page = pages[index]
             assert page in self._num_references, f"page {page} is not held"
             node = children.get(key)
             if node is None and page not in self._private:
                 assert page not in self._nodes, f"page {page} holds other tokens"
-                node = children[key] = self._nodes[page] = _Node(page, key, children)
+                node = children[key] = self._nodes[page] = _Node(page, key, children, _digest(digest, key[1]))
             if node is None or node.page != page:
                 return
-            children = node.children
+            children, digest = node.children, node.digest
 
     def release(self, pages: Sequence[int]) -> None:
         """Give back one reference on each: a sequence's pages in its order, all of them or those at its end."""

@@ -68,10 +68,29 @@ def _put(value: Any, dtype: type, place: NamedSharding | None) -> jax.Array:
 
 def bytes_per_token(target: ModelConfig, drafter: Drafter | None, mesh: Mesh | None = None) -> int:
     """What a token takes in the paged caches of both, on each device. Recurrent layers take nothing."""
-    config = StepConfig(target, drafter, max_depth=0)
-    one_token = functools.partial(init_state, config, num_slots=0, num_pages=1, page_size=1, max_pages=1)
-    leaves = jax.tree.leaves(jax.eval_shape(one_token), is_leaf=lambda leaf: isinstance(leaf, Cache))
-    return num_bytes([leaf for leaf in leaves if isinstance(leaf, Cache)], mesh)
+    caches, _ = state_shapes(StepConfig(target, drafter, max_depth=0), 0, 1, page_size=1, max_pages=1)
+    return num_bytes(caches, mesh)
+
+
+def state_bytes(
+    config: StepConfig, mesh: Mesh | None, num_slots: int, num_pages: int, *, page_size: int, max_pages: int
+) -> int:
+    """What the state of such a server takes on each device. Along a mesh the caches alone are spread."""
+    caches, others = state_shapes(config, num_slots, num_pages, page_size=page_size, max_pages=max_pages)
+    return num_bytes(caches, mesh) + sum(leaf.size * leaf.dtype.itemsize for leaf in others)
+
+
+@functools.lru_cache(maxsize=256)  # many meshes are asked about one state
+def state_shapes(
+    config: StepConfig, num_slots: int, num_pages: int, *, page_size: int, max_pages: int
+) -> tuple[tuple[Cache, ...], tuple[jax.ShapeDtypeStruct, ...]]:
+    """The caches of a state, of shapes in place of arrays, and the shapes of everything else."""
+    sizes = {"num_slots": num_slots, "num_pages": num_pages, "page_size": page_size, "max_pages": max_pages}
+    leaves = jax.tree.leaves(
+        jax.eval_shape(functools.partial(init_state, config, **sizes)), is_leaf=lambda leaf: isinstance(leaf, Cache)
+    )
+    caches = tuple(leaf for leaf in leaves if isinstance(leaf, Cache))
+    return caches, tuple(leaf for leaf in leaves if not isinstance(leaf, Cache))
 
 
 def reads_by_page(target: ModelConfig, num_pages: int, page_size: int, mesh: Mesh | None = None) -> bool:

@@ -202,21 +202,13 @@ class Scheduler:
                 break
             num_cached = sequence.num_prefilled
             remaining = sequence.num_start - sequence.num_prefilled
-            size = self._chunk_size(remaining, room)
+            size = chunk_size(self._chunks, remaining, room)
             num_tokens = min(remaining, size)
             room -= size
             sequence.num_prefilled += num_tokens
             self._cache(sequence, sequence.num_prefilled)  # computed before anybody can read it
             chunks.append(Chunk(sequence, num_cached, num_tokens, is_first, not sequence.is_prefilling))
         return chunks
-
-    def _chunk_size(self, remaining: int, room: int) -> int:
-        """The program for the next tokens of a prompt: the smallest that takes them all, unless most of it would be
-        padding."""
-        sizes = [size for size in self._chunks if size <= room]
-        size = next((size for size in sizes if size >= remaining), sizes[-1])
-        filled = [size for size in sizes if size <= remaining]
-        return filled[-1] if filled and remaining <= size // 2 else size
 
     def _admit(self) -> Sequence | None:
         """Give the next waiting sequence a slot and pages, if both are to be had: nobody overtakes it."""
@@ -283,3 +275,12 @@ class Scheduler:
             self._leave(sequence)
         else:
             self.waiting.remove(sequence)
+
+
+def chunk_size(chunks: Seq[int], remaining: int, room: int) -> int:
+    """The program for the next tokens of a prompt: the smallest that takes them all, unless most of it would be
+    padding. `chunks` are the sizes that there are, the smallest first, of which at least that fits into `room`."""
+    sizes = [size for size in chunks if size <= room]
+    size = next((size for size in sizes if size >= remaining), sizes[-1])
+    filled = [size for size in sizes if size <= remaining]
+    return filled[-1] if filled and remaining <= size // 2 else size

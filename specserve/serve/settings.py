@@ -37,6 +37,14 @@ class ServeRun:
     )
     num_processes: int = setting(1, help="processes of the server, with a coordinator's address", ge=1)
     process_id: int = setting(0, help="which of them this is; the first one, 0, answers requests", ge=0)
+    ray: bool = setting(False, help="serve with replicas on Ray Serve, which needs the extra `scale`")
+    ray_address: str = setting(
+        "", help="host:port of a running Ray cluster, or auto; empty: one on this machine that ends with the command"
+    )
+    replicas: int = setting(1, help="engines behind one address, with --ray", ge=1)
+    min_replicas: int = setting(0, help="with max_replicas, the fewest; 0: 1", ge=0)
+    max_replicas: int = setting(0, help="replicas by load, up to so many, in place of a fixed number; 0: fixed", ge=0)
+    replica_resources: str = setting("cpu=1", help="what Ray gives each replica: cpu=8,gpu=1 or cpu=1,TPU=4")
     check_weights: bool = setting(False, help="refuse a target with weights that are not numbers (reads them all)")
     speculation: str = setting(
         "auto",

@@ -1,23 +1,20 @@
 """What is made sure of before a server serves: that its state fits into memory, and that its models make numbers."""
 
-import functools
 import logging
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target, check_weights
 from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import free_memory
-from specserve.models.cache import Cache
-from specserve.models.sharding import num_bytes
 from specserve.models.target import target_spec
 from specserve.serve.options import sampler_rows
+from specserve.serve.placement import state_bytes
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
 from specserve.serve.shapes import Shapes
-from specserve.speculative.step import StepConfig, init_state
+from specserve.speculative.step import StepConfig
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +27,8 @@ def check_state_fits(config: StepConfig, shapes: Shapes, mesh: Mesh | None) -> N
     free = free_memory(mesh)
 
     def needed(num_slots: int, num_pages: int) -> int:
-        return _state_bytes(config, shapes, mesh, num_slots, num_pages)
+        sizes = {"page_size": shapes.page_size, "max_pages": shapes.max_pages}
+        return state_bytes(config, mesh, num_slots, num_pages, **sizes)
 
     slots, pages = shapes.num_slots, shapes.num_pages
     total, without_cache = needed(slots, pages), needed(slots, 0)
@@ -48,16 +46,6 @@ def check_state_fits(config: StepConfig, shapes: Shapes, mesh: Mesh | None) -> N
     fitting = (free - needed(0, 1)) // max(1, needed(2, 1) - needed(1, 1))
     fix = f"--max-slots {fitting} --cache-tokens {shapes.page_size} fits" if fitting > 0 else "not even one slot fits"
     raise ConfigError(f"{asked}. {fix}; a lower --max-model-len takes less")
-
-
-def _state_bytes(config: StepConfig, shapes: Shapes, mesh: Mesh | None, num_slots: int, num_pages: int) -> int:
-    """What the state takes on each device. Along a mesh the caches alone are spread."""
-    sizes = {"page_size": shapes.page_size, "max_pages": shapes.max_pages}
-    make = functools.partial(init_state, config, num_slots=num_slots, num_pages=num_pages, **sizes)
-    leaves = jax.tree.leaves(jax.eval_shape(make), is_leaf=lambda leaf: isinstance(leaf, Cache))
-    caches = [leaf for leaf in leaves if isinstance(leaf, Cache)]
-    others = [leaf for leaf in leaves if not isinstance(leaf, Cache)]
-    return num_bytes(caches, mesh) + sum(leaf.size * leaf.dtype.itemsize for leaf in others)
 
 
 def check_numbers(runner: Runner, target: Target) -> None:

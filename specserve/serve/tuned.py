@@ -113,8 +113,15 @@ def facts_of(*, target: str, head: str, params: Any, cache_dtype: str, num_devic
         "head": head,
         "weights": ",".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})),
         "kv_cache": cache_dtype,
-        "device": jax.devices()[0].device_kind,
         "devices": str(num_devices),
+        **machine_facts(),
+    }
+
+
+def machine_facts() -> dict[str, str]:
+    """The facts of a profile that are those of the machine."""
+    return {
+        "device": jax.devices()[0].device_kind,
         "processor": hashlib.sha256(host.processor().encode()).hexdigest()[:12],
         "cores": str(host.num_cores()),
     }

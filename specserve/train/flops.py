@@ -63,6 +63,20 @@ def target_flops(config: ModelConfig, seq: int, positions: int, platform: str) -
     return total
 
 
+def mixing_flops(config: ModelConfig, seq: int) -> float:
+    """Count the useful operations between the positions of a row of `seq`, in all layers, for one position of it, as
+    they are computed in serving: latent attention multiplies with the latents themselves."""
+    total = 0.0
+    for i in range(config.num_layers):
+        kind = config.kind(i)
+        if kind.mixer == "latent" and (latent := config.latent):
+            width = 2 * latent.kv_rank + latent.rope_dim
+            total += 2 * config.num_heads * width * mean_keys(seq, kind.window)[0]
+        else:
+            total += _mixing(config, kind, seq).useful
+    return total
+
+
 def _loss(target: ModelConfig, draft: TrainedDrafter, rollout: Rollout, costs: Costs, has_logits: bool) -> Flops:
     """Count the output heads' operations for one position: the target's logits once for all states that are compared
     with them, and the draft's of every state with the gradients of both factors, if both learn."""

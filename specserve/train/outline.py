@@ -9,10 +9,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specserve.checkpoints.source import BUNDLED
+from specserve.devices import DEVICES, Device
 from specserve.drafters.words import DEFAULT_KIND, KindName
 from specserve.mesh import mesh_sizes
 from specserve.models.presets import PRESETS, PRESETS_FILE, target_size
-from specserve.train.plan import DEVICES, Device, Plan
+from specserve.train.plan import Plan
 
 TAUS_FILE = PRESETS_FILE.with_name("taus.json")
 SHARE_OF_PEAK = 0.4  # a good one for training in bfloat16

@@ -3,7 +3,7 @@ config.json, and nothing of a model's size is allocated."""
 
 import dataclasses
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -36,28 +36,6 @@ from specserve.train.settings import TrainRun
 from specserve.train.step import rollout_of
 
 DTYPE, BACKEND = "bfloat16", "gpu"  # a plan is for accelerators, wherever it is made
-
-
-@dataclass(frozen=True)
-class Device:
-    """An accelerator as its maker describes it: dense bfloat16 operations per second, bytes of memory, and how many of
-    them it reads per second. `kind` is a pattern of what JAX calls it."""
-
-    name: str
-    peak: float
-    memory: float
-    bandwidth: float
-    kind: str
-
-
-DEVICES = (
-    Device("A100 80 GB", 312e12, 80e9, 2.04e12, "A100"),
-    Device("H100 80 GB", 989e12, 80e9, 3.35e12, "H100"),
-    Device("H200", 989e12, 141e9, 4.8e12, "H200"),
-    Device("B200", 2250e12, 180e9, 8e12, "B200"),
-    Device("TPU v5p", 459e12, 95e9, 2.77e12, r"TPU v5(p|$)"),
-    Device("TPU v6e", 918e12, 32e9, 1.64e12, r"TPU v6( lite|e)"),
-)
 
 
 @dataclass(frozen=True)
@@ -111,7 +89,7 @@ def make_plan(run: TrainRun) -> Plan:
     target, config_from = find_config(run.target)
     drafter = plan_drafter(run, target).with_dtype(target.dtype)
     sizes = mesh_sizes(run.mesh)
-    mesh = _mesh(sizes)
+    mesh = abstract_mesh(sizes)
     spec = target_spec(target)
     rollout = _rollout(run, drafter, run.train.remat)
     is_captured = bool(run.features.capture)
@@ -190,7 +168,7 @@ def _cached_config(name: str) -> str | None:
     return cached if isinstance(cached, str) else None
 
 
-def _mesh(sizes: dict[str, int]) -> Mesh:
+def abstract_mesh(sizes: Mapping[str, int]) -> Mesh:
     """Make a mesh of devices that this machine need not have: only its shape is asked for."""
     axes = tuple(sizes.get(axis, 1) for axis in MESH_AXES)
     return AbstractMesh(axes, MESH_AXES, axis_types=(AxisType.Auto,) * len(axes))  # type: ignore[return-value]
@@ -198,19 +176,39 @@ def _mesh(sizes: dict[str, int]) -> Mesh:
 
 def _weights(run: TrainRun, config: ModelConfig, spec: TargetParams, mesh: Mesh, left: tuple[str, ...]) -> Part:
     """Count the bytes of the target's weights that each device holds, of which these fields are left."""
-    places = place_target(config, spec, mesh)
-    leaves: list[tuple[Any, ParamSpec]] = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_spec)[0]
-    total = 0
-    for (path, leaf), place in zip(leaves, jax.tree.leaves(places), strict=True):
-        if jax.tree_util.keystr(path[:1], simple=True) not in left:
-            continue
-        shape = place.shard_shape(leaf.shape)
-        is_quantized = run.quantization != "none" and is_product(path)
-        total += math.prod(shape) * (1 if is_quantized else np.dtype(leaf.dtype(config.dtype)).itemsize)
-        if is_quantized:  # a float32 scale for each output, if not by block
-            total += 4 * math.prod(shape) // shape[-2]
+    sizes = held_by_each(config, spec, mesh, is_quantized=run.quantization != "none")
+    total = sum(held.num_bytes for held in sizes if held.field in left)
     what = f"{config.dtype}" if run.quantization == "none" else f"{run.quantization} matrices, the rest {config.dtype}"
     return Part("target's weights", total, f"the {' and '.join(left)} alone, {what}" if not run.has_layers else what)
+
+
+@dataclass(frozen=True)
+class Held:
+    """What each device has of one of the target's parameters."""
+
+    field: str  # of `TargetParams`
+    spec: ParamSpec  # of the whole parameter
+    size: int  # numbers
+    num_bytes: int
+
+
+def held_by_each(
+    config: ModelConfig, spec: TargetParams, mesh: Mesh | None, *, is_quantized: bool = False
+) -> Iterator[Held]:
+    """Count what each device of the mesh, or one alone, holds of the target's parameters; quantized matrices are of 8
+    bits. Raises ConfigError where the mesh does not divide them."""
+    leaves: list[tuple[Any, ParamSpec]] = jax.tree_util.tree_flatten_with_path(spec, is_leaf=is_spec)[0]
+    shapes = [leaf.shape for _, leaf in leaves]
+    if mesh is not None:
+        places = jax.tree.leaves(place_target(config, spec, mesh))
+        shapes = [place.shard_shape(shape) for place, shape in zip(places, shapes, strict=True)]
+    for (path, leaf), shape in zip(leaves, shapes, strict=True):
+        is_small = is_quantized and is_product(path)
+        size = math.prod(shape)
+        num_bytes = size * (1 if is_small else np.dtype(leaf.dtype(config.dtype)).itemsize)
+        if is_small:  # a float32 scale for each output, if not by block
+            num_bytes += 4 * size // shape[-2]
+        yield Held(jax.tree_util.keystr(path[:1], simple=True), leaf, size, num_bytes)
 
 
 def _state(run: TrainRun, drafter: TrainedDrafter, mesh: Mesh) -> tuple[tuple[Part, ...], int]:

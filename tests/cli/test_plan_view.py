@@ -8,8 +8,8 @@ import yaml
 from typer.testing import CliRunner
 
 from specserve.cli.main import app
+from specserve.devices import DEVICES
 from specserve.models.presets import PRESETS
-from specserve.train.plan import DEVICES
 from specserve.train.recipe import recipe
 
 

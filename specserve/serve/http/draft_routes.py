@@ -56,7 +56,7 @@ def add_draft_routes(app: FastAPI, service: Service, *, is_allowed: bool) -> Non
         check_permission()
         body = service.read(SpeculationBody, await read_body(http))
         try:
-            service.engine.set_speculation(body.speculation)
+            await in_thread(service.engine.set_speculation, body.speculation, size=0)
         except ConfigError as error:
             raise RequestError(str(error), param="speculation") from error
         return {"speculation": service.engine.speculation}

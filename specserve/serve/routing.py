@@ -1,0 +1,99 @@
+"""Which replica answers, and how many there are: what Ray Serve asks of us. Ray copies this file into its own
+processes, so it holds no state of ours and imports little.
+
+A request goes to the replica whose cache holds the longest beginning of its prompt, unless that one has too many more
+requests than the others.
+"""
+
+import random
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specserve.cluster import load
+
+TARGET_USE = 0.7  # of a replica's slots or pages, whichever is fuller, that autoscaling aims at
+FRESH_SECONDS = 5.0  # how long a prompt counts as cached where it was sent, until the replica's own report tells
+
+
+class PrefixRouter(load("ray.serve.request_router").RequestRouter):
+    """Chooses a replica by what its cache holds, by load, and by the version of its head.
+
+    A request may name, as keyword arguments: `to`, the one replica that it is for; `floor`, the oldest version of the
+    head that may answer it; and `pages`, the digests of its prompt's pages (`pages.prefix_digests`). Replicas report
+    (`record_routing_stats`) the digests of the pages that they hold, and their version.
+    """
+
+    def initialize_state(self, slack: int = 4) -> None:
+        """`slack`: so many more open requests than the least loaded replica may the one have that holds a prompt."""
+        self._slack = slack
+        self._sent: dict[Any, dict[bytes, float]] = {}  # pages that replicas have been sent lately, and when
+        self._reports: dict[Any, tuple[object, frozenset[bytes]]] = {}
+
+    async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
+        """Ranks of replicas: of the first rank the least loaded one that has room gets the request."""
+        asked: Mapping[str, Any] = pending_request.kwargs if pending_request else {}
+        if pending_request:
+            pending_request.routing_context.should_backoff = True
+        if to := asked.get("to"):
+            return [[replica for replica in candidate_replicas if replica.replica_id.unique_id == to]]
+        floor = asked.get("floor", 0)
+        able = [replica for replica in candidate_replicas if replica.routing_stats.get("version", 0) >= floor]
+        if not able:
+            return []
+        spread = random.sample(able, min(2, len(able)))
+        holder = self._holder(able, asked.get("pages", ()))
+        return [spread, able] if holder is None else [[holder], spread, able]
+
+    def _holder(self, replicas: Sequence[Any], pages: Sequence[bytes]) -> Any | None:
+        """The replica that holds most of these pages and is not overloaded; None where there is none. Of several the
+        least loaded."""
+        num_open = {replica: self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in replicas}
+        found, most = None, (0, 0)
+        for replica in replicas:
+            if num_open[replica] - min(num_open.values()) > self._slack:
+                continue
+            held = (self._num_held(replica, pages), -num_open[replica])
+            if held[0] and (found is None or held > most):
+                found, most = replica, held
+        return found
+
+    def _num_held(self, replica: Any, pages: Sequence[bytes]) -> int:
+        key, told = replica.replica_id, replica.routing_stats.get("pages", ())
+        report = self._reports.get(key)
+        if report is None or report[0] is not told:
+            report = self._reports[key] = told, frozenset(told)
+        sent, oldest = self._sent.get(key, {}), time.monotonic() - FRESH_SECONDS
+        number = 0
+        for number, page in enumerate(pages, 1):
+            if page not in report[1] and sent.get(page, 0.0) < oldest:
+                return number - 1
+        return number
+
+    def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:  # noqa: ARG002 (Ray's)
+        """Ray's word that a request is on its way to a replica."""
+        now, sent = time.monotonic(), self._sent.setdefault(replica_id, {})
+        for page in pending_request.kwargs.get("pages", ()):
+            sent.pop(page, None)
+            sent[page] = now  # the newest last
+        while sent and next(iter(sent.values())) < now - FRESH_SECONDS:
+            del sent[next(iter(sent))]
+
+    def update_replicas(self, replicas: list[Any]) -> None:
+        """Ray's word which replicas there are."""
+        super().update_replicas(replicas)
+        there = {replica.replica_id for replica in replicas}
+        for books in (self._sent, self._reports):
+            for gone in set(books) - there:
+                del books[gone]
+
+
+def scale(context: Any) -> tuple[float, dict[str, Any]]:
+    """How many replicas there should be, as an autoscaling policy of Ray Serve: as many as bring the mean use of their
+    slots or pages to TARGET_USE. Ray applies bounds and delays. Requests that wait count as slots, so use may exceed 1.
+    """
+    use = (context.aggregated_metrics or {}).get("use", {})
+    if not use:
+        return context.target_num_replicas, {}
+    mean = sum(use.values()) / len(use)
+    return context.current_num_replicas * mean / TARGET_USE, {}
