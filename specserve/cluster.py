@@ -3,15 +3,32 @@ moves bytes; what a process computes is ours.
 """
 
 import importlib
+import logging
 import os
+import socket
+from dataclasses import dataclass
+from importlib import metadata
 from typing import Any
 
 from packaging.version import Version
 
-from specserve.errors import ConfigError
+import specserve
+from specserve.errors import CapacityError, ConfigError
+
+logger = logging.getLogger(__name__)
 
 OLDEST, BEYOND = Version("2.60"), Version("3")  # of Ray; what `serve` and `train` ask of it is of 2.60
 JOIN_SECONDS = 20  # to reach a cluster that is there
+START_SECONDS = 120  # for one of our own to start; Ray's 30 are too few where other programs run
+KINDS = {"cpu": "CPU", "cuda": "GPU", "gpu": "GPU", "rocm": "GPU", "tpu": "TPU"}  # JAX's platforms, as Ray's resources
+COMPUTING = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "SPECSERVE_")  # what workers find in their environment as we did
+_INSTALL = "pip install 'specserve[scale]'"
+
+
+def check(is_asked: bool, address: str, num_workers: int) -> None:
+    """Check that these settings of a command go together. Raises ConfigError."""
+    if not is_asked and (address or num_workers > 1):
+        raise ConfigError("--num-workers and --ray-address are for workers on Ray; give --ray too")
 
 
 def connect(address: str = "") -> Any:
@@ -19,18 +36,23 @@ def connect(address: str = "") -> Any:
     for one of its own on this machine, which ends with this process. A process that Ray itself has started, or that is
     attached already, stays where it is. Raises ConfigError where Ray is missing, of another version, or not there."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", str(JOIN_SECONDS))
+    os.environ.setdefault("RAY_raylet_start_wait_time_s", str(JOIN_SECONDS if address else START_SECONDS))
+    os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines of several workers that differ in numbers alone
     ray = load("ray")
     if not OLDEST <= (found := Version(ray.__version__)) < BEYOND:
         raise ConfigError(f"Ray {found} is installed, needed is {OLDEST} to before {BEYOND}: {_INSTALL}")
     if ray.is_initialized():
         return ray
+    logger.info("attaching to Ray: %s", address or "a cluster of its own on this machine")
     try:
         ray.init(address=address or "local", log_to_driver=True, include_dashboard=None if address else False)
-    except (ConnectionError, OSError, RuntimeError, TimeoutError, ValueError) as error:
+    except Exception as error:  # Ray raises a bare one where its processes take too long to start
+        what = str(error).splitlines()[0]
+        if not address:
+            raise ConfigError(f"Ray could not start on this machine ({what}); its logs are in /tmp/ray") from error
         raise ConfigError(
-            f"ray address {address!r} cannot be reached ({str(error).splitlines()[0]}): is `ray start --head` running "
-            "there, of the same Ray and Python versions?"
+            f"ray address {address!r} cannot be reached ({what}): is `ray start --head` running there, of the same Ray "
+            "and Python versions?"
         ) from error
     return ray
 
@@ -43,4 +65,94 @@ def load(module: str) -> Any:
         raise ConfigError(f"{module} cannot be imported ({error}): {_INSTALL}") from error
 
 
-_INSTALL = "pip install 'specserve[scale]'"
+@dataclass(frozen=True)
+class Driver:
+    """The process that asks Ray for workers: what they must have in common with it."""
+
+    versions: tuple[tuple[str, str], ...]
+    folder: str  # that it works in, which relative paths begin from
+
+    @classmethod
+    def here(cls) -> "Driver":
+        """This process."""
+        return cls(_versions(), os.getcwd())
+
+    def enter(self) -> None:
+        """Let the worker that this is called in read relative paths as the driver does. Raises ConfigError where it has
+        another version of what computes, or no such folder."""
+        host, own = socket.gethostname(), dict(_versions())
+        if other := [f"{name} {own[name]}, not {version}" for name, version in self.versions if own[name] != version]:
+            raise ConfigError(
+                f"the worker on {host} has {', '.join(other)} as the command has; install the same on all hosts"
+            )
+        try:
+            os.chdir(self.folder)
+        except OSError as error:
+            raise ConfigError(
+                f"the worker on {host} has no {self.folder} ({error.strerror}); start the command in a folder that all "
+                "hosts share, which its relative paths begin from"
+            ) from error
+
+
+def environment() -> dict[str, dict[str, str]]:
+    """Ray's `runtime_env` of workers: what of this process's environment decides how they compute."""
+    return {"env_vars": {name: value for name, value in os.environ.items() if name.startswith(COMPUTING)}}
+
+
+def reserve(
+    ray: Any, num_devices: int, num_workers: int, fewer: str = "--num-workers or the mesh"
+) -> dict[str, float]:
+    """What Ray keeps for each worker, by its own names of resources: so many devices of the kind that JAX_PLATFORMS
+    names, else of the best that the cluster has. Raises ConfigError where all of the cluster is less than all of the
+    workers need; `fewer` names the settings to lower."""
+    total = ray.cluster_resources()
+    named = KINDS.get(os.environ.get("JAX_PLATFORMS", "").split(",")[0].lower())
+    kind = named or next((each for each in ("TPU", "GPU") if total.get(each)), "CPU")
+    each = {"CPU": 1.0} | {kind: float(num_devices)}
+    for name, number in each.items():
+        if number * num_workers > (there := total.get(name, 0.0)):
+            raise ConfigError(
+                f"{num_workers} workers need {number * num_workers:g} {name}, {number:g} each, and the Ray cluster has "
+                f"{there:g}; lower {fewer}, or add nodes"
+            )
+    return each
+
+
+def map_over(ray: Any, items: list[Any], call: type, told: tuple[Any, ...], num_workers: int, **how: Any) -> Any:
+    """Hand the items to so many actors of Ray Data, instances of the class `call` made with `told`, and yield their
+    results in the order in which they come. A call gets {"item": [...]} and gives {"found": [...]}, both of bytes.
+    `how` has the `size` of a batch, the `calls` that an actor has at once, and `each` worker's resources (`reserve`).
+    Ray starts an actor that has died again, with what it had. Raises CapacityError where that does not help."""
+    data = load("ray.data")
+    context = data.DataContext.get_current()
+    context.enable_progress_bars = context.print_on_execution_start = False
+    logging.getLogger("ray.data").setLevel(logging.WARNING)
+    each = dict(how["each"])
+    found = data.from_items([{"item": item} for item in items], override_num_blocks=-(-len(items) // how["size"]))
+    found = found.map_batches(
+        call,
+        fn_constructor_args=told,
+        batch_size=how["size"],
+        compute=data.ActorPoolStrategy(
+            size=num_workers,
+            max_tasks_in_flight_per_actor=how["calls"],
+            max_concurrent_calls_per_actor=how["calls"],
+            enable_true_multi_threading=True,
+        ),
+        num_cpus=each.pop("CPU"),
+        num_gpus=each.pop("GPU", None),
+        resources=each,
+        runtime_env=environment(),
+    )
+    try:
+        for batch in found.iter_batches(batch_size=None, prefetch_batches=0, batch_format="numpy"):
+            yield from batch["found"]
+    except ray.exceptions.RayError as error:
+        raise CapacityError(
+            f"the workers on Ray have ended ({str(error).splitlines()[0]}); run the same command again to go on"
+        ) from error
+
+
+def _versions() -> tuple[tuple[str, str], ...]:
+    others = ((name, metadata.version(name)) for name in ("jax", "jaxlib", "numpy"))
+    return (("specserve", specserve.__version__), *others)

@@ -74,6 +74,11 @@ def mesh_sizes(text: str, axes: tuple[str, ...] = MESH_AXES) -> dict[str, int]:
     return sizes
 
 
+def num_devices(text: str, axes: tuple[str, ...] = MESH_AXES) -> int:
+    """The number of devices that such a text is over. Raises ConfigError."""
+    return math.prod(mesh_sizes(text, axes).values())
+
+
 def make_mesh(data: int = 1, sequence: int = 1, tensor: int = 1, expert: int = 1) -> Mesh:
     """A mesh with Auto axes over the first data * sequence * tensor * expert devices. Raises ConfigError when they are
     too few."""

@@ -1,20 +1,26 @@
 """`specserve data`: training data."""
 
+import contextlib
 import shlex
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
 from rich.markup import escape
 from rich.progress import Progress
 
+from specserve import cluster
 from specserve.chat_template import THINKING_SWITCH
 from specserve.cli.progress import bar_columns, console, warmup_bar
 from specserve.data import dataset, sources
-from specserve.data.conversations import Columns, parse_template_kwargs
+from specserve.data.conversations import Columns, Row, parse_template_kwargs
 from specserve.errors import ConfigError
+from specserve.eval import ray_engines
 from specserve.eval import regenerate as eval_regenerate
 from specserve.eval.engines import answering_engine, load
 from specserve.eval.regenerate import Account, Manner
 from specserve.eval.settings import RegenerateRun
+from specserve.train import ray_capture
+from specserve.train.settings import TrainRun
 
 
 def regenerate(run: RegenerateRun) -> None:
@@ -38,6 +44,26 @@ def regenerate(run: RegenerateRun) -> None:
         template_kwargs=template_kwargs,
         cut=run.cut,
     )
+    cluster.check(run.ray, run.ray_address, run.num_workers)
+    account = (_on_ray if run.ray else _here)(run, rows, manner)
+    console.print(escape(account.describe()), highlight=False, soft_wrap=True)
+    next_command = f"specserve train --target {shlex.quote(run.target)} --source {shlex.quote(run.output)}"
+    console.print(f"the rows are in {escape(run.output)}; next: [bold]{escape(next_command)}[/]", soft_wrap=True)
+
+
+def capture(run: TrainRun) -> None:
+    """Capture what the folder of `--capture` lacks, and print what to go on with."""
+    features = ray_capture.capture_states(run)
+    console.print(
+        f"the hidden states of {features.manifest.num_rows:,} rows are in {escape(str(features.folder))}; next: "
+        "[bold]specserve train[/] with the same settings",
+        highlight=False,
+        soft_wrap=True,
+    )
+
+
+def _here(run: RegenerateRun, rows: Sequence[Row], manner: Manner) -> Account:
+    """The answers of an engine in this process."""
     models = load(run, run.draft)
     with warmup_bar() as on_warmup:
         engine = answering_engine(
@@ -47,15 +73,8 @@ def regenerate(run: RegenerateRun) -> None:
             max_model_len=run.max_model_len,
             on_warmup=on_warmup,
         )
-    with engine, Progress(*bar_columns(), console=console) as progress:
-        task = progress.add_task("answering", total=len(rows) * run.samples, note="")
-
-        def on_answer(account: Account) -> None:
-            rate, tau = account.tokens_per_second, account.acceptance.tau
-            note = f"{account.num_tokens:,} tokens  {rate:,.0f} tokens/s  tau {tau:.2f}"
-            progress.update(task, completed=account.num_settled, note=note)
-
-        account = eval_regenerate.regenerate(
+    with engine, _answering(len(rows) * run.samples) as on_answer:
+        return eval_regenerate.regenerate(
             engine,
             rows,
             Path(run.output),
@@ -64,6 +83,23 @@ def regenerate(run: RegenerateRun) -> None:
             target=models.fingerprint,
             on_answer=on_answer,
         )
-    console.print(escape(account.describe()), highlight=False, soft_wrap=True)
-    next_command = f"specserve train --target {shlex.quote(run.target)} --source {shlex.quote(run.output)}"
-    console.print(f"the rows are in {escape(run.output)}; next: [bold]{escape(next_command)}[/]", soft_wrap=True)
+
+
+def _on_ray(run: RegenerateRun, rows: Sequence[Row], manner: Manner) -> Account:
+    """The answers of several engines in workers of a cluster."""
+    with _answering(len(rows) * run.samples) as on_answer:
+        return ray_engines.regenerate(run, rows, manner, on_answer)
+
+
+@contextlib.contextmanager
+def _answering(total: int) -> Iterator[Callable[[Account], None]]:
+    """A bar over so many rows. The context gives what it is told by."""
+    with Progress(*bar_columns(), console=console) as progress:
+        task = progress.add_task("answering", total=total, note="")
+
+        def on_answer(account: Account) -> None:
+            rate, tau = account.tokens_per_second, account.acceptance.tau
+            note = f"{account.num_tokens:,} tokens  {rate:,.0f} tokens/s  tau {tau:.2f}"
+            progress.update(task, completed=account.num_settled, note=note)
+
+        yield on_answer

@@ -157,6 +157,12 @@ class Data(LazyGroup):
             "Have the target answer the questions of a data set itself: what it says is what a draft must predict.",
             "specserve.eval.settings:RegenerateRun",
         ),
+        "capture": Lazy(
+            "specserve.cli.data:capture",
+            "Capture the target's hidden states for a run, which then trains without the target; with --ray by many.",
+            "specserve.train.settings:TrainRun",
+            "specserve.train.recipe:fill",
+        ),
     }
 
 

@@ -4,7 +4,7 @@ import logging
 import os
 import shlex
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from rich.markup import escape
@@ -24,6 +24,7 @@ from specserve.eval.prompts import load_questions
 from specserve.eval.settings import EvalRun
 from specserve.mesh import mesh_sizes
 from specserve.train import budget as budgets
+from specserve.train import workers
 from specserve.train.budget import Budget
 from specserve.train.observers import observing
 from specserve.train.plan import find_config, is_known_here
@@ -31,7 +32,7 @@ from specserve.train.prepare import Mixture, load_mixture, prepare
 from specserve.train.recipe import BENCH
 from specserve.train.run_folder import SETTINGS_FILE, RunFolder
 from specserve.train.settings import TrainRun
-from specserve.train.trainer import Observer
+from specserve.train.trainer import Observer, Trainer
 from specserve.train.trainer import Progress as Moment
 
 logger = logging.getLogger(__name__)
@@ -44,6 +45,9 @@ def train(run: TrainRun) -> None:
     if run.dry_run:
         show_plan(run)
         return
+    if run.ray:
+        workers.fit(run, _train)
+        return
 
     processes.join(run.coordinator, run.num_processes, run.process_id)
     try:
@@ -55,8 +59,9 @@ def train(run: TrainRun) -> None:
         os._exit(2)  # an orderly end would wait for the other processes, and they for this one
 
 
-def _train(run: TrainRun) -> None:
-    """The stages of a run: read the data, have the target answer, train, measure."""
+def _train(run: TrainRun, listen: Callable[[Trainer], None] = lambda _trainer: None) -> None:
+    """The stages of a run: read the data, have the target answer, train, measure. `listen` is given the trainer of the
+    first process before it begins, and may stop it."""
     with RunFolder(run, is_first=processes.is_first()) as folder:
         if not folder.is_first:
             prepare(run, folder).train()
@@ -66,12 +71,12 @@ def _train(run: TrainRun) -> None:
         show_outline(run, console)
         with observing(run) as observers:
             budget, mixture = budgets.begin(run), None
-            if not run.coordinator:
+            if not run.is_of_several:
                 mixture = _read(run)  # before the weights: where there is no hub, that is said at once
             benches = [bench for bench in run.eval.bench if _is_there(bench)]
             if run.data.regenerate and mixture:
                 mixture, budget = _answered(run, mixture, budget)
-            last = _learn(run, folder, mixture, budget, observers)
+            last = _learn(run, folder, mixture, budget, observers, listen)
     if last.ending.startswith("stopped"):
         _say_how_to_go_on(run, f"{last.ending} at step {last.step}")
         return
@@ -134,6 +139,7 @@ def _learn(
     mixture: Mixture | None,
     budget: Budget | None,
     observers: Sequence[Observer],
+    listen: Callable[[Trainer], None],
 ) -> Moment:
     """Train for as many steps as the run says, or its budget has time for. Returns the last moment."""
     begin = time.monotonic()
@@ -148,6 +154,7 @@ def _learn(
         console.print(f"{budget.steps:,} steps of {seconds:.3g} s fit the budget", highlight=False)
         run = budget.apply(run)
         trainer.rebound(run)
+    listen(trainer)
     with TrainingBar(trainer) as bar:
         last = trainer.train([bar.update, *observers])
     if not last.ending.startswith("stopped"):
@@ -177,7 +184,7 @@ def _measure(run: TrainRun, bench: str) -> None:
 def _mesh_to_measure(run: TrainRun) -> str:
     """The parts of the run's mesh that cut the models: one question is asked at a time, for which one copy is enough.
     Of several processes only the first one measures, on its own."""
-    sizes = {} if run.coordinator else mesh_sizes(run.mesh)
+    sizes = {} if run.is_of_several else mesh_sizes(run.mesh)
     return ",".join(f"{axis}={sizes[axis]}" for axis in ("tensor", "expert") if axis in sizes)
 
 

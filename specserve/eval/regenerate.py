@@ -9,19 +9,19 @@ import dataclasses
 import hashlib
 import json
 import logging
-import os
 import queue
 import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import IO, Any, Literal
+from typing import Any, Literal
 
 from specserve.chat_template import END_THINK, THINK
 from specserve.data.chat_masks import encode_chat
 from specserve.data.conversations import Conversation, Row, TokenRow
 from specserve.errors import CapacityError, ConfigError, DataError, RequestError
+from specserve.eval.row_file import RowFile
 from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.engine import Engine
 from specserve.serve.request import FinishReason, Request, SamplingParams
@@ -82,6 +82,13 @@ class Account:
     def tokens_per_second(self) -> float:
         return self.num_tokens / max(time.monotonic() - self.start, 1e-9)
 
+    def add(self, other: "Account") -> None:
+        """Take over what another engine has answered meanwhile. Its time and what it found there do not count."""
+        for name in ("num_rows", "num_answers", "num_tokens", "acceptance", "num_compared", "num_exact"):
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.left_out += other.left_out
+        self.shortened += other.shortened
+
     @property
     def num_settled(self) -> int:
         """How many rows are finished: written now or earlier, or left out for good."""
@@ -102,7 +109,7 @@ class Account:
 
 
 @dataclass
-class _Job:
+class Job:
     """One conversation on its way: what was said so far, and what is still to be asked."""
 
     key: str
@@ -131,22 +138,66 @@ def regenerate(
     """Append one row per conversation to `output` as it is done: `messages` with every answer given anew, each to the
     answers before it, the `chat_template_kwargs` that they were given under, and `id`, `category`, `source`, `sample`,
     `finish_reasons`. A first answer that is cut within its reasoning is kept as token ids. The settings stand beside
-    it, in `<output>.settings.json`.
+    it, in `<output>.settings.json`. At the end the rows are put into the order of their questions.
 
     Rows that are there already are not made again. Raises ConfigError for settings that make no sense, DataError when
     the file holds rows of other settings or nothing can be asked; CapacityError when the engine stops.
     """
+
+    def ask(jobs: Sequence[Job], write: Write, account: Account) -> None:
+        answer(engine, jobs, manner, write, account, on_answer)
+
+    source = Asked(target, engine.max_model_len, engine.tokenizer)
+    return regenerate_by(ask, source, rows, output, manner, samples=samples)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """Who answers, in what rows of different targets differ."""
+
+    target: str  # a name or fingerprint, kept with the settings
+    max_model_len: int
+    tokenizer: Tokenizer
+
+
+Write = Callable[[dict[str, Any]], None]
+
+
+def regenerate_by(
+    ask: Callable[[Sequence[Job], Write, Account], None],  # has all of them answered, by one engine or by many
+    asked: Asked,
+    rows: Iterable[Row],
+    output: Path,
+    manner: Manner,
+    *,
+    samples: int = 1,
+) -> Account:
+    """What `regenerate` does around its engine: which questions are left, and the file of rows."""
     if samples > 1 and manner.temperature == 0:
         raise ConfigError(f"--samples {samples} at temperature 0 would give the same answer {samples} times")
-    manner.check(engine.tokenizer)
-    settings = dataclasses.asdict(manner) | {"target": target, "max_model_len": engine.max_model_len}
+    manner.check(asked.tokenizer)
+    settings = dataclasses.asdict(manner) | {"target": asked.target, "max_model_len": asked.max_model_len}
     account = Account()
-    with _RowFile(output, settings) as file:
-        jobs = _jobs(rows, manner, samples, file.done, account)
+    with RowFile(output, settings) as file:
+        jobs, order = _jobs(rows, manner, samples, file.done, account)
         if not jobs and not account.num_there:
             raise DataError(f"nothing can be asked: {_list(account.left_out) or 'there are no rows'}")
-        _Run(engine, manner, file, account, on_answer).answer(jobs)
+        ask(jobs, file.write, account)
+    file.arrange(order)
     return account
+
+
+def answer(
+    engine: Engine,
+    jobs: Sequence[Job],
+    manner: Manner,
+    write: Write,
+    account: Account,
+    on_answer: Callable[[Account], None] = lambda _account: None,
+) -> None:
+    """Have the engine answer these questions, and write each row when it is done. Raises CapacityError when the engine
+    stops."""
+    _Run(engine, manner, write, account, on_answer).answer(jobs)
 
 
 class _Run:
@@ -156,16 +207,16 @@ class _Run:
         self,
         engine: Engine,
         manner: Manner,
-        file: "_RowFile",
+        write: Write,
         account: Account,
         on_answer: Callable[[Account], None],
     ) -> None:
         self._engine, self._tokenizer, self._manner = engine, engine.tokenizer, manner
-        self._file, self._account, self._on_answer = file, account, on_answer
-        self._finished: queue.SimpleQueue[tuple[_Job, CompletionOutput]] = queue.SimpleQueue()
+        self._put, self._account, self._on_answer = write, account, on_answer
+        self._finished: queue.SimpleQueue[tuple[Job, CompletionOutput]] = queue.SimpleQueue()
         self._open: dict[str, Request] = {}
 
-    def answer(self, jobs: Sequence[_Job]) -> None:
+    def answer(self, jobs: Sequence[Job]) -> None:
         waiting = iter(jobs)
         # A slot never waits for work, and the next turn of a conversation comes soon, while its prefix is cached.
         window = 2 * self._engine.runner.shapes.num_slots
@@ -193,7 +244,7 @@ class _Run:
         except queue.Empty:  # an engine that is stuck: who asks next is told
             log.warning("%d answers that were asked for do not end", len(self._open))
 
-    def _advance(self, job: _Job, step: Callable[[_Job], None]) -> None:
+    def _advance(self, job: Job, step: Callable[[Job], None]) -> None:
         """Take the job's next step. Where it can go no further, the answers that it has are kept."""
         try:
             step(job)
@@ -205,7 +256,7 @@ class _Run:
             if is_row:
                 self._write(job)
 
-    def _ask(self, job: _Job) -> None:
+    def _ask(self, job: Job) -> None:
         job.messages += job.asked.pop(0)
         manner = self._manner
         try:
@@ -226,7 +277,7 @@ class _Run:
             log.debug("%s: %s", job.row.source, error)
             raise _Refused("refused by the chat template or the engine") from error
 
-    def _take(self, job: _Job, completion: CompletionOutput) -> None:
+    def _take(self, job: Job, completion: CompletionOutput) -> None:
         if completion.finish_reason == FinishReason.CANCELLED:
             raise CapacityError(f"the engine stopped: {completion.error}; run the same command again to go on")
         if completion.finish_reason == FinishReason.ERROR:
@@ -257,7 +308,7 @@ class _Run:
         else:
             self._write(job)
 
-    def _content(self, job: _Job, completion: CompletionOutput) -> str:
+    def _content(self, job: Job, completion: CompletionOutput) -> str:
         """What the row holds of an answer."""
         tokenizer, manner = self._tokenizer, self._manner
         text, is_begun = completion.text, False
@@ -279,7 +330,7 @@ class _Run:
                 return content
         return whole.strip()
 
-    def _is_exact(self, job: _Job, content: str, token_ids: Sequence[int]) -> bool:
+    def _is_exact(self, job: Job, content: str, token_ids: Sequence[int]) -> bool:
         """Whether training on this row sees the very tokens that were generated, behind the very prompt."""
         said = [*job.prompt, *token_ids]
         if said[-1] in self._engine.eos_ids:
@@ -291,7 +342,7 @@ class _Run:
             return False
         return found[: len(said)] == said
 
-    def _write_tokens(self, job: _Job, completion: CompletionOutput) -> None:
+    def _write_tokens(self, job: Job, completion: CompletionOutput) -> None:
         """Write a first answer that ends within its reasoning. No message can hold half of that, token ids can."""
         said = list(completion.token_ids)
         row = {
@@ -304,83 +355,17 @@ class _Run:
             "sample": int(job.key.partition("-")[2]),
             "finish_reasons": [str(completion.finish_reason)],
         }
-        self._file.write(row)
+        self._put(row)
         self._account.num_rows += 1
 
-    def _write(self, job: _Job) -> None:
+    def _write(self, job: Job) -> None:
         sample = int(job.key.partition("-")[2])
         row: dict[str, Any] = {"id": job.key, "messages": job.messages}
         if job.template_kwargs:  # training renders the row as its answers were asked for
             row["chat_template_kwargs"] = job.template_kwargs
         row |= {"category": job.row.category, "source": job.row.source}
-        self._file.write(row | {"sample": sample, "finish_reasons": job.finish_reasons})
+        self._put(row | {"sample": sample, "finish_reasons": job.finish_reasons})
         self._account.num_rows += 1
-
-
-class _RowFile:
-    """The output: whole lines only, all made with the same settings."""
-
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
-        self._path, self._notes = path, path.with_name(path.name + ".settings.json")
-        self.done: set[str] = set()
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            if path.exists() and path.stat().st_size:
-                self._check_settings(settings)
-                self._read_done()
-            else:
-                self._notes.write_text(json.dumps(settings, indent=2) + "\n")
-            self._file: IO[str] = path.open("a", encoding="utf-8")
-        except OSError as error:
-            raise DataError(f"{path}: cannot write the rows: {error.strerror}") from error
-
-    def __enter__(self) -> "_RowFile":
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._file.close()
-
-    def write(self, row: dict[str, Any]) -> None:
-        try:
-            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
-            self._file.flush()
-        except OSError as error:
-            raise DataError(
-                f"{self._path}: cannot write the rows: {error.strerror}; those that are there stay good"
-            ) from error
-
-    def _check_settings(self, settings: dict[str, Any]) -> None:
-        try:
-            before = json.loads(self._notes.read_text())
-        except (OSError, ValueError) as error:
-            raise DataError(
-                f"{self._path} is there, and {self._notes.name} beside it does not say how its rows were made; "
-                "give another --output"
-            ) from error
-        changed = [
-            f"{name} {before.get(name)!r}, now {value!r}"
-            for name, value in settings.items()
-            if before.get(name) != value
-        ]
-        if changed:
-            raise DataError(
-                f"{self._path} holds answers made with {'; '.join(changed)}; give another --output, or the settings of "
-                "before"
-            )
-
-    def _read_done(self) -> None:
-        """Which rows are there. The half-written last line of a killed run is dropped."""
-        size = 0
-        with self._path.open("rb") as file:
-            for number, line in enumerate(file, start=1):
-                if not line.endswith(b"\n"):
-                    break
-                try:
-                    self.done.add(json.loads(line)["id"])
-                except (ValueError, TypeError, KeyError) as error:
-                    raise DataError(f"{self._path}, line {number}, is no row of `data regenerate`") from error
-                size += len(line)
-        os.truncate(self._path, size)
 
 
 def split_reasoning(text: str, *, is_begun: bool = False) -> tuple[str, str]:
@@ -402,9 +387,12 @@ def split_reasoning(text: str, *, is_begun: bool = False) -> tuple[str, str]:
     return reasoning, answer
 
 
-def _jobs(rows: Iterable[Row], manner: Manner, samples: int, done: set[str], account: Account) -> list[_Job]:
-    """What is still to be asked, each question once; what cannot be is counted."""
-    jobs: dict[str, _Job] = {}
+def _jobs(
+    rows: Iterable[Row], manner: Manner, samples: int, done: set[str], account: Account
+) -> tuple[list[Job], dict[str, int]]:
+    """What is still to be asked, each question once, and the place of each among all; what cannot be is counted."""
+    jobs: dict[str, Job] = {}
+    order: dict[str, int] = {}
     for row in rows:
         if isinstance(row, TokenRow):
             raise DataError(f"{row.source} holds token ids, of which no question can be made; give what they came of")
@@ -415,13 +403,14 @@ def _jobs(rows: Iterable[Row], manner: Manner, samples: int, done: set[str], acc
         kwargs = {**manner.template_kwargs, **row.variables()}
         for sample in range(samples):
             key = _row_id(row, asked, sample)
+            order.setdefault(key, len(order))
             if key in done:
                 account.num_there += 1
             elif key in jobs:
                 account.left_out["asked before"] += 1
             else:
-                jobs[key] = _Job(key, row, [list(turn) for turn in asked], kwargs)
-    return list(jobs.values())
+                jobs[key] = Job(key, row, [list(turn) for turn in asked], kwargs)
+    return list(jobs.values()), order
 
 
 def row_id(row: Conversation) -> str:

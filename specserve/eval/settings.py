@@ -281,3 +281,8 @@ class RegenerateRun(HeadRun):
         help="prompt and answer together; 0: the target's context, at most 4,096; longer questions are left out",
         ge=0,
     )
+    ray: bool = setting(False, help="have several engines answer, each in a worker of a Ray cluster")
+    ray_address: str = setting(
+        "", help="host:port of the cluster; auto: the one on this machine; empty: one of its own, on this machine alone"
+    )
+    num_workers: int = setting(1, help="engines, with ray; the mesh is that of each", ge=1)

@@ -23,6 +23,7 @@ from specserve.drafters.speculation import parse_speculation, with_head, within_
 from specserve.drafters.words import ALL_TEXT, CARRIED
 from specserve.errors import ConfigError
 from specserve.mesh import default_dtype, free_memory, num_parts
+from specserve.models.config import ModelConfig
 from specserve.provenance import fingerprint
 from specserve.serve.calibrate import cost_file, describe_costs, finish, step_costs
 from specserve.serve.engine import Engine, EngineOptions, LoadedHead
@@ -282,7 +283,7 @@ def make_runner(
     """Give the device the models, and a cache as large as the settings say, for steps over these trees. Nothing is
     compiled yet."""
     models = with_cache_dtype(models, run)
-    longest = run.max_model_len or min(models.target.config.max_len, LARGEST_DEFAULT_CONTEXT)
+    longest = longest_sequence(models.target.config, run.max_model_len)
     if longest > models.target.config.max_len:
         raise ConfigError(f"--max-model-len {longest}: the target's context is {models.target.config.max_len}")
     if longest < 2:
@@ -309,6 +310,11 @@ def make_runner(
         folder=host.cache_folder() / "programs",
         check=functools.partial(check_state_fits, mesh=models.mesh),
     )
+
+
+def longest_sequence(config: ModelConfig, max_model_len: int) -> int:
+    """The tokens of a sequence at most, where the settings say so many or leave it to the target (0)."""
+    return max_model_len or min(config.max_len, LARGEST_DEFAULT_CONTEXT)
 
 
 def with_cache_dtype(models: Models, run: ServeRun) -> Models:

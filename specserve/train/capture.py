@@ -22,7 +22,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specserve import provenance
-from specserve.checkpoints.load import Target, load_target
+from specserve.checkpoints.load import load_target
 from specserve.checkpoints.tensors import SINGLE_FILE, TensorFolder, listed, read_json, write_json, write_tensors
 from specserve.data.loader import Loader
 from specserve.data.packing import PackedRows
@@ -199,17 +199,46 @@ def capture(
     if not missing:
         return
     if jax.process_count() > 1:
-        raise ConfigError(f"{features.folder}: a run of several processes trains from features; capture them with one")
-    target = load_target(
-        folder, dtype=default_dtype(), quantization=run.quantization, mesh=mesh, is_checked=run.check_weights
-    )
-    run_target = make_capture(features.manifest, target.config, mesh)
-    vocab = jax.device_put(DraftVocab(jnp.asarray(ids)), whole(mesh))
+        raise ConfigError(
+            f"{features.folder}: a run of several processes trains from features; capture them before (specserve data "
+            "capture, with --ray by many)"
+        )
+    capturer = Capturer(features, folder, run, rows, ids, mesh)
     begin = time.monotonic()
     for done, number in enumerate(missing):
-        features.write(number, _capture_file(run_target, target, vocab, rows, features.rows_of(number), run, mesh))
-        left = (time.monotonic() - begin) / (done + 1) * (len(missing) - done - 1) / 60
-        logger.info("captured file %d of %d, about %.0f minutes left", number + 1, features.manifest.num_files, left)
+        capturer.write(number)
+        say_left(features, number, done + 1, len(missing), begin)
+
+
+def say_left(features: FeatureFolder, number: int, done: int, total: int, begin: float) -> None:
+    """Log that a file is there, and how long the others will take."""
+    left = (time.monotonic() - begin) / done * (total - done) / 60
+    logger.info("captured file %d of %d, about %.0f minutes left", number + 1, features.manifest.num_files, left)
+
+
+class Capturer:
+    """A loaded target that writes files of features."""
+
+    def __init__(
+        self, features: FeatureFolder, folder: Path, run: TrainRun, rows: PackedRows, ids: np.ndarray, mesh: Mesh | None
+    ) -> None:
+        """Load the target. Raises CheckpointError."""
+        self._features, self._rows, self._size, self._mesh = features, rows, run.train.batch_size, mesh
+        self._target = load_target(
+            folder, dtype=default_dtype(), quantization=run.quantization, mesh=mesh, is_checked=run.check_weights
+        )
+        self._run = make_capture(features.manifest, self._target.config, mesh)
+        self._vocab = jax.device_put(DraftVocab(jnp.asarray(ids)), whole(mesh))
+
+    def write(self, number: int) -> None:
+        """Write one file. Raises CheckpointError."""
+        which, rows, found = self._features.rows_of(number), self._rows, []
+        for begin in range(which.start, which.stop, self._size):
+            at = np.minimum(np.arange(begin, begin + self._size), which.stop - 1)  # the last batch is filled up
+            arrays = rows.token_ids[at], rows.loss_mask[at], rows.document_ids[at], rows.position_ids[at]
+            batch = Rows(*jax.device_put(arrays, place_rows(self._mesh, arrays[0].shape)))
+            found.append(jax.device_get(self._run(self._target.params, self._vocab, batch)))
+        self._features.write(number, jax.tree.map(lambda *parts: np.concatenate(parts)[: len(which)], *found))
 
 
 def make_capture(manifest: Manifest, config: ModelConfig, mesh: Mesh | None = None) -> Any:
@@ -229,18 +258,6 @@ def make_capture(manifest: Manifest, config: ModelConfig, mesh: Mesh | None = No
         return make_features(params, config, vocab, out.aux_hidden_states, out.hidden_states, how, top_k)
 
     return jax.jit(on_mesh(mesh, run), out_shardings=whole(mesh))
-
-
-def _capture_file(
-    run_target: Any, target: Target, vocab: DraftVocab, rows: PackedRows, which: range, run: TrainRun, mesh: Mesh | None
-) -> Features:
-    size, found = run.train.batch_size, []
-    for begin in range(which.start, which.stop, size):
-        at = np.minimum(np.arange(begin, begin + size), which.stop - 1)  # the last batch is filled up
-        arrays = rows.token_ids[at], rows.loss_mask[at], rows.document_ids[at], rows.position_ids[at]
-        batch = Rows(*jax.device_put(arrays, place_rows(mesh, arrays[0].shape)))
-        found.append(jax.device_get(run_target(target.params, vocab, batch)))
-    return jax.tree.map(lambda *parts: np.concatenate(parts)[: len(which)], *found)
 
 
 def _arrays(features: Features) -> dict[str, Any]:

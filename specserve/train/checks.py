@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 
+from specserve import cluster
 from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.data.sources import parse_entry
 from specserve.drafters.door import Rows, TrainedDrafter
@@ -27,6 +28,8 @@ def check_settings(run: TrainRun) -> None:
     _check_shares(train, run.mesh)
     _check_patience(run)
     _check_stages(run)
+    _check_service(run)
+    _check_ray(run)
     arms(run.eval.speculation, run.eval.temperature)
     Columns.parse(run.data.columns)
     parse_template_kwargs(run.data.template_kwargs)
@@ -92,28 +95,42 @@ def _check_stages(run: TrainRun) -> None:
     """What only one process can do, or only with the target in memory."""
     if run.budget:
         seconds_of(run.budget)
-    service = run.service
     if run.budget and not run.has_layers:
         name = "--capture" if run.features.capture else "--target-service"
         raise ConfigError(f"--budget measures steps with the target in memory; with {name} give --max-steps")
-    if service.target_service and run.features.capture:
-        raise ConfigError("--capture and --target-service both give the target's states; leave one of them out")
+    if run.is_of_several and (run.budget or run.data.regenerate):
+        raise ConfigError(
+            "--budget and --regenerate are for one process: have the target answer first (specserve data regenerate), "
+            "and give the file as --source, with --max-steps"
+        )
+
+
+def _check_ray(run: TrainRun) -> None:
+    """Who starts the processes of the run: Ray, or whoever tells them of a coordinator."""
+    if run.ray and (run.coordinator or run.num_processes > 1 or run.process_id):
+        raise ConfigError(
+            "--ray starts the processes of a run itself: give --num-workers, and no --coordinator, --num-processes or "
+            "--process-id"
+        )
+    cluster.check(run.ray, "" if run.service.target_service else run.ray_address, run.num_workers)
+
+
+def _check_service(run: TrainRun) -> None:
+    """Who runs the target: the training step, or processes of its own."""
+    service = run.service
     if not service.target_service and service != ServiceSettings():
         raise ConfigError(
             "--target-mesh, --target-ahead and --target-transport are for a target in processes of its own; give "
             "--target-service N, or leave them out"
         )
-    mesh_sizes(service.target_mesh)
+    if service.target_service and run.features.capture:
+        raise ConfigError("--capture and --target-service both give the target's states; leave one of them out")
     if service.target_service and run.coordinator and not run.ray_address:
         raise ConfigError(
             "--target-service in a run of several processes needs the cluster that all of them reach: give "
             "--ray-address HOST:PORT, or auto"
         )
-    if run.coordinator and (run.budget or run.data.regenerate):
-        raise ConfigError(
-            "--budget and --regenerate are for one process: have the target answer first (specserve data regenerate), "
-            "and give the file as --source, with --max-steps"
-        )
+    mesh_sizes(service.target_mesh)
 
 
 def _check_patience(run: TrainRun) -> None:

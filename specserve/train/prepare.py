@@ -2,25 +2,29 @@
 
 import logging
 from collections.abc import Collection
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
+from jax.sharding import Mesh
 
-from specserve import processes, provenance
-from specserve.checkpoints.load import load_target
+from specserve import cluster, processes, provenance
+from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import BUNDLED, TargetSource, resolve_target
 from specserve.data import dataset, pydoc, sources
 from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.data.dataset import Dataset, Prompt
 from specserve.data.loader import Loader
+from specserve.drafters.door import TrainedDrafter
 from specserve.drafters.settings import draft_vocab_size
 from specserve.errors import ConfigError
 from specserve.mesh import default_dtype, parse_mesh, use_compilation_cache
 from specserve.speculative.vocab import choose_draft_vocab, coverage
 from specserve.tokenizer import Tokenizer
 from specserve.train import capture
+from specserve.train.capture import FeatureFolder
 from specserve.train.evaluation import HeldOutEvaluator
 from specserve.train.head import earlier_head, new_drafter
 from specserve.train.plan import find_config, plan_drafter
@@ -37,15 +41,69 @@ logger = logging.getLogger(__name__)
 Mixture = tuple[sources.SourceRows, ...]
 
 
+@dataclass(frozen=True)
+class Materials:
+    """What a run is made of, whatever it computes."""
+
+    source: TargetSource
+    target: Target  # without its layers, where their states come from elsewhere
+    loaded: Dataset
+    prompts: list[Prompt]
+    data: TrainingData
+    drafter: TrainedDrafter
+
+    def features(self, run: TrainRun) -> FeatureFolder:
+        """The captured states of the run, complete or not. Raises ConfigError or CheckpointError."""
+        digest = self.data.loader.state()["rows_digest"]
+        return capture.open_features(
+            *(run, self.source.folder, self.drafter, self.target.config),
+            *(self.loaded.rows, digest, self.data.target_ids),
+        )
+
+
 def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) -> Trainer:
     """Load everything a run needs. The mixture is read here where it is not given, as one with the target's own answers
     is. Raises ConfigError, CheckpointError or DataError."""
-    use_compilation_cache()
-    source = resolve_target(run.target)
-    plan_drafter(run, find_config(str(source.folder))[0])
+    if run.service.target_service:
+        cluster.connect(run.ray_address)  # before JAX has threads, which are not for a process that forks
     mesh = parse_mesh(run.mesh)
     if mesh is None and jax.process_count() > 1:
         raise ConfigError(f"{jax.process_count()} processes need a mesh over their devices, such as --mesh data=N")
+    has = load_materials(run, mesh, mixture)
+    target, data = has.target, has.data
+    evaluator = features = None
+    if run.features.capture:
+        features = has.features(run)
+        capture.capture(features, has.source.folder, run, has.loaded.rows, data.target_ids, mesh)
+    elif run.service.target_service:
+        features = open_service(run, has.source, target.config, has.drafter, data.loader)
+    if features:
+        logger.warning(
+            "training from states that come from elsewhere: tau is not measured; afterwards run specserve eval "
+            f"--target {run.target} --draft {run.output}"
+        )
+    elif has.prompts:
+        evaluator = HeldOutEvaluator(
+            target, has.drafter, data.target_ids, has.prompts, run.eval, seed=run.train.seed, mesh=mesh
+        )
+    return Trainer(
+        run,
+        target,
+        data,
+        _notes(run, has.source, has.loaded, data.target_ids),
+        folder,
+        evaluator=evaluator,
+        stopwatch=make_stopwatch(run, target.config, has.drafter, mesh),
+        features=features,
+        mesh=mesh,
+    )
+
+
+def load_materials(run: TrainRun, mesh: Mesh | None, mixture: Mixture | None = None) -> Materials:
+    """Load target, data and draft vocabulary. Raises ConfigError, CheckpointError or DataError."""
+    use_compilation_cache()
+    source = resolve_target(run.target)
+    plan_drafter(run, find_config(str(source.folder))[0])
     shape = run.train.batch_size, run.train.seq_len
     shard = processes.shard_of(place_rows(mesh, shape), shape)
     target = load_target(
@@ -76,31 +134,7 @@ def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) ->
         100 * data.coverage,
     )
     drafter = head.drafter if head else new_drafter(run.drafter, run.draft, target.config, len(target_ids))
-    evaluator = features = None
-    if run.features.capture:
-        digest = data.loader.state()["rows_digest"]
-        features = capture.open_features(run, source.folder, drafter, target.config, rows, digest, target_ids)
-        capture.capture(features, source.folder, run, rows, target_ids, mesh)
-    elif run.service.target_service:
-        features = open_service(run, source, target.config, drafter, data.loader)
-    if features:
-        logger.warning(
-            "training from states, without the target's layers: tau is not measured; afterwards run specserve eval "
-            f"--target {run.target} --draft {run.output}"
-        )
-    elif prompts:
-        evaluator = HeldOutEvaluator(target, drafter, target_ids, prompts, run.eval, seed=run.train.seed, mesh=mesh)
-    return Trainer(
-        run,
-        target,
-        data,
-        _notes(run, source, loaded, target_ids),
-        folder,
-        evaluator=evaluator,
-        stopwatch=make_stopwatch(run, target.config, drafter, mesh),
-        features=features,
-        mesh=mesh,
-    )
+    return Materials(source, target, loaded, prompts, data, drafter)
 
 
 def _notes(run: TrainRun, source: TargetSource, loaded: Dataset, target_ids: np.ndarray) -> dict[str, Any]:

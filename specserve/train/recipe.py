@@ -56,7 +56,9 @@ def fill(given: Mapping[str, Any]) -> dict[str, Any]:
     if "data.source" in given:
         settings["data.regenerate"] = any(map(_is_published, given["data.source"]))
         del settings["data.max_conversations"]
-    if not given.get("coordinator"):  # the devices of several processes are known only when they have joined
+    if not (
+        given.get("coordinator") or given.get("ray")
+    ):  # the devices of several processes are known only when they have joined
         settings |= _of_devices(settings, given, is_dry=is_dry)
     steps = given.get("train.max_steps") or MAX_STEPS
     return settings | kind | dict.fromkeys(("train.eval_every", "train.save_every"), min(EVERY, max(1, steps // 10)))

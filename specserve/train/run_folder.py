@@ -7,6 +7,7 @@ no training.
 import dataclasses
 import fcntl
 import json
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from types import TracebackType
@@ -32,6 +33,10 @@ MAY_CHANGE = frozenset(
         "coordinator",
         "num_processes",
         "process_id",
+        "ray",
+        "ray_address",
+        "num_workers",
+        "max_failures",
         "check_weights",
         "output",
         "trackers",
@@ -201,6 +206,17 @@ def _value(run: Any, name: str) -> Any:
     for part in name.split("."):
         run = getattr(run, part)
     return run
+
+
+def wait_until_free(folder: Path, seconds: float) -> None:
+    """Wait at most so long until no process trains in the folder: one that was killed may take a moment to be gone."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        try:
+            _locked(folder / LOCK_FILE).close()
+            return
+        except ConfigError:
+            time.sleep(0.1)
 
 
 def _locked(path: Path) -> TextIO:

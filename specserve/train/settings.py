@@ -145,6 +145,12 @@ class TrainRun:
     )
     num_processes: int = setting(1, help="processes of the run, with a coordinator's address", ge=1)
     process_id: int = setting(0, help="which of them this is", ge=0)
+    ray: bool = setting(False, help="train in workers of a Ray cluster, which are started again where one dies")
+    ray_address: str = setting(
+        "", help="host:port of the cluster; auto: the one on this machine; empty: one of its own, on this machine alone"
+    )
+    num_workers: int = setting(1, help="workers, with ray; the mesh is over the devices of all of them", ge=1)
+    max_failures: int = setting(10, help="how often workers that died are started again, with ray", ge=0)
     check_weights: bool = setting(False, help="refuse a target with weights that are not numbers (reads them all)")
     init_from: str = setting("", help="folder or hub id of a head to go on from; empty: a new head")
     output: str = setting("ckpt", help="folder for the head, its state and its metrics", rank=4)
@@ -158,6 +164,11 @@ class TrainRun:
     eval: EvalSettings = Field(default_factory=EvalSettings)
     features: CaptureSettings = Field(default_factory=CaptureSettings)
     service: ServiceSettings = Field(default_factory=ServiceSettings)
+
+    @property
+    def is_of_several(self) -> bool:
+        """Whether this is, or may be, one process of several."""
+        return bool(self.coordinator) or self.ray
 
     @property
     def has_layers(self) -> bool:

@@ -219,13 +219,8 @@ class Trainer:
         """Run to the bound, or until patience ends or a signal comes; save, export, and return the last moment."""
         self._observers = observers if self.folder.is_first else ()
         try:
-            with (
-                self.folder,
-                Stopping() as self._stopping,
-                self._store,
-                closing(self._metrics),
-                closing(self._features) if self._features else nullcontext(),
-            ):
+            source = closing(self._features) if self._features else nullcontext()
+            with self.folder, self._stopping, self._store, closing(self._metrics), source:
                 ending = self._run()
         except Exception as error:
             if lost := processes.as_lost(error):
@@ -234,6 +229,11 @@ class Trainer:
         last = dataclasses.replace(self._now(), ending=ending)
         self._tell(last)
         return last
+
+    def stop(self, number: int) -> None:
+        """Ask the run to stop after its present step, as this signal would. May be called from another thread, and
+        before the run begins."""
+        self._stopping.number = number
 
     def _first_state(self) -> TrainState:
         # the first step takes the arrays of its state for its own, so an earlier head's are copied

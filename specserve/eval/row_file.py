@@ -1,0 +1,100 @@
+"""The file of rows that `specserve data regenerate` writes: whole lines only, all made with the same settings, of which
+those that are there are not made again."""
+
+import itertools
+import json
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import IO, Any
+
+from specserve.errors import DataError
+from specserve.host import whole_file
+
+
+class RowFile:
+    """Rows are appended to it, each whole at once; `done` are the ids of those that were there."""
+
+    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+        self._path, self._notes = path, path.with_name(path.name + ".settings.json")
+        self.done: set[str] = set()
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            if path.exists() and path.stat().st_size:
+                self._check_settings(settings)
+                self._read_done()
+            else:
+                self._notes.write_text(json.dumps(settings, indent=2) + "\n")
+            self._file: IO[str] = path.open("a", encoding="utf-8")
+        except OSError as error:
+            raise DataError(f"{path}: cannot write the rows: {error.strerror}") from error
+
+    def __enter__(self) -> "RowFile":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._file.close()
+
+    def write(self, row: dict[str, Any]) -> None:
+        try:
+            self._file.write(json.dumps(row, ensure_ascii=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise DataError(
+                f"{self._path}: cannot write the rows: {error.strerror}; those that are there stay good"
+            ) from error
+
+    def _check_settings(self, settings: dict[str, Any]) -> None:
+        try:
+            before = json.loads(self._notes.read_text())
+        except (OSError, ValueError) as error:
+            raise DataError(
+                f"{self._path} is there, and {self._notes.name} beside it does not say how its rows were made; "
+                "give another --output"
+            ) from error
+        changed = [
+            f"{name} {before.get(name)!r}, now {value!r}"
+            for name, value in settings.items()
+            if before.get(name) != value
+        ]
+        if changed:
+            raise DataError(
+                f"{self._path} holds answers made with {'; '.join(changed)}; give another --output, or the settings of "
+                "before"
+            )
+
+    def _read_done(self) -> None:
+        """Which rows are there. The half-written last line of a killed run is dropped."""
+        size = 0
+        for key, line in self._lines():
+            self.done.add(key)
+            size += len(line)
+        os.truncate(self._path, size)
+
+    def arrange(self, order: Mapping[str, int]) -> None:
+        """Put the rows into this order of their ids, those of other questions first. The file is whole at any time."""
+        found: list[tuple[int, int, int]] = []  # place in the order, in the file, and length
+        begin = 0
+        for key, line in self._lines():
+            found.append((order.get(key, -1), begin, len(line)))
+            begin += len(line)
+        if all(one[0] <= other[0] for one, other in itertools.pairwise(found)):
+            return
+        try:
+            with whole_file(self._path) as partial, self._path.open("rb") as file, partial.open("wb") as arranged:
+                for _, begin, length in sorted(found):
+                    file.seek(begin)
+                    arranged.write(file.read(length))
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot write the rows in order: {error.strerror}") from error
+
+    def _lines(self) -> Iterator[tuple[str, bytes]]:
+        """The id of each whole row, and its line."""
+        with self._path.open("rb") as file:
+            for number, line in enumerate(file, start=1):
+                if not line.endswith(b"\n"):
+                    return
+                try:
+                    yield json.loads(line)["id"], line
+                except (ValueError, TypeError, KeyError) as error:
+                    raise DataError(f"{self._path}, line {number}, is no row of `data regenerate`") from error
