@@ -99,9 +99,7 @@ def environment() -> dict[str, dict[str, str]]:
     return {"env_vars": {name: value for name, value in os.environ.items() if name.startswith(COMPUTING)}}
 
 
-def reserve(
-    ray: Any, num_devices: int, num_workers: int, fewer: str = "--num-workers or the mesh"
-) -> dict[str, float]:
+def reserve(ray: Any, num_devices: int, num_workers: int, fewer: str = "--num-workers or the mesh") -> dict[str, float]:
     """What Ray keeps for each worker, by its own names of resources: so many devices of the kind that JAX_PLATFORMS
     names, else of the best that the cluster has. Raises ConfigError where all of the cluster is less than all of the
     workers need; `fewer` names the settings to lower."""

@@ -40,7 +40,7 @@ from specserve.train.features import FeatureSource
 from specserve.train.head import new_drafter
 from specserve.train.optimizer import make_optimizer
 from specserve.train.run_folder import Metrics, RunFolder
-from specserve.train.settings import DraftSettings, EvalSettings, TrainRun, TrainSettings
+from specserve.train.settings import DraftSettings, EvalSettings, ServiceSettings, TrainRun, TrainSettings
 from specserve.train.speed import Speed
 from specserve.train.step import make_step, place_rows
 from specserve.train.target_service import open_service
@@ -116,7 +116,6 @@ def tiny_trainer(
     rng = np.random.default_rng(0)
     documents = [Document(rng.integers(0, 64, 30).astype(np.int32), np.ones(30, bool)) for _ in range(16)]
     run = tiny_run(output, **changes)
-    folder = RunFolder(run, is_first=processes.is_first())
     shape = run.train.batch_size, run.train.seq_len
     shard = processes.shard_of(place_rows(mesh, shape), shape)
     data = TrainingData(
@@ -129,7 +128,7 @@ def tiny_trainer(
         drafter = new_drafter(run.drafter, run.draft, target.config, len(data.target_ids))
         source = TargetSource(str(target.folder), target.folder)
         features = open_service(run, source, target.config, drafter, data.loader)
-    notes = {"target": "tiny"}
+    folder, notes = RunFolder(run, is_first=processes.is_first()), {"target": "tiny"}
     return make_trainer(run, target, data, notes, folder, evaluator=evaluator, features=features, mesh=mesh)
 
 
@@ -234,6 +233,8 @@ def main() -> None:
     processes.join(*(changes.get(name, other) for name, other in JOINING.items()))
     _arrange(told["death"])
     mesh = parse_mesh(changes.pop("mesh", ""))
+    if "service" in changes:
+        changes["service"] = ServiceSettings(**changes["service"])
     target = load_target(Path(told["target"]), dtype="float32", mesh=mesh)
     run = tiny_trainer(Path(told["output"]), target, evaluator=NormEvaluator(), mesh=mesh, **changes)
     if told["is_measured"]:

@@ -102,14 +102,18 @@ class TargetService:
         """Wait for an answer, good or bad, as long as who was asked gives signs of life."""
         while not self._ray.wait([lease.answer], timeout=ASK_SECONDS)[0]:
             beat = self._actors[lease.actor].beat.options(concurrency_group=LIFE).remote()
-            if not self._ray.wait([beat, lease.answer], timeout=SILENCE_SECONDS)[0]:
+            if not self._ray.wait([beat, lease.answer], timeout=self._patience(lease.actor))[0]:
                 return False
         return True
+
+    def _patience(self, actor: int) -> int:
+        """The seconds to wait for a sign of life: more of one that may still be starting."""
+        return SILENCE_SECONDS if actor in self._processes else cluster.START_SECONDS
 
     def _give_up(self, silent: int) -> None:
         """Give the leases of one that does not answer to the others. Raises ProcessError where there are none."""
         self._ray.kill(self._actors.pop(silent))
-        what = f"target process {silent} does not answer for {ASK_SECONDS + SILENCE_SECONDS} seconds"
+        what = f"target process {silent} does not answer for {ASK_SECONDS + self._patience(silent)} seconds"
         if not self._actors:
             raise ProcessError(f"{what}, and none is left: look for its host and its memory, then {AGAIN}")
         logger.warning("%s: given up, %d left", what, len(self._actors))

@@ -3,6 +3,8 @@ target in its step, whatever happens to those processes."""
 
 import os
 import signal
+import socket
+import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +13,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_run import curve, tiny_trainer
+from tiny_run import curve, start, tiny_trainer
 
 from specserve.checkpoints.load import Target, load_target
 from specserve.drafters.head import load_head
@@ -24,11 +26,12 @@ pytestmark = pytest.mark.scale
 
 
 @pytest.fixture(scope="module", autouse=True)
-def ray(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+def ray() -> Iterator[Any]:
     import ray
 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # JAX warns of forks, Python of what Ray leaves open
+        os.environ.setdefault("RAY_raylet_start_wait_time_s", "120")
         ray.init(address="local", num_cpus=8, object_store_memory=100 << 20, include_dashboard=False)
         yield ray
         ray.shutdown()
@@ -110,9 +113,9 @@ def test_one_that_stops_is_given_up_and_the_last_one_ends_the_run(
 
 def test_what_cannot_be_is_said_at_once(tmp_path: Path, tiny_target: Target, alone: Target) -> None:
     """More on its way than the object store has, more processes than the cluster, and another target over there."""
-    room = r"501 batches of 4 rows of 0.0655 MB: 131 MB, and Ray's object store has \d+ MB; lower --target-ahead"
+    room = r"5001 batches of 4 rows of 0.0164 MB: 328 MB, and Ray's object store has \d+ MB; lower --target-ahead"
     with pytest.raises(ConfigError, match=room):
-        tiny_trainer(tmp_path / "a", alone, service=ServiceSettings(target_service=1, target_ahead=500))
+        tiny_trainer(tmp_path / "a", alone, service=ServiceSettings(target_service=1, target_ahead=5000))
     with pytest.raises(ConfigError, match=r"9 workers need 9 CPU.* lower --target-service or --target-mesh"):
         tiny_trainer(tmp_path / "b", alone, service=ServiceSettings(target_service=9))
     trainer = tiny_trainer(tmp_path / "c", alone, service=ServiceSettings(target_service=1))
@@ -124,3 +127,24 @@ def test_what_cannot_be_is_said_at_once(tmp_path: Path, tiny_target: Target, alo
             trainer.train()
     finally:
         weights.write_bytes(content)
+
+
+def test_two_training_processes_share_the_targets(ray: Any, tmp_path: Path, tiny_target: Target) -> None:
+    """Each asks for its own rows of every batch, and the run is that of two with the target in their steps."""
+    address = ray.get_runtime_context().gcs_address
+
+    def start_two(name: str, **changes: Any) -> list[subprocess.Popen]:
+        with socket.socket() as probe:
+            probe.bind(("127.0.0.1", 0))
+            joining = {"coordinator": f"127.0.0.1:{probe.getsockname()[1]}", "num_processes": 2, "mesh": "data=2"}
+        alone = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
+        told = {**joining, "max_steps": 4, **changes}
+        return [
+            start(tiny_target, tmp_path / name, environment=alone, process_id=number, **told) for number in range(2)
+        ]
+
+    service = {"target_service": 2, "target_ahead": 1}
+    for running in (start_two("whole"), start_two("sent", service=service, ray_address=address)):
+        said = [(process.communicate(timeout=200)[0], process.returncode) for process in running]
+        assert [code for _, code in said] == [0, 0], said
+    _assert_same(tmp_path / "sent", tmp_path / "whole", tiny_target)
