@@ -40,7 +40,7 @@ from specserve.train.features import FeatureSource
 from specserve.train.head import new_drafter
 from specserve.train.optimizer import make_optimizer
 from specserve.train.run_folder import Metrics, RunFolder
-from specserve.train.settings import DraftSettings, EvalSettings, ServiceSettings, TrainRun, TrainSettings
+from specserve.train.settings import DraftSettings, EvalSettings, TrainRun, TrainSettings
 from specserve.train.speed import Speed
 from specserve.train.step import make_step, place_rows
 from specserve.train.target_service import open_service
@@ -233,8 +233,6 @@ def main() -> None:
     processes.join(*(changes.get(name, other) for name, other in JOINING.items()))
     _arrange(told["death"])
     mesh = parse_mesh(changes.pop("mesh", ""))
-    if "service" in changes:
-        changes["service"] = ServiceSettings(**changes["service"])
     target = load_target(Path(told["target"]), dtype="float32", mesh=mesh)
     run = tiny_trainer(Path(told["output"]), target, evaluator=NormEvaluator(), mesh=mesh, **changes)
     if told["is_measured"]:

@@ -125,10 +125,10 @@ def _check_service(run: TrainRun) -> None:
         )
     if service.target_service and run.features.capture:
         raise ConfigError("--capture and --target-service both give the target's states; leave one of them out")
-    if service.target_service and run.coordinator and not run.ray_address:
+    if service.target_service and run.is_of_several:
         raise ConfigError(
-            "--target-service in a run of several processes needs the cluster that all of them reach: give "
-            "--ray-address HOST:PORT, or auto"
+            "--target-service sends states to one training process: give --mesh data=N over its devices, and neither "
+            "--coordinator nor --ray"
         )
     mesh_sizes(service.target_mesh)
 

@@ -9,7 +9,6 @@ changes what a step sees: it is late, or it is an error.
 
 import logging
 import math
-import random
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +17,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specserve import cluster, processes, provenance
+from specserve import cluster, provenance
 from specserve.checkpoints.source import TargetSource
 from specserve.data.loader import Batch, Loader
 from specserve.drafters.door import TrainedDrafter
@@ -36,7 +35,6 @@ logger = logging.getLogger(__name__)
 ASK_SECONDS = 5  # to wait before asking whether somebody still lives
 SILENCE_SECONDS = 20  # to wait for an answer to that
 RETRIES = 3  # of a batch whose process died
-NAMESPACE = "specserve"  # of the names by which several training processes find them
 AGAIN = "go on with --resume"
 
 
@@ -51,16 +49,14 @@ class Lease:
 
 
 class TargetService:
-    """The buffer of one training process: a source of features (`features.FeatureSource`)."""
+    """The buffer: a source of features (`features.FeatureSource`)."""
 
     needs_head = True
 
-    def __init__(
-        self, ray: Any, actors: Sequence[Any], expected: States, num_ahead: int, *, is_owner: bool = True
-    ) -> None:
+    def __init__(self, ray: Any, actors: Sequence[Any], expected: States, num_ahead: int) -> None:
         """`actors` are Ray's handles of `TargetActor`s, `expected` the shapes of a batch's states. `num_ahead` batches
         are asked for beside the one that is waited for."""
-        self._ray, self._expected, self._num_leases, self._is_owner = ray, expected, num_ahead + 1, is_owner
+        self._ray, self._expected, self._num_leases = ray, expected, num_ahead + 1
         self._actors = dict(enumerate(actors))  # those that were not given up
         self._leases: deque[Lease] = deque()
         self._processes: dict[int, int] = {}
@@ -81,9 +77,9 @@ class TargetService:
         return found
 
     def close(self) -> None:
-        """Forget the leases, and end the processes where they are this one's."""
+        """Forget the leases, and end the processes."""
         self._leases.clear()
-        for actor in self._actors.values() if self._is_owner else ():
+        for actor in self._actors.values():
             self._ray.kill(actor)
         self._actors.clear()
 
@@ -184,8 +180,7 @@ class TargetService:
 def open_service(
     run: TrainRun, source: TargetSource, config: ModelConfig, drafter: TrainedDrafter, loader: Loader
 ) -> TargetService:
-    """Start the processes, or find those that the first training process starts. They load the target when rows are
-    asked for. Raises ConfigError where the cluster cannot hold them, or what they send."""
+    """Start the processes, which load the target when rows are asked for. Raises ConfigError where the cluster cannot hold them, or what they send."""
     settings = run.service
     wanted = Wanted(
         target=source.name,
@@ -204,24 +199,18 @@ def open_service(
     _check_room(ray, expected, num_ahead)
     num_devices = math.prod(mesh_sizes(settings.target_mesh).values())
     resources = cluster.reserve(ray, num_devices, settings.target_service, "--target-service or --target-mesh")
-    number = processes.Agreement()(random.getrandbits(30))[0]  # the same in all processes, and no other run's
-    names = [f"target-{number}-{i}" for i in range(settings.target_service)]
-    actors = []
-    if processes.is_first():
-        kind = ray.remote(
-            max_restarts=-1,
-            max_task_retries=RETRIES,
-            concurrency_groups={LIFE: 1},
-            num_cpus=resources.pop("CPU"),
-            num_gpus=resources.pop("GPU", 0),
-            resources=resources,
-            runtime_env=cluster.environment(),
-        )(TargetActor)
-        actors = [kind.options(name=name, namespace=NAMESPACE).remote(wanted, cluster.Driver.here()) for name in names]
-    processes.Agreement()(0)  # from here on there are such names
-    actors = actors or [ray.get_actor(name, namespace=NAMESPACE) for name in names]
+    kind = ray.remote(
+        max_restarts=-1,
+        max_task_retries=RETRIES,
+        concurrency_groups={LIFE: 1},
+        num_cpus=resources.pop("CPU"),
+        num_gpus=resources.pop("GPU", 0),
+        resources=resources,
+        runtime_env=cluster.environment(),
+    )(TargetActor)
+    actors = [kind.remote(wanted, cluster.Driver.here()) for _ in range(settings.target_service)]
     logger.info("%s runs in %d processes of its own", source.name, len(actors))
-    return TargetService(ray, actors, expected, num_ahead, is_owner=processes.is_first())
+    return TargetService(ray, actors, expected, num_ahead)
 
 
 def _check_room(ray: Any, expected: States, num_ahead: int) -> None:
@@ -229,12 +218,9 @@ def _check_room(ray: Any, expected: States, num_ahead: int) -> None:
     more than there is."""
     batch = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(expected))
     rows = expected.taps.shape[0]
-    num_bytes = (num_ahead + 1) * batch * jax.process_count()
+    num_bytes = (num_ahead + 1) * batch
     there = ray.cluster_resources().get("object_store_memory", 0.0)
-    what = (
-        f"{num_ahead + 1} batches of {rows} rows of {batch / rows / 1e6:.3g} MB"
-        f"{f' in each of {jax.process_count()} processes' if jax.process_count() > 1 else ''}: {num_bytes / 1e6:.3g} MB"
-    )
+    what = f"{num_ahead + 1} batches of {rows} rows of {batch / rows / 1e6:.3g} MB: {num_bytes / 1e6:.3g} MB"
     if num_bytes > there:
         raise ConfigError(
             f"the target's states on their way are {what}, and Ray's object store has {there / 1e6:.3g} MB; lower "

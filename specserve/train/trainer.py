@@ -350,7 +350,7 @@ class Trainer:
         try:
             return source.next_features(self.data.loader)
         except SpecServeError:
-            if jax.process_count() == 1 and self.step:  # of several, the others cannot take part
+            if jax.process_count() == 1 and self.step:  # of several, which captured states may have, others are needed
                 self._save()
             raise
 

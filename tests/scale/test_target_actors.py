@@ -3,8 +3,6 @@ target in its step, whatever happens to those processes."""
 
 import os
 import signal
-import socket
-import subprocess
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from tiny_run import curve, start, tiny_trainer
+from tiny_run import curve, tiny_trainer
 
 from specserve.checkpoints.load import Target, load_target
 from specserve.drafters.head import load_head
@@ -127,24 +125,3 @@ def test_what_cannot_be_is_said_at_once(tmp_path: Path, tiny_target: Target, alo
             trainer.train()
     finally:
         weights.write_bytes(content)
-
-
-def test_two_training_processes_share_the_targets(ray: Any, tmp_path: Path, tiny_target: Target) -> None:
-    """Each asks for its own rows of every batch, and the run is that of two with the target in their steps."""
-    address = ray.get_runtime_context().gcs_address
-
-    def start_two(name: str, **changes: Any) -> list[subprocess.Popen]:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            joining = {"coordinator": f"127.0.0.1:{probe.getsockname()[1]}", "num_processes": 2, "mesh": "data=2"}
-        alone = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
-        told = {**joining, "max_steps": 4, **changes}
-        return [
-            start(tiny_target, tmp_path / name, environment=alone, process_id=number, **told) for number in range(2)
-        ]
-
-    service = {"target_service": 2, "target_ahead": 1}
-    for running in (start_two("whole"), start_two("sent", service=service, ray_address=address)):
-        said = [(process.communicate(timeout=200)[0], process.returncode) for process in running]
-        assert [code for _, code in said] == [0, 0], said
-    _assert_same(tmp_path / "sent", tmp_path / "whole", tiny_target)

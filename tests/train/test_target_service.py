@@ -17,7 +17,7 @@ from specserve.checkpoints.load import Target, load_target
 from specserve.data.documents import Document
 from specserve.data.loader import Loader
 from specserve.data.packing import pack
-from specserve.errors import ConfigError, DataError
+from specserve.errors import CheckpointError, ConfigError, DataError
 from specserve.processes import ProcessError
 from specserve.provenance import fingerprint
 from specserve.train.checks import check_settings
@@ -238,13 +238,39 @@ def test_states_of_other_tokens_are_refused_and_the_steps_before_are_saved(
 
 
 @pytest.mark.parametrize(
+    ("kind", "cause", "error", "message"),
+    [
+        ("RayTaskError", CheckpointError("no such file"), CheckpointError, "target process 0: no such file"),
+        ("RayTaskError", MemoryError("much"), ProcessError, r"target process 0 failed \(much\); mend that, then go on"),
+        ("OutOfDiskError", None, ProcessError, "object store is full, and its disk too .* or lower --target-ahead"),
+        ("RayActorError", None, ProcessError, r"target process 0 died 4 times over rows \d+, \d+, \d+, \d+ "),
+        ("RayError", None, ProcessError, "target process 0: its states are lost"),
+    ],
+)
+def test_what_goes_wrong_over_there_is_one_error(
+    tiny_target: Target, loader: Loader, kind: str, cause: Exception | None, error: type[Exception], message: str
+) -> None:
+    ray = FakeRay(tiny_target, loader)
+    raised = getattr(ray.exceptions, kind)("as Ray has it")
+    raised.cause = cause
+
+    def fail(_: Sample) -> Sample:
+        raise raised
+
+    ray.spoil = fail
+    with pytest.raises(error, match=message):
+        ray.service.next_features(loader)
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"service": ServiceSettings(target_mesh="tensor=2")}, "give --target-service N, or leave them out"),
         ({"service": ServiceSettings(target_transport="int8")}, "give --target-service N, or leave them out"),
         ({"features": CaptureSettings(capture="x")}, "--capture and --target-service both"),
         ({"budget": "1h"}, "with --target-service give --max-steps"),
-        ({"coordinator": "host:1", "num_processes": 2}, "give --ray-address"),
+        ({"coordinator": "host:1", "num_processes": 2}, "sends states to one training process"),
+        ({"ray": True}, "sends states to one training process"),
         ({"service": ServiceSettings(target_service=1, target_mesh="tensor")}, "expected data=N"),
     ],
 )
