@@ -45,6 +45,7 @@ def connect(address: str = "") -> Any:
         return ray
     logger.info("attaching to Ray: %s", address or "a cluster of its own on this machine")
     try:
+        _knock(address)
         ray.init(address=address or "local", log_to_driver=True, include_dashboard=None if address else False)
     except Exception as error:  # Ray raises a bare one where its processes take too long to start
         what = str(error).splitlines()[0]
@@ -55,6 +56,13 @@ def connect(address: str = "") -> Any:
             "and Python versions?"
         ) from error
     return ray
+
+
+def _knock(address: str) -> None:
+    """Raises OSError where nobody listens at host:port, which Ray would try to reach for minutes."""
+    host, _, port = address.rpartition(":")
+    if "://" not in address and port.isdecimal():
+        socket.create_connection((host, int(port)), JOIN_SECONDS).close()
 
 
 def load(module: str) -> Any:

@@ -29,3 +29,8 @@ class RequestError(SpecServeError):
 
 class CapacityError(SpecServeError):
     """A request that cannot be served now (HTTP 503): the queue is full or the engine is stopping."""
+
+
+def first_line(error: Exception) -> str:
+    """What an error of somebody else's says, for a message in one line."""
+    return f"{type(error).__name__}: {error}".splitlines()[0]

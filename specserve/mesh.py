@@ -18,16 +18,16 @@ from specserve.errors import ConfigError
 
 MESH_AXES = ("data", "sequence", "tensor", "expert")
 SERVING_AXES = ("data", "tensor", "expert")  # a step's few tokens of each sequence stay together
-LOGICAL_TO_MESH: dict[str | None, str | None] = {
-    None: None,
-    "vocab": "tensor",
-    "embed": None,
-    "heads": "tensor",
-    "kv_heads": "tensor",
-    "mlp": "tensor",
-    "experts": "expert",
-    "batch": "data",
-    "sequence": "sequence",
+LOGICAL_TO_MESH: dict[str | None, tuple[str, ...]] = {
+    None: (),
+    "vocab": ("tensor",),
+    "embed": (),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "mlp": ("tensor",),
+    "experts": ("expert",),
+    "batch": ("data", "expert"),  # devices with different experts have different rows, too
+    "sequence": ("sequence",),
 }
 ACTIVATIONS = ("batch", "sequence")  # axes of what runs through a model: nothing of a target's need divide
 
@@ -105,7 +105,7 @@ def check_divides(mesh: Mesh, sizes: Sequence[Size]) -> None:
     """Check that the mesh cuts all of these sizes into equal parts, and that each of its axes cuts something. Raises
     ConfigError."""
     for name, parts in mesh.shape.items():
-        own = [size for size in sizes if LOGICAL_TO_MESH[size.axis] == name]
+        own = [size for size in sizes if name in LOGICAL_TO_MESH[size.axis]]
         uneven = ", ".join(f"{size.number} {size.what}" for size in own if size.number % parts)
         if uneven:
             possible = math.gcd(*(size.number for size in own))
@@ -113,7 +113,7 @@ def check_divides(mesh: Mesh, sizes: Sequence[Size]) -> None:
                 f"--mesh {describe_mesh(mesh)}: the target has {uneven}, which {name}={parts} does not divide; "
                 f"{name} may be {_divisors(possible)}"
             )
-        if parts > 1 and not own and name not in {LOGICAL_TO_MESH[axis] for axis in ACTIVATIONS}:
+        if parts > 1 and not own and name not in {LOGICAL_TO_MESH[axis][0] for axis in ACTIVATIONS}:
             raise ConfigError(f"--mesh {describe_mesh(mesh)}: the target has nothing that {name}={parts} would spread")
 
 
@@ -123,14 +123,31 @@ def _divisors(number: int) -> str:
 
 
 def num_parts(mesh: Mesh | AbstractMesh | None, axis: str | None) -> int:
-    """The number of parts into which the mesh cuts a logical axis."""
-    name = LOGICAL_TO_MESH[axis]
-    return mesh.shape[name] if mesh is not None and name else 1
+    """The number of parts into which the mesh cuts a logical axis that it divides."""
+    return 1 if mesh is None else math.prod(mesh.shape[name] for name in LOGICAL_TO_MESH[axis])
+
+
+def on_each_device(mesh: Mesh | AbstractMesh | None, axis: str | None, size: int) -> int:
+    """How much of a logical axis of this size each device has: all of it where the mesh does not divide it."""
+    return size if mesh is None else size // math.prod(mesh.shape[name] for name in _cutting(mesh, axis, size))
+
+
+def _cutting(mesh: Mesh | AbstractMesh, axis: str | None, size: int) -> tuple[str, ...]:
+    """The mesh axes that cut a logical axis of this size: of its own, in their order, as many as divide it together."""
+    names = LOGICAL_TO_MESH[axis]
+    while size % math.prod(mesh.shape[name] for name in names):
+        names = names[:-1]
+    return names
+
+
+def _entry(names: tuple[str, ...]) -> Any:
+    """The entry of a PartitionSpec for an array's axis that these mesh axes cut."""
+    return names if len(names) > 1 else names[0] if names else None
 
 
 def sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
     """The sharding of an array with these logical axes."""
-    return NamedSharding(mesh, PartitionSpec(*(LOGICAL_TO_MESH[axis] for axis in axes)))
+    return NamedSharding(mesh, PartitionSpec(*(_entry(LOGICAL_TO_MESH[axis]) for axis in axes)))
 
 
 def whole(mesh: Mesh | None) -> NamedSharding | None:
@@ -155,15 +172,24 @@ def put(tree: Any, place: Sharding | None) -> Any:
 def fitting(
     mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], units: Mapping[str, int] | None = None
 ) -> NamedSharding:
-    """The sharding of an array with these logical axes and this shape. An axis is whole on every device where its size
-    does not divide, or where the number of its `units` does not. A unit is several entries long: of "heads", say, a
-    head."""
+    """The sharding of an array with these logical axes and this shape (`fitting_partition`)."""
+    return NamedSharding(mesh, fitting_partition(mesh, axes, shape, units))
 
-    def divides(axis: str | None, size: int) -> bool:
-        parts = num_parts(mesh, axis)
-        return size % parts == 0 and (units or {}).get(axis or "", parts) % parts == 0
 
-    return sharding(mesh, tuple(axis if divides(axis, size) else None for axis, size in zip(axes, shape, strict=True)))
+def fitting_partition(
+    mesh: Mesh | AbstractMesh,
+    axes: tuple[str | None, ...],
+    shape: tuple[int, ...],
+    units: Mapping[str, int] | None = None,
+) -> PartitionSpec:
+    """How an array with these logical axes and this shape is cut. An axis is whole on every device where its size does
+    not divide, or where the number of its `units` does not. A unit is several entries long: of "heads", say, a head.
+    Of an axis that several mesh axes cut, as many of these do as divide it, the first of them first."""
+
+    def entry(axis: str | None, size: int) -> Any:
+        return _entry(_cutting(mesh, axis, math.gcd(size, (units or {}).get(axis or "", size))))
+
+    return PartitionSpec(*(entry(axis, size) for axis, size in zip(axes, shape, strict=True)))
 
 
 def shardings(spec_tree: Any, mesh: Mesh, units: Mapping[str, int] | None = None) -> Any:
@@ -214,7 +240,7 @@ def is_on_one_device() -> bool:
 
 def partition(axes: tuple[str | None, ...], cut: Collection[str]) -> PartitionSpec:
     """The PartitionSpec by which an array with these logical axes enters `over_parts`. Axes outside `cut` are whole."""
-    return PartitionSpec(*(LOGICAL_TO_MESH[axis] if axis in cut else None for axis in axes))
+    return PartitionSpec(*(_entry(LOGICAL_TO_MESH[axis]) if axis in cut else None for axis in axes))
 
 
 def over_parts(
@@ -233,18 +259,28 @@ def over_parts(
 
 def sum_parts(tree: Result, cut: Collection[str]) -> Result:
     """Within `over_parts`, add a tree of arrays up over the devices that have different parts of these logical axes."""
-    return jax.lax.psum(tree, tuple(_names(cut)))
+    return jax.lax.psum(tree, tuple(_names(cut))) if cut else tree
+
+
+def join_parts(tree: Result, axis: str) -> Result:
+    """Within `over_parts`, the arrays of all devices that have different parts of a logical axis, one after the other
+    along their first axis."""
+    names = LOGICAL_TO_MESH[axis]
+    return jax.tree.map(lambda x: jax.lax.all_gather(x, names, tiled=True), tree)
+
+
+def share_sum(x: jax.Array, axis: str) -> jax.Array:
+    """Within `over_parts`, the device's own rows of the sum over the devices that `join_parts` would join."""
+    return jax.lax.psum_scatter(x, LOGICAL_TO_MESH[axis], tiled=True)
 
 
 def _names(cut: Collection[str]) -> set[str]:
-    return {name for axis in cut if (name := LOGICAL_TO_MESH[axis])}
+    return {name for axis in cut for name in LOGICAL_TO_MESH[axis]}
 
 
 def part_index(axis: str) -> jax.Array:  # [] int32
     """Within `over_parts`, the index of the part of a logical axis that a device has."""
-    name = LOGICAL_TO_MESH[axis]
-    assert name is not None
-    return jax.lax.axis_index(name)
+    return jax.lax.axis_index(LOGICAL_TO_MESH[axis])
 
 
 def free_memory(mesh: Mesh | None = None) -> int:

@@ -4,8 +4,13 @@ The file owns how they join, what they must agree on, which rows of a batch each
 does.
 """
 
+import contextlib
 import re
+import socket
+import threading
+import time
 import zlib
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,7 +22,10 @@ from specserve.errors import ConfigError, SpecServeError
 
 START_SECONDS = 300  # to wait for all to come
 SILENCE_SECONDS = 100  # after which a process that no longer answers is taken for dead, and all end
+HELLO_SECONDS = 5.0  # in which who connects says who it is
 STATUS = re.compile("(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION): ")
+_HELLO, _COME = re.compile(r"specserve (\d{1,9}) (\d{1,9})"), "all have come"
+_LONGEST_LINE = 500
 
 
 class ProcessError(SpecServeError):
@@ -28,32 +36,167 @@ def check(coordinator: str, num_processes: int, process_id: int) -> None:
     """Check that these are possible settings of one of several processes, or of a single one. Raises ConfigError."""
     if not coordinator and (num_processes != 1 or process_id):
         raise ConfigError("num_processes and process_id need a coordinator: host:port of the first one, or auto")
+    if coordinator == "auto" and (num_processes != 1 or process_id):
+        raise ConfigError(
+            f"coordinator auto asks the launcher how many processes there are and which one this is, but num_processes "
+            f"{num_processes} and process_id {process_id} are given; leave them out, or give host:port of the first one"
+        )
+    if coordinator not in ("", "auto") and not re.fullmatch(r".+:\d{1,5}", coordinator):
+        raise ConfigError(f"coordinator {coordinator!r}: expected host:port of the first process, or auto")
     if process_id >= num_processes and coordinator not in ("", "auto"):
         raise ConfigError(f"process_id is {process_id}, of {num_processes} processes it is 0 to {num_processes - 1}")
 
 
 def join(coordinator: str, num_processes: int, process_id: int) -> None:
     """Make this process one of several; call it before anything asks for devices. Without a coordinator's address
-    nothing is done. Raises ConfigError."""
+    nothing is done. Raises ConfigError, in all processes that have come, where they are not all there in time."""
     check(coordinator, num_processes, process_id)
     if not coordinator:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # between CPUs; accelerators have their own
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM, which we answer ourselves
-    is_told = coordinator != "auto"
+    if coordinator == "auto":
+        _initialize()
+        return
     try:
-        jax.distributed.initialize(
-            coordinator_address=coordinator if is_told else None,
-            num_processes=num_processes if is_told else None,
-            process_id=process_id if is_told else None,
-            initialization_timeout=START_SECONDS,
-            heartbeat_timeout_seconds=SILENCE_SECONDS,
-        )
-    except (RuntimeError, ValueError) as error:
+        meet(coordinator, num_processes, process_id)
+        _initialize(coordinator_address=coordinator, num_processes=num_processes, process_id=process_id)
+    except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"coordinator {coordinator}: process {process_id} of {num_processes} could not join ({_line(error)}); "
             "every process needs the same address of the first one, a number of its own, and a way there"
         ) from error
+
+
+def _initialize(**told: Any) -> None:
+    """JAX's own joining, which aborts a process that has waited too long, so nobody waits for it that long. Without
+    arguments JAX asks the launcher. Raises ConfigError, or what JAX raises."""
+    outcome: list[Exception] = []
+
+    def run() -> None:
+        try:
+            jax.distributed.initialize(
+                **told,
+                initialization_timeout=START_SECONDS + 60,
+                heartbeat_timeout_seconds=SILENCE_SECONDS,
+            )
+        except Exception as error:
+            outcome.append(error)
+
+    thread = threading.Thread(target=run, name="joining", daemon=True)
+    thread.start()
+    thread.join(START_SECONDS)
+    if thread.is_alive():
+        raise ConfigError(f"not all processes have come within {START_SECONDS} seconds; start all of them again")
+    if outcome and told:
+        raise outcome[0]
+    if outcome:
+        raise ConfigError(
+            f"coordinator auto: no launcher says who takes part ({_line(outcome[0])}); asked are Slurm, Open MPI, "
+            "Cloud TPU, and Kubernetes with pip install 'jax[k8s]'. Elsewhere give host:port of the first process, "
+            "num_processes and process_id"
+        )
+
+
+def meet(coordinator: str, num_processes: int, process_id: int) -> None:
+    """Wait until all processes have come, at the address where JAX will be. Raises RuntimeError, with the same words in
+    all that have come, or OSError where the first process cannot listen there."""
+    if process_id:
+        _report(coordinator, num_processes, process_id)
+        return
+    with contextlib.ExitStack() as stack:
+        came: dict[int, socket.socket] = {}
+        wrong = _gather(stack, stack.enter_context(_listen(coordinator)), num_processes, came)
+        for connection in came.values():
+            with contextlib.suppress(OSError):
+                connection.settimeout(HELLO_SECONDS)
+                connection.sendall(f"{wrong or _COME}\n".encode())
+    if wrong:
+        raise RuntimeError(wrong)
+
+
+def _gather(
+    stack: contextlib.ExitStack, listener: socket.socket, num_processes: int, came: dict[int, socket.socket]
+) -> str:
+    """As the first process: wait for the others, whose connections end with the stack. What is wrong, or nothing."""
+    deadline = time.monotonic() + START_SECONDS
+    while True:
+        for number in [number for number, connection in came.items() if _has_gone(connection)]:
+            del came[number]  # it may be started again
+        if len(came) == num_processes - 1:
+            return ""
+        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        try:
+            connection = stack.enter_context(listener.accept()[0])
+        except TimeoutError:
+            missing = _listed(sorted(set(range(1, num_processes)) - set(came)))
+            return f"of {num_processes} processes {missing} did not come within {START_SECONDS} seconds"
+        hello = _HELLO.fullmatch(_read_line(connection, HELLO_SECONDS))
+        if hello is None:
+            continue  # somebody else
+        number, count = map(int, hello.groups())
+        if count == num_processes and number not in came:
+            came[number] = connection
+            continue
+        came[-1] = connection
+        if count != num_processes:
+            return f"process {number} was told of {count} processes, and the first one of {num_processes}"
+        return f"two processes have the number {number}"
+
+
+def _report(coordinator: str, num_processes: int, process_id: int) -> None:
+    """As any other process: tell the first one that this one is here, and wait until all are. Raises RuntimeError with
+    what the first one says is wrong, or OSError where it cannot be reached."""
+    deadline, reason = time.monotonic() + START_SECONDS, "it said nothing"
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            with socket.create_connection(_address(coordinator), timeout=left) as connection:
+                connection.sendall(f"specserve {process_id} {num_processes}\n".encode())
+                said = _read_line(connection, left + HELLO_SECONDS)
+        except OSError as error:  # it is not there yet
+            reason, said = _line(error), ""
+        if said == _COME:
+            return
+        if said.isprintable() and said:
+            raise RuntimeError(said)
+        time.sleep(0.1)  # whoever closed the connection is not the first process, or not yet
+    raise RuntimeError(f"process 0 did not answer within {START_SECONDS} seconds: {reason}")
+
+
+def _address(coordinator: str) -> tuple[str, int]:
+    host, _, port = coordinator.rpartition(":")
+    return host.strip("[]"), int(port)
+
+
+def _listen(coordinator: str) -> socket.socket:
+    dual = socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if dual else socket.AF_INET
+    return socket.create_server(("", _address(coordinator)[1]), family=family, dualstack_ipv6=dual)
+
+
+def _read_line(connection: socket.socket, seconds: float) -> str:
+    """The line that comes within this time; empty where none does."""
+    connection.settimeout(seconds)
+    with contextlib.suppress(OSError), connection.makefile("rb") as stream:
+        line = stream.readline(_LONGEST_LINE).decode(errors="replace")
+        return line[:-1] if line.endswith("\n") else ""
+    return ""
+
+
+def _has_gone(connection: socket.socket) -> bool:
+    """Whether the process at the other end, which has nothing more to say, has ended."""
+    connection.setblocking(False)
+    try:
+        return not connection.recv(1)
+    except BlockingIOError:
+        return False
+    except OSError:
+        return True
+
+
+def _listed(numbers: Sequence[int]) -> str:
+    shown = ", ".join(map(str, numbers[:8]))
+    return f"{shown} and {len(numbers) - 8} more" if len(numbers) > 8 else shown
 
 
 class Agreement:
@@ -93,7 +236,7 @@ def shard_of(place: Sharding | None, shape: tuple[int, int]) -> tuple[int, int]:
     begin, end = min(start for start, _ in rows), max(stop for _, stop in rows)
     if begin % (end - begin) or shape[0] % (end - begin):
         raise ConfigError(
-            f"rows {begin} to {end} of {shape[0]} are no even share; let data=N be a multiple of the hosts"
+            f"rows {begin} to {end} of {shape[0]} are no even share; let data x expert be a multiple of the hosts"
         )
     return begin // (end - begin), shape[0] // (end - begin)
 

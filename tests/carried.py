@@ -47,6 +47,21 @@ LATENT: dict[str, Any] = SMALL | {
     "topk_method": "noaux_tc",
 }
 
+GLM = SMALL | EXPERTS | {"model_type": "glm4_moe", "use_qk_norm": True, "attention_bias": True}
+NEXT: dict[str, Any] = SMALL | {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 2,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+
 
 def write(folder: Path, raw: dict[str, Any], seed: int) -> None:
     """A target's folder with the layer in it, all of it random."""

@@ -2,13 +2,18 @@
 
 import json
 import math
+import os
 import re
 import shlex
 import shutil
+import socket
 import subprocess
+import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 import yaml
 from test_doc_commands import EXTRAS, ROOT, check_specserve, find
@@ -167,6 +172,51 @@ def test_commands_are_those_of_this_version(name: str, words: list[str]) -> None
     if words[1] == "serve":
         assert "--host 0.0.0.0" in said
         assert ("--port " in said) <= (f"--port {ServeRun().port}" in said)
+
+
+@pytest.mark.slow
+def test_the_images_command_starts_a_server(tmp_path: Path) -> None:
+    """What a container runs, as a process with the image's variables: it gets ready on the image's port, answers, and
+    ends in order when it is told to stop. The port is moved to a free one here, and /cache into a folder."""
+    docker = (DEPLOY / "Dockerfile").read_text()
+    [entry], [given] = (re.findall(rf"^{word} (.+)$", docker, re.M) for word in ("ENTRYPOINT", "CMD"))
+    variables = dict(pair.split("=") for line in re.findall(r"^ENV (.+)$", docker, re.M) for pair in line.split())
+    assert re.findall(r"^EXPOSE (\d+)$", docker, re.M) == [str(ServeRun().port)]
+    assert all(value.startswith("/cache") for value in variables.values())
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    process = subprocess.Popen(
+        [*json.loads(entry), *json.loads(given), "--port", str(port)],
+        env=os.environ | {name: f"{tmp_path}{value}" for name, value in variables.items()},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{port}", timeout=60) as http:
+            while process.poll() is None and not _is_ready(http):
+                time.sleep(0.2)
+            assert process.poll() is None, process.communicate()[0]
+            reply = http.post(
+                "/v1/chat/completions", json={"messages": [{"role": "user", "content": "?"}], "max_tokens": 4}
+            )
+            assert reply.json()["usage"]["completion_tokens"] == 4
+        process.terminate()  # as `docker stop`
+        said = process.communicate(timeout=60)[0]
+        assert process.returncode == 0, said
+        assert "Traceback" not in said
+        assert any((tmp_path / "cache").rglob("*")), "nothing is kept for the next start"
+    finally:
+        process.kill()
+        process.communicate()
+
+
+def _is_ready(http: httpx.Client) -> bool:
+    try:
+        return http.get("/ready").status_code == 200
+    except httpx.TransportError:
+        return False
 
 
 def test_a_group_has_as_many_devices_as_its_mesh() -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from specserve import config
-from specserve.eval.settings import EvalRun, RegenerateRun
+from specserve.eval.settings import EvalRun, PlanServeRun, RegenerateRun
 from specserve.serve.settings import ServeRun
 from specserve.train.settings import TrainRun
 
@@ -18,6 +18,7 @@ SCHEMAS = {
     ROOT / "docs" / "serving.md": ServeRun,
     ROOT / "docs" / "data.md": RegenerateRun,
     ROOT / "docs" / "evaluation.md": EvalRun,
+    ROOT / "docs" / "scale.md": PlanServeRun,
 }
 SETTINGS = re.compile(
     r"(?<=<!-- settings: rewritten by `python tests/test_docs.py` -->\n).*(?=<!-- /settings -->)", re.S
@@ -28,11 +29,14 @@ def settings_table(schema: type) -> str:
     rows = ["| setting | flag | default | takes | |", "|---|---|---|---|---|"]
     for leaf in config.leaves(schema):
         expected = leaf.expected.replace("|", "\\|")
-        rows.append(f"| `{leaf.name}` | `{leaf.flag}` | {_default(leaf.default)} | {expected} | {leaf.help} |")
+        rows.append(f"| `{leaf.name}` | `{leaf.flag}` | {_default(leaf)} | {expected} | {leaf.help} |")
     return "\n".join(rows) + "\n"
 
 
-def _default(value: object) -> str:
+def _default(leaf: config.Leaf) -> str:
+    if leaf.field.is_required():
+        return "required"
+    value = leaf.default
     if isinstance(value, bool):
         return str(value).lower()
     return "empty" if value in ((), "") else f"{value:g}" if isinstance(value, float) else str(value)

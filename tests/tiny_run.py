@@ -97,7 +97,8 @@ def make_trainer(run: TrainRun, *args: Any, **kwargs: Any) -> Trainer:
 def tiny_run(output: Path, **changes: Any) -> TrainRun:
     names = {field.name for field in dataclasses.fields(TrainRun)}
     train = {name: value for name, value in changes.items() if name not in names}
-    draft = DraftSettings(num_heads=2, num_kv_heads=1, d_ff=32, export_dtype="float32")
+    sizes = {} if changes.get("drafter") == "mtp" else {"num_heads": 2, "num_kv_heads": 1, "d_ff": 32}
+    draft = DraftSettings(**sizes, export_dtype="float32")
     others = {"draft": draft} | {name: value for name, value in changes.items() if name in names}
     return TrainRun(output=str(output), train=dataclasses.replace(SETTINGS, **train), **others)
 
@@ -117,10 +118,12 @@ def tiny_trainer(
     documents = [Document(rng.integers(0, 64, 30).astype(np.int32), np.ones(30, bool)) for _ in range(16)]
     run = tiny_run(output, **changes)
     shape = run.train.batch_size, run.train.seq_len
+    is_whole = run.drafter in ("mtp", "dflash2")  # which propose all of the target's tokens
+    target_ids = np.arange(64, dtype=np.int32) if is_whole else np.arange(8, 56, dtype=np.int32)
     shard = processes.shard_of(place_rows(mesh, shape), shape)
     data = TrainingData(
         loader=Loader(pack(documents, run.train.seq_len), run.train.batch_size, run.train.seed, shard),
-        target_ids=head.target_ids if head else np.arange(8, 56, dtype=np.int32),
+        target_ids=head.target_ids if head else target_ids,
         coverage=0.75,
         head=head,
     )

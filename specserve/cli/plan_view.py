@@ -11,6 +11,7 @@ from rich.table import Table
 
 from specserve import config
 from specserve.devices import DEVICES
+from specserve.train.exchange import span
 from specserve.train.flops import Flops
 from specserve.train.outline import SHARE_OF_PEAK, Outline, answer_tokens, outline
 from specserve.train.plan import Plan, make_plan
@@ -24,7 +25,8 @@ def show_plan(run: TrainRun) -> None:
 
     console.print(_outline(outline(plan, jax.devices()[0].device_kind)), highlight=False)
     console.print(Syntax(config.to_yaml(plan.run).rstrip(), "yaml", theme="ansi_dark", background_color="default"))
-    for table in (_sizes(plan), _memory(plan), _operations(plan), _devices(plan)):
+    sent = [_exchanges(plan)] if plan.exchanges else []
+    for table in (_sizes(plan), _memory(plan), _operations(plan), *sent, _devices(plan)):
         console.print()
         console.print(table, highlight=False)
 
@@ -85,10 +87,8 @@ def _sizes(plan: Plan) -> Table:
 
 
 def _memory(plan: Plan) -> Table:
-    mesh = ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "one device"
-    table = make_table(
-        f"Memory of each device ({mesh})", "", "bytes", "", footers=("sum", in_bytes(plan.device_bytes), "")
-    )
+    title, footers = f"Memory of each device ({_mesh(plan)})", ("sum", in_bytes(plan.device_bytes), "")
+    table = make_table(title, "", "bytes", "", footers=footers)
     for part in plan.memory:
         table.add_row(part.name, in_bytes(part.num_bytes), part.what)
     notes = []
@@ -107,6 +107,10 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
+def _mesh(plan: Plan) -> str:
+    return ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "one device"
+
+
 def _operations(plan: Plan) -> Table:
     flops = plan.flops
     table = make_table("Operations of a step", "", "useful", "executed", "", footers=("sum", *_flops(flops.total), ""))
@@ -119,22 +123,40 @@ def _operations(plan: Plan) -> Table:
         table.add_row(name, *_flops(part), what)
     each = flops.total.executed / plan.positions
     table.caption = f"{plan.positions:,} positions, {_count(each)}FLOP each; products alone, by shape"
+    if plan.num_devices > 1:
+        own, useful = flops.total.executed / plan.num_devices, flops.total.useful / flops.total.executed
+        table.caption += f"; {_count(own)}FLOP on each device, {useful:.0%} of them useful"
+    return table
+
+
+def _exchanges(plan: Plan) -> Table:
+    whole = in_bytes(sum(each.num_bytes for each in plan.exchanges))
+    table = make_table(
+        f"Sent by each device in a step ({_mesh(plan)})", "", "bytes", "along", "within", footers=("sum", whole, "", "")
+    )
+    for each in plan.exchanges:
+        axes = ", ".join(axis for axis in each.axes if axis in plan.mesh)
+        table.add_row(each.what, in_bytes(each.num_bytes), axes, f"{span(plan.mesh, each.axes):,} devices")
+    table.caption = "as rings send it, by shape: over NVLink or ICI where these join so many, else over the network"
     return table
 
 
 def _devices(plan: Plan) -> Table:
-    table = make_table(
-        f"On {plan.num_devices} of", "", "memory", "", "positions/s at peak", f"at {SHARE_OF_PEAK:.0%}", "the run"
-    )
+    sending = ("sending",) if plan.exchanges else ()
+    columns = ("memory", "", *sending, "positions/s at peak", f"at {SHARE_OF_PEAK:.0%}", "the run")
+    table = make_table(f"On {plan.num_devices} of", "", *columns)
     for device in DEVICES:
         room = device.memory - plan.device_bytes
         fits = f"[green]{in_bytes(room)} left[/]" if room >= 0 else f"[red]{in_bytes(-room)} too few[/]"
-        rate = plan.positions_per_second(device.peak)
+        peak, rate = plan.positions_per_second(device), plan.positions_per_second(device, SHARE_OF_PEAK)
         steps = plan.run.train.max_steps
-        hours = f"{steps * plan.positions / (rate * SHARE_OF_PEAK) / 3600:,.1f} h" if steps else ""
-        table.add_row(device.name, in_bytes(device.memory), fits, f"{rate:,.0f}", f"{rate * SHARE_OF_PEAK:,.0f}", hours)
+        hours = f"{steps * plan.positions / rate / 3600:,.1f} h" if steps else ""
+        sent = (f"{plan.sending_seconds(device):,.2f} s",) if plan.exchanges else ()
+        table.add_row(device.name, in_bytes(device.memory), fits, *sent, f"{peak:,.0f}", f"{rate:,.0f}", hours)
     if plan.run.train.max_steps:
         table.caption = f"the run: {plan.run.train.max_steps:,} steps at {SHARE_OF_PEAK:.0%}, without measurements"
+        if sending:
+            table.caption += "; sending: in a step, while nothing is computed"
     return table
 
 

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import threading
 import time
 from contextlib import nullcontext
 from dataclasses import replace
@@ -11,7 +12,7 @@ import jax
 from rich.markup import escape
 
 from specserve import processes
-from specserve.cli.options import report_error, show_error
+from specserve.cli.options import report_error
 from specserve.cli.progress import console, warmup_bar
 from specserve.mesh import SERVING_AXES, parse_mesh
 from specserve.processes import ProcessError
@@ -20,11 +21,13 @@ from specserve.serve.http.app import create_app
 from specserve.serve.http.keys import read_api_keys
 from specserve.serve.http.server import HttpServer, bind_listener, check_tls
 from specserve.serve.http.tracing import Tracing
+from specserve.serve.kv_events import Publisher, open_publisher
 from specserve.serve.launch import Models, load_models, make_engine, make_follower
 from specserve.serve.ranks import Follower, Leader
 from specserve.serve.settings import ServeRun
 
 LOST_SECONDS = 2.0  # in which clients read that the engine has ended, and probes that it is not ready
+_telling = threading.Lock()
 
 
 def serve(run: ServeRun) -> None:
@@ -38,6 +41,7 @@ def serve(run: ServeRun) -> None:
     if not run.coordinator:
         _serve(run, None)
         return
+    rank = None
     try:
         rank = ranks.connect(run.coordinator, _leave)
         if rank is not None:
@@ -48,8 +52,7 @@ def serve(run: ServeRun) -> None:
         else:
             _serve(run, rank)
     except Exception as error:
-        report_error(error)
-        os._exit(2)  # an orderly end would wait for the other processes, and they for this one
+        _end(error if rank is None else rank.reason(error))
 
 
 def config(run: ServeRun) -> None:
@@ -69,10 +72,19 @@ def _serve_replicas(run: ServeRun) -> None:
 
 
 def _leave(error: ProcessError) -> None:
-    """End this process, whatever its threads wait for."""
-    time.sleep(LOST_SECONDS)
-    show_error(error)
-    os._exit(2)
+    """End this process, because another one has ended, whatever its threads wait for. Only the first one has clients
+    and keeps JAX's service, without which the others would be aborted: so it goes last."""
+    if processes.is_first():
+        time.sleep(LOST_SECONDS)
+    _end(error)
+
+
+def _end(error: Exception) -> None:
+    """End this process with one error, whichever of its threads is the first to tell. An orderly end would wait for the
+    other processes, and they for this one."""
+    with _telling:
+        report_error(error)
+        os._exit(2)
 
 
 def _load(run: ServeRun, *, has_tokenizer: bool) -> Models:
@@ -98,11 +110,11 @@ def _follow(run: ServeRun, follower: Follower) -> None:
 
 
 def _serve(run: ServeRun, leader: Leader | None) -> None:
-    with leader or nullcontext():
-        _serve_requests(run, leader)
+    with leader or nullcontext(), open_publisher(run) or nullcontext() as kv_events:
+        _serve_requests(run, leader, kv_events)
 
 
-def _serve_requests(run: ServeRun, leader: Leader | None) -> None:
+def _serve_requests(run: ServeRun, leader: Leader | None, kv_events: Publisher | None) -> None:
     if run.warmup_only:
         run = replace(run, early_ready=False)  # everything is to be compiled before the end
     api_keys = read_api_keys(run)
@@ -111,10 +123,10 @@ def _serve_requests(run: ServeRun, leader: Leader | None) -> None:
     listener = bind_listener(run.host, run.port)  # a taken port is said before minutes of loading
     models = _load(run, has_tokenizer=True)
     with warmup_bar() as on_warmup:
-        engine = make_engine(models, run, on_warmup, leader=leader)
+        engine = make_engine(models, run, on_warmup, leader=leader, watcher=kv_events)
     del models  # the engine has packed what it needs of them
     if run.warmup_only:
-        console.print(f"{engine.runner.num_programs} programs are compiled and cached")
+        console.print(f"{len(engine.runner.programs())} programs are compiled and cached")
         return
 
     gc.collect()

@@ -84,6 +84,9 @@ class Costs:
     num_kv_heads: int
     states: float = 1.0  # that each step of the rollout has for a position
     shares_output: bool = False  # its logits are made by the target's output head, which does not learn
+    kv: float = 0.0  # numbers of the keys and values that queries of other positions see
+    summed: float = 0.0  # numbers that devices with parts of the matrices add up, forward and backward
+    routed: float = 0.0  # numbers that go to experts and come back, forward and backward
     has_one_teacher: bool = True  # the states of all steps about a position are compared with one distribution
 
 
@@ -180,8 +183,9 @@ class TrainedDrafter(Drafter, Protocol):
         """A loss of states beside that of their distribution, which counts where theirs does; None: there is none."""
         ...
 
-    def costs(self, rollout: Rollout, seq_len: int) -> Costs:
-        """What learning costs for one position of a row of `seq_len`."""
+    def costs(self, rollout: Rollout, seq_len: int, mesh: Mesh | None = None) -> Costs:
+        """What learning costs for one position of a row of `seq_len`; with a mesh the operations of each device that
+        has the position."""
         ...
 
 
@@ -201,9 +205,9 @@ class Head:
 class Kind(Protocol):
     """A kind of drafter: how it is made, and its files."""
 
-    @property
-    def suits(self) -> Mapping[str, Any]:
-        """Settings of training by dotted name that suit it better than the target's recipe does."""
+    def suits(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        """Settings of training by dotted name that suit it better than the target's recipe does, beside those that the
+        user has given."""
         ...
 
     @property

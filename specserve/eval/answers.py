@@ -27,7 +27,7 @@ from specserve.errors import DataError
 from specserve.eval.engines import answering_engine
 from specserve.eval.regenerate import FINAL_CHANNEL, Account, Manner, regenerate, row_id
 from specserve.host import cache_folder
-from specserve.mesh import SERVING_AXES, free_memory, mesh_sizes, parse_mesh
+from specserve.mesh import SERVING_AXES, free_memory, mesh_sizes, num_parts, parse_mesh
 from specserve.provenance import fingerprint
 from specserve.serve.engine import Engine
 from specserve.serve.launch import Models, load_models
@@ -98,7 +98,7 @@ def _engine(run: TrainRun, watch: Watch) -> Iterator[Engine]:
     engine = answering_engine(
         models,
         "",
-        num_slots=_num_slots(run, models, sizes["data"]),
+        num_slots=_num_slots(run, models, num_parts(models.mesh, "batch")),
         max_model_len=run.train.seq_len,
         on_warmup=watch.on_warmup,
     )

@@ -169,7 +169,7 @@ class _Round:
     """A round that was planned: how long it takes, and who is told of it when it ends."""
 
     duration: int  # nanoseconds
-    rows: list[tuple[Running, int, int, bool]]  # sequence, its epoch, the most tokens that it gets, by a step or not
+    rows: list[tuple[Running, int, bool]]  # a sequence, the most tokens that it gets, and whether by a step
 
 
 @dataclass(eq=False)
@@ -232,8 +232,8 @@ class _Replica:
         assert self._current is not None, "a round that ends has begun"
         self._now = now
         landed, self._current = self._current, self._next
-        for sequence, epoch, most, is_step in landed.rows:
-            if sequence.is_running and sequence.epoch == epoch:
+        for sequence, most, is_step in landed.rows:
+            if sequence.is_running:  # else it has ended, or has given up its pages and will do this step again
                 self._give(sequence, most, is_step=is_step)
         self._current = self._current or self._plan()
         return self._start()
@@ -254,15 +254,15 @@ class _Replica:
         if plan.is_empty:
             return None
         duration = 0
-        rows: list[tuple[Running, int, int, bool]] = []
+        rows: list[tuple[Running, int, bool]] = []
         if plan.decode:
             duration = self._steps[bisect.bisect_left(self._sizes, len(plan.decode))]
-            rows = [(sequence, sequence.epoch, 1 + self._depth, True) for sequence in plan.decode]
+            rows = [(sequence, 1 + self._depth, True) for sequence in plan.decode]
         for chunk in plan.chunks:
             duration += self._prefills[bisect.bisect_left(self._chunks, chunk.num_tokens)]
             if chunk.is_last:
-                rows.append((chunk.sequence, chunk.sequence.epoch, 1, False))
-        for sequence, _, most, _ in rows:
+                rows.append((chunk.sequence, 1, False))
+        for sequence, most, _ in rows:
             sequence.dispatched(most)
         return _Round(duration, rows)
 

@@ -49,6 +49,7 @@ DEVIATIONS = (
     6.0  # a repair must gain more than chance does, over everything that is tried and as texts repeat themselves
 )
 NOTED_DEVIATIONS = 4.0
+ANCHOR_EVERY = 4  # tokens of a text, for a drafter that is tried at some places alone
 _PADDED_TO = 64
 
 
@@ -138,13 +139,15 @@ def _draft(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """The head's first drafts, [step, batch, n] int32 target ids; the position that each follows; and whether a column
     is one of the row's, [batch, n] bool. A column has the drafts after one root."""
-    rollout = Rollout(max(DEPTH, drafter.num_steps(DEPTH)), remat=False)
+    # so many anchors whatever its slots are, since a repair may change how many it has
+    anchors = -(-rows.token_ids.shape[1] // ANCHOR_EVERY)
+    rollout = Rollout(max(DEPTH, drafter.num_steps(DEPTH)), remat=False, anchors=anchors)
     states, aims = drafter.learn(params, target, rows, aux, rollout)[:DEPTH], drafter.aims(rows, rollout)
-    ids = jnp.stack(
-        [target_ids[jnp.argmax(drafter.logits(drafter.output(params), target, x), axis=-1)] for x in states]
-    )
+    fewest = min(x.shape[1] for x in states)  # later steps may have states for the first columns alone
+    output = drafter.output(params)
+    ids = jnp.stack([target_ids[jnp.argmax(drafter.logits(output, target, x[:, :fewest]), axis=-1)] for x in states])
     if aims.positions is not None:
-        return ids, aims.positions[:DEPTH], aims.weights[0] > 0
+        return ids, aims.positions[:DEPTH, :, :fewest], aims.weights[0, :, :fewest] > 0
     step, column = jnp.arange(DEPTH)[:, None, None], jnp.arange(ids.shape[2])
     drafts = jnp.stack([jnp.roll(each, -k, axis=1) for k, each in enumerate(ids)])  # the root's column, not their own
     return drafts, jnp.broadcast_to(step + column, ids.shape), jnp.ones(ids.shape[1:], bool)

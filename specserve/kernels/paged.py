@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from specserve.kernels import native
 from specserve.kernels.pages import Pages
 from specserve.kernels.rows import NEG_INF
-from specserve.mesh import num_parts, over_parts, partition, traced_mesh
+from specserve.mesh import fitting_partition, over_parts, traced_mesh
 from specserve.pytree import pytree, static
 
 logger = logging.getLogger(__name__)
@@ -111,13 +111,14 @@ def _on_each_device(
     }
     if mesh is None:
         return kernel(**{name: array for name, (array, _) in arrays.items()})
-    sizes = {"batch": q.shape[0], "kv_heads": q.shape[1]}
-    cut = [axis for axis, size in sizes.items() if size % num_parts(mesh, axis) == 0]
     absent = {name: None for name, (array, _) in arrays.items() if array is None}
     given = {name: array for name, (array, _) in arrays.items() if array is not None}
-    partitions = {name: partition(arrays[name][1], cut) for name in given}
+    partitions = {
+        name: fitting_partition(mesh, arrays[name][1], array.shape[: len(arrays[name][1])])
+        for name, array in given.items()
+    }
     everywhere = ("batch", "kv_heads", "experts", "sequence")  # no axis is left to the compiler
-    results = partition(("batch", "kv_heads"), cut)
+    results = partitions["q"]
     return over_parts(lambda own: kernel(**own, **absent), everywhere, (partitions,), (results, results))(given)
 
 

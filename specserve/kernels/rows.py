@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh
 
-from specserve.mesh import num_parts, over_parts, part_index, partition, traced_mesh
+from specserve.mesh import num_parts, on_each_device, over_parts, part_index, partition, traced_mesh
 from specserve.pytree import pytree
 
 NEG_INF = -1e30  # finite: a position that sees nothing must stay free of NaN
@@ -194,12 +194,6 @@ def _by_block(
     return out[:, :, :, :n], lse[:, :, :, :n]
 
 
-def on_each_device(mesh: Mesh | AbstractMesh | None, axis: str, size: int) -> int:
-    """How much of a logical axis of this size each device has: all of it where the mesh does not divide it."""
-    parts = num_parts(mesh, axis)
-    return size // parts if size % parts == 0 else size
-
-
 def part_length(n: int, most: int) -> int:
     """The length of the parts into which n items are cut, at most `most`.
 
@@ -262,11 +256,13 @@ def attend_seen(
     return out / total[..., None].astype(v.dtype), largest + jnp.log(total)
 
 
-def mean_keys(seq: int, window: int) -> tuple[float, float]:
+def mean_keys(seq: int, window: int, mesh: Mesh | AbstractMesh | None = None) -> tuple[float, float]:
     """How many keys a query sees, and how many are computed for it, both as the mean over a row of one document with
-    `seq` tokens. A window of 0 means none."""
+    `seq` tokens. A window of 0 means none. Over a mesh that cuts rows all keys are computed for each."""
     reach = min(window or seq, seq)
     seen = (reach * (reach + 1) / 2 + (seq - reach) * reach) / seq
+    if num_parts(mesh, "sequence") > 1:
+        return seen, seq
     computed = sum((stop - start) * (stop - first) for first, start, stop in _segments(seq, window))
     return seen, computed / seq
 

@@ -1,5 +1,5 @@
-"""A mixture of experts over a mesh. Experts, and the channels of each, are cut, and the devices' partial results are
-added."""
+"""A mixture of experts over a mesh. Experts, and the channels of each, are cut; tokens go to the devices that have
+their experts, and the devices' partial results are added."""
 
 import dataclasses
 from collections.abc import Callable
@@ -11,51 +11,58 @@ import jax.numpy as jnp
 from specserve.kernels.matmul import QuantizedMatrix
 from specserve.mesh import (
     ACTIVATIONS,
+    fitting_partition,
+    join_parts,
     num_parts,
     over_parts,
     part_index,
     partition,
+    share_sum,
     sum_parts,
     traced_mesh,
-    traced_platform,
 )
 from specserve.models.params import ParamSpec, is_spec
 
+# (experts, x [token, d_model]) -> expert_ids [token, top_k], weights [token, top_k]
+Choose = Callable[[Any, jax.Array], tuple[jax.Array, jax.Array]]
 # (experts, x [token, d_model], expert_ids [token, top_k], weights [token, top_k]) -> [token, d_model]
 Compute = Callable[[Any, jax.Array, jax.Array, jax.Array], jax.Array]
 
 
 def in_parts(
+    choose: Choose,
     compute: Compute,
     spec: Any,  # of the experts
-    experts: Any,  # a pytree with `down` and `down_bias`, every array of which begins with the axis of the experts
+    experts: Any,  # a pytree with `down` and `down_bias`, and a router that is whole everywhere
     x: jax.Array,  # [batch, seq, d_model]
-    expert_ids: jax.Array,  # [batch, seq, top_k]
-    weights: jax.Array,  # [batch, seq, top_k]
 ) -> jax.Array:  # [batch, seq, d_model]
-    """Run `compute` on every device's own experts and add up the results. Without a mesh only call `compute`.
+    """Choose each token's experts, run `compute` on every device's own experts and add up the results. Without a mesh
+    only call both.
+
+    Each device has its own tokens, and routes them, where batch and sequence are cut, or all of them where the mesh
+    does not divide their number. Devices with different experts then have different tokens too, so they exchange them:
+    each takes the tokens of all of them, computes those that chose its experts, and gets back the sums of its own (an
+    all-gather and a reduce-scatter, as vLLM's `allgather_reducescatter`). Shapes are static and no token is dropped,
+    however many choose one expert. Left to itself XLA would sum each expert's output over the devices before it is
+    weighted, fetch other devices' matrices for products that pick theirs, and sort the tokens of all devices together;
+    nor can it cut a kernel's work.
 
     For a device, the id of an expert that is elsewhere becomes the number of its own experts, one past the last, with
-    weight 0. Left to itself XLA would sum each expert's output over the devices before it is weighted, and would fetch
-    other devices' matrices for products that pick theirs.
-
-    On accelerators each device also has its own tokens, where batch and sequence are cut, or all of them where the
-    mesh does not divide their number. XLA would sort the tokens of all devices together, and cannot cut a kernel's
-    work. On CPU it decides.
+    weight 0.
     """
-
-    def flat(experts: Any, *arrays: jax.Array) -> jax.Array:
-        y = compute(experts, *(array.reshape(-1, array.shape[-1]) for array in arrays))
-        return y.reshape(*arrays[0].shape[:-1], y.shape[-1])
 
     mesh, cut = traced_mesh(), ["experts"]
     if _has_whole_blocks(experts.down, num_parts(mesh, "mlp")):
         cut.append("mlp")
-    own_rows = () if traced_platform() == "cpu" else ACTIVATIONS
-    if all(num_parts(mesh, axis) == 1 for axis in (*cut, *own_rows)):
-        return flat(experts, x, expert_ids, weights)
+    if mesh is None or all(num_parts(mesh, axis) == 1 for axis in (*cut, *ACTIVATIONS)):
+        rows = x.reshape(-1, x.shape[-1])
+        return compute(experts, rows, *choose(experts, rows)).reshape(x.shape)
+    is_exchanged = num_parts(mesh, "experts") > 1 and len(x) % num_parts(mesh, "batch") == 0
 
-    def own(experts: Any, x: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
+    def own(experts: Any, x: jax.Array) -> jax.Array:
+        rows = x.reshape(-1, x.shape[-1])
+        tokens = rows, *choose(experts, rows)
+        rows, expert_ids, weights = join_parts(tokens, "experts") if is_exchanged else tokens
         num_experts = experts.down.shape[0]
         expert_ids = expert_ids - part_index("experts") * num_experts
         is_own = (expert_ids >= 0) & (expert_ids < num_experts)
@@ -63,7 +70,9 @@ def in_parts(
             bias = jnp.where(part_index("mlp") == 0, experts.down_bias, 0)
             experts = dataclasses.replace(experts, down_bias=bias)
         expert_ids, weights = jnp.where(is_own, expert_ids, num_experts), jnp.where(is_own, weights, 0.0)
-        return sum_parts(flat(experts, x, expert_ids, weights), cut)
+        y = compute(experts, rows, expert_ids, weights)
+        y = sum_parts(share_sum(y, "experts"), cut[1:]) if is_exchanged else sum_parts(y, cut)
+        return y.reshape(x.shape)
 
     def partitions(spec: ParamSpec, weight: Any) -> Any:
         if not isinstance(weight, QuantizedMatrix):
@@ -73,9 +82,8 @@ def in_parts(
         return dataclasses.replace(weight, values=values, scale=scale)
 
     specs = jax.tree.map(partitions, spec, experts, is_leaf=is_spec)
-    divided = [axis for axis, size in zip(own_rows, x.shape, strict=False) if size % num_parts(mesh, axis) == 0]
-    rows = partition((*ACTIVATIONS, None), divided)
-    return over_parts(own, [*cut, *own_rows], (specs, rows, rows, rows), rows)(experts, x, expert_ids, weights)
+    rows = fitting_partition(mesh, (*ACTIVATIONS, None), x.shape)
+    return over_parts(own, [*cut, *ACTIVATIONS], (specs, rows), rows)(experts, x)
 
 
 def _has_whole_blocks(weight: Any, num_parts: int) -> bool:

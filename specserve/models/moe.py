@@ -95,24 +95,25 @@ def moe(
     the same. Unless `form` is given, it is the cheapest for this number of tokens."""
     experts = config.experts
     assert experts is not None
-    rows = x.reshape(-1, x.shape[-1])
-    expert_ids, weights = route(params, config, rows)
+
+    def choose(params: Moe, rows: jax.Array) -> tuple[jax.Array, jax.Array]:
+        return route(params, config, rows)
 
     def compute(params: Moe, rows: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
         chosen = best_form(params, experts, len(rows)) if form is None else form
         return chosen(params, config.activation, rows, expert_ids, weights)
 
-    own = _experts_alone(params)
-    tokens = [array.reshape(len(x), -1, array.shape[-1]) for array in (rows, expert_ids, weights)]
-    y = in_parts(compute, _experts_alone(moe_spec(config, "")), own, *tokens).reshape(rows.shape)
+    tokens = x.reshape(len(x), -1, x.shape[-1])
+    y = in_parts(choose, compute, _without_shared(moe_spec(config, "")), _without_shared(params), tokens)
+    y = y.reshape(x.shape)
     if params.shared is not None:
-        shared = mlp(params.shared, rows, config.activation)
-        y = y + (shared if params.shared_gate is None else shared * jax.nn.sigmoid(linear(rows, params.shared_gate)))
-    return y.reshape(x.shape)
+        shared = mlp(params.shared, x, config.activation)
+        y = y + (shared if params.shared_gate is None else shared * jax.nn.sigmoid(linear(x, params.shared_gate)))
+    return y
 
 
-def _experts_alone(params: Moe) -> Moe:
-    return dataclasses.replace(params, router=None, router_bias=None, correction=None, shared=None, shared_gate=None)
+def _without_shared(params: Moe) -> Moe:
+    return dataclasses.replace(params, shared=None, shared_gate=None)
 
 
 def route(

@@ -1,11 +1,12 @@
 """A model's parameters as one tree of `ParamSpec`s, from which initialisation, loading, export and sharding derive."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Sharding
 
 
 @dataclass(frozen=True)
@@ -122,6 +123,17 @@ def num_params(tree: Any, top_k: int | None = None) -> int:
         return count * math.prod(spec.shape[1:])
 
     return sum(map(size, specs(tree)))
+
+
+def on_device(tree: Any, places: Any) -> Any:
+    """The spec tree with the shape of each parameter's part on one device, from the tree of their shardings. Stacked
+    experts count in full: a token is computed by those that it chose, whichever device has them."""
+
+    def part(spec: ParamSpec, place: Sharding) -> ParamSpec:
+        shape = place.shard_shape(spec.shape)
+        return replace(spec, shape=(*spec.shape[:1], *shape[1:]) if spec.axes[0] == "experts" else shape)
+
+    return jax.tree.map(part, tree, places, is_leaf=is_spec)
 
 
 def abstract(tree: Any, dtype: str) -> Any:

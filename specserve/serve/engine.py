@@ -11,15 +11,11 @@ import queue
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
-from pathlib import Path
-
-import jax
 
 from specserve import host
-from specserve.drafters.door import Head
 from specserve.drafters.speculation import describe
 from specserve.errors import CapacityError, ConfigError, RequestError
 from specserve.processes import ProcessError
@@ -27,14 +23,14 @@ from specserve.serve.admission import Queue
 from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.grammars import Grammars
 from specserve.serve.interface import DraftInfo, EngineStats
-from specserve.serve.layouts import Layouts
 from specserve.serve.options import bad_sequences, check_prompt, check_some_token, check_token_ids
-from specserve.serve.pages import PagePool
+from specserve.serve.pages import PagePool, Watcher
 from specserve.serve.programs import Announcer, Compiler, Program
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, TokenMask
 from specserve.serve.rounds import Rounds
 from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Scheduler
+from specserve.serve.swap import Finish, LoadedHead, Swap, mask_programs, prepare
 from specserve.serve.tuned import TUNED
 from specserve.speculative.controller import Controller
 from specserve.tokenizer import Tokenizer
@@ -44,8 +40,6 @@ logger = logging.getLogger(__name__)
 IDLE_SECONDS = 0.2  # how often an idle engine looks for cancelled requests in its queue
 RESTS_BEFORE_TRIM, RESTS_BETWEEN_TRIMS = 10, 100  # times of IDLE_SECONDS, until freed memory goes back to the system
 STOP_SECONDS = 60.0
-
-Finish = Iterator[object]  # a generator; what it returns is the controller to go on with, if it is another
 
 
 @dataclass(frozen=True)
@@ -57,22 +51,6 @@ class EngineOptions:
     is_caching: bool = True
     prefers_cached: bool = False
     watchdog_seconds: float = 0.0
-
-
-@dataclass(frozen=True)
-class LoadedHead:
-    """A head that has been read from a folder, and what is known of it."""
-
-    head: Head
-    acceptance: Sequence[float]  # by depth, from its own evaluation; unknown where empty
-    info: DraftInfo
-
-
-@dataclass(frozen=True)
-class _Swap:
-    layouts: Layouts
-    loaded: LoadedHead
-    done: threading.Event
 
 
 class Engine:
@@ -87,12 +65,13 @@ class Engine:
         model_name: str,
         eos_ids: Sequence[int],
         draft: DraftInfo | None = None,
-        load_head: Callable[[Path], LoadedHead] | None = None,  # to replace the head; None: it stays
+        load_head: Callable[[str], LoadedHead] | None = None,  # to replace the head; None: it stays
         controller: Controller | None = None,  # None: the first of the runner's trees, always
         options: EngineOptions | None = None,
         late_programs: Sequence[Program] = (),  # to be compiled while plain decoding serves
         mask_programs: Sequence[Program] = (),  # the same, once a request has a token mask
-        on_compiled: Callable[[], Finish] | None = None,  # then: what is left to do on the engine's thread
+        on_compiled: Callable[[Runner], Finish] | None = None,  # then: what is left to do on the engine's thread
+        watcher: Watcher | None = None,  # hears what the prefix cache gains and loses
     ) -> None:
         self.runner = runner
         self.model_name, self.draft = model_name, draft
@@ -103,7 +82,7 @@ class Engine:
         self._bad_sequences = functools.lru_cache(maxsize=64)(functools.partial(bad_sequences, tokenizer=tokenizer))
         self.rounds = Rounds(
             runner,
-            self._new_scheduler(),
+            self._new_scheduler(watcher),
             tokenizer,
             controller,
             is_partial=bool(late_programs),
@@ -114,7 +93,7 @@ class Engine:
         self._compiler = self._in_background(late_programs, self._count_late)
         self._mask_programs = tuple(mask_programs)
         self._on_compiled = on_compiled
-        self._load_head, self._swaps = load_head, queue.SimpleQueue[_Swap]()
+        self._load_head, self._swaps, self._one_swap = load_head, queue.SimpleQueue[Swap](), threading.Lock()
         self._finish: Finish | None = None
         self._inbox: queue.SimpleQueue[Request] = queue.SimpleQueue()
         self._queue = Queue(self.options.max_queue)
@@ -216,23 +195,26 @@ class Engine:
         self.stop()
 
     def load_draft(self, folder: str) -> DraftInfo:
-        """Replace the draft head by the one in a folder, while requests run: their tokens stay as they would have been,
-        and nothing that the old head wrote is read by the new one. The head is loaded and checked beside the old one,
-        which stays where anything is wrong: ConfigError or CheckpointError says what. May be called from any thread,
-        and returns when the new one speculates. Raises CapacityError when the engine stops meanwhile."""
+        """Replace the draft head by one in a folder, of any kind and shape, while requests run: their tokens stay as
+        they would have been, and nothing that the old head wrote is read by the new one. The head is loaded, checked
+        and has its programs compiled beside the old one, which stays where anything is wrong: ConfigError or
+        CheckpointError says what. May be called from any thread, and returns when the new one speculates; others wait
+        for their turn. Raises CapacityError when the engine stops meanwhile."""
         if self._load_head is None:
             raise ConfigError("this engine cannot replace its head; start another one with it")
         if self.runner.shapes.is_deterministic:
             raise ConfigError("a deterministic server never computes an answer's keys again, so its head stays")
-        loaded = self._load_head(Path(folder).expanduser())
-        layouts = self.runner.with_head(loaded.head)
-        jax.block_until_ready([weights.draft for weights in layouts.distinct])
-        swap = _Swap(layouts, loaded, threading.Event())
-        self._swaps.put(swap)
-        self._wake.set()
-        while not swap.done.wait(IDLE_SECONDS):
-            if not self.is_ready:
-                raise CapacityError("the engine is stopping; its head was not replaced")
+        with self._one_swap:
+            while self._has_late:  # what is compiled and timed for the head before
+                self._check_going_on()
+                time.sleep(IDLE_SECONDS)
+            loaded = self._load_head(folder)
+            swap = prepare(self.runner, loaded, has_masks=not self._mask_programs, check=self._check_going_on)
+            self._swaps.put(swap)
+            self._wake.set()
+            while not wait([swap.done], IDLE_SECONDS).done:
+                self._check_going_on()
+            swap.done.result()
         logger.info("the head is %s now", loaded.info.name)
         if self.runner.shapes.tuned:
             logger.warning(
@@ -241,6 +223,10 @@ class Engine:
                 loaded.info.name,
             )
         return loaded.info
+
+    def _check_going_on(self) -> None:
+        if not self.is_ready:
+            raise CapacityError("the engine is stopping; its head was not replaced")
 
     def stats(self) -> EngineStats:
         """What the engine has done so far. It may be called from any thread, at any time."""
@@ -357,7 +343,7 @@ class Engine:
 
     # The engine's thread.
 
-    def _new_scheduler(self) -> Scheduler:
+    def _new_scheduler(self, watcher: Watcher | None) -> Scheduler:
         runner, options = self.runner, self.options
         is_caching = options.is_caching
         if is_caching and runner.config.target.is_recurrent:
@@ -365,7 +351,7 @@ class Engine:
             is_caching = False
         return Scheduler(
             runner.shapes.num_slots,
-            PagePool(runner.shapes.num_pages, runner.shapes.page_size),
+            PagePool(runner.shapes.num_pages, runner.shapes.page_size, watcher),
             chunks=runner.shapes.chunks,
             max_step=runner.shapes.max_step,
             cache_lag=runner.cache_lag,
@@ -422,9 +408,21 @@ class Engine:
     def _swap_heads(self) -> None:
         while not self._swaps.empty():
             swap = self._swaps.get_nowait()
-            self.rounds.swap_head(swap.layouts, swap.loaded.acceptance)
-            self.draft = swap.loaded.info
-            swap.done.set()
+            try:
+                self.rounds.swap_head(swap.runner, swap.loaded.acceptance)
+            except Exception as error:
+                swap.done.set_exception(error)
+                if isinstance(error, ConfigError):  # the old head goes on
+                    continue
+                raise
+            has_others = swap.runner.compiled is not self.runner.compiled
+            self.runner, self.draft = swap.runner, swap.loaded.info
+            self._mask_programs = mask_programs(self.runner)
+            self._compiler.stop()
+            self._compiler = self._in_background(())
+            if has_others:
+                self._has_late, self._has_failed, self._on_compiled = True, False, swap.loaded.on_compiled
+            swap.done.set_result(None)
 
     def _in_background(
         self, programs: Sequence[Program], count: Callable[[Exception | None], None] = lambda _error: None
@@ -460,7 +458,7 @@ class Engine:
     def _go_on(self) -> None:
         """Every late program is compiled. What is left to do is done bit by bit, between two rounds."""
         if self._finish is None:
-            self._finish = self._on_compiled() if self._on_compiled else iter(())
+            self._finish = self._on_compiled(self.runner) if self._on_compiled else iter(())
         try:
             next(self._finish)
         except StopIteration as end:

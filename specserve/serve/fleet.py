@@ -173,9 +173,9 @@ class Fleet:
     async def _look(self) -> bool:
         """Ask every replica for its state. Tells whether one answered."""
         try:
-            told = await self._handle.broadcast("state").results_async(timeout_s=ANSWER_SECONDS, return_exceptions=True)
-        except Exception as error:  # no replicas yet, or none any more; Ray has a type for each way
-            logger.debug("no replica answers: %s", error)
+            told = await self._tell_all("state")
+        except CapacityError as error:  # not yet, or no longer
+            logger.debug("%s", error)
             told = []
         states = [state for state in told if isinstance(state, ReplicaState)]
         self._states = {state.replica: state for state in states}
@@ -187,15 +187,20 @@ class Fleet:
         """Look again and again, and give replicas that have begun anew what the others have been given."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
-            await self._look()
-            if self._swap.locked():
-                continue
-            for state in list(self._states.values()):
-                if state.version < self._head.version:
-                    async with self._swap:
-                        await self._swap_one(state.replica, self._head.folder, self._head.version)
-                if self._speculation and state.speculation != self._speculation:
-                    await self._tell(state.replica, "set_speculation", self._speculation)
+            try:
+                await self._look()
+                if not self._swap.locked():
+                    await self._catch_up()
+            except Exception:
+                logger.exception("replicas could not be looked after; trying again")
+
+    async def _catch_up(self) -> None:
+        for state in list(self._states.values()):
+            if state.version < self._head.version:
+                async with self._swap:
+                    await self._swap_one(state.replica, self._head.folder, self._head.version)
+            if self._speculation and state.speculation != self._speculation:
+                await self._tell(state.replica, "set_speculation", self._speculation)
 
     # Requests.
 
@@ -301,7 +306,7 @@ class Fleet:
 
     def flush_cache(self) -> None:
         """Have every replica forget its cached prefixes."""
-        self._loop.call_soon_threadsafe(lambda: self._keep(self._tell_all("flush_cache")))
+        self._loop.call_soon_threadsafe(lambda: self._keep(_result(self._tell_all("flush_cache"))))
 
     def set_speculation(self, speculation: str) -> None:
         """As `Engine.set_speculation` does, on every replica. Not to be called on the event loop."""
@@ -362,9 +367,12 @@ class Fleet:
         return waiting.result()
 
     async def _tell_all(self, method: str, *args: Any) -> list[Any]:
-        return await self._handle.broadcast(method, *args).results_async(
-            timeout_s=ANSWER_SECONDS, return_exceptions=True
-        )
+        try:
+            return await self._handle.broadcast(method, *args).results_async(
+                timeout_s=ANSWER_SECONDS, return_exceptions=True
+            )
+        except Exception as error:  # Ray has a type for each way
+            raise CapacityError(f"no replica answers ({_line(error)}); try again later") from error
 
     def _wait(self, coroutine: Any) -> Any:
         future: Future[Any] = asyncio.run_coroutine_threadsafe(coroutine, self._loop)

@@ -21,10 +21,15 @@ class HostResult:
     prompt: Scores | None = None  # of a scored chunk, arrays of NumPy
     node_ids: np.ndarray | None = None  # [batch, node] int32, the root and the proposed tokens, when asked for
     parents: np.ndarray | None = None  # [batch, node] int32, of the nodes
+    confidence: np.ndarray | None = None  # [batch, depth] float32, see `tree.Proposal`; None where the draft says none
 
     def emitted(self, row: int) -> list[int]:
         """The tokens that the step adds to a sequence: the accepted ones and the bonus token."""
         return self.token_ids[row, : self.n_accepted[row] + 1].tolist()
+
+    def confidence_of(self, row: int) -> np.ndarray | None:  # [depth] float32
+        """How sure the draft was of a sequence's tree; None where it does not say."""
+        return None if self.confidence is None else self.confidence[row]
 
 
 class StepHandle:
@@ -42,8 +47,8 @@ class StepHandle:
         self._has_logprobs, self._has_tree = has_logprobs, has_tree
 
     def read(self) -> HostResult:
-        """Wait for the step and copy its result to the host: one copy, and others when somebody asked for
-        log-probabilities or for the proposed tree. Raises what the device raises."""
+        """Wait for the step and copy its result to the host: one copy, and others where the draft says how sure it is,
+        or when somebody asked for log-probabilities or for the proposed tree. Raises what the device raises."""
         counts = np.asarray(self._result.counts)
         logprobs = None
         if self._has_logprobs:
@@ -51,9 +56,10 @@ class StepHandle:
             logprobs = np.asarray(out.chosen), np.asarray(out.top), np.asarray(out.top_ids)
         node_ids, parents = self._tree() if self._has_tree else (None, None)
         prompt = jax.tree.map(np.asarray, self._result.prompt)
+        confidence = None if self._result.confidence is None else np.asarray(self._result.confidence)
         self._on_read(counts[:, 0])
         return HostResult(
-            counts[:, 2:], counts[:, 0], counts[:, 1], logprobs, prompt, node_ids=node_ids, parents=parents
+            counts[:, 2:], counts[:, 0], counts[:, 1], logprobs, prompt, node_ids, parents, confidence=confidence
         )
 
     def _tree(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:

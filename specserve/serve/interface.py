@@ -38,6 +38,9 @@ class EngineStats:
     num_programs_left: int = 0  # still to be compiled, while plain decoding serves
     num_late_compiles: int = 0  # programs compiled because a step had to wait for them; must stay 0
     estimated_speedup: float = 1.0  # emitted tokens over what plain steps of the same measured cost would have emitted
+    num_promised: float = 0.0  # draft tokens that a head's confidence expected to be accepted, where that was seen
+    num_kept: int = 0  # of them, accepted
+    confidence_trust: float = 0.0  # how much of what the confidence says of a row the choice of trees takes over
     seconds_in_step: float = 0.0  # how long the step that is being waited for has taken so far; 0: none
 
 
@@ -153,8 +156,8 @@ class EngineLike(Protocol):
         ...
 
     def load_draft(self, folder: str, /) -> DraftInfo:
-        """Replace the draft head by the one in a folder, while requests run. Raises ConfigError or CheckpointError;
-        then the old one stays."""
+        """Replace the draft head by one in a folder, while requests run, once its programs are compiled. Raises
+        ConfigError or CheckpointError; then the old one stays."""
         ...
 
     def set_speculation(self, speculation: str, /) -> None:

@@ -24,6 +24,7 @@ from jax.experimental import serialize_executable
 
 import specserve
 from specserve import host
+from specserve.errors import first_line
 from specserve.kernels import native
 from specserve.serve.calls import Call, shape_of
 
@@ -68,7 +69,7 @@ class KeptPrograms:
             self._say_once("cannot be read from", error)
             return None
         except Exception as error:  # whatever zlib, pickle and XLA make of a damaged file
-            logger.warning("%s cannot be used, its program is compiled anew: %s", path, _first_line(error))
+            logger.warning("%s cannot be used, its program is compiled anew: %s", path, first_line(error))
             return None
         with contextlib.suppress(OSError):  # a folder that may only be read
             os.utime(path)  # it is used
@@ -99,7 +100,7 @@ class KeptPrograms:
         with self._lock:
             has_failed, self._has_failed = self._has_failed, True
         if not has_failed:
-            logger.warning("compiled programs %s %s: %s", what, self._folder, _first_line(error))
+            logger.warning("compiled programs %s %s: %s", what, self._folder, first_line(error))
 
     def _make_room(self) -> None:
         files: list[tuple[os.stat_result, Path]] = []
@@ -162,7 +163,3 @@ def _count_hits(event: str, **_facts: Any) -> None:
 
 
 jax.monitoring.register_event_listener(_count_hits)
-
-
-def _first_line(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".splitlines()[0]

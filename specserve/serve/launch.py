@@ -26,8 +26,9 @@ from specserve.mesh import default_dtype, free_memory, num_parts
 from specserve.models.config import ModelConfig
 from specserve.provenance import fingerprint
 from specserve.serve.calibrate import cost_file, describe_costs, finish, step_costs
-from specserve.serve.engine import Engine, EngineOptions, LoadedHead
+from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.interface import DraftInfo
+from specserve.serve.pages import Watcher
 from specserve.serve.placement import bytes_per_token
 from specserve.serve.programs import Announcer, Program, compile_all
 from specserve.serve.ranks import Follower, Leader
@@ -35,6 +36,7 @@ from specserve.serve.runner import Runner
 from specserve.serve.settings import ServeRun
 from specserve.serve.shapes import DETERMINISTIC_DEPTH
 from specserve.serve.startup import check_numbers, check_state_fits
+from specserve.serve.swap import LoadedHead
 from specserve.serve.tuned import TUNED, facts_of, find_profile
 from specserve.speculative.controller import Controller
 from specserve.speculative.tree import DynamicTree, Tree, chain
@@ -158,12 +160,18 @@ def make_engine(
     *,
     is_coupled: bool = True,
     leader: Leader | None = None,  # of several processes, this is the first
+    watcher: Watcher | None = None,  # hears what the prefix cache gains and loses
 ) -> Engine:
     """Compile every program and build the engine (not started). `on_warmup(done, total, name)` reports, from several
     threads. With `early_ready` only what plain decoding needs is compiled here; the engine compiles the rest while it
     serves, and what token masks alone need once a request has one.
 
     A measurement can have the draft rank without the target's noise, to see what that brings."""
+    if watcher is not None and models.target.config.is_recurrent:
+        raise ConfigError(
+            f"--kv-events-endpoint tells what the prefix cache has, and there is none for {models.name}: no page keeps "
+            "the state of its recurrent layers"
+        )
     runner = _make_runner(models, run, leader, is_coupled=is_coupled)
     programs = runner.programs()
     first = [program for program in programs if program.is_plain or not _is_early(run)]
@@ -185,34 +193,42 @@ def make_engine(
     if leader is not None:
         leader.trees, runner.leader = runner.shapes.trees, leader
     check_numbers(runner, models.target)
-    names, acceptance = f"{models.fingerprint} {models.head_fingerprint}", models.head_acceptance
-    is_choosing = run.speculation in ("auto", TUNED)
-
-    def make_controller() -> Generator[object, None, Controller | None]:
-        """Knows what each step costs here, and what the head's own evaluation says of it."""
-        if not is_choosing:
-            return None
-        costs = yield from step_costs(runner, cost_file(names, runner))
-        logger.info("milliseconds per step: %s", describe_costs(costs))
-        return Controller(costs, acceptance)  # the models themselves may go before
-
-    controller = Controller({}) if is_choosing else None
+    make_controller = _controller_maker(run, models.fingerprint, models.head_fingerprint, models.head_acceptance)
+    controller = Controller({}) if run.speculation in ("auto", TUNED) else None
     if not late:
         on_warmup(len(programs), len(programs), "timing the steps")
-        controller = finish(make_controller())
+        controller = finish(make_controller(runner))
     return Engine(
         runner,
         models.tokenizer,
         model_name=run.served_model_name or _public(models.name),
         draft=models.draft,
-        load_head=_head_loader(models) if leader is None else None,  # the others would need it as well
+        load_head=_head_loader(models, run) if leader is None else None,  # the others would need it as well
         eos_ids=models.target.eos_ids,
         controller=controller,
         options=_options(run),
         late_programs=late,
         mask_programs=programs[len(first) + len(late) :],
         on_compiled=make_controller,
+        watcher=watcher,
     )
+
+
+def _controller_maker(
+    run: ServeRun, target_fingerprint: str, head_fingerprint: str, acceptance: Sequence[float]
+) -> Callable[[Runner], Generator[object, None, Controller | None]]:
+    """What makes the controller of a runner whose programs are compiled, where the settings leave it a choice. The
+    models themselves may go before."""
+
+    def make_controller(runner: Runner) -> Generator[object, None, Controller | None]:
+        """Knows what each step costs here, and what the head's own evaluation says of it."""
+        if run.speculation not in ("auto", TUNED):
+            return None
+        costs = yield from step_costs(runner, cost_file(f"{target_fingerprint} {head_fingerprint}", runner))
+        logger.info("milliseconds per step: %s", describe_costs(costs))
+        return Controller(costs, acceptance)
+
+    return make_controller
 
 
 def make_follower(models: Models, run: ServeRun, follower: Follower) -> Runner:
@@ -243,16 +259,28 @@ def _options(run: ServeRun) -> EngineOptions:
     )
 
 
-def _head_loader(models: Models) -> Callable[[Path], LoadedHead]:
-    """What reads other heads for the same target. It does not keep the target's parameters."""
-    target, mesh = dataclasses.replace(models.target, params=cast(Any, None)), models.mesh
+def _head_loader(models: Models, run: ServeRun) -> Callable[[str], LoadedHead]:
+    """What reads other heads for the same target, from a folder or, of the name that `--draft` knows, from the target's
+    own checkpoint. It does not keep the target's parameters."""
+    target = dataclasses.replace(models.target, params=cast(Any, None))
+    kept = dataclasses.replace(models, target=target, head=None)
 
-    def load(folder: Path) -> LoadedHead:
+    def load(draft: str) -> LoadedHead:
+        is_carried = draft == CARRIED
+        folder = target.folder if is_carried else Path(draft).expanduser()
         if not folder.is_dir():
             raise ConfigError(f"{folder}: no such folder on the server; give one that `specserve train` has written")
-        head, notes = load_head(folder, target, dtype=default_dtype(), mesh=mesh), read_notes(folder)
-        found = notes.get("acceptance", {})
-        return LoadedHead(head, found.get("accept_rate", ()), DraftInfo(folder.name, found.get("tau")))
+        kind = CARRIED if is_carried else None
+        head = load_head(folder, target, dtype=default_dtype(), mesh=kept.mesh, kind=kind)
+        found = {} if is_carried else read_notes(folder).get("acceptance", {})
+        acceptance = found.get("accept_rate", ())
+        return LoadedHead(
+            head,
+            acceptance,
+            DraftInfo(draft if is_carried else folder.name, found.get("tau")),
+            () if run.speculation == TUNED else choose_trees(dataclasses.replace(kept, head=head), run),
+            _controller_maker(run, kept.fingerprint, fingerprint(folder), acceptance),
+        )
 
     return load
 
@@ -288,11 +316,7 @@ def make_runner(
         raise ConfigError(f"--max-model-len {longest}: the target's context is {models.target.config.max_len}")
     if longest < 2:
         raise ConfigError("--max-model-len must be at least 2: one token to ask, one to answer")
-    parts = num_parts(models.mesh, "batch")
-    if run.max_slots % parts:
-        raise ConfigError(
-            f"--max-slots {run.max_slots}: they are spread over data={parts}, so make it a multiple of that"
-        )
+    _check_shares(models.mesh, run.max_slots)
     num_pages = _num_pages(models, run, longest)
     return Runner(
         models.target,
@@ -315,6 +339,22 @@ def make_runner(
 def longest_sequence(config: ModelConfig, max_model_len: int) -> int:
     """The tokens of a sequence at most, where the settings say so many or leave it to the target (0)."""
     return max_model_len or min(config.max_len, LARGEST_DEFAULT_CONTEXT)
+
+
+def _check_shares(mesh: Mesh | None, max_slots: int) -> None:
+    """The largest step should be cut over all devices that have different sequences. Raises ConfigError where not even
+    `data` cuts it; a server of few sequences may well have more devices along `expert`."""
+    if mesh is None:
+        return
+    data, parts = mesh.shape["data"], num_parts(mesh, "batch")
+    if max_slots % data:
+        raise ConfigError(f"--max-slots {max_slots}: they are spread over data={data}, so make it a multiple of that")
+    if max_slots % parts:
+        logger.warning(
+            "--max-slots %d: sequences are spread over data x expert, and this is no multiple of %d, so devices along "
+            "expert repeat what steps do outside the experts",
+            *(max_slots, parts),
+        )
 
 
 def with_cache_dtype(models: Models, run: ServeRun) -> Models:

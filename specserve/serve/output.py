@@ -28,6 +28,7 @@ class OutputStream:
         """The delta that the tokens of one step make, in order, of which the first `num_accepted` are accepted draft
         tokens. Tokens past the end of the sequence are left out."""
         taken: list[int] = []
+        num_chars: list[int] = []
         text: list[str] = []
         for token_id in token_ids:
             taken.append(token_id)
@@ -37,8 +38,10 @@ class OutputStream:
             cause = token_id if token_id in self._named_ids else None
             # the id that ends a sequence is reported, and is text only where the request wants it
             if self._decoder is not None:
-                self._held += "" if is_stop and not self._keeps_stop else self._decoder.push([token_id])
-                self._held += "" if reason is None else self._decoder.finish()
+                settled = "" if is_stop and not self._keeps_stop else self._decoder.push([token_id])
+                settled += "" if reason is None else self._decoder.finish()
+                self._held += settled
+                num_chars.append(len(settled))
             if (found := self._first_stop()) is not None:
                 at, cause = found
                 text.append(self._held[: at + len(cause) if self._keeps_stop else at])
@@ -49,8 +52,12 @@ class OutputStream:
                 self._held = self._held[certain:]
             if reason is not None:
                 cause = cause if reason is FinishReason.STOP else None
-                return Delta(tuple(taken), "".join(text), reason, cause, num_accepted=min(num_accepted, len(taken)))
-        return Delta(tuple(taken), "".join(text), num_accepted=num_accepted)
+                return Delta(
+                    *(tuple(taken), "".join(text), reason, cause),
+                    num_accepted=min(num_accepted, len(taken)),
+                    num_chars=tuple(num_chars),
+                )
+        return Delta(tuple(taken), "".join(text), num_accepted=num_accepted, num_chars=tuple(num_chars))
 
     def _first_stop(self) -> tuple[int, str] | None:
         """Where the first stop string begins that the held text has, and which it is: of two at one place the shorter,

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
 from itertools import islice
+from typing import Protocol
 
 from specserve.errors import CapacityError
 
@@ -35,15 +36,37 @@ class _Node:
 def prefix_digests(token_ids: Sequence[int], page_size: int, salt: str = "") -> list[bytes]:
     """A digest for each full page of a prompt, of all its tokens up to that page's end and of the salt: equal where
     pages hold the same, in every process."""
-    digests, digest = [], salt.encode()
+    digests, digest = [], _root(salt)
     for end in range(page_size, len(token_ids) + 1, page_size):
         digest = _digest(digest, token_ids[end - page_size : end])
         digests.append(digest)
     return digests
 
 
+def _root(salt: str) -> bytes:
+    """What a first page comes after, longer than a page's digest, so that no salt can stand for one."""
+    return blake2b(salt.encode(), digest_size=16).digest()
+
+
 def _digest(before: bytes, token_ids: Sequence[int]) -> bytes:
     return blake2b(before + array("q", token_ids).tobytes(), digest_size=8).digest()
+
+
+class Watcher(Protocol):
+    """Hears what the tree of cached pages gains and loses, in order, on the thread of whoever calls the pool."""
+
+    def stored(self, before: bytes | None, digests: Sequence[bytes], token_ids: Sequence[int], salt: str) -> None:
+        """Pages of these digests (`prefix_digests`) can be hit, which hold these tokens and follow one another and the
+        page of digest `before`; None: they begin a prompt."""
+        ...
+
+    def removed(self, digests: Sequence[bytes]) -> None:
+        """Pages of these digests are in the tree no more, nor is anything below them."""
+        ...
+
+    def cleared(self) -> None:
+        """The tree is empty."""
+        ...
 
 
 class PagePool:
@@ -52,9 +75,10 @@ class PagePool:
     A salt names who may share: only equal salts hit each other's pages.
     """
 
-    def __init__(self, num_pages: int, page_size: int) -> None:
+    def __init__(self, num_pages: int, page_size: int, watcher: Watcher | None = None) -> None:
         self.num_pages = num_pages
         self.page_size = page_size
+        self._watcher = watcher
         self._free = list(range(num_pages - 1, -1, -1))
         self._num_references: dict[int, int] = {}  # of the held pages
         self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first; a dict is slow to pop its first item
@@ -96,12 +120,16 @@ class PagePool:
         """
         if count > self.num_available:
             raise CapacityError(f"{count} cache pages needed, {self.num_available} of {self.num_pages} are available")
+        evicted = []
         while len(self._free) < count:
             page, _ = self._idle.popitem(last=False)
             node = self._nodes.pop(page)
             assert not node.children, f"page {page} is evicted before the pages that continue it"
             del node.siblings[node.key]
             self._free.append(page)
+            evicted.append(node.digest)
+        if evicted and self._watcher is not None:
+            self._watcher.removed(evicted)
         pages = [self._free.pop() for _ in range(count)]
         self._num_references.update(dict.fromkeys(pages, 1))
         return pages
@@ -113,7 +141,7 @@ class PagePool:
         at a page whose place is taken (the same tokens computed at the same time) or that was held when the cache was
         flushed: that page and what follows stay private.
         """
-        children, digest = self._tree, salt.encode()
+        children, digest, new, first = self._tree, _root(salt), list[_Node](), 0
         if num_known:
             last_known = self._nodes.get(pages[num_known - 1])
             if last_known is None:
@@ -126,9 +154,19 @@ class PagePool:
             if node is None and page not in self._private:
                 assert page not in self._nodes, f"page {page} holds other tokens"
                 node = children[key] = self._nodes[page] = _Node(page, key, children, _digest(digest, key[1]))
+                first = first if new else index
+                new.append(node)
             if node is None or node.page != page:
-                return
+                break
             children, digest = node.children, node.digest
+        if new and self._watcher is not None:  # they are the last ones, as nothing is below a new node
+            before = self._nodes[pages[first - 1]].digest if first else None
+            self._watcher.stored(
+                before,
+                [node.digest for node in new],
+                [token_id for node in new for token_id in node.key[1]],
+                salt,
+            )
 
     def release(self, pages: Sequence[int]) -> None:
         """Give back one reference on each: a sequence's pages in its order, all of them or those at its end."""
@@ -151,6 +189,8 @@ class PagePool:
         self._free.extend(self._idle)
         self._idle.clear()
         self._private = set(self._num_references)
+        if self._watcher is not None:
+            self._watcher.cleared()
         return num_forgotten
 
     def check(self) -> None:

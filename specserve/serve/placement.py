@@ -21,8 +21,8 @@ from specserve.speculative.step import SlotState, StepConfig, init_state
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """On a mesh the caches are spread by heads and a step's slots by batch; everything else that is no weight is whole
-    on every device. Without one, JAX puts all of it on its default device."""
+    """On a mesh the caches are spread by heads and a step's slots by batch, over data x expert; everything else that is
+    no weight is whole on every device. Without one, JAX puts all of it on its default device."""
 
     mesh: Mesh | None
 
@@ -47,6 +47,17 @@ class Placement:
     def slots(self, slots: tuple[int, ...]) -> jax.Array:
         """What a step computes for its slots follows them: where the batch divides, each device has a part of it."""
         return _put(slots, np.int32, None if self.mesh is None else fitting(self.mesh, ("batch",), (len(slots),)))
+
+    def shapes(self, make: Callable[[], SlotState]) -> SlotState:
+        """The shapes of the arrays of such a state, and where they live."""
+        shapes, places = jax.eval_shape(make), self.state(make)
+        if places is None:
+            return shapes
+
+        def placed(shape: jax.ShapeDtypeStruct, place: NamedSharding) -> jax.ShapeDtypeStruct:
+            return jax.ShapeDtypeStruct(shape.shape, shape.dtype, sharding=place)
+
+        return jax.tree.map(placed, shapes, places)
 
     def state(self, make: Callable[[], SlotState]) -> SlotState | None:
         """Where the arrays of such a state live."""

@@ -5,12 +5,13 @@ accident. A program that is missing when it is asked for is compiled there and t
 """
 
 import atexit
+import itertools
 import logging
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from typing import Any
@@ -24,6 +25,8 @@ logger = logging.getLogger(__name__)
 
 MAX_THREADS = 8  # that compile side by side: tracing is Python, so more would wait for each other
 SAID_EVERY_SECONDS = 10.0
+RESERVED_MAPS = 6000  # memory maps that optional programs leave to others
+CHECK_SECONDS = 0.2
 
 
 @dataclass(frozen=True)
@@ -55,6 +58,12 @@ class Programs:
 
     def __contains__(self, key: Hashable) -> bool:
         return key in self._compiled
+
+    def at_once(self, calls: Iterator[Call]) -> Call:
+        """The first that is compiled, of calls that do the same, the cheapest first. It is the first of all when every
+        program is; until then larger ones serve."""
+        first = next(calls)
+        return next((call for call in itertools.chain((first,), calls) if call.key in self._compiled), first)
 
     def run(self, call: Call) -> Any:
         """Call the program, which is compiled first if it is missing."""
@@ -91,6 +100,27 @@ class Programs:
             return call.lower().compile()
         found = self._kept.load(call)
         return self._kept.compile(call) if found is None else found
+
+
+class RoomForMore:
+    """Whether a program may be compiled: not an optional one when the process may hardly map more memory. It is left
+    out from then on."""
+
+    def __init__(self) -> None:
+        self.left_out: set[str] = set()  # names
+
+    def __call__(self, program: Program) -> bool:
+        free = host.free_memory_maps()
+        if not program.is_optional or free is None or free > RESERVED_MAPS:
+            return True
+        if not self.left_out:
+            logger.warning(
+                "this process may map only %d more pieces of memory, so no more ways to speculate are compiled; raise "
+                "the limit with: sysctl vm.max_map_count=1000000",
+                free,
+            )
+        self.left_out.add(program.name)
+        return False
 
 
 class Compiler:
@@ -171,9 +201,11 @@ def compile_all(
     is_wanted: Callable[[Program], bool] = lambda _program: True,
     on_compiled: Callable[[Program], None] = lambda _program: None,
     meanwhile: Callable[[], object] = lambda: None,
+    check: Callable[[], object] = lambda: None,
+    is_background: bool = False,
 ) -> None:
-    """Compile these side by side and wait; `meanwhile` is called on this thread. Raises what it raises, or what the
-    first program that fails raises."""
+    """Compile these side by side and wait; `meanwhile` is called on this thread once, and `check` now and then. Raises
+    what they raise, or what the first program that fails raises."""
     failures: list[Exception] = []
 
     def done(program: Program, error: Exception | None) -> None:
@@ -182,11 +214,12 @@ def compile_all(
             compiler.stop()
         on_compiled(program)
 
-    compiler = Compiler(compiled, programs, is_wanted=is_wanted, on_compiled=done)
+    compiler = Compiler(compiled, programs, is_wanted=is_wanted, on_compiled=done, is_background=is_background)
     try:
         compiler.start()
         meanwhile()
-        compiler.join()
+        while not compiler.join(CHECK_SECONDS):
+            check()
     except BaseException:  # an interrupt, say: nobody waits for the others any more
         compiler.stop()
         raise

@@ -51,14 +51,22 @@ class _Wire:
         connection.settimeout(None)
         _probe(connection)
         self._connection, self._what, self._on_end = connection, what, on_end
+        self._sending = threading.RLock()  # a frame is sent as a whole; a signal's handler may send one too
         self._arrived: queue.SimpleQueue[tuple[bytes, bytes] | None] = queue.SimpleQueue()
         self.on_leave: Callable[[], None] = lambda: None
+        self.on_lost: Callable[[str], None] = lambda _why: None
         self._thread = threading.Thread(target=self._receive, name="ranks", daemon=True)
         self._thread.start()
 
     def send(self, frame: bytes) -> None:
         """Raises OSError where nobody is there; the reading thread has told of it."""
-        self._connection.sendall(frame)
+        with self._sending:
+            self._connection.sendall(frame)
+
+    def tell(self, word: str, *arguments: str) -> None:
+        """Send what is no plan, if anybody is there."""
+        with contextlib.suppress(OSError):
+            self.send(plans.write(Plan(word, arguments), ()))
 
     def take(self, trees: Sequence[Tree | None] = (), proposal: Callable[[], Proposal | None] = lambda: None) -> Plan:
         """The next plan, which is waited for. Raises ProcessError when none will come."""
@@ -79,8 +87,10 @@ class _Wire:
             with self._connection.makefile("rb") as stream:
                 while len(lengths := stream.read(plans.LENGTHS.size)) == plans.LENGTHS.size:
                     text, body = (stream.read(length) for length in plans.LENGTHS.unpack(lengths))
-                    if text == _LEAVE:
+                    if text.startswith(_LEAVE):
                         self.on_leave()
+                    elif text.startswith(_LOST):
+                        self.on_lost(plans.read(text, body, ()).arguments[0])
                     else:
                         self._arrived.put((text, body))
         except (OSError, ValueError) as error:
@@ -90,7 +100,7 @@ class _Wire:
         self._on_end(f"{self._what} has ended ({reason})")
 
 
-_LEAVE = json.dumps(["leave", [], {}]).encode()
+_LEAVE, _LOST = b'["leave"', b'["lost"'  # how a follower's wish to stop begins, and the first one's word of an end
 
 
 class _Rank:
@@ -108,6 +118,12 @@ class _Rank:
         self._has_gone.wait(1.0)
         return self._give_up(str(error).splitlines()[0] if str(error) else type(error).__name__)
 
+    def reason(self, error: Exception) -> Exception:
+        """What to tell of an error that ends this process: that another one has ended, where that is why."""
+        if not isinstance(error, ConfigError):
+            self._has_gone.wait(1.0)
+        return self.lost or error
+
     def _gone(self, how: str) -> None:
         """Another process has ended."""
         self._give_up(how)
@@ -119,8 +135,12 @@ class _Rank:
             if is_first:
                 self.lost = ProcessError(f"{why}; this server cannot go on, start all of its processes again")
         if is_first:
+            self._tell_all(why)
             threading.Thread(target=self._on_lost, args=(self.lost,), name="ranks-lost", daemon=True).start()
         return self.lost or ProcessError(why)
+
+    def _tell_all(self, why: str) -> None:
+        """Let those that this process alone hears of know."""
 
 
 class Leader(_Rank):
@@ -184,6 +204,10 @@ class Leader(_Rank):
     def _said(self) -> list[tuple[int, Any]]:
         return [(number, wire.take().arguments[0]) for number, wire in sorted(self._wires.items())]
 
+    def _tell_all(self, why: str) -> None:
+        for wire in self._wires.values():  # side by side, as the lost one may never take it
+            threading.Thread(target=wire.tell, args=("lost", why), name="ranks-tell", daemon=True).start()
+
     def __enter__(self) -> "Leader":
         return self
 
@@ -201,6 +225,7 @@ class Follower(_Rank):
     def __init__(self, connection: socket.socket, on_lost: Lost) -> None:
         super().__init__(on_lost)
         self._wire = _Wire(connection, "the first process", self._gone)
+        self._wire.on_lost = self._gone
 
     def agree(self, facts: Mapping[str, object]) -> None:
         """As the first one's."""
@@ -221,8 +246,7 @@ class Follower(_Rank):
 
     def leave(self) -> None:
         """Tell the first process that this one is to stop, so that it drains and ends all of them."""
-        with contextlib.suppress(OSError):
-            self._wire.send(plans.LENGTHS.pack(len(_LEAVE), 0) + _LEAVE)
+        self._wire.tell("leave")
 
 
 def connect(coordinator: str, on_lost: Lost) -> Leader | Follower | None:

@@ -17,6 +17,7 @@ from typing import Any
 import yaml
 
 from specserve import config, log
+from specserve.checkpoints.source import resolve_target
 from specserve.cluster import connect, load
 from specserve.drafters.words import CARRIED
 from specserve.errors import ConfigError, SpecServeError
@@ -232,8 +233,8 @@ def _number(run: ServeRun) -> dict[str, Any]:
 
 def check(run: ServeRun) -> None:
     """Check that these settings are possible for replicas. Raises ConfigError."""
-    for name in ("coordinator", "warmup_only"):
-        if getattr(run, name):
+    for name in ("coordinator", "num_processes", "process_id", "warmup_only"):
+        if getattr(run, name) != getattr(ServeRun(), name):
             raise ConfigError(f"--{name.replace('_', '-')} does not go with --ray, which starts processes of its own")
     if not run.port:
         raise ConfigError("--port 0 does not go with --ray: every machine of the cluster listens there; give a number")
@@ -320,7 +321,8 @@ class Deployment:
         wanted = deployment_of(run)
         check_tls(run.ssl_certfile, run.ssl_keyfile)
         if not run.ray_address:
-            bind_listener(run.host, run.port).close()  # a taken port is said before minutes of loading
+            bind_listener(run.host, run.port).close()  # what cannot be is said before minutes of loading
+            resolve_target(find_names(run.target, run.draft)[0], needs_weights=False)
         self._ray, self._serve = connect(run.ray_address), load("ray.serve")
         for number in (signal.SIGTERM, signal.SIGINT):  # now, since Ray has put its own handlers there
             signal.signal(number, lambda *_: self.is_stopped.set())

@@ -220,6 +220,7 @@ class Delta:
     logprobs: tuple[TokenLogprobs, ...] = ()  # one for each token id, when the request asked for them
     prompt: tuple[PromptToken, ...] = ()  # all of it, in the first delta with tokens, when the request asked for it
     num_accepted: int = 0  # the first so many tokens are accepted draft tokens; one after them is the target's own
+    num_chars: tuple[int, ...] = ()  # of the answer's text, that each token has settled, also what is held back yet
     tree: DraftTree | None = None  # when the request asked for it, and the step proposed one
 
     @property

@@ -23,7 +23,6 @@ from specserve.errors import RequestError
 from specserve.serve import results
 from specserve.serve.handles import HostResult, StepHandle
 from specserve.serve.interface import ROUND_SIZES, EngineStats
-from specserve.serve.layouts import Layouts
 from specserve.serve.options import sampler_rows, token_rows
 from specserve.serve.output import OutputStream
 from specserve.serve.request import (
@@ -113,7 +112,9 @@ class Rounds:
     def complete(self, controller: Controller | None, *, is_partial: bool) -> None:
         """Every program is compiled, or has failed to be: then steps are still made of those that are there. The
         controller is one that knows what the steps cost."""
-        self.controller, self.is_partial = controller or self.controller, is_partial
+        if controller is not None:
+            controller.calibration, self.controller = self.controller.calibration, controller
+        self.is_partial = is_partial
         if self._prior is not None:  # the controller was made of what the first head promises
             self.controller.expect(self._prior)
 
@@ -155,15 +156,21 @@ class Rounds:
         self.scheduler.pool.flush()
         self.runner.forget_answers()
 
-    def swap_head(self, layouts: Layouts, prior: Seq[float]) -> None:
-        """Go on with another head, of this acceptance by depth. What the old one wrote is not read by it: running
-        sequences wait for their turn again and are prefilled with what they have said, and cached prefixes are
-        forgotten. Raises what the device raises."""
+    def swap_head(self, runner: Runner, prior: Seq[float]) -> None:
+        """Go on with another head, of this acceptance by depth, by a runner `with_head`. What the old one wrote is not
+        read by it: running sequences wait for their turn again and are prefilled with what they have said, and cached
+        prefixes are forgotten. Raises ConfigError where the device cannot run it, and then goes on with the old one;
+        else what the device raises."""
         while self.flights:
             self._land()
         self.scheduler.preempt_all()
         self.scheduler.pool.flush()
-        self.runner.layouts = layouts
+        runner.take_over(self.runner)
+        self.runner, self._num_missed, self._last_landing = runner, runner.compiled.num_missed, 0.0
+        self.scheduler.set_step(max_step=runner.shapes.max_step, cache_lag=runner.cache_lag)
+        if self.only and self.only[0] not in runner.shapes.trees:
+            logger.warning("the new head has no programs for %s: the server's own choice holds", describe(*self.only))
+            self.only = None
         self._prior = prior
         self.controller.expect(prior)
         for sequence in self.scheduler.waiting:
@@ -199,6 +206,9 @@ class Rounds:
             host_seconds=counters.busy_seconds - counters.wait_seconds,
             num_late_compiles=counters.num_late_compiles,
             estimated_speedup=counters.num_tokens / counters.plain_tokens if counters.plain_tokens else 1.0,
+            num_promised=self.controller.calibration.promised,
+            num_kept=self.controller.calibration.kept,
+            confidence_trust=self.controller.calibration.trust,
             seconds_in_step=time.monotonic() - start if start else 0.0,
         )
 
@@ -381,23 +391,23 @@ class Rounds:
                 sequence.landed(flight.most)
                 num_tokens += 1 + int(result.n_accepted[row])
                 if flight.shape:
-                    self._observe(sequence, flight.tree, int(result.n_accepted[row]))
+                    self._observe(sequence, flight.tree, result, row)
                 self._guard(sequence, functools.partial(self._emit, sequence, flight.tree, result, row))
         self._counters.num_round_tokens += num_tokens
         self._counters.round_sizes[bisect.bisect_left(ROUND_SIZES, num_tokens)] += 1
 
-    def _observe(self, sequence: Sequence, tree: Tree | None, n_accepted: int) -> None:
+    def _observe(self, sequence: Sequence, tree: Tree | None, result: HostResult, row: int) -> None:
         if tree is None or self.runner.shapes.accepts_nothing:
             sequence.acceptance = sequence.acceptance.after_step()
             return
-        estimate = self._estimate(sequence)
+        estimate, n_accepted = self._estimate(sequence), int(result.n_accepted[row])
         num_draft_tokens = tree.num_nodes if estimate.max_depth else 0  # 0: the request wants none
         if num_draft_tokens:
             sequence.drafts.append((num_draft_tokens, n_accepted))
         sequence.acceptance = sequence.acceptance.after_step(
             n_accepted, depth=tree.depth, num_draft_tokens=num_draft_tokens
         )
-        self.controller.observe(estimate, tree, n_accepted)
+        self.controller.observe(estimate, tree, n_accepted, result.confidence_of(row))
 
     def _emit(self, sequence: Sequence, tree: Tree | None, result: HostResult, row: int) -> None:
         """Hand over the new tokens of a step with that tree."""
@@ -428,7 +438,8 @@ class Rounds:
             sequence.last_time = time.monotonic()
             sequence.first_time = sequence.first_time or sequence.last_time
         if reason is not None:
-            delta = dataclasses.replace(delta, stats=_stats(sequence, self.runner.shapes.max_accepted))
+            most = max(self.runner.shapes.max_accepted, len(sequence.acceptance.accepted_per_depth))  # of any head
+            delta = dataclasses.replace(delta, stats=_stats(sequence, most))
             # before its listener hears of it: who has the last token finds the slot and the pages free
             self._end(sequence, reason)
         try:

@@ -5,6 +5,7 @@ at start and compiled ahead (`programs`); everything a client sends is traced. A
 nothing, which is how steps are timed. Nothing here waits for the device but `StepHandle.read`.
 """
 
+import copy
 import dataclasses
 import functools
 import itertools
@@ -20,17 +21,16 @@ from jax.sharding import Mesh
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
 from specserve.drafters.speculation import describe, drafter_for
-from specserve.errors import ConfigError
-from specserve.host import free_memory_maps
+from specserve.errors import ConfigError, first_line
 from specserve.serve.calls import Calls
 from specserve.serve.handles import StepHandle
 from specserve.serve.kept import KeptPrograms
-from specserve.serve.layouts import Layouts, make_layouts
+from specserve.serve.layouts import make_layouts
 from specserve.serve.ledger import Ledger
 from specserve.serve.options import blank_token_rows, sampler_rows
 from specserve.serve.placement import Placement, reads_by_page
 from specserve.serve.plans import MAKERS, Plan, told
-from specserve.serve.programs import Call, Program, Programs, compile_all
+from specserve.serve.programs import Call, Program, Programs, RoomForMore, compile_all
 from specserve.serve.ranks import Follower, Leader
 from specserve.serve.request import SamplingParams
 from specserve.serve.shapes import Shapes, make_shapes
@@ -42,7 +42,6 @@ from specserve.speculative.tree import Proposal, Tree
 
 logger = logging.getLogger(__name__)
 
-RESERVED_MAPS = 6000  # memory maps that optional programs leave to others
 _PAGES_AT_ONCE = 32  # page-table entries that one call of `_extend` sets
 
 
@@ -69,7 +68,7 @@ class Runner:
     ) -> None:
         """`trees` are the ways to make a step, None being plain decoding; the head is used where one of them asks for
         it. Without `has_constrained` the programs that token masks need are not compiled."""
-        self.shapes = make_shapes(
+        shapes = self.shapes = make_shapes(
             trees,
             num_slots=num_slots,
             max_model_len=max_model_len,
@@ -80,7 +79,6 @@ class Runner:
             reads_by_page=reads_by_page(target.config, num_pages, page_size, mesh),
             is_deterministic=is_deterministic,
         )
-        shapes = self.shapes
         self.config = StepConfig(
             target.config.for_length(max_model_len),
             drafter_for(shapes.trees, head.drafter if head else None),
@@ -90,22 +88,28 @@ class Runner:
         )
         if check is not None:
             check(self.config, shapes)
-        uses_head = any(tree is not None and tree.uses_head for tree in trees)
-        self.layouts = make_layouts(target, head if uses_head else None, mesh)
-        self._left_out: set[str] = set()
+        self.layouts = make_layouts(target, head if shapes.uses_head else None, mesh)
         self._everything_allowed: dict[int, jax.Array] = {}  # by batch size: most steps have no mask
-        self.has_constrained, self.place = has_constrained, Placement(mesh)
-        sizes = {"num_slots": num_slots, "num_pages": num_pages, "page_size": page_size, "max_pages": shapes.max_pages}
-        places = self.place.state(lambda: step.init_state(self.config, **sizes))
-        self.calls = Calls(self.config, self.place, places)
-        self._beginning = self.calls.begin(**sizes)
-        kept = folder and KeptPrograms(folder, (repr(self.config), str(self.place)), self.place.devices)
-        self.compiled = Programs(kept)
+        self.has_constrained, self.place, self._folder = has_constrained, Placement(mesh), folder
+        self._bind()
         self.compiled.compile(self._beginning)
         self.leader: Leader | None = None  # where this is the first of several processes
         self._proposal_made: Proposal | None = None  # the last one
         self.reset()
         self._blank_tokens = self.place.put(blank_token_rows(target.config.vocab_size))
+
+    def _bind(self) -> None:
+        """Bind the programs to this config and these shapes. Nothing is compiled; the state is one of shapes."""
+        shapes = self.shapes
+        sizes = {"num_slots": shapes.num_slots, "num_pages": shapes.num_pages, "page_size": shapes.page_size}
+        sizes["max_pages"] = shapes.max_pages
+        make = functools.partial(step.init_state, self.config, **sizes)
+        self.state: Any = self.place.shapes(make)
+        self.calls = Calls(self.config, self.place, self.place.state(make))
+        self._beginning = self.calls.begin(**sizes)
+        facts = repr(self.config), str(self.place)
+        self.compiled = Programs(self._folder and KeptPrograms(self._folder, facts, self.place.devices))
+        self.has_room_for = RoomForMore()
 
     def reset(self) -> None:
         """Forget every sequence and every cached page: after a device error the donated buffers are gone."""
@@ -113,18 +117,38 @@ class Runner:
         self._ledger = Ledger(self.shapes.num_slots, self.config.max_pending)
         self._num_remembered = 0
 
-    def with_head(self, head: Head) -> Layouts:
-        """The weights with another head in place of the present one; nothing is changed yet. Raises ConfigError where
-        the compiled programs are for a head of other shapes."""
-        if not any(tree is not None and tree.uses_head for tree in self.shapes.trees):
+    def with_head(self, head: Head, trees: Sequence[Tree | None] = ()) -> "Runner":
+        """A runner of the same target beside another head, whose ways to make a step are `trees`; none: the same. It
+        has no state until it `takes_over`. The compiled programs are the same ones where the head is of the same shape;
+        else nothing is compiled yet. Raises ConfigError where no way asks for a head, or one is too deep for it."""
+        shapes = dataclasses.replace(self.shapes, trees=tuple(trees) or self.shapes.trees)
+        if not shapes.uses_head:
             raise ConfigError("this server speculates without a head, so there is none to replace")
-        drafter = drafter_for(self.shapes.trees, head.drafter)
-        if drafter != self.config.drafter:
-            raise ConfigError(
-                f"the head is not of the shape that this server has compiled its programs for: {drafter} instead of "
-                f"{self.config.drafter}; start a server with it"
-            )
-        return self.layouts.with_head(head)
+        drafter, other = drafter_for(shapes.trees, head.drafter), copy.copy(self)
+        other.layouts = self.layouts.with_head(head)
+        if (drafter, shapes) != (self.config.drafter, self.shapes):
+            other.config = dataclasses.replace(self.config, drafter=drafter, max_depth=shapes.max_depth)
+            other.shapes = shapes
+            other._bind()
+        return other
+
+    def take_over(self, other: "Runner") -> None:
+        """Go on in place of another runner, on whose cache nothing may depend any more: two states are never there at
+        once. Where the programs are other ones, the state is empty, and the ways to step are tried over padding. Raises
+        ConfigError where the device cannot run that; then the other one is there again, with an empty state."""
+        if self.compiled is other.compiled:
+            self.state, self._ledger, self._num_remembered = other.state, other._ledger, other._num_remembered
+            return
+        other.state = None
+        try:
+            self.reset()
+            for tree in self.shapes.trees_for(1):
+                self._run_step((), tree, self.shapes.widths[0], None)
+            jax.block_until_ready(self.state)
+        except Exception as error:
+            self.state = None
+            other.reset()
+            raise ConfigError(f"the device cannot run this head, so the old one stays: {first_line(error)}") from error
 
     @property
     def is_whole(self) -> bool:
@@ -205,7 +229,7 @@ class Runner:
         if is_scored:  # there is one program for all
             widths, chunks = self.shapes.widths[-1:], self.shapes.chunks[-1:]
         shapes = itertools.product(widths, chunks)
-        call = self._at_once(
+        call = self.compiled.at_once(
             self._prefill(slot, num_tokens, is_last, chunk, width, allowed, is_scored) for width, chunk in shapes
         )
         result = self._run(call)
@@ -324,18 +348,12 @@ class Runner:
     def _pad(self, slots: Sequence[int], size: int | None = None) -> tuple[int, ...]:
         return (*slots, *[self.shapes.num_slots] * ((size or self.shapes.batch_size_of(len(slots))) - len(slots)))
 
-    def _at_once(self, calls: Iterator[Call]) -> Call:
-        """The first that is compiled, of calls that do the same, the cheapest first. It is the first of all when every
-        program is; until then larger ones serve."""
-        first = next(calls)
-        return next((call for call in itertools.chain((first,), calls) if call.key in self.compiled), first)
-
     def _run_step(self, slots: Sequence[int], tree: Tree | None, width: int, allowed: np.ndarray | None) -> StepResult:
         widths = [each for each in self.shapes.widths if each >= width]
         sizes = [size for size in self.shapes.batch_sizes if size >= len(slots)]
         shapes = itertools.product(widths, sizes)
         calls = (self._step(self._pad(slots, size), tree, each, allowed) for each, size in shapes)
-        return self._run(self._at_once(calls))
+        return self._run(self.compiled.at_once(calls))
 
     def _run(self, call: Call) -> Any:
         """Dispatch a call, on all processes, and go on with the state that it gives; returns what it gives besides."""
@@ -414,7 +432,8 @@ class Runner:
             trees = [tree for tree in shapes.trees_for(size) if tree != shapes.plain]
             found += [self._step_program(size, width, tree) for tree in trees]
         found.sort(key=lambda program: not program.is_plain)
-        return [program for program in (*found, *self._constrained_programs()) if program.name not in self._left_out]
+        left_out = self.has_room_for.left_out
+        return [program for program in (*found, *self._constrained_programs()) if program.name not in left_out]
 
     def _step_program(self, size: int, width: int, tree: Tree | None) -> Program:
         call = functools.partial(self._step, (self.shapes.num_slots,) * size, tree, width)
@@ -458,20 +477,6 @@ class Runner:
         """The shape of an array that is whole on every device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.place.whole)
 
-    def has_room_for(self, program: Program) -> bool:
-        """False for an optional program when the process may hardly map more memory; it is left out from then on."""
-        free = free_memory_maps()
-        if not program.is_optional or free is None or free > RESERVED_MAPS:
-            return True
-        if not self._left_out:
-            logger.warning(
-                "this process may map only %d more pieces of memory, so no more ways to speculate are compiled; raise "
-                "the limit with: sysctl vm.max_map_count=1000000",
-                free,
-            )
-        self._left_out.add(program.name)
-        return False
-
     def warmup(self) -> None:
         """Compile every program, side by side."""
         compile_all(self.compiled, self.programs(), is_wanted=self.has_room_for)
@@ -487,12 +492,3 @@ class Runner:
     def is_constrained_compiled(self, batch_size: int, tree: Tree) -> bool:
         """Whether a step of so many sequences, some with token masks, may speculate by this tree at once."""
         return all(call().key in self.compiled for _, call in self._constrained_calls(batch_size, tree))
-
-    @property
-    def num_programs(self) -> int:
-        return len(self.programs())
-
-    @property
-    def num_compiled(self) -> int:
-        """Programs compiled so far; it must not grow after `warmup`."""
-        return len(self.compiled)

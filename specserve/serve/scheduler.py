@@ -135,6 +135,10 @@ class Scheduler:
         self.is_caching, self._prefers_cached, self._is_deterministic = is_caching, prefers_cached, is_deterministic
         self._num_added = 0
 
+    def set_step(self, *, max_step: int, cache_lag: int) -> None:
+        """Steps are other ones from now on; both as for `__init__`. No sequence may be running."""
+        self._max_step, self._cache_lag = max_step, cache_lag
+
     def add(self, sequence: Sequence) -> None:
         """Put a new sequence into the queue: behind those of its priority, before those of a higher number."""
         sequence.order = self._num_added

@@ -120,6 +120,19 @@ class ServeRun:
     otlp_endpoint: str = setting(
         "", help="send a span of each sequence to this OpenTelemetry collector, such as http://localhost:4318"
     )
+    kv_events_endpoint: str = setting(
+        "",
+        help="tell routers what the prefix cache gains and loses: vLLM's KV events over ZMQ, at an address such as "
+        "tcp://*:5557 or to a subscriber that waits at another; empty: nobody",
+    )
+    kv_events_replay_endpoint: str = setting(
+        "", help="where subscribers get messages that they have missed, such as tcp://*:5558; empty: nowhere"
+    )
+    kv_events_topic: str = setting("", help="topic of these messages; llm-d reads kv@POD-ADDRESS@MODEL")
+    kv_events_buffer_steps: int = setting(10_000, help="last messages that can be had again", ge=1)
+    kv_events_format: Literal["map", "array"] = setting(
+        "map", help="events with named fields, as vLLM's are, or as arrays, which readers of its older versions expect"
+    )
     early_ready: bool = setting(
         True, help="serve as soon as plain decoding can, and compile the other programs meanwhile; else wait for all"
     )

@@ -45,6 +45,11 @@ class Shapes:
         return self.verified_depth > 0
 
     @property
+    def uses_head(self) -> bool:
+        """Whether any of its ways to make a step asks for a head."""
+        return any(tree is not None and tree.uses_head for tree in self.trees)
+
+    @property
     def max_pages(self) -> int:
         """Pages of one sequence, at most."""
         return -(-self.max_model_len // self.page_size)

@@ -48,6 +48,22 @@ def check_state_fits(config: StepConfig, shapes: Shapes, mesh: Mesh | None) -> N
     raise ConfigError(f"{asked}. {fix}; a lower --max-model-len takes less")
 
 
+def check_swap_fits(present: Runner, other: Runner) -> None:
+    """The state of a runner with another head takes the place of the present one's, beside whose weights its own are
+    already. Raises ConfigError where that is too large."""
+    mesh, shapes = present.place.mesh, present.shapes
+    sizes = {"page_size": shapes.page_size, "max_pages": shapes.max_pages}
+    before, after = (
+        state_bytes(runner.config, mesh, shapes.num_slots, shapes.num_pages, **sizes) for runner in (present, other)
+    )
+    free = free_memory(mesh)
+    if after - before > free:
+        raise ConfigError(
+            f"slots and cache take {before / 1e9:,.2f} GB now and {after / 1e9:,.2f} GB with this head, and "
+            f"{free / 1e9:,.2f} GB are free; start a server with it and a smaller cache"
+        )
+
+
 def check_numbers(runner: Runner, target: Target) -> None:
     """Run a few tokens through the target, whose programs are compiled, in a slot that nobody has yet. Raises
     CheckpointError where its logits are not finite; it names the tensors. A head's are looked at when it is loaded."""

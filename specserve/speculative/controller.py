@@ -7,8 +7,9 @@ nothing bounds the correction, and now and then one step looks at another way th
 
 A chain of length K is expected to emit 1 + sum over d <= K of p_1 ... p_d tokens, where p_d is the sequence's
 acceptance at depth d, estimated while serving. A tree's acceptance at each depth is 1 - (1 - p)^lift, with a lift of
-its own that is estimated as well. Plain decoding is one of the choices, so a head that does not pay costs nothing but
-the looks.
+its own that is estimated as well. Where the draft says how sure it is of a sequence, that moves p as far as it has
+proved right (`confidence`). Plain decoding is one of the choices, so a head that does not pay costs nothing but the
+looks.
 
 The controller is host code. It knows nothing of requests or devices.
 """
@@ -19,6 +20,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from specserve.speculative.confidence import Calibration, Surety
 from specserve.speculative.tree import StaticTree, Tree
 
 MAX_DEPTH = 16  # acceptance beyond is taken for that at this depth
@@ -39,6 +41,7 @@ class Estimate:
 
     accept_rate: np.ndarray  # [MAX_DEPTH] float64
     max_depth: int = MAX_DEPTH  # draft tokens that its request lets a step accept
+    surety: Surety | None = None  # how sure the draft is of it; None where it says nothing
 
 
 @dataclass(eq=False)
@@ -51,6 +54,7 @@ class Controller:
 
     costs: Mapping[Shape, float]
     prior: Sequence[float] = ()
+    calibration: Calibration = field(default_factory=Calibration)
     is_following: bool = True  # whether speculation may pay soon, so that the draft should keep up with plain steps
     _lift: dict[Tree, float] = field(default_factory=dict)
     # log(seconds in service / cost), and how many steps it was learnt from
@@ -65,6 +69,7 @@ class Controller:
     def expect(self, prior: Sequence[float]) -> None:
         """Begin anew with a head of this acceptance by depth. Estimates that were started before are not its."""
         self._lift.clear()
+        self.calibration.forget()
         rates = [*prior] or [UNKNOWN_PRIOR]
         rates += [rates[-1]] * (MAX_DEPTH - len(rates))
         self._prior = np.clip(np.array(rates[:MAX_DEPTH]), 0.02, 0.98)
@@ -78,7 +83,7 @@ class Controller:
         """How many tokens a step over this tree is expected to emit for the sequence, the bonus token included."""
         if tree is None or estimate.max_depth == 0:
             return 1.0
-        reach = np.cumprod(self._rates(estimate, tree))
+        reach = np.cumprod(self._rates(self._foreseen(estimate, tree), tree))
         return 1.0 + float(reach[: estimate.max_depth].sum())
 
     def choose(
@@ -101,6 +106,9 @@ class Controller:
             if look != best:
                 return look
         self._current = best
+        for estimate in estimates if best is None else ():
+            if estimate.surety is not None:
+                estimate.surety.fade()
         return best
 
     def _look(
@@ -131,14 +139,21 @@ class Controller:
         tokens = sum(self.expected_tokens(estimate, tree) for estimate in estimates)
         return tokens / len(estimates) * self._cost(batch_size, width, None) / self._cost(batch_size, width, tree)
 
-    def observe(self, estimate: Estimate, tree: Tree, n_accepted: int) -> None:
-        """Learn that a step of this tree accepted `n_accepted` draft tokens of the sequence."""
-        rates = self._rates(estimate, tree)
+    def observe(self, estimate: Estimate, tree: Tree, n_accepted: int, confidence: np.ndarray | None = None) -> None:
+        """Learn that a step of this tree accepted `n_accepted` draft tokens of the sequence, of which the draft was so
+        sure, [depth]."""
+        rates = self._rates(estimate.accept_rate[: tree.depth], tree)
         last = min(len(rates), estimate.max_depth)
         num_seen = min(n_accepted + 1, last)  # the first rejection is the last thing seen
         if not num_seen:
             return
-        surprise = (np.arange(num_seen) < n_accepted) - rates[:num_seen]
+        is_accepted = np.arange(num_seen) < n_accepted
+        if confidence is not None:
+            foreseen = self._rates(self._foreseen(estimate, tree), tree)[:num_seen]
+            estimate.surety = self.calibration.observe(
+                estimate.surety, confidence[:MAX_DEPTH], is_accepted - foreseen, int(is_accepted.sum()), MAX_DEPTH
+            )
+        surprise = is_accepted - rates[:num_seen]
         lift = self._lift_of(tree) * (1 + LIFT_RATE * surprise.sum())
         if num_seen == last:  # what is deeper than anybody looks goes with it, else a longer chain is never tried
             surprise = np.pad(surprise, (0, MAX_DEPTH - last), mode="edge")
@@ -183,8 +198,11 @@ class Controller:
         loyalty = LOYALTY if tree == self._current else 1.0
         return loyalty * tokens / self._cost(batch_size, width, tree)
 
-    def _rates(self, estimate: Estimate, tree: Tree) -> np.ndarray:  # [depth]
-        rates = estimate.accept_rate[: tree.depth]
+    def _foreseen(self, estimate: Estimate, tree: Tree) -> np.ndarray:  # [depth]
+        return self.calibration.moved(estimate.accept_rate[: tree.depth], estimate.surety)
+
+    def _rates(self, rates: np.ndarray, tree: Tree) -> np.ndarray:  # [depth] -> [depth]
+        """How a tree accepts where a chain accepts at these rates."""
         return rates if _is_chain(tree) else 1.0 - (1.0 - rates) ** self._lift_of(tree)
 
     def _lift_of(self, tree: Tree) -> float:

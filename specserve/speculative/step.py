@@ -74,6 +74,7 @@ class StepResult:
     prompt: Scores | None = None  # [batch, chunk], of the token after each of a scored prompt
     node_ids: jax.Array | None = None  # [batch, node] int32, the proposed tokens and the root; None without a tree
     parents: jax.Array | None = None  # [batch, node] int32, of the nodes; None of a chain, where they are known
+    confidence: jax.Array | None = None  # [batch, depth] float32, see `tree.Proposal`
 
 
 @pytree
@@ -221,7 +222,7 @@ def speculate(
 ) -> tuple[SlotState, StepResult]:
     """Run one speculative step. The drafter proposes a tree, the target runs once over it, its draws decide, and the
     accepted path is committed."""
-    state, proposal = propose_tree(config, weights, state, slots, tree=tree, width=width)
+    state, proposal = propose_tree(config, weights, state, slots, tree=tree, width=width, has_confidence=True)
     return verify_tree(config, weights, state, slots, proposal, tree=tree, width=width)
 
 
@@ -235,6 +236,7 @@ def propose_tree(
     tree: Tree,
     width: int,
     has_scores: bool = False,  # keep `Proposal.scores`
+    has_confidence: bool = False,  # keep `Proposal.confidence`
 ) -> tuple[SlotState, Proposal]:
     """Run the first half of a speculative step: propose a tree. Steps with constrained sequences run it alone, because
     the host must say which tokens may follow each proposed node (`sampling.constrain`)."""
@@ -247,6 +249,8 @@ def propose_tree(
     state = dataclasses.replace(state, draft=draft)
     if not has_scores:
         proposal = dataclasses.replace(proposal, scores=None)
+    if not has_confidence:
+        proposal = dataclasses.replace(proposal, confidence=None)
     return state, pad_chain(proposal, config.verified_depth) if config.verified_depth else proposal
 
 
@@ -297,7 +301,8 @@ def verify_tree(
     state = _emit(state, slots, now.seq_lens + 1, verdict.token_ids, committed.is_kept)
     result = _result(now, accepted(logits), verdict.token_ids, verdict.n_accepted, proposal.source)
     parents = None if is_chain else proposal.parents
-    return state, dataclasses.replace(result, node_ids=proposal.token_ids, parents=parents)
+    told = {"node_ids": proposal.token_ids, "parents": parents, "confidence": proposal.confidence}
+    return state, dataclasses.replace(result, **told)
 
 
 def remember(config: StepConfig, state: SlotState, slot: jax.Array, start: jax.Array, number: jax.Array) -> SlotState:

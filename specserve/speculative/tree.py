@@ -4,6 +4,7 @@ Node 0 is the root: the last emitted token, whose keys and values the target has
 their children. A chain is a tree whose top_k is 1.
 """
 
+import dataclasses
 from dataclasses import dataclass
 
 import jax
@@ -108,6 +109,9 @@ class Proposal:
     # [batch, node] float32, the draft's log-probability of the path to each node of a dynamic tree, by which a smaller
     # tree would choose among them; None of other trees, and where nobody asked for it
     scores: jax.Array | None = None
+    # [batch, depth] float32, how likely the draft thinks it that a token of each depth is accepted after the best node
+    # above it; None where it says nothing of the kind
+    confidence: jax.Array | None = None
 
 
 def chain_proposal(
@@ -130,7 +134,8 @@ def pad_chain(proposal: Proposal, depth: int) -> Proposal:
     """Lengthen a proposed chain with padding nodes until it has `depth`."""
     missing = depth + 1 - proposal.token_ids.shape[1]
     token_ids = jnp.pad(proposal.token_ids[:, 1:], ((0, 0), (0, missing)))
-    return chain_proposal(proposal.token_ids[:, 0], token_ids, proposal.source)
+    padded = chain_proposal(proposal.token_ids[:, 0], token_ids, proposal.source)
+    return dataclasses.replace(padded, confidence=proposal.confidence)
 
 
 def ancestor_mask(parents: jax.Array, depth: int) -> jax.Array:  # [batch, node] -> [batch, node, node] bool

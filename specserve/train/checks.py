@@ -1,5 +1,7 @@
 """What a run asks for that cannot be, refused before anything is loaded: by the run and by its dry run alike."""
 
+import math
+
 import jax
 import jax.numpy as jnp
 
@@ -8,7 +10,7 @@ from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.data.sources import parse_entry
 from specserve.drafters.door import Rows, TrainedDrafter
 from specserve.errors import ConfigError
-from specserve.mesh import mesh_sizes
+from specserve.mesh import LOGICAL_TO_MESH, mesh_sizes
 from specserve.models.config import ModelConfig
 from specserve.train.acceptance import arms
 from specserve.train.budget import seconds_of
@@ -84,11 +86,13 @@ def _check_shares(train: TrainSettings, mesh: str) -> None:
     """A mesh shares batches and rows out evenly."""
     sizes = mesh_sizes(mesh)
     for axis, what, size in (
-        ("data", "train.batch_size / train.accumulate", train.batch_size // train.accumulate),
+        ("batch", "train.batch_size / train.accumulate", train.batch_size // train.accumulate),
         ("sequence", "train.seq_len", train.seq_len),
     ):
-        if size % sizes.get(axis, 1):
-            raise ConfigError(f"{what} is {size}, no multiple of --mesh {axis}={sizes[axis]}; change one of them")
+        cuts = {name: sizes[name] for name in LOGICAL_TO_MESH[axis] if sizes.get(name, 1) > 1}
+        if size % math.prod(cuts.values()):
+            given = " x ".join(f"{name}={parts}" for name, parts in cuts.items())
+            raise ConfigError(f"{what} is {size}, no multiple of --mesh {given}; change one of them")
 
 
 def _check_stages(run: TrainRun) -> None:

@@ -3,25 +3,30 @@
 A product of [n, i] with [i, o] is 2 n i o operations; element-wise work is not counted. Useful operations are those
 that any implementation must do: every matrix once forward and twice backward, attention over the keys that a causal
 mask shows in a row that is one document. Executed are those of this implementation, where rollout steps are computed
-again in the backward pass and attention runs over blocks of keys. Shares of a peak (MFU) go by the useful ones.
+again in the backward pass, attention runs over blocks of keys, and devices of a mesh repeat what it does not cut: KV
+heads that it does not divide, say, or a row's recurrent layers. Shares of a peak (MFU) go by the useful ones.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
+from jax.sharding import Mesh
+
 from specserve.drafters.door import Costs, Flops, Rollout, TrainedDrafter
 from specserve.kernels import recurrence
 from specserve.kernels.rows import mean_keys
+from specserve.mesh import num_parts, on_each_device
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.moe import experts_computed
-from specserve.models.params import is_matrix, num_params, specs
+from specserve.models.params import is_matrix, num_params, on_device, specs
+from specserve.models.sharding import place_target
 from specserve.models.target import target_spec
 from specserve.train.teachers import TeacherName
 
 
 @dataclass(frozen=True)
 class StepFlops:
-    """The operations of one training step, over all devices."""
+    """The operations of one training step, over all devices. What several devices do alike is executed by each."""
 
     target: Flops  # the frozen target's layers, forward
     rollout: Flops  # the head's layers over all rollout steps, forward and backward
@@ -44,22 +49,35 @@ def step_flops(
     is_captured: bool = False,  # what the target has to say is read from a cache
     has_layers: bool = True,  # its layers run in this step
     teacher: TeacherName = "soft",
+    mesh: Mesh | None = None,  # None: one device
 ) -> StepFlops:
-    """Count the operations of a step over `batch` rows of `seq` positions."""
-    positions = batch * seq
-    forward = target_flops(target, seq, positions, platform) * positions if has_layers else Flops(0, 0)
-    has_logits = not is_captured and teacher != "data"
-    costs = draft.costs(rollout, seq)
-    return StepFlops(forward, costs.flops * positions, _loss(target, draft, rollout, costs, has_logits) * positions)
+    """Count the operations of a step over `batch` rows of `seq` positions, which the mesh divides."""
+
+    def over(mesh: Mesh | None) -> tuple[Flops, Flops, Flops]:
+        """Of one device of the mesh."""
+        positions = batch * seq // (num_parts(mesh, "batch") * num_parts(mesh, "sequence"))
+        forward = target_flops(target, seq, positions, platform, mesh) if has_layers else Flops(0, 0)
+        costs = draft.costs(rollout, seq, mesh)
+        loss = _loss(target, draft, rollout, costs, not is_captured and teacher != "data", mesh)
+        return forward * positions, costs.flops * positions, loss * positions
+
+    alone = over(None)
+    if mesh is None:
+        return StepFlops(*alone)
+    of_all = (Flops(one.useful, own.executed * mesh.size) for one, own in zip(alone, over(mesh), strict=True))
+    return StepFlops(*of_all)
 
 
-def target_flops(config: ModelConfig, seq: int, positions: int, platform: str) -> Flops:
-    """Count the forward operations of the target's layers for one position of a row of `seq`. How experts are computed
-    depends on how many `positions` are computed together, and on which platform."""
-    total = Flops(0, 0)
-    spec = target_spec(config)
+def target_flops(config: ModelConfig, seq: int, positions: int, platform: str, mesh: Mesh | None = None) -> Flops:
+    """Count the forward operations of the target's layers for one position of a row of `seq`; with a mesh those of
+    each device that has the position. How experts are computed depends on how many `positions` each device has, and on
+    which platform."""
+    total, spec = Flops(0, 0), target_spec(config)
+    if mesh is not None:
+        spec = on_device(spec, place_target(config, spec, mesh))
     for i, layer in enumerate(spec.layers):
-        total += _products(config, layer, positions, platform) + _mixing(config, config.kind(i), seq)
+        together = positions * num_parts(mesh, "experts")  # those that have different experts exchange their tokens
+        total += _products(config, layer, together, platform) + _mixing(config, config.kind(i), seq, mesh)
     return total
 
 
@@ -73,15 +91,20 @@ def mixing_flops(config: ModelConfig, seq: int) -> float:
             width = 2 * latent.kv_rank + latent.rope_dim
             total += 2 * config.num_heads * width * mean_keys(seq, kind.window)[0]
         else:
-            total += _mixing(config, kind, seq).useful
+            total += _mixing(config, kind, seq, None).useful
     return total
 
 
-def _loss(target: ModelConfig, draft: TrainedDrafter, rollout: Rollout, costs: Costs, has_logits: bool) -> Flops:
+def _loss(
+    target: ModelConfig, draft: TrainedDrafter, rollout: Rollout, costs: Costs, has_logits: bool, mesh: Mesh | None
+) -> Flops:
     """Count the output heads' operations for one position: the target's logits once for all states that are compared
     with them, and the draft's of every state with the gradients of both factors, if both learn."""
-    teacher = 2 * target.d_model * target.vocab_size if has_logits else 0
-    each = (2 if costs.shares_output else 3) * 2 * draft.d_model * draft.draft_vocab_size
+    vocab_size, draft_size = (
+        on_each_device(mesh, "vocab", size) for size in (target.vocab_size, draft.draft_vocab_size)
+    )
+    teacher = 2 * target.d_model * vocab_size if has_logits else 0
+    each = (2 if costs.shares_output else 3) * 2 * draft.d_model * draft_size
     distributions = 1 if costs.has_one_teacher else rollout.length
     return Flops(1, 1) * (costs.states * (distributions * teacher + rollout.length * each))
 
@@ -97,16 +120,16 @@ def _products(config: ModelConfig, layer: Any, positions: int, platform: str) ->
     return Flops(2 * useful, 2 * executed)
 
 
-def _mixing(config: ModelConfig, kind: LayerKind, seq: int) -> Flops:
+def _mixing(config: ModelConfig, kind: LayerKind, seq: int, mesh: Mesh | None) -> Flops:
     """Count the operations between the positions of a row, for one of them: attention's products of queries with keys
     and of weights with values, or a recurrence."""
     if kind.mixer in ("delta", "lightning"):
-        return _recurrence(config, kind, seq)
-    width = 2 * config.head_dim
+        return _recurrence(config, kind, seq) * (num_parts(mesh, "sequence") / num_parts(mesh, "heads"))
+    width, num_heads = 2 * config.head_dim, on_each_device(mesh, "heads", config.num_heads)
     if kind.mixer == "latent" and (latent := config.latent):
         width = latent.nope_dim + latent.rope_dim + latent.v_dim
-    seen, computed = mean_keys(seq, kind.window)
-    return Flops(seen, computed) * (2 * config.num_heads * width)
+    seen, computed = mean_keys(seq, kind.window, mesh)
+    return Flops(seen, computed) * (2 * num_heads * width)
 
 
 def _recurrence(config: ModelConfig, kind: LayerKind, seq: int) -> Flops:

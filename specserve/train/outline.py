@@ -11,7 +11,6 @@ from pathlib import Path
 from specserve.checkpoints.source import BUNDLED
 from specserve.devices import DEVICES, Device
 from specserve.drafters.words import DEFAULT_KIND, KindName
-from specserve.mesh import mesh_sizes
 from specserve.models.presets import PRESETS, PRESETS_FILE, target_size
 from specserve.train.plan import Plan
 
@@ -53,7 +52,7 @@ def outline(plan: Plan, device_kind: str) -> Outline:
     found = next((device for device in DEVICES if re.search(device.kind, device_kind)), None)
     device = found or next(device for device in DEVICES if device.name == REFERENCE)
     run, train = plan.run, plan.run.train
-    rate = plan.positions_per_second(device.peak) * SHARE_OF_PEAK
+    rate = plan.positions_per_second(device, SHARE_OF_PEAK)
     hours = [train.max_steps * plan.positions / rate / 3600] if train.max_steps else []
     hours += [train.max_minutes / 60] if train.max_minutes else []
     return Outline(
@@ -86,9 +85,7 @@ def answer_tokens(plan: Plan) -> int:
 def _answer_hours(plan: Plan, device: Device) -> float:
     """A step reads the weights once and brings a token for each of the sequences."""
     weights = plan.memory[0].num_bytes
-    sizes = mesh_sizes(plan.run.mesh)
-    at_once = plan.run.data.answer_slots * sizes.get("data", 1) * sizes.get("sequence", 1)
-    steps = answer_tokens(plan) / at_once
+    steps = answer_tokens(plan) / plan.run.data.answer_slots
     return steps * weights / (device.bandwidth * SHARE_OF_BANDWIDTH) / 3600
 
 

@@ -15,11 +15,12 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from specserve import processes
 from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, is_hub_id, resolve_head
 from specserve.checkpoints.tensors import read_json
+from specserve.devices import Device
 from specserve.drafters.door import Rollout, TrainedDrafter
 from specserve.drafters.settings import draft_vocab_size
 from specserve.errors import ConfigError
 from specserve.kernels import rows
-from specserve.mesh import MESH_AXES, mesh_sizes, num_parts, whole
+from specserve.mesh import MESH_AXES, mesh_sizes, num_parts, on_each_device, whole
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.params import ParamSpec, abstract, is_product, is_spec, num_params
@@ -28,6 +29,7 @@ from specserve.models.sharding import place_target
 from specserve.models.target import TargetParams, target_spec
 from specserve.train import chunked_loss, moments
 from specserve.train.checks import check_drafter, check_settings, check_target
+from specserve.train.exchange import Exchange, span, step_exchanges
 from specserve.train.features import bytes_per_position
 from specserve.train.flops import StepFlops, step_flops
 from specserve.train.head import earlier_drafter, new_drafter
@@ -63,6 +65,7 @@ class Plan:
     host_bytes: int  # of each device's moments, in the host's memory
     captured_bytes: tuple[int, int]  # of a position, were it captured, and of the same states in bfloat16
     flops: StepFlops
+    exchanges: tuple[Exchange, ...]  # what each device sends in a step
 
     @property
     def num_devices(self) -> int:
@@ -77,9 +80,16 @@ class Plan:
     def device_bytes(self) -> int:
         return sum(part.num_bytes for part in self.memory)
 
-    def positions_per_second(self, peak: float) -> float:
-        """The speed of training if every device ran at its `peak`, in operations per second."""
-        return self.positions * peak * self.num_devices / self.flops.total.executed
+    def sending_seconds(self, device: Device) -> float:
+        """How long a step's exchanges take between such devices, each by itself. One whose group reaches beyond the
+        devices that NVLink or ICI joins goes over the network."""
+        return sum(each.num_bytes / device.rate_among(span(self.mesh, each.axes)) for each in self.exchanges)
+
+    def positions_per_second(self, device: Device, share: float = 1.0) -> float:
+        """The speed of training on such devices, if each computes at this share of its peak and sends when it does not
+        compute."""
+        computing = self.flops.total.executed / self.num_devices / (device.peak * share)
+        return self.positions / (computing + self.sending_seconds(device))
 
 
 def make_plan(run: TrainRun) -> Plan:
@@ -98,6 +108,7 @@ def make_plan(run: TrainRun) -> Plan:
     left = left if run.has_layers or is_captured else tuple(name for name in left if name != "layers")
     state, host_bytes = _state(run, drafter, mesh)
     activations = _Activations(run, target, drafter, mesh)
+    sizes_of_rows = {"batch": run.train.batch_size, "seq": run.train.seq_len}
     return Plan(
         run,
         config_from,
@@ -114,11 +125,22 @@ def make_plan(run: TrainRun) -> Plan:
             target,
             drafter,
             rollout,
-            batch=run.train.batch_size,
-            seq=run.train.seq_len,
+            **sizes_of_rows,
             platform=BACKEND,
             is_captured=is_captured,
             has_layers=run.has_layers,
+            teacher=run.train.teacher,
+            mesh=mesh,
+        ),
+        step_exchanges(
+            target,
+            drafter,
+            rollout,
+            mesh,
+            **sizes_of_rows,
+            gradient_bytes=next(part.num_bytes for part in state if part.name == "gradient"),
+            accumulate=run.train.accumulate,
+            is_captured=is_captured,
             teacher=run.train.teacher,
         ),
     )
@@ -312,10 +334,12 @@ class _Activations:
             return 0
         config = self.target
         experts = config.experts
-        width = 3 * config.d_ff
+        parts = num_parts(self.mesh, "mlp")
+        width = 3 * config.d_ff // parts
         if experts and any(config.kind(i).has_experts for i in range(config.num_layers)):
-            width = max(width, experts.top_k * (3 * experts.d_ff + 2 * config.d_model) + 3 * experts.shared_d_ff)
-        width //= num_parts(self.mesh, "mlp")
+            each = experts.top_k * (3 * experts.d_ff // parts + 2 * config.d_model)
+            # devices with different experts exchange their tokens
+            width = max(width, each * num_parts(self.mesh, "experts") + 3 * experts.shared_d_ff // parts)
         return self.positions * (4 * config.d_model + width) * _itemsize(config.dtype) + self.scores(
             config.num_heads, config.num_kv_heads
         )
@@ -328,8 +352,7 @@ class _Activations:
 
     def scores(self, num_heads: int, num_kv_heads: int) -> int:
         """The bytes of one block of attention's scores and weights, in float32."""
-        groups = num_heads // num_kv_heads
-        num_heads = groups * rows.on_each_device(self.mesh, "kv_heads", num_kv_heads)
+        num_heads = num_heads // num_kv_heads * on_each_device(self.mesh, "kv_heads", num_kv_heads)
         length = max(rows.MIN_SEGMENT, -(-self.run.train.seq_len // rows.NUM_SEGMENTS))
         a_segment = self.positions * num_heads * length
         return 2 * 4 * min(a_segment, max(rows.SCORES_AT_ONCE, num_heads * self.run.train.seq_len))

@@ -44,7 +44,7 @@ def fill(given: Mapping[str, Any]) -> dict[str, Any]:
     CheckpointError where the target is not to be found."""
     if given.get("train.resume"):
         return _earlier(given)
-    kind = dict(KINDS[given.get("drafter", DEFAULT_KIND)].suits)
+    kind = dict(KINDS[given.get("drafter", DEFAULT_KIND)].suits(given))
     name = given.get("target", BUNDLED)
     if name == BUNDLED:
         return kind
@@ -135,18 +135,21 @@ def _least_mesh(target: ModelConfig) -> str:
 def _of_devices(settings: Mapping[str, Any], given: Mapping[str, Any], *, is_dry: bool) -> dict[str, Any]:
     """The mesh and the batch for the devices found: those that the target needs, and batches cut over as many times
     that as there are. A CPU is one device, however its host counts; a dry run there is for the recipe's own mesh."""
-    if jax.default_backend() == "cpu":
-        return {} if is_dry else {"mesh": "", "data.answer_slots": 16}
-    mesh, accumulate = settings["mesh"], given.get("train.accumulate", 1)
-    parts = max(1, jax.device_count() // math.prod(mesh_sizes(mesh).values()))
-    if "mesh" in given:
-        parts = mesh_sizes(given["mesh"]).get("data", 1)
-    elif "train.batch_size" in given:
-        sizes = (part for part in range(1, parts + 1) if given["train.batch_size"] % (part * accumulate) == 0)
-        parts = max(sizes, default=1)
-    batch_size = parts * accumulate * -(-BATCH_SIZE // (parts * accumulate))
-    data = f"data={parts}" if parts > 1 else ""
-    return {"mesh": ",".join(filter(None, (data, mesh))), "train.batch_size": batch_size}
+    is_cpu = jax.default_backend() == "cpu"
+    if is_cpu and not is_dry:
+        return {"mesh": "", "data.answer_slots": 16}
+    mesh = given.get("mesh", settings["mesh"])
+    sizes = mesh_sizes(mesh)
+    least = sizes.get("expert", 1) * given.get("train.accumulate", 1)  # rows of a batch, for each part along data
+    parts = sizes.get("data", 1)
+    if not is_cpu and "mesh" not in given:
+        parts = max(1, jax.device_count() // math.prod(sizes.values()))
+        if "train.batch_size" in given:
+            parts = max(
+                (part for part in range(1, parts + 1) if given["train.batch_size"] % (part * least) == 0), default=1
+            )
+        mesh = ",".join(filter(None, (f"data={parts}" if parts > 1 else "", mesh)))
+    return {"mesh": mesh, "train.batch_size": parts * least * -(-BATCH_SIZE // (parts * least))}
 
 
 def _is_published(entry: str) -> bool:

@@ -180,7 +180,8 @@ class TargetService:
 def open_service(
     run: TrainRun, source: TargetSource, config: ModelConfig, drafter: TrainedDrafter, loader: Loader
 ) -> TargetService:
-    """Start the processes, which load the target when rows are asked for. Raises ConfigError where the cluster cannot hold them, or what they send."""
+    """Start the processes, which load the target when rows are asked for. Raises ConfigError where the cluster cannot
+    hold them, or what they send."""
     settings = run.service
     wanted = Wanted(
         target=source.name,

@@ -40,6 +40,7 @@ PLACE_TRIES = 10  # to find room
 DEATH_SECONDS = 30.0  # for a worker that was killed to be gone
 LOOK_SECONDS = 1.0  # between two looks at the bell
 LOG_SECONDS = 1.0  # for the last lines of the workers to come
+POLICY = "ray.train.v2._internal.execution.failure_handling.default"  # the logger of Ray's decisions
 TPU_LABELS = {"ray.io/tpu-topology": "topology", "ray.io/accelerator-type": "accelerator_type"}
 
 
@@ -130,11 +131,19 @@ def _trainer(run: TrainRun, work: Work, bell: Any, scaling: Mapping[str, Any]) -
             log.setup()
             for rank, error in worker_exceptions.items():
                 logger.warning("worker %d of %d: %s", rank, run.num_workers, as_line(error))
+            logging.getLogger(POLICY).addFilter(_without_traceback)
             if lasting := lasting_error(worker_exceptions):
-                logging.getLogger("ray.train").setLevel(logging.CRITICAL + 1)  # it would show where we are
+                logging.getLogger("ray.train").setLevel(logging.CRITICAL + 1)  # the command says it
                 raise lasting  # which ends the run
 
-    return jax.JaxTrainer(
+    class OurTrainer(jax.JaxTrainer):
+        def _create_default_callbacks(self) -> list[Any]:
+            """Without the one that takes room from workers whose controller it does not find: it asks the dashboard of
+            any cluster on this machine. Ray takes it anyway when the command's process ends."""
+            every = super()._create_default_callbacks()
+            return [each for each in every if type(each).__name__ != "PlacementGroupCleanerCallback"]
+
+    return OurTrainer(
         _work,
         train_loop_config={"told": Told(run, cluster.Driver.here(), bell), "work": work},
         jax_config=cluster.load("ray.train.v2.jax.config").JaxConfig(),  # joins nothing: `processes.join` does
@@ -147,6 +156,12 @@ def _trainer(run: TrainRun, work: Work, bell: Any, scaling: Mapping[str, Any]) -
             callbacks=[Verdict()],
         ),
     )
+
+
+def _without_traceback(record: logging.LogRecord) -> bool:
+    """Of Ray's account of a failure leave what it does about it."""
+    record.msg, record.args, record.exc_info = " ".join(record.getMessage().split("\nError: ")[0].split()), (), None
+    return True
 
 
 def lasting_error(failures: Mapping[int, Exception]) -> Exception | None:
@@ -202,6 +217,7 @@ def as_line(error: Exception) -> str:
 def _work(config: Mapping[str, Any]) -> None:
     """What Ray calls in each worker, on a thread beside its main one."""
     ray, ray_train, told = cluster.load("ray"), cluster.load("ray.train"), config["told"]
+    logging.getLogger("ray.train").setLevel(logging.CRITICAL + 1)  # of what ends this worker, `Verdict` says it
     told.driver.enter()
     log.setup()
     rank, number = (getattr(ray_train.get_context(), f"get_world_{what}")() for what in ("rank", "size"))
@@ -220,7 +236,9 @@ def _work(config: Mapping[str, Any]) -> None:
             processes.join(address, number, rank)
         config["work"](run, lambda trainer: _listen(ray, told.bell, trainer))
     except Exception as error:
-        raise processes.as_lost(error) or error from error
+        if lost := processes.as_lost(error):
+            raise lost from error
+        raise
 
 
 def _listen(ray: Any, bell: Any, trainer: Trainer) -> None:

@@ -23,17 +23,20 @@ from specserve.speculative.vocab import DraftVocab
 
 VOCAB, WIDTH, BATCH, DEPTH, TOP_K, NODES = 12, 8, 3, 3, 2, 6
 TREE = DynamicTree(DEPTH, TOP_K, NODES)
+POOL = TREE.pool_size
 BACKBONE = ModelConfig("qwen3", VOCAB, WIDTH, 1, 2, 1, 4, 8, 64)
 ROOTS = np.array([1, 5, 5], np.int32)
 KINDS: dict[str, dict[str, Any]] = {"markov": {**MARKOV, "confidence": ""}, "confidence": MARKOV, "selector": SELECTOR}
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def _grown(config: DFlashConfig, heads: Markov | Selector, logits: jax.Array, states: jax.Array) -> Proposal:
+def _grown(
+    config: DFlashConfig, heads: Markov | Selector, logits: jax.Array, states: jax.Array
+) -> tuple[Proposal, jax.Array | None]:
     vocab, seq_lens = DraftVocab(jnp.arange(VOCAB)), jnp.zeros(BATCH, jnp.int32)
     slots = JointSlots(heads, config, SamplerRows.greedy(BATCH), vocab, seq_lens, logits, states)
     roots = jnp.asarray(ROOTS)
-    return grow_tree(slots, TREE, roots, roots[:, None])
+    return grow_tree(slots, TREE, roots, roots[:, None]), slots.confidence
 
 
 def _logits_after(heads: Markov | Selector, logits: np.ndarray, state: np.ndarray, previous: int) -> np.ndarray:
@@ -47,8 +50,22 @@ def _logits_after(heads: Markov | Selector, logits: np.ndarray, state: np.ndarra
     return out
 
 
+def _log_confidence(heads: Markov | Selector, state: np.ndarray, previous: int) -> float:
+    assert isinstance(heads, Markov)
+    sure = heads.confidence
+    assert sure is not None
+    assert sure.bias is not None
+    inputs = np.concatenate([state, heads.previous[previous]])
+    return -float(np.log1p(np.exp(-(inputs @ np.asarray(sure.weight)[:, 0] + np.asarray(sure.bias)[0]))))
+
+
 def _expected(
-    config: DFlashConfig, heads: Markov | Selector, logits: np.ndarray, states: np.ndarray, root: int
+    config: DFlashConfig,
+    heads: Markov | Selector,
+    logits: np.ndarray,
+    states: np.ndarray,
+    root: int,
+    num_nodes: int = NODES,
 ) -> dict[tuple[int, ...], float]:
     """The best paths below a root, with their scores: of each level the best few are expanded."""
     found: dict[tuple[int, ...], float] = {}
@@ -59,17 +76,12 @@ def _expected(
             previous = path[-1] if path else root
             log_q = log_softmax(_logits_after(heads, logits[slot], states[slot], previous))
             if config.confidence:
-                assert isinstance(heads, Markov)
-                sure = heads.confidence
-                assert sure is not None
-                assert sure.bias is not None
-                inputs = np.concatenate([states[slot], heads.previous[previous]])
-                score -= np.log1p(np.exp(-(inputs @ np.asarray(sure.weight)[:, 0] + np.asarray(sure.bias)[0])))
+                score += _log_confidence(heads, states[slot], previous)
             for token in np.argsort(-log_q)[:TOP_K]:
                 children[(*path, int(token))] = score + log_q[token]
         level = dict(sorted(children.items(), key=lambda item: -item[1])[:TOP_K])
         found |= children
-    return dict(sorted(found.items(), key=lambda item: -item[1])[:NODES])
+    return dict(sorted(found.items(), key=lambda item: -item[1])[:num_nodes])
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -88,7 +100,7 @@ def test_every_node_has_candidates_of_its_own(kind: str) -> None:
     logits[1], states[1] = logits[0], states[0]
 
     def paths(heads: Markov | Selector) -> list[list[tuple[tuple[int, ...], float]]]:
-        proposal = jax.device_get(_grown(config, heads, jnp.asarray(logits), jnp.asarray(states)))
+        proposal, _ = jax.device_get(_grown(config, heads, jnp.asarray(logits), jnp.asarray(states)))
         out = []
         for row in range(BATCH):
             found: list[tuple[int, ...]] = [()]
@@ -110,3 +122,32 @@ def test_every_node_has_candidates_of_its_own(kind: str) -> None:
         unsure = dataclasses.replace(heads.confidence, bias=jnp.full(1, -30.0))  # a factor for every slot
         shallow = paths(dataclasses.replace(heads, confidence=unsure))
         assert max(len(path) for told in shallow for path, _ in told) < DEPTH
+
+
+def test_it_says_how_sure_it_is_of_each_depth() -> None:
+    """After the best node above, row by row; a head without such an output says nothing."""
+    rng = np.random.default_rng(4)
+    logits = rng.standard_normal((BATCH, DEPTH, VOCAB)).astype(np.float32)
+    states = rng.standard_normal((BATCH, DEPTH, WIDTH)).astype(np.float32)
+    for kind in ("markov", "confidence"):
+        config = dataclasses.replace(DFlashConfig(BACKBONE, (0,), VOCAB, DEPTH + 1, 0, (False,)), **KINDS[kind])
+        spec = init_params(markov_spec(config), jax.random.key(0), "float32")
+        heads = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), jnp.float32), spec)
+
+        def said(heads: Markov, config: DFlashConfig = config) -> np.ndarray | None:
+            _, confidence = jax.device_get(_grown(config, heads, jnp.asarray(logits), jnp.asarray(states)))
+            return confidence
+
+        found = said(heads)
+        if kind == "markov":
+            assert found is None
+            continue
+        assert found is not None
+        expected = np.zeros((BATCH, DEPTH))
+        for row, root in enumerate(ROOTS.tolist()):
+            paths = _expected(config, heads, logits[row], states[row], root, POOL)
+            for depth in range(DEPTH):
+                level = {path: score for path, score in paths.items() if len(path) == depth}
+                best = max(level, key=level.__getitem__) if level else ()
+                expected[row, depth] = np.exp(_log_confidence(heads, states[row, depth], best[-1] if best else root))
+        assert_same(found, expected, tolerance(said, heads))

@@ -15,9 +15,10 @@ from rounding import assert_same, tolerance
 from tiny_run import metrics, tiny_trainer
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.tensors import TensorFolder
+from specserve.checkpoints.tensors import TensorFolder, write_json, write_tensors
 from specserve.drafters.door import Head, Rollout, Rows
 from specserve.drafters.head import load_head
+from specserve.drafters.mtp.config import MtpConfig
 from specserve.drafters.mtp.drafter import Mtp, ready
 from specserve.drafters.mtp.learn import rollout_states
 from specserve.drafters.mtp.model import MtpParams, draft_logits
@@ -78,6 +79,44 @@ def _by_numpy(folder: Path, token_ids: list[int], hidden: np.ndarray) -> np.ndar
     return norm(x, own["shared_head.norm.weight"]) @ read["lm_head.weight"].T
 
 
+def _by_transformers(folder: Path, config: MtpConfig, raw: dict[str, Any], text: list[int], hidden: np.ndarray) -> Any:
+    """The same by transformers' torch model of one such layer, which is fed what DeepSeek's formula makes. [n - 1,
+    vocab]"""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tensors, layout = TensorFolder(folder), config.layout
+    read = {name: tensors.read(name) for name in tensors.names()}
+    names = {f"{layout.norm}.weight": "model.norm.weight"}
+    names |= {name: name.replace(layout.layer, "model.layers.0", 1) for name in read if name.startswith(layout.layer)}
+    tables = ("model.embed_tokens.weight", "lm_head.weight")
+    own = {names[name]: read[name] for name in read if name in names} | {name: read[name] for name in tables}
+    parts = (layout.token_norm, layout.hidden_norm, layout.fc, layout.norm)
+    for part in parts:
+        own.pop(f"{part}.weight".replace(layout.layer, "model.layers.0", 1), None)
+    own["model.norm.weight"] = read[f"{layout.norm}.weight"]
+    alone = folder / "alone"
+    alone.mkdir()
+    write_tensors(alone / "model.safetensors", own)
+    model_type = {"mimo": "qwen2"}.get(raw["model_type"], raw["model_type"])
+    changes = {"model_type": model_type, "num_hidden_layers": 1, "first_k_dense_replace": 0, "torch_dtype": "float32"}
+    if model_type == "qwen3_next":
+        changes |= {"full_attention_interval": 1, "layer_types": ["full_attention"]}
+    write_json(alone / "config.json", {**raw, **changes, "num_nextn_predict_layers": 0, "architectures": None})
+    model = AutoModelForCausalLM.from_pretrained(alone, dtype=torch.float32, attn_implementation="eager").eval()
+
+    def norm(x: np.ndarray, name: str) -> np.ndarray:
+        weight = read[f"{name}.weight"].astype(np.float64) + (model_type == "qwen3_next")
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + 1e-6) * weight
+
+    token = norm(read["model.embed_tokens.weight"][text[1:]].astype(np.float64), layout.token_norm)
+    state = norm(hidden[:-1].astype(np.float64), layout.hidden_norm)
+    both = np.concatenate([state, token] if raw["model_type"] == "mimo" else [token, state], axis=-1)
+    x = torch.tensor(both @ read[f"{layout.fc}.weight"].T.astype(np.float64), dtype=torch.float32)[None]
+    with torch.no_grad():
+        return model(inputs_embeds=x, position_ids=torch.arange(1, len(text))[None]).logits[0].numpy()
+
+
 def _rows(text: list[int]) -> Rows:
     token_ids = jnp.asarray([text], jnp.int32)
     ones = jnp.ones_like(token_ids)
@@ -85,17 +124,18 @@ def _rows(text: list[int]) -> Rows:
 
 
 def _trained(target: Target, head: Head, rows: Rows) -> Any:
-    """The program that gives the logits of every rollout step, [rollout] x [seq, vocab], and the hidden states that the
-    target's head takes."""
+    """The program that gives the logits of every rollout step, [rollout] x [seq, vocab], the hidden states that the
+    target's head takes, and those before the final norm."""
     config, n = _mtp(head).config, rows.token_ids.shape[1]
 
     @jax.jit
-    def train(params: TargetParams, own: MtpParams) -> tuple[list[jax.Array], jax.Array]:
+    def train(params: TargetParams, own: MtpParams) -> tuple[list[jax.Array], jax.Array, jax.Array]:
         taps = head.drafter.aux_layers
         out = forward(params, target.config, rows.token_ids, rows.position_ids, tiny.causal(n), aux_layers=taps)
         assert out.aux_hidden_states is not None
         states = rollout_states(own, config, params, rows, out.aux_hidden_states, Rollout(ROLLOUT, True))
-        return [draft_logits(own.output, config, params, state)[0] for state in states], out.hidden_states[0]
+        logits = [draft_logits(own.output, config, params, state)[0] for state in states]
+        return logits, out.hidden_states[0], out.aux_hidden_states[0]
 
     return train
 
@@ -104,9 +144,32 @@ def test_the_forward_equals_plain_numpy(dense: tuple[Target, Head], rng: np.rand
     target, head = dense
     text = rng.integers(0, VOCAB, 16).tolist()
     train = _trained(target, head, _rows(text))
-    logits, hidden = train(target.params, head.params)
+    logits, hidden, _ = train(target.params, head.params)
     off = tolerance(lambda *params: train(*params)[0][0], target.params, head.params)
     expected = _by_numpy(target.folder, text, np.asarray(hidden, np.float64))
+    assert np.abs(expected).max() > 1, "logits that say nothing prove nothing"
+    assert_same(logits[0][:-1], expected, off[:-1])
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    "raw",
+    [
+        pytest.param(carried.SMALL, id="qwen3"),
+        pytest.param(carried.LATENT, id="deepseek_v3"),
+        pytest.param(carried.GLM, id="glm4_moe"),
+        pytest.param(carried.NEXT, id="qwen3_next"),
+        pytest.param(carried.SMALL | {"model_type": "mimo"}, id="mimo"),
+    ],
+)
+def test_the_forward_equals_transformers_layer(tmp_path: Path, rng: np.random.Generator, raw: dict[str, Any]) -> None:
+    """Of every family that transformers has: it knows the layer itself, if not the rest."""
+    target, head = carried.models(tmp_path, raw)
+    text = rng.integers(0, VOCAB, 16).tolist()
+    train, config = _trained(target, head, _rows(text)), _mtp(head).config
+    logits, hidden, taps = train(target.params, head.params)
+    off = tolerance(lambda *params: train(*params)[0][0], target.params, head.params)
+    expected = _by_transformers(tmp_path, config, raw, text, np.asarray(taps if config.layout.takes_raw else hidden))
     assert np.abs(expected).max() > 1, "logits that say nothing prove nothing"
     assert_same(logits[0][:-1], expected, off[:-1])
 
@@ -127,7 +190,7 @@ def test_rollout_step_k_equals_servings_kth_draft_step(
     n, config = 24, _mtp(head).config
     text = rng.integers(0, VOCAB, n).tolist()
     train = _trained(target, head, _rows(text))
-    (trained, _), (off, _) = train(target.params, head.params), tolerance(train, target.params, head.params)
+    (trained, *_), (off, *_) = train(target.params, head.params), tolerance(train, target.params, head.params)
     weights = Weights(target.params, head.weights())
     step_config = StepConfig(target.config, head.drafter, ROLLOUT)
 

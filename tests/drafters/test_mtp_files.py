@@ -8,6 +8,7 @@ from typing import Any
 import bailing
 import carried
 import jax
+import ml_dtypes
 import numpy as np
 import pytest
 import tiny
@@ -25,19 +26,6 @@ from specserve.serve.launch import load_models
 
 Tensors = dict[str, np.ndarray]
 
-NEXT: dict[str, Any] = carried.SMALL | {
-    "model_type": "qwen3_next",
-    "num_hidden_layers": 2,
-    "full_attention_interval": 2,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 8,
-    "num_experts": 4,
-    "num_experts_per_tok": 2,
-    "moe_intermediate_size": 16,
-    "shared_expert_intermediate_size": 16,
-}
 LING = bailing.CASES["ling-2"] | {"num_nextn_predict_layers": 1}
 FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # and some names of each
     "deepseek_v3": (
@@ -53,11 +41,11 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # and some name
         ),
     ),
     "glm4_moe": (
-        carried.SMALL | carried.EXPERTS | {"model_type": "glm4_moe", "use_qk_norm": True, "attention_bias": True},
+        carried.GLM,
         ("model.layers.3.eh_proj.weight", "model.layers.3.self_attn.q_proj.bias"),
     ),
     "qwen3_next": (
-        NEXT,
+        carried.NEXT,
         (
             "mtp.fc.weight",
             "mtp.norm.weight",
@@ -147,6 +135,36 @@ def test_tables_that_are_the_targets_are_shared_and_others_kept(tmp_path: Path, 
     _assert_same(shared, load_head(tmp_path / "imported", target, dtype="float32"))
 
 
+def test_a_layer_in_eight_bits_is_what_its_scales_make_of_it(tmp_path: Path, rng: np.random.Generator) -> None:
+    """As DeepSeek's checkpoints carry it, whether the target is served in what is stored or dequantised."""
+    raw = carried.LATENT | {"quantization_config": {"quant_method": "fp8", "weight_block_size": [16, 16]}}
+    _, plain = carried.models(tmp_path, carried.LATENT)
+    write_json(tmp_path / "config.json", raw)
+    expected: Tensors = {}
+
+    def quantise(tensors: Tensors) -> None:
+        for name in [name for name in tensors if name.startswith("model.layers.3.") and tensors[name].ndim == 2]:
+            if name.endswith(("mlp.gate.weight", "eh_proj.weight")):  # which stay whole there
+                continue
+            values = rng.integers(-100, 100, tensors[name].shape).astype(ml_dtypes.float8_e4m3fn)
+            grid = [-(-size // 16) for size in values.shape]
+            scale = rng.uniform(0.001, 0.01, grid).astype(np.float32)
+            each = np.repeat(np.repeat(scale, 16, axis=0), 16, axis=1)[: values.shape[0], : values.shape[1]]
+            expected[name] = values.astype(np.float32) * each
+            tensors[name], tensors[f"{name}_scale_inv"] = values, scale
+
+    _edit(tmp_path, quantise)
+    assert any("experts" in name for name in expected)
+    for quantization in ("none", "stored"):
+        models = load_models(str(tmp_path), CARRIED, has_tokenizer=False, quantization=quantization)
+        assert models.head is not None
+        stored = head_files(models.head, models.target, dtype="float32")[0]
+        assert stored.keys() == head_files(plain, models.target, dtype="float32")[0].keys()
+        for name, value in expected.items():
+            np.testing.assert_array_equal(stored[name], value, err_msg=name)
+    assert not examine(tmp_path, models.target).findings
+
+
 def test_speculators_layout_is_written_and_read(tmp_path: Path) -> None:
     target, head = carried.models(tmp_path, carried.SMALL)
     described = describe_target(tmp_path)
@@ -174,7 +192,7 @@ def test_the_layer_of_another_target_is_refused(tmp_path: Path) -> None:
         load_head(tmp_path / "own", other, dtype="float32")
     with pytest.raises(CheckpointError, match=r"model.layers.3.eh_proj.weight is missing \(1 in its config.json"):
         load_models(str(tmp_path), CARRIED, has_tokenizer=False)
-    recurrent = NEXT | {"num_hidden_layers": 3}
+    recurrent = carried.NEXT | {"num_hidden_layers": 3}
     (tmp_path / "next").mkdir()
     tiny.write_target(tmp_path / "next", recurrent, seed=0)
     with pytest.raises(ConfigError, match=r"keeps a recurrent state \(delta\)"):

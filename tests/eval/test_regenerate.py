@@ -68,6 +68,9 @@ def test_a_killed_run_goes_on_to_the_same_rows(tmp_path, num_before, half):
     again = Scripted("qwen3", echo)
     regenerate(again, asked, output, manner, samples=2)
     assert not again.prompts
+    assert output.read_bytes() == (tmp_path / "whole.jsonl").read_bytes()  # in the order of the questions
+    row = json.loads(output.read_text().splitlines()[0])
+    assert [message["content"] for message in row["messages"]][::2] == ["q0", "more?"]
 
 
 def test_answers_of_other_settings_are_not_mixed(tmp_path):

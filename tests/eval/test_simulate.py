@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from specserve.eval.simulate import NANO, Arrival, Replica, Routing, poisson, simulate
+from specserve.eval.simulate import NANO, SLACK, Arrival, Replica, Router, Routing, poisson, simulate
 from specserve.eval.steady_state import Load, acceptance, break_even_tau, solve, tau_of
 from specserve.eval.step_costs import StepCosts
 
@@ -105,6 +105,30 @@ def test_prefix_routing_finds_at_least_what_random_routing_finds(seed, replicas,
     assert near.hit_rate >= anywhere.hit_rate
 
 
+@dataclasses.dataclass(eq=False)
+class _Loaded:
+    load: int
+
+
+@given(st.lists(st.tuples(st.integers(0, 5), st.lists(st.integers(0, 30), min_size=4, max_size=4)), min_size=1))
+def test_routing_keeps_to_its_bounds(turns) -> None:
+    """A prefix draws a request to a replica that has had it, unless that has clearly more to do than the least loaded
+    one, which then gets it."""
+    replicas = [_Loaded(0) for _ in range(4)]
+    near, least = (Router(replicas, way, 16, 0) for way in ("prefix", "least-loaded"))
+    had: dict[int, set[_Loaded]] = {}
+    for group, loads in turns:
+        for replica, load in zip(replicas, loads, strict=True):
+            replica.load = load
+        arrival = Arrival(0, prompt=64, answer=1, group=group, shared=32)
+        assert least.choose(arrival).load == min(loads)
+        chosen, known = near.choose(arrival), had.setdefault(group, set())
+        can_stay = any(each.load <= min(loads) + SLACK for each in known)
+        assert chosen.load <= min(loads) + SLACK
+        assert (chosen in known) if can_stay else chosen.load == min(loads)
+        known.add(chosen)
+
+
 def test_round_robin_deals_requests_out_in_turn() -> None:
     asked = [Arrival(i * NANO, prompt=16, answer=2) for i in range(7)]
     report = simulate(PLAIN, 3, asked, routing="round-robin", seed=0)
@@ -133,6 +157,10 @@ def test_speculation_breaks_even_at_its_tau() -> None:
         plain = solve(COSTS, load, 1.0, is_speculative=False)
         even = solve(COSTS, load, break_even_tau(COSTS, plain.batch), is_speculative=True)
         assert not plain.is_full
+        for way in (plain, even):  # each second goes to prompts and to steps
+            prompt, _ = COSTS.prefill_seconds(load.prompt)
+            steps = rate * (load.answer - 1) / (way.tau * way.batch)
+            assert rate * prompt + steps * way.step_seconds == pytest.approx(1)
         assert even.batch == pytest.approx(plain.batch)
         assert even.tokens_per_second == pytest.approx(plain.tokens_per_second)
         assert even.token_seconds == pytest.approx(plain.token_seconds)

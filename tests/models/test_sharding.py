@@ -21,7 +21,7 @@ from specserve.errors import ConfigError
 from specserve.kernels.matmul import QuantizedMatrix, quantize
 from specserve.kernels.rowwise import Activation
 from specserve.mesh import is_on_one_device, on_mesh, shardings, whole
-from specserve.models import expert_parts, sharding
+from specserve.models import sharding
 from specserve.models.config import Experts, ModelConfig, Names
 from specserve.models.moe import FORMS, Moe, by_blocks, moe, moe_spec
 from specserve.models.params import init_params, num_params, specs
@@ -83,12 +83,9 @@ def test_experts_in_parts_add_up(text: str, rng: np.random.Generator) -> None:
     assert_same(program(spread), alone(variants), tolerance(alone, variants))
 
 
-def test_on_accelerators_each_device_has_its_own_tokens(
-    rng: np.random.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A kernel can be called there, unless blocks of scales are torn. Of tokens that the mesh does not divide, each
-    device has all."""
-    monkeypatch.setattr(expert_parts, "traced_platform", lambda: "tpu")
+def test_each_device_has_its_own_tokens_and_those_that_chose_its_experts(rng: np.random.Generator) -> None:
+    """Devices with different experts exchange theirs. A kernel can be called there, unless blocks of scales are torn.
+    Tokens that data x expert does not divide are cut along data alone, or are whole everywhere."""
     mesh, seen = mesh_of("data=2,tensor=2,expert=2"), []
     config = ModelConfig("test", 8, 8, 1, 1, 1, 8, 8, 8, experts=Experts(8, 2, 24))
     params: Moe = init_params(moe_spec(config, ""), jax.random.key(1), "float32")
@@ -99,12 +96,29 @@ def test_on_accelerators_each_device_has_its_own_tokens(
         return by_blocks(params, activation, rows, *routing)
 
     def run(params: Moe) -> list[jax.Array]:
-        return [moe(params, config, x, form), moe(params, config, x[:1], form)]
+        return [moe(params, config, x[:batch], form) for batch in (4, 2, 1)]
 
     got, alone = jax.jit(on_mesh(mesh, run))(jax.device_put(params, whole(mesh))), jax.jit(run)
     jax.eval_shape(on_mesh(mesh, run), _in_8_bits(params, 8))
-    assert seen == [(6, True), (3, True), (6, False), (3, False)]
+    assert seen == [(6, True), (3, True), (3, True), (6, False), (3, False), (3, False)]
     assert_same(got, alone(params), tolerance(alone, params))
+
+
+@pytest.mark.parametrize("text", ["expert=4", pytest.param("data=2,tensor=2,expert=2", marks=pytest.mark.slow)])
+def test_no_token_is_dropped_however_many_choose_one_expert(text: str, rng: np.random.Generator) -> None:
+    """A router of zeros sends all of them to the first two experts, which one device has."""
+    mesh = mesh_of(text)
+    config = ModelConfig("test", 8, 8, 1, 1, 1, 8, 8, 8, experts=Experts(8, 2, 24))
+    params: Moe = init_params(moe_spec(config, ""), jax.random.key(1), "float32")
+    params = dataclasses.replace(params, router=jnp.zeros_like(params.router))
+    x = jnp.asarray(rng.normal(size=(4, 3, 8)), jnp.float32)
+
+    def run(params: Moe, x: jax.Array) -> list[jax.Array]:
+        return [moe(params, config, x, form) for form in FORMS]
+
+    got = jax.jit(on_mesh(mesh, run))(jax.device_put(params, whole(mesh)), jax.device_put(x, whole(mesh)))
+    alone = jax.jit(run)
+    assert_same(got, alone(params, x), tolerance(alone, params, x))
 
 
 def _in_8_bits(params: Moe, block: int) -> Moe:

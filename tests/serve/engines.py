@@ -25,7 +25,7 @@ from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.grammars import Grammars
 from specserve.serve.layouts import make_layouts
 from specserve.serve.options import Encoder, bad_sequences
-from specserve.serve.pages import PagePool
+from specserve.serve.pages import PagePool, Watcher
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, TokenLogprobs
 from specserve.serve.runner import Runner
 from specserve.speculative.controller import Controller, Estimate
@@ -204,7 +204,12 @@ def make_runner(
 
 
 def make_engine(
-    runner: Runner, controller: Controller | None = None, *, num_pages: int | None = None, **options: object
+    runner: Runner,
+    controller: Controller | None = None,
+    *,
+    num_pages: int | None = None,
+    watcher: Watcher | None = None,
+    **options: object,
 ) -> Engine:
     """A fresh engine, not started, on a runner that other tests have used. `num_pages` is how many it believes to
     have: the device's array keeps its size, so nothing compiles."""
@@ -216,9 +221,10 @@ def make_engine(
         eos_ids=(EOS,),
         controller=controller,
         options=EngineOptions(**options),  # type: ignore[arg-type]
+        watcher=watcher,
     )
     if num_pages is not None:
-        engine.rounds.scheduler.pool = PagePool(num_pages, runner.shapes.page_size)
+        engine.rounds.scheduler.pool = PagePool(num_pages, runner.shapes.page_size, watcher)
     return engine
 
 
@@ -253,11 +259,11 @@ def wait_until(holds: Callable[[], bool], seconds: float = PATIENCE) -> None:
 @contextmanager
 def serving(engine: Engine) -> Iterator[Engine]:
     """Start it; at the end, when all that was asked has ended, nothing may be left behind."""
-    num_compiled = engine.runner.num_compiled
+    num_compiled = len(engine.runner.compiled)
     with engine:
         yield engine
         check_idle(engine)
-    assert engine.runner.num_compiled == num_compiled, "something was compiled while serving"
+    assert len(engine.runner.compiled) == num_compiled, "something was compiled while serving"
     assert engine.stats().num_late_compiles == 0
 
 

@@ -1,5 +1,7 @@
 """A server whose model says what a test tells it to, in the format that a chat template shows."""
 
+import itertools
+import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -56,7 +58,16 @@ class SayingEngine(FakeEngine):
         asked = request.params.logprobs is not None
         logprobs = tuple(TokenLogprobs(i, -1.0, ()) for i in text[num_emitted:end]) if asked else ()
         stats = self._stats_of(request) if reason else None
-        return Delta(tuple(text[num_emitted:end]), after[len(before) :], reason, stats=stats, logprobs=logprobs)
+        ends = [len(text[:i].decode(errors="ignore")) for i in range(num_emitted, end + 1)]
+        return Delta(
+            tuple(text[num_emitted:end]),
+            after[len(before) :],
+            reason,
+            stats=stats,
+            logprobs=logprobs,
+            num_accepted=0 if request.params.speculation == 0 else min(STEP - 1, end - num_emitted),
+            num_chars=tuple(itertools.starmap(operator.sub, zip(ends[1:], ends, strict=False))),
+        )
 
 
 @contextmanager

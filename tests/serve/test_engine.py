@@ -35,7 +35,7 @@ def runner(tiny_target: Target, tiny_head: Head) -> Runner:
     runner = Runner(tiny_target, tiny_head, [TREE], **sizes)
     runner.shapes = dataclasses.replace(runner.shapes, chunks=(16, 64))
     runner.warmup()
-    assert runner.num_compiled == runner.num_programs
+    assert len(runner.compiled) == len(runner.programs())
     return runner
 
 
@@ -82,8 +82,8 @@ def test_more_requests_than_slots_are_served_in_turn(engine: Engine, answer: lis
 
 
 def test_nothing_compiles_after_warm_up(engine: Engine) -> None:
-    before = engine.runner.num_compiled
-    assert before == engine.runner.num_programs
+    before = len(engine.runner.compiled)
+    assert before == len(engine.runner.programs())
     rng = random.Random(1)
     prompts = [[rng.randrange(64) for _ in range(rng.randrange(1, 40))] for _ in range(8)]
     params = [
@@ -94,7 +94,7 @@ def test_nothing_compiles_after_warm_up(engine: Engine) -> None:
     run(engine, [Ask(tuple(prompts[0]), greedy(9, logprobs=3), is_constrained=True)])
     engine.runner.reset()
     engine.generate(prompts[:2], params[:2])
-    assert engine.runner.num_compiled == before
+    assert len(engine.runner.compiled) == before
     assert engine.stats().num_late_compiles == 0
 
 

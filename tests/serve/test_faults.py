@@ -226,7 +226,7 @@ def test_plain_decoding_serves_while_the_rest_compiles(runner: Runner, monkeypat
 
         return [dataclasses.replace(each, call=functools.partial(wait_and_call, each)) for each in programs]
 
-    def on_compiled() -> Iterator[object]:
+    def on_compiled(_runner: Runner) -> Iterator[object]:
         seen.append(engine.rounds.is_partial)
         yield
         return Fixed(parse_speculation("static:2x1"))

@@ -5,16 +5,19 @@ import gc
 import json
 import logging
 import math
+import time
 import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import carried
 import jax
 import jax.numpy as jnp
 import pytest
 import tiny
+from spread import mesh_of
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import write_json
@@ -23,8 +26,10 @@ from specserve.drafters.speculation import describe, parse_speculation
 from specserve.errors import ConfigError
 from specserve.serve import calibrate, launch
 from specserve.serve.calibrate import AGAIN_ROUNDS, ROUNDS, cost_file, describe_costs, finish, step_costs
+from specserve.serve.interface import DraftInfo
 from specserve.serve.launch import AUTO_CHAINS, Models, choose_trees, load_models, make_engine, with_cache_dtype
 from specserve.serve.programs import Program
+from specserve.serve.request import SamplingParams
 from specserve.serve.settings import ServeRun
 from specserve.serve.shapes import DETERMINISTIC_DEPTH
 from specserve.speculative.tree import Tree, chain, static_tree
@@ -38,6 +43,18 @@ def models(tiny_target: Target, tiny_head: Head) -> Models:
 @pytest.fixture
 def headless(tiny_target: Target) -> Models:
     return Models("tiny", tiny_target, None, None)
+
+
+def test_sequences_are_shared_out(caplog: pytest.LogCaptureFixture) -> None:
+    """Evenly along `data`, and along `expert` where there are enough."""
+    for text, slots in (("data=2,expert=2", 8), ("expert=4", 4), ("tensor=2", 1)):
+        launch._check_shares(mesh_of(text), slots)
+    launch._check_shares(None, 1)
+    assert not caplog.records
+    launch._check_shares(mesh_of("data=2,expert=4"), 4)
+    assert "no multiple of 8" in caplog.text
+    with pytest.raises(ConfigError, match="--max-slots 3: they are spread over data=2"):
+        launch._check_shares(mesh_of("data=2,expert=4"), 3)
 
 
 def test_auto_may_choose_every_way_there_is(models: Models, headless: Models) -> None:
@@ -166,6 +183,45 @@ def test_what_is_compiled_before_serving_and_what_later(
     assert (engine.controller is not None) == has_controller, "one that knows no costs yet, and takes the first way"
     assert asked["trees"] == choose_trees(models, run)
     assert (asked["max_model_len"], asked["num_pages"], asked["num_slots"]) == (512, 2 * 512 // 32, 2)
+
+
+def test_another_head_speculates_as_the_settings_say(tmp_path: Path) -> None:
+    """Also where the server began without one; the target's own layer has the name that `--draft` knows it by."""
+    target, _ = carried.models(tmp_path, carried.SMALL)
+    models = Models("tiny", target, None, None)
+    for speculation in ("auto", "chain:3"):
+        run = ServeRun(speculation=speculation)
+        loaded = launch._head_loader(models, run)("mtp")
+        assert loaded.info == DraftInfo("mtp", None)
+        assert loaded.head.drafter.name == "mtp"
+        assert loaded.trees == choose_trees(dataclasses.replace(models, head=loaded.head), run)
+        assert any(tree is not None and tree.uses_head for tree in loaded.trees)
+    with pytest.raises(ConfigError, match="no such folder on the server"):
+        launch._head_loader(models, run)(str(tmp_path / "missing"))
+
+
+@pytest.mark.slow
+def test_a_server_that_began_without_a_head_goes_on_with_one(tmp_path: Path) -> None:
+    """`auto` then knows the costs of steps with it, and a grammar its programs."""
+    target, _ = carried.models(tmp_path, carried.SMALL)
+    models = Models("tiny", target, None, None)
+    run = ServeRun(speculation="auto", max_slots=1, max_model_len=64, early_ready=False)
+    with make_engine(models, run, lambda *_: None) as engine:
+        params = SamplingParams(max_tokens=40, temperature=0.8, seed=3, ignore_eos=True)
+        [before] = engine.generate([[5, 6, 7]], params)
+        lookups = set(engine.stats().num_steps_by_speculation)
+        assert engine.load_draft("mtp").name == "mtp"
+        deadline = time.monotonic() + 600
+        while not engine.rounds.controller.costs.keys() >= {(1, 2, tree) for tree in engine.runner.shapes.trees}:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for way in engine.runner.shapes.trees:
+            engine.set_speculation(describe(way))
+            [after] = engine.generate([[5, 6, 7]], params)
+            assert after.token_ids == before.token_ids
+        assert not any(way.startswith("head") for way in lookups)
+        assert any(way.startswith("head") for way in engine.stats().num_steps_by_speculation)
+        assert engine.stats().num_late_compiles == 0
 
 
 def test_free_memory_is_a_number_of_bytes() -> None:

@@ -2,27 +2,48 @@
 as if it had been there from the beginning."""
 
 import dataclasses
+import gc
+import threading
+import weakref
 from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import httpx
+import jax
 import numpy as np
 import pytest
 import tiny
-from engines import Ask, Dice, Fixed, Reference, greedy, make_engine, run, serving, submit
+from engines import (
+    PATIENCE,
+    Ask,
+    Dice,
+    Fixed,
+    Inbox,
+    Reference,
+    check_idle,
+    greedy,
+    make_engine,
+    run,
+    serving,
+    submit,
+)
 from fakes import FakeEngine, assert_refused
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
 from specserve.drafters.speculation import parse_speculation
-from specserve.errors import ConfigError
-from specserve.serve.engine import LoadedHead
+from specserve.errors import CapacityError, ConfigError
+from specserve.serve import startup
+from specserve.serve.calls import Call
 from specserve.serve.http.app import create_app
 from specserve.serve.http.server import HttpServer
 from specserve.serve.interface import DraftInfo
+from specserve.serve.programs import Programs
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
 from specserve.serve.settings import ServeRun
+from specserve.serve.swap import LoadedHead
 
 PROMPT = tuple(int(i) for i in np.random.default_rng(2).integers(3, 64, 40))
 TREE = parse_speculation("tree:3x3x8")
@@ -35,29 +56,145 @@ def _asks() -> list[Ask]:
 
 def _accepted(runner: Runner, asks: list[Ask]) -> list[object]:
     with serving(make_engine(runner, Fixed(TREE))) as engine:
-        return [inbox.wait().stats.accepted_per_depth for inbox in run(engine, asks)]  # type: ignore[union-attr]
+        return _acceptances(run(engine, asks))
+
+
+def _acceptances(inboxes: list[Inbox]) -> list[object]:
+    return [inbox.wait().stats.accepted_per_depth for inbox in inboxes]  # type: ignore[union-attr]
 
 
 def test_a_head_is_replaced_under_load(runner: Runner, reference: Reference, tiny_target: Target) -> None:
-    old = runner.layouts
     new = tiny.random_head(tiny_target.config, seed=77)
-    try:
-        runner.layouts = runner.with_head(new)
-        expected = _accepted(runner, _asks())
-        runner.layouts = old
-        assert _accepted(runner, _asks()) != expected, "the heads do not differ, so nothing is tested"
-        engine = make_engine(runner, Fixed(TREE))
-        engine._load_head = lambda folder: LoadedHead(new, (0.5,), DraftInfo(folder.name, 2.0))
-        with serving(engine):
-            asked = [submit(engine, ask)[1] for ask in _asks()]
+    expected = _accepted(runner.with_head(new), _asks())
+    assert _accepted(runner, _asks()) != expected, "the heads do not differ, so nothing is tested"
+    engine = make_engine(runner, Fixed(TREE))
+    engine._load_head = lambda folder: LoadedHead(new, (0.5,), DraftInfo(folder, 2.0))
+    with serving(engine):
+        asked = [submit(engine, ask)[1] for ask in _asks()]
+        asked[0].wait_for_first()
+        assert engine.load_draft("another") == DraftInfo("another", 2.0) == engine.draft
+        after = run(engine, _asks())
+        assert _acceptances(after) == expected
+    for ask, inbox in zip(_asks() * 2, asked + after, strict=True):
+        reference.check(ask, inbox)
+
+
+def _others(target: Target) -> dict[str, tuple[Head, str]]:
+    """Heads of other sizes and kinds, and how to speculate with each."""
+    return {
+        "wide": (tiny.random_head(target.config, seed=3, d_ff=40), "chain:3"),
+        "blocks": (tiny.random_block_head(target.config, seed=4, block_size=4), "chain:2"),
+        "carried": (tiny.random_carried_layer(target.config, seed=5), "chain:3"),
+    }
+
+
+@pytest.mark.parametrize(
+    "names", [("blocks",), pytest.param(("wide", "carried", "blocks"), marks=pytest.mark.slow)], ids=" ".join
+)
+def test_heads_of_other_shapes_and_kinds_are_put_in_place_under_load(
+    runner: Runner, reference: Reference, tiny_target: Target, names: tuple[str, ...]
+) -> None:
+    """One after another, between two steps, beside grammars: no request and no token is lost, what is asked afterwards
+    is accepted as by a server that began with that head, nothing compiles in a step, and nothing of the head before is
+    kept in memory."""
+    others = {name: _others(tiny_target)[name] for name in names}
+    constrained = [dataclasses.replace(ask, is_constrained=True) for ask in _asks()[:2]]
+    asks = [*reference.firm(constrained), *_asks()[2:]]
+    expected: dict[str, list[object]] = {}
+    for name, (head, way) in others.items():
+        fresh = runner.with_head(head, (parse_speculation(way), None))
+        fresh.warmup()
+        with serving(make_engine(fresh)) as engine:
+            expected[name] = _acceptances(run(engine, asks))
+    engine = make_engine(runner)
+    engine._load_head = lambda name: LoadedHead(
+        others[name][0], (0.5,), DraftInfo(name, 2.0), (parse_speculation(others[name][1]), None)
+    )
+    with engine:
+        run(engine, asks)
+        for name, (_, way) in others.items():
+            before = weakref.ref(engine.runner.compiled)
+            asked = [submit(engine, ask)[1] for ask in asks]
             asked[0].wait_for_first()
-            assert engine.load_draft("another") == DraftInfo("another", 2.0) == engine.draft
-            after = run(engine, _asks())
-            assert [inbox.wait().stats.accepted_per_depth for inbox in after] == expected  # type: ignore[union-attr]
-        for ask, inbox in zip(_asks() * 2, asked + after, strict=True):
+            engine.load_draft(name)
+            assert engine.speculation == way
+            assert engine.draft == DraftInfo(name, 2.0)
+            after = run(engine, asks)
+            assert _acceptances(after) == expected[name]
+            for ask, inbox in zip(asks * 2, asked + after, strict=True):
+                reference.check(ask, inbox)
+            gc.collect()
+            assert before() is (runner.compiled if name == names[0] else None), "the fixture holds the first"
+        check_idle(engine)
+        assert engine.stats().num_late_compiles == engine.stats().num_rebuilds == 0
+
+
+def test_a_head_that_cannot_be_compiled_or_run_leaves_the_old_one(
+    runner: Runner, reference: Reference, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whatever fails and whenever, requests that run go on with the old head, and a later attempt succeeds."""
+    head, way = _others(tiny_target)["blocks"]
+    engine = make_engine(runner)
+    engine._load_head = lambda name: LoadedHead(head, (), DraftInfo(name), (parse_speculation(way), None))
+    reset, make, asks = Runner.reset, Programs._make, _asks()
+
+    def cannot_compile(programs: Programs, call: Call) -> object:
+        if call.function.__name__ == "speculate":
+            raise jax.errors.JaxRuntimeError("INTERNAL: no such instruction")
+        return make(programs, call)
+
+    def cannot_begin(other: Runner) -> None:
+        if other is not runner:
+            raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: out of memory")
+        reset(other)
+
+    with serving(engine):
+        engine.set_speculation("off")
+        for name, owner, attribute, fault, message in (
+            ("compiling", Programs, "_make", cannot_compile, "cannot be compiled: .*no such instruction"),
+            ("beginning", Runner, "reset", cannot_begin, "cannot run this head.*out of memory"),
+            ("memory", startup, "free_memory", lambda _mesh: -(10**9), "-1.00 GB are free"),
+        ):
+            asked = [submit(engine, ask)[1] for ask in asks]
+            asked[0].wait_for_first()
+            with monkeypatch.context() as patch:
+                patch.setattr(owner, attribute, fault)
+                with pytest.raises(ConfigError, match=message):
+                    engine.load_draft(name)
+            assert engine.draft is None
+            assert engine.runner is engine.rounds.runner is runner
+            for ask, inbox in zip(asks, asked, strict=True):
+                reference.check(ask, inbox)
+        assert engine.stats().num_rebuilds == 0
+    with make_engine(runner) as again:
+        again._load_head = engine._load_head
+        again.load_draft("now")
+        for ask, inbox in zip(asks, run(again, asks), strict=True):
             reference.check(ask, inbox)
-    finally:
-        runner.layouts = old
+
+
+def test_a_server_that_stops_gives_up_loading(
+    runner: Runner, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    head, way = _others(tiny_target)["blocks"]
+    engine, is_compiling, released = make_engine(runner), threading.Event(), threading.Event()
+    engine._load_head = lambda name: LoadedHead(head, (), DraftInfo(name), (parse_speculation(way), None))
+
+    def wait(_programs: Programs, _call: Call) -> object:
+        is_compiling.set()
+        assert released.wait(PATIENCE)
+        return None
+
+    monkeypatch.setattr(Programs, "_make", wait)
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            with engine:
+                loading = pool.submit(engine.load_draft, "late")
+                assert is_compiling.wait(PATIENCE)
+            with pytest.raises(CapacityError, match="its head was not replaced"):
+                loading.result(PATIENCE)
+        finally:
+            released.set()
 
 
 def test_a_tuned_server_judges_its_trees_by_the_new_head(
@@ -101,11 +238,10 @@ def test_the_way_to_speculate_is_changed_under_load(runner: Runner, reference: R
 
 
 def test_what_does_not_fit_leaves_the_old_head(runner: Runner, lookup_runner: Runner, tiny_target: Target) -> None:
-    wide: Head = tiny.random_head(tiny_target.config, seed=3, d_ff=40)
-    with pytest.raises(ConfigError, match=r"d_ff=40.*start a server with it"):
-        runner.with_head(wide)
+    with pytest.raises(ConfigError, match="looks 2 tokens ahead"):
+        runner.with_head(tiny.random_block_head(tiny_target.config, seed=4, block_size=3))
     with pytest.raises(ConfigError, match="without a head"):
-        lookup_runner.with_head(wide)
+        lookup_runner.with_head(tiny.random_head(tiny_target.config, seed=3))
     with pytest.raises(ConfigError, match="cannot replace its head"):
         make_engine(runner).load_draft("anything")
 

@@ -2,6 +2,7 @@
 
 import pytest
 from fakes import MODEL, STORY, wait_for
+from prometheus_client.parser import text_string_to_metric_families
 
 from specserve.serve.http.metrics import Metrics
 from specserve.serve.interface import EngineStats
@@ -68,6 +69,9 @@ def test_metrics_tell_the_engines_own_state_at_the_scrape(http, fake_engine, mon
         num_programs_left=6,
         num_late_compiles=2,
         estimated_speedup=1.75,
+        num_promised=12.5,
+        num_kept=9,
+        confidence_trust=0.75,
         seconds_in_step=0.125,
     )
     monkeypatch.setattr(fake_engine, "state", stats)
@@ -83,6 +87,9 @@ def test_metrics_tell_the_engines_own_state_at_the_scrape(http, fake_engine, mon
         "specserve:host_seconds_total": 0.25,
         "specserve:late_compiles_total": 2,
         "specserve:estimated_speedup": 1.75,
+        "specserve:confidence_promised_tokens_total": 12.5,
+        "specserve:confidence_kept_tokens_total": 9,
+        "specserve:confidence_trust": 0.75,
         "specserve:seconds_in_step": 0.125,
         "specserve:unknown_fields_total": 0,
     } | {name: found[name + label] for name in ["specserve:sequence_steps_total"]}
@@ -97,11 +104,39 @@ def test_metrics_tell_the_engines_own_state_at_the_scrape(http, fake_engine, mon
         "num_requests_running": 1,
         "num_requests_waiting": 4,
         "kv_cache_usage_perc": 0.4,
+        "gpu_cache_usage_perc": 0.4,
         "prefix_cache_queries_total": 1000,
+        "gpu_prefix_cache_queries_total": 1000,
         "prefix_cache_hits_total": 600,
+        "gpu_prefix_cache_hits_total": 600,
         "num_preemptions_total": 3,
     }
     assert {name: found[f"vllm:{name}{label}"] for name in expected} == expected
+
+
+ROUTERS = {  # the series that they read, with the labels
+    "Gateway API inference extension, llm-d": [
+        *("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:kv_cache_usage_perc"),
+        'vllm:cache_config_info{block_size="16",num_gpu_blocks="50"',
+    ],
+    "production-stack": [
+        *("vllm:num_requests_waiting", "vllm:num_requests_running", "vllm:gpu_cache_usage_perc"),
+        *("vllm:gpu_prefix_cache_hits_total", "vllm:gpu_prefix_cache_queries_total"),
+    ],
+}
+
+
+@pytest.mark.parametrize("router", ROUTERS)
+def test_routers_find_the_series_that_they_read(router):
+    text = Metrics("a", lambda: EngineStats(num_pages=50, page_size=16)).render().decode()
+    families = list(text_string_to_metric_families(text))
+    samples = {sample.name: sample for family in families for sample in family.samples}
+    for series in ROUTERS[router]:
+        name, _, labels = series.partition("{")
+        for label in filter(None, labels.split(",")):
+            key, value = label.split("=")
+            assert samples[name].labels[key] == value.strip('"')
+        assert samples[name].labels["model_name"] == "a"
 
 
 def test_an_engine_without_pages_has_an_empty_cache():

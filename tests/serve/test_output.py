@@ -59,15 +59,16 @@ def test_stop_strings_hold_however_the_tokens_arrive(
 def test_stop_ids_end_a_sequence_and_are_not_text(pydoc_tokenizer: Tokenizer) -> None:
     [a], [b] = (pydoc_tokenizer.encode(text, add_special_tokens=False) for text in ("a", "b"))
     stream = _stream(pydoc_tokenizer, SamplingParams(), 9, b)
-    assert stream.push([a, a]) == Delta((a, a), "aa")
-    assert stream.push([a, b, a]) == Delta((a, b), "a", FinishReason.STOP)
+    assert stream.push([a, a]) == Delta((a, a), "aa", num_chars=(1, 1))
+    assert stream.push([a, b, a]) == Delta((a, b), "a", FinishReason.STOP, num_chars=(1, 0))
     for keeps_stop, text in ((False, "a"), (True, "ab")):
         params = SamplingParams(stop_token_ids=[b], include_stop_str_in_output=keeps_stop)
-        assert _stream(pydoc_tokenizer, params, 9, b).push([a, b, a]) == Delta((a, b), text, FinishReason.STOP, b)
+        expected = Delta((a, b), text, FinishReason.STOP, b, num_chars=(1, len(text) - 1))
+        assert _stream(pydoc_tokenizer, params, 9, b).push([a, b, a]) == expected
     long = next(i for i in pydoc_tokenizer.encode(TEXT) if len(pydoc_tokenizer.decode([i])) > 2)
     word = pydoc_tokenizer.decode([long])
     for stops in ([word, word[:-1]], [word[:-1], word]):  # the shorter one is complete earlier
         delta = _stream(pydoc_tokenizer, SamplingParams(stop=stops), 9, b).push([long])
         assert (delta.text, delta.stop_reason) == ("", word[:-1])
     stream = _stream(pydoc_tokenizer, SamplingParams(), 3, 2)
-    assert stream.push([a, b, b, b]) == Delta((a, b, b), "abb", FinishReason.LENGTH)
+    assert stream.push([a, b, b, b]) == Delta((a, b, b), "abb", FinishReason.LENGTH, num_chars=(1, 1, 1))

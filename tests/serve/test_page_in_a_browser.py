@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from fakes import STORY, FakeEngine, wait_for
+from sayings import CALL, THOUGHT, serving
 
 from specserve.serve.http.app import create_app
 from specserve.serve.http.server import HttpServer
@@ -76,6 +77,43 @@ def test_chat_streams_tokens_coloured_by_their_origin(open_page, fake_engine: Fa
     assert bytes(fake_engine.requests[-1].prompt_ids).startswith(f"<user>hi<assistant>{STORY}<user>unicode".encode())
     page.get_by_role("button", name="New chat").click()
     expect(page.locator(".assistant")).to_have_count(0)
+
+
+@pytest.mark.parametrize("options", [LIGHT, PHONE], ids=["desk", "phone"])
+def test_reasoning_folds_and_calls_are_cards_that_take_results(open_page, options: dict[str, Any]) -> None:
+    """Every token stands somewhere with its colour, also the marks; results go back to the model."""
+    with serving() as (engine, url):
+        engine.answers = True
+        page = open_page(options, url.removesuffix("/v1"))
+        page.get_by_text("Tools", exact=True).click()
+        page.get_by_label("Tools, a JSON list").fill("[{")
+        page.get_by_label("Prompt").fill("What will the weather be?")
+        page.keyboard.press("Enter")
+        expect(page.get_by_role("alert")).to_contain_text("The tools are not JSON")
+        page.get_by_role("button", name="Insert an example").click()
+        page.get_by_label("Prompt").focus()
+        page.keyboard.press("Enter")
+        expect(page.locator(".assistant:not([aria-busy])")).to_have_count(1)
+        thought, call = page.locator(".thought"), page.get_by_role("region", name="Call of weather")
+        expect(thought).not_to_have_attribute("open", "")
+        thought.locator("summary").click()
+        expect(thought.locator(".tokens")).to_be_visible()
+        shown = "".join(thought.locator("[data-d]:not(.mark)").all_text_contents()).strip()
+        assert shown == "They want weather."
+        assert call.locator("dt").all_text_contents() == ["city", "days"]
+        assert call.locator("dd").all_text_contents() == ["Genève", "2"]
+        assert "tool_call" not in call.locator("h4").text_content()
+        written = "".join(page.locator(".assistant [data-d]").all_text_contents())
+        assert written == THOUGHT + CALL
+        depths = [token.get_attribute("data-d") for token in page.locator(".assistant [data-d]").all()]
+        assert depths[:6] == ["1", "2", "0"] * 2
+        page.get_by_label("Result of weather").fill("21 degrees")
+        page.keyboard.press("Enter")
+        expect(page.locator(".assistant:not([aria-busy])")).to_have_count(2)
+        expect(page.locator(".assistant .content").last).to_have_text("It will be fine.")
+        assert b"<tool>21 degrees" in bytes(engine.requests[-1].prompt_ids)
+        assert page.evaluate(OVERFLOW) <= 0
+        page.close()
 
 
 def test_the_tree_of_every_step_can_be_seen(open_page) -> None:

@@ -4,6 +4,7 @@ import random
 from dataclasses import dataclass
 
 import pytest
+from mirror import Heard
 
 from specserve.errors import CapacityError
 from specserve.serve.pages import PagePool
@@ -31,7 +32,8 @@ class Storm:
 
     def __init__(self, seed: int) -> None:
         self.rng = random.Random(seed)
-        self.pool = PagePool(NUM_PAGES, PAGE_SIZE)
+        self.heard = Heard(PAGE_SIZE)
+        self.pool = PagePool(NUM_PAGES, PAGE_SIZE, self.heard)
         self.held: list[Held] = []
         self.cached: dict[Prefix, int] = {}
         self.idle: list[int] = []  # longest idle first
@@ -104,6 +106,7 @@ class Storm:
         self.pool.check()
         assert self.pool.num_available == NUM_PAGES - len(self.pages_in_use())
         assert self.pool.num_cached == len(self.cached)
+        assert set(self.heard.mirror.prefixes.values()) == self.cached.keys(), "events tell exactly what is cached"
         for (salt, token_ids), page in self.cached.items():
             assert self.pool.match(token_ids, salt) == len(token_ids)
             assert self.content[page] == (salt, token_ids)

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -10,6 +11,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ import httpx
 import jax
 import numpy as np
 import pytest
-from engines import EOS, PATIENCE, Ask, Dice, Letters, Reference, make_engine, make_runner, submit, wait_until
+from engines import PATIENCE, Ask, Dice, Reference, make_engine, make_runner, submit, wait_until
+from served import SCRIPT, environment, free_ports, write_folder
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
@@ -89,23 +92,29 @@ def test_what_follows_the_plans_has_the_same_state(
 
 
 @contextlib.contextmanager
-def _pair() -> Iterator[tuple[Leader, Follower, list[ProcessError]]]:
-    """Two ends of one connection, and what is said when one of them has ended."""
-    lost: list[ProcessError] = []
+def _group(count: int) -> Iterator[tuple[Leader, list[Follower], list[str]]]:
+    """A first process and others, and what is said in any of them when one has ended."""
+    lost: list[str] = []
+
+    def hear(error: ProcessError) -> None:
+        lost.append(str(error))
+
     listener = socket.create_server(("127.0.0.1", 0))
     address = listener.getsockname()
     leaders: list[Leader] = []
-    waiting = threading.Thread(target=lambda: leaders.append(Leader(listener, "secret", 1, lost.append)))
+    waiting = threading.Thread(target=lambda: leaders.append(Leader(listener, "secret", count, hear)))
     waiting.start()
     stranger = socket.create_connection(address)
     stranger.sendall(b"guess 1\n")
-    follower = Follower(ranks._reach(["127.0.0.1"], address[1], b"secret 1\n"), lost.append)
+    hellos = [f"secret {number}\n".encode() for number in range(1, count + 1)]
+    followers = [Follower(ranks._reach(["127.0.0.1"], address[1], hello), hear) for hello in hellos]
     waiting.join(PATIENCE)
     with stranger, listener:
-        yield leaders[0], follower, lost
-    leaders[0]._wires[1].close()
-    follower._wire.close()
-    wait_until(lambda: not any(each._thread.is_alive() for each in (leaders[0]._wires[1], follower._wire)))
+        yield leaders[0], followers, lost
+    wires = [*leaders[0]._wires.values(), *(follower._wire for follower in followers)]
+    for wire in wires:
+        wire.close()
+    wait_until(lambda: not any(wire._thread.is_alive() for wire in wires))
 
 
 def _both(leader: Callable[[], Any], follower: Callable[[], Any]) -> list[Any]:
@@ -127,7 +136,7 @@ def _both(leader: Callable[[], Any], follower: Callable[[], Any]) -> list[Any]:
 
 
 def test_processes_that_differ_are_refused_by_name() -> None:
-    with _pair() as (leader, follower, lost):
+    with _group(1) as (leader, [follower], lost):
         facts = {"--page-size": 32, "--mesh": "tensor=2"}
         assert _both(lambda: leader.agree(facts), lambda: follower.agree(facts)) == [None, None]
         assert _both(lambda: leader.least(7), lambda: follower.least(5)) == [5, 5]
@@ -150,7 +159,7 @@ def test_processes_that_differ_are_refused_by_name() -> None:
 def test_the_end_of_one_process_is_told_to_the_others(is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     stopped = threading.Event()
     monkeypatch.setattr(ranks, "_stop", stopped.set)
-    with _pair() as (leader, follower, lost):
+    with _group(1) as (leader, [follower], lost):
         follower.leave()
         assert stopped.wait(PATIENCE), "a process that is told to stop lets the first one drain"
         if is_first:
@@ -166,47 +175,62 @@ def test_the_end_of_one_process_is_told_to_the_others(is_first: bool, monkeypatc
         wait_until(lambda: len(lost) == 2)
 
 
-SCRIPT = (
-    "from quick_compile import compile_without_emitters as quick; quick(); from specserve.cli.main import main; main()"
-)
+def test_all_hear_which_process_has_ended() -> None:
+    """Of the others only the first process has a connection with it."""
+    with _group(3) as (leader, followers, lost):
+        followers[1]._wire.close()
+        wait_until(lambda: len(lost) == 4)
+        [own] = [text for text in lost if not text.startswith("process 2 has ended (")]
+        assert own.startswith("the first process has ended"), "it is closed on this side"
+        for rank in (leader, followers[0], followers[2]):
+            assert rank.reason(ValueError("a collective failed")) is rank.lost
 
 
-class _Two:
-    """`specserve serve` as two processes with Gloo between them."""
+class Several:
+    """`specserve serve` as several processes with Gloo between them."""
 
-    def __init__(self, target: Path, cache: Path, *changes: str) -> None:
-        """`changes` are further flags of the second."""
-        ports = []
-        for _ in range(2):
-            with socket.socket() as probe:
-                probe.bind(("127.0.0.1", 0))
-                ports.append(probe.getsockname()[1])
-        self.url = f"http://127.0.0.1:{ports[0]}"
-        flags = ["--target", str(target), "--speculation", "ngram:3", "--max-slots", "2", "--mesh", "tensor=2"]
-        flags += ["--max-model-len", "64", "--no-constrained", "--port", str(ports[0])]
-        flags += ["--coordinator", f"127.0.0.1:{ports[1]}", "--num-processes", "2"]
-        environment = {
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "COLUMNS": "200",
-            "XDG_CACHE_HOME": str(cache),
-            "PYTHONPATH": f"{Path(__file__).parents[1]}:{Path(__file__).parents[2]}",
-        }
+    def __init__(
+        self,
+        folder: Path,
+        cache: Path,
+        *,
+        mesh: str = "tensor=2",
+        count: int = 2,
+        ids: Sequence[int] | None = None,  # of those that are started; None: all
+        host: str = "127.0.0.1",  # of the first one
+        changes: Sequence[str] = (),  # further flags of the last one
+        prelude: str = "",
+        inside: Callable[[int], list[str]] = lambda _number: [],  # the command that each is started by
+    ) -> None:
+        ports = free_ports(2)
+        self.url = f"http://{host}:{ports[0]}"
+        flags = ["--target", str(folder), "--speculation", "ngram:3", "--max-slots", "2", "--mesh", mesh]
+        flags += ["--max-model-len", "64", "--no-constrained", "--host", host, "--port", str(ports[0])]
+        flags += ["--coordinator", f"{host}:{ports[1]}", "--num-processes", str(count), "--drain-seconds", "60"]
+        self.ids = list(range(count)) if ids is None else list(ids)
+        command = [sys.executable, "-c", prelude + SCRIPT, "serve", *flags]
         self.processes = [
             subprocess.Popen(
-                [sys.executable, "-c", SCRIPT, "serve", *flags, "--process-id", str(i), *(changes if i else ())],
-                env=environment,
+                [*inside(i), *command, "--process-id", str(i), *(changes if i == self.ids[-1] else ())],
+                env=environment(cache),
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
                 text=True,
             )
-            for i in range(2)
+            for i in self.ids
         ]
+
+    def __enter__(self) -> "Several":
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for each in self.processes:
+            each.kill()
+            each.communicate()
 
     def wait_until_ready(self) -> None:
         wait_until(lambda: self.status("/ready") == 200 or any(each.poll() is not None for each in self.processes))
+        assert self.status("/ready") == 200, self.end()
 
     def status(self, path: str) -> int:
         try:
@@ -215,65 +239,206 @@ class _Two:
             return 0
 
     def end(self, seconds: float = PATIENCE) -> list[tuple[int, str]]:
-        try:
-            return [
-                (each.returncode, said) for each in self.processes for said in [each.communicate(timeout=seconds)[0]]
-            ]
-        finally:
-            for each in self.processes:
-                each.kill()
+        """How each has ended, and what it has said."""
+        return [(each.returncode, said) for each in self.processes for said in [each.communicate(timeout=seconds)[0]]]
+
+
+Outcome = tuple[str, float]  # how a client's last request ended, and when
+
+
+class Clients:
+    """Streams, one after another in each thread, until the server ends them."""
+
+    def __init__(self, url: str, count: int) -> None:
+        self.outcomes: list[Outcome] = []
+        self.num_begun = 0
+        self._url, self._body = (
+            url,
+            _body(Ask((5, 6, 7), SamplingParams(max_tokens=48, temperature=1.0)), is_stream=True),
+        )
+        self._threads = [threading.Thread(target=self._ask) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self) -> list[Outcome]:
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        return self.outcomes
+
+    def _ask(self) -> None:
+        how = ""
+        while not how:
+            try:
+                with httpx.stream("POST", f"{self._url}/v1/completions", json=self._body, timeout=PATIENCE) as reply:
+                    self.num_begun += 1
+                    lines = [line for line in reply.iter_lines() if line]
+                if reply.status_code != 200:
+                    how = f"status {reply.status_code}"
+                elif lines[-1] != "data: [DONE]" or '"error"' in lines[-2]:
+                    how = "error"
+            except httpx.TransportError:
+                how = "cut"
+        self.outcomes.append((how, time.monotonic()))
+
+
+def _body(ask: Ask, *, is_stream: bool = False) -> dict[str, Any]:
+    body = {"prompt": list(ask.prompt), "max_tokens": ask.params.max_tokens, "temperature": ask.params.temperature}
+    return body | {"seed": ask.params.seed, "ignore_eos": True, "return_token_ids": True, "stream": is_stream}
 
 
 def _answer(url: str, ask: Ask, *, is_cut: bool = False) -> list[int]:
-    body = {"prompt": list(ask.prompt), "max_tokens": ask.params.max_tokens, "temperature": ask.params.temperature}
-    body |= {"seed": ask.params.seed, "ignore_eos": True, "return_token_ids": True, "stream": is_cut}
     if is_cut:  # gone after a few tokens
+        body = _body(ask, is_stream=True)
         with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as reply:
             next(reply.iter_lines())
         return []
-    return httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE).json()["choices"][0]["token_ids"]
+    reply = httpx.post(f"{url}/v1/completions", json=_body(ask), timeout=PATIENCE)
+    return reply.json()["choices"][0]["token_ids"]
+
+
+@pytest.fixture(scope="module")
+def folder(shallow_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(shallow_target, tmp_path_factory.mktemp("served") / "target")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Programs that one server has compiled are there for the next one."""
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module")
+def plain(shallow_target: Target, kept: Path | None) -> Iterator[Reference]:
+    reference = Reference(shallow_target, kept)
+    with reference.engine:
+        yield reference
+
+
+def _storm(server: Several, plain: Reference, rng: np.random.Generator) -> None:
+    """Requests at once, of which some go away: all others have the tokens of one process."""
+    asks = [plain.any_ask(rng, length, i % 2 == 1) for i, length in enumerate((1, 16, 9, 12))]
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(_answer, server.url, ask, is_cut=i % 3 == 2) for i, ask in enumerate(asks * 6)]
+    expected = [plain.answer(ask).token_ids for ask in asks] * 6
+    assert [each.result() for each in running] == [[] if i % 3 == 2 else ids for i, ids in enumerate(expected)]
+
+
+def _check_the_end(server: Several, left: Sequence[int], name: str, clients: Clients) -> None:
+    """Clients see /ready at 503, and what they read ends with an error, which the docs promise within 10 seconds; then
+    the processes that are left end with status 2 and one error."""
+    begin, not_ready = time.monotonic(), 0.0
+    while any(each.poll() is None for each in server.processes):
+        if not not_ready and server.status("/ready") == 503:
+            not_ready = time.monotonic()
+        time.sleep(0.02)
+    assert not_ready, "nobody could see that it was not ready"
+    outcomes = clients.wait()
+    assert {how for how, _ in outcomes} <= {"error", "status 503"}, outcomes
+    assert any(how == "error" for how, _ in outcomes)
+    for when in (not_ready, *(when for _, when in outcomes)):
+        assert when - begin < 3 * 10, "thrice the promise, as this machine may be busy"
+    for place, (code, said) in enumerate(server.end()):
+        if place in left:
+            assert (code, said.count("error: "), said.count(f"error: {name} has ended")) == (2, 1, 1), said
+            assert "Traceback" not in said
 
 
 @pytest.mark.slow
-def test_two_processes_serve_as_one(
-    shallow_target: Target, kept: Path | None, tmp_path: Path, rng: np.random.Generator
-) -> None:
+def test_two_processes_serve_as_one(folder: Path, cache: Path, plain: Reference, rng: np.random.Generator) -> None:
     """Tokens are those of one process, with clients that go away between them. A process that is told to stop lets all
     end in order; one that is killed ends all, with one error; and one of other settings is refused."""
-    folder, cache = tmp_path / "target", tmp_path / "cache"
-    folder.mkdir()
-    for name in ("config.json", "model.safetensors"):
-        (folder / name).symlink_to(shallow_target.folder / name)
-    (folder / "tokenizer.json").write_text(Letters().as_json())
-    alphabet = Letters.alphabet
-    config = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": alphabet[EOS]}
-    (folder / "tokenizer_config.json").write_text(json.dumps(config))
-
-    other = _Two(folder, cache, "--page-size", "16")
-    for code, said in other.end():
-        assert (code, "--page-size is 16 in process 1 and 32 in the first" in said) == (2, True), said
-
-    two = _Two(folder, cache)
-    two.wait_until_ready()
-    reference = Reference(shallow_target, kept)
-    with reference.engine:
-        asks = [reference.any_ask(rng, length, i % 2 == 1) for i, length in enumerate((1, 16, 9, 12))]
-    cut = threading.Thread(target=lambda: [_answer(two.url, ask, is_cut=True) for ask in asks])
-    cut.start()
-    answers = [_answer(two.url, ask) for ask in asks]
-    cut.join(PATIENCE)
-    assert answers == [reference.answer(ask).token_ids for ask in asks]
-    two.processes[1].send_signal(signal.SIGTERM)
-    ends = two.end()
-    assert [code for code, _ in ends] == [0, 0], ends
-
-    for killed, name in ((1, "process 1"), (0, "the first process")):
-        two = _Two(folder, cache)
+    with Several(folder, cache, changes=["--page-size", "16"]) as other:
+        for code, said in other.end():
+            assert (code, "--page-size is 16 in process 1 and 32 in the first" in said) == (2, True), said
+    with Several(folder, cache) as two:
         two.wait_until_ready()
-        two.processes[killed].kill()
-        begin = time.monotonic()
-        wait_until(lambda two=two: two.status("/ready") != 200)
-        ends = two.end()
-        code, said = ends[1 - killed]
-        assert (code, said.count(f"error: {name} has ended")) == (2, 1), ends
-        assert time.monotonic() - begin < 30
+        _storm(two, plain, rng)
+        two.processes[1].send_signal(signal.SIGTERM)
+        assert [code for code, _ in two.end()] == [0, 0]
+    with Several(folder, cache) as two:
+        two.wait_until_ready()
+        two.processes[0].kill()
+        [_, (code, said)] = two.end()
+        assert (code, said.count("error: the first process has ended")) == (2, 1), said
+
+
+@pytest.mark.slow
+def test_four_processes_serve_as_one_until_one_is_killed(
+    folder: Path, cache: Path, plain: Reference, rng: np.random.Generator
+) -> None:
+    with Several(folder, cache, mesh="data=2,tensor=2", count=4) as four:
+        four.wait_until_ready()
+        _storm(four, plain, rng)
+        clients = Clients(four.url, 4)
+        wait_until(lambda: clients.num_begun > 8)
+        four.processes[2].kill()
+        _check_the_end(four, [0, 1, 3], "process 2", clients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ids", [[0, 1, 1], [0, 2]])
+def test_a_wrong_number_of_processes_is_one_error_in_each(folder: Path, cache: Path, ids: list[int]) -> None:
+    """tests/train/test_processes.py has what the errors say."""
+    seconds = 60 if ids == [0, 1, 1] else 15  # so long that all come, however busy the machine is
+    prelude = f"from specserve import processes; processes.START_SECONDS = {seconds}; "
+    with Several(folder, cache, mesh="tensor=3", count=3, ids=ids, prelude=prelude) as wrong:
+        for code, said in wrong.end():
+            assert (code, said.count("error: coordinator"), "Traceback" in said) == (2, 1, False), said
+
+
+class Network:
+    """Two machines: namespaces of their own, whose links meet in a bridge here."""
+
+    def __init__(self) -> None:
+        self.name = f"sp{os.getpid()}"
+        self.addresses = [f"10.231.7.{number}" for number in (1, 2)]
+        self._run("link", "add", self.name, "type", "bridge")
+        self._run("addr", "add", "10.231.7.254/24", "dev", self.name)
+        self._run("link", "set", self.name, "up")
+        for number, address in enumerate(self.addresses):
+            space = f"{self.name}n{number}"
+            self._run("netns", "add", space)
+            self._run("link", "add", f"{self.name}l{number}", "type", "veth", "peer", "name", "eth0", "netns", space)
+            self._run("link", "set", f"{self.name}l{number}", "master", self.name, "up")
+            for link in ("lo", "eth0"):
+                self._run("-n", space, "link", "set", link, "up")
+            self._run("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
+            hosts = Path("/etc/netns", space, "hosts")  # as `ip netns exec` puts it in place: Gloo asks for its name
+            hosts.parent.mkdir(parents=True)
+            hosts.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+
+    def inside(self, number: int) -> list[str]:
+        return ["ip", "netns", "exec", f"{self.name}n{number}"]
+
+    def cut(self, number: int) -> None:
+        """Nothing comes from there any more, and nobody hears of it."""
+        self._run("link", "set", f"{self.name}l{number}", "down")
+
+    def remove(self) -> None:
+        for number in range(len(self.addresses)):
+            subprocess.run(["ip", "netns", "del", f"{self.name}n{number}"], check=False)
+            shutil.rmtree(f"/etc/netns/{self.name}n{number}", ignore_errors=True)
+        subprocess.run(["ip", "link", "del", self.name], check=False)
+
+    def _run(self, *words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    if os.geteuid() or not shutil.which("ip") or subprocess.run(["ip", "netns"], check=False).returncode:
+        pytest.skip("no network namespaces here: they need root and iproute2")
+    network = Network()
+    yield network
+    network.remove()
+
+
+@pytest.mark.slow
+def test_a_dead_machine_ends_the_server(folder: Path, cache: Path, network: Network) -> None:
+    """Nothing is heard from it any more, not even that its connections have ended."""
+    with Several(folder, cache, host=network.addresses[0], inside=network.inside) as two:
+        two.wait_until_ready()
+        clients = Clients(two.url, 4)
+        wait_until(lambda: clients.num_begun > 8)
+        network.cut(1)
+        _check_the_end(two, [0], "process 1", clients)

@@ -100,7 +100,7 @@ def test_parts_become_blocks_however_they_are_cut():
 
 def test_reasoning_and_calls_are_items_of_their_own(fake_engine):
     body = ResponsesBody.model_validate({"input": "x"})
-    usage = Usage(1, 0, 2, 0, 0)
+    usage = Usage(1, 0, 2, 0, 0, num_reasoning=1)
     spelled = ResponsesFormat(MODEL, body, ChatLogprobs(TokenTexts(fake_engine.tokenizer)))
     reply = spelled.reply([Answer(0, sum(PARTS, Part()), "tool_calls")], usage)
     assert [item["type"] for item in reply["output"]] == ["reasoning", "message", "function_call", "function_call"]
@@ -112,7 +112,7 @@ def test_reasoning_and_calls_are_items_of_their_own(fake_engine):
         "name": "f",
         "arguments": '{"a":1}',
     }
-    assert "reasoning_tokens" not in reply["usage"]["output_tokens_details"]
+    assert reply["usage"]["output_tokens_details"]["reasoning_tokens"] == 1
     for item in reply["output"]:
         item.pop("status")
     back = ResponsesBody.model_validate(

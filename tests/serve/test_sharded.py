@@ -28,3 +28,18 @@ def test_a_mesh_changes_no_token(model: str, text: str, ways: str, rng: np.rando
         asks = [reference.any_ask(rng, length, i % 2 == 1) for i, length in enumerate((1, 16, 37, 20, 9))]
         for ask, inbox in zip(asks, run(engine, asks), strict=True):
             reference.check(ask, inbox)
+
+
+@pytest.mark.parametrize(
+    ("text", "way"),
+    [("expert=4", "off"), pytest.param("data=2,expert=2", "chain:2", marks=pytest.mark.slow)],
+)
+def test_each_device_steps_its_own_sequences(text: str, way: str) -> None:
+    """Along `expert` as along `data`: what a device computes in a step of four sequences over four devices is less than
+    twice what it computes for one, of which every device does all but the experts. Once it was four times as much."""
+    mesh = mesh_of(text)
+    runner = make_runner(spread_target("experts", mesh), spread_head("experts", mesh), way, mesh=mesh)
+    tree, width = runner.shapes.trees[-1], runner.shapes.widths[-1]
+    steps = (runner._step(slots, tree, width).lower().compile() for slots in ((0,), (0, 1, 2, 3)))
+    one, four = (step.cost_analysis()["flops"] for step in steps)
+    assert one * 0.9 < four < 2 * one

@@ -22,7 +22,7 @@ models = types.SimpleNamespace(name="fake")
 sys.modules["specserve.serve.launch"] = types.SimpleNamespace(
     Models=None,
     load_models=lambda target, draft, **settings: models,
-    make_engine=lambda models, run, on_warmup, leader: FakeEngine(),
+    make_engine=lambda models, run, on_warmup, leader, watcher: FakeEngine(),
     make_follower=None,
 )
 from specserve.cli.main import main

@@ -215,6 +215,30 @@ def test_reasoning_is_shown_asked_for_and_left_out(engine, client, http):
     assert assert_refused(http.post("/chat/completions", json=body))["param"] == "reasoning_effort"
 
 
+def test_reasoning_tokens_are_those_between_the_marks(engine, client):
+    """Whole and streamed, shown and left out, of all choices together, and in the Responses API; a token is a byte."""
+    own = len(THOUGHT.strip().removeprefix("<think>").removesuffix("</think>"))
+    for says, expected in [
+        (f"{THOUGHT}Hello.", own),
+        ("<think>Où? " + "é" * 30, len(("Où? " + "é" * 30).encode())),  # never ends
+        ("Hello <think> no </think>", 0),
+        (SAID, own),
+    ]:
+        engine.says = says
+        for fields in ({}, {"include_reasoning": False}, {"n": 2}, {"stop": ["xyz"]}):
+            chat: Json = ASK | {"extra_body": fields}
+            whole = client.chat.completions.create(**chat).usage
+            *_, last = client.chat.completions.create(**chat, stream=True, stream_options={"include_usage": True})
+            details = whole.completion_tokens_details
+            assert details == last.usage.completion_tokens_details
+            assert details.reasoning_tokens == expected * fields.get("n", 1)
+        asked: Json = {"model": MODEL, "input": "hi"}
+        whole = client.responses.create(**asked)
+        *_, last = client.responses.create(**asked, stream=True)
+        assert whole.usage == last.response.usage
+        assert whole.usage.output_tokens_details.reasoning_tokens == expected
+
+
 def _function(**fields: Any) -> Json:
     return {"tools": [{"type": "function", "function": {"name": "x"} | fields}]}
 
@@ -293,21 +317,26 @@ def test_formats_are_chosen_by_the_template():
     assert (named.tool_format and named.tool_format.name, named.reasoning) == ("glm", "mistral")
 
 
-def _answered(name: str, text: str) -> Any:
-    """What a server of that family tells of an answer of this text, token by token."""
+def _answered(name: str, text: str, stop: str = "never") -> tuple[Any, int]:
+    """What a server of that family tells of an answer of this text, token by token, and the tokens of reasoning."""
     tokenizer = load(name)
     syntax = AnswerSyntax(tokenizer, "auto", "auto")
     body = check_body(ChatBody, {"messages": USER, "tools": [WEATHER]})
     question = syntax.question(body)
     prompt = tokenizer.render_chat(template_messages(body.messages), tools=question.tools)
-    params, make_parser = syntax.reading(body, question, prompt, SamplingParams())
+    params, make_parser = syntax.reading(body, question, prompt, SamplingParams(stop=(stop,)))
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     request = Request(
         "0", tuple(prompt), params, len(token_ids), 0, on_delta=lambda _: None, stop_ids=tokenizer.end_ids
     )
     stream, parser = OutputStream(request, tokenizer), make_parser()
-    pieces = [parser.push(stream.push([token_id]).text) for token_id in token_ids]
-    return joined([*pieces, parser.finish()])
+    deltas = [stream.push([token_id]) for token_id in token_ids]
+    part = joined([*(parser.push(delta.text, delta.num_chars) for delta in deltas), parser.finish()])
+    whole = make_parser()
+    whole.push("".join(delta.text for delta in deltas), [num for delta in deltas for num in delta.num_chars])
+    whole.finish()
+    assert whole.num_reasoning_tokens == parser.num_reasoning_tokens
+    return part, parser.num_reasoning_tokens
 
 
 @pytest.mark.parametrize("name", ["deepseek-r1", "gpt-oss", "llama-3", "qwen2.5", "qwen3"])
@@ -329,9 +358,11 @@ def test_what_a_template_writes_is_read_back(name):
     else:
         thought = ""
     assert text.startswith(prompt)
-    part = _answered(name, text.removeprefix(prompt))
+    part, num_reasoning_tokens = _answered(name, text.removeprefix(prompt))
     assert calls_of(part) == [("weather", ARGUMENTS)]
     assert (part.content, part.reasoning) == ("", thought)
+    between = "\n\n" if name == "qwen3" else thought  # it writes the marks of reasoning also around none
+    assert num_reasoning_tokens == len(tokenizer.encode(between, add_special_tokens=False))
 
 
 def test_a_tools_message_has_its_tools_name():
@@ -348,10 +379,10 @@ def test_special_tokens_are_never_shown():
     broken = (
         "<|channel|>commentary to=functions.absent<|message|>{}<|end|><|start|>assistant<|channel|>final<|message|>x"
     )
-    part = _answered("gpt-oss", broken)
+    part, _ = _answered("gpt-oss", broken)
     assert part.tool_calls == ()
     assert "<|" not in part.content
-    part = _answered("deepseek-r1", "hm</think>x<｜tool▁call▁begin｜>y<｜tool▁calls▁end｜><｜User｜>z")
+    part, _ = _answered("deepseek-r1", "hm</think>x<｜tool▁call▁begin｜>y<｜tool▁calls▁end｜><｜User｜>z")
     assert (part.content, part.reasoning) == ("xyz", "hm")
     assert set(WRITERS) >= {"harmony", "deepseek"}
 

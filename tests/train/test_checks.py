@@ -27,6 +27,11 @@ MEASURED = {"patience": 2, "eval_every": 2}
         ({"accumulate": 3}, r"train\.batch_size is 4, which train\.accumulate 3 does not divide"),
         ({"mesh": "data=3"}, r"train\.batch_size / train\.accumulate is 4, no multiple of --mesh data=3"),
         ({"mesh": "data=4", "accumulate": 2}, r"train\.accumulate is 2, no multiple of --mesh data=4"),
+        (
+            {"mesh": "data=2,expert=4"},
+            r"train\.batch_size / train\.accumulate is 4, no multiple of --mesh data=2 x expert=4; change one",
+        ),
+        ({"mesh": "expert=3"}, r"train\.accumulate is 4, no multiple of --mesh expert=3; change one"),
         ({"mesh": "sequence=5"}, r"train\.seq_len is 32, no multiple of --mesh sequence=5"),
         ({"budget": "soon"}, r"expected a time such as 2h"),
         ({"budget": "2h", "features": CaptureSettings(capture="there")}, r"with --capture give --max-steps"),

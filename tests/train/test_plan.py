@@ -2,19 +2,25 @@
 
 import dataclasses
 import math
+import re
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 import tiny
+from jax.sharding import Mesh
+from spread import mesh_of
 
 from specserve import config
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import BUNDLED
 from specserve.checkpoints.tensors import write_json
+from specserve.devices import DEVICES
 from specserve.drafters.dflash import learn, start
 from specserve.drafters.dflash.drafter import DFlash
 from specserve.drafters.door import Rollout, Rows
@@ -22,18 +28,21 @@ from specserve.drafters.eagle3.drafter import Eagle3
 from specserve.drafters.words import KindName
 from specserve.errors import ConfigError
 from specserve.kernels import rows
+from specserve.mesh import whole
 from specserve.models.families import model_config
 from specserve.models.params import abstract
 from specserve.models.presets import PRESETS
+from specserve.models.sharding import place_target
 from specserve.models.target import target_spec
 from specserve.speculative.vocab import DraftVocab
 from specserve.train import chunked_loss
+from specserve.train.exchange import span, step_exchanges
 from specserve.train.flops import step_flops
 from specserve.train.optimizer import make_optimizer
 from specserve.train.plan import Plan, find_config, make_plan
 from specserve.train.recipe import recipe
 from specserve.train.settings import CaptureSettings, DraftSettings, TrainRun, TrainSettings
-from specserve.train.step import LossConfig, TrainState, make_step
+from specserve.train.step import LossConfig, TrainState, make_step, place_rows, place_state
 
 WIDE = tiny.TARGET | {
     "vocab_size": 4096,
@@ -63,7 +72,13 @@ def _whole_loops(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _lowered(
-    raw: dict[str, Any], rollout: Rollout, *, blocks: DraftSettings | None = None, **flags: Any
+    raw: dict[str, Any],
+    rollout: Rollout,
+    *,
+    blocks: DraftSettings | None = None,
+    mesh: Mesh | None = None,
+    shape: tuple[int, int] = (BATCH, SEQ),
+    **flags: Any,
 ) -> tuple[Any, LossConfig]:
     """The step of an EAGLE-3 head, or of one that fills blocks, which has the rest of the flags for its losses."""
     target = model_config(raw, dtype="float32")
@@ -76,14 +91,24 @@ def _lowered(
     optimizer = make_optimizer(TrainSettings())
     params = abstract(draft.spec(), "float32")
 
-    def array(shape: tuple[int, ...], dtype: Any) -> Any:
-        return jax.ShapeDtypeStruct(shape, dtype)
+    def array(shape: tuple[int, ...], dtype: Any, place: Any = None) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=place or whole(mesh))
+
+    def placed(tree: Any, places: Any) -> Any:
+        return jax.tree.map(lambda x, place: array(x.shape, x.dtype, place), tree, places) if places else tree
 
     state = TrainState(params, jax.eval_shape(optimizer.init, params), array((), jnp.int32))
-    batch = Rows(*(array((BATCH, SEQ), dtype) for dtype in (jnp.int32, jnp.bool_, jnp.int32, jnp.int32)))
-    step: Any = make_step(loss, optimizer)
-    arguments = abstract(target_spec(target), "float32"), DraftVocab(array((draft.draft_vocab_size,), jnp.int32)), batch
-    return step.lower(state, *arguments, array((), jnp.float32)), loss
+    spec, types = target_spec(target), (jnp.int32, jnp.bool_, jnp.int32, jnp.int32)
+    batch = Rows(*(array(shape, dtype, place_rows(mesh, shape)) for dtype in types))
+    step: Any = make_step(loss, optimizer, mesh)
+    arguments = (
+        placed(state, place_state(draft, optimizer, mesh)),
+        placed(abstract(spec, "float32"), mesh and place_target(target, spec, mesh)),
+        DraftVocab(array((draft.draft_vocab_size,), jnp.int32)),
+        batch,
+        array((), jnp.float32),
+    )
+    return step.lower(*arguments), loss
 
 
 @pytest.mark.usefixtures("_whole_loops")
@@ -156,6 +181,115 @@ def test_operations_and_arguments_are_those_that_are_compiled(
     besides = sum(part.num_bytes for part in plan.memory) - stays
     assert 0.7 < besides / compiled.memory_analysis().temp_size_in_bytes < 1.4
     assert loss.drafter == plan.drafter.with_dtype("float32")
+
+
+MIXED = WIDE | {
+    "model_type": "qwen3_moe",
+    "num_hidden_layers": 2,
+    "head_dim": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts": 8,
+    "num_experts_per_tok": 4,  # half of them, which a CPU computes by having every expert compute all
+    "moe_intermediate_size": 128,
+    "norm_topk_prob": True,
+}
+
+
+@pytest.mark.usefixtures("_whole_loops")
+@pytest.mark.parametrize(
+    ("text", "smallest"),
+    [
+        ("expert=4", 4),
+        ("data=2,tensor=2,expert=2", 7),
+        pytest.param("data=8", 8, marks=pytest.mark.slow),
+        pytest.param("tensor=2,expert=4", 7, marks=pytest.mark.slow),
+        pytest.param("data=2,sequence=2,expert=2", 7, marks=pytest.mark.slow),
+        pytest.param("sequence=2,tensor=2,expert=2", 6, marks=pytest.mark.slow),
+    ],
+)
+def test_each_device_does_its_share(text: str, smallest: float) -> None:
+    """Within 3% of the operations that the compiled program has for a device, and of the bytes that it sends along
+    `data` and `expert`; and it is a share: with four devices along `expert` a quarter, which was once all. What is
+    added up along `tensor`, XLA's compiler for CPUs does not join into as few sums as others do, and of rows that are
+    cut it sends its own choice."""
+    mesh, shape = mesh_of(text), (8, 128)
+    lowered, loss = _lowered(MIXED, Rollout(1, remat=True), mesh=mesh, shape=shape)
+    compiled, sizes = lowered.compile(), {"batch": shape[0], "seq": shape[1]}
+    models = loss.target, loss.drafter, loss.rollout
+    alone, spread = (step_flops(*models, **sizes, platform="cpu", mesh=each).total for each in (None, mesh))
+    flops = compiled.cost_analysis()["flops"]
+    assert flops == pytest.approx(spread.executed / mesh.size, rel=0.03)
+    assert spread.useful == alone.useful
+    assert flops < 1.03 * alone.executed / smallest
+
+    params = abstract(loss.drafter.spec(), "float32")
+    places = jax.tree.leaves(loss.drafter.place(mesh))
+    gradient = [4 * math.prod(p.shard_shape(x.shape)) for x, p in zip(jax.tree.leaves(params), places, strict=True)]
+    counted: Counter[tuple[str, ...]] = Counter()
+    for each in step_exchanges(*models, mesh, **sizes, gradient_bytes=sum(gradient)):
+        counted[tuple(axis for axis in each.axes if mesh.shape[axis] > 1)] += each.num_bytes
+    sent = _sent(compiled.as_text(), mesh)
+    for axes, size in counted.items() if mesh.shape["sequence"] == 1 else ():
+        assert size < 1.03 * sent[axes], axes
+        assert sent[axes] < (2.5 if "tensor" in axes else 1.03) * size, axes
+
+
+def _sent(program: str, mesh: Mesh) -> Counter[tuple[str, ...]]:
+    """The bytes that each device sends where collectives run in rings, by the axes along which it sends them."""
+    found: Counter[tuple[str, ...]] = Counter()
+    for line in program.splitlines():
+        match = re.search(r"= (.*?) (all-reduce|all-gather|reduce-scatter|collective-permute)(-start)?\(", line)
+        if match is None:
+            continue
+        arrays = re.findall(r"(f32|s32|u32|pred)\[([\d,]*)\]", match[1])
+        size = sum((1 if kind == "pred" else 4) * math.prod(map(int, filter(None, n.split(",")))) for kind, n in arrays)
+        group = _group(line, mesh.size)
+        strides = np.argwhere(np.isin(np.arange(mesh.size).reshape(mesh.devices.shape), group))
+        axes = tuple(axis for axis, index in zip(mesh.axis_names, strides.T, strict=True) if len(set(index)) > 1)
+        n = len(group)
+        times = {"all-reduce": 2 * (n - 1) / n, "all-gather": (n - 1) / n, "reduce-scatter": n - 1}
+        found[axes] += times.get(match[2], 1) * size
+    return found
+
+
+def _group(line: str, number: int) -> list[int]:
+    """The devices of a collective's first group."""
+    if pairs := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", line):
+        return [int(pairs[1]), int(pairs[2])]
+    if named := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", line):
+        sizes = {name: int(size) for name, size in re.findall(r"'(\w+)'=(\d+)", named[1])}
+        ids = np.arange(number).reshape(tuple(sizes.values()))
+        return ids[tuple(slice(None) if f"'{name}'" in named[2] else 0 for name in sizes)].flatten().tolist()
+    if listed := re.search(r"replica_groups=\{\{([\d,]+)\}", line):
+        return [int(each) for each in listed[1].split(",")]
+    tiled = re.search(r"replica_groups=\[(\d+),(\d+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", line)
+    if tiled is None:
+        return list(range(number))
+    ids = np.arange(number).reshape([int(each) for each in tiled[3].split(",")])
+    if tiled[4]:
+        ids = ids.transpose([int(each) for each in tiled[4].split(",")])
+    return ids.reshape(int(tiled[1]), int(tiled[2]))[0].tolist()
+
+
+def test_a_group_that_fits_no_host_goes_over_the_network() -> None:
+    """Devices along the last axis are neighbours."""
+    run = TrainRun(target="deepseek-v3", draft=DraftSettings(vocab_size=32000), mesh="tensor=8,expert=8")
+    plan = make_plan(run)
+    by_axis = {each.axes: each for each in plan.exchanges}
+    inner, outer = by_axis["expert",], by_axis["tensor",]
+    h100, v5p = (next(device for device in DEVICES if device.name.startswith(name)) for name in ("H100", "TPU v5p"))
+    assert (span(plan.mesh, inner.axes), span(plan.mesh, outer.axes)) == (8, 57)
+    near = sum(each.num_bytes for each in plan.exchanges if each.axes != outer.axes)
+    far = sum(each.num_bytes for each in plan.exchanges if each.axes == outer.axes)
+    assert plan.sending_seconds(h100) == pytest.approx(near / h100.link + far / h100.network)
+    assert plan.sending_seconds(v5p) == pytest.approx((near + far) / v5p.link)
+    whole = _plan(run, mesh="")
+    assert not whole.exchanges
+    assert whole.sending_seconds(h100) == 0
+    computing = plan.flops.total.executed / 64 / h100.peak
+    assert plan.positions / plan.positions_per_second(h100) == pytest.approx(computing + plan.sending_seconds(h100))
+    assert whole.positions_per_second(h100) < plan.positions_per_second(h100) < 64 * whole.positions_per_second(h100)
 
 
 def test_every_recipe_has_a_plan_that_fits(tmp_path: Path) -> None:

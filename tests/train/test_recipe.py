@@ -3,6 +3,7 @@ has a name or a config gets settings that a run takes."""
 
 import dataclasses
 import json
+import math
 import random
 from operator import attrgetter
 from pathlib import Path
@@ -149,3 +150,14 @@ def test_hours_are_those_of_the_device_that_was_found() -> None:
     assert found[0].train_hours > found[1].train_hours > found[3].train_hours
     assert found[1].answer_hours > found[2].answer_hours > found[3].answer_hours
     assert not outline(plan, "TPU v5 lite").is_found
+
+
+@pytest.mark.parametrize(
+    ("drafter", "block_size", "gamma"),
+    [("dflash", None, 4), ("dflash", 8, 4), ("dflash2", 16, 7), ("dspark", None, 4), ("dspark", 15, 7)],
+)
+def test_what_a_slot_counts_follows_from_the_block(drafter: str, block_size: int | None, gamma: float) -> None:
+    """As published heads of 7 and of 15 slots were trained; what is given wins."""
+    given: dict[str, Any] = {"drafter": drafter} | ({"draft.block_size": block_size} if block_size else {})
+    assert resolved(**given).train.rollout_decay == pytest.approx(math.exp(-1 / gamma), abs=0.005)
+    assert resolved(**given, **{"train.rollout_decay": 0.5}).train.rollout_decay == 0.5

@@ -4,6 +4,7 @@ import json
 import signal
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,8 @@ from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.train_state import StateStore
 from specserve.drafters.head import load_head
 from specserve.drafters.notes import read_notes
+from specserve.drafters.registry import KINDS
+from specserve.drafters.words import KindName
 from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import make_mesh
 from specserve.train.step import _seeds
@@ -78,6 +81,23 @@ def test_anchors_are_drawn_by_the_step(tmp_path: Path, tiny_target: Target) -> N
     _assert_same_head(stopped, tmp_path / "whole", tiny_target)
     seeds = [_seeds(jnp.int32(number), jnp.zeros((4, 32), jnp.int32)) for number in range(4)]
     assert len(np.unique(seeds)) == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "eagle3"])
+def test_a_killed_run_of_every_kind_goes_on(tmp_path: Path, tiny_target: Target, kind: KindName) -> None:
+    """What is drawn at random for a step, the best head and the optimiser's moments come back as they were."""
+    changes: dict[str, Any] = {"drafter": kind, "max_steps": 6, "eval_every": 2}
+    tiny_trainer(tmp_path / "whole", tiny_target, evaluator=NormEvaluator(), **changes).train()
+    killed = tmp_path / "killed"
+    process = start(tiny_target, killed, death="step 5", **changes)
+    output, _ = process.communicate()
+    assert process.returncode == -signal.SIGKILL, output
+    tiny_trainer(killed, tiny_target, evaluator=NormEvaluator(), resume=True, **changes).train()
+    assert curve(killed) == curve(tmp_path / "whole")
+    _assert_same_head(killed, tmp_path / "whole", tiny_target)
+    losses = [row["loss"] for row in metrics(killed) if row["loss"] is not None]
+    assert len(set(losses)) == 6
 
 
 @pytest.mark.slow

@@ -167,5 +167,5 @@ class DFlash:
         del target
         return model.taught_beside(output, self.config, hidden_states, logits, p)
 
-    def costs(self, rollout: Rollout, seq_len: int) -> Costs:
-        return costs.block_costs(self.config, rollout, seq_len)
+    def costs(self, rollout: Rollout, seq_len: int, mesh: Mesh | None = None) -> Costs:
+        return costs.block_costs(self.config, rollout, seq_len, mesh)

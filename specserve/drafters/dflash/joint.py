@@ -131,6 +131,12 @@ class JointSlots:
     ) -> None:
         self.heads, self.config, self.rows, self.vocab = heads, config, rows, vocab
         self.seq_lens, self.logits, self.states = seq_lens, logits, states
+        self._sure: list[jax.Array] = []  # depth x [batch] float32, log-probabilities
+
+    @property
+    def confidence(self) -> jax.Array | None:  # [batch, depth] float32
+        """See `tree.Proposal`, of the depths whose candidates were asked for. A level's first node is its best."""
+        return jnp.exp(jnp.stack(self._sure, axis=1)) if self._sure else None
 
     def candidates(self, level: jax.Array, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
         heads, at = self.heads, slice(depth - 1, depth)
@@ -143,7 +149,9 @@ class JointSlots:
         if isinstance(heads, Markov) and heads.confidence is not None:
             given = heads.previous[level]
             each = jnp.broadcast_to(states, (*level.shape, states.shape[-1]))
-            best += jax.nn.log_sigmoid(confidences(heads.confidence, self.config, each, given))[..., None]
+            sure = jax.nn.log_sigmoid(confidences(heads.confidence, self.config, each, given))
+            self._sure.append(sure[:, 0])
+            best += sure[..., None]
         return best, token_ids
 
     def descend(self, level: jax.Array, parents: jax.Array, token_ids: jax.Array, depth: int) -> jax.Array:

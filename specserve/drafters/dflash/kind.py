@@ -1,5 +1,6 @@
 """How DFlash heads are made, and their files."""
 
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from jax.sharding import Mesh
 from specserve.checkpoints.load import Target
 from specserve.drafters.dflash import dialects, doctor, files, start
 from specserve.drafters.dflash.drafter import DFlash
+from specserve.drafters.dflash.repairs import list_repairs
 from specserve.drafters.door import Dialect, Head, TrainedDrafter
 from specserve.drafters.findings import Repair, Report
 from specserve.drafters.settings import ALL_TOKENS, DraftSettings
@@ -24,12 +26,15 @@ class DFlashKind:
 
     def __init__(self, name: KindName) -> None:
         self.name: KindName = name
-        # as the published heads of blocks of 8 were trained: exp(-1/4), and the rate whatever the target's width
-        self.suits: Mapping[str, Any] = {"train.rollout_decay": 0.78, "train.lr": 6e-4, "train.clip": 1.0}
         if name != "dflash":
             self.understands |= {"rank"}
-        if name == "dflash2":  # whose candidates are the target's tokens
-            self.suits = {**self.suits, "draft.vocab_size": ALL_TOKENS}
+
+    def suits(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        block_size = given.get("draft.block_size") or start.default_block_size(self.name)
+        num_slots = block_size - (self.name != "dspark")  # whose anchor's slot counts too
+        # as published heads were trained, the rate whatever the target's width
+        suits = {"train.rollout_decay": slot_decay(num_slots), "train.lr": 6e-4, "train.clip": 1.0}
+        return suits | ({"draft.vocab_size": ALL_TOKENS} if self.name == "dflash2" else {})
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
         return dialects.kind_named(raw) == self.name
@@ -68,11 +73,16 @@ class DFlashKind:
         return Head(DFlash(config), params, head.target_ids), changes
 
     def repairs(self, folder: Path, target: Target) -> list[Repair]:
-        del folder, target
-        return []
+        return list(list_repairs(folder, target))
 
     def examine(self, folder: Path, target: Target | None) -> Report:
         return doctor.examine(folder, target)
+
+
+def slot_decay(num_slots: int) -> float:
+    """What a slot counts in the loss over the one before it: exp(-1 / gamma), with the gammas of published heads, 4 for
+    7 slots and 7 for 15 (DFlash, arXiv 2602.06036), and on the line through both for other numbers."""
+    return round(math.exp(-1 / (4 + 3 / 8 * (num_slots - 7))), 2)
 
 
 def _own(drafter: TrainedDrafter) -> DFlash:

@@ -18,8 +18,8 @@ from specserve.drafters.dflash.config import DFlashConfig
 from specserve.drafters.dflash.model import DFlashParams, block_inputs, block_states, context_kv
 from specserve.drafters.door import Aims, Rollout, Rows, shift
 from specserve.kernels.anchors import Anchors, attend_anchors
-from specserve.kernels.rows import Documents, on_each_device, part_length
-from specserve.mesh import traced_mesh
+from specserve.kernels.rows import Documents, part_length
+from specserve.mesh import on_each_device, traced_mesh
 from specserve.models.attention import KV, Attention
 from specserve.models.target import TargetParams
 from specserve.pytree import pytree

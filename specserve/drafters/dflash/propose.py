@@ -1,5 +1,7 @@
 """The head's side of a step: one pass over a block below the root, and a tree of what its slots foresee."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 
@@ -22,12 +24,13 @@ def propose_tree(
     states = run_block(draft, target, config, pages, view, tree.depth)
     logits = block_logits(draft.params.output, config, target, states)
     heads = draft.params.markov or draft.params.selector
+    roots = view.root_ids[:, None]
     if heads is None:
-        slots = Marginals(view.rows, draft.vocab, view.seq_lens, logits)
-    else:
-        normed = rms_norm(states, draft.params.norm, config.backbone.norm_eps)
-        slots = JointSlots(heads, config, view.rows, draft.vocab, view.seq_lens, logits, normed)
-    return grow_tree(slots, tree, view.root_ids, view.root_ids[:, None])
+        return grow_tree(Marginals(view.rows, draft.vocab, view.seq_lens, logits), tree, view.root_ids, roots)
+    normed = rms_norm(states, draft.params.norm, config.backbone.norm_eps)
+    slots = JointSlots(heads, config, view.rows, draft.vocab, view.seq_lens, logits, normed)
+    proposal = grow_tree(slots, tree, view.root_ids, roots)
+    return dataclasses.replace(proposal, confidence=slots.confidence)
 
 
 def run_block(

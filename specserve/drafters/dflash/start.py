@@ -25,7 +25,13 @@ BLOCK_SIZE = 8
 MOST_LAYERS, FEWEST_TAPS = 5, 3
 MOST_RANK = 256
 CONV_TAPS, CONV_GROUP, SELECTOR_TOP_K = 2, 16, 16  # of published DFlash2 heads
+FEWEST_MORE = 3  # layers that a target must have beside as many as are tapped by default
 NAMES = Names(layer="layers.{i}", sinks="attention_sink_bias")  # of the published tensors
+
+
+def default_block_size(kind: KindName) -> int:
+    """A block of DSpark foresees as many tokens as one of the others: its anchor's slot counts too."""
+    return BLOCK_SIZE - 1 if kind == "dspark" else BLOCK_SIZE
 
 
 def new_config(kind: KindName, settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> DFlashConfig:
@@ -62,8 +68,7 @@ def new_config(kind: KindName, settings: DraftSettings, target: ModelConfig, dra
             f"draft.vocab_size {draft_vocab_size}: the selector of a dflash2 head knows all {target.vocab_size} tokens "
             "of the target; leave --vocab-size out"
         )
-    # a block of DSpark foresees as many tokens as one of the others: its anchor's slot counts too
-    block_size = settings.block_size or (BLOCK_SIZE - 1 if kind == "dspark" else BLOCK_SIZE)
+    block_size = settings.block_size or default_block_size(kind)
     rank = settings.rank or min(MOST_RANK, target.d_model // 2)
     joint: dict[str, Any] = {}
     if kind == "dspark":
@@ -89,7 +94,7 @@ def new_config(kind: KindName, settings: DraftSettings, target: ModelConfig, dra
 def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
     """Taps from layer 1 to the fourth from the end, evenly spread, as published heads have them. Raises ConfigError
     where the target has too few layers."""
-    if num_layers < num_taps + 3:
+    if num_layers < num_taps + FEWEST_MORE:
         raise ConfigError(f"a target of {num_layers} layers has no {num_taps} default taps; give draft.aux_layers")
     if num_taps == 1:
         return (num_layers // 2,)

@@ -94,5 +94,5 @@ class Eagle3(OnEagle):
         del target
         return model.draft_logits(output, self.config, hidden_states)
 
-    def costs(self, rollout: Rollout, seq_len: int) -> Costs:
-        return costs.rollout_costs(self.config, rollout, seq_len)
+    def costs(self, rollout: Rollout, seq_len: int, mesh: Mesh | None = None) -> Costs:
+        return costs.rollout_costs(self.config, rollout, seq_len, mesh)

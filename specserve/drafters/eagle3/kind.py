@@ -11,8 +11,8 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.door import Dialect, Head, TrainedDrafter
 from specserve.drafters.eagle import dialects, doctor, files, start
 from specserve.drafters.eagle.patient import EAGLE3, Patient
+from specserve.drafters.eagle.repairs import list_repairs
 from specserve.drafters.eagle3.drafter import Eagle3
-from specserve.drafters.eagle3.repairs import list_repairs
 from specserve.drafters.findings import Repair, Report
 from specserve.drafters.settings import DraftSettings
 from specserve.models.config import ModelConfig
@@ -21,8 +21,11 @@ from specserve.models.config import ModelConfig
 class Eagle3Kind:
     """See `door.Kind`, which says what each of these is for."""
 
-    suits: Mapping[str, Any] = {}
     understands = frozenset({"d_model", "norm_output", "fc_norm"})
+
+    def suits(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        del given
+        return {}
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
         stated = raw.get("architectures")

@@ -139,7 +139,7 @@ class Mixed:
         state = dataclasses.replace(state, head=head)
         if not tree.lookup:
             return state, proposal
-        proposal = dataclasses.replace(proposal, scores=None)  # a match has none
+        proposal = dataclasses.replace(proposal, scores=None, confidence=None)  # a match has none
         match = self.lookup.find(state.lookup, view, tree)
         is_preferred = prefers_match(take_rows(state.gains, view.slots), match)
         return state, choose(is_preferred, graft(_as_proposal(view, match), proposal), proposal)

@@ -162,5 +162,5 @@ class Mtp:
     ) -> None:
         del output, target, hidden_states, logits, p
 
-    def costs(self, rollout: Rollout, seq_len: int) -> Costs:
-        return costs.rollout_costs(self.config, rollout, seq_len)
+    def costs(self, rollout: Rollout, seq_len: int, mesh: Mesh | None = None) -> Costs:
+        return costs.rollout_costs(self.config, rollout, seq_len, mesh)

@@ -86,7 +86,7 @@ def load(folder: Path, target: Target, *, dtype: str, mesh: Mesh | None) -> tupl
     names, where = tensors.names(), folder / CONFIG
     name_of, spec = name_in(names, config.layout), draft_spec(config)
     skipped: dict[str, str] = {}
-    if _is_whole(names, config.layer):
+    if is_whole(names, config.layer):
         if (count := num_carried(read_json(where))) > 1:
             logger.warning(
                 "%s: the first of its %d layers of multi-token prediction runs at every depth", folder, count
@@ -189,14 +189,14 @@ def shared_tables(target: ModelConfig, layout: Layout) -> dict[str, str]:
 
 def own_names(names: frozenset[str], config: MtpConfig) -> frozenset[str]:
     """The tensors of a folder that are the layer's: all of them, unless it holds a whole target."""
-    if not _is_whole(names, config.layer):
+    if not is_whole(names, config.layer):
         return names
     name_of = name_in(names, config.layout)
     prefixes = tuple(f"{name_of(prefix)}." for prefix in config.layout.prefixes)
     return frozenset(name for name in names if name.startswith(prefixes))
 
 
-def _is_whole(names: frozenset[str], target: ModelConfig) -> bool:
+def is_whole(names: frozenset[str], target: ModelConfig) -> bool:
     """Whether the tensors are those of a whole target."""
     return renamer(names)(target.names.norm) in names
 

@@ -12,6 +12,7 @@ from specserve.drafters.door import Dialect, Head, TrainedDrafter
 from specserve.drafters.findings import Repair, Report
 from specserve.drafters.mtp import doctor, files, layouts, start
 from specserve.drafters.mtp.drafter import Mtp
+from specserve.drafters.mtp.repairs import list_repairs
 from specserve.drafters.settings import ALL_TOKENS, DraftSettings
 from specserve.models.config import ModelConfig
 
@@ -20,7 +21,10 @@ class MtpKind:
     """See `door.Kind`, which says what each of these is for."""
 
     understands = frozenset({"d_model"})
-    suits: Mapping[str, Any] = {"draft.vocab_size": ALL_TOKENS, "train.rollout": 3, "train.rollout_decay": 0.6}
+
+    def suits(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        del given
+        return {"draft.vocab_size": ALL_TOKENS, "train.rollout": 3, "train.rollout_decay": 0.6}
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
         return layouts.is_named(raw)
@@ -55,8 +59,7 @@ class MtpKind:
         return Head(Mtp(config), params, head.target_ids), changes
 
     def repairs(self, folder: Path, target: Target) -> list[Repair]:
-        del folder, target
-        return []
+        return list(list_repairs(folder, target))
 
     def examine(self, folder: Path, target: Target | None) -> Report:
         return doctor.examine(folder, target)

@@ -97,5 +97,5 @@ class PEagle(OnEagle):
         del target
         return draft_logits(output, self.network, hidden_states)
 
-    def costs(self, rollout: Rollout, seq_len: int) -> Costs:
-        return costs.slot_costs(self.config, rollout, seq_len)
+    def costs(self, rollout: Rollout, seq_len: int, mesh: Mesh | None = None) -> Costs:
+        return costs.slot_costs(self.config, rollout, seq_len, mesh)

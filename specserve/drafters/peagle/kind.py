@@ -14,6 +14,7 @@ from specserve.drafters.eagle import files as eagle_files
 from specserve.drafters.findings import Repair, Report
 from specserve.drafters.peagle import dialects, doctor, files, learn, start
 from specserve.drafters.peagle.drafter import PEagle
+from specserve.drafters.peagle.repairs import list_repairs
 from specserve.drafters.settings import DraftSettings
 from specserve.models.config import ModelConfig
 
@@ -21,9 +22,12 @@ from specserve.models.config import ModelConfig
 class PEagleKind:
     """See `door.Kind`, which says what each of these is for."""
 
-    # slot d has r^d of the elements, and each element counts as much as any other
-    suits: Mapping[str, Any] = {"train.rollout_decay": learn.SHARE}
     understands = frozenset({"d_model", "fc_norm", "block_size", "mask_token"})
+
+    def suits(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
+        del given
+        # slot d has r^d of the elements, and each element counts as much as any other
+        return {"train.rollout_decay": learn.SHARE}
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
         return dialects.is_named(raw)
@@ -65,8 +69,7 @@ class PEagleKind:
         return Head(slim, replace(head.params, network=params), head.target_ids), changes
 
     def repairs(self, folder: Path, target: Target) -> list[Repair]:
-        del folder, target
-        return []
+        return list(list_repairs(folder, target))
 
     def examine(self, folder: Path, target: Target | None) -> Report:
         return doctor.examine(folder, target)

@@ -1,6 +1,7 @@
 """/v1/load_draft and /v1/speculation: another draft head, and another way to speculate, for a server that goes on
 serving."""
 
+import asyncio
 from typing import Annotated
 
 from fastapi import FastAPI, Request
@@ -12,11 +13,11 @@ from specserve.serve.http.bodies import Body
 from specserve.serve.http.guard import read_body
 from specserve.serve.http.replies import Json
 from specserve.serve.http.service import Service
-from specserve.serve.http.threads import LARGE, in_thread
+from specserve.serve.http.threads import in_thread
 
 
 class LoadDraftBody(Body):
-    """POST /v1/load_draft: a folder on the server, as `specserve train` writes it."""
+    """POST /v1/load_draft: a folder on the server, as `specserve train` writes it; or "mtp", as for `--draft`."""
 
     draft: Annotated[str, Field(min_length=1, max_length=4096)]
 
@@ -45,7 +46,8 @@ def add_draft_routes(app: FastAPI, service: Service, *, is_allowed: bool) -> Non
     @app.post("/v1/load_draft")
     async def load_draft(http: Request) -> Json:
         check_permission()
-        return await in_thread(load, await read_body(http), size=LARGE)  # it takes seconds
+        # a thread of its own: where programs are compiled it takes minutes, and nobody else may wait for them
+        return await asyncio.to_thread(load, await read_body(http))
 
     @app.get("/v1/speculation")
     async def get_speculation() -> Json:

@@ -5,10 +5,11 @@ Owns the registry (one per app): the deltas of a sequence become counts, and the
 scraper asks. Knows nothing of HTTP.
 """
 
+import bisect
 import itertools
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, ProcessCollector
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
@@ -86,11 +87,8 @@ class Metrics:
         self._first_token = self._histogram(
             "vllm:time_to_first_token_seconds", "Submission to first token.", _FIRST_TOKEN_BUCKETS
         )
-        self._inter_token = self._histogram(
-            "vllm:inter_token_latency_seconds",
-            "Gap between deltas, divided evenly over the tokens of the later one.",
-            _INTER_TOKEN_BUCKETS,
-        )
+        self._inter_token = TokenGaps(model_name)
+        self.registry.register(self._inter_token)
         self._latency = self._histogram(
             "vllm:e2e_request_latency_seconds", "Submission to the end of a sequence.", _LATENCY_BUCKETS
         )
@@ -131,8 +129,7 @@ class Metrics:
         if is_first:
             self._first_token.observe(seconds)
         else:
-            for _ in range(num_tokens):
-                self._inter_token.observe(seconds / num_tokens)
+            self._inter_token.observe(seconds, num_tokens)
 
     def _observe_end(self, delta: Delta, num_tokens: int, seconds: float) -> None:
         self._num_finished.labels(self._model_name, str(delta.finish_reason)).inc()
@@ -161,6 +158,35 @@ class Metrics:
         return Histogram(name, text, ["model_name"], buckets=buckets, registry=self.registry).labels(self._model_name)
 
 
+class TokenGaps(Collector):
+    """Gaps between tokens. There is one at every token, so it is counted without the locks of a `Histogram`, by the
+    event loop alone."""
+
+    def __init__(self, model_name: str) -> None:
+        self._model_name = model_name
+        self._numbers, self._seconds = [0] * (len(_INTER_TOKEN_BUCKETS) + 1), 0.0
+
+    def observe(self, seconds: float, num_tokens: int) -> None:
+        """The gap before a delta, divided evenly over its tokens."""
+        self._numbers[bisect.bisect_left(_INTER_TOKEN_BUCKETS, seconds / num_tokens)] += num_tokens
+        self._seconds += seconds
+
+    def collect(self) -> Iterator[Metric]:
+        text = "Gap between deltas, divided evenly over the tokens of the later one."
+        name = "vllm:inter_token_latency_seconds"
+        yield _histogram(name, text, self._model_name, _INTER_TOKEN_BUCKETS, self._numbers, self._seconds)
+
+
+def _histogram(
+    name: str, text: str, model_name: str, bounds: Sequence[float], numbers: Sequence[int], total: float
+) -> Metric:
+    """A histogram of the numbers in each bucket; the last one has no bound."""
+    family = HistogramMetricFamily(name, text, labels=["model_name"])
+    names = map(floatToGoString, (*bounds, math.inf))
+    family.add_metric([model_name], list(zip(names, itertools.accumulate(numbers), strict=True)), total)
+    return family
+
+
 class EngineCollector(Collector):
     """Reads the engine's state at the moment of a scrape."""
 
@@ -174,6 +200,7 @@ class EngineCollector(Collector):
         yield self._gauge("vllm:num_requests_running", "Sequences in a slot.", stats.num_running)
         yield self._gauge("vllm:num_requests_waiting", "Sequences that wait for a slot or pages.", stats.num_waiting)
         yield self._gauge("vllm:kv_cache_usage_perc", "Pages that running sequences hold; 1 is all of them.", usage)
+        yield self._gauge("vllm:gpu_cache_usage_perc", "The same under its former name, which routers read.", usage)
         yield self._gauge("specserve:pages", "Pages of the cache.", stats.num_pages)
         yield self._gauge("specserve:pages_cached", "Pages in the prefix cache, held or idle.", stats.num_pages_cached)
         yield self._gauge(
@@ -184,6 +211,17 @@ class EngineCollector(Collector):
             "Tokens emitted over what plain steps of the same measured cost would have emitted.",
             stats.estimated_speedup,
         )
+        yield self._counter(
+            "specserve:confidence_promised_tokens",
+            "Draft tokens that the head's confidence expected to be accepted.",
+            stats.num_promised,
+        )
+        yield self._counter("specserve:confidence_kept_tokens", "Of them, accepted.", stats.num_kept)
+        yield self._gauge(
+            "specserve:confidence_trust",
+            "How much of the head's confidence the choice of trees takes over; 0 is nothing.",
+            stats.confidence_trust,
+        )
         yield self._gauge(
             "specserve:seconds_in_step", "Age of the step that is being waited for.", stats.seconds_in_step
         )
@@ -191,6 +229,8 @@ class EngineCollector(Collector):
             "vllm:prefix_cache_queries", "Prompt tokens looked up in the prefix cache.", stats.num_prefix_queries
         )
         yield self._counter("vllm:prefix_cache_hits", "Prompt tokens found there.", stats.num_prefix_hits)
+        for name, value in (("queries", stats.num_prefix_queries), ("hits", stats.num_prefix_hits)):
+            yield self._counter(f"vllm:gpu_prefix_cache_{name}", "The same under its former name.", value)
         yield self._counter("vllm:num_preemptions", "Sequences sent back to the queue.", stats.num_preemptions)
         yield self._counter("specserve:rebuilds", "Rebuilt caches after a device error.", stats.num_rebuilds)
         yield self._counter("specserve:busy_seconds", "Of the engine's thread, with work to do.", stats.busy_seconds)
@@ -212,13 +252,8 @@ class EngineCollector(Collector):
         yield info
 
     def _round_sizes(self, stats: EngineStats) -> Metric:
-        family = HistogramMetricFamily(
-            "vllm:iteration_tokens_total", "Prompt and new tokens of a round.", labels=["model_name"]
-        )
-        bounds = map(floatToGoString, (*ROUND_SIZES, math.inf))
-        buckets = list(zip(bounds, itertools.accumulate(stats.round_sizes), strict=True))
-        family.add_metric([self._model_name], buckets, stats.num_round_tokens)
-        return family
+        name, text = "vllm:iteration_tokens_total", "Prompt and new tokens of a round."
+        return _histogram(name, text, self._model_name, ROUND_SIZES, stats.round_sizes, stats.num_round_tokens)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
         family = GaugeMetricFamily(name, text, labels=["model_name"])

@@ -45,7 +45,14 @@ class Part:
 class AnswerParser(Protocol):
     """Splits the text of one answer. What cannot be told apart yet is held back, until more text comes."""
 
-    def push(self, text: str) -> Part: ...
+    @property
+    def num_reasoning_tokens(self) -> int:
+        """The tokens whose text begins in what has been read as reasoning, its marks left out."""
+        ...
+
+    def push(self, text: str, num_chars: Sequence[int] = ()) -> Part:
+        """More text, and how many characters each more token has settled of that and of what is to come."""
+        ...
 
     def finish(self) -> Part:
         """The answer has ended: what is still held back."""
@@ -58,7 +65,9 @@ MakeParser = Callable[[], AnswerParser]
 class PlainText:
     """All text is content."""
 
-    def push(self, text: str) -> Part:
+    num_reasoning_tokens = 0
+
+    def push(self, text: str, num_chars: Sequence[int] = ()) -> Part:  # noqa: ARG002
         return Part(text)
 
     def finish(self) -> Part:

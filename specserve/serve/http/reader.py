@@ -6,6 +6,7 @@ become something else is held back.
 """
 
 import re
+from collections import deque
 from collections.abc import Callable, Collection, Generator, Mapping, Sequence
 from typing import Any, TypeVar
 
@@ -54,6 +55,8 @@ class Reader:
         is_parallel: bool = True,  # else only the first call is told
     ) -> None:
         self.rest = ""
+        self.num_taken = 0  # characters
+        self.thoughts: list[tuple[int, int]] = []  # of the characters taken, the stretches that are reasoning
         self.is_whole = False  # no more text will come
         self.tools = tools
         self._hidden = tuple(hidden)
@@ -72,7 +75,8 @@ class Reader:
             self._parts.append(Part(said))
 
     def think(self, text: str) -> None:
-        """It is reasoning."""
+        """What was taken last is reasoning."""
+        self.thoughts.append((self.num_taken - len(text), self.num_taken))
         said = self._reasoning.push(text)
         if said and self._keeps_reasoning:
             self._parts.append(Part(reasoning=said))
@@ -116,6 +120,7 @@ class Reader:
 
     def take(self, num_chars: int) -> str:
         taken, self.rest = self.rest[:num_chars], self.rest[num_chars:]
+        self.num_taken += len(taken)
         return taken
 
     def until(self, marks: Sequence[str], say: Say) -> Reading[str]:
@@ -188,16 +193,33 @@ class AnswerReader:
     def __init__(self, read: Callable[[Reader], Reading[None]], reader: Reader) -> None:
         self._reader = reader
         self._reading = read(reader)
+        self._num_chars = 0  # of all tokens
+        self._begins: deque[int] = deque()  # of tokens whose text is not read yet, by characters of the answer
+        self._num_reasoning_tokens = 0
 
-    def push(self, text: str) -> Part:
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._num_reasoning_tokens
+
+    def push(self, text: str, num_chars: Sequence[int] = ()) -> Part:
+        for each in num_chars:
+            self._begins.append(self._num_chars)
+            self._num_chars += each
         self._reader.rest += text
         next(self._reading)
-        return self._reader.told()
+        return self._told()
 
     def finish(self) -> Part:
         self._reader.is_whole = True
         for _ in self._reading:
             raise AssertionError("a format asks for text where there is no more")
+        return self._told()
+
+    def _told(self) -> Part:
+        while self._begins and self._begins[0] < self._reader.num_taken:
+            at = self._begins.popleft()
+            self._num_reasoning_tokens += any(begin <= at < end for begin, end in self._reader.thoughts)
+        self._reader.thoughts.clear()  # later tokens begin later
         return self._reader.told()
 
 

@@ -7,8 +7,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Protocol
 
-from fastapi.sse import format_sse_event
-
 from specserve.serve.http.drafts import DraftFormat, TokenOrigin
 from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from specserve.serve.http.parts import Part, ToolCallPart
@@ -26,9 +24,9 @@ def error_body(message: str, kind: str, *, param: str | None = None, code: str |
 
 
 def event(payload: Json | str, name: str | None = None) -> bytes:
-    """One server-sent event."""
+    """One server-sent event. JSON has no line breaks, so it is one line of data."""
     text = payload if isinstance(payload, str) else _JSON.encode(payload)
-    return format_sse_event(data_str=text, event=name)
+    return f"event: {name}\ndata: {text}\n\n".encode() if name else f"data: {text}\n\n".encode()
 
 
 @dataclass(frozen=True)
@@ -68,6 +66,7 @@ class Usage:
     num_completion: int
     num_accepted: int  # draft tokens
     num_rejected: int
+    num_reasoning: int = 0  # of the completion
     metrics: Json | None = None  # how the one sequence of the reply fared, where the server tells (`request_metrics`)
 
     def counts(self) -> Json:
@@ -82,6 +81,7 @@ class Usage:
         return self.counts() | {
             "prompt_tokens_details": {"cached_tokens": self.num_cached},
             "completion_tokens_details": {
+                "reasoning_tokens": self.num_reasoning,
                 "accepted_prediction_tokens": self.num_accepted,
                 "rejected_prediction_tokens": self.num_rejected,
             },
@@ -126,6 +126,8 @@ class OpenAIFormat:
         self._options = options or ReplyOptions()
         name = self._options.request_id or uuid.uuid4().hex
         self._head = {"id": f"{self.ID_PREFIX}-{name}", "created": int(time.time()), "model": model_name}
+        # what all chunks of a stream begin with, encoded once
+        self._chunk_head = _JSON.encode(self._head | {"object": self.CHUNK_KIND}).removesuffix("}")
         self._drafts_format = DraftFormat(logprobs.texts)
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
@@ -153,7 +155,8 @@ class OpenAIFormat:
         counts: Json = {}
         if self._options.include_usage:
             counts = {"usage": usage().counts() if self._options.continuous_usage else None}
-        return event(self._head | {"object": self.CHUNK_KIND, "choices": [choice]} | counts | (more or {}))
+        told = _JSON.encode({"choices": [choice]} | counts | (more or {}))
+        return event(f"{self._chunk_head},{told.removeprefix('{')}")
 
     def _end_of(self, answer: Answer, logprobs: Json | None) -> Json:
         """What every choice says at its end, and in a stream also before it."""

@@ -157,13 +157,10 @@ class ResponsesFormat:
         }
 
     def _usage(self, usage: Usage) -> Json:
-        details = usage.as_json()["completion_tokens_details"]
-        if not any(block.kind == "reasoning" for block in self._blocks.blocks):
-            details |= {"reasoning_tokens": 0}  # else nobody has counted them
         return {
             "input_tokens": usage.num_prompt,
             "input_tokens_details": {"cached_tokens": usage.num_cached},
             "output_tokens": usage.num_completion,
-            "output_tokens_details": details,
+            "output_tokens_details": usage.as_json()["completion_tokens_details"],
             "total_tokens": usage.num_prompt + usage.num_completion,
         }

@@ -195,7 +195,7 @@ class Generation:
     def _piece(self, index: int, delta: Delta) -> Answer:
         """What a delta says of its choice."""
         choice = self._choices[index]
-        part = choice.parser.push(delta.text)
+        part = choice.parser.push(delta.text, delta.num_chars)
         if delta.finish_reason is not None:
             part += choice.parser.finish()
         choice.has_calls = choice.has_calls or bool(part.tool_calls)
@@ -227,7 +227,10 @@ class Generation:
         logprobs = tuple(item for delta in deltas for item in delta.logprobs)
         token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
         prompt = next((delta.prompt for delta in deltas if delta.prompt), ())
-        everything = dataclasses.replace(deltas[-1], text=text, logprobs=logprobs, token_ids=token_ids, prompt=prompt)
+        num_chars = tuple(num for delta in deltas for num in delta.num_chars)
+        everything = dataclasses.replace(
+            deltas[-1], text=text, logprobs=logprobs, token_ids=token_ids, prompt=prompt, num_chars=num_chars
+        )
         return dataclasses.replace(self._piece(index, everything), origins=self._origins(deltas))
 
     async def _deltas(self, *, is_idle_reported: bool = False) -> AsyncGenerator[tuple[int, Delta], None]:
@@ -267,6 +270,7 @@ class Generation:
             num_completion=sum(choice.num_tokens for choice in self._choices),
             num_accepted=total.num_accepted,
             num_rejected=total.num_draft_tokens - total.num_accepted,
+            num_reasoning=sum(choice.parser.num_reasoning_tokens for choice in self._choices),
             metrics=self._metrics_of_one(),
         )
 

@@ -1,15 +1,13 @@
 // One answer: its steps, its tokens coloured by where they come from, and its figures.
 
-import { figures, make, number, plural } from "./dom.js";
-
-export const MOST_DEPTH = 5; // deeper ones share its colour
-
-const origin = (depth) => (depth ? `accepted at depth ${depth}` : "drawn by the target itself");
+import { Blocks } from "./blocks.js";
+import { figures, number, plural } from "./dom.js";
 
 export class Answer {
   // `text` is the element that the tokens go to; `onStep` hears of the steps that are pointed at.
   constructor(text, onStep = () => {}) {
     this.text = text;
+    this.blocks = new Blocks(text);
     this.onStep = onStep;
     text.addEventListener("pointerover", (event) => {
       const step = event.target.closest?.("[data-step]");
@@ -20,30 +18,30 @@ export class Answer {
 
   reset() {
     this.steps = [];
-    this.content = "";
     this.tokens = [];
     this.depths = [];
     this.finish = null;
     this.start = performance.now();
-    this.text.replaceChildren();
+    this.blocks.reset();
   }
 
   // Takes the next step, which came after so many milliseconds.
   push(step, time = performance.now() - this.start) {
-    this.content += step.text;
     this.finish = step.finish ?? this.finish;
+    this.blocks.push(step, this.steps.length);
     if (!step.tokens.length) return;
-    const spans = step.tokens.map((token, i) =>
-      make("span", { "data-d": Math.min(step.depths[i], MOST_DEPTH), title: origin(step.depths[i]) }, token));
-    this.text.append(make("span", { "data-step": this.steps.length }, ...spans));
     this.tokens.push(...step.tokens);
     this.depths.push(...step.depths);
     this.steps.push({ ...step, time });
   }
 
   mark(index) {
-    this.text.querySelector(".marked")?.classList.remove("marked");
-    this.text.querySelector(`[data-step="${index}"]`)?.classList.add("marked");
+    this.text.querySelectorAll(".marked").forEach((group) => group.classList.remove("marked"));
+    this.text.querySelectorAll(`[data-step="${index}"]`).forEach((group) => group.classList.add("marked"));
+  }
+
+  get content() {
+    return this.blocks.content;
   }
 
   get numForwards() {

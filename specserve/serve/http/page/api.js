@@ -30,7 +30,7 @@ async function call(path, options = {}) {
 
 export const getJson = async (path) => (await call(path)).json();
 
-// The steps of an answer, as they come: {text, tokens, depths, tree, finish}.
+// The steps of an answer, as they come: {text, reasoning, calls, tokens, depths, tree, finish}.
 export async function* stream({ path, body }, signal) {
   const headers = { "Content-Type": "application/json" };
   const reply = await call(path, { method: "POST", headers, body: JSON.stringify(body), signal });
@@ -55,6 +55,8 @@ export async function* stream({ path, body }, signal) {
 
 const stepOf = (choice) => ({
   text: choice.text ?? choice.delta?.content ?? "",
+  reasoning: choice.delta?.reasoning_content ?? "",
+  calls: choice.delta?.tool_calls ?? [],
   tokens: choice.draft_depths?.tokens ?? [],
   depths: choice.draft_depths?.depths ?? [],
   tree: choice.tree ?? null,

@@ -15,6 +15,10 @@ const filled = (element, attributes, children) => {
 export const make = (tag, attributes = {}, ...children) => filled(document.createElement(tag), attributes, children);
 export const draw = (tag, attributes = {}, ...children) => filled(document.createElementNS(SVG, tag), attributes, children);
 
+export const MOST_DEPTH = 5; // deeper tokens share its colour
+
+export const origin = (depth) => (depth ? `accepted at depth ${depth}` : "drawn by the target itself");
+
 export const announce = (text) => ($("announce").textContent = text);
 
 export const plural = (number, word) => `${number} ${word}${number === 1 ? "" : "s"}`;

@@ -15,9 +15,18 @@ const EXAMPLES = [
   "What does `json.dumps` do?",
 ];
 
+const TOOLS = [{
+  type: "function",
+  function: {
+    name: "weather",
+    description: "The weather of a city today.",
+    parameters: { type: "object", properties: { city: { type: "string" } }, required: ["city"] },
+  },
+}];
+
 const panel = new TreePanel();
 const live = new Live($("live"));
-const views = { "tab-chat": new Chat(panel), "tab-race": new Race(panel, live) };
+const views = { "tab-chat": new Chat(panel, sendResults), "tab-race": new Race(panel, live) };
 let view = "tab-chat";
 let running = null; // the AbortController of what runs
 let language = "tab-curl";
@@ -38,28 +47,41 @@ function showControls() {
   $("again").hidden = isRace || Boolean(running) || !views["tab-chat"].messages.length;
 }
 
-async function send(text) {
-  if (running || !text.trim()) return;
+// Runs what `begin` sends; whether the server took it.
+async function run(begin) {
   const mine = (running = new AbortController());
-  lastText = text;
   say("");
-  if (view === "tab-chat") $("prompt").value = ""; // the next one may be typed meanwhile
   showControls();
   try {
     if (!served.model) await readModel();
-    const sent = views[view].send(text, mine.signal);
+    const sent = begin(mine.signal);
     showCode();
     await sent;
+    return true;
   } catch (error) {
     if (!(error instanceof ApiError)) throw error;
     say(error.message);
-    $("prompt").value ||= text;
     if (error.status === 401) openKey();
+    return false;
   } finally {
     if (running === mine) running = null;
     showControls();
     showCode();
   }
+}
+
+async function send(text) {
+  if (running || !text.trim()) return;
+  lastText = text;
+  if (view === "tab-chat") $("prompt").value = ""; // the next one may be typed meanwhile
+  const isTaken = await run((signal) => views[view].send(text, signal));
+  if (!isTaken) $("prompt").value ||= text;
+}
+
+async function sendResults(results, form) {
+  if (running) return;
+  form.hidden = true;
+  form.hidden = await run((signal) => views["tab-chat"].sendResults(results, signal));
 }
 
 const stop = () => running?.abort();
@@ -68,8 +90,13 @@ const stop = () => running?.abort();
 
 function showCode() {
   const text = $("prompt").value.trim();
-  const request = (!text && views[view].sent) || views[view].request(text || lastText);
-  $("code").textContent = language === "tab-curl" ? asCurl(request) : asPython(request);
+  try {
+    const request = (!text && views[view].sent) || views[view].request(text || lastText);
+    $("code").textContent = language === "tab-curl" ? asCurl(request) : asPython(request);
+  } catch (error) {
+    if (!(error instanceof ApiError)) throw error;
+    $("code").textContent = error.message;
+  }
   $("code").setAttribute("aria-labelledby", language);
 }
 
@@ -185,6 +212,10 @@ $("again").addEventListener("click", () => {
   $("prompt").focus();
 });
 $("copy").addEventListener("click", copy);
+$("tools-example").addEventListener("click", () => {
+  $("tools").value = JSON.stringify(TOOLS, null, 2);
+  showCode();
+});
 $("key-open").addEventListener("click", () => openKey($("key-form").hidden));
 $("key-form").addEventListener("submit", (event) => {
   event.preventDefault();
@@ -201,6 +232,7 @@ for (const text of EXAMPLES) {
 }
 
 if (!served.hasChat) $("prompt").placeholder = "Begin a text, and the model continues it";
+$("tools-box").hidden = !served.hasChat;
 $("key-open").hidden = !needsKey;
 $("metrics-link").hidden = needsKey; // a link cannot send the key
 showControls();

@@ -1,7 +1,7 @@
 // The body of a request, and the same request as curl and in Python.
 
 import { $ } from "./dom.js";
-import { needsKey } from "./api.js";
+import { ApiError, needsKey } from "./api.js";
 
 export const served = { model: null, hasChat: document.documentElement.dataset.hasChat === "true" };
 
@@ -10,6 +10,17 @@ const numberOf = (id, fallback) => {
   return Number.isNaN(value) ? fallback : value;
 };
 
+// The tools that the model may call, a JSON list. Throws where it is none.
+function tools() {
+  const text = $("tools").value.trim();
+  if (!text) return {};
+  try {
+    return { tools: JSON.parse(text) };
+  } catch (error) {
+    throw new ApiError(0, `The tools are not JSON: ${error.message}.`);
+  }
+}
+
 export function settings() {
   const speculation = $("speculation").value;
   return {
@@ -17,6 +28,7 @@ export function settings() {
     seed: Math.trunc(numberOf("seed", 0)),
     max_tokens: Math.trunc(numberOf("max-tokens", 200)),
     speculation: /^\d+$/.test(speculation) ? Number(speculation) : speculation,
+    ...(served.hasChat && tools()),
   };
 }
 

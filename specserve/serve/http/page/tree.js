@@ -1,7 +1,6 @@
 // Draws the tree that a step proposed: a column for each depth, the accepted path in the top row.
 
-import { MOST_DEPTH } from "./answer.js";
-import { $, draw, make, plural } from "./dom.js";
+import { $, MOST_DEPTH, draw, make, plural } from "./dom.js";
 
 const SMALLEST = 0.75, MOST_HELD = 166;
 const ROW = 26, HEIGHT = 20, GAP = 20, CHAR = 7.3, PAD = 7, EDGE = 2;

@@ -1,5 +1,5 @@
-"""What the files of an EAGLE-3 head might mean instead: slips of exports that no shape and no key tells, each as a
-change of the files that undoes it. Whether one helps is measured by running the head (`eval.trial`)."""
+"""What the files of a head on this network might mean instead: slips of exports that no shape and no key tells, each
+as a change of the files that undoes it. Whether one helps is measured by running the head (`eval.trial`)."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -10,6 +10,7 @@ from specserve.drafters.eagle import dialects
 from specserve.drafters.eagle.config import Eagle3Config, default_taps
 from specserve.drafters.eagle.patient import Patient
 from specserve.drafters.findings import Copy, Repair
+from specserve.drafters.mending import change, exchange
 from specserve.drafters.published import rope_keys
 from specserve.models.rope import plain_rope
 
@@ -74,43 +75,25 @@ def _heads(config: Eagle3Config, target_head_dim: int) -> Iterator[Repair]:
         yield Repair(f"its {queries} query channels are {queries // size} heads of {size}", _put(**heads))
 
 
-def _change(how: Callable[[np.ndarray], np.ndarray], *names: str) -> Callable[[Copy], None]:
-    """Change tensors, given by our own names."""
-
-    def fix(mended: Copy) -> None:
-        rename = dialects.renamer(frozenset(mended.tensors))
-        for stored in map(rename, names):
-            mended.tensors[stored] = np.ascontiguousarray(how(mended.tensors[stored]))
-
-    return fix
-
-
-def _exchange(one: str, other: str) -> Callable[[Copy], None]:
-    def fix(mended: Copy) -> None:
-        rename = dialects.renamer(frozenset(mended.tensors))
-        first, second = rename(one), rename(other)
-        mended.tensors[first], mended.tensors[second] = mended.tensors[second], mended.tensors[first]
-
-    return fix
-
-
 def _products(config: Eagle3Config) -> Iterator[Repair]:
     """Matrices of the first layer whose shape does not tell which way they are meant."""
     attention, mlp = "midlayer.self_attn", "midlayer.mlp"
     if config.num_heads * config.head_dim == config.d_model:
-        yield Repair("o_proj is stored transposed", _change(np.transpose, f"{attention}.o_proj.weight"))
+        yield Repair(
+            "o_proj is stored transposed", change(dialects.renamer, np.transpose, f"{attention}.o_proj.weight")
+        )
     gates = f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"
-    yield Repair("gate_proj and up_proj stand in each other's place", _exchange(*gates))
+    yield Repair("gate_proj and up_proj stand in each other's place", exchange(dialects.renamer, *gates))
     names = [f"{attention}.{name}_proj.weight" for name in "qkv"]
     yield Repair(
         "q, k and v take the hidden state first and the embedding second",
-        _change(lambda weight: np.roll(weight, config.d_model, axis=1), *names),
+        change(dialects.renamer, lambda weight: np.roll(weight, config.d_model, axis=1), *names),
     )
 
 
 def _norms() -> Iterator[Repair]:
     for (one, first), (other, second) in itertools.combinations(_NORMS.items(), 2):
-        yield Repair(f"{one} and {other} stand in each other's place", _exchange(first, second))
+        yield Repair(f"{one} and {other} stand in each other's place", exchange(dialects.renamer, first, second))
 
 
 def _tap_orders(config: Eagle3Config) -> Iterator[Repair]:
@@ -123,7 +106,7 @@ def _tap_orders(config: Eagle3Config) -> Iterator[Repair]:
         def reorder(weight: np.ndarray, order: tuple[int, ...] = order) -> np.ndarray:
             return weight.reshape(len(weight), len(order), -1)[:, order].reshape(weight.shape)
 
-        blocks = _change(reorder, "fc.weight")
+        blocks = change(dialects.renamer, reorder, "fc.weight")
         yield Repair(f"fc.weight takes the taps in the order {told}", blocks)
         if config.fc_norm:
 

@@ -1,0 +1,31 @@
+"""What the files of a P-EAGLE head might mean instead: what those of its network might, and another token in its masked
+slots. Whether one helps is measured by running the head (`eval.trial`)."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from specserve.checkpoints.load import Target
+from specserve.drafters.eagle import repairs
+from specserve.drafters.eagle.dialects import MASK_KEYS, mask_ids
+from specserve.drafters.eagle.patient import Patient
+from specserve.drafters.findings import Copy, Repair
+from specserve.drafters.mending import masks
+from specserve.drafters.peagle import dialects
+
+
+def list_repairs(folder: Path, target: Target) -> Iterator[Repair]:
+    """Everything that is worth a try."""
+    patient = Patient(folder, target, dialects.FAMILY)
+    yield from repairs.list_repairs(patient)
+    stated = next((i for i in mask_ids(patient.raw).values() if type(i) is int), -1)
+    for token in masks(target, stated):
+        yield Repair(f"masked slots hold token {token}", _put(token))
+
+
+def _put(token: int) -> Callable[[Copy], None]:
+    def fix(mended: Copy) -> None:
+        nested = mended.raw.get("dflash_config")
+        for place in (mended.raw, mended.layer, nested if isinstance(nested, dict) else {}):
+            place.update({key: token for key in MASK_KEYS if key in place})
+
+    return fix

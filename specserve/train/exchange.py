@@ -1,0 +1,139 @@
+"""How many bytes the devices of a mesh send each other in a training step, from shapes alone, and how long that takes.
+
+Bytes are what each device sends where collectives run in rings, as they do unless links allow better. Over p devices
+that is (p - 1) n for an all-gather of parts of n bytes and for a reduce-scatter whose results have n bytes, and 2 (p -
+1) / p n for an all-reduce of n bytes (Patarasu and Yuan 2009, Bandwidth optimal all-reduce algorithms). They are those
+of the present implementation, where what is summed in the end is sent once: XLA's compiler for CPUs sends the
+gradients of every rollout step by themselves. Keys and values along `sequence` are an estimate from above. What is
+less than a position's width, such as the sums of a softmax whose vocabulary is cut, is left out.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from jax.sharding import Mesh
+
+from specserve.drafters.door import Costs, Rollout, TrainedDrafter
+from specserve.mesh import LOGICAL_TO_MESH, MESH_AXES, num_parts, on_each_device
+from specserve.models.config import ModelConfig
+from specserve.train.teachers import TeacherName
+
+
+@dataclass(frozen=True)
+class Exchange:
+    """What each device sends to those that differ from it along some axes of the mesh, in one step."""
+
+    what: str
+    axes: tuple[str, ...]
+    num_bytes: int
+
+
+def step_exchanges(
+    target: ModelConfig,
+    draft: TrainedDrafter,
+    rollout: Rollout,
+    mesh: Mesh,
+    *,
+    batch: int,
+    seq: int,
+    gradient_bytes: int,  # of the head, on each device
+    accumulate: int = 1,
+    is_captured: bool = False,
+    teacher: TeacherName = "soft",
+) -> tuple[Exchange, ...]:
+    """Count what is sent in a step over `batch` rows of `seq` positions, axis by axis of the mesh."""
+    positions = batch * seq // (num_parts(mesh, "batch") * num_parts(mesh, "sequence"))
+    costs = draft.costs(rollout, seq)
+    found = [_gradient(mesh, gradient_bytes * accumulate), *_head(draft, costs, rollout, mesh, positions)]
+    if not is_captured:
+        found += [_experts(target, mesh, positions), *_layers(target, mesh, positions)]
+        if teacher != "data" and _is_cut(mesh, target.vocab_size):
+            of_each = costs.states * (1 if costs.has_one_teacher else rollout.length) * draft.draft_vocab_size
+            found.append(_sums("the target's logits of the draft's tokens", mesh, positions * of_each * 4))
+    return tuple(each for each in found if each.num_bytes)
+
+
+def span(sizes: Mapping[str, int], axes: tuple[str, ...]) -> int:
+    """How many devices in a row, as a mesh of these sizes numbers them, hold one group along these axes: from its first
+    to its last."""
+    found, stride = 1, 1
+    for axis in reversed(MESH_AXES):
+        size = sizes.get(axis, 1)
+        found += (size - 1) * stride if axis in axes else 0
+        stride *= size
+    return found
+
+
+def _gathered(parts: int, part: float) -> int:
+    return round((parts - 1) * part)
+
+
+def _summed(parts: int, size: float) -> int:
+    return round(2 * (parts - 1) / parts * size)
+
+
+def _is_cut(mesh: Mesh, vocab_size: int) -> bool:
+    return on_each_device(mesh, "vocab", vocab_size) < vocab_size
+
+
+def _sums(what: str, mesh: Mesh, size: float) -> Exchange:
+    return Exchange(what, LOGICAL_TO_MESH["heads"], _summed(num_parts(mesh, "heads"), size))
+
+
+def _gradient(mesh: Mesh, size: int) -> Exchange:
+    cut = {*LOGICAL_TO_MESH["batch"], *LOGICAL_TO_MESH["sequence"]}
+    axes = tuple(axis for axis in MESH_AXES if axis in cut)
+    return Exchange("the head's gradient", axes, _summed(math.prod(mesh.shape[axis] for axis in axes), size))
+
+
+def _head(draft: TrainedDrafter, costs: Costs, rollout: Rollout, mesh: Mesh, positions: int) -> list[Exchange]:
+    """What the head's layers add up, forward and backward, with the gradients of the states that make logits; the keys
+    and values that others see, once forward, once more where steps are computed again, and their gradients; and the
+    tokens of a layer with experts."""
+    each = positions * _itemsize(draft.dtype)
+    kv = costs.kv * on_each_device(mesh, "kv_heads", costs.num_kv_heads) / costs.num_kv_heads
+    of_states = costs.states * rollout.length * draft.d_model if _is_cut(mesh, draft.draft_vocab_size) else 0
+    gathers = (2 if rollout.remat else 1) + 2  # an all-reduce is two
+    along, experts = LOGICAL_TO_MESH["sequence"], LOGICAL_TO_MESH["experts"]
+    return [
+        _sums("sums of the head's layers", mesh, each * (costs.summed + of_states)),
+        Exchange("the head's keys and values", along, _gathered(num_parts(mesh, "sequence"), each * kv * gathers)),
+        Exchange("tokens of the head's experts", experts, _gathered(num_parts(mesh, "experts"), each * costs.routed)),
+    ]
+
+
+def _experts(target: ModelConfig, mesh: Mesh, positions: int) -> Exchange:
+    """Tokens go to the devices that have their experts, with ids and weights, and sums come back."""
+    layers = sum(target.kind(i).has_experts for i in range(target.num_layers))
+    each = 2 * target.d_model * _itemsize(target.dtype) + 8 * (target.experts.top_k if target.experts else 0)
+    size = _gathered(num_parts(mesh, "experts"), positions * each * layers)
+    return Exchange("tokens of the target's experts", LOGICAL_TO_MESH["experts"], size)
+
+
+def _layers(target: ModelConfig, mesh: Mesh, positions: int) -> list[Exchange]:
+    """Sums after every attention and MLP and of the embedding, and keys and values."""
+    each = positions * _itemsize(target.dtype)
+    sums = 2 * target.num_layers + _is_cut(mesh, target.vocab_size)
+    kv = sum(_kv_dim(target, i, mesh) for i in range(target.num_layers))
+    size = _gathered(num_parts(mesh, "sequence"), each * kv)
+    return [
+        _sums("sums of the target's layers", mesh, each * sums * target.d_model),
+        Exchange("the target's keys and values", LOGICAL_TO_MESH["sequence"], size),
+    ]
+
+
+def _kv_dim(target: ModelConfig, i: int, mesh: Mesh) -> int:
+    """How many numbers of a position's keys and values a device has in a layer: those of its heads. Latents are
+    expanded. A recurrent layer takes the whole input."""
+    mixer = target.kind(i).mixer
+    if mixer == "latent" and (latent := target.latent):
+        return on_each_device(mesh, "heads", target.num_heads) * (latent.nope_dim + latent.rope_dim + latent.v_dim)
+    if mixer != "attention":
+        return target.d_model
+    return 2 * on_each_device(mesh, "kv_heads", target.num_kv_heads) * target.head_dim
+
+
+def _itemsize(dtype: str) -> int:
+    return np.dtype(dtype).itemsize
