@@ -336,11 +336,6 @@ def make_runner(
     )
 
 
-def longest_sequence(config: ModelConfig, max_model_len: int) -> int:
-    """The tokens of a sequence at most, where the settings say so many or leave it to the target (0)."""
-    return max_model_len or min(config.max_len, LARGEST_DEFAULT_CONTEXT)
-
-
 def _check_shares(mesh: Mesh | None, max_slots: int) -> None:
     """The largest step should be cut over all devices that have different sequences. Raises ConfigError where not even
     `data` cuts it; a server of few sequences may well have more devices along `expert`."""
@@ -355,6 +350,11 @@ def _check_shares(mesh: Mesh | None, max_slots: int) -> None:
             "expert repeat what steps do outside the experts",
             *(max_slots, parts),
         )
+
+
+def longest_sequence(config: ModelConfig, max_model_len: int) -> int:
+    """The tokens of a sequence at most, where the settings say so many or leave it to the target (0)."""
+    return max_model_len or min(config.max_len, LARGEST_DEFAULT_CONTEXT)
 
 
 def with_cache_dtype(models: Models, run: ServeRun) -> Models:

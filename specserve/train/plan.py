@@ -141,6 +141,7 @@ def make_plan(run: TrainRun) -> Plan:
             gradient_bytes=next(part.num_bytes for part in state if part.name == "gradient"),
             accumulate=run.train.accumulate,
             is_captured=is_captured,
+            has_layers=run.has_layers,
             teacher=run.train.teacher,
         ),
     )
