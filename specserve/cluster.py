@@ -107,10 +107,10 @@ def environment() -> dict[str, dict[str, str]]:
     return {"env_vars": {name: value for name, value in os.environ.items() if name.startswith(COMPUTING)}}
 
 
-def reserve(ray: Any, num_devices: int, num_workers: int) -> dict[str, float]:
+def reserve(ray: Any, num_devices: int, num_workers: int, fewer: str = "--num-workers or the mesh") -> dict[str, float]:
     """What Ray keeps for each worker, by its own names of resources: so many devices of the kind that JAX_PLATFORMS
     names, else of the best that the cluster has. Raises ConfigError where all of the cluster is less than all of the
-    workers need."""
+    workers need; `fewer` names the settings to lower."""
     total = ray.cluster_resources()
     named = KINDS.get(os.environ.get("JAX_PLATFORMS", "").split(",")[0].lower())
     kind = named or next((each for each in ("TPU", "GPU") if total.get(each)), "CPU")
@@ -119,7 +119,7 @@ def reserve(ray: Any, num_devices: int, num_workers: int) -> dict[str, float]:
         if number * num_workers > (there := total.get(name, 0.0)):
             raise ConfigError(
                 f"{num_workers} workers need {number * num_workers:g} {name}, {number:g} each, and the Ray cluster has "
-                f"{there:g}; lower --num-workers or the mesh, or add nodes"
+                f"{there:g}; lower {fewer}, or add nodes"
             )
     return each
 

@@ -28,6 +28,7 @@ MAY_JIT = (
     "serve/layouts.py",  # products that are timed to choose how matrices are cut
     "train/step.py",
     "train/capture.py",  # the target's pass alone, whose results are kept on disk
+    "train/prefill.py",  # the target's pass alone, in a process of its own
     "train/acceptance.py",
     "eval/",
     "models/params.py",

@@ -24,6 +24,7 @@ from quick_compile import compile_without_emitters
 
 from specserve import config, processes
 from specserve.checkpoints.load import Target, load_target
+from specserve.checkpoints.source import TargetSource
 from specserve.data.dataset import Prompt
 from specserve.data.documents import Document
 from specserve.data.loader import Loader
@@ -35,11 +36,14 @@ from specserve.speculative.acceptance import Acceptance
 from specserve.train import trainer
 from specserve.train.acceptance import Arm, Measured
 from specserve.train.evaluation import Evaluation, HeldOutEvaluator
+from specserve.train.features import FeatureSource
+from specserve.train.head import new_drafter
 from specserve.train.optimizer import make_optimizer
 from specserve.train.run_folder import Metrics, RunFolder
 from specserve.train.settings import DraftSettings, EvalSettings, TrainRun, TrainSettings
 from specserve.train.speed import Speed
 from specserve.train.step import make_step, place_rows
+from specserve.train.target_service import open_service
 from specserve.train.trainer import Trainer, TrainingData
 
 JOINING = {"coordinator": "", "num_processes": 1, "process_id": 0}
@@ -106,13 +110,13 @@ def tiny_trainer(
     evaluator: Any = None,
     mesh: Mesh | None = None,
     head: Head | None = None,  # to go on from
+    features: FeatureSource | None = None,  # in place of the target's layers
     **changes: Any,  # settings of the run or of the training
 ) -> Trainer:
     """A run over random text of few tokens, so that there is something to learn: which tokens never come."""
     rng = np.random.default_rng(0)
     documents = [Document(rng.integers(0, 64, 30).astype(np.int32), np.ones(30, bool)) for _ in range(16)]
     run = tiny_run(output, **changes)
-    folder = RunFolder(run, is_first=processes.is_first())
     shape = run.train.batch_size, run.train.seq_len
     is_whole = run.drafter in ("mtp", "dflash2")  # which propose all of the target's tokens
     target_ids = np.arange(64, dtype=np.int32) if is_whole else np.arange(8, 56, dtype=np.int32)
@@ -123,7 +127,12 @@ def tiny_trainer(
         coverage=0.75,
         head=head,
     )
-    return make_trainer(run, target, data, {"target": "tiny"}, folder, evaluator=evaluator, mesh=mesh)
+    if run.service.target_service:
+        drafter = new_drafter(run.drafter, run.draft, target.config, len(data.target_ids))
+        source = TargetSource(str(target.folder), target.folder)
+        features = open_service(run, source, target.config, drafter, data.loader)
+    folder, notes = RunFolder(run, is_first=processes.is_first()), {"target": "tiny"}
+    return make_trainer(run, target, data, notes, folder, evaluator=evaluator, features=features, mesh=mesh)
 
 
 def tiny_evaluator(of: Trainer, mesh: Mesh | None) -> HeldOutEvaluator:

@@ -115,7 +115,7 @@ def _operations(plan: Plan) -> Table:
     flops = plan.flops
     table = make_table("Operations of a step", "", "useful", "executed", "", footers=("sum", *_flops(flops.total), ""))
     rows = (
-        (flops.target, "target", "forward" if flops.target.useful else "captured: none"),
+        (flops.target, "target", "forward" if flops.target.useful else "none: runs elsewhere"),
         (flops.rollout, "rollout", "the head's layers, forward and backward"),
         (flops.loss, "loss", "both output heads"),
     )

@@ -53,13 +53,29 @@ class Loader:
         self._order: tuple[int, np.ndarray] = (-1, np.empty(0, np.int64))  # the epoch whose order is kept, and it
         self._digest = _digest(rows)
 
+    @property
+    def batch_size(self) -> int:
+        """Rows of a batch, over all processes."""
+        return self._batch_size
+
+    @property
+    def position(self) -> int:
+        """How many rows were handed out, to all processes."""
+        return self._position
+
     def next_batch(self) -> Batch:
         """Give this process's share of the next batch."""
+        batch = self.peek()
+        self._position += self._batch_size
+        return batch
+
+    def peek(self, ahead: int = 0) -> Batch:
+        """Give this process's share of the batch that comes `ahead` batches after the next one, which stays the
+        next."""
         index, count = self._shard
         share = self._batch_size // count
-        begin = self._position + index * share
+        begin = self._position + ahead * self._batch_size + index * share
         at = np.array([self._row_at(position) for position in range(begin, begin + share)])
-        self._position += self._batch_size
         rows = self._rows
         arrays = rows.token_ids[at], rows.loss_mask[at], rows.document_ids[at], rows.position_ids[at]
         return Batch(*arrays, row_ids=at)

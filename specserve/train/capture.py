@@ -24,6 +24,7 @@ from jax.sharding import Mesh
 from specserve import provenance
 from specserve.checkpoints.load import load_target
 from specserve.checkpoints.tensors import SINGLE_FILE, TensorFolder, listed, read_json, write_json, write_tensors
+from specserve.data.loader import Loader
 from specserve.data.packing import PackedRows
 from specserve.drafters.door import Rows, TrainedDrafter
 from specserve.errors import CheckpointError, ConfigError
@@ -66,6 +67,8 @@ class Manifest:
 
 class FeatureFolder:
     """The captured features on disk, which are read by the number of a row of the data."""
+
+    needs_head = False
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         """Raises CheckpointError when the folder cannot be written, or holds the features of another target, of other
@@ -126,6 +129,14 @@ class FeatureFolder:
         dtype = {"int8": np.int8, "int4": np.uint8, "fp8": ml_dtypes.float8_e4m3fn}[self.manifest.format]
         codes, scale = arrays.pop("codes").view(dtype), arrays.pop("scale")
         return Features(codes, scale, TopK(**arrays), self.manifest.format)
+
+    def next_features(self, loader: Loader) -> Features:
+        """The features of the rows that the loader hands out next, see `read`."""
+        return self.read(loader.peek().row_ids)
+
+    def close(self) -> None:
+        """Close the files, which are opened again when they are read."""
+        self._open.cache_clear()
 
     @functools.cache  # noqa: B019  as long as the folder is
     def _open(self, number: int) -> TensorFolder:

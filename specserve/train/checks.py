@@ -14,7 +14,7 @@ from specserve.mesh import LOGICAL_TO_MESH, mesh_sizes
 from specserve.models.config import ModelConfig
 from specserve.train.acceptance import arms
 from specserve.train.budget import seconds_of
-from specserve.train.settings import DraftSettings, TrainRun, TrainSettings
+from specserve.train.settings import DraftSettings, ServiceSettings, TrainRun, TrainSettings
 from specserve.train.step import rollout_of
 
 
@@ -30,6 +30,7 @@ def check_settings(run: TrainRun) -> None:
     _check_shares(train, run.mesh)
     _check_patience(run)
     _check_stages(run)
+    _check_service(run)
     _check_ray(run)
     arms(run.eval.speculation, run.eval.temperature)
     Columns.parse(run.data.columns)
@@ -98,8 +99,9 @@ def _check_stages(run: TrainRun) -> None:
     """What only one process can do, or only with the target in memory."""
     if run.budget:
         seconds_of(run.budget)
-    if run.budget and run.features.capture:
-        raise ConfigError("--budget measures steps with the target in memory; with --capture give --max-steps")
+    if run.budget and not run.has_layers:
+        name = "--capture" if run.features.capture else "--target-service"
+        raise ConfigError(f"--budget measures steps with the target in memory; with {name} give --max-steps")
     if run.is_of_several and (run.budget or run.data.regenerate):
         raise ConfigError(
             "--budget and --regenerate are for one process: have the target answer first (specserve data regenerate), "
@@ -114,7 +116,25 @@ def _check_ray(run: TrainRun) -> None:
             "--ray starts the processes of a run itself: give --num-workers, and no --coordinator, --num-processes or "
             "--process-id"
         )
-    cluster.check(run.ray, run.ray_address, run.num_workers)
+    cluster.check(run.ray, "" if run.service.target_service else run.ray_address, run.num_workers)
+
+
+def _check_service(run: TrainRun) -> None:
+    """Who runs the target: the training step, or processes of its own."""
+    service = run.service
+    if not service.target_service and service != ServiceSettings():
+        raise ConfigError(
+            "--target-mesh, --target-ahead and --target-transport are for a target in processes of its own; give "
+            "--target-service N, or leave them out"
+        )
+    if service.target_service and run.features.capture:
+        raise ConfigError("--capture and --target-service both give the target's states; leave one of them out")
+    if service.target_service and run.is_of_several:
+        raise ConfigError(
+            "--target-service sends states to one training process: give --mesh data=N over its devices, and neither "
+            "--coordinator nor --ray"
+        )
+    mesh_sizes(service.target_mesh)
 
 
 def _check_patience(run: TrainRun) -> None:
@@ -124,6 +144,7 @@ def _check_patience(run: TrainRun) -> None:
             (not run.train.eval_every, "--eval-every above 0"),
             (not run.data.eval_prompts, "--eval-prompts above 0"),
             (bool(run.features.capture), "no --capture"),
+            (bool(run.service.target_service), "no --target-service"),
         )
         if is_so
     ]

@@ -41,17 +41,18 @@ def step_exchanges(
     gradient_bytes: int,  # of the head, on each device
     accumulate: int = 1,
     is_captured: bool = False,
+    has_layers: bool = True,  # the target's run in this step
     teacher: TeacherName = "soft",
 ) -> tuple[Exchange, ...]:
     """Count what is sent in a step over `batch` rows of `seq` positions, axis by axis of the mesh."""
     positions = batch * seq // (num_parts(mesh, "batch") * num_parts(mesh, "sequence"))
     costs = draft.costs(rollout, seq)
     found = [_gradient(mesh, gradient_bytes * accumulate), *_head(draft, costs, rollout, mesh, positions)]
-    if not is_captured:
+    if has_layers:
         found += [_experts(target, mesh, positions), *_layers(target, mesh, positions)]
-        if teacher != "data" and _is_cut(mesh, target.vocab_size):
-            of_each = costs.states * (1 if costs.has_one_teacher else rollout.length) * draft.draft_vocab_size
-            found.append(_sums("the target's logits of the draft's tokens", mesh, positions * of_each * 4))
+    if not is_captured and teacher != "data" and _is_cut(mesh, target.vocab_size):
+        of_each = costs.states * (1 if costs.has_one_teacher else rollout.length) * draft.draft_vocab_size
+        found.append(_sums("the target's logits of the draft's tokens", mesh, positions * of_each * 4))
     return tuple(each for each in found if each.num_bytes)
 
 

@@ -2,11 +2,12 @@
 for each token's tap, and of its distribution over the draft vocabulary the likeliest tokens and the mass of the rest.
 """
 
-from typing import Literal
+from typing import Any, Literal, Protocol
 
 import jax
 import jax.numpy as jnp
 
+from specserve.data.loader import Loader
 from specserve.drafters.door import TrainedDrafter
 from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams
@@ -15,7 +16,26 @@ from specserve.speculative.vocab import DraftVocab
 from specserve.train.chunked_loss import HiddenStates, chunk_length, cut_positions, join_positions
 
 Format = Literal["int8", "int4", "fp8"]
+Transport = Literal["exact", "int8", "fp8"]
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}  # of a code
+
+
+class FeatureSource(Protocol):
+    """Where training takes from what the frozen target has to say, in place of the target's layers."""
+
+    @property
+    def needs_head(self) -> bool:
+        """Whether the target's output head is needed to make a teacher of it."""
+        ...
+
+    def next_features(self, loader: Loader) -> Any:
+        """Of the rows that the loader hands out next, as NumPy arrays in a pytree with an `aux_hidden_states()` and a
+        `teacher`. Raises a SpecServeError where there is nothing, or nothing right."""
+        ...
+
+    def close(self) -> None:
+        """Let go of what it holds."""
+        ...
 
 
 @pytree
@@ -51,6 +71,47 @@ class Features:
     def aux_hidden_states(self) -> jax.Array:  # [batch, seq, taps * d_model] float32
         states = decode(self.codes, self.scale, self.format)
         return states.reshape(*states.shape[:2], -1)
+
+
+@pytree
+class States:
+    """What a target has computed of a batch of rows, which a step needs of it: its states as they were, or in 8 bits
+    with a scale for each token's tap and last state."""
+
+    taps: jax.Array  # [batch, seq, tap, d_model] of the target's dtype, int8 or float8
+    hidden_states: jax.Array  # [batch, seq, d_model] likewise, after the final norm
+    tap_scale: jax.Array | None  # [batch, seq, tap] float32; None: exact
+    hidden_scale: jax.Array | None  # [batch, seq] float32
+    format: Transport = static()
+    dtype: str = static()  # the target's
+
+    @classmethod
+    def of(
+        cls,
+        aux_hidden_states: jax.Array,  # [batch, seq, taps * d_model]
+        hidden_states: jax.Array,  # [batch, seq, d_model]
+        how: Transport,
+    ) -> "States":
+        dtype = str(hidden_states.dtype)
+        taps = aux_hidden_states.reshape(*hidden_states.shape[:2], -1, hidden_states.shape[-1])
+        if how == "exact":
+            return cls(taps, hidden_states, None, None, how, dtype)
+        (taps, tap_scale), (codes, scale) = encode(taps, how), encode(hidden_states, how)
+        return cls(taps, codes, tap_scale, scale, how, dtype)
+
+    def aux_hidden_states(self) -> jax.Array:  # [batch, seq, taps * d_model] of the target's dtype
+        states = self._decoded(self.taps, self.tap_scale)
+        return states.reshape(*states.shape[:2], -1)
+
+    @property
+    def teacher(self) -> HiddenStates:
+        return HiddenStates(self._decoded(self.hidden_states, self.hidden_scale))
+
+    def _decoded(self, codes: jax.Array, scale: jax.Array | None) -> jax.Array:
+        if scale is None:
+            return codes
+        assert self.format != "exact"
+        return decode(codes, scale, self.format).astype(self.dtype)
 
 
 def encode(states: jax.Array, how: Format) -> tuple[jax.Array, jax.Array]:  # [..., d] -> codes [..., d], scale [...]

@@ -47,6 +47,7 @@ def step_flops(
     seq: int,
     platform: str,  # on which it runs
     is_captured: bool = False,  # what the target has to say is read from a cache
+    has_layers: bool = True,  # its layers run in this step
     teacher: TeacherName = "soft",
     mesh: Mesh | None = None,  # None: one device
 ) -> StepFlops:
@@ -55,7 +56,7 @@ def step_flops(
     def over(mesh: Mesh | None) -> tuple[Flops, Flops, Flops]:
         """Of one device of the mesh."""
         positions = batch * seq // (num_parts(mesh, "batch") * num_parts(mesh, "sequence"))
-        forward = Flops(0, 0) if is_captured else target_flops(target, seq, positions, platform, mesh)
+        forward = target_flops(target, seq, positions, platform, mesh) if has_layers else Flops(0, 0)
         costs = draft.costs(rollout, seq, mesh)
         loss = _loss(target, draft, rollout, costs, not is_captured and teacher != "data", mesh)
         return forward * positions, costs.flops * positions, loss * positions

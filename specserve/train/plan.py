@@ -105,6 +105,7 @@ def make_plan(run: TrainRun) -> Plan:
     is_captured = bool(run.features.capture)
     shared = ("embedding", "head") if drafter.costs(rollout, run.train.seq_len).shares_output else ("embedding",)
     left = shared if is_captured else tuple(field.name for field in dataclasses.fields(spec))
+    left = left if run.has_layers or is_captured else tuple(name for name in left if name != "layers")
     state, host_bytes = _state(run, drafter, mesh)
     activations = _Activations(run, target, drafter, mesh)
     return Plan(
@@ -127,6 +128,7 @@ def make_plan(run: TrainRun) -> Plan:
             seq=run.train.seq_len,
             platform=BACKEND,
             is_captured=is_captured,
+            has_layers=run.has_layers,
             teacher=run.train.teacher,
             mesh=mesh,
         ),
@@ -140,6 +142,7 @@ def make_plan(run: TrainRun) -> Plan:
             gradient_bytes=next(part.num_bytes for part in state if part.name == "gradient"),
             accumulate=run.train.accumulate,
             is_captured=is_captured,
+            has_layers=run.has_layers,
             teacher=run.train.teacher,
         ),
     )
@@ -200,7 +203,7 @@ def _weights(run: TrainRun, config: ModelConfig, spec: TargetParams, mesh: Mesh,
     sizes = held_by_each(config, spec, mesh, is_quantized=run.quantization != "none")
     total = sum(held.num_bytes for held in sizes if held.field in left)
     what = f"{config.dtype}" if run.quantization == "none" else f"{run.quantization} matrices, the rest {config.dtype}"
-    return Part("target's weights", total, f"the {' and '.join(left)} alone, {what}" if run.features.capture else what)
+    return Part("target's weights", total, f"the {' and '.join(left)} alone, {what}" if not run.has_layers else what)
 
 
 @dataclass(frozen=True)
@@ -286,11 +289,17 @@ class _Activations:
         train = self.run.train
         again = "computed again backward" if train.remat else "all kept"
         return (
-            Part("target's features", self.features(), "captured" if self.run.features.capture else "taps, last state"),
+            Part("target's features", self.features(), self.source()),
             Part("rollout", self.kept(train.remat), f"{self.drafter.num_steps(train.rollout)} steps, {again}"),
             Part("loss", self.chunk(), "logits of a chunk of positions"),
             Part("workspace", max(self.target_layer(), self.draft_layer()), "of one layer"),
         )
+
+    def source(self) -> str:
+        """Where the target's states come from, in words."""
+        if self.run.features.capture:
+            return "captured"
+        return "taps, last state, sent" if self.run.service.target_service else "taps, last state"
 
     def features(self) -> int:
         """The bytes of the taps in the target's dtype and in the head's, and of the last hidden state, which is there
@@ -323,7 +332,7 @@ class _Activations:
 
     def target_layer(self) -> int:
         """The bytes of the inputs and results of the target's widest layer."""
-        if self.run.features.capture:
+        if not self.run.has_layers:
             return 0
         config = self.target
         experts = config.experts

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh
 
-from specserve import processes, provenance
+from specserve import cluster, processes, provenance
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import BUNDLED, TargetSource, resolve_target
 from specserve.data import dataset, pydoc, sources
@@ -33,6 +33,7 @@ from specserve.train.run_folder import RunFolder
 from specserve.train.settings import TrainRun
 from specserve.train.speed import make_stopwatch
 from specserve.train.step import place_rows
+from specserve.train.target_service import open_service
 from specserve.train.trainer import Trainer, TrainingData
 
 logger = logging.getLogger(__name__)
@@ -45,7 +46,7 @@ class Materials:
     """What a run is made of, whatever it computes."""
 
     source: TargetSource
-    target: Target  # with captured states, without its layers
+    target: Target  # without its layers, where their states come from elsewhere
     loaded: Dataset
     prompts: list[Prompt]
     data: TrainingData
@@ -63,6 +64,8 @@ class Materials:
 def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) -> Trainer:
     """Load everything a run needs. The mixture is read here where it is not given, as one with the target's own answers
     is. Raises ConfigError, CheckpointError or DataError."""
+    if run.service.target_service:
+        cluster.connect(run.ray_address)  # before JAX has threads, which are not for a process that forks
     mesh = parse_mesh(run.mesh)
     if mesh is None and jax.process_count() > 1:
         raise ConfigError(f"{jax.process_count()} processes need a mesh over their devices, such as --mesh data=N")
@@ -72,8 +75,11 @@ def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) ->
     if run.features.capture:
         features = has.features(run)
         capture.capture(features, has.source.folder, run, has.loaded.rows, data.target_ids, mesh)
+    elif run.service.target_service:
+        features = open_service(run, has.source, target.config, has.drafter, data.loader)
+    if features:
         logger.warning(
-            "training from captured states, without the target: tau is not measured; afterwards run specserve eval "
+            "training from states that come from elsewhere: tau is not measured; afterwards run specserve eval "
             f"--target {run.target} --draft {run.output}"
         )
     elif has.prompts:
@@ -106,7 +112,7 @@ def load_materials(run: TrainRun, mesh: Mesh | None, mixture: Mixture | None = N
         quantization=run.quantization,
         mesh=mesh,
         is_checked=run.check_weights,
-        has_layers=not run.features.capture,
+        has_layers=run.has_layers,
     )
     tokenizer = Tokenizer.load(source.folder, parse_template_kwargs(run.data.template_kwargs))
     loaded, prompts = load_data(run, tokenizer, source.folder, target.config.vocab_size, mixture)

@@ -59,6 +59,9 @@ MAY_CHANGE = frozenset(
         "eval.temperature",
         "eval.eval_tokens",
         "eval.bench",
+        "service.target_service",
+        "service.target_mesh",
+        "service.target_ahead",
     }
 )
 

@@ -106,6 +106,20 @@ class CaptureSettings:
 
 
 @dataclass(frozen=True, config=RULES)
+class ServiceSettings:
+    """Whether the target runs in processes of its own, which send training what it needs of the target."""
+
+    target_service: int = setting(
+        0, help="processes on Ray that run the target over the rows; 0: the training step runs it", ge=0
+    )
+    target_mesh: str = setting("", help="devices of each of them by axis, such as tensor=8; empty: one device")
+    target_ahead: int = setting(0, help="batches that may be computed ahead; 0: two for each of them", ge=0)
+    target_transport: Literal["exact", "int8", "fp8"] = setting(
+        "exact", help="how states are sent: as they are, or in 8 bits with a scale for each token's"
+    )
+
+
+@dataclass(frozen=True, config=RULES)
 class TrainRun:
     """The settings of `specserve train`."""
 
@@ -149,8 +163,14 @@ class TrainRun:
     train: TrainSettings = Field(default_factory=TrainSettings)
     eval: EvalSettings = Field(default_factory=EvalSettings)
     features: CaptureSettings = Field(default_factory=CaptureSettings)
+    service: ServiceSettings = Field(default_factory=ServiceSettings)
 
     @property
     def is_of_several(self) -> bool:
         """Whether this is, or may be, one process of several."""
         return bool(self.coordinator) or self.ray
+
+    @property
+    def has_layers(self) -> bool:
+        """Whether the training step runs the target's layers, or takes their states from elsewhere."""
+        return not (self.features.capture or self.service.target_service)

@@ -68,6 +68,7 @@ def make_stopwatch(run: TrainRun, target: ModelConfig, drafter: TrainedDrafter, 
         seq=settings.seq_len,
         platform=jax.default_backend(),
         is_captured=bool(run.features.capture),
+        has_layers=run.has_layers,
         teacher=settings.teacher,
     )
     # devices on CPU share what the host has

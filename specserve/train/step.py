@@ -157,7 +157,7 @@ def loss_and_gradient(
 
     if config.accumulate == 1:
         return of_part(rows)
-    parts = jax.tree.map(lambda x: x.reshape(-1, config.accumulate, *x.shape[1:]).swapaxes(0, 1), rows)
+    parts = cut_rows(rows, config.accumulate)
     zero = jax.tree.map(
         lambda x: jnp.zeros(x.shape, x.dtype), jax.eval_shape(of_part, jax.tree.map(lambda x: x[0], parts))
     )
@@ -166,6 +166,16 @@ def loss_and_gradient(
         return jax.tree.map(jnp.add, carry, of_part(part)), None
 
     return jax.lax.scan(add, zero, parts)[0]
+
+
+def cut_rows(tree: Any, accumulate: int) -> Any:  # [batch, ...] -> [accumulate, batch / accumulate, ...]
+    """The parts of a batch: rows i, i + accumulate, ... are part i."""
+    return jax.tree.map(lambda x: x.reshape(-1, accumulate, *x.shape[1:]).swapaxes(0, 1), tree)
+
+
+def join_rows(tree: Any) -> Any:  # [accumulate, batch / accumulate, ...] -> [batch, ...]
+    """The batch of which these are the parts."""
+    return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), tree)
 
 
 def _seeds(step: jax.Array, token_ids: jax.Array) -> jax.Array:  # [], [batch, seq] -> [batch] uint32

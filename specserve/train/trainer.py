@@ -24,7 +24,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
@@ -41,11 +41,11 @@ from specserve.checkpoints.train_state import StateStore
 from specserve.data.loader import Loader
 from specserve.drafters.door import Head, Rows
 from specserve.drafters.head import save_head
-from specserve.errors import CheckpointError, ConfigError
+from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.mesh import whole
 from specserve.speculative.vocab import DraftVocab
-from specserve.train.capture import FeatureFolder
 from specserve.train.evaluation import Evaluation
+from specserve.train.features import FeatureSource
 from specserve.train.head import new_drafter
 from specserve.train.optimizer import learning_rate_scale, make_optimizer
 from specserve.train.run_folder import SETTINGS_FILE, Metrics, RunFolder
@@ -156,7 +156,7 @@ class Trainer:
         *,
         evaluator: Evaluator | None = None,
         stopwatch: Stopwatch | None = None,
-        features: FeatureFolder | None = None,  # what of the target is captured, in place of its layers
+        features: FeatureSource | None = None,  # what gives the target's states, in place of its layers
         mesh: Mesh | None = None,  # what the target, the head and the batch are spread over
     ) -> None:
         self.run, self.target, self.data, self.notes, self.folder = run, target, data, notes, folder
@@ -173,7 +173,7 @@ class Trainer:
         self._step = make_step(loss, optimizer, mesh)
         self.state = self._first_state()
         costs = self.drafter.costs(loss.rollout, self.settings.seq_len)
-        if features and not costs.shares_output:  # from here on the embedding is all that is needed of the target
+        if features and not (features.needs_head or costs.shares_output):  # only the embedding is needed from here on
             self.target = dataclasses.replace(target, params=dataclasses.replace(target.params, head=None))
         self._vocab = jax.device_put(DraftVocab(jnp.asarray(data.target_ids)), whole(mesh))
         self._store = StateStore(folder.state, keep=self.settings.keep)
@@ -219,7 +219,8 @@ class Trainer:
         """Run to the bound, or until patience ends or a signal comes; save, export, and return the last moment."""
         self._observers = observers if self.folder.is_first else ()
         try:
-            with self.folder, self._stopping, self._store, closing(self._metrics):
+            source = closing(self._features) if self._features else nullcontext()
+            with self.folder, self._stopping, self._store, closing(self._metrics), source:
                 ending = self._run()
         except Exception as error:
             if lost := processes.as_lost(error):
@@ -336,13 +337,22 @@ class Trainer:
 
     def _step_on_batch(self, scale: float) -> StepMetrics:
         """Train on the next batch, with the learning rate scaled."""
+        features = self._features and self._next_features(self._features)
         batch = self.data.loader.next_batch()
         arrays = batch.token_ids, batch.loss_mask, batch.document_ids, batch.position_ids
-        features = self._features and self._features.read(batch.row_ids)
         placed = jax.tree.map(lambda x: processes.place_shard(x, self._shard, self._place), (arrays, features))
         rows = Rows(*placed[0], features=placed[1])
         self.state, metrics = self._step(self.state, self.target.params, self._vocab, rows, jnp.float32(scale))
         return metrics
+
+    def _next_features(self, source: FeatureSource) -> Any:
+        """What the target has to say about the next batch. Where that cannot be had, the steps so far are saved."""
+        try:
+            return source.next_features(self.data.loader)
+        except SpecServeError:
+            if jax.process_count() == 1 and self.step:  # of several, which captured states may have, others are needed
+                self._save()
+            raise
 
     def _read_metrics(self) -> None:
         """Wait for the steps whose metrics nobody has read, and log those that are due."""

@@ -1,0 +1,96 @@
+"""The target in processes of its own beside the target in the training step, on this machine's cores: steps per second
+of the same run, and megabytes per second through the buffer while nothing trains.
+
+Run from the checkout, with the extra `scale`: `python benchmarks/target_service.py`. Each arm trains the same steps of
+the same data; the seconds of the first two steps, which compile, do not count.
+"""
+
+import argparse
+import tempfile
+import time
+from pathlib import Path
+
+import jax
+
+from specserve import cluster, config
+from specserve.train.prepare import prepare
+from specserve.train.run_folder import RunFolder
+from specserve.train.settings import TrainRun
+from specserve.train.trainer import Progress, Trainer
+
+WARM = 2  # steps
+
+
+def make(asked: argparse.Namespace, folder: Path, name: str) -> Trainer:
+    """The trainer of an arm: `step`, or the transport of a target elsewhere."""
+    flags = {
+        "target": asked.target,
+        "output": str(folder / name),
+        "batch-size": asked.batch_size,
+        "seq-len": asked.seq_len,
+        "max-steps": asked.steps,
+        "max-conversations": 200,
+        "eval-prompts": 0,
+        "log-every": 1,
+        "save-every": 0,
+    }
+    if name != "step":
+        flags |= {"target-service": asked.processes, "target-transport": name}
+    names = {leaf.flag.removeprefix("--"): leaf.name for leaf in config.leaves(TrainRun)}
+    run = config.resolve(TrainRun, overrides=[f"{names[flag]}={value}" for flag, value in flags.items()])
+    return prepare(run, RunFolder(run))
+
+
+def steps_per_second(trainer: Trainer) -> float:
+    """Train, and close everything."""
+    times: list[float] = []
+
+    def note(moment: Progress) -> None:
+        if moment.loss is not None:
+            times.append(time.perf_counter())
+
+    trainer.train([note])
+    return (len(times) - 1 - WARM) / (times[-1] - times[WARM])
+
+
+def megabytes_per_second(trainer: Trainer, batches: int) -> float:
+    """Take batches out of the buffer as fast as they come, and leave the data where it was."""
+    source, loader = trainer._features, trainer.data.loader
+    assert source is not None
+    position, begin, moved = loader.state(), 0.0, 0
+    for number in range(WARM + batches):
+        found = source.next_features(loader)
+        loader.next_batch()
+        if number < WARM:
+            begin = time.perf_counter()
+        else:
+            moved += sum(leaf.nbytes for leaf in jax.tree.leaves(found))
+    seconds = time.perf_counter() - begin
+    loader.restore(position)
+    return moved / seconds / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--target", default="pydoc")
+    parser.add_argument("--processes", type=int, default=1)
+    parser.add_argument("--batch-size", type=int, default=8)
+    parser.add_argument("--seq-len", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--batches", type=int, default=10, help="taken for the megabytes")
+    parser.add_argument("--arms", default="step,exact,int8")
+    asked = parser.parse_args()
+    cluster.connect()
+    print(f"{'arm':>6} {'steps/s':>8} {'MB/s':>8} {'MB a batch':>11}")
+    with tempfile.TemporaryDirectory() as folder:
+        for name in asked.arms.split(","):
+            trainer, flow, size = make(asked, Path(folder), name), "", ""
+            if source := trainer._features:
+                flow = f"{megabytes_per_second(trainer, asked.batches):.1f}"
+                first = source.next_features(trainer.data.loader)
+                size = f"{sum(leaf.nbytes for leaf in jax.tree.leaves(first)) / 1e6:.2f}"
+            print(f"{name:>6} {steps_per_second(trainer):>8.3f} {flow:>8} {size:>11}", flush=True)
+
+
+if __name__ == "__main__":
+    main()

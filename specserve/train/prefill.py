@@ -1,0 +1,99 @@
+"""The target's pass over rows alone, whose states are sent to training."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from specserve import provenance
+from specserve.checkpoints.load import load_target
+from specserve.checkpoints.source import resolve_target
+from specserve.drafters.door import Rows
+from specserve.errors import CheckpointError
+from specserve.kernels.rows import Documents
+from specserve.mesh import on_mesh, parse_mesh, use_compilation_cache, whole
+from specserve.models import target as target_model
+from specserve.models.config import ModelConfig
+from specserve.train.features import States
+from specserve.train.step import cut_rows, join_rows, place_rows
+from specserve.train.target_actor import Wanted
+
+
+class Prefill:
+    """A target on its mesh, and the program that runs it."""
+
+    def __init__(self, wanted: Wanted) -> None:
+        """Raises ConfigError or CheckpointError, also where the target's files are others than those wanted."""
+        use_compilation_cache()
+        folder = resolve_target(wanted.target).folder
+        if (found := provenance.fingerprint(folder)) != wanted.fingerprint:
+            raise CheckpointError(
+                f"{folder}: the target here has the fingerprint {found}, that of training has {wanted.fingerprint}; "
+                "give all hosts the same files"
+            )
+        self._mesh = parse_mesh(wanted.mesh)
+        quantization: Any = wanted.quantization
+        target = load_target(
+            folder, dtype=wanted.dtype, quantization=quantization, mesh=self._mesh, is_checked=wanted.is_checked
+        )
+        self._params = target.params
+        self._run = make_prefill(target.config, wanted, self._mesh)
+
+    def __call__(
+        self, token_ids: np.ndarray, document_ids: np.ndarray, position_ids: np.ndarray
+    ) -> dict[str, np.ndarray]:
+        """The fields of `States` of packed rows [batch, seq], as arrays that Ray sends without copying."""
+        arrays = token_ids, np.zeros(token_ids.shape, bool), document_ids, position_ids
+        rows = Rows(*jax.device_put(arrays, place_rows(self._mesh, token_ids.shape)))
+        return to_bytes(jax.device_get(self._run(self._params, rows)))
+
+
+def make_prefill(config: ModelConfig, wanted: Wanted, mesh: Mesh | None) -> Any:
+    """Return the jitted program: (target's parameters, rows) -> States. It runs as many rows at once as the training
+    step would, so that its numbers are the same."""
+    how: Any = wanted.transport
+
+    def of_part(params: Any, rows: Rows) -> States:
+        out = target_model.forward(
+            params,
+            config,
+            rows.token_ids,
+            rows.position_ids,
+            Documents(rows.document_ids),
+            aux_layers=wanted.aux_layers,
+        )
+        assert out.aux_hidden_states is not None
+        return States.of(out.aux_hidden_states, out.hidden_states, how)
+
+    def run(params: Any, rows: Rows) -> States:
+        if wanted.accumulate == 1:
+            return of_part(params, rows)
+        return join_rows(jax.lax.map(lambda part: of_part(params, part), cut_rows(rows, wanted.accumulate)))
+
+    return jax.jit(on_mesh(mesh, run), out_shardings=whole(mesh))
+
+
+def to_bytes(states: States) -> dict[str, np.ndarray]:
+    """The arrays by name; those of dtypes that are not NumPy's own as unsigned integers of their size."""
+    named = {name: np.asarray(leaf) for name, leaf in vars(states).items() if isinstance(leaf, np.ndarray)}
+    return {
+        name: leaf if leaf.dtype.isbuiltin else leaf.view(f"u{leaf.dtype.itemsize}") for name, leaf in named.items()
+    }
+
+
+def from_bytes(named: dict[str, np.ndarray], like: States) -> States:
+    """The inverse of `to_bytes`, for states of these dtypes."""
+    dtypes = {name: leaf.dtype for name, leaf in vars(like).items() if hasattr(leaf, "dtype")}
+    arrays: Any = {name: named[name].view(dtype) for name, dtype in dtypes.items()}
+    return dataclasses.replace(like, **arrays)
+
+
+def expected_states(config: ModelConfig, wanted: Wanted, shape: tuple[int, ...]) -> States:
+    """The shapes and dtypes of the states of rows [batch, seq]."""
+    how: Any = wanted.transport
+    hidden = jax.ShapeDtypeStruct((*shape, config.d_model), jnp.dtype(config.dtype))
+    aux = jax.ShapeDtypeStruct((*shape, len(wanted.aux_layers) * config.d_model), hidden.dtype)
+    return jax.eval_shape(lambda aux, hidden: States.of(aux, hidden, how), aux, hidden)
