@@ -236,6 +236,12 @@ def check(run: ServeRun) -> None:
     for name in ("coordinator", "num_processes", "process_id", "warmup_only"):
         if getattr(run, name) != getattr(ServeRun(), name):
             raise ConfigError(f"--{name.replace('_', '-')} does not go with --ray, which starts processes of its own")
+    for name in ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic"):
+        if getattr(run, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} does not go with --ray, which routes by its replicas' own reports; it is "
+                "for servers behind another router"
+            )
     if not run.port:
         raise ConfigError("--port 0 does not go with --ray: every machine of the cluster listens there; give a number")
     if run.min_replicas and not run.max_replicas:

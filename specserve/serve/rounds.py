@@ -158,9 +158,8 @@ class Rounds:
 
     def swap_head(self, runner: Runner, prior: Seq[float]) -> None:
         """Go on with another head, of this acceptance by depth, by a runner `with_head`. What the old one wrote is not
-        read by it: running sequences wait for their turn again and are prefilled with what they have said, and cached
-        prefixes are forgotten. Raises ConfigError where the device cannot run it, and then goes on with the old one;
-        else what the device raises."""
+        read by it: running sequences wait for their turn again and are prefilled anew, and cached prefixes are
+        forgotten. Raises ConfigError where the device cannot run it, and then goes on with the old one."""
         while self.flights:
             self._land()
         self.scheduler.preempt_all()

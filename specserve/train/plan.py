@@ -107,7 +107,6 @@ def make_plan(run: TrainRun) -> Plan:
     left = shared if is_captured else tuple(field.name for field in dataclasses.fields(spec))
     state, host_bytes = _state(run, drafter, mesh)
     activations = _Activations(run, target, drafter, mesh)
-    sizes_of_rows = {"batch": run.train.batch_size, "seq": run.train.seq_len}
     return Plan(
         run,
         config_from,
@@ -124,7 +123,8 @@ def make_plan(run: TrainRun) -> Plan:
             target,
             drafter,
             rollout,
-            **sizes_of_rows,
+            batch=run.train.batch_size,
+            seq=run.train.seq_len,
             platform=BACKEND,
             is_captured=is_captured,
             teacher=run.train.teacher,
@@ -135,7 +135,8 @@ def make_plan(run: TrainRun) -> Plan:
             drafter,
             rollout,
             mesh,
-            **sizes_of_rows,
+            batch=run.train.batch_size,
+            seq=run.train.seq_len,
             gradient_bytes=next(part.num_bytes for part in state if part.name == "gradient"),
             accumulate=run.train.accumulate,
             is_captured=is_captured,

@@ -47,6 +47,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def _environment(folder: Path) -> dict[str, str]:
     path = os.pathsep.join([str(Path(__file__).parents[2]), *filter(None, [os.environ.get("PYTHONPATH")])])
     own = {"XDG_CACHE_HOME": str(folder), "PYTHONPATH": path, "JAX_PLATFORMS": "cpu"}
+    own["RAY_raylet_start_wait_time_s"] = str(PATIENCE)
     return {**os.environ, **own, "XLA_FLAGS": "--xla_backend_optimization_level=0"}  # compiles in half of the time
 
 
@@ -56,9 +57,11 @@ def _free_port() -> int:
 
 
 @contextlib.contextmanager
-def _running(words: Sequence[str], port: int, environment: Mapping[str, str]) -> Iterator[tuple[str, psutil.Process]]:
+def _running(
+    words: Sequence[str], port: int, environment: Mapping[str, str], *, is_ours: bool = True
+) -> Iterator[tuple[str, psutil.Process]]:
     """A command that serves on this port, from when it is ready to when a signal has ended it, with all its
-    processes."""
+    processes. Ours end with status 0."""
     command = subprocess.Popen(words, env=environment)
     tree = psutil.Process(command.pid)
     there: list[psutil.Process] = []
@@ -68,8 +71,8 @@ def _running(words: Sequence[str], port: int, environment: Mapping[str, str]) ->
         assert command.poll() is None, "it has ended"
         yield url, tree
         there = tree.children(recursive=True)
-        command.send_signal(signal.SIGTERM)
-        assert command.wait(PATIENCE) in (0, -signal.SIGTERM)
+        command.send_signal(signal.SIGTERM)  # nothing is done where a test has ended it
+        assert command.wait(PATIENCE) == 0 or not is_ours
     finally:
         there = there or (tree.children(recursive=True) if tree.is_running() else [])
         if command.poll() is None:
@@ -138,7 +141,7 @@ def _body(number: int, **changes: Any) -> dict[str, Any]:
     return {"prompt": [5 + number, 7, 11, 13 + number] * (number + 1), **own, **options, **changes}
 
 
-def _told(url: str, body: dict[str, Any]) -> list[str]:
+def _told(url: str, body: dict[str, Any], on_event: Callable[[], object] = lambda: None) -> list[str]:
     """The tokens of an answer, by their ids, streamed or not."""
     if not body.get("stream"):
         reply = httpx.post(f"{url}/v1/completions", json=body, timeout=PATIENCE)
@@ -149,6 +152,7 @@ def _told(url: str, body: dict[str, Any]) -> list[str]:
         assert reply.status_code == 200
         for line in reply.iter_lines():
             if line.startswith("data: {"):
+                on_event()
                 event = json.loads(line.removeprefix("data: "))
                 tokens += [token for choice in event["choices"] for token in choice["logprobs"]["tokens"]]
     return tokens
@@ -250,6 +254,23 @@ def test_a_killed_replica_is_replaced_and_nobody_else_notices(bare: str, pair: t
     assert _told(url, body) == expected
 
 
+def test_a_stop_lets_running_replies_end(bare: str, pair: tuple[str, psutil.Process]) -> None:
+    """The last one of these two replicas."""
+    url, tree = pair
+    bodies = [_body(number, max_tokens=200, stream=True) for number in range(4)]
+    expected = [_told(bare, body | {"stream": False}) for body in bodies]
+    begun = [threading.Event() for _ in bodies]
+    calls = [lambda i=i: _told(url, bodies[i], begun[i].set) for i in range(4)]
+    answers: list[Any] = []
+    asking = threading.Thread(target=lambda: answers.extend(_at_once(calls)))
+    asking.start()
+    assert all(event.wait(PATIENCE) for event in begun)
+    tree.send_signal(signal.SIGTERM)
+    asking.join(PATIENCE)
+    assert answers == expected
+    tree.wait(PATIENCE)
+
+
 def test_the_printed_yaml_deploys_the_same(models: Mapping[str, Path], cache: Path, bare: str, tmp_path: Path) -> None:
     """By Ray's own command, with replicas by load."""
     port, file = _free_port(), tmp_path / "serve.yaml"
@@ -257,7 +278,7 @@ def test_the_printed_yaml_deploys_the_same(models: Mapping[str, Path], cache: Pa
     words = _words(models, port, *flags, command=("serve", "config"))
     file.write_text(subprocess.run(words, env=_environment(cache), check=True, capture_output=True, text=True).stdout)
     run = [sys.executable, "-m", "ray.serve.scripts", "run", "--address", "local", str(file)]
-    with _running(run, port, _environment(cache)) as (url, tree):
+    with _running(run, port, _environment(cache), is_ours=False) as (url, tree):
         assert _told(url, _body(5)) == _told(bare, _body(5))
         assert len(_replicas(tree)) == 1
 

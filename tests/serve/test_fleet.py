@@ -26,7 +26,7 @@ class Player:
     folder: str = ""
     version: int = 0
     refuses: str = ""  # a folder
-    is_swapping: bool = False
+    may_swap: Callable[[], bool] = lambda: True
     begins: int = 2  # deltas before it ends, while `is_dying`
     is_dying: bool = False
     asked: int = 0
@@ -39,7 +39,8 @@ class Player:
 
     async def load_draft(self, folder: str, version: int) -> DraftInfo | Refused:
         self.version = version
-        await asyncio.sleep(0.05)
+        while not self.may_swap():
+            await asyncio.sleep(0.001)
         if folder not in GOOD or folder == self.refuses:
             return Refused.of(ConfigError(f"{folder}: no such folder"))
         self.folder = folder
@@ -156,6 +157,8 @@ def test_versions_never_fall_for_a_client_while_heads_are_swapped(serve: Any) ->
     """Whatever replica it is sent to. In the end all replicas have the new head, and say so."""
     players = [Player(name) for name in "abcd"]
     fleet, handle = serve(*players)
+    for number, player in enumerate(players, 1):  # each swap lasts until some requests more have been taken
+        player.may_swap = lambda least=6 * number: len(handle.taken) >= least
     swapped = threading.Thread(target=fleet.load_draft, args=("new",))
     swapped.start()
     while swapped.is_alive():

@@ -215,9 +215,11 @@ def test_each_device_does_its_share(text: str, smallest: float) -> None:
     cut it sends its own choice."""
     mesh, shape = mesh_of(text), (8, 128)
     lowered, loss = _lowered(MIXED, Rollout(1, remat=True), mesh=mesh, shape=shape)
-    compiled, sizes = lowered.compile(), {"batch": shape[0], "seq": shape[1]}
+    compiled, (batch, seq) = lowered.compile(), shape
     models = loss.target, loss.drafter, loss.rollout
-    alone, spread = (step_flops(*models, **sizes, platform="cpu", mesh=each).total for each in (None, mesh))
+    alone, spread = (
+        step_flops(*models, batch=batch, seq=seq, platform="cpu", mesh=each).total for each in (None, mesh)
+    )
     flops = compiled.cost_analysis()["flops"]
     assert flops == pytest.approx(spread.executed / mesh.size, rel=0.03)
     assert spread.useful == alone.useful
@@ -227,7 +229,7 @@ def test_each_device_does_its_share(text: str, smallest: float) -> None:
     places = jax.tree.leaves(loss.drafter.place(mesh))
     gradient = [4 * math.prod(p.shard_shape(x.shape)) for x, p in zip(jax.tree.leaves(params), places, strict=True)]
     counted: Counter[tuple[str, ...]] = Counter()
-    for each in step_exchanges(*models, mesh, **sizes, gradient_bytes=sum(gradient)):
+    for each in step_exchanges(*models, mesh, batch=batch, seq=seq, gradient_bytes=sum(gradient)):
         counted[tuple(axis for axis in each.axes if mesh.shape[axis] > 1)] += each.num_bytes
     sent = _sent(compiled.as_text(), mesh)
     for axes, size in counted.items() if mesh.shape["sequence"] == 1 else ():
