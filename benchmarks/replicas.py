@@ -1,0 +1,143 @@
+"""Replicas on Ray Serve beside the bare server: tokens per second of the same streams, and how long a killed replica is
+away.
+
+Run from the checkout: `python benchmarks/replicas.py`. Each server is the command that a user types, with all its
+processes on this machine, one server after the other; the clients are threads of this process. With as many replicas as
+cores there is nothing to gain here, so what is seen is the cost of Ray. Other flags are `serve`'s, for all servers.
+"""
+
+import argparse
+import json
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+import httpx
+import psutil
+
+REPLICA = "ray::ServeReplica:specserve:Engine"
+FLAGS = ["--speculation", "chain:3", "--max-model-len", "256", "--max-slots", "4", "--no-constrained"]
+FLAGS += ["--no-early-ready"]  # all programs are there when it is measured
+START_SECONDS = 900
+
+
+@contextmanager
+def serving(port: int, flags: Sequence[str]) -> Iterator[tuple[str, psutil.Process]]:
+    """A server with these flags, from when it is ready on."""
+    words = [sys.executable, "-m", "specserve.cli.main", "serve", "--port", str(port), *FLAGS, *flags]
+    command = subprocess.Popen(words, stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    url = f"http://127.0.0.1:{port}"
+    try:
+        end = time.monotonic() + START_SECONDS
+        while not is_ready(url):
+            assert command.poll() is None, f"{' '.join(words)} has ended"
+            assert time.monotonic() < end, "it is not ready"
+            time.sleep(0.2)
+        yield url, psutil.Process(command.pid)
+    finally:
+        command.send_signal(signal.SIGTERM)
+        command.wait()
+
+
+def is_ready(url: str) -> bool:
+    try:
+        return httpx.get(f"{url}/ready").status_code == 200
+    except httpx.HTTPError:
+        return False
+
+
+def num_pages(url: str) -> float:
+    """Of all replicas that are there."""
+    found = re.search(r"^specserve:pages\{.*\} (\S+)$", httpx.get(f"{url}/metrics").text, re.M)
+    assert found is not None
+    return float(found[1])
+
+
+def stream(url: str, number: int, max_tokens: int) -> tuple[int, float]:
+    """Ask for so many tokens: how many came, and the seconds to the first. Fewer came where the stream was cut."""
+    body = {"prompt": f"def function_{number}(", "max_tokens": max_tokens, "temperature": 0, "ignore_eos": True}
+    body |= {"stream": True, "stream_options": {"include_usage": True, "continuous_usage_stats": True}}
+    begin, first, came = time.monotonic(), 0.0, 0
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=START_SECONDS) as reply:
+        for line in reply.iter_lines():
+            if line.startswith("data: {") and (usage := json.loads(line[6:]).get("usage")):
+                first = first or time.monotonic() - begin
+                came = usage["completion_tokens"]
+    return came, first
+
+
+def load(url: str, at_once: int, max_tokens: int) -> list[tuple[int, float]]:
+    """So many streams at once."""
+    told: list[tuple[int, float]] = []
+    threads = [
+        threading.Thread(target=lambda i=i: told.append(stream(url, i, max_tokens)), daemon=True)
+        for i in range(at_once)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return told
+
+
+def measure(name: str, url: str, args: argparse.Namespace) -> None:
+    load(url, args.at_once, 8)
+    for _ in range(args.rounds):
+        begin = time.monotonic()
+        told = load(url, args.at_once, args.tokens)
+        seconds = time.monotonic() - begin
+        firsts = sorted(first for _, first in told)
+        tokens = sum(came for came, _ in told)
+        first = firsts[len(firsts) // 2]
+        print(f"{name:12} {tokens / seconds:7.1f} tokens/s, median first token {first * 1e3:6.0f} ms", flush=True)
+
+
+def recover(url: str, tree: psutil.Process, args: argparse.Namespace) -> None:
+    """Kill a replica under load, and wait until as many pages serve as before."""
+    whole = num_pages(url)
+    found = [each for each in tree.children(recursive=True) if " ".join(each.cmdline()).startswith(REPLICA)]
+    told: list[list[tuple[int, float]]] = []
+    loaded = threading.Thread(target=lambda: told.append(load(url, args.at_once, args.tokens)))
+    loaded.start()
+    time.sleep(1)
+    begin = time.monotonic()
+    found[0].kill()
+    while num_pages(url) == whole:
+        time.sleep(0.1)
+    noticed = time.monotonic() - begin
+    while num_pages(url) < whole:
+        time.sleep(0.1)
+    print(f"a killed replica: missed after {noticed:.1f} s, another one serves after {time.monotonic() - begin:.1f} s")
+    loaded.join()
+    cut = sum(came < args.tokens for came, _ in told[0])
+    print(f"of {args.at_once} streams that ran, {cut} were cut and {args.at_once - cut} came whole")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--at-once", type=int, default=8, help="streams that run at once")
+    parser.add_argument("--tokens", type=int, default=128, help="of each stream")
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--port", type=int, default=8765)
+    args, flags_of_all = parser.parse_known_args()
+    cluster = ("--ray", "--replica-resources", "cpu=0.5")
+    for name, flags in (
+        ("bare", ()),
+        ("1 replica", cluster),
+        ("2 replicas", (*cluster, "--replicas", "2")),
+    ):
+        with serving(args.port, [*flags, *flags_of_all]) as (url, tree):
+            measure(name, url, args)
+            if name == "2 replicas":
+                while len([p for p in tree.children(recursive=True) if " ".join(p.cmdline()).startswith(REPLICA)]) < 2:
+                    time.sleep(0.2)
+                recover(url, tree, args)
+
+
+if __name__ == "__main__":
+    main()
