@@ -19,7 +19,7 @@ from specserve.models.target import TargetParams
 from specserve.speculative.vocab import DraftVocab
 from specserve.train.step import LossConfig, loss_and_gradient, place_rows, teach
 
-BATCH, SEQ = 8, 12
+BATCH, SEQ = 16, 12  # so that each of two parts has a row for each of eight devices
 
 
 def _batch(rng: np.random.Generator) -> Rows:
