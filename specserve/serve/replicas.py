@@ -336,6 +336,7 @@ class Deployment:
             self._check_room()
             [app] = wanted["applications"]
             self._serve.start(proxy_location=wanted["proxy_location"], http_options=wanted["http_options"])
+            self._is_there = True
             target = self._serve.RunTarget(application(app["args"]), name=NAME, route_prefix=app["route_prefix"])
             self._serve.run_many(
                 [target], wait_for_ingress_deployment_creation=False, wait_for_applications_running=False

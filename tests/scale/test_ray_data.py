@@ -129,6 +129,7 @@ def test_many_engines_write_the_file_of_one(commands: Commands, alone: bytes) ->
     assert commands.end("again", regenerate(commands, "many", "--ray", "--num-workers", "2")) == 0
 
 
+@pytest.mark.slow
 def test_a_stopped_command_goes_on(commands: Commands, alone: bytes) -> None:
     """Rows of before stay, whoever wrote them; the rest is answered, and the file is that of one engine."""
     kept = alone.splitlines(keepends=True)
@@ -142,12 +143,14 @@ def test_a_stopped_command_goes_on(commands: Commands, alone: bytes) -> None:
 
 
 def test_what_is_wrong_is_said_once(commands: Commands) -> None:
-    process = regenerate(commands, "wrong", "--ray", "--speculation", "chain:2")  # and no head
+    """Only the workers, who have loaded the target, know its context."""
+    process = regenerate(commands, "wrong", "--ray", "--max-model-len", "99999")
     assert commands.end("wrong", process) == 2, commands.log("wrong")
     assert len(re.findall("^error: ", commands.log("wrong"), re.MULTILINE)) == 1
     assert "Traceback" not in commands.log("wrong")
 
 
+@pytest.mark.slow
 def test_many_targets_capture_what_one_does(commands: Commands) -> None:
     line = ["--source", "mix.jsonl", "--seq-len", "64", "--batch-size", "2"]
     here = commands.start("here", "capture", *line, "--capture", "here")

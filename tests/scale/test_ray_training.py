@@ -151,7 +151,7 @@ def test_workers_are_processes(runs: Runs, plain: Path) -> None:
     assert not (runs.folder / "ray" / ".ray").exists()
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_worker_changes_nothing(runs: Runs, plain: Path, rank: int) -> None:
     """All workers are started again, and go on from the last saved state to the same head."""
     output = f"killed{rank}"
@@ -166,6 +166,7 @@ def test_a_killed_worker_changes_nothing(runs: Runs, plain: Path, rank: int) -> 
     assert int(begin) > 0
 
 
+@pytest.mark.slow
 def test_a_stopped_command_goes_on(runs: Runs, plain: Path) -> None:
     """Ctrl-C ends with the state saved and status 0; with --resume the run goes on to the same head."""
     process = runs.start("stopped", *RAY)

@@ -70,8 +70,9 @@ def _running(
         wait_until(lambda: command.poll() is not None or _status(f"{url}/ready") == 200)
         assert command.poll() is None, "it has ended"
         yield url, tree
-        there = tree.children(recursive=True)
-        command.send_signal(signal.SIGTERM)  # nothing is done where a test has ended it
+        with contextlib.suppress(psutil.NoSuchProcess):  # where a test has ended it
+            there = tree.children(recursive=True)
+        command.send_signal(signal.SIGTERM)
         assert command.wait(PATIENCE) == 0 or not is_ours
     finally:
         there = there or (tree.children(recursive=True) if tree.is_running() else [])
@@ -255,8 +256,9 @@ def test_a_killed_replica_is_replaced_and_nobody_else_notices(bare: str, pair: t
 
 
 def test_a_stop_lets_running_replies_end(bare: str, pair: tuple[str, psutil.Process]) -> None:
-    """The last one of these two replicas."""
+    """The last one of these two replicas. Nothing of them is left."""
     url, tree = pair
+    there = [tree, *tree.children(recursive=True)]
     bodies = [_body(number, max_tokens=200, stream=True) for number in range(4)]
     expected = [_told(bare, body | {"stream": False}) for body in bodies]
     begun = [threading.Event() for _ in bodies]
@@ -268,9 +270,10 @@ def test_a_stop_lets_running_replies_end(bare: str, pair: tuple[str, psutil.Proc
     tree.send_signal(signal.SIGTERM)
     asking.join(PATIENCE)
     assert answers == expected
-    tree.wait(PATIENCE)
+    assert not psutil.wait_procs(there, timeout=PATIENCE)[1]
 
 
+@pytest.mark.slow
 def test_the_printed_yaml_deploys_the_same(models: Mapping[str, Path], cache: Path, bare: str, tmp_path: Path) -> None:
     """By Ray's own command, with replicas by load."""
     port, file = _free_port(), tmp_path / "serve.yaml"

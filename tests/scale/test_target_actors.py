@@ -90,6 +90,7 @@ def test_training_is_that_with_the_target_in_its_step(
     _assert_same(tmp_path, whole, tiny_target)
 
 
+@pytest.mark.slow
 def test_one_that_stops_is_given_up_and_the_last_one_ends_the_run(
     tmp_path: Path, alone: Target, whole: Path, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
