@@ -1,6 +1,7 @@
-#define LANES 8    // floats of a vector
-#define VECTORS 4  // of a panel
-#define ROWS 3     // of a tile: ROWS x VECTORS sums stay in registers
+#define LANES 8      // floats of a vector
+#define VECTORS 4    // of a panel
+#define ROWS 6       // of a tile
+#define REGISTERS 16 // that hold a vector
 #include "kernels_isa.h"
 
 namespace specserve {

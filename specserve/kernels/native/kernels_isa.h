@@ -1,5 +1,5 @@
 // The kernels, written once in the compiler's vector extensions. Each isa_*.cc compiles them for its instruction set,
-// with LANES floats to a vector and room for ROWS x VECTORS sums in registers. Nothing of the standard library that
+// with LANES floats to a vector and REGISTERS vectors in registers. Nothing of the standard library that
 // leaves code of its own is used here (see library.h).
 
 #include <math.h>
@@ -18,7 +18,10 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 
 constexpr int64_t kWidth = LANES * VECTORS;  // outputs of a panel
-constexpr int64_t kInputs = 1024;            // of a panel, read by all rows before the next: half of an L2 cache at most
+// bytes of a panel that are read by all rows before the next, from L1; the fewer the sooner the second pass of a tile
+// follows the first, which alone reads memory
+constexpr int64_t kBlock = REGISTERS < 32 ? 4096 : 16384;
+constexpr int64_t kAhead = 2048;  // bytes that memory delivers to a core within its latency of some 100 ns
 
 template <class T>
 inline T load(const void* from) {
@@ -36,45 +39,58 @@ inline Floats as_floats(Words bits) {
   return to;
 }
 
-// The weights of one input: VECTORS vectors of floats.
 template <Format format>
-inline void widen(const void* panel, int64_t input, Floats (&w)[VECTORS]) {
+constexpr int64_t kBytesOf = format == Format::kFloat32 ? 4 : format == Format::kBfloat16 ? 2 : 1;
+
+// The weights of one input in a part of a panel: its vectors part, part + kParts, ..., V in all.
+template <Format format, int V>
+inline void widen(const void* panel, int64_t input, int part, Floats (&w)[V]) {
+  constexpr int kParts = VECTORS / V;
   if constexpr (format == Format::kFloat32) {
     const float* from = static_cast<const float*>(panel) + input * kWidth;
-    for (int i = 0; i < VECTORS; ++i) w[i] = load_floats(from + i * LANES);
+    for (int i = 0; i < V; ++i) w[i] = load_floats(from + (part + i * kParts) * LANES);
   } else if constexpr (format == Format::kBfloat16) {
     const uint16_t* from = static_cast<const uint16_t*>(panel) + input * kWidth;
-    for (int i = 0; i < VECTORS / 2; ++i) {
-      Words pair = load<Words>(from + i * 2 * LANES);
+    for (int i = 0; i < V / 2; ++i) {
+      Words pair = load<Words>(from + (part + i * kParts) * 2 * LANES);
       w[i] = as_floats(pair << 16);
-      w[i + VECTORS / 2] = as_floats(pair & 0xffff0000u);
+      w[i + V / 2] = as_floats(pair & 0xffff0000u);
     }
   } else {
     static_assert(VECTORS == 4, "a lane of 32 bits holds four outputs");
     const Words four = load<Words>(static_cast<const int8_t*>(panel) + input * kWidth);
-    for (int i = 0; i < 4; ++i) {
-      w[i] = __builtin_convertvector(reinterpret_cast<Ints>(four << (24 - 8 * i)) >> 24, Floats);
+    for (int i = 0; i < V; ++i) {
+      w[i] = __builtin_convertvector(reinterpret_cast<Ints>(four << (24 - 8 * (part + i * kParts))) >> 24, Floats);
     }
   }
 }
 
-// sums[r] += x[r][begin:end] @ panel[begin:end], for R rows.
-template <Format format, int R>
+// sums[r] += x[r][begin:end] @ panel[begin:end], for R rows, V vectors of a panel's VECTORS at a time. The first pass
+// asks for the weights of the next ones, since a processor reads ahead too little while it multiplies many rows.
+template <Format format, int R, int V>
 void multiply(const float* const* x, const void* panel, int64_t begin, int64_t end, float* sums) {
-  Floats sum[R][VECTORS];
-  for (int r = 0; r < R; ++r) {
-    for (int i = 0; i < VECTORS; ++i) sum[r][i] = load_floats(sums + r * kWidth + i * LANES);
-  }
-  for (int64_t input = begin; input < end; ++input) {
-    Floats w[VECTORS];
-    widen<format>(panel, input, w);
+  constexpr int kParts = VECTORS / V;
+  constexpr int64_t kStride = kWidth * kBytesOf<format>;
+  for (int part = 0; part < kParts; ++part) {
+    Floats sum[R][V];
     for (int r = 0; r < R; ++r) {
-      Floats value = splat(x[r][input]);
-      for (int i = 0; i < VECTORS; ++i) sum[r][i] += value * w[i];
+      for (int i = 0; i < V; ++i) sum[r][i] = load_floats(sums + r * kWidth + (part + i * kParts) * LANES);
     }
-  }
-  for (int r = 0; r < R; ++r) {
-    for (int i = 0; i < VECTORS; ++i) store(sums + r * kWidth + i * LANES, sum[r][i]);
+    for (int64_t input = begin; input < end; ++input) {
+      Floats w[V];
+      widen<format, V>(panel, input, part, w);
+      if (part == 0) {
+        const char* ahead = static_cast<const char*>(panel) + input * kStride + kAhead;
+        for (int64_t line = 0; line < kStride; line += 64) __builtin_prefetch(ahead + line);
+      }
+      for (int r = 0; r < R; ++r) {
+        Floats value = splat(x[r][input]);
+        for (int i = 0; i < V; ++i) sum[r][i] += value * w[i];
+      }
+    }
+    for (int r = 0; r < R; ++r) {
+      for (int i = 0; i < V; ++i) store(sums + r * kWidth + (part + i * kParts) * LANES, sum[r][i]);
+    }
   }
 }
 
@@ -83,12 +99,14 @@ void multiply_rows(int rows, const float* const* x, const void* panel, int64_t b
   if constexpr (R > 1) {
     if (rows < R) return multiply_rows<format, R - 1>(rows, x, panel, begin, end, sums);
   }
-  multiply<format, R>(x, panel, begin, end, sums);
+  // so many vectors that the sums, the weights and one value of x stay in registers
+  constexpr int kVectors = (R + 1) * VECTORS < REGISTERS ? VECTORS : VECTORS / 2;
+  multiply<format, R, kVectors>(x, panel, begin, end, sums);
 }
 
 template <Format format>
 void matmul_as(const Matmul& call, int64_t group, int64_t panel, int64_t begin, int64_t end) {
-  constexpr int64_t kSize = format == Format::kFloat32 ? 4 : format == Format::kBfloat16 ? 2 : 1;
+  constexpr int64_t kSize = kBytesOf<format>, kInputs = kBlock / (kWidth * kSize);
   const int64_t num_panels = (call.d_out + kWidth - 1) / kWidth, rows = end - begin;
   const int64_t column = panel * kWidth, columns = least(kWidth, call.d_out - column);
   const char* weights = static_cast<const char*>(call.panels) + (group * num_panels + panel) * call.d_in * kWidth * kSize;
@@ -99,8 +117,9 @@ void matmul_as(const Matmul& call, int64_t group, int64_t panel, int64_t begin, 
   for (int64_t block = 0; block < num_blocks; ++block) {
     const int64_t last = least(call.d_in, (block + 1) * call.block);
     for (int64_t input = block * call.block; input < last; input += kInputs) {
-      for (int64_t row = 0; row < rows; row += ROWS) {
-        const int tile = static_cast<int>(least(ROWS, rows - row));
+      int tile;
+      for (int64_t row = 0, tiles = (rows + ROWS - 1) / ROWS; row < rows; row += tile, --tiles) {
+        tile = static_cast<int>((rows - row + tiles - 1) / tiles);  // tiles of like size
         const float* x[ROWS];
         for (int r = 0; r < tile; ++r) x[r] = call.x + call.order[begin + row + r] * call.d_in;
         multiply_rows<format, ROWS>(tile, x, weights, input, least(last, input + kInputs), &sums[row * kWidth]);
