@@ -22,6 +22,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
+from specserve import host
 from specserve.kernels import native
 from specserve.pytree import pytree, static
 
@@ -86,7 +87,7 @@ def block(weight: jax.Array, columns: int) -> Weight:
         return weight
     # on the host: a device transpose would hold a third copy
     blocks = np.asarray(weight).reshape(d_in, -1, columns).transpose(1, 0, 2)
-    return BlockedMatrix(jnp.asarray(np.ascontiguousarray(blocks)))
+    return BlockedMatrix(_in_large_pages(blocks, blocks.shape))
 
 
 def pack(weight: jax.Array | QuantizedMatrix) -> PackedMatrix:
@@ -110,8 +111,14 @@ def pack(weight: jax.Array | QuantizedMatrix) -> PackedMatrix:
     lanes = 4 // values.dtype.itemsize  # outputs that share 32 bits
     panels = padded.reshape(*stack, d_in, num_panels, lanes, width // lanes)
     panels = np.moveaxis(np.moveaxis(panels, -3, -4), -2, -1)  # [..., panel, d_in, width / lanes, lanes]
-    panels = np.ascontiguousarray(panels).reshape(*stack, num_panels, d_in, width)
-    return PackedMatrix(jax.device_put(panels), scale, d_out, block_size)
+    return PackedMatrix(_in_large_pages(panels, (*stack, num_panels, d_in, width)), scale, d_out, block_size)
+
+
+def _in_large_pages(values: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
+    """A view's values, laid out one after another, as an array of `shape`."""
+    laid_out = host.empty_in_large_pages(values.shape, values.dtype)
+    np.copyto(laid_out, values)
+    return jax.device_put(laid_out.reshape(shape), may_alias=True)  # where it lies
 
 
 def _lower_halves(values: np.ndarray) -> np.ndarray:
