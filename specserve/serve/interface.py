@@ -5,9 +5,9 @@ The real ones are `serve.engine.Engine` and `specserve.tokenizer.Tokenizer`; tes
 
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol, Unpack
+from typing import Any, Protocol
 
-from specserve.serve.request import Delta, Request, RequestOptions, SamplingParams
+from specserve.serve.request import Delta, Request, SamplingParams, TokenMask
 
 # the largest sizes of each class of rounds, in tokens (vLLM's buckets); larger rounds are one class more
 ROUND_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -142,11 +142,17 @@ class EngineLike(Protocol):
         params: SamplingParams,
         on_delta: Callable[[Delta], None],
         /,
-        **options: Unpack[RequestOptions],
+        *,
+        priority: int = 0,
+        cache_salt: str = "",
+        token_mask: TokenMask | None = None,
+        request_id: str = "",
+        client: str = "",
     ) -> Request:
         """Queue one sequence (`params.n` must be 1). It never waits for the device; a new grammar may take a second to
-        compile. Raises RequestError (param "prompt", "max_tokens", "grammar" or the option whose token ids or words
-        do not fit the vocabulary) or CapacityError."""
+        compile. The log names the sequence by `request_id`, and clients share the queue. Raises RequestError (param
+        "prompt", "max_tokens", "grammar" or the option whose token ids or words do not fit the vocabulary) or
+        CapacityError."""
         ...
 
     def load_draft(self, folder: str, /) -> DraftInfo:
