@@ -31,12 +31,13 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from specserve.checkpoints.source import BUNDLED_FOLDER  # noqa: E402
-from specserve.eval.client import Client, Reply, stream_body  # noqa: E402
+from specserve.eval.client import Client  # noqa: E402
 from specserve.eval.prompts import load_chats  # noqa: E402
 from specserve.eval.series import DRAFTS, TOKENS, Series  # noqa: E402
 from specserve.eval.server_process import ServerProcess  # noqa: E402
 from specserve.eval.simulate import NANO, Arrival, Replica, Report, Router, simulate  # noqa: E402
 from specserve.eval.step_costs import StepCosts  # noqa: E402
+from specserve.eval.streams import Reply, Streams, stream_body  # noqa: E402
 from specserve.serve.shapes import CPU_CHUNKS  # noqa: E402
 from specserve.tokenizer import Tokenizer  # noqa: E402
 
@@ -61,11 +62,12 @@ class Server:
     """A replica that runs."""
 
     client: Client
+    streams: Streams
     model: str = ""
     load: int = 0  # requests under way, as routers see it
 
     def read(self) -> Series:
-        return Series.parse(self.client.get("/metrics")[1])
+        return Series.parse(self.client.text("/metrics"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -162,7 +164,7 @@ def _servers(count: int) -> Iterator[list[Server]]:
             finally:
                 os.sched_setaffinity(0, cores)
             process.wait_until_ready()
-            servers.append(Server(process.client, process.client.first_model()))
+            servers.append(Server(process.client, Streams(process.client), process.client.first_model()))
         yield servers
 
 
@@ -201,7 +203,7 @@ class _Supply:
 
 def _ask(server: Server, prompt: list[int], max_tokens: int) -> Reply:
     path, body = stream_body(server.model, prompt, max_tokens=max_tokens, temperature=0, ignore_eos=True)
-    return server.client.ask(path, body)
+    return server.streams.ask(path, body)
 
 
 def _closed_loop(
@@ -233,7 +235,7 @@ def _closed_loop(
                 raise SystemExit(f"the machine is too busy: {counts} in {PATIENCE} seconds; free some of its cores")
         is_over.set()
         for server in servers:
-            server.client.hang_up()
+            server.streams.hang_up()
         for future in futures:
             future.result()
     _wait_until_idle(servers)
@@ -344,7 +346,7 @@ def _run(
         late = [server.read() for server in servers]
         is_over.set()
         for server in servers:
-            server.client.hang_up()
+            server.streams.hang_up()
         for future in (watch, *futures):
             future.result()
     _wait_until_idle(servers)

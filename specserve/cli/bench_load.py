@@ -20,6 +20,7 @@ from specserve.eval.client import Client
 from specserve.eval.report import table
 from specserve.eval.server_process import Moment, ServerProcess, moments_of_a_start, serve_flags
 from specserve.eval.settings import ServeBenchRun, StartupRun
+from specserve.eval.streams import Streams
 from specserve.provenance import collect
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -34,7 +35,7 @@ def serve(run: ServeBenchRun) -> None:
     prompts = bench_serve.load_prompts(run)
     with ExitStack() as stack:
         if url:
-            client = Client(url, run.api_key or os.environ.get("OPENAI_API_KEY", ""))
+            client = stack.enter_context(Client(url, run.api_key or os.environ.get("OPENAI_API_KEY", "")))
         else:
             flags = serve_flags(run.target, run.draft, run.speculation, run.max_slots, run.max_model_len)
             server = stack.enter_context(ServerProcess([*flags, "--no-early-ready"]))
@@ -53,13 +54,13 @@ def _without_key(run: ServeBenchRun) -> dict[str, Any]:
 
 
 def _measure(run: ServeBenchRun, client: Client, prompts: list[Any]) -> dict[str, Any]:
-    model = run.model or client.first_model()
-    bench_serve.warm_up(client, model, prompts, run)
+    model, streams = run.model or client.first_model(), Streams(client)
+    bench_serve.warm_up(streams, model, prompts, run)
     before = bench_serve.read_counters(client)
     with Progress(*bar_columns(), console=console, transient=True) as progress:
         task = progress.add_task("answering", total=len(prompts), note="")
         sent, seconds = bench_serve.run_load(
-            client, model, prompts, run, lambda _reply: progress.update(task, advance=1)
+            streams, model, prompts, run, lambda _reply: progress.update(task, advance=1)
         )
     after = bench_serve.read_counters(client)
     accepted = after - before if after and before else None

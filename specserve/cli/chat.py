@@ -17,10 +17,10 @@ import typer
 from rich.console import Console
 
 from specserve.cli.chat_view import AnswerView
-from specserve.cli.client import Client
 from specserve.cli.conversation import Conversation
 from specserve.cli.options import show_error, start
 from specserve.errors import ConfigError, SpecServeError
+from specserve.eval.client import Client
 
 HELP = """\
 /speculation [WAY]  say how it speculates, or change it: off, chain:3, auto, ...
@@ -46,7 +46,7 @@ def chat(
     if url and (target or draft):
         raise ConfigError("--url asks a server that has its own models: leave out --target and --draft, or --url")
     with ExitStack() as stack:
-        client = Client(url, api_key) if url else stack.enter_context(_own_server(target, draft, speculation))
+        client = stack.enter_context(Client(url, api_key) if url else _own_server(target, draft, speculation))
         talk = Conversation(client, system=system, max_tokens=max_tokens, temperature=temperature)
         if sys.stdin.isatty():
             converse(talk, Console(), input)
@@ -140,6 +140,7 @@ def _own_server(target: str, draft: str, speculation: str) -> Iterator[Client]:
         server = HttpServer(create_app(engine, api_keys=[key], run=run), port=0)
         server.start()
         try:
-            yield Client(server.url, key)
+            with Client(server.url, key) as client:
+                yield client
         finally:
             server.stop()

@@ -6,8 +6,8 @@ from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
 
-from specserve.cli.client import Client, RefusedError
 from specserve.drafters.speculation import parse_speculation
+from specserve.eval.client import Client, RefusedError
 from specserve.speculative.acceptance import Acceptance
 
 

@@ -1,10 +1,8 @@
 """`specserve quickstart`: the whole loop on the bundled target, offline, in minutes."""
 
 import itertools
-import json
 import logging
 import shlex
-import urllib.request
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -21,6 +19,7 @@ from specserve.cli.training_bar import TrainingBar
 from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 from specserve.eval.acceptance import Report
 from specserve.eval.bench_cells import PLAIN, Answer, ArmResult, Cell, EngineArm, run_round
+from specserve.eval.client import Client
 from specserve.eval.engines import measured_engine
 from specserve.eval.prompts import load_questions
 from specserve.eval.report import summary_table
@@ -206,11 +205,8 @@ def _serve_and_ask(engine: Engine, question: str) -> str:
 def _ask(url: str, question: str) -> str:
     """Ask for a chat completion over HTTP, as any client would, and return question and answer as text."""
     body = {"messages": [{"role": "user", "content": question}], "temperature": 0, "max_tokens": 64}
-    request = urllib.request.Request(
-        f"{url}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
-    )
-    with urllib.request.urlopen(request, timeout=120) as reply:
-        found = json.load(reply)
+    with Client(url) as client:
+        found = client.json("/v1/chat/completions", body)
     usage = found["usage"]
     accepted = usage["completion_tokens_details"]["accepted_prediction_tokens"]
     return (

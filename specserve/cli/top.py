@@ -12,9 +12,9 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from specserve.cli.client import Client, RefusedError, UnreachableError
 from specserve.cli.scrape import Span, Watch, parse
 from specserve.errors import ConfigError
+from specserve.eval.client import Client, RefusedError, UnreachableError
 
 BAR = 30
 ANSWER_SECONDS = 10.0
@@ -28,7 +28,12 @@ def top(
 ) -> None:
     """Read /metrics again and again and show what happened meanwhile, until Ctrl-C. A server that does not answer is
     waited for; with `--once` it is an error."""
-    client, watch, console = Client(url, api_key, seconds=ANSWER_SECONDS), Watch(), Console(highlight=False)
+    with Client(url, api_key, seconds=ANSWER_SECONDS) as client:
+        _watch(client, interval, once)
+
+
+def _watch(client: Client, interval: float, once: bool) -> None:
+    watch, console = Watch(), Console(highlight=False)
     if once:
         for wait in (interval, 0.0):
             watch.push(parse(_read(client), time.monotonic()))

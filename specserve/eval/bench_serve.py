@@ -17,10 +17,11 @@ from typing import Any
 import numpy as np
 
 from specserve.errors import ConfigError, SpecServeError
-from specserve.eval.client import Client, Reply, stream_body
+from specserve.eval.client import Client, RefusedError, UnreachableError
 from specserve.eval.prompts import load_chats
 from specserve.eval.series import DRAFTS, Series
 from specserve.eval.settings import ServeBenchRun
+from specserve.eval.streams import Reply, Streams, stream_body
 from specserve.speculative.acceptance import Acceptance
 
 RANDOM_IDS = (100, 1000)  # token ids of random prompts: every vocabulary has them
@@ -67,7 +68,7 @@ def parse_rate(text: str) -> float:
 
 
 def run_load(
-    client: Client,
+    streams: Streams,
     model: str,
     prompts: Sequence[Any],
     run: ServeBenchRun,
@@ -90,7 +91,7 @@ def run_load(
             seed=run.seed + i,
             **({"ignore_eos": True} if run.ignore_eos else {}),
         )
-        reply = client.ask(path, body)
+        reply = streams.ask(path, body)
         on_answer(reply)
         return Sent(reply, queued)
 
@@ -103,7 +104,7 @@ def run_load(
             sent = [future.result() for future in futures]
         except BaseException:  # an interrupt: what has not been sent stays so
             is_over.set()
-            client.hang_up()  # whoever waits for a piece need not wait for it any more
+            streams.hang_up()  # whoever waits for a piece need not wait for it any more
             raise
     return sent, time.perf_counter() - begin
 
@@ -190,12 +191,9 @@ def read_counters(client: Client) -> Acceptance | None:
     """What the server has counted of its speculation since it started, under vLLM's names in /metrics; None where it
     counts nothing."""
     try:
-        status, text = client.get("/metrics")
-    except OSError:
+        return Series.parse(client.text("/metrics")).acceptance(DRAFTS)
+    except (UnreachableError, RefusedError):
         return None
-    if status != 200:
-        return None
-    return Series.parse(text).acceptance(DRAFTS)
 
 
 def facts_of(run: ServeBenchRun, model: str, client: Client) -> Mapping[str, Any]:
@@ -215,10 +213,10 @@ def facts_of(run: ServeBenchRun, model: str, client: Client) -> Mapping[str, Any
     }
 
 
-def warm_up(client: Client, model: str, prompts: Sequence[Any], run: ServeBenchRun) -> None:
-    """Ask one prompt, so that the first of the load finds connections and programs warm. Raises SpecServeError where
+def warm_up(streams: Streams, model: str, prompts: Sequence[Any], run: ServeBenchRun) -> None:
+    """Ask one prompt, so that the first of the load finds programs warm. Raises SpecServeError where
     that fails: the others would too."""
     path, body = stream_body(model, prompts[0], max_tokens=run.output_len, temperature=run.temperature)
-    reply = client.ask(path, body)
+    reply = streams.ask(path, body)
     if reply.error:
-        raise SpecServeError(f"{client.url}{path} does not answer: {reply.error}")
+        raise SpecServeError(f"{streams.url}{path} does not answer: {reply.error}")

@@ -1,152 +1,126 @@
-"""One request to a server that speaks OpenAI's API, over a stream, as its client sees it: when each piece of the answer
-came, and what the server says of it at the end. Knows no engine by name and needs the standard library alone."""
+"""A running server as whoever asks it: JSON, streams of events, and plain text. `eval.streams` is for a load."""
 
-import contextlib
-import http.client
-import itertools
 import json
-import socket
-import ssl
-import time
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
-from urllib.parse import urlsplit
 
-from specserve.errors import ConfigError
+import httpx
 
-SECONDS = 600.0  # between two pieces of an answer
+from specserve.errors import ConfigError, SpecServeError
+
+SECONDS = 600.0  # of silence, after which a server counts as gone: a first answer may wait for a long queue
+CONNECT_SECONDS = 10.0
 
 
-@dataclass
-class Reply:
-    """An answer as its client saw it come. Times are of `time.perf_counter`."""
+class UnreachableError(SpecServeError):
+    """Nobody answers at the address, or the connection was lost."""
 
-    start: float = 0.0
-    arrivals: list[float] = field(default_factory=list)  # of pieces with text
-    text: str = ""
-    num_prompt: int = 0  # tokens, as the server counts them
-    num_tokens: int = 0  # of the answer
-    error: str = ""  # empty: it was answered
 
-    @property
-    def ttft(self) -> float:
-        """Seconds to the first piece; 0 where there was none."""
-        return self.arrivals[0] - self.start if self.arrivals else 0.0
+class RefusedError(SpecServeError):
+    """The server answered with an error. `status` is that of HTTP."""
 
-    @property
-    def itl(self) -> list[float]:
-        """Seconds between one piece and the next. With speculation a piece may hold several tokens."""
-        return [late - early for early, late in itertools.pairwise(self.arrivals)]
-
-    @property
-    def latency(self) -> float:
-        """Seconds to the last piece."""
-        return self.arrivals[-1] - self.start if self.arrivals else 0.0
-
-    @property
-    def tpot(self) -> float | None:
-        """Seconds per token after the first; None for an answer of one token."""
-        return (self.latency - self.ttft) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+    def __init__(self, status: int, message: str) -> None:
+        super().__init__(message)
+        self.status = status
 
 
 class Client:
-    """Asks one server. Every method may be called from several threads at once."""
+    """Asks one server. `url` is its address with or without http:// and /v1; `api_key` may be empty. It is a context
+    manager, which keeps connections open until its end, and every method may be called from several threads at once."""
 
-    def __init__(self, url: str, api_key: str = "") -> None:
-        """Raises ConfigError for what is no address of a server."""
-        parts = urlsplit(url if "//" in url else f"http://{url}")
-        if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise ConfigError(f"{url!r} is no address of a server; expected something like http://localhost:8000")
-        self.url = f"{parts.scheme}://{parts.netloc}{parts.path.rstrip('/').removesuffix('/v1')}"
-        self._parts, self._path = parts, parts.path.rstrip("/").removesuffix("/v1")
-        self._headers = {"Content-Type": "application/json"}
-        if api_key:
-            self._headers["Authorization"] = f"Bearer {api_key}"
-        self._open: set[socket.socket] = set()  # that are being read
+    def __init__(self, url: str, api_key: str = "", *, seconds: float = SECONDS) -> None:
+        """Raises ConfigError for what is no address."""
+        whole = url if "://" in url else f"http://{url}"
+        self.url = whole.rstrip("/").removesuffix("/v1").rstrip("/")
+        self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        timeout = httpx.Timeout(seconds, connect=min(seconds, CONNECT_SECONDS))
+        try:
+            parts = httpx.URL(self.url)
+        except httpx.InvalidURL:
+            parts = httpx.URL()
+        if parts.scheme not in ("http", "https") or not parts.host:
+            raise ConfigError(f"{url!r} is no address of a server; expected one like http://127.0.0.1:8000")
+        self._http = httpx.Client(
+            base_url=parts, headers=self.headers, timeout=timeout, limits=httpx.Limits(), follow_redirects=True
+        )
 
-    def hang_up(self) -> None:
-        """End every request that is under way; each of them has an error then."""
-        for each in list(self._open):
-            with contextlib.suppress(OSError):
-                each.shutdown(socket.SHUT_RDWR)
+    def __enter__(self) -> "Client":
+        return self
 
-    def _connect(self) -> http.client.HTTPConnection:
-        host, port = self._parts.hostname or "", self._parts.port
-        if self._parts.scheme == "https":
-            return http.client.HTTPSConnection(host, port, timeout=SECONDS, context=ssl.create_default_context())
-        return http.client.HTTPConnection(host, port, timeout=SECONDS)
+    def __exit__(self, *exc: object) -> None:
+        self.close()
 
-    def get(self, path: str) -> tuple[int, str]:
-        """The status and the body. Raises OSError or HTTPException where the server cannot be reached."""
-        with contextlib.closing(self._connect()) as connection:
-            connection.request("GET", self._path + path, headers=self._headers)
-            response = connection.getresponse()
-            return response.status, response.read().decode(errors="replace")
+    def close(self) -> None:
+        """Close all connections; answers that are being read break off."""
+        self._http.close()
+
+    def text(self, path: str) -> str:
+        """The body of a GET. Raises UnreachableError and RefusedError, as the other methods do."""
+        with self._open(path, None) as reply:
+            return reply.read().decode(errors="replace")
+
+    def json(self, path: str, body: Any = None) -> Any:
+        """The JSON that answers a GET or, with a body, a POST."""
+        with self._open(path, body) as reply:
+            try:
+                return json.loads(reply.read())
+            except ValueError as error:
+                raise RefusedError(200, f"{self.url}{path} did not answer with JSON: {error}") from None
+
+    def events(self, path: str, body: Any) -> Generator[dict[str, Any]]:
+        """The server-sent events that answer a POST, as JSON, up to [DONE]. Closing the iterator closes the connection,
+        which ends the request on the server."""
+        with self._open(path, body) as reply:
+            for data in _data(reply.iter_bytes()):
+                if data != b"[DONE]":
+                    event = json.loads(data)
+                    if "error" in event:
+                        raise RefusedError(500, _message(event, "the answer failed"))
+                    yield event
 
     def first_model(self) -> str:
         """The name of the model that the server lists first. Raises ConfigError where it cannot be asked."""
         try:
-            status, body = self.get("/v1/models")
-            if status != 200:
-                raise ValueError(f"status {status}: {body[:200]}")
-            return str(json.loads(body)["data"][0]["id"])
-        except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError) as error:
+            return str(self.json("/v1/models")["data"][0]["id"])
+        except (UnreachableError, RefusedError, LookupError, TypeError) as error:
+            status = f"status {error.status}: " if isinstance(error, RefusedError) else ""
             raise ConfigError(
-                f"GET {self.url}/v1/models failed ({error or type(error).__name__}); expected the address of a running "
-                "server that speaks OpenAI's API, and its --api-key where it has one"
+                f"GET {self.url}/v1/models failed ({status}{error}); expected the address of a running server that "
+                "speaks OpenAI's API, and its --api-key where it has one"
             ) from error
 
-    def ask(self, path: str, body: Mapping[str, Any]) -> Reply:
-        """Ask over a stream. What goes wrong is the reply's `error`."""
-        reply = Reply(start=time.perf_counter())
+    @contextmanager
+    def _open(self, path: str, body: Any) -> Iterator[httpx.Response]:
+        method = "GET" if body is None else "POST"
         try:
-            with contextlib.closing(self._connect()) as connection, contextlib.ExitStack() as stack:
-                connection.connect()
-                self._open.add(connection.sock)
-                stack.callback(self._open.discard, connection.sock)
-                connection.request("POST", self._path + path, json.dumps(body), self._headers)
-                response = connection.getresponse()
-                if response.status != 200:
-                    reply.error = f"status {response.status}: {response.read(500).decode(errors='replace')}"
-                    return reply
-                is_whole = False
-                for line in response:
-                    if line.startswith(b"data:"):
-                        is_whole = _take(reply, line[5:].strip(), time.perf_counter())
-                if not is_whole:
-                    reply.error = reply.error or "the stream broke off"
-        except (OSError, http.client.HTTPException, ValueError) as error:
-            reply.error = f"{type(error).__name__}: {error}"
-        if not reply.error and not reply.arrivals:
-            reply.error = "the answer has no text"
-        reply.num_tokens = reply.num_tokens or len(reply.arrivals)
-        return reply
+            with self._http.stream(method, path, json=body) as reply:
+                if not reply.is_success:
+                    raise RefusedError(reply.status_code, _said(reply))
+                yield reply
+        except (httpx.HTTPError, httpx.InvalidURL, httpx.StreamError, OSError, ValueError) as error:
+            raise UnreachableError(f"{self.url} does not answer: {error or type(error).__name__}") from None
 
 
-def _take(reply: Reply, data: bytes, now: float) -> bool:
-    """Read one event of a stream; whether it was the last."""
-    if data == b"[DONE]":
-        return True
-    event = json.loads(data)
-    if "error" in event:
-        reply.error = json.dumps(event["error"])[:500]
-    for choice in event.get("choices") or ():
-        delta = choice.get("delta") or {}
-        said = choice.get("text") or delta.get("content") or delta.get("reasoning_content") or delta.get("reasoning")
-        if said or delta.get("tool_calls"):
-            reply.arrivals.append(now)
-            reply.text += said or ""
-    if usage := event.get("usage"):
-        reply.num_prompt = usage.get("prompt_tokens") or 0
-        reply.num_tokens = usage.get("completion_tokens") or 0
-    return False
+def _data(pieces: Iterable[bytes]) -> Iterator[bytes]:
+    """What stands in the lines of events. httpx's own lines end at letters such as U+2028, too."""
+    rest = b""
+    for piece in pieces:
+        *lines, rest = (rest + piece).split(b"\n")
+        yield from (line.removeprefix(b"data:").strip() for line in lines if line.startswith(b"data:"))
 
 
-def stream_body(model: str, prompt: Any, **options: Any) -> tuple[str, dict[str, Any]]:
-    """The route and the body for a prompt: a text or token ids are completed, messages are answered as a chat."""
-    is_chat = isinstance(prompt, Sequence) and not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
-    body = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **options}
-    if is_chat:
-        return "/v1/chat/completions", {**body, "messages": prompt}
-    return "/v1/completions", {**body, "prompt": prompt}
+def _said(reply: httpx.Response) -> str:
+    """What the body of an error says, in OpenAI's shape or any other."""
+    text = reply.read()[:10_000].decode(errors="replace").strip()
+    otherwise = text[:300] or f"the server answered {reply.status_code} {reply.reason_phrase}"
+    try:
+        return _message(json.loads(text), otherwise)
+    except ValueError:
+        return otherwise
+
+
+def _message(body: Any, otherwise: str) -> str:
+    error = body.get("error", body) if isinstance(body, dict) else body
+    message = error.get("message") if isinstance(error, dict) else error
+    return message if isinstance(message, str) and message else otherwise

@@ -36,7 +36,7 @@ REQUIRED = {
     "transformers": "transformers",
     "jinja2": "jinja2",
     "huggingface_hub": "huggingface_hub",
-    "httpx": "httpx",  # by which the hub is asked
+    "httpx": "httpx",  # by which servers and the hub are asked
     "fastapi": "fastapi",
     "uvicorn": "uvicorn",
     "llguidance": "llguidance",

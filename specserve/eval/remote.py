@@ -3,25 +3,21 @@ over HTTP like a client, and what it tells of acceptance, wherever its kind of s
 tell is not made up."""
 
 import contextlib
-import json
 import time
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
-import httpx
-
 from specserve.errors import ConfigError, SpecServeError
 from specserve.eval.acceptance import Messages, Read, Report
 from specserve.eval.bench_cells import Answer
+from specserve.eval.client import Client, RefusedError, UnreachableError
 from specserve.eval.series import DRAFTS, OWN_STEPS, TOKENS, Series
 from specserve.serve.interface import EngineStats
 from specserve.serve.request import SamplingParams
 from specserve.speculative.acceptance import Acceptance
 
-CONNECT_SECONDS = 10.0
-ANSWER_SECONDS = 600.0  # between two pieces of an answer
 COUNT_SECONDS = 2.0  # how long counters may lag behind an answer
 
 
@@ -46,19 +42,11 @@ class ServerArm:
 
     def __init__(self, url: str, api_key: str = "") -> None:
         """Finds out what the server is. Raises ConfigError where it cannot be asked."""
-        self.url = url.rstrip("/").removesuffix("/v1")
-        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
-        timeout = httpx.Timeout(ANSWER_SECONDS, connect=CONNECT_SECONDS)
         try:
-            self._http = httpx.Client(base_url=self.url, headers=headers, timeout=timeout, limits=httpx.Limits())
-            reply = self._http.get("/v1/models")
-            reply.raise_for_status()
-            self.model = str(reply.json()["data"][0]["id"])
-        except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
-            raise ConfigError(
-                f"--server {url}: GET {self.url}/v1/models failed ({error or type(error).__name__}); expected the "
-                "address of a running server that speaks OpenAI's API, and its --api-key where it has one"
-            ) from error
+            self._client = Client(url, api_key)
+            self.url, self.model = self._client.url, self._client.first_model()
+        except ConfigError as error:
+            raise ConfigError(f"--server {url}: {error}") from error
         self.kind = "nothing"
         self.told_mean: float | None = None
         self.num_refused, self.refusal = 0, ""  # questions that do not fit the context
@@ -74,14 +62,14 @@ class ServerArm:
 
     def forget(self) -> None:
         """Ask the server to forget its prefixes; not every server can."""
-        with contextlib.suppress(httpx.HTTPError):
-            self._http.post("/flush_cache")
+        with contextlib.suppress(UnreachableError, RefusedError):
+            self._client.json("/flush_cache", {})
 
     def stats(self) -> EngineStats:
         return EngineStats()
 
     def close(self) -> None:
-        self._http.close()
+        self._client.close()
 
     def ask(
         self, prompts: Sequence[Messages], params: Sequence[SamplingParams], concurrency: int, /
@@ -94,7 +82,7 @@ class ServerArm:
                 answers = list(pool.map(self._answer, prompts, params))
             except BaseException:  # an interrupt, or one answer that failed: the others are not waited for
                 pool.shutdown(wait=False, cancel_futures=True)
-                self._http.close()
+                self._client.close()
                 raise
         seconds = time.perf_counter() - begin
         if before is not None:
@@ -133,19 +121,14 @@ class ServerArm:
         }
         answer = Answer(begin=time.perf_counter(), num_told=0)
         try:
-            with self._http.stream("POST", "/v1/chat/completions", json=body) as reply:
-                if reply.status_code == 400:  # it does not fit the context
-                    answer.error = self.refusal = reply.read().decode(errors="replace")[:300]
-                    self.num_refused += 1
-                    return answer
-                if reply.is_error:
-                    said = reply.read().decode(errors="replace")[:300]
-                    raise SpecServeError(f"{self.url}: {reply.status_code} {said}")
-                for line in reply.iter_lines():
-                    if line.startswith("data:") and line != "data: [DONE]":
-                        self._take(answer, json.loads(line[5:]))
-        except (httpx.HTTPError, ValueError, RuntimeError) as error:  # the last where the client was closed meanwhile
-            raise SpecServeError(f"{self.url}: an answer broke off: {error or type(error).__name__}") from error
+            for chunk in self._client.events("/v1/chat/completions", body):
+                self._take(answer, chunk)
+        except RefusedError as error:
+            if error.status != 400:
+                raise SpecServeError(f"{self.url}: {error.status} {error}") from error
+            answer.error = self.refusal = str(error)  # it does not fit the context
+            self.num_refused += 1
+            return answer
         if answer.arrivals and not answer.num_told:
             raise SpecServeError(f"{self.url}: an answer has no usage, so nobody knows how many tokens it took")
         answer.arrivals = answer.arrivals or [time.perf_counter() - answer.begin]
@@ -153,8 +136,6 @@ class ServerArm:
 
     def _take(self, answer: Answer, chunk: dict[str, Any]) -> None:
         """Read one event of a stream."""
-        if "error" in chunk:
-            raise SpecServeError(f"{self.url}: {str(chunk['error'])[:300]}")
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}
             if any(delta.get(field) for field in ("content", "reasoning_content", "reasoning")):
@@ -182,9 +163,8 @@ class ServerArm:
 
     def _counts(self) -> Counts | None:
         try:
-            reply = self._http.get("/metrics")
-            return parse_counts(reply.text) if reply.is_success else None
-        except (httpx.HTTPError, ValueError):
+            return parse_counts(self._client.text("/metrics"))
+        except (UnreachableError, RefusedError, ValueError):
             return None
 
     def _look_for_mean(self) -> None:
@@ -194,10 +174,8 @@ class ServerArm:
     def _mean(self) -> float | None:
         """SGLang's mean; None where there is none, as before its first answer."""
         try:
-            reply = self._http.get("/get_server_info")
-            states = reply.json()["internal_states"] if reply.is_success else []
-            return float(states[0]["avg_spec_accept_length"])
-        except (httpx.HTTPError, ValueError, LookupError, TypeError):
+            return float(self._client.json("/get_server_info")["internal_states"][0]["avg_spec_accept_length"])
+        except (UnreachableError, RefusedError, ValueError, LookupError, TypeError):
             return None
 
 

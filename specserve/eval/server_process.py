@@ -1,7 +1,6 @@
 """A `specserve serve` of its own, as a process, for measurements from outside; and the moments of its start."""
 
 import contextlib
-import http.client
 import os
 import socket
 import subprocess
@@ -15,7 +14,8 @@ from pathlib import Path
 import psutil
 
 from specserve.errors import SpecServeError
-from specserve.eval.client import Client, stream_body
+from specserve.eval.client import Client, RefusedError, UnreachableError
+from specserve.eval.streams import Streams, stream_body
 from specserve.serve.http.keys import VARIABLE
 
 START_SECONDS = 3600.0  # a first start compiles every program
@@ -49,22 +49,23 @@ class ServerProcess:
         self._process.kill()
         self._process.wait()
         self._log.close()
+        self.client.close()
 
     def wait_until_ready(self) -> None:
         """Wait until it answers; it may still compile. Raises SpecServeError where it ends first."""
-        self._wait("/ready", lambda status, _body: status == 200)
+        self._wait("/ready", lambda _body: True)
 
     def wait_until_complete(self) -> None:
         """Wait until every program is compiled. Raises SpecServeError where it ends first."""
-        self._wait("/metrics", lambda _status, body: _value(body, PROGRAMS_LEFT) == 0)
+        self._wait("/metrics", lambda body: _value(body, PROGRAMS_LEFT) == 0)
 
-    def _wait(self, path: str, is_there: Callable[[int, str], bool]) -> None:
+    def _wait(self, path: str, is_there: Callable[[str], bool]) -> None:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
                 raise SpecServeError(f"the server ended with status {self._process.returncode}:\n{self.last_lines()}")
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                if is_there(*self.client.get(path)):
+            with contextlib.suppress(UnreachableError, RefusedError):
+                if is_there(self.client.text(path)):
                     return
             time.sleep(0.2)
         raise SpecServeError(f"the server is not there after {START_SECONDS:.0f} s:\n{self.last_lines()}")
@@ -108,7 +109,7 @@ def moments_of_a_start(flags: Sequence[str], cache: Path) -> Iterator[Moment]:
         yield moment("ready")
         model = server.client.first_model()
         path, body = stream_body(model, FIRST_PROMPT, max_tokens=FIRST_TOKENS, temperature=0, ignore_eos=True)
-        reply = server.client.ask(path, body)
+        reply = Streams(server.client).ask(path, body)
         if reply.error:
             raise SpecServeError(f"the server does not answer: {reply.error}\n{server.last_lines()}")
         yield moment(f"a first answer of {FIRST_TOKENS} tokens")

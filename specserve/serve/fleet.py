@@ -10,12 +10,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Unpack
 
 from specserve.errors import CapacityError, CheckpointError, ConfigError, RequestError, SpecServeError
 from specserve.serve.interface import DraftInfo, EngineStats
 from specserve.serve.pages import prefix_digests
-from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, TokenMask
+from specserve.serve.request import Delta, FinishReason, Request, RequestOptions, SamplingParams
 from specserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -104,6 +104,7 @@ class Fleet:
         self._tokenizer = tokenizer
         self._loop = asyncio.get_running_loop()
         self._states: dict[str, ReplicaState] = {}
+        self._one: ReplicaState  # the last that was heard of, for what all have alike
         self._head, self._speculation = _Head(), ""
         self._floors: dict[str, int] = {}  # of clients that have met a head that not every replica has yet
         self._swap = asyncio.Lock()
@@ -166,10 +167,6 @@ class Fleet:
         del seconds
         self._is_draining = True
 
-    @property
-    def _one(self) -> ReplicaState:
-        return self._known
-
     async def _look(self) -> bool:
         """Ask every replica for its state. Tells whether one answered."""
         try:
@@ -180,7 +177,7 @@ class Fleet:
         states = [state for state in told if isinstance(state, ReplicaState)]
         self._states = {state.replica: state for state in states}
         if states:
-            self._known = states[0]
+            self._one = states[0]
         return bool(states)
 
     async def _watch(self) -> None:
@@ -209,30 +206,25 @@ class Fleet:
         prompt_ids: Sequence[int],
         params: SamplingParams,
         on_delta: Callable[[Delta], None],
-        *,
-        priority: int = 0,
-        cache_salt: str = "",
-        token_mask: TokenMask | None = None,
-        request_id: str = "",
-        client: str = "",
+        **options: Unpack[RequestOptions],
     ) -> Request:
         """As `Engine.submit` does, on a replica; it waits until one has taken the request, so never call it on the
         event loop. A replica that ends before it has answered anything is replaced by another one."""
-        if token_mask is not None:
+        if options.get("token_mask") is not None:
             raise RequestError("token_mask: replicas take grammars, not masks that are Python objects")
         if self._is_draining:
             raise CapacityError("the server is stopping; send the request again later or elsewhere")
-        asked = functools.partial(
-            self._ask,
-            tuple(prompt_ids),
-            params,
-            {"priority": priority, "cache_salt": cache_salt, "request_id": request_id, "client": client},
-        )
-        return self._wait(self._open(asked, on_delta))
+        return self._wait(self._open(tuple(prompt_ids), params, on_delta, {"request_id": "", **options}))
 
-    async def _open(self, asked: Callable[[], Any], on_delta: Callable[[Delta], None]) -> Request:
+    async def _open(
+        self,
+        prompt_ids: tuple[int, ...],
+        params: SamplingParams,
+        on_delta: Callable[[Delta], None],
+        options: Mapping[str, Any],
+    ) -> Request:
+        asked = functools.partial(self._ask, prompt_ids, params, options)
         taken, stream = await asked()
-        prompt_ids, params, options = asked.args  # type: ignore[attr-defined]
         request = _Sent(
             prompt_ids=prompt_ids,
             params=params,
@@ -250,8 +242,8 @@ class Fleet:
     ) -> tuple[Taken, Any]:
         """Have a replica take the request: what it says, and the stream of what it will. Raises what it refuses with,
         or CapacityError where none takes it."""
-        client = options["client"]
-        digests = prefix_digests(prompt_ids, self._one.stats.page_size, options["cache_salt"])
+        client = options.get("client", "")
+        digests = prefix_digests(prompt_ids, self._one.stats.page_size, options.get("cache_salt", ""))
         for _ in range(TRIES):
             floor = max(self._head.version, self._floors.get(client, 0))
             stream = self._answers.remote(prompt_ids, params, options, floor=floor, pages=digests)

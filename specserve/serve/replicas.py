@@ -11,6 +11,7 @@ import signal
 import threading
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -50,6 +51,7 @@ class EngineReplica:
 
     def __init__(self, args: Mapping[str, Any]) -> None:
         """Loads and compiles, which takes as long as for a server. Raises what `specserve serve` would."""
+        self._ending = ExitStack()  # of as much as there is, wherever this fails
         log.setup("info")
         self._run = run = settings_of(args)
         _, folder = find_names(run.target, run.draft)
@@ -62,7 +64,7 @@ class EngineReplica:
             is_checked=run.check_weights,
             mesh=parse_mesh(run.mesh, SERVING_AXES),
         )
-        self._engine = make_engine(models, run, lambda *_: None).start()
+        self._engine = self._ending.enter_context(make_engine(models, run, lambda *_: None))
         self._mailbox: Mailbox | None = None
         self._id = load("ray.serve").get_replica_context().replica_tag
 
@@ -162,29 +164,26 @@ class EngineReplica:
 
     def __del__(self) -> None:
         """Called by Ray once no request is open, or the time to drain is over."""
-        if hasattr(self, "_engine"):
-            self._engine.stop()
+        self._ending.close()
 
 
 class Front:
     """The HTTP layer over all replicas, the same app as that of one server."""
 
     async def __init__(self, engines: Any, args: Mapping[str, Any]) -> None:
+        self._ending = ExitStack()
         log.setup("info")
         run = settings_of(args)
         tokenizer = await asyncio.to_thread(read_tokenizer, run.target, run.draft)
-        self._tracing = Tracing(run.otlp_endpoint) if run.otlp_endpoint else None
         fleet = await Fleet.connect(engines, tokenizer)
-        self._app = create_app(fleet, api_keys=read_api_keys(run), run=run, tracing=self._tracing)
-        if self._tracing:
-            self._tracing.__enter__()
+        tracing = self._ending.enter_context(Tracing(run.otlp_endpoint)) if run.otlp_endpoint else None
+        self._app = create_app(fleet, api_keys=read_api_keys(run), run=run, tracing=tracing)
 
     def __serve_build_asgi_app__(self) -> Any:
         return self._app
 
     def __del__(self) -> None:
-        if tracing := getattr(self, "_tracing", None):
-            tracing.__exit__(None, None, None)
+        self._ending.close()
 
 
 def application(args: dict[str, Any]) -> Any:

@@ -10,7 +10,7 @@ import json
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal, Protocol, Self, get_type_hints
+from typing import Annotated, Any, Literal, Protocol, Self, TypedDict, get_type_hints
 
 import numpy as np
 from pydantic import AfterValidator, BeforeValidator, ConfigDict, Field, TypeAdapter, ValidationError
@@ -227,6 +227,16 @@ class Delta:
     def draft_depths(self) -> tuple[int, ...]:
         """Where each token comes from: 0 is the target's own draw, d a draft token accepted at depth d of the tree."""
         return tuple(depth if depth <= self.num_accepted else 0 for depth in range(1, len(self.token_ids) + 1))
+
+
+class RequestOptions(TypedDict, total=False):
+    """What an engine's `submit` takes by name, beside what is sampled. The names are those of `Request`'s fields."""
+
+    priority: int  # lower runs first, as in vLLM; 0 where it is not given
+    cache_salt: str  # prefixes are shared only between requests of one salt
+    token_mask: TokenMask | None
+    request_id: str  # as the log names it; empty: a number
+    client: str  # who shares the queue with the others
 
 
 @dataclass(eq=False)

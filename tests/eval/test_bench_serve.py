@@ -24,9 +24,10 @@ from specserve.eval.bench_serve import (
     run_load,
     warm_up,
 )
-from specserve.eval.client import Client, stream_body
+from specserve.eval.client import Client
 from specserve.eval.server_process import Moment, ServerProcess
 from specserve.eval.settings import ServeBenchRun
+from specserve.eval.streams import Streams, stream_body
 from specserve.speculative.acceptance import Acceptance
 
 # of vllm/benchmarks/serve.py: what its result has for a server that generates and speculates
@@ -114,7 +115,8 @@ def client() -> Iterator[Client]:
     server = ThreadingHTTPServer(("127.0.0.1", 0), _Server)
     thread = threading.Thread(target=server.serve_forever, args=(0.01,))
     thread.start()
-    yield Client(f"http://127.0.0.1:{server.server_port}/v1", "key")
+    with Client(f"http://127.0.0.1:{server.server_port}/v1", "key") as client:
+        yield client
     server.shutdown()
     server.server_close()
     thread.join()
@@ -127,7 +129,7 @@ def test_results_have_vllm_s_keys_and_follow_from_what_was_seen(client: Client) 
     prompts[5] = [666]
     before = read_counters(client)
     seen: list[str] = []
-    sent, seconds = run_load(client, client.first_model(), prompts, run, lambda reply: seen.append(reply.text))
+    sent, seconds = run_load(Streams(client), client.first_model(), prompts, run, lambda reply: seen.append(reply.text))
     after = read_counters(client)
     assert before is not None
     assert after is not None
@@ -165,7 +167,7 @@ def test_results_have_vllm_s_keys_and_follow_from_what_was_seen(client: Client) 
 def test_a_chat_s_first_token_is_its_first_text(client: Client) -> None:
     """Not the piece that tells the role alone."""
     path, body = stream_body("tiny", [{"role": "user", "content": "hi"}], max_tokens=4)
-    reply = client.ask(path, body)
+    reply = Streams(client).ask(path, body)
     assert (reply.text, len(reply.arrivals), reply.error) == ("".join(PIECES), 3, "")
     assert reply.ttft > 0.005
 
@@ -186,14 +188,18 @@ def test_requests_come_as_a_poisson_process_of_the_rate() -> None:
 
 def test_a_server_that_does_not_answer_is_said(client: Client) -> None:
     run = replace(ServeBenchRun(), dataset_name="random", num_prompts=2)
-    stranger = Client(client.url)
+    with Client(client.url) as nobody:
+        stranger = Streams(nobody)
     with pytest.raises(SpecServeError, match="does not answer: status 401: no key"):
         warm_up(stranger, "tiny", [[1]], run)
     sent, seconds = run_load(stranger, "tiny", [[1], [2]], run)
     with pytest.raises(SpecServeError, match="none of 2 requests was answered, the first with: status 401"):
         result_of(sent, seconds)
-    with pytest.raises(ConfigError, match=r"GET http://127.0.0.1:1/v1/models failed .*refused"):
-        Client("127.0.0.1:1").first_model()
+    with (
+        pytest.raises(ConfigError, match=r"GET http://127.0.0.1:1/v1/models failed .*refused"),
+        Client("127.0.0.1:1") as client,
+    ):
+        client.first_model()
     with pytest.raises(ConfigError, match="is no address of a server"):
         Client("ftp://example.com")
 
@@ -214,7 +220,7 @@ def test_an_interrupt_hangs_up_at_once(client: Client) -> None:
     try:
         thread.start()
         with pytest.raises(KeyboardInterrupt):
-            run_load(client, "tiny", prompts, run)
+            run_load(Streams(client), "tiny", prompts, run)
     finally:
         signal.signal(signal.SIGINT, before)
     thread.join()

@@ -9,7 +9,6 @@ import httpx
 import pytest
 
 from specserve.errors import ConfigError, DataError, SpecServeError
-from specserve.eval import remote
 from specserve.eval.acceptance import Report, converse
 from specserve.eval.prompts import Question
 from specserve.eval.remote import ServerArm, parse_counts, read_chats
@@ -44,12 +43,12 @@ class Engine:
         return httpx.Response(404)
 
     def _events(self) -> Iterator[str]:
-        chunks = [{"choices": [{"delta": {"content": word}}]} for word in ("a", " b")]
+        chunks = [{"choices": [{"delta": {"content": word}}]} for word in ("a", " b\u2028c")]
         usage = {} if self.kind == "silent" else {"usage": {"completion_tokens": 6, "prompt_tokens": 1}}
         last: dict = {"choices": [], **usage}
         if self.kind == "llama.cpp":
             last["timings"] = {"predicted_n": 6, "draft_n": 6, "draft_n_accepted": 2}
-        yield from (f"data: {json.dumps(chunk)}\n\n" for chunk in (*chunks, last))
+        yield from (f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n" for chunk in (*chunks, last))
         yield "data: [DONE]\n\n"
 
     def _metrics(self, n: int) -> str:
@@ -70,7 +69,7 @@ class Engine:
 def connect(monkeypatch: pytest.MonkeyPatch) -> Callable[[Handler], ServerArm]:
     def arm(handler: Handler) -> ServerArm:
         client = functools.partial(httpx.Client, transport=httpx.MockTransport(handler))
-        monkeypatch.setattr(remote.httpx, "Client", client)
+        monkeypatch.setattr(httpx, "Client", client)
         return ServerArm("http://server/v1/", "key")
 
     return arm
@@ -122,8 +121,8 @@ def test_a_second_turn_is_asked_after_the_first_and_its_answer(connect: Callable
     assert sorted(engine.asked) == [
         ["user: alone"],
         ["user: one"],
-        ["user: one", "assistant: a b", "user: two"],
-        ["user: one", "assistant: a b", "user: two", "assistant: a b", "user: three"],
+        ["user: one", "assistant: a b\u2028c", "user: two"],
+        ["user: one", "assistant: a b\u2028c", "user: two", "assistant: a b\u2028c", "user: three"],
     ]
 
 

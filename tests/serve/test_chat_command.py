@@ -18,10 +18,10 @@ from typer.testing import CliRunner
 from specserve.cli import chat_view
 from specserve.cli.chat import converse
 from specserve.cli.chat_view import AnswerView
-from specserve.cli.client import Client, RefusedError, UnreachableError
 from specserve.cli.conversation import Conversation, Token, Told
 from specserve.cli.main import app
 from specserve.errors import ConfigError
+from specserve.eval.client import Client, RefusedError, UnreachableError
 from specserve.serve.http.app import create_app
 from specserve.serve.http.server import HttpServer
 from specserve.serve.request import SamplingParams
@@ -43,17 +43,19 @@ def terminal(width: int = 80) -> Console:
 
 
 @pytest.fixture
-def talk(server: HttpServer) -> Conversation:
-    return Conversation(Client(server.url), max_tokens=64)
+def talk(server: HttpServer) -> Iterator[Conversation]:
+    with Client(server.url) as client:
+        yield Conversation(client, max_tokens=64)
 
 
 @pytest.fixture
-def changeable(fake_engine: FakeEngine) -> Iterator[HttpServer]:
-    """One that lets clients change how it speculates, and wants a key."""
+def changeable(fake_engine: FakeEngine) -> Iterator[Conversation]:
+    """With a server that lets clients change how it speculates, and wants a key."""
     run = ServeRun(allow_load_draft=True)
     server = HttpServer(create_app(fake_engine, run=run, api_keys=["secret"]), port=0)
     server.start()
-    yield server
+    with Client(f"{server.url}/v1/", "secret") as client:
+        yield Conversation(client)
     server.stop()
     fake_engine.speculation = "chain:3"
 
@@ -144,13 +146,14 @@ def test_an_interrupt_ends_an_answer_and_its_request_alone(
     wait_for(lambda: not fake_engine.num_active)  # the server does not go on with what nobody reads
 
 
-def test_speculation_is_changed_or_bounded(talk: Conversation, changeable: HttpServer, fake_engine: FakeEngine) -> None:
+def test_speculation_is_changed_or_bounded(
+    talk: Conversation, changeable: Conversation, fake_engine: FakeEngine
+) -> None:
     """Changed on a server that allows it; on another our own requests are bounded, which no token depends on."""
-    own = Conversation(Client(f"{changeable.url}/v1/", "secret"))
-    own.speculate("off")
-    assert own.speculation == fake_engine.speculation == "off"
+    changeable.speculate("off")
+    assert changeable.speculation == fake_engine.speculation == "off"
     with pytest.raises(RefusedError, match="no programs"):
-        own.speculate("chain:9")
+        changeable.speculate("chain:9")
     talk.speculate("chain:2")
     list(talk.ask("hi"))
     assert fake_engine.requests[-1].params.speculation == 2
@@ -172,12 +175,12 @@ def test_a_filter_writes_the_answer_and_nothing_else(server: HttpServer, fake_en
 
 
 def test_what_is_no_server_is_said(server: HttpServer) -> None:
-    with pytest.raises(UnreachableError, match="does not answer"):
-        Client("127.0.0.1:1").json("/v1/models")
+    with pytest.raises(UnreachableError, match="does not answer"), Client("127.0.0.1:1") as client:
+        client.json("/v1/models")
     with pytest.raises(ConfigError, match="no address"):
         Client("ftp://host")
-    with pytest.raises(RefusedError) as refused:
-        Client(server.url).json("/nothing")
+    with pytest.raises(RefusedError) as refused, Client(server.url) as client:
+        client.json("/nothing")
     assert refused.value.status == 404
 
 

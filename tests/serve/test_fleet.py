@@ -106,7 +106,7 @@ class Handle:
             await asyncio.sleep(0.01)
         self.turn += 1
         player = able[self.turn % len(able)]
-        self.taken.append((options["client"], player.name, player.version))
+        self.taken.append((options.get("client", ""), player.name, player.version))
         try:
             async for item in player.answer(prompt, params):
                 yield item

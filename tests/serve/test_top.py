@@ -18,11 +18,11 @@ from rich.console import Console, RenderableType
 from typer.testing import CliRunner
 
 from specserve.cli import top
-from specserve.cli.client import Client, UnreachableError
 from specserve.cli.main import app
 from specserve.cli.scrape import Histogram, Sample, Watch, parse
 from specserve.cli.top import picture
 from specserve.errors import ConfigError
+from specserve.eval.client import Client, UnreachableError
 from specserve.serve.http.server import HttpServer
 from specserve.serve.interface import EngineStats
 from specserve.speculative.acceptance import Acceptance
@@ -50,15 +50,17 @@ def shown(url: str, watch: Watch, gone: float | None = None) -> str:
 
 def test_a_server_says_what_it_did(server: HttpServer, http: httpx.Client, fake_engine: FakeEngine) -> None:
     """Its own metrics, over HTTP: of three steps for each answer all accept a token at depth 1 and one does at 2."""
-    before = parse(Client(server.url).text("/metrics"), 0.0)
+    client = Client(server.url)
+    before = parse(client.text("/metrics"), 0.0)
     for _ in range(4):
         http.post("/v1/completions", json={"prompt": "x", "max_tokens": 9})
     fake_engine.state = EngineStats(num_pages=40, num_pages_held=10, num_steps_by_speculation={"chain:3": 3, "off": 1})
     try:
-        after = parse(Client(server.url).text("/metrics"), 2.0)
+        after = parse(client.text("/metrics"), 2.0)
         once = CliRunner().invoke(app, ["top", server.url, "--once", "--interval", "0.1"], env={"COLUMNS": "100"})
     finally:
         fake_engine.state = EngineStats()
+        client.close()
     assert (after.model, after.usage, after.pages) == (MODEL, 0.25, 40)
     watch = Watch()
     watch.push(before)
