@@ -88,19 +88,10 @@ def steps(output: Path) -> int:
     return metrics(output)[-1]["step"] if (output / "metrics.jsonl").is_file() and metrics(output) else 0
 
 
-def test_workers_are_processes(runs: Runs, plain: Path) -> None:
-    """The head and every loss are those of two plain processes; progress reaches the terminal; nothing is left."""
-    process = runs.train("ray", *RAY)
-    assert runs.end("ray", process) == 0, runs.log("ray")
-    assert is_same(runs.folder / "ray", plain)
-    assert f"step {STEPS}" in runs.log("ray")
-    runs.until("ray", lambda: all(is_gone(worker) for _, worker in workers(runs, "ray")))
-    assert not (runs.folder / "ray" / ".ray").exists()
-
-
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_worker_changes_nothing(runs: Runs, plain: Path, rank: int) -> None:
-    """All workers are started again, and go on from the last saved state to the same head."""
+    """The head and every loss, from before it was killed and after, are those of two plain processes: all workers are
+    started again, and go on from the last saved state. Progress reaches the terminal; nothing is left."""
     output = f"killed{rank}"
     process = runs.train(output, *RAY)
     runs.until(output, lambda: steps(runs.folder / output) > 25)
@@ -111,6 +102,9 @@ def test_a_killed_worker_changes_nothing(runs: Runs, plain: Path, rank: int) -> 
     assert f"worker {rank} of 2: it has died" in runs.log(output)
     [begin] = re.findall(r"going on from step (\d+)", "\n".join(set(re.findall(r"going on.*", runs.log(output)))))
     assert int(begin) > 0
+    assert f"step {STEPS}" in runs.log(output)
+    runs.until(output, lambda: all(is_gone(worker) for _, worker in workers(runs, output)))
+    assert not (runs.folder / output / ".ray").exists()
 
 
 @pytest.mark.slow
