@@ -6,14 +6,12 @@ import re
 import signal
 import socket
 import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tiny_folder import write_folder, write_mixture
+from commands import Commands
 from tiny_run import curve, metrics
 
 from specserve.errors import ConfigError
@@ -21,7 +19,6 @@ from specserve.processes import ProcessError
 
 pytestmark = pytest.mark.scale
 
-PATIENCE = 300.0  # seconds, on a machine that is busy with other things
 STEPS = 120
 SMALL = {
     "max-steps": STEPS,
@@ -38,64 +35,14 @@ SMALL = {
 RAY = ["--ray", "--num-workers", "2"]
 
 
-class Runs:
-    """Starts `specserve train` on a tiny target, each run as a process of its own."""
+class Runs(Commands):
+    """Runs of `specserve train`, whose logs have the names of their outputs."""
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        write_folder(folder / "target")
-        write_mixture(folder / "mix.jsonl")
-        self._started: list[subprocess.Popen[str]] = []
-
-    def start(self, output: str, *more: str, **changes: Any) -> subprocess.Popen[str]:
-        """Relative paths: workers are where the command is."""
+    def train(self, output: str, *more: str, **changes: Any) -> subprocess.Popen[bytes]:
         settings = SMALL | {name.replace("_", "-"): value for name, value in changes.items()}
         flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-        line = ["train", "--target", "target", "--source", "mix.jsonl", *flags, "--output", output, *more]
-        environment = {
-            "XLA_FLAGS": "",
-            "HF_HUB_OFFLINE": "1",
-            "JAX_PLATFORMS": "cpu",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-            "XDG_CACHE_HOME": str(self.folder / "cache"),
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-        }
-        with (self.folder / f"{output}.log").open("a") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "specserve.cli.main", *line],
-                cwd=self.folder,
-                env={**os.environ, **environment},
-                stdout=log,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
-        self._started.append(process)
-        return process
-
-    def log(self, output: str) -> str:
-        return (self.folder / f"{output}.log").read_text()
-
-    def until(self, output: str, found: Callable[[], Any]) -> Any:
-        """Wait for something of a run, whose log is shown where it does not come."""
-        end = time.monotonic() + PATIENCE
-        while not (what := found()):
-            assert time.monotonic() < end, self.log(output)
-            time.sleep(0.05)
-        return what
-
-    def end(self, output: str, process: subprocess.Popen[str]) -> int:
-        try:
-            return process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(self.log(output)) from None
-
-    def close(self) -> None:
-        for process in self._started:
-            process.kill()
-            process.wait()
+        line = ["train", "--target", "target", "--source", "mix.jsonl", *flags, "--output", output]
+        return self.start(output, *line, *more)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +60,7 @@ def plain(runs: Runs) -> Path:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
     joined = ["--coordinator", address, "--num-processes", "2"]
-    both = [runs.start("plain", *joined, "--process-id", str(number)) for number in range(2)]
+    both = [runs.train("plain", *joined, "--process-id", str(number)) for number in range(2)]
     assert [runs.end("plain", process) for process in both] == [0, 0], runs.log("plain")
     return runs.folder / "plain"
 
@@ -141,21 +88,12 @@ def steps(output: Path) -> int:
     return metrics(output)[-1]["step"] if (output / "metrics.jsonl").is_file() and metrics(output) else 0
 
 
-def test_workers_are_processes(runs: Runs, plain: Path) -> None:
-    """The head and every loss are those of two plain processes; progress reaches the terminal; nothing is left."""
-    process = runs.start("ray", *RAY)
-    assert runs.end("ray", process) == 0, runs.log("ray")
-    assert is_same(runs.folder / "ray", plain)
-    assert f"step {STEPS}" in runs.log("ray")
-    runs.until("ray", lambda: all(is_gone(worker) for _, worker in workers(runs, "ray")))
-    assert not (runs.folder / "ray" / ".ray").exists()
-
-
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])
 def test_a_killed_worker_changes_nothing(runs: Runs, plain: Path, rank: int) -> None:
-    """All workers are started again, and go on from the last saved state to the same head."""
+    """The head and every loss, from before it was killed and after, are those of two plain processes: all workers are
+    started again, and go on from the last saved state. Progress reaches the terminal; nothing is left."""
     output = f"killed{rank}"
-    process = runs.start(output, *RAY)
+    process = runs.train(output, *RAY)
     runs.until(output, lambda: steps(runs.folder / output) > 25)
     os.kill(dict(workers(runs, output))[rank], signal.SIGKILL)
     assert runs.end(output, process) == 0, runs.log(output)
@@ -164,25 +102,28 @@ def test_a_killed_worker_changes_nothing(runs: Runs, plain: Path, rank: int) -> 
     assert f"worker {rank} of 2: it has died" in runs.log(output)
     [begin] = re.findall(r"going on from step (\d+)", "\n".join(set(re.findall(r"going on.*", runs.log(output)))))
     assert int(begin) > 0
+    assert f"step {STEPS}" in runs.log(output)
+    runs.until(output, lambda: all(is_gone(worker) for _, worker in workers(runs, output)))
+    assert not (runs.folder / output / ".ray").exists()
 
 
 @pytest.mark.slow
 def test_a_stopped_command_goes_on(runs: Runs, plain: Path) -> None:
     """Ctrl-C ends with the state saved and status 0; with --resume the run goes on to the same head."""
-    process = runs.start("stopped", *RAY)
+    process = runs.train("stopped", *RAY)
     runs.until("stopped", lambda: steps(runs.folder / "stopped") > 12)
     os.killpg(process.pid, signal.SIGINT)  # as a terminal does, to all of its processes
     assert runs.end("stopped", process) == 0, runs.log("stopped")
     assert "go on with specserve train --config stopped/run.yaml --resume" in runs.log("stopped")
     assert 12 < steps(runs.folder / "stopped") < STEPS
-    process = runs.start("stopped", "--resume", *RAY)
+    process = runs.train("stopped", "--resume", *RAY)
     assert runs.end("stopped", process) == 0, runs.log("stopped")
     assert is_same(runs.folder / "stopped", plain)
 
 
 def test_an_error_of_a_worker_ends_the_run(runs: Runs) -> None:
     """What would come again is not tried again: one line, status 2."""
-    process = runs.start("wrong", *RAY, source="none.jsonl")
+    process = runs.train("wrong", *RAY, source="none.jsonl")
     assert runs.end("wrong", process) == 2, runs.log("wrong")
     said = runs.log("wrong")
     assert len(re.findall(r"^error: .*none\.jsonl", said, re.MULTILINE)) == 1, said
@@ -191,13 +132,13 @@ def test_an_error_of_a_worker_ends_the_run(runs: Runs) -> None:
 
 def test_too_many_workers_are_refused(runs: Runs) -> None:
     number = 1000
-    process = runs.start("many", "--ray", "--num-workers", str(number), mesh=f"data={number}", batch_size=number)
+    process = runs.train("many", "--ray", "--num-workers", str(number), mesh=f"data={number}", batch_size=number)
     assert runs.end("many", process) == 2, runs.log("many")
     assert f"error: {number} workers need {number} CPU, 1 each, and the Ray cluster has" in runs.log("many")
 
 
 def test_a_cluster_that_is_not_there_is_said(runs: Runs) -> None:
-    process = runs.start("nowhere", *RAY, "--ray-address", "127.0.0.1:1")
+    process = runs.train("nowhere", *RAY, "--ray-address", "127.0.0.1:1")
     assert runs.end("nowhere", process) == 2, runs.log("nowhere")
     assert "error: ray address '127.0.0.1:1' cannot be reached" in runs.log("nowhere")
 
