@@ -11,7 +11,7 @@ from specserve.drafters.words import ALL_TEXT
 from specserve.errors import ConfigError, DataError
 from specserve.eval.prompts import load_questions
 from specserve.eval.rule import WholeText
-from specserve.eval.verify_judge import Bench
+from specserve.eval.verify_judge import Bench, Group
 from specserve.mesh import num_parts
 from specserve.serve.launch import Models, choose_trees
 from specserve.serve.programs import Program, compile_all
@@ -56,29 +56,28 @@ def load_prompts(models: Models, bench: str, limit: int) -> list[list[int]]:
     return prompts
 
 
-def open_benches(
+def make_bench(
     models: Models,
     trees: Sequence[Tree],
     *,
     max_model_len: int,
     on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None,
-) -> list[Callable[[], Bench]]:
-    """What opens a bench for the ways that a head proposes, and one for those that need none, which no runner has
-    together. Open one after the other: each packs the weights anew."""
-    groups = [[tree for tree in trees if tree.uses_head == uses_head] for uses_head in (True, False)]
-    whole_text = WholeText(models.target, models.mesh)
-    opened = functools.partial(_open, models, whole_text, max_model_len=max_model_len, on_warmup=on_warmup)
-    return [functools.partial(opened, group) for group in groups if group]
+) -> Bench:
+    """A bench with a group of the ways that a head proposes, and one of those that need none, which no runner has
+    together. Nothing is compiled yet."""
+    opened = functools.partial(_open, models, max_model_len=max_model_len, on_warmup=on_warmup)
+    ways = [[tree for tree in trees if tree.uses_head == uses_head] for uses_head in (True, False)]
+    groups = [Group(some, functools.partial(opened, some)) for some in ways if some]
+    return Bench(models.target, models.tokenizer, WholeText(models.target, models.mesh), groups)
 
 
 def _open(
     models: Models,
-    whole_text: WholeText,
     trees: Sequence[Tree],
     *,
     max_model_len: int,
     on_warmup: Callable[[int, int, str], None],
-) -> Bench:
+) -> Runner:
     parts = num_parts(models.mesh, "batch")
     num_slots = -(-NUM_SLOTS // parts) * parts
     runner = Runner(
@@ -108,4 +107,4 @@ def _open(
 
     compile_all(runner.compiled, programs, is_wanted=runner.has_room_for, on_compiled=report)
     check_numbers(runner, models.target)
-    return Bench(runner, trees, models.target, models.tokenizer, whole_text)
+    return runner
