@@ -50,7 +50,7 @@ def throughput(run: ThroughputRun) -> None:
 def _measure(run: LatencyRun | ThroughputRun) -> Measured:
     if run.speculation not in ("auto", TUNED):
         parse_speculation(run.speculation)  # a wrong one is said before minutes of work
-    models = load(run, run.draft, has_tokenizer=run.bench != "random")
+    models = load(run, run.draft, has_tokenizer=run.bench != bench_offline.RANDOM)
     with Progress(*bar_columns(), console=console, transient=True) as progress:
         task = progress.add_task("", note="", total=None)
 

@@ -14,7 +14,7 @@ from specserve.drafters.speculation import describe
 from specserve.errors import DataError
 from specserve.eval.bench_cells import Answer, EngineArm
 from specserve.eval.engines import measured_engine
-from specserve.eval.prompts import load_chats
+from specserve.eval.prompts import load_prompts
 from specserve.eval.roofline import Roofline, measure_peaks, step_work
 from specserve.eval.settings import LatencyRun, ThroughputRun
 from specserve.eval.step_times import steps_timed, time_step
@@ -25,6 +25,7 @@ from specserve.serve.request import SamplingParams
 from specserve.serve.settings import ServeRun
 from specserve.speculative.acceptance import Acceptance
 
+RANDOM = "random"  # a bench: prompts of random token ids
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 MOST_WAYS = 4  # of stepping that are timed, those that the run took most often
 REPEATS = 15
@@ -42,7 +43,7 @@ class Measured:
 def latency(models: Models, run: LatencyRun, on_progress: OnProgress = lambda _what, _done, _total: None) -> Measured:
     """Answer the same batch again and again, each time as if for the first time, and tell how long it took. Raises
     ConfigError or DataError."""
-    prompts = _prompts(models, run.bench, run.batch_size, run.seed, run.input_len, is_exact=True)
+    prompts = latency_prompts(models, run)
     params = [_params(run, i, ignore_eos=True) for i in range(run.batch_size)]
     longest = run.input_len + run.output_len + steps_timed(REPEATS) + 32  # room for the steps that are timed
     engine = _engine(models, run, run.batch_size, longest, on_progress)
@@ -75,10 +76,7 @@ def throughput(
     models: Models, run: ThroughputRun, on_progress: OnProgress = lambda _what, _done, _total: None
 ) -> Measured:
     """Answer all prompts as fast as the engine can. Raises ConfigError or DataError."""
-    prompts = _prompts(models, run.bench, run.num_prompts, run.seed, run.input_len, is_exact=False)
-    prompts = [prompt for prompt in prompts if len(prompt) + run.output_len <= run.max_model_len]
-    if not prompts:
-        raise DataError(f"{run.bench}: no prompt leaves room for {run.output_len} tokens; raise --max-model-len")
+    prompts = throughput_prompts(models, run)
     params = [_params(run, i, ignore_eos=False) for i in range(len(prompts))]
     slots = min(run.max_slots, len(prompts))
     engine = _engine(models, run, slots, run.max_model_len, on_progress)
@@ -112,18 +110,39 @@ def _params(run: LatencyRun | ThroughputRun, i: int, *, ignore_eos: bool) -> Sam
     )
 
 
-def _prompts(models: Models, bench: str, count: int, seed: int, input_len: int, *, is_exact: bool) -> list[list[int]]:
-    """So many prompts; where they must be of one length, the last tokens of longer ones."""
-    if bench == "random":
-        rng = np.random.default_rng(seed)
-        return rng.integers(1, models.target.config.vocab_size, (count, input_len)).tolist()
+def latency_prompts(models: Models, run: LatencyRun) -> list[list[int]]:
+    """So many prompts of one length: the last tokens of longer ones. Raises DataError."""
+    if run.bench == RANDOM:
+        return _random(models, run, run.batch_size)
     assert models.tokenizer is not None
-    rendered = [models.tokenizer.render_chat(chat) for chat in load_chats(bench, count)]
-    if is_exact:
-        rendered = [prompt[-input_len:] for prompt in rendered if len(prompt) >= input_len]
-    if not rendered:
-        raise DataError(f"{bench}: no prompt has {input_len} tokens; lower --input-len, or ask --bench random")
-    return [rendered[i % len(rendered)] for i in range(count)]
+    fits = lambda length: length >= run.input_len  # noqa: E731
+    prompts = load_prompts(run.bench, run.batch_size, models.tokenizer.render_chat, fits)
+    if not prompts:
+        raise DataError(
+            f"--bench {run.bench}: no prompt has {run.input_len} tokens; lower --input-len, or ask --bench {RANDOM}"
+        )
+    return [prompts[i % len(prompts)][-run.input_len :] for i in range(run.batch_size)]
+
+
+def throughput_prompts(models: Models, run: ThroughputRun) -> list[list[int]]:
+    """So many prompts that leave room for their answers. Raises DataError."""
+    room = run.max_model_len - run.output_len
+    if run.bench == RANDOM:
+        prompts = _random(models, run, run.num_prompts) if run.input_len <= room else []
+    else:
+        assert models.tokenizer is not None
+        prompts = load_prompts(run.bench, run.num_prompts, models.tokenizer.render_chat, lambda length: length <= room)
+    if not prompts:
+        raise DataError(
+            f"--bench {run.bench}: no prompt leaves room for {run.output_len} tokens; raise --max-model-len, which is "
+            f"{run.max_model_len}"
+        )
+    return [prompts[i % len(prompts)] for i in range(run.num_prompts)]
+
+
+def _random(models: Models, run: LatencyRun | ThroughputRun, count: int) -> list[list[int]]:
+    rng = np.random.default_rng(run.seed)
+    return rng.integers(1, models.target.config.vocab_size, (count, run.input_len)).tolist()
 
 
 def _engine(

@@ -156,7 +156,9 @@ class LatencyRun(_OfflineRun):
 
     input_len: int = setting(32, help="tokens of each prompt, the last ones of a question", ge=1)
     output_len: int = setting(128, help="tokens of each answer, whether or not it would end before", ge=2)
-    batch_size: int = setting(8, help="sequences that are answered together", ge=1)
+    batch_size: int = setting(
+        8, help="sequences that are answered together; where a bench has fewer prompts they come again", ge=1
+    )
     num_iters_warmup: int = setting(3, help="batches that are answered first and not timed", ge=1)
     num_iters: int = setting(10, help="batches that are timed", ge=1)
 
@@ -168,7 +170,9 @@ class ThroughputRun(_OfflineRun):
 
     input_len: int = setting(128, help="tokens of a random prompt", ge=1)
     output_len: int = setting(128, help="longest answer", ge=2)
-    num_prompts: int = setting(100, help="prompts, all there from the beginning", ge=1)
+    num_prompts: int = setting(
+        100, help="prompts, all there from the beginning; where a bench has fewer they come again", ge=1
+    )
     max_slots: int = setting(8, help="sequences that run at once", ge=1)
     max_model_len: int = setting(1024, help="prompt and answer together", ge=16)
 
