@@ -10,10 +10,9 @@ from typing import Any
 
 import numpy as np
 from rich.markup import escape
-from rich.progress import Progress
 
 from specserve.checkpoints.tensors import write_json
-from specserve.cli.progress import bar_columns, console
+from specserve.cli.progress import Bars, console
 from specserve.errors import ConfigError
 from specserve.eval import bench_serve
 from specserve.eval.client import Client
@@ -38,14 +37,20 @@ def serve(run: ServeBenchRun) -> None:
         else:
             flags = serve_flags(run.target, run.draft, run.speculation, run.max_slots, run.max_model_len)
             server = stack.enter_context(ServerProcess([*flags, "--no-early-ready"]))
-            with console.status("starting a server, which compiles its programs first"):
-                server.wait_until_ready()
+            _wait(server)
             client = server.client
         result = _measure(run, client, prompts)
     _show(result, run)
     if run.output:
         write_json(Path(run.output), {**result, "settings": _without_key(run), "provenance": collect()})
         console.print(f"results written to {escape(run.output)}")
+
+
+def _wait(server: ServerProcess) -> None:
+    """Wait until a server of our own has compiled its programs, which takes minutes the first time."""
+    with Bars() as progress:
+        task = progress.add("starting a server")
+        server.wait_until_ready(lambda said: progress.update(task, note=escape(said)))
 
 
 def _without_key(run: ServeBenchRun) -> dict[str, Any]:
@@ -56,8 +61,8 @@ def _measure(run: ServeBenchRun, client: Client, prompts: list[Any]) -> dict[str
     model = run.model or client.first_model()
     bench_serve.warm_up(client, model, prompts, run)
     before = bench_serve.read_counters(client)
-    with Progress(*bar_columns(), console=console, transient=True) as progress:
-        task = progress.add_task("answering", total=len(prompts), note="")
+    with Bars() as progress:
+        task = progress.add("answering", total=len(prompts))
         sent, seconds = bench_serve.run_load(
             client, model, prompts, run, lambda _reply: progress.update(task, advance=1)
         )

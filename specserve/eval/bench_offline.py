@@ -40,6 +40,16 @@ class Measured:
     rooflines: tuple[Roofline, ...]
 
 
+@dataclass(frozen=True)
+class _Run:
+    """The part of a benchmark that is timed."""
+
+    answers: Sequence[Answer]
+    seconds: float
+    before: EngineStats
+    after: EngineStats
+
+
 def latency(models: Models, run: LatencyRun, on_progress: OnProgress = lambda _what, _done, _total: None) -> Measured:
     """Answer the same batch again and again, each time as if for the first time, and tell how long it took. Raises
     ConfigError or DataError."""
@@ -51,7 +61,8 @@ def latency(models: Models, run: LatencyRun, on_progress: OnProgress = lambda _w
     answers: list[Answer] = []
     with engine:
         arm = EngineArm(engine)
-        for _ in range(run.num_iters_warmup):
+        for number in range(run.num_iters_warmup):
+            on_progress("warming up", number, run.num_iters_warmup)
             arm.forget()
             arm.ask(prompts, params, run.batch_size)
         before = engine.stats()
@@ -69,7 +80,8 @@ def latency(models: Models, run: LatencyRun, on_progress: OnProgress = lambda _w
         "percentiles": dict(zip(map(str, PERCENTILES), np.percentile(seconds, PERCENTILES).tolist(), strict=True)),
     }
     context = run.input_len + run.output_len // 2
-    return _with_steps(models, engine, result, answers, sum(seconds), before, after, run.batch_size, context)
+    found = _Run(answers, sum(seconds), before, after)
+    return _with_steps(models, engine, result, found, run.batch_size, context, on_progress)
 
 
 def throughput(
@@ -84,9 +96,9 @@ def throughput(
         arm = EngineArm(engine)
         arm.ask(prompts[:1], params[:1], 1)  # first touches of memory
         arm.forget()
-        on_progress("answering", 0, 1)
         before = engine.stats()
-        answers, seconds = arm.ask(prompts, params, len(prompts))
+        said = lambda done: on_progress("answering", done, len(prompts))  # noqa: E731
+        answers, seconds = arm.ask(prompts, params, len(prompts), said)
         after = engine.stats()
         _trace(arm, prompts[:slots], params[:slots], run.profile)
     num_output = sum(len(answer.token_ids) for answer in answers)
@@ -101,7 +113,8 @@ def throughput(
     }
     middle = sorted(map(len, prompts))[len(prompts) // 2] + run.output_len // 2
     context = max(1, min(middle, run.max_model_len - steps_timed(REPEATS) - 32))
-    return _with_steps(models, engine, result, answers, seconds, before, after, slots, context)
+    found = _Run(answers, seconds, before, after)
+    return _with_steps(models, engine, result, found, slots, context, on_progress)
 
 
 def _params(run: LatencyRun | ThroughputRun, i: int, *, ignore_eos: bool) -> SamplingParams:
@@ -169,30 +182,31 @@ def _with_steps(
     models: Models,
     engine: Engine,
     result: dict[str, Any],
-    answers: Sequence[Answer],
-    seconds: float,
-    before: EngineStats,
-    after: EngineStats,
+    run: _Run,
     batch_size: int,
     context: int,
+    on_progress: OnProgress,
 ) -> Measured:
     """Add what speculation did and what the steps cost. The engine has stopped."""
-    acceptance = sum((answer.acceptance for answer in answers), Acceptance())
-    steps = Counter(after.num_steps_by_speculation) - Counter(before.num_steps_by_speculation)
+    acceptance = sum((answer.acceptance for answer in run.answers), Acceptance())
+    steps = Counter(run.after.num_steps_by_speculation) - Counter(run.before.num_steps_by_speculation)
     num_steps = max(1, sum(steps.values()))
-    busy, host = after.busy_seconds - before.busy_seconds, after.host_seconds - before.host_seconds
-    runner, found = engine.runner, []
+    busy = run.after.busy_seconds - run.before.busy_seconds
+    host = run.after.host_seconds - run.before.host_seconds
+    runner, found, timed = engine.runner, [], steps.most_common(MOST_WAYS)
     ways = {describe(tree): tree for tree in runner.shapes.trees}
     drafter = models.head.drafter if models.head else None
     target = replace(models.target, config=runner.config.target)  # with the dtype of the cache
+    on_progress("measuring the machine's peaks", 0, 1)
     peaks = measure_peaks(runner.config.target.dtype, 1 if models.mesh is None else models.mesh.size)
-    for name, _ in steps.most_common(MOST_WAYS):
+    for number, (name, _) in enumerate(timed):
+        on_progress(f"timing steps of {name}", number, len(timed))
         tree = ways[name]
         step, draft = time_step(runner, tree, context=context, batch=batch_size, repeats=REPEATS)
         work = step_work(target, drafter, tree, batch=batch_size, context=context)
         found.append(Roofline(name, batch_size, context, work, step, draft, peaks))
     result |= {
-        "output_throughput": sum(len(answer.token_ids) for answer in answers) / seconds,
+        "output_throughput": sum(len(answer.token_ids) for answer in run.answers) / run.seconds,
         "tau": acceptance.tau,
         "accept_rate": acceptance.accept_rate,
         "steps_by_speculation": dict(steps),
