@@ -13,7 +13,6 @@ from rich.markup import escape
 
 from specserve.checkpoints.tensors import write_json
 from specserve.cli.progress import Bars, console
-from specserve.errors import ConfigError
 from specserve.eval import bench_serve
 from specserve.eval.client import Client
 from specserve.eval.report import table
@@ -27,9 +26,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 def serve(run: ServeBenchRun) -> None:
     """Put a server under load and say what its clients saw. Without an address a server is started for it."""
     bench_serve.parse_rate(run.request_rate)  # a wrong one is said before a server starts
-    if run.base_url and (run.host or run.port):
-        raise ConfigError("--base-url says it all: leave out --host and --port")
-    url = run.base_url or (f"http://{run.host or '127.0.0.1'}:{run.port or 8000}" if run.host or run.port else "")
+    url = bench_serve.address_of(run)
     prompts = bench_serve.load_prompts(run)
     with ExitStack() as stack:
         if url:

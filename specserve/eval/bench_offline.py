@@ -11,7 +11,7 @@ import jax
 import numpy as np
 
 from specserve.drafters.speculation import describe
-from specserve.errors import DataError
+from specserve.errors import ConfigError, DataError
 from specserve.eval.bench_cells import Answer, EngineArm
 from specserve.eval.engines import measured_engine
 from specserve.eval.prompts import load_prompts
@@ -138,12 +138,17 @@ def latency_prompts(models: Models, run: LatencyRun) -> list[list[int]]:
 
 
 def throughput_prompts(models: Models, run: ThroughputRun) -> list[list[int]]:
-    """So many prompts that leave room for their answers. Raises DataError."""
+    """So many prompts that leave room for their answers. Raises ConfigError or DataError."""
     room = run.max_model_len - run.output_len
     if run.bench == RANDOM:
         prompts = _random(models, run, run.num_prompts) if run.input_len <= room else []
     else:
         assert models.tokenizer is not None
+        if run.input_len != ThroughputRun().input_len:
+            raise ConfigError(
+                f"--input-len is the length of random prompts, and --bench is {run.bench}: leave it out, or give "
+                f"--bench {RANDOM}"
+            )
         prompts = load_prompts(run.bench, run.num_prompts, models.tokenizer.render_chat, lambda length: length <= room)
     if not prompts:
         raise DataError(

@@ -66,7 +66,7 @@ class BenchRun(HeadRun):
     )
     concurrency: tuple[PositiveInt, ...] = setting((1, 2, 4, 8, 16, 32), help="clients at once")
     temperature: tuple[Temperature, ...] = setting((0.0, 1.0), help="0 is greedy")
-    bench: str = setting("pydoc", help="pydoc, mt-bench, or a .jsonl of questions")
+    bench: str = setting("pydoc", help="what is asked, as of `eval`")
     history: int = setting(2, help="answered questions that a chat of pydoc brings along, at most", ge=0)
     rounds: int = setting(3, help="how often the arms take turns at each concurrency", ge=1)
     requests: int = setting(8, help="questions per round and arm, or as many as there are clients", ge=1)
@@ -244,7 +244,7 @@ class VerifyRun(HeadRun):
     speculation: tuple[str, ...] = setting(
         (), help="ways to put to the proof, as for serve; empty: all that serve would choose from, and suffix:3"
     )
-    bench: str = setting("pydoc", help="pydoc, mt-bench, or a .jsonl of questions")
+    bench: str = setting("pydoc", help="what is asked, as of `eval`")
     limit: int = setting(6, help="questions that are asked, evenly spread", ge=1)
     max_tokens: int = setting(32, help="longest answer; a second turn is asked after each", ge=6, le=1024)
     draws: int = setting(840, help="tokens that each test of the distribution at temperature 1 counts", ge=160)

@@ -144,6 +144,9 @@ def test_what_is_missing_is_named_with_the_way_out(sick: Path, tmp_path: Path) -
     assert isinstance(error, ConfigError)
     assert "--target" in str(error)
     assert "no such folder" in str(refused("inspect", tmp_path / "nowhere"))
+    for flags, said in ((("--limit", 3), "--prompts"), (("--max-tokens", 9), "--prompts"), (("--force",), "--fix")):
+        assert f"{flags[0]} is for" in str(refused("inspect", sick, *flags))
+        assert f"give {said} with it" in str(refused("inspect", sick, *flags))
     unchecked = run("inspect", sick)
     assert unchecked.exit_code == 1
     assert "no target given (--target)" in unchecked.output

@@ -116,3 +116,5 @@ def test_a_bench_with_few_prompts_that_fit_asks_them_again(tmp_path: Path, pydoc
         latency_prompts(models, LatencyRun(bench=str(path), input_len=1000))
     with pytest.raises(DataError, match=r"no prompt leaves room for 128 tokens; raise --max-model-len, which is 129"):
         throughput_prompts(models, ThroughputRun(bench=str(path), max_model_len=129))
+    with pytest.raises(ConfigError, match="--input-len is the length of random prompts"):
+        throughput_prompts(models, ThroughputRun(input_len=512))
