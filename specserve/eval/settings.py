@@ -242,7 +242,7 @@ class VerifyRun(HeadRun):
     """The settings of `specserve verify`."""
 
     speculation: tuple[str, ...] = setting(
-        (), help="ways to put to the proof, as for serve; empty: all that serve would choose from, and suffix:3"
+        ("auto", "suffix:3"), help="ways to put to the proof, as for serve; auto: all that it would choose from"
     )
     bench: str = setting("pydoc", help="what is asked, as of `eval`")
     limit: int = setting(6, help="questions that are asked, evenly spread", ge=1)

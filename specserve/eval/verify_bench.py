@@ -7,7 +7,6 @@ from collections.abc import Callable, Sequence
 
 from specserve import host
 from specserve.drafters.speculation import parse_speculation
-from specserve.drafters.words import ALL_TEXT
 from specserve.errors import ConfigError, DataError
 from specserve.eval.prompts import load_questions
 from specserve.eval.rule import WholeText
@@ -24,24 +23,28 @@ NUM_SLOTS = 4
 PAGE_SIZE = 16  # small, so that short prompts have full ones, which the prefix cache shares
 CHUNKS = 2  # of prompts: so that some take several programs
 LONGEST_PROMPT = 512
-EXTRA_WAY = f"{ALL_TEXT}:3"  # recent answers are looked up, without a head
+AUTO = "auto"
+EXPECTED = "auto, chains, trees or lookups"
 
 
 def ways_to_prove(models: Models, speculation: Sequence[str]) -> list[Tree]:
-    """The ways that were asked for; by default all that serve would compile for this head, and a lookup. Raises
-    ConfigError."""
-    if not speculation:
-        chosen = choose_trees(models, ServeRun())
-        return [*filter(None, chosen), *filter(None, [parse_speculation(EXTRA_WAY)])]
-    found = []
-    for text in dict.fromkeys(speculation):
-        tree = parse_speculation(text) if text != "auto" else None
+    """The ways that were asked for, `auto` being all that serve would compile for this head. Raises ConfigError."""
+    found: list[Tree] = []
+    for text in speculation:
+        if text == AUTO:
+            found += filter(None, choose_trees(models, ServeRun()))
+            continue
+        tree = parse_speculation(text)
         if tree is None:
-            raise ConfigError(f"--speculation {text}: there is nothing to prove; give chains, trees or lookups")
+            raise ConfigError(
+                f"--speculation {text}: everything is compared with it; give auto, chains, trees, lookups"
+            )
         if tree.uses_head and models.head is None:
             raise ConfigError(f"--speculation {text}: there is no head for {models.name}; give one with --draft")
         found.append(tree)
-    return found
+    if not found:
+        raise ConfigError(f"--speculation: there is nothing to prove; give {EXPECTED}")
+    return list(dict.fromkeys(found))
 
 
 def load_prompts(models: Models, bench: str, limit: int) -> list[list[int]]:
