@@ -55,7 +55,7 @@ def _prove(run: VerifyRun, models: Models, trees: list[Tree], prompts: list[list
     longest = max(map(len, prompts)) + 2 * run.max_tokens + 1
     plan = Plan(run.max_tokens, run.draws, run.seed)
     with Bars() as bars:
-        compiling, asking = bars.add("compiling programs"), bars.add("asking")
+        compiling, asking = bars.add("compiling programs"), bars.add("answering, tokens")
 
         def on_warmup(done: int, total: int, name: str) -> None:
             bars.update(compiling, completed=done, total=total, note=name)

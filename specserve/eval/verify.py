@@ -97,7 +97,7 @@ class _Steps:
 
 class Prover:
     """Runs the checks over one bench, and adds what it finds to a report. `on_progress` hears what is being checked,
-    how many answers there are so far, and of how many, None as long as that is not known."""
+    how many tokens the answers so far were asked for, and of how many, None as long as that is not known."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Prover:
         self._on_progress = on_progress
         self._plain: dict[int, CompletionOutput] = {}  # by the ask's id
         self._judge = Judge(bench, report)
-        self._what, self._num_answers = "", 0  # what is being checked; answers so far, and in all
+        self._what, self._num_asked = "", 0  # what is being checked; tokens of the answers so far, and in all
         self._total: int | None = None
 
     def run(self) -> None:
@@ -131,11 +131,11 @@ class Prover:
 
     def _begin(self, way: str, check: str) -> None:
         self._what = f"{way}: {check}"
-        self._on_progress(self._what, self._num_answers, self._total)
+        self._on_progress(self._what, self._num_asked, self._total)
 
-    def _count(self) -> None:
-        self._num_answers += 1
-        self._on_progress(self._what, self._num_answers, self._total)
+    def _count(self, ask: Ask) -> None:
+        self._num_asked += _num_tokens(ask)
+        self._on_progress(self._what, self._num_asked, self._total)
 
     def _answer(
         self,
@@ -198,13 +198,15 @@ class Prover:
         return [*self.base, *self.options]
 
     def _number_in_all(self) -> int:
-        """How many answers the checks take, drawn ones included."""
-        base, everything, drawn = len(self.base), len(self.everything), num_answers(self.plan.draws)
+        """The tokens of all answers that the checks take, drawn ones included."""
+        first, base, everything = (sum(map(_num_tokens, asks)) for asks in (self.first, self.base, self.everything))
+        drawn = num_answers(self.plan.draws) * (1 + COUNTED_TOKENS)
         number = everything + base + self.plan.draws + drawn  # plain ones
         for group in self.bench.groups:
             number += everything
             for tree in group.trees:
-                number += 3 * base + everything + drawn + (2 * len(self.first) if _is_by_head_alone(tree) else 0)
+                alone = base + 2 * first if _is_by_head_alone(tree) else first
+                number += alone + 2 * base + everything + drawn
         return number
 
     # Checks.
@@ -261,8 +263,9 @@ class Prover:
     def _check_way(self, tree: Tree) -> None:
         way = describe(tree)
         self._begin(way, "alone")
-        fresh = self._answer(lambda: tree, self.base, is_caching=False, is_alone=True)
-        self._compare(way, "alone", self.base, fresh)
+        alone = self.base if _is_by_head_alone(tree) else self.first  # to compare drafts, or it takes half as long
+        fresh = self._answer(lambda: tree, alone, is_caching=False, is_alone=True)
+        self._compare(way, "alone", alone, fresh)
         self._begin(way, "prefix hits")
         hits = self._answer(lambda: tree, self.base, is_caching=True, is_alone=True)
         row = self._compare(way, "prefix hits", self.base, hits)
@@ -380,6 +383,10 @@ class Prover:
         self.report.tests.append(chi_square(way, what, places(counted)))
 
 
+def _num_tokens(ask: Ask) -> int:
+    return ask.params.max_tokens or 0
+
+
 def _is_by_head_alone(tree: Tree) -> bool:
     """Whether what it proposes depends on its own sequence alone: a lookup finds more, the more has been answered."""
     return tree.uses_head and not tree.lookup
@@ -400,11 +407,11 @@ def _speculative(answers: _Answers) -> Acceptance:
 
 
 def _ask(
-    engine: Engine, asks: Sequence[Ask], on_done: Callable[[], None]
+    engine: Engine, asks: Sequence[Ask], on_done: Callable[[Ask], None]
 ) -> tuple[list[CompletionOutput], list[list[tuple[int, ...]]]]:
     """The answers to asks that run together, and the tokens that each step proposed for them."""
     drafts: list[list[tuple[int, ...]]] = [[] for _ in asks]
-    collector = Collector(len(asks), lambda _i, _answer: on_done())
+    collector = Collector(len(asks), lambda i, _answer: on_done(asks[i]))
 
     def listener(i: int) -> Callable[[Delta], None]:
         collect = collector.listener(i)
