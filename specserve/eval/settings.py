@@ -247,7 +247,7 @@ class VerifyRun(HeadRun):
     bench: str = setting("pydoc", help="what is asked, as of `eval`")
     limit: int = setting(4, help="questions that are asked, evenly spread", ge=1)
     max_tokens: int = setting(32, help="longest answer; a second turn is asked after each", ge=6, le=1024)
-    draws: int = setting(840, help="tokens that each test of the distribution at temperature 1 counts", ge=160)
+    draws: int = setting(472, help="tokens that each test of the distribution at temperature 1 counts", ge=160)
     seed: int = setting(0, help="of the sampling", ge=0)
     json: bool = setting(False, help="print the report as JSON instead of tables")
     output: str = setting("", help="write the JSON report here")

@@ -113,6 +113,7 @@ class Prover:
         self._judge = Judge(bench, report)
         self._what, self._num_asked = "", 0  # what is being checked; tokens of the answers so far, and in all
         self._total: int | None = None
+        self._spread = 0.0  # of the target's logits
 
     def run(self) -> None:
         """All checks of all ways. Plain decoding is asked, and held against the rule, with the programs of the first
@@ -215,11 +216,26 @@ class Prover:
         """Measure the noise, and hold plain decoding against the rule and against itself in a batch."""
         self._begin("off", "the rule")
         together = self._answer(lambda: None, self.base, is_caching=False)
-        spread = 0.0
-        for ask, other in zip(self.base, together.of, strict=True):
-            plain = self._plain[id(ask)]
-            logits = self._judge.logits(ask, plain.token_ids)
-            spread = max(spread, float(logits.std(axis=-1).max()))
+        bests = {id(ask): self._best(ask, other) for ask, other in zip(self.base, together.of, strict=True)}
+        row = Row("off", "the rule", note=f"noise {self.report.noise:.1e}")
+        self.report.rows.append(row)
+        if self.report.noise > SHARE * self._spread:
+            self._add(row, bug("off", row.check, self.base[0], "log-probability", "one forward", "its steps"))
+        for ask in self.everything:
+            self._check_rule(row, ask, bests[id(ask)] if id(ask) in bests else self._best(ask))
+        self._compare("off", "mixed batches", self.base, together)
+        self._draw(None)
+
+    def _best(self, ask: Ask, other: CompletionOutput | None = None) -> np.ndarray:  # [token]
+        """What the rule draws at each place of a plain answer, from one forward over the whole text. With the answer
+        that came in a batch also the noise is measured, and how far the logits spread."""
+        self._on_progress(self._what, self._num_asked, self._total)
+        plain = self._plain[id(ask)]
+        if not plain.token_ids:
+            return np.zeros(0, int)
+        logits = self._judge.logits(ask, plain.token_ids)
+        if other is not None:
+            self._spread = max(self._spread, float(logits.std(axis=-1).max()))
             logs = logits - log_sum_exp(logits)
             for i, found in enumerate(plain.logprobs or ()):
                 ids = [token_id for token_id, _ in found.top]
@@ -229,36 +245,24 @@ class Prover:
                     break  # what comes after has another prefix
                 known = dict(theirs.top)
                 self._note_noise(np.array([value - known[i] for i, value in ours.top if i in known]))
-        row = Row("off", "the rule", note=f"noise {self.report.noise:.1e}")
-        self.report.rows.append(row)
-        if self.report.noise > SHARE * spread:
-            self._add(row, bug("off", row.check, self.base[0], "log-probability", "one forward", "its steps"))
-        for ask in self.everything:
-            self._check_rule(row, ask)
-        self._compare("off", "mixed batches", self.base, together)
-        self._draw(None)
+        return self._judge.scores(ask, plain.token_ids, logits).argmax(axis=-1)
 
     def _note_noise(self, differences: np.ndarray) -> None:
         self.report.noise = max(self.report.noise, float(np.abs(differences).max(initial=0.0)))
         self.report.num_compared += differences.size
 
-    def _check_rule(self, row: Row, ask: Ask) -> None:
-        """Whether every token of a plain answer is what the rule draws from one forward over the whole text."""
+    def _check_rule(self, row: Row, ask: Ask, best: np.ndarray) -> None:
+        """Whether every token of a plain answer is what the rule draws."""
         answer = self._plain[id(ask)]
         row.num_answers += 1
         if answer.finish_reason not in ("stop", "length"):
             self._add(row, bug("off", row.check, ask, "error", "an answer", answer.error or answer.finish_reason))
-        if not answer.token_ids:
-            return
         row.num_tokens += len(answer.token_ids)
-        scores = self._judge.scores(ask, answer.token_ids, self._judge.logits(ask, answer.token_ids))
-        best = scores.argmax(axis=-1)
-        for i in np.flatnonzero(best != np.array(answer.token_ids)):
-            mismatch = self._judge.judge(
-                "off", row.check, ask, answer, answer, int(i), int(best[i]), answer.token_ids[i]
-            )
-            self._add(row, mismatch)
+        if not (wrong := np.flatnonzero(best != np.array(answer.token_ids, int))).size:
             return
+        at = int(wrong[0])
+        told = int(best[at]), answer.token_ids[at]
+        self._add(row, self._judge.judge("off", row.check, ask, answer, answer, at, *told))
 
     def _check_way(self, tree: Tree) -> None:
         way = describe(tree)

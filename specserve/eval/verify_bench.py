@@ -14,7 +14,7 @@ from specserve.eval.verify_judge import Bench, Group
 from specserve.mesh import num_parts
 from specserve.serve.launch import Models, choose_trees
 from specserve.serve.programs import Program, compile_all
-from specserve.serve.runner import Runner
+from specserve.serve.runner import SCORING, Runner
 from specserve.serve.settings import ServeRun
 from specserve.serve.startup import check_numbers, check_state_fits
 from specserve.speculative.tree import Tree
@@ -103,7 +103,8 @@ def _open(
     runner.shapes = dataclasses.replace(
         shapes, batch_sizes=batch_sizes, widths=shapes.widths[-1:], chunks=shapes.chunks[:CHUNKS], max_rows=rows
     )
-    programs, done = runner.programs(), itertools.count(1)
+    programs = [program for program in runner.programs() if program.name != SCORING]  # nothing asks for it
+    done = itertools.count(1)
 
     def report(program: Program) -> None:
         on_warmup(next(done), len(programs), program.name)
