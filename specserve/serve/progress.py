@@ -62,9 +62,9 @@ class Bars(Progress):
 
     def _line(self, task_id: TaskID) -> str:
         task = self._tasks[task_id]
-        number = f"{task.completed:,.0f}" if task.completed or task.total else ""
+        number = f": {task.completed:,.0f}" if task.completed or task.total else ""
         of = f" of {task.total:,.0f}" if task.total else ""
-        parts = [f"{task.description} {number}{of}".strip(), task.fields["note"]]
+        parts = [f"{task.description}{number}{of}", task.fields["note"]]
         if task.time_remaining and task.completed < (task.total or 0):
             parts.append(f"about {task.time_remaining:.0f} s left")
         return ", ".join(filter(None, parts))

@@ -33,10 +33,10 @@ def test_without_a_terminal_the_log_says_how_far_it_is() -> None:
         logger.removeHandler(listener)
         logger.setLevel(level)
     assert said == [
-        "compiling 0 of 8, chain:1 for 4",
-        "compiling 3 of 8, chain:3 for 4, about 10 s left",
-        "compiling 6 of 8, chain:6 for 4, about 4 s left",
-        "asking 7, off: answers",
+        "compiling: 0 of 8, chain:1 for 4",
+        "compiling: 3 of 8, chain:3 for 4, about 10 s left",
+        "compiling: 6 of 8, chain:6 for 4, about 4 s left",
+        "asking: 7, off: answers",
     ]
     assert not out.getvalue().strip()
 

@@ -65,9 +65,9 @@ def test_a_rule_that_draws_too_coldly_is_found_by_its_distribution(
     tiny_target: Target, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rule of drawing itself is wrong, so that every way agrees with it."""
-    right = sampling.noise
+    right, scores = sampling.noise, rule._scores.__wrapped__
     monkeypatch.setattr(sampling, "noise", lambda *args: right(*args) / 2)
-    monkeypatch.setattr(rule, "_scores", jax.jit(rule._scores.__wrapped__))  # compiled anew
+    monkeypatch.setattr(rule, "_scores", jax.jit(lambda *args: scores(*args)))  # traced anew
     runner = make_runner(tiny_target, None, "off", "ngram:2", has_constrained=False)
     report = prove(runner, tiny_target, "ngram:2", plan=Plan(max_tokens=9))
     assert not report.mismatches
@@ -139,6 +139,7 @@ def test_a_planted_fault_is_found_and_called_a_bug(
     found = [each for each in report.mismatches if each.verdict == "bug"]
     assert found, report.rows
     assert {each.kind for each in found} <= kinds
-    assert {each.way for each in found} == {way}, "plain decoding is right"
+    found_in = {each.way for each in found}
+    assert {way} <= found_in <= {way, f"{way} or off at each step"}, "plain decoding is right"
     assert report.num_bugs >= len(found)
     assert all(len(each.plain_top) == len(each.other_top) == 5 for each in found if each.check != "distribution")
