@@ -132,8 +132,7 @@ def resolve(
         values = {**fill(values), **values}
     missing = [leaf for leaf in known.values() if leaf.field.is_required() and leaf.name not in values]
     if missing:
-        what = "; ".join(f"{leaf.name} ({leaf.flag}): {leaf.help}" for leaf in missing)
-        raise ConfigError(f"{schema.__name__}: not given and without a default: {what}")
+        raise ConfigError("; ".join(f"{leaf.flag} ({leaf.name}) must be given: {leaf.help}" for leaf in missing))
     nested: dict[str, Any] = {}
     for name, value in values.items():
         *sections, last = name.split(".")

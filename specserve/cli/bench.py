@@ -7,11 +7,10 @@ from pathlib import Path
 
 import jax
 from rich.markup import escape
-from rich.progress import Progress
 
 from specserve.checkpoints.source import resolve_target
 from specserve.checkpoints.tensors import write_json
-from specserve.cli.progress import bar_columns, console
+from specserve.cli.progress import Bars, console
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import DataError
 from specserve.eval.bench_cells import Arm, Cell, Plan
@@ -40,8 +39,8 @@ def kernels(run: KernelsRun) -> None:
         highlight=False,
     )
     rows = []
-    with Progress(*bar_columns(), console=console, transient=True) as progress:
-        timing = progress.add_task("timing", total=None, note="")
+    with Bars() as progress:
+        timing = progress.add("timing")
         for row in measure_kernels(run, bounds):
             rows.append(row)
             progress.update(timing, advance=1, note=f"{row.work.kernel} {row.work.shape}")
@@ -88,10 +87,10 @@ def _prompts(run: BenchRun, models: Models, plan: Plan) -> list[list[int]]:
 def _measure(
     run: BenchRun, models: Models, prompts: list[list[int]], plan: Plan, others: Mapping[str, Arm]
 ) -> BenchReport:
-    with Progress(*bar_columns(), console=console, transient=True) as progress:
-        compiling = progress.add_task("compiling", note="")
+    with Bars() as progress:
+        compiling = progress.add("compiling")
         rounds = len(run.temperature) * len(run.concurrency) * run.rounds
-        asking = progress.add_task("asking", total=rounds, note="")
+        asking = progress.add("asking", total=rounds)
 
         def on_warmup(arm: str, done: int, total: int, name: str) -> None:
             progress.update(compiling, completed=done, total=total, note=f"{arm}: {name}")

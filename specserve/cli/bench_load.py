@@ -10,11 +10,9 @@ from typing import Any
 
 import numpy as np
 from rich.markup import escape
-from rich.progress import Progress
 
 from specserve.checkpoints.tensors import write_json
-from specserve.cli.progress import bar_columns, console
-from specserve.errors import ConfigError
+from specserve.cli.progress import Bars, console
 from specserve.eval import bench_serve
 from specserve.eval.client import Client
 from specserve.eval.report import table
@@ -29,9 +27,7 @@ PERCENTILES = (10, 25, 50, 75, 90, 99)
 def serve(run: ServeBenchRun) -> None:
     """Put a server under load and say what its clients saw. Without an address a server is started for it."""
     bench_serve.parse_rate(run.request_rate)  # a wrong one is said before a server starts
-    if run.base_url and (run.host or run.port):
-        raise ConfigError("--base-url says it all: leave out --host and --port")
-    url = run.base_url or (f"http://{run.host or '127.0.0.1'}:{run.port or 8000}" if run.host or run.port else "")
+    url = bench_serve.address_of(run)
     prompts = bench_serve.load_prompts(run)
     with ExitStack() as stack:
         if url:
@@ -39,14 +35,20 @@ def serve(run: ServeBenchRun) -> None:
         else:
             flags = serve_flags(run.target, run.draft, run.speculation, run.max_slots, run.max_model_len)
             server = stack.enter_context(ServerProcess([*flags, "--no-early-ready"]))
-            with console.status("starting a server, which compiles its programs first"):
-                server.wait_until_ready()
+            _wait(server)
             client = server.client
         result = _measure(run, client, prompts)
     _show(result, run)
     if run.output:
         write_json(Path(run.output), {**result, "settings": _without_key(run), "provenance": collect()})
         console.print(f"results written to {escape(run.output)}")
+
+
+def _wait(server: ServerProcess) -> None:
+    """Wait until a server of our own has compiled its programs, which takes minutes the first time."""
+    with Bars() as progress:
+        task = progress.add("starting a server")
+        server.wait_until_ready(lambda said: progress.update(task, note=escape(said)))
 
 
 def _without_key(run: ServeBenchRun) -> dict[str, Any]:
@@ -57,8 +59,8 @@ def _measure(run: ServeBenchRun, client: Client, prompts: list[Any]) -> dict[str
     model, streams = run.model or client.first_model(), Streams(client)
     bench_serve.warm_up(streams, model, prompts, run)
     before = bench_serve.read_counters(client)
-    with Progress(*bar_columns(), console=console, transient=True) as progress:
-        task = progress.add_task("answering", total=len(prompts), note="")
+    with Bars() as progress:
+        task = progress.add("answering", total=len(prompts))
         sent, seconds = bench_serve.run_load(
             streams, model, prompts, run, lambda _reply: progress.update(task, advance=1)
         )

@@ -4,10 +4,9 @@ from dataclasses import asdict
 from pathlib import Path
 
 from rich.markup import escape
-from rich.progress import Progress
 
 from specserve.checkpoints.tensors import write_json
-from specserve.cli.progress import bar_columns, console
+from specserve.cli.progress import Bars, console
 from specserve.drafters.speculation import parse_speculation
 from specserve.eval import bench_offline
 from specserve.eval.bench_offline import Measured
@@ -50,9 +49,9 @@ def throughput(run: ThroughputRun) -> None:
 def _measure(run: LatencyRun | ThroughputRun) -> Measured:
     if run.speculation not in ("auto", TUNED):
         parse_speculation(run.speculation)  # a wrong one is said before minutes of work
-    models = load(run, run.draft, has_tokenizer=run.bench != "random")
-    with Progress(*bar_columns(), console=console, transient=True) as progress:
-        task = progress.add_task("", note="", total=None)
+    models = load(run, run.draft, has_tokenizer=run.bench != bench_offline.RANDOM)
+    with Bars() as progress:
+        task = progress.add("")
 
         def on_progress(what: str, done: int, total: int) -> None:
             progress.update(task, description=what, completed=done, total=total)

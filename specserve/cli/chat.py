@@ -22,6 +22,8 @@ from specserve.cli.options import show_error, start
 from specserve.errors import ConfigError, SpecServeError
 from specserve.eval.client import Client
 
+SPECULATION = "chain:3"
+SPECULATION_HELP = f"As of `serve`: chain:3, tree:4x2x7, auto, off, ... (default: {SPECULATION})"
 HELP = """\
 /speculation [WAY]  say how it speculates, or change it: off, chain:3, auto, ...
 /reset              forget the conversation
@@ -34,7 +36,7 @@ def chat(
     url: Annotated[str, typer.Option(help="A running server; left out: one of its own, in this process.")] = "",
     target: Annotated[str, typer.Option(help="As of `serve`; left out: the one the draft was trained for.")] = "",
     draft: Annotated[str, typer.Option(help="Folder of a draft head, as of `serve`.")] = "",
-    speculation: Annotated[str, typer.Option(help="As of `serve`: chain:3, tree:4x2x7, auto, off, ...")] = "chain:3",
+    speculation: Annotated[str, typer.Option(help=SPECULATION_HELP)] = "",
     system: Annotated[str, typer.Option(help="A system message to begin with.")] = "",
     max_tokens: Annotated[int, typer.Option(help="Of an answer, at most.", min=1)] = 512,
     temperature: Annotated[float, typer.Option(help="0 is greedy.", min=0.0)] = 0.0,
@@ -43,10 +45,15 @@ def chat(
 ) -> None:
     """Talk until the input ends. An error that a server tells ends a filter, and only the answer of a conversation."""
     start(log_level)
-    if url and (target or draft):
-        raise ConfigError("--url asks a server that has its own models: leave out --target and --draft, or --url")
+    if url and (target or draft or speculation):
+        raise ConfigError(
+            "--url asks a server that has its own models and its own way to speculate: leave out --target, --draft and "
+            "--speculation, or --url"
+        )
     with ExitStack() as stack:
-        client = stack.enter_context(Client(url, api_key) if url else _own_server(target, draft, speculation))
+        client = stack.enter_context(
+            Client(url, api_key) if url else _own_server(target, draft, speculation or SPECULATION)
+        )
         talk = Conversation(client, system=system, max_tokens=max_tokens, temperature=temperature)
         if sys.stdin.isatty():
             converse(talk, Console(), input)

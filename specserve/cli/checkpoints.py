@@ -29,6 +29,9 @@ Flavour = Literal["sglang", "vllm", "speculators", "sglang-jax"]
 Dtype = Literal["", "bfloat16", "float16", "float32"]
 STABLEHLO = "with --stablehlo"
 TARGET_HELP = "Preset, folder or hub id; left out: the one that the head was trained for. Its config.json is enough."
+RUN_LIMIT, RUN_TOKENS = 16, 64  # questions and tokens of an answer, where a head is run
+LIMIT_HELP = f"With --prompts: so many questions, evenly spread (default: {RUN_LIMIT})."
+LONGEST_HELP = f"With --prompts: longest answer (default: {RUN_TOKENS})."
 
 
 def export(
@@ -118,12 +121,17 @@ def inspect(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
     fix: Annotated[Path | None, typer.Option(help="Write a mended copy to this folder.")] = None,
     force: Annotated[bool, typer.Option("--force", help="With --fix: into a folder that is not empty.")] = False,
-    prompts: Annotated[str, typer.Option(help="Run it too, on pydoc, mt-bench, or a .jsonl of questions.")] = "",
-    limit: Annotated[int, typer.Option(help="With --prompts: so many questions, evenly spread.", min=1)] = 16,
-    max_tokens: Annotated[int, typer.Option(help="With --prompts: longest answer.", min=4)] = 64,
+    prompts: Annotated[str, typer.Option(help="Run it too, on these questions: pydoc, or any bench of `eval`.")] = "",
+    limit: Annotated[int | None, typer.Option(help=LIMIT_HELP, min=1)] = None,
+    max_tokens: Annotated[int | None, typer.Option(help=LONGEST_HELP, min=4)] = None,
 ) -> None:
     """Print the findings about `folder`, and with `fix` what is left of them in the mended copy. Errors exit with 1."""
     folder = _existing(folder)
+    for name, value in (("--limit", limit), ("--max-tokens", max_tokens)):
+        if value is not None and not prompts:
+            raise ConfigError(f"{name} is for running the head: give --prompts with it")
+    if force and fix is None:
+        raise ConfigError("--force is for a folder that --fix writes: give --fix with it")
     noted = str(read_notes(folder).get("target", ""))
     described, unchecked = None, "no target given (--target)"
     if target or noted:
@@ -136,7 +144,8 @@ def inspect(
     report = doctor.examine(folder, described)
     running: dict[str, Any] = {}
     if prompts:
-        report, running = _run(folder, target or noted, report, prompts, limit, max_tokens)
+        sizes = limit or RUN_LIMIT, max_tokens or RUN_TOKENS
+        report, running = _run(folder, target or noted, report, prompts, *sizes)
     after: Report | None = None
     if fix is not None:
         exchange.check_output(folder, fix, is_forced=force)

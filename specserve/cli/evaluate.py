@@ -8,10 +8,9 @@ from pathlib import Path
 
 import typer
 from rich.markup import escape
-from rich.progress import Progress
 
 from specserve.checkpoints.tensors import write_json
-from specserve.cli.progress import bar_columns, console
+from specserve.cli.progress import Bars, console
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
 from specserve.eval import evaluation_page, report
@@ -154,9 +153,9 @@ def _engines(run: EvalRun, wanted: Mapping[str, _Wanted]) -> tuple[dict[str, Eng
     a shared one, plain decoding would keep a draft up to date, and lookups would find the answers of other arms."""
     engines: dict[str, Engine] = {}
     steps: dict[str, StepTimes] = {}
-    with Progress(*bar_columns(), console=console, transient=True) as progress:
+    with Bars() as progress:
         for name, arm in wanted.items():
-            task = progress.add_task(f"{name}: compiling", note="")
+            task = progress.add(f"{name}: compiling")
             engines[name] = measured_engine(
                 arm.models,
                 arm.way,
@@ -184,12 +183,12 @@ def _converse_all(
 ) -> list[Report]:
     """Every conversation at every temperature and concurrency."""
     found: list[Report] = []
-    with Progress(*bar_columns(), console=console, transient=True) as progress:
+    with Bars() as progress:
         for temperature, concurrency in _cells(run):
             reports = [report_of(name, temperature, concurrency) for name in names]
             before_notes(reports)
             total = sum(len(question.turns) for question in questions)
-            task = progress.add_task(f"T={temperature:g}, {concurrency} at once: answering", total=total, note="")
+            task = progress.add(f"T={temperature:g}, {concurrency} at once: answering", total=total)
 
             def on_answer(task: object = task, reports: Sequence[Report] = reports) -> None:
                 before_notes(reports)

@@ -16,6 +16,7 @@ from specserve.errors import SpecServeError
 
 Schema = TypeVar("Schema")
 OTHERS = "run"  # the panel of root settings that are not listed first
+LEVELS = f"{', '.join(log.LEVELS[:-1])} or {log.LEVELS[-1]} (default: info)"
 SEPARATOR = "__"  # stands for the dot of a setting's name in the name of a Python parameter
 
 
@@ -34,12 +35,13 @@ def command(
         common: list[tuple[str, Any, Any]] = [
             ("config_file", Path | None, typer.Option(None, "--config", help="YAML file of settings.")),
             ("overrides", list[str] | None, typer.Option(None, "--set", help="section.name=value, repeatable.")),
-            ("log_level", str, typer.Option("info", "--log-level", help="debug, info, warning or error.")),
+            ("log_level", str, typer.Option("info", "--log-level", help=LEVELS, show_default=False)),
         ]
         kind = inspect.Parameter.KEYWORD_ONLY
         parameters = [inspect.Parameter(name, kind, default=how, annotation=what) for name, what, how in common]
-        number = sum(leaf.rank > 0 for leaf in config.leaves(schema))  # these settings go before the common options
         settings = cli_parameters(schema)
+        # the common options come after what people use first: the ranked settings, else all
+        number = sum(leaf.rank > 0 for leaf in config.leaves(schema)) or len(settings)
         ordered = [*settings[:number], *parameters, *settings[number:]]
         invoke.__signature__ = inspect.Signature(ordered)  # type: ignore[attr-defined]
         invoke.__doc__ = run.__doc__

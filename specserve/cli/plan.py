@@ -11,6 +11,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from specserve.cli.plan_view import in_bytes, make_table
+from specserve.cli.targets import short
 from specserve.devices import DEVICES
 from specserve.drafters.speculation import describe
 from specserve.eval.serve_plan import Fleet, ServePlan, make_serve_plan
@@ -76,9 +77,9 @@ def _name(plan: ServePlan, is_speculative: bool) -> str:
 def _outline(plan: ServePlan) -> Table:
     run, fleet, size = plan.run, plan.fleet, target_size(plan.target)
     shown = make_table("The plan", "", "")
-    active = f", {size.active / 1e9:,.1f} active" if size.active < size.total else ""
+    active = f", {short(size.active)} active" if size.active < size.total else ""
     dtype = f"{run.quantization} matrices" if run.quantization != "none" else plan.target.dtype
-    shown.add_row("target", escape(f"{run.target}, {size.total / 1e9:,.1f} billion parameters{active}; {dtype}"))
+    shown.add_row("target", escape(f"{run.target}, {short(size.total)} parameters{active}; {dtype}"))
     shared = f", of which {run.shared_prompt:,} are shared and cached" if run.shared_prompt else ""
     load = f"{run.qps:g} requests a second, each of {run.prompt:,} tokens{shared}, and {run.answer:,} to answer"
     shown.add_row("load", load)
@@ -92,8 +93,9 @@ def _outline(plan: ServePlan) -> Table:
         text = f"published: {reached.tau}{whose} ({reached.bench}, {reached.how}; {reached.source})"
         shown.add_row("expected tau", escape(f"{plan.tau:.2f} with {run.speculation}; {text}"))
     if plan.tree is not None:
+        batch = f"{fleet.plain.batch:.1f}" if fleet.plain.batch >= 0.05 else "fewer than 0.1"
         shown.add_row(
-            "break-even tau", f"{fleet.break_even_tau:.2f} at the {fleet.plain.batch:.1f} sequences of plain decoding"
+            "break-even tau", f"{fleet.break_even_tau:.2f} at {batch} sequences at once, as many as plain decoding has"
         )
     return shown
 

@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager
 from rich.console import Console
 
 from specserve.serve import progress
-from specserve.serve.progress import bar_columns
+from specserve.serve.progress import Bars, bar_columns
 
-__all__ = ["bar_columns", "console", "warmup_bar"]
+__all__ = ["Bars", "bar_columns", "console", "warmup_bar"]
 
 console = Console()
 

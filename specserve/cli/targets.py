@@ -40,11 +40,11 @@ class Row:
     def size(self) -> tuple[str, str]:
         """The number of parameters, and of those that a token needs where that is not all, as text."""
         is_sparse = self.active_parameters < self.parameters
-        return _short(self.parameters), f"{_short(self.active_parameters)} active" if is_sparse else ""
+        return short(self.parameters), f"{short(self.active_parameters)} active" if is_sparse else ""
 
     @property
     def memory(self) -> str:
-        return _short(self.bf16_bytes, " MB", " GB", " TB")
+        return short(self.bf16_bytes, " MB", " GB", " TB")
 
     @property
     def head_shape(self) -> tuple[str, str]:
@@ -118,7 +118,7 @@ def _table(*columns: str, right: Sequence[int]) -> Table:
     return table
 
 
-def _short(value: float, million: str = "M", billion: str = "B", trillion: str = "T") -> str:
+def short(value: float, million: str = "M", billion: str = "B", trillion: str = "T") -> str:
     """The value with three significant digits and a unit: 7.62e9 is "7.62B"."""
     scale, unit = next(
         (scale, unit)

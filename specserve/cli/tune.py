@@ -4,10 +4,9 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
-from specserve.cli.progress import bar_columns, console
+from specserve.cli.progress import Bars, console
 from specserve.errors import DataError
 from specserve.eval.engines import load
 from specserve.eval.prompts import load_chats
@@ -24,8 +23,8 @@ def search(run: TuneRun) -> None:
     parse_trees(run.trees)  # a wrong one is said before minutes of work
     models = load(run, run.draft)
     prompts = _prompts(run, models)
-    with Progress(*bar_columns(), console=console, transient=True) as progress:
-        task = progress.add_task("", note="", total=None)
+    with Bars() as progress:
+        task = progress.add("")
 
         def on_progress(what: str, done: int, total: int) -> None:
             progress.update(task, description=what, completed=done, total=total)

@@ -7,17 +7,16 @@ from pathlib import Path
 import typer
 from rich.console import Group
 from rich.markup import escape
-from rich.progress import Progress
 from rich.table import Table
 
 from specserve.checkpoints.tensors import write_json
-from specserve.cli.progress import bar_columns, console
+from specserve.cli.progress import Bars, console
 from specserve.drafters.speculation import describe
 from specserve.eval.engines import load
 from specserve.eval.report import table
 from specserve.eval.settings import VerifyRun
 from specserve.eval.verify import Plan, Prover
-from specserve.eval.verify_bench import load_prompts, open_benches, ways_to_prove
+from specserve.eval.verify_bench import load_prompts, make_bench, ways_to_prove
 from specserve.eval.verify_report import FALSE_ALARMS, Mismatch, Report
 from specserve.provenance import collect
 from specserve.serve.launch import Models
@@ -55,18 +54,17 @@ def _prove(run: VerifyRun, models: Models, trees: list[Tree], prompts: list[list
     report = Report()
     longest = max(map(len, prompts)) + 2 * run.max_tokens + 1
     plan = Plan(run.max_tokens, run.draws, run.seed)
-    with Progress(*bar_columns(), console=console, transient=True, disable=run.json) as progress:
-        compiling = progress.add_task("compiling", note="")
-        checking = progress.add_task("checking", total=None, note="")
-        benches = open_benches(
-            models,
-            trees,
-            max_model_len=longest,
-            on_warmup=lambda done, total, name: progress.update(compiling, completed=done, total=total, note=name),
-        )
-        for opened in benches:
-            on_check = lambda way, check: progress.update(checking, advance=1, note=f"{way}: {check}")  # noqa: E731
-            Prover(opened(), prompts, plan, report, on_check).run()
+    with Bars() as bars:
+        compiling, asking = bars.add("compiling programs"), bars.add("answering, tokens")
+
+        def on_warmup(done: int, total: int, name: str) -> None:
+            bars.update(compiling, completed=done, total=total, note=name)
+
+        def on_progress(what: str, done: int, total: int | None) -> None:
+            bars.update(asking, completed=done, total=total, note=what)
+
+        bench = make_bench(models, trees, max_model_len=longest, on_warmup=on_warmup)
+        Prover(bench, prompts, plan, report, on_progress).run()
     return report
 
 

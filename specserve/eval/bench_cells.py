@@ -143,7 +143,11 @@ class EngineArm:
         return self.engine.stats()
 
     def ask(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], concurrency: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        concurrency: int,
+        on_done: Callable[[int], None] = lambda _number: None,  # how many answers have ended
     ) -> tuple[list[Answer], float]:
         window, finished = threading.Semaphore(concurrency), threading.Semaphore(0)
         answers = [Answer() for _ in prompts]
@@ -168,8 +172,9 @@ class EngineArm:
                 window.acquire()
                 answer.begin = time.perf_counter()
                 requests.append(self.engine.submit(prompt, own, listener(answer)))
-            for _ in prompts:
+            for number in range(1, len(prompts) + 1):
                 finished.acquire()
+                on_done(number)
         except BaseException:
             for request in requests:
                 request.cancel()

@@ -11,10 +11,10 @@ import jax
 import numpy as np
 
 from specserve.drafters.speculation import describe
-from specserve.errors import DataError
+from specserve.errors import ConfigError, DataError
 from specserve.eval.bench_cells import Answer, EngineArm
 from specserve.eval.engines import measured_engine
-from specserve.eval.prompts import load_chats
+from specserve.eval.prompts import load_prompts
 from specserve.eval.roofline import Roofline, measure_peaks, step_work
 from specserve.eval.settings import LatencyRun, ThroughputRun
 from specserve.eval.step_times import steps_timed, time_step
@@ -25,6 +25,7 @@ from specserve.serve.request import SamplingParams
 from specserve.serve.settings import ServeRun
 from specserve.speculative.acceptance import Acceptance
 
+RANDOM = "random"  # a bench: prompts of random token ids
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 MOST_WAYS = 4  # of stepping that are timed, those that the run took most often
 REPEATS = 15
@@ -39,10 +40,20 @@ class Measured:
     rooflines: tuple[Roofline, ...]
 
 
+@dataclass(frozen=True)
+class _Run:
+    """The part of a benchmark that is timed."""
+
+    answers: Sequence[Answer]
+    seconds: float
+    before: EngineStats
+    after: EngineStats
+
+
 def latency(models: Models, run: LatencyRun, on_progress: OnProgress = lambda _what, _done, _total: None) -> Measured:
     """Answer the same batch again and again, each time as if for the first time, and tell how long it took. Raises
     ConfigError or DataError."""
-    prompts = _prompts(models, run.bench, run.batch_size, run.seed, run.input_len, is_exact=True)
+    prompts = latency_prompts(models, run)
     params = [_params(run, i, ignore_eos=True) for i in range(run.batch_size)]
     longest = run.input_len + run.output_len + steps_timed(REPEATS) + 32  # room for the steps that are timed
     engine = _engine(models, run, run.batch_size, longest, on_progress)
@@ -50,7 +61,8 @@ def latency(models: Models, run: LatencyRun, on_progress: OnProgress = lambda _w
     answers: list[Answer] = []
     with engine:
         arm = EngineArm(engine)
-        for _ in range(run.num_iters_warmup):
+        for number in range(run.num_iters_warmup):
+            on_progress("warming up", number, run.num_iters_warmup)
             arm.forget()
             arm.ask(prompts, params, run.batch_size)
         before = engine.stats()
@@ -68,17 +80,15 @@ def latency(models: Models, run: LatencyRun, on_progress: OnProgress = lambda _w
         "percentiles": dict(zip(map(str, PERCENTILES), np.percentile(seconds, PERCENTILES).tolist(), strict=True)),
     }
     context = run.input_len + run.output_len // 2
-    return _with_steps(models, engine, result, answers, sum(seconds), before, after, run.batch_size, context)
+    found = _Run(answers, sum(seconds), before, after)
+    return _with_steps(models, engine, result, found, run.batch_size, context, on_progress)
 
 
 def throughput(
     models: Models, run: ThroughputRun, on_progress: OnProgress = lambda _what, _done, _total: None
 ) -> Measured:
     """Answer all prompts as fast as the engine can. Raises ConfigError or DataError."""
-    prompts = _prompts(models, run.bench, run.num_prompts, run.seed, run.input_len, is_exact=False)
-    prompts = [prompt for prompt in prompts if len(prompt) + run.output_len <= run.max_model_len]
-    if not prompts:
-        raise DataError(f"{run.bench}: no prompt leaves room for {run.output_len} tokens; raise --max-model-len")
+    prompts = throughput_prompts(models, run)
     params = [_params(run, i, ignore_eos=False) for i in range(len(prompts))]
     slots = min(run.max_slots, len(prompts))
     engine = _engine(models, run, slots, run.max_model_len, on_progress)
@@ -86,9 +96,9 @@ def throughput(
         arm = EngineArm(engine)
         arm.ask(prompts[:1], params[:1], 1)  # first touches of memory
         arm.forget()
-        on_progress("answering", 0, 1)
         before = engine.stats()
-        answers, seconds = arm.ask(prompts, params, len(prompts))
+        said = lambda done: on_progress("answering", done, len(prompts))  # noqa: E731
+        answers, seconds = arm.ask(prompts, params, len(prompts), said)
         after = engine.stats()
         _trace(arm, prompts[:slots], params[:slots], run.profile)
     num_output = sum(len(answer.token_ids) for answer in answers)
@@ -103,7 +113,8 @@ def throughput(
     }
     middle = sorted(map(len, prompts))[len(prompts) // 2] + run.output_len // 2
     context = max(1, min(middle, run.max_model_len - steps_timed(REPEATS) - 32))
-    return _with_steps(models, engine, result, answers, seconds, before, after, slots, context)
+    found = _Run(answers, seconds, before, after)
+    return _with_steps(models, engine, result, found, slots, context, on_progress)
 
 
 def _params(run: LatencyRun | ThroughputRun, i: int, *, ignore_eos: bool) -> SamplingParams:
@@ -112,18 +123,44 @@ def _params(run: LatencyRun | ThroughputRun, i: int, *, ignore_eos: bool) -> Sam
     )
 
 
-def _prompts(models: Models, bench: str, count: int, seed: int, input_len: int, *, is_exact: bool) -> list[list[int]]:
-    """So many prompts; where they must be of one length, the last tokens of longer ones."""
-    if bench == "random":
-        rng = np.random.default_rng(seed)
-        return rng.integers(1, models.target.config.vocab_size, (count, input_len)).tolist()
+def latency_prompts(models: Models, run: LatencyRun) -> list[list[int]]:
+    """So many prompts of one length: the last tokens of longer ones. Raises DataError."""
+    if run.bench == RANDOM:
+        return _random(models, run, run.batch_size)
     assert models.tokenizer is not None
-    rendered = [models.tokenizer.render_chat(chat) for chat in load_chats(bench, count)]
-    if is_exact:
-        rendered = [prompt[-input_len:] for prompt in rendered if len(prompt) >= input_len]
-    if not rendered:
-        raise DataError(f"{bench}: no prompt has {input_len} tokens; lower --input-len, or ask --bench random")
-    return [rendered[i % len(rendered)] for i in range(count)]
+    fits = lambda length: length >= run.input_len  # noqa: E731
+    prompts = load_prompts(run.bench, run.batch_size, models.tokenizer.render_chat, fits)
+    if not prompts:
+        raise DataError(
+            f"--bench {run.bench}: no prompt has {run.input_len} tokens; lower --input-len, or ask --bench {RANDOM}"
+        )
+    return [prompts[i % len(prompts)][-run.input_len :] for i in range(run.batch_size)]
+
+
+def throughput_prompts(models: Models, run: ThroughputRun) -> list[list[int]]:
+    """So many prompts that leave room for their answers. Raises ConfigError or DataError."""
+    room = run.max_model_len - run.output_len
+    if run.bench == RANDOM:
+        prompts = _random(models, run, run.num_prompts) if run.input_len <= room else []
+    else:
+        assert models.tokenizer is not None
+        if run.input_len != ThroughputRun().input_len:
+            raise ConfigError(
+                f"--input-len is the length of random prompts, and --bench is {run.bench}: leave it out, or give "
+                f"--bench {RANDOM}"
+            )
+        prompts = load_prompts(run.bench, run.num_prompts, models.tokenizer.render_chat, lambda length: length <= room)
+    if not prompts:
+        raise DataError(
+            f"--bench {run.bench}: no prompt leaves room for {run.output_len} tokens; raise --max-model-len, which is "
+            f"{run.max_model_len}"
+        )
+    return [prompts[i % len(prompts)] for i in range(run.num_prompts)]
+
+
+def _random(models: Models, run: LatencyRun | ThroughputRun, count: int) -> list[list[int]]:
+    rng = np.random.default_rng(run.seed)
+    return rng.integers(1, models.target.config.vocab_size, (count, run.input_len)).tolist()
 
 
 def _engine(
@@ -150,30 +187,31 @@ def _with_steps(
     models: Models,
     engine: Engine,
     result: dict[str, Any],
-    answers: Sequence[Answer],
-    seconds: float,
-    before: EngineStats,
-    after: EngineStats,
+    run: _Run,
     batch_size: int,
     context: int,
+    on_progress: OnProgress,
 ) -> Measured:
     """Add what speculation did and what the steps cost. The engine has stopped."""
-    acceptance = sum((answer.acceptance for answer in answers), Acceptance())
-    steps = Counter(after.num_steps_by_speculation) - Counter(before.num_steps_by_speculation)
+    acceptance = sum((answer.acceptance for answer in run.answers), Acceptance())
+    steps = Counter(run.after.num_steps_by_speculation) - Counter(run.before.num_steps_by_speculation)
     num_steps = max(1, sum(steps.values()))
-    busy, host = after.busy_seconds - before.busy_seconds, after.host_seconds - before.host_seconds
-    runner, found = engine.runner, []
+    busy = run.after.busy_seconds - run.before.busy_seconds
+    host = run.after.host_seconds - run.before.host_seconds
+    runner, found, timed = engine.runner, [], steps.most_common(MOST_WAYS)
     ways = {describe(tree): tree for tree in runner.shapes.trees}
     drafter = models.head.drafter if models.head else None
     target = replace(models.target, config=runner.config.target)  # with the dtype of the cache
+    on_progress("measuring the machine's peaks", 0, 1)
     peaks = measure_peaks(runner.config.target.dtype, 1 if models.mesh is None else models.mesh.size)
-    for name, _ in steps.most_common(MOST_WAYS):
+    for number, (name, _) in enumerate(timed):
+        on_progress(f"timing steps of {name}", number, len(timed))
         tree = ways[name]
         step, draft = time_step(runner, tree, context=context, batch=batch_size, repeats=REPEATS)
         work = step_work(target, drafter, tree, batch=batch_size, context=context)
         found.append(Roofline(name, batch_size, context, work, step, draft, peaks))
     result |= {
-        "output_throughput": sum(len(answer.token_ids) for answer in answers) / seconds,
+        "output_throughput": sum(len(answer.token_ids) for answer in run.answers) / run.seconds,
         "tau": acceptance.tau,
         "accept_rate": acceptance.accept_rate,
         "steps_by_speculation": dict(steps),

@@ -24,6 +24,8 @@ from specserve.eval.settings import ServeBenchRun
 from specserve.eval.streams import Reply, Streams, stream_body
 from specserve.speculative.acceptance import Acceptance
 
+OWN_SERVER = ("target", "draft", "speculation", "max_slots", "max_model_len")  # settings of a server of its own
+RANDOM = "random"  # what is asked: token ids
 RANDOM_IDS = (100, 1000)  # token ids of random prompts: every vocabulary has them
 METRICS = ("ttft", "tpot", "itl", "e2el")
 MOST_THREADS = 1024  # requests under way; more wait, and are told to have waited
@@ -47,9 +49,30 @@ def request_times(count: int, rate: float, burstiness: float, seed: int) -> np.n
     return times * (count / rate / times[-1])
 
 
+def address_of(run: ServeBenchRun) -> str:
+    """The address of the running server that is to be asked; empty: one of its own. Raises ConfigError where settings
+    contradict each other: none of them is to be ignored."""
+    if run.base_url and (run.host or run.port):
+        raise ConfigError("--base-url says it all: leave out --host and --port")
+    url = run.base_url or (f"http://{run.host or '127.0.0.1'}:{run.port or 8000}" if run.host or run.port else "")
+    usual = ServeBenchRun()
+    for name in OWN_SERVER if url else ():
+        if getattr(run, name) != getattr(usual, name):
+            raise ConfigError(
+                f"--{name.replace('_', '-')} is for a server of its own, and {url} is one that runs already: leave "
+                "either out"
+            )
+    if run.input_len != usual.input_len and run.dataset_name != RANDOM:
+        raise ConfigError(
+            f"--input-len is the length of random prompts, and --dataset-name is {run.dataset_name}: leave it out, or "
+            f"give --dataset-name {RANDOM}"
+        )
+    return url
+
+
 def load_prompts(run: ServeBenchRun) -> list[Any]:
     """What is asked: chats, or lists of token ids. Raises DataError or ConfigError."""
-    if run.dataset_name == "random":
+    if run.dataset_name == RANDOM:
         rng = np.random.default_rng(run.seed)
         return [rng.integers(*RANDOM_IDS, run.input_len).tolist() for _ in range(run.num_prompts)]
     chats: list[Any] = list(load_chats(run.dataset_name, run.num_prompts))
@@ -200,8 +223,8 @@ def facts_of(run: ServeBenchRun, model: str, client: Client) -> Mapping[str, Any
     """The keys of a result that say what was measured."""
     return {
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
-        "endpoint_type": "openai" if run.dataset_name == "random" else "openai-chat",
-        "backend": "openai" if run.dataset_name == "random" else "openai-chat",
+        "endpoint_type": "openai" if run.dataset_name == RANDOM else "openai-chat",
+        "backend": "openai" if run.dataset_name == RANDOM else "openai-chat",
         "label": None,
         "model_id": model,
         "tokenizer_id": model,

@@ -125,6 +125,23 @@ def load_chats(bench: str, limit: int, history: int = 2) -> list[list[dict[str, 
     return chats
 
 
+def load_prompts(
+    bench: str,
+    count: int,
+    render: Callable[[list[dict[str, str]]], list[int]],  # a chat as token ids
+    fits: Callable[[int], bool],  # whether a prompt of so many tokens can be asked
+) -> list[list[int]]:
+    """`count` prompts of a bench that fit, or all that do, evenly spread over those that were looked at: as many chats
+    (`load_chats`) as it takes."""
+    limit = count
+    while True:
+        chats = load_chats(bench, limit)
+        found = [prompt for prompt in map(render, chats) if fits(len(prompt))]
+        if len(found) >= count or len(chats) < limit:
+            return [found[i * len(found) // count] for i in range(count)] if len(found) > count else found
+        limit *= 4
+
+
 def _of_bench(name: str, path: str) -> Iterator[Question]:
     """The questions of a published bench, from the hub or from files of it, which may be rows of ours as well."""
     bench, ids = BENCHES[name], ("question_id", "prompt_id", "task_id", "unique_id", "id")

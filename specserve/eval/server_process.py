@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import socket
 import subprocess
 import sys
@@ -51,15 +52,18 @@ class ServerProcess:
         self._log.close()
         self.client.close()
 
-    def wait_until_ready(self) -> None:
-        """Wait until it answers; it may still compile. Raises SpecServeError where it ends first."""
-        self._wait("/ready", lambda _body: True)
+    def wait_until_ready(self, on_wait: Callable[[str], None] = lambda _line: None) -> None:
+        """Wait until it answers; it may still compile. `on_wait` hears now and then what it has said last. Raises
+        SpecServeError where it ends first."""
+        self._wait("/ready", lambda _body: True, on_wait)
 
     def wait_until_complete(self) -> None:
         """Wait until every program is compiled. Raises SpecServeError where it ends first."""
         self._wait("/metrics", lambda body: _value(body, PROGRAMS_LEFT) == 0)
 
-    def _wait(self, path: str, is_there: Callable[[str], bool]) -> None:
+    def _wait(
+        self, path: str, is_there: Callable[[str], bool], on_wait: Callable[[str], None] = lambda _line: None
+    ) -> None:
         deadline = time.monotonic() + START_SECONDS
         while time.monotonic() < deadline:
             if self._process.poll() is not None:
@@ -67,6 +71,7 @@ class ServerProcess:
             with contextlib.suppress(UnreachableError, RefusedError):
                 if is_there(self.client.text(path)):
                     return
+            on_wait(self._last_message())
             time.sleep(0.2)
         raise SpecServeError(f"the server is not there after {START_SECONDS:.0f} s:\n{self.last_lines()}")
 
@@ -74,6 +79,12 @@ class ServerProcess:
         """The end of what it has said."""
         text = Path(self._log.name).read_text(errors="replace")
         return "\n".join(f"  {line}" for line in text.splitlines()[-12:])
+
+    def _last_message(self) -> str:
+        """What it has said last, without the date and place of a line of the log."""
+        lines = Path(self._log.name).read_text(errors="replace").split("\n")
+        line = next((line for line in reversed(lines) if line.strip()), "")
+        return re.sub(r"^\S+ \S+ [A-Z]+ [\w.]+: ", "", line.strip())
 
     @property
     def resident_bytes(self) -> int:

@@ -66,7 +66,7 @@ class BenchRun(HeadRun):
     )
     concurrency: tuple[PositiveInt, ...] = setting((1, 2, 4, 8, 16, 32), help="clients at once")
     temperature: tuple[Temperature, ...] = setting((0.0, 1.0), help="0 is greedy")
-    bench: str = setting("pydoc", help="pydoc, mt-bench, or a .jsonl of questions")
+    bench: str = setting("pydoc", help="what is asked, as of `eval`")
     history: int = setting(2, help="answered questions that a chat of pydoc brings along, at most", ge=0)
     rounds: int = setting(3, help="how often the arms take turns at each concurrency", ge=1)
     requests: int = setting(8, help="questions per round and arm, or as many as there are clients", ge=1)
@@ -156,7 +156,9 @@ class LatencyRun(_OfflineRun):
 
     input_len: int = setting(32, help="tokens of each prompt, the last ones of a question", ge=1)
     output_len: int = setting(128, help="tokens of each answer, whether or not it would end before", ge=2)
-    batch_size: int = setting(8, help="sequences that are answered together", ge=1)
+    batch_size: int = setting(
+        8, help="sequences that are answered together; where a bench has fewer prompts they come again", ge=1
+    )
     num_iters_warmup: int = setting(3, help="batches that are answered first and not timed", ge=1)
     num_iters: int = setting(10, help="batches that are timed", ge=1)
 
@@ -168,7 +170,9 @@ class ThroughputRun(_OfflineRun):
 
     input_len: int = setting(128, help="tokens of a random prompt", ge=1)
     output_len: int = setting(128, help="longest answer", ge=2)
-    num_prompts: int = setting(100, help="prompts, all there from the beginning", ge=1)
+    num_prompts: int = setting(
+        100, help="prompts, all there from the beginning; where a bench has fewer they come again", ge=1
+    )
     max_slots: int = setting(8, help="sequences that run at once", ge=1)
     max_model_len: int = setting(1024, help="prompt and answer together", ge=16)
 
@@ -238,12 +242,12 @@ class VerifyRun(HeadRun):
     """The settings of `specserve verify`."""
 
     speculation: tuple[str, ...] = setting(
-        (), help="ways to put to the proof, as for serve; empty: all that serve would choose from, and suffix:3"
+        ("auto", "suffix:3"), help="ways to put to the proof, as for serve; auto: all that it would choose from"
     )
-    bench: str = setting("pydoc", help="pydoc, mt-bench, or a .jsonl of questions")
-    limit: int = setting(6, help="questions that are asked, evenly spread", ge=1)
+    bench: str = setting("pydoc", help="what is asked, as of `eval`")
+    limit: int = setting(4, help="questions that are asked, evenly spread", ge=1)
     max_tokens: int = setting(32, help="longest answer; a second turn is asked after each", ge=6, le=1024)
-    draws: int = setting(400, help="seeds that the distribution at temperature 1 is drawn with, by each way", ge=80)
+    draws: int = setting(472, help="tokens that each test of the distribution at temperature 1 counts", ge=160)
     seed: int = setting(0, help="of the sampling", ge=0)
     json: bool = setting(False, help="print the report as JSON instead of tables")
     output: str = setting("", help="write the JSON report here")

@@ -17,6 +17,7 @@ import numpy as np
 from specserve.drafters.speculation import describe
 from specserve.errors import SpecServeError
 from specserve.eval.verify_asks import Ask, base_asks, follow_ups, option_asks
+from specserve.eval.verify_draws import COUNTED_TOKENS, NUM_DRAWS, chi_square, num_answers, places
 from specserve.eval.verify_judge import Bench, Judge, bug, log_sum_exp
 from specserve.eval.verify_report import Mismatch, Report, Row, Test
 from specserve.serve.completion import Collector, CompletionOutput
@@ -28,8 +29,6 @@ from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.controller import Controller, Estimate
 from specserve.speculative.tree import Tree
 
-NUM_BINS = 16  # of a chi-square test; few enough that each expects dozens of draws
-DRAWN_TOKENS = 3  # of each answer that the chi-square tests count; the first comes from the prompt's own program
 SHARE = 0.1  # of the logits' own spread: what is called noise and is larger is no rounding
 
 Script = Callable[[], Tree | None]  # the tree of the next step; None: a plain one
@@ -40,7 +39,7 @@ class Plan:
     """How much is asked."""
 
     max_tokens: int = 32
-    draws: int = 400  # seeds of the chi-square tests, for each way
+    draws: int = NUM_DRAWS  # that each chi-square test counts
     seed: int = 0
 
 
@@ -97,7 +96,8 @@ class _Steps:
 
 
 class Prover:
-    """Runs the checks over one bench, and adds what it finds to a report. `on_check` hears of each before it runs."""
+    """Runs the checks over one bench, and adds what it finds to a report. `on_progress` hears what is being checked,
+    how many tokens the answers so far were asked for, and of how many, None as long as that is not known."""
 
     def __init__(
         self,
@@ -105,28 +105,38 @@ class Prover:
         prompts: Sequence[Sequence[int]],
         plan: Plan,
         report: Report,
-        on_check: Callable[[str, str], None] = lambda _way, _check: None,
+        on_progress: Callable[[str, int, int | None], None] = lambda _what, _done, _total: None,
     ) -> None:
         self.bench, self.prompts, self.plan, self.report = bench, prompts, plan, report
-        self._on_check = on_check
+        self._on_progress = on_progress
         self._plain: dict[int, CompletionOutput] = {}  # by the ask's id
         self._judge = Judge(bench, report)
+        self._what, self._num_asked = "", 0  # what is being checked; tokens of the answers so far, and in all
+        self._total: int | None = None
+        self._spread = 0.0  # of the target's logits
 
     def run(self) -> None:
-        """All checks of all ways. Raises SpecServeError where the engine dies."""
-        self._ask_plainly()
-        self._check_plain()
-        for tree in self.bench.trees:
-            self._check_way(tree)
-        ways = [None, *self.bench.trees]
-        if len(ways) > 2:
-            dice = random.Random(self.plan.seed)
-            asks = [*self.base, *self.options]
-            self._on_check("any way at each step", "mixed batches")
-            found = self._answer(lambda: dice.choice(ways), asks, is_caching=True)
-            self._compare("any way at each step", "mixed batches", asks, found)
+        """All checks of all ways. Plain decoding is asked, and held against the rule, with the programs of the first
+        group. Raises SpecServeError where the engine dies."""
+        for group in self.bench.groups:
+            self._runner = group.open()
+            if not self._plain:
+                self._ask_plainly()
+                self._check_plain()
+            for tree in group.trees:
+                self._check_way(tree)
+            self._check_any(group.trees)
+            del self._runner  # two states are never there at once
 
     # What is asked, and by whom it is answered.
+
+    def _begin(self, way: str, check: str) -> None:
+        self._what = f"{way}: {check}"
+        self._on_progress(self._what, self._num_asked, self._total)
+
+    def _count(self, ask: Ask) -> None:
+        self._num_asked += _num_tokens(ask)
+        self._on_progress(self._what, self._num_asked, self._total)
 
     def _answer(
         self,
@@ -137,7 +147,7 @@ class Prover:
         is_alone: bool = False,  # one after the other
         num_pages: int | None = None,  # that the engine believes to have; None: enough
     ) -> _Answers:
-        runner = self.bench.runner
+        runner = self._runner
         runner.reset()
         engine = Engine(
             runner,
@@ -152,7 +162,7 @@ class Prover:
         answers, drafts = [], []
         with engine:
             for some in [[ask] for ask in asks] if is_alone else [asks]:
-                found = _ask(engine, some)
+                found = _ask(engine, some, self._count)
                 answers += found[0]
                 drafts += found[1]
             if not engine.is_healthy:
@@ -167,11 +177,10 @@ class Prover:
             self._plain |= {id(ask): found for ask, found in zip(asks, answers, strict=True)}
             return answers
 
-        self._on_check("off", "answers")
+        self._begin("off", "answers")
         first = base_asks(self.prompts, self.plan.max_tokens, self.plan.seed)
         answers = answer(first)
         second = follow_ups(first, answers)
-        answer(second)
         self.first, self.base = first, [*first, *second]
         self.options = option_asks(
             self.prompts,
@@ -179,21 +188,54 @@ class Prover:
             self.bench.tokenizer,
             max_tokens=self.plan.max_tokens,
             seed=self.plan.seed,
-            has_grammars=self.bench.runner.has_constrained,
+            has_grammars=self._runner.has_constrained,
         )
+        self._total = self._number_in_all()
+        answer(second)
         answer(self.options)
+
+    @property
+    def everything(self) -> list[Ask]:
+        return [*self.base, *self.options]
+
+    def _number_in_all(self) -> int:
+        """The tokens of all answers that the checks take, drawn ones included."""
+        first, base, everything = (sum(map(_num_tokens, asks)) for asks in (self.first, self.base, self.everything))
+        drawn = num_answers(self.plan.draws) * (1 + COUNTED_TOKENS)
+        number = everything + base + self.plan.draws + drawn  # plain ones
+        for group in self.bench.groups:
+            number += everything
+            for tree in group.trees:
+                alone = base + 2 * first if _is_by_head_alone(tree) else first
+                number += alone + 2 * base + everything + drawn
+        return number
 
     # Checks.
 
     def _check_plain(self) -> None:
         """Measure the noise, and hold plain decoding against the rule and against itself in a batch."""
-        self._on_check("off", "the rule")
+        self._begin("off", "the rule")
         together = self._answer(lambda: None, self.base, is_caching=False)
-        spread = 0.0
-        for ask, other in zip(self.base, together.of, strict=True):
-            plain = self._plain[id(ask)]
-            logits = self._judge.logits(ask, plain.token_ids)
-            spread = max(spread, float(logits.std(axis=-1).max()))
+        bests = {id(ask): self._best(ask, other) for ask, other in zip(self.base, together.of, strict=True)}
+        row = Row("off", "the rule", note=f"noise {self.report.noise:.1e}")
+        self.report.rows.append(row)
+        if self.report.noise > SHARE * self._spread:
+            self._add(row, bug("off", row.check, self.base[0], "log-probability", "one forward", "its steps"))
+        for ask in self.everything:
+            self._check_rule(row, ask, bests[id(ask)] if id(ask) in bests else self._best(ask))
+        self._compare("off", "mixed batches", self.base, together)
+        self._draw(None)
+
+    def _best(self, ask: Ask, other: CompletionOutput | None = None) -> np.ndarray:  # [token]
+        """What the rule draws at each place of a plain answer, from one forward over the whole text. With the answer
+        that came in a batch also the noise is measured, and how far the logits spread."""
+        self._on_progress(self._what, self._num_asked, self._total)
+        plain = self._plain[id(ask)]
+        if not plain.token_ids:
+            return np.zeros(0, int)
+        logits = self._judge.logits(ask, plain.token_ids)
+        if other is not None:
+            self._spread = max(self._spread, float(logits.std(axis=-1).max()))
             logs = logits - log_sum_exp(logits)
             for i, found in enumerate(plain.logprobs or ()):
                 ids = [token_id for token_id, _ in found.top]
@@ -203,56 +245,40 @@ class Prover:
                     break  # what comes after has another prefix
                 known = dict(theirs.top)
                 self._note_noise(np.array([value - known[i] for i, value in ours.top if i in known]))
-        row = Row("off", "the rule", note=f"noise {self.report.noise:.1e}")
-        self.report.rows.append(row)
-        if self.report.noise > SHARE * spread:
-            self._add(row, bug("off", row.check, self.base[0], "log-probability", "one forward", "its steps"))
-        for ask in [*self.base, *self.options]:
-            self._check_rule(row, ask)
-        self._compare("off", "mixed batches", self.base, together)
-        self._draw(None)
+        return self._judge.scores(ask, plain.token_ids, logits).argmax(axis=-1)
 
     def _note_noise(self, differences: np.ndarray) -> None:
         self.report.noise = max(self.report.noise, float(np.abs(differences).max(initial=0.0)))
         self.report.num_compared += differences.size
 
-    def _check_rule(self, row: Row, ask: Ask) -> None:
-        """Whether every token of a plain answer is what the rule draws from one forward over the whole text."""
+    def _check_rule(self, row: Row, ask: Ask, best: np.ndarray) -> None:
+        """Whether every token of a plain answer is what the rule draws."""
         answer = self._plain[id(ask)]
         row.num_answers += 1
         if answer.finish_reason not in ("stop", "length"):
             self._add(row, bug("off", row.check, ask, "error", "an answer", answer.error or answer.finish_reason))
-        if not answer.token_ids:
-            return
         row.num_tokens += len(answer.token_ids)
-        scores = self._judge.scores(ask, answer.token_ids, self._judge.logits(ask, answer.token_ids))
-        best = scores.argmax(axis=-1)
-        for i in np.flatnonzero(best != np.array(answer.token_ids)):
-            mismatch = self._judge.judge(
-                "off", row.check, ask, answer, answer, int(i), int(best[i]), answer.token_ids[i]
-            )
-            self._add(row, mismatch)
+        if not (wrong := np.flatnonzero(best != np.array(answer.token_ids, int))).size:
             return
+        at = int(wrong[0])
+        told = int(best[at]), answer.token_ids[at]
+        self._add(row, self._judge.judge("off", row.check, ask, answer, answer, at, *told))
 
     def _check_way(self, tree: Tree) -> None:
         way = describe(tree)
-        self._on_check(way, "alone")
-        fresh = self._answer(lambda: tree, self.base, is_caching=False, is_alone=True)
-        self._compare(way, "alone", self.base, fresh)
-        self._on_check(way, "prefix hits")
+        self._begin(way, "alone")
+        alone = self.base if _is_by_head_alone(tree) else self.first  # to compare drafts, or it takes half as long
+        fresh = self._answer(lambda: tree, alone, is_caching=False, is_alone=True)
+        self._compare(way, "alone", alone, fresh)
+        self._begin(way, "prefix hits")
         hits = self._answer(lambda: tree, self.base, is_caching=True, is_alone=True)
         row = self._compare(way, "prefix hits", self.base, hits)
         row.note = f"{hits.stats.num_prefix_hits:,} tokens hit"
-        self._on_check(way, "mixed batches")
-        everything = [*self.base, *self.options]
-        together = self._answer(lambda: tree, everything, is_caching=False)
-        self._compare(way, "mixed batches", everything, together)
-        self._on_check(way, "preemption")
-        pages = 1 + max(-(-ask.num_tokens // self.bench.runner.shapes.page_size) for ask in everything)
-        few = self._answer(lambda: tree, everything, is_caching=True, num_pages=pages)
-        row = self._compare(way, "preemption", everything, few)
-        row.note = f"{few.stats.num_preemptions} preemptions in {pages} pages"
-        if tree.uses_head and not tree.lookup:  # a lookup finds more, the more has been answered
+        self._begin(way, "mixed batches")
+        together = self._answer(lambda: tree, self.everything, is_caching=False)
+        self._compare(way, "mixed batches", self.everything, together)
+        self._in_few_pages(way, "preemption", lambda: tree, self.base)
+        if _is_by_head_alone(tree):
             control = _Steps()
             for ours, theirs in zip(fresh.drafts, together.drafts, strict=False):
                 control.compare(ours, theirs)
@@ -260,10 +286,26 @@ class Prover:
             self._check_stretch(tree, control)
         self._draw(tree)
 
+    def _check_any(self, trees: Sequence[Tree]) -> None:
+        """Every step by another way, all options in a batch, and sequences that are put back: whatever an option keeps
+        must be there again when its sequence goes on, by another way perhaps."""
+        dice = random.Random(self.plan.seed)
+        ways = [None, *trees]
+        name = "any way at each step" if len(trees) > 1 else f"{describe(trees[0])} or off at each step"
+        self._in_few_pages(name, "preemption, all options", lambda: dice.choice(ways), self.everything)
+
+    def _in_few_pages(self, way: str, check: str, script: Script, asks: Sequence[Ask]) -> None:
+        """Answers in so few pages that sequences give theirs back, wait, and go on later."""
+        self._begin(way, check)
+        pages = 1 + max(-(-ask.num_tokens // self._runner.shapes.page_size) for ask in asks)
+        few = self._answer(script, asks, is_caching=True, num_pages=pages)
+        row = self._compare(way, check, asks, few)
+        row.note = f"{few.stats.num_preemptions} preemptions in {pages} pages"
+
     def _check_stretch(self, tree: Tree, control: _Steps) -> None:
         """Plain steps first, then speculative ones: the draft must stand where it would if it had been there always."""
         way = describe(tree)
-        self._on_check(way, "after plain steps")
+        self._begin(way, "after plain steps")
         length = self.plan.max_tokens // 3
         late, fresh = [], []
         for ask in self.first:
@@ -307,29 +349,51 @@ class Prover:
     # The distribution.
 
     def _draw(self, tree: Tree | None) -> None:
-        """Chi-square tests at temperature 1: how often tokens are drawn, against the target's own softmax.
-
-        A token is counted by where it falls in the cumulative distribution at its own prefix, the most likely first,
-        at random within its own share. Right draws fall evenly over [0, 1] whatever the distribution is (Rosenblatt,
-        Remarks on a multivariate transformation, Ann. Math. Stat. 23, 1952), so draws after different prefixes can be
-        counted in the same bins."""
+        """Draws at temperature 1 from one prompt with many seeds: chi-square tests against the target's own softmax
+        (`verify_draws`), and the tokens beside those of plain decoding with the same seeds."""
         way = describe(tree)
-        self._on_check(way, "distribution")
+        self._begin(way, "distribution")
         prompt = min(self.prompts, key=len)
-        options: dict[str, Any] = {"max_tokens": DRAWN_TOKENS, "ignore_eos": True}
-        seeds = range(self.plan.seed, self.plan.seed + self.plan.draws)
-        asks = [Ask(f"seed {seed}", tuple(prompt), SamplingParams(seed=seed, **options)) for seed in seeds]
-        answers = self._answer(lambda: tree, asks, is_caching=True)
         if tree is None:
-            self._drawn = answers.of
+            asks = self._drawing(prompt, self.plan.draws, 1)
+            answers = self._answer(lambda: None, asks, is_caching=True).of
+            self._test_draws(way, "first token", prompt, answers, 0)
+            self._drawn = self._drawing(prompt, num_answers(self.plan.draws), 1 + COUNTED_TOKENS)
+        found = self._answer(lambda: tree, self._drawn, is_caching=True)
+        if tree is None:
+            self._plain |= {id(ask): answer for ask, answer in zip(self._drawn, found.of, strict=True)}
         else:
-            self._plain |= {id(ask): plain for ask, plain in zip(asks, self._drawn, strict=True)}
-            self._compare(way, "distribution", asks, answers)
-            for ask in asks:
-                del self._plain[id(ask)]
-        places = self._judge.places(prompt, [answer.token_ids for answer in answers.of])
-        names = ("next tokens", places[:, 1:]) if tree is not None else ("first token", places[:, :1])
-        self.report.tests.append(_chi_square(way, *names))
+            self._compare(way, "distribution", self._drawn, found)
+        self._test_draws(way, "next tokens", prompt, found.of, 1)
+
+    def _drawing(self, prompt: Sequence[int], number: int, max_tokens: int) -> list[Ask]:
+        """So many seeds for one prompt."""
+        seeds = range(self.plan.seed, self.plan.seed + number)
+        options: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True}
+        return [Ask(f"seed {seed}", tuple(prompt), SamplingParams(seed=seed, **options)) for seed in seeds]
+
+    def _test_draws(
+        self, way: str, what: str, prompt: Sequence[int], answers: Sequence[CompletionOutput], start: int
+    ) -> None:
+        """Test how the tokens from `start` on of these answers were drawn. All are of the same length."""
+        if broken := [answer for answer in answers if answer.finish_reason != "length"]:
+            told = (
+                f"{len(broken)} of {len(answers)} answers are not whole: {broken[0].error or broken[0].finish_reason}"
+            )
+            self.report.tests.append(Test(way, f"distribution of {what}", told, 0.0))
+            return
+        cells = self._judge.cells(prompt, [answer.token_ids for answer in answers])
+        counted = np.concatenate([each[start:] for each in cells])
+        self.report.tests.append(chi_square(way, what, places(counted)))
+
+
+def _num_tokens(ask: Ask) -> int:
+    return ask.params.max_tokens or 0
+
+
+def _is_by_head_alone(tree: Tree) -> bool:
+    """Whether what it proposes depends on its own sequence alone: a lookup finds more, the more has been answered."""
+    return tree.uses_head and not tree.lookup
 
 
 def _joined(runs: Sequence[_Answers]) -> _Answers:
@@ -346,20 +410,12 @@ def _speculative(answers: _Answers) -> Acceptance:
     return found
 
 
-def _chi_square(way: str, what: str, places: np.ndarray) -> Test:
-    from scipy.stats import chi2  # takes a third of a second to import
-
-    counts, _ = np.histogram(places, NUM_BINS, (0.0, 1.0 + 1e-6))
-    expected = places.size / NUM_BINS
-    statistic = float(((counts - expected) ** 2 / expected).sum())
-    told = f"{places.size} draws, chi-square {statistic:.1f} of {NUM_BINS - 1} degrees"
-    return Test(way, f"distribution of {what}", told, float(chi2.sf(statistic, NUM_BINS - 1)))
-
-
-def _ask(engine: Engine, asks: Sequence[Ask]) -> tuple[list[CompletionOutput], list[list[tuple[int, ...]]]]:
+def _ask(
+    engine: Engine, asks: Sequence[Ask], on_done: Callable[[Ask], None]
+) -> tuple[list[CompletionOutput], list[list[tuple[int, ...]]]]:
     """The answers to asks that run together, and the tokens that each step proposed for them."""
     drafts: list[list[tuple[int, ...]]] = [[] for _ in asks]
-    collector = Collector(len(asks), lambda _i, _answer: None)
+    collector = Collector(len(asks), lambda i, _answer: on_done(asks[i]))
 
     def listener(i: int) -> Callable[[Delta], None]:
         collect = collector.listener(i)

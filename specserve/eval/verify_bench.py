@@ -7,15 +7,14 @@ from collections.abc import Callable, Sequence
 
 from specserve import host
 from specserve.drafters.speculation import parse_speculation
-from specserve.drafters.words import ALL_TEXT
 from specserve.errors import ConfigError, DataError
 from specserve.eval.prompts import load_questions
 from specserve.eval.rule import WholeText
-from specserve.eval.verify_judge import Bench
+from specserve.eval.verify_judge import Bench, Group
 from specserve.mesh import num_parts
 from specserve.serve.launch import Models, choose_trees
 from specserve.serve.programs import Program, compile_all
-from specserve.serve.runner import Runner
+from specserve.serve.runner import SCORING, Runner
 from specserve.serve.settings import ServeRun
 from specserve.serve.startup import check_numbers, check_state_fits
 from specserve.speculative.tree import Tree
@@ -24,24 +23,28 @@ NUM_SLOTS = 4
 PAGE_SIZE = 16  # small, so that short prompts have full ones, which the prefix cache shares
 CHUNKS = 2  # of prompts: so that some take several programs
 LONGEST_PROMPT = 512
-EXTRA_WAY = f"{ALL_TEXT}:3"  # recent answers are looked up, without a head
+AUTO = "auto"
+EXPECTED = "auto, chains, trees or lookups"
 
 
 def ways_to_prove(models: Models, speculation: Sequence[str]) -> list[Tree]:
-    """The ways that were asked for; by default all that serve would compile for this head, and a lookup. Raises
-    ConfigError."""
-    if not speculation:
-        chosen = choose_trees(models, ServeRun())
-        return [*filter(None, chosen), *filter(None, [parse_speculation(EXTRA_WAY)])]
-    found = []
-    for text in dict.fromkeys(speculation):
-        tree = parse_speculation(text) if text != "auto" else None
+    """The ways that were asked for, `auto` being all that serve would compile for this head. Raises ConfigError."""
+    found: list[Tree] = []
+    for text in speculation:
+        if text == AUTO:
+            found += filter(None, choose_trees(models, ServeRun()))
+            continue
+        tree = parse_speculation(text)
         if tree is None:
-            raise ConfigError(f"--speculation {text}: there is nothing to prove; give chains, trees or lookups")
+            raise ConfigError(
+                f"--speculation {text}: everything is compared with it; give auto, chains, trees, lookups"
+            )
         if tree.uses_head and models.head is None:
             raise ConfigError(f"--speculation {text}: there is no head for {models.name}; give one with --draft")
         found.append(tree)
-    return found
+    if not found:
+        raise ConfigError(f"--speculation: there is nothing to prove; give {EXPECTED}")
+    return list(dict.fromkeys(found))
 
 
 def load_prompts(models: Models, bench: str, limit: int) -> list[list[int]]:
@@ -56,29 +59,28 @@ def load_prompts(models: Models, bench: str, limit: int) -> list[list[int]]:
     return prompts
 
 
-def open_benches(
+def make_bench(
     models: Models,
     trees: Sequence[Tree],
     *,
     max_model_len: int,
     on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None,
-) -> list[Callable[[], Bench]]:
-    """What opens a bench for the ways that a head proposes, and one for those that need none, which no runner has
-    together. Open one after the other: each packs the weights anew."""
-    groups = [[tree for tree in trees if tree.uses_head == uses_head] for uses_head in (True, False)]
-    whole_text = WholeText(models.target, models.mesh)
-    opened = functools.partial(_open, models, whole_text, max_model_len=max_model_len, on_warmup=on_warmup)
-    return [functools.partial(opened, group) for group in groups if group]
+) -> Bench:
+    """A bench with a group of the ways that a head proposes, and one of those that need none, which no runner has
+    together. Nothing is compiled yet."""
+    opened = functools.partial(_open, models, max_model_len=max_model_len, on_warmup=on_warmup)
+    ways = [[tree for tree in trees if tree.uses_head == uses_head] for uses_head in (True, False)]
+    groups = [Group(some, functools.partial(opened, some)) for some in ways if some]
+    return Bench(models.target, models.tokenizer, WholeText(models.target, models.mesh), groups)
 
 
 def _open(
     models: Models,
-    whole_text: WholeText,
     trees: Sequence[Tree],
     *,
     max_model_len: int,
     on_warmup: Callable[[int, int, str], None],
-) -> Bench:
+) -> Runner:
     parts = num_parts(models.mesh, "batch")
     num_slots = -(-NUM_SLOTS // parts) * parts
     runner = Runner(
@@ -101,11 +103,12 @@ def _open(
     runner.shapes = dataclasses.replace(
         shapes, batch_sizes=batch_sizes, widths=shapes.widths[-1:], chunks=shapes.chunks[:CHUNKS], max_rows=rows
     )
-    programs, done = runner.programs(), itertools.count(1)
+    programs = [program for program in runner.programs() if program.name != SCORING]  # nothing asks for it
+    done = itertools.count(1)
 
     def report(program: Program) -> None:
         on_warmup(next(done), len(programs), program.name)
 
     compile_all(runner.compiled, programs, is_wanted=runner.has_room_for, on_compiled=report)
     check_numbers(runner, models.target)
-    return Bench(runner, trees, models.target, models.tokenizer, whole_text)
+    return runner

@@ -1,7 +1,7 @@
 """Where an answer begins to differ from that of plain decoding, and whether that is a tie or a bug."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -9,6 +9,7 @@ import numpy as np
 from specserve.checkpoints.load import Target
 from specserve.eval.rule import WholeText, rule_scores
 from specserve.eval.verify_asks import NUM_LOGPROBS, Ask
+from specserve.eval.verify_draws import cells_of
 from specserve.eval.verify_report import Kind, Mismatch, Report
 from specserve.serve.completion import CompletionOutput
 from specserve.serve.grammars import Grammars
@@ -24,21 +25,29 @@ TEXTS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class Bench:
-    """What is put to the proof: the ways to speculate of a runner, and what it takes to judge their answers."""
+    """What is put to the proof, and what it takes to judge the answers."""
 
-    runner: Runner
-    trees: Sequence[Tree]  # of those that the runner has
     target: Target
     tokenizer: Tokenizer | None
     whole_text: WholeText
+    groups: Sequence["Group"]
+
+
+@dataclass(frozen=True)
+class Group:
+    """Ways to speculate that one runner has together, beside plain decoding, and what makes it with all its programs.
+    There is only one at a time: each packs the weights anew."""
+
+    trees: Sequence[Tree]
+    open: Callable[[], Runner]
 
 
 class Judge:
-    """Judges the answers of one bench. The noise is that of the report, so it is measured before anything is judged."""
+    """Judges answers. The noise is that of the report, so it is measured before anything is judged."""
 
     def __init__(self, bench: Bench, report: Report) -> None:
         self.bench, self.report = bench, report
-        self._cells: dict[tuple[tuple[int, ...], int], tuple[float, float]] = {}
+        self._cells: dict[tuple[int, ...], np.ndarray] = {}  # by answer to the prompt of the draws
 
     def find(
         self, way: str, check: str, ask: Ask, plain: CompletionOutput, answer: CompletionOutput
@@ -103,26 +112,23 @@ class Judge:
             ask.prompt, params, output_ids, logits, stop_ids=sorted(ends), bad_sequences=words, mask=mask
         )
 
-    def places(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> np.ndarray:  # [answer, token]
-        """Where tokens fall in the cumulative distribution at their prefix, in [0, 1]."""
-        keys = {(tuple(answer[:i]), token) for answer in answers for i, token in enumerate(answer)}
-        missing = sorted(keys - self._cells.keys())
-        texts = sorted({prefix for prefix, _ in missing})
-        logits: dict[tuple[int, ...], np.ndarray] = {}
+    def cells(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> list[np.ndarray]:
+        """Of each answer, [token, 2]: see `verify_draws.cells_of`. An answer's text is run once, however often it is
+        asked for."""
+        missing = sorted({tuple(answer) for answer in answers} - self._cells.keys())
+        by_text: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
+        for answer in missing:
+            by_text.setdefault(answer[:-1], []).append(answer)  # what comes before the last token
+        texts = list(by_text)
         for start in range(0, len(texts), TEXTS_AT_ONCE):
             some = texts[start : start + TEXTS_AT_ONCE]
             padded = [*some, *some[:1] * (TEXTS_AT_ONCE - len(some))]  # one shape, one program
-            found = self.bench.whole_text.logits([[*prompt, *prefix] for prefix in padded])
-            logits = {prefix: rows[-1] for prefix, rows in zip(padded, found, strict=True)}
-            for prefix, token in missing:
-                if prefix in logits:
-                    probs = np.exp((logits[prefix] - log_sum_exp(logits[prefix])).astype(np.float64))
-                    is_before = (probs > probs[token]) | ((probs == probs[token]) & (np.arange(len(probs)) < token))
-                    self._cells[prefix, token] = float(probs[is_before].sum()), float(probs[token])
-        within = np.random.default_rng(0).random((len(answers), len(answers[0])))
-        cells = [[self._cells[tuple(answer[:i]), token] for i, token in enumerate(answer)] for answer in answers]
-        before, share = np.moveaxis(np.array(cells), -1, 0)
-        return before + within * share
+            found = self.bench.whole_text.logits([[*prompt, *text] for text in padded])
+            for text, logits in zip(some, found, strict=False):
+                rows = logits[len(prompt) - 1 :].astype(np.float64)
+                probs = np.exp(rows - log_sum_exp(rows))
+                self._cells |= {answer: cells_of(probs, answer) for answer in by_text[text]}
+        return [self._cells[tuple(answer)] for answer in answers]
 
 
 def log_sum_exp(logits: np.ndarray) -> np.ndarray:

@@ -1,14 +1,29 @@
-"""Progress bars for people who wait while programs compile or answers are made. They are silent without a terminal."""
+"""Progress for people who wait while programs compile or answers are made: bars on a terminal. Without one, those of
+commands that take minutes say in the log how far they are."""
 
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
-from rich.progress import BarColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TaskID,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from specserve.serve.completion import CompletionOutput
 from specserve.speculative.acceptance import Acceptance
+
+logger = logging.getLogger(__name__)
+
+SAID_EVERY_SECONDS = 5.0
 
 
 def bar_columns() -> list[ProgressColumn]:
@@ -21,6 +36,38 @@ def bar_columns() -> list[ProgressColumn]:
         TimeRemainingColumn(),
         TextColumn("{task.fields[note]}"),
     ]
+
+
+class Bars(Progress):
+    """The bars of a command that takes minutes, on stderr, so that its results can be piped. Where that is no terminal,
+    the log says every few seconds what is being done, how much of it, and how long it will take if that is known."""
+
+    def __init__(self, console: Console | None = None, clock: Callable[[], float] = time.monotonic) -> None:
+        console = console or Console(stderr=True)
+        first, *rest = bar_columns()
+        columns = first, MofNCompleteColumn(), *rest
+        super().__init__(*columns, console=console, transient=True, disable=not console.is_terminal, get_time=clock)
+        self._last = clock() - SAID_EVERY_SECONDS  # the first line comes at once
+
+    def add(self, description: str, total: float | None = None) -> TaskID:
+        """A bar that is not begun: it has no note yet."""
+        return self.add_task(description, total=total, note="")
+
+    def update(self, task_id: TaskID, **changes: object) -> None:  # type: ignore[override]
+        """Change a bar, as rich's own does; without a terminal perhaps with a line."""
+        super().update(task_id, **changes)  # type: ignore[arg-type]
+        if self.disable and self.get_time() - self._last >= SAID_EVERY_SECONDS:
+            self._last = self.get_time()
+            logger.info("%s", self._line(task_id))
+
+    def _line(self, task_id: TaskID) -> str:
+        task = self._tasks[task_id]
+        number = f": {task.completed:,.0f}" if task.completed or task.total else ""
+        of = f" of {task.total:,.0f}" if task.total else ""
+        parts = [f"{task.description}{number}{of}", task.fields["note"]]
+        if task.time_remaining and task.completed < (task.total or 0):
+            parts.append(f"about {task.time_remaining:.0f} s left")
+        return ", ".join(filter(None, parts))
 
 
 @contextmanager

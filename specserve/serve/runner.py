@@ -42,6 +42,7 @@ from specserve.speculative.tree import Proposal, Tree
 
 logger = logging.getLogger(__name__)
 
+SCORING = "scoring of prompts"  # the name of a program
 _PAGES_AT_ONCE = 32  # page-table entries that one call of `_extend` sets
 
 
@@ -423,7 +424,7 @@ class Runner:
                 is_plain = width == shapes.widths[-1] and chunk == shapes.chunks[-1]
                 found.append(Program(f"prefill of {chunk}, contexts up to {width * shapes.page_size}", is_plain, call))
         largest = (shapes.num_slots, shapes.chunks[-1], True, shapes.chunks[-1], shapes.widths[-1])
-        found.append(Program("scoring of prompts", True, functools.partial(self._prefill, *largest, is_scored=True)))
+        found.append(Program(SCORING, True, functools.partial(self._prefill, *largest, is_scored=True)))
         if self.config.max_pending and len(shapes.trees) > 1:  # one tree alone never leaves more than it can take
             for size, number in itertools.product(shapes.batch_sizes, range(len(self.layouts.distinct))):
                 call = functools.partial(self._catching_up, (shapes.num_slots,) * size, number)

@@ -9,8 +9,12 @@ import pytest
 from pyarrow import parquet
 
 from specserve.errors import ConfigError, DataError
-from specserve.eval import prompts
-from specserve.eval.prompts import BENCHES, Question, load_questions
+from specserve.eval import bench_serve, prompts
+from specserve.eval.bench_offline import latency_prompts, throughput_prompts
+from specserve.eval.prompts import BENCHES, Question, load_prompts, load_questions
+from specserve.eval.settings import LatencyRun, ServeBenchRun, ThroughputRun
+from specserve.serve.launch import Models
+from specserve.tokenizer import Tokenizer
 
 # a row of each as its repository has it, and what is asked
 ROWS: dict[str, tuple[dict[str, Any], Question]] = {
@@ -78,3 +82,39 @@ def test_question_files_and_folders_of_them(tmp_path: Path) -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             load_questions(wrong, 0)
+
+
+@pytest.mark.parametrize("batch_size", [LatencyRun().batch_size, 1])
+def test_the_benchmarks_find_prompts_with_nothing_but_their_defaults(
+    pydoc_tokenizer: Tokenizer, batch_size: int
+) -> None:
+    """The first chat of pydoc is one short question, and some are longer than the context."""
+    models = Models("tiny", None, None, lambda: pydoc_tokenizer)  # type: ignore[arg-type]
+    timed = latency_prompts(models, LatencyRun(batch_size=batch_size))
+    assert [len(prompt) for prompt in timed] == [LatencyRun().input_len] * batch_size
+    assert len(set(map(tuple, timed))) == batch_size, "equal ones would share their pages"
+    run = ThroughputRun()
+    asked = throughput_prompts(models, run)
+    assert len(set(map(tuple, asked))) == len(asked) == run.num_prompts
+    assert max(map(len, asked)) + run.output_len <= run.max_model_len
+    served = ServeBenchRun()
+    chats = bench_serve.load_prompts(served)
+    assert len({json.dumps(chat) for chat in chats}) == len(chats) == served.num_prompts
+
+
+def test_a_bench_with_few_prompts_that_fit_asks_them_again(tmp_path: Path, pydoc_tokenizer: Tokenizer) -> None:
+    path = tmp_path / "questions.jsonl"
+    path.write_text("\n".join(json.dumps({"turns": [f"{i} " * i]}) for i in range(1, 61)))
+    models = Models("tiny", None, None, lambda: pydoc_tokenizer)  # type: ignore[arg-type]
+    timed = latency_prompts(models, LatencyRun(bench=str(path), batch_size=5, input_len=100))
+    all_long = load_prompts(str(path), 60, pydoc_tokenizer.render_chat, lambda length: length >= 100)
+    assert 0 < len(all_long) < 60
+    assert len(timed) == 5
+    assert {tuple(prompt) for prompt in timed} <= {tuple(prompt[-100:]) for prompt in all_long}
+    assert load_prompts(str(path), 3, pydoc_tokenizer.render_chat, lambda length: length >= 100)[0] == all_long[0]
+    with pytest.raises(DataError, match=r"questions.jsonl: no prompt has 1000 tokens; lower --input-len"):
+        latency_prompts(models, LatencyRun(bench=str(path), input_len=1000))
+    with pytest.raises(DataError, match=r"no prompt leaves room for 128 tokens; raise --max-model-len, which is 129"):
+        throughput_prompts(models, ThroughputRun(bench=str(path), max_model_len=129))
+    with pytest.raises(ConfigError, match="--input-len is the length of random prompts"):
+        throughput_prompts(models, ThroughputRun(input_len=512))

@@ -15,6 +15,7 @@ import pytest
 from specserve.cli.bench_load import startup_result
 from specserve.errors import ConfigError, SpecServeError
 from specserve.eval.bench_serve import (
+    address_of,
     facts_of,
     load_prompts,
     parse_rate,
@@ -236,6 +237,22 @@ def test_a_server_that_cannot_start_shows_its_last_lines() -> None:
         pytest.raises(SpecServeError, match=r"ended with status 2:[^$]*--draft /nowhere: no such folder"),
     ):
         server.wait_until_ready()
+
+
+def test_what_would_be_ignored_is_refused() -> None:
+    """A server that runs already speculates as it was started, and only random prompts have a length."""
+    assert address_of(ServeBenchRun()) == ""
+    assert address_of(ServeBenchRun(port=9000)) == "http://127.0.0.1:9000"
+    assert address_of(ServeBenchRun(host="gpu1", dataset_name="random", input_len=9)) == "http://gpu1:8000"
+    assert address_of(ServeBenchRun(draft="ckpt", speculation="chain:3", max_slots=2)) == ""
+    for wrong, said in (
+        ({"base_url": "http://gpu1:8000", "port": 9000}, "--base-url says it all"),
+        ({"port": 9000, "draft": "ckpt"}, "--draft is for a server of its own, and http://127.0.0.1:9000 is one"),
+        ({"base_url": "http://gpu1:8000", "max_slots": 16}, "--max-slots is for a server of its own"),
+        ({"input_len": 512}, "--input-len is the length of random prompts, and --dataset-name is pydoc"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            address_of(ServeBenchRun(**wrong))  # type: ignore[arg-type]
 
 
 def test_starts_are_told_under_vllm_s_keys() -> None:
