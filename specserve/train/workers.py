@@ -197,20 +197,20 @@ def _wait(ray: Any, bell: Any, fit: Callable[[], Any]) -> None:
 
 def _reason(error: Exception) -> Exception:
     """What a user is told of an error of Ray Train."""
-    cause = getattr(error, "controller_failure", error)
-    cause = getattr(cause, "cause", None) or cause
+    ray_train, errors = cluster.load("ray.train"), cluster.load("ray.exceptions")
+    cause = error.controller_failure if isinstance(error, ray_train.ControllerError) else error
+    cause = cause.cause if isinstance(cause, errors.RayTaskError) else cause  # raised by what runs beside the command
     if isinstance(cause, SpecServeError):
         return cause
-    failures = getattr(error, "worker_failures", {})
+    failures = error.worker_failures if isinstance(error, ray_train.WorkerGroupError) else {}
     what = "; ".join(f"worker {rank}: {as_line(each)}" for rank, each in failures.items()) or as_line(cause)
     return ProcessError(f"the run on Ray has ended ({what}); go on with --resume")
 
 
 def as_line(error: Exception) -> str:
     """An error of a worker in a line. Ray says of one that has died where it was, over many."""
-    dead = getattr(error, "health_check_failure", None)
-    if dead is not None:
-        return f"it has died ({type(dead).__name__})"
+    if isinstance(error, cluster.load("ray.train.v2._internal.exceptions").WorkerHealthCheckFailedError):
+        return f"it has died ({type(error.health_check_failure).__name__})"
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
@@ -220,7 +220,8 @@ def _work(config: Mapping[str, Any]) -> None:
     logging.getLogger("ray.train").setLevel(logging.CRITICAL + 1)  # of what ends this worker, `Verdict` says it
     told.driver.enter()
     log.setup()
-    rank, number = (getattr(ray_train.get_context(), f"get_world_{what}")() for what in ("rank", "size"))
+    context = ray_train.get_context()
+    rank, number = context.get_world_rank(), context.get_world_size()
     run, first = told.run, None
     logger.info("worker %d of %d is process %d on %s", rank, number, os.getpid(), socket.gethostname())
     if rank == 0:

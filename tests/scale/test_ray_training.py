@@ -214,3 +214,24 @@ def test_which_failures_are_tried_again() -> None:
     assert lasting_error({0: wrong, 1: died}) is None  # it may have followed from that
     assert lasting_error({0: lost}) is None
     assert lasting_error({0: lost, 1: wrong}) is wrong
+
+
+def test_what_is_said_of_a_failed_run() -> None:
+    """Our own error as it was, also out of a process of Ray's; else a line with every worker's."""
+    pytest.importorskip("ray")
+    from ray.exceptions import ActorDiedError, RayTaskError
+    from ray.train import ControllerError, WorkerGroupError
+    from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
+
+    from specserve.train.workers import _reason
+
+    wrong = ConfigError("wrong")
+    elsewhere = RayTaskError("run", "a traceback", wrong, "worker", 1, "127.0.0.1")
+    for error in (wrong, ControllerError(wrong), elsewhere, ControllerError(elsewhere)):
+        assert _reason(error) is wrong
+    assert _reason(elsewhere.make_dual_exception_instance()) is wrong
+    died = WorkerHealthCheckFailedError("a\nb", ActorDiedError())
+    many = _reason(WorkerGroupError("", {0: ValueError("bad\nand more"), 1: died}))
+    assert isinstance(many, ProcessError)
+    assert "(worker 0: bad; worker 1: it has died (ActorDiedError)); go on with --resume" in str(many)
+    assert "(no room)" in str(_reason(ControllerError(RuntimeError("no room"))))
