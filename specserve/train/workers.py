@@ -24,6 +24,7 @@ from specserve.mesh import num_devices
 from specserve.processes import ProcessError
 from specserve.train.run_folder import RunFolder, wait_until_free
 from specserve.train.settings import TrainRun
+from specserve.train.target_service import reserve_targets
 from specserve.train.trainer import Stopping, Trainer
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,8 @@ def fit(run: TrainRun, work: Work) -> None:
     ray = cluster.connect(run.ray_address)
     try:
         each = cluster.reserve(ray, devices // run.num_workers, run.num_workers)
+        if run.service.target_service:  # which the workers start: without room Ray would let them wait
+            reserve_targets(ray, run, {name: number * run.num_workers for name, number in each.items()})
         bell = ray.remote(num_cpus=0)(Bell).remote()
         trainer = _trainer(run, work, bell, scaling(run.num_workers, each, ray.nodes()))
         _wait(ray, bell, trainer.fit)

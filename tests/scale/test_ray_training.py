@@ -4,24 +4,17 @@ killed or the command is stopped. The commands are real ones; the target is tiny
 import os
 import re
 import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from tiny_folder import write_folder, write_mixture
-from tiny_run import curve, metrics
+from train_commands import Runs, is_gone, is_same, steps, workers
 
 from specserve.errors import ConfigError
 from specserve.processes import ProcessError
 
 pytestmark = pytest.mark.scale
 
-PATIENCE = 300.0  # seconds, on a machine that is busy with other things
 STEPS = 120
 SMALL = {
     "max-steps": STEPS,
@@ -38,70 +31,10 @@ SMALL = {
 RAY = ["--ray", "--num-workers", "2"]
 
 
-class Runs:
-    """Starts `specserve train` on a tiny target, each run as a process of its own."""
-
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        write_folder(folder / "target")
-        write_mixture(folder / "mix.jsonl")
-        self._started: list[subprocess.Popen[str]] = []
-
-    def start(self, output: str, *more: str, **changes: Any) -> subprocess.Popen[str]:
-        """Relative paths: workers are where the command is."""
-        settings = SMALL | {name.replace("_", "-"): value for name, value in changes.items()}
-        flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-        line = ["train", "--target", "target", "--source", "mix.jsonl", *flags, "--output", output, *more]
-        environment = {
-            "XLA_FLAGS": "",
-            "HF_HUB_OFFLINE": "1",
-            "JAX_PLATFORMS": "cpu",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "1",
-            "JAX_COMPILATION_CACHE_DIR": str(self.folder / "compiled"),
-            "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.1",
-            "XDG_CACHE_HOME": str(self.folder / "cache"),
-            "PYTHONPATH": str(Path(__file__).parents[2]),
-        }
-        with (self.folder / f"{output}.log").open("a") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-m", "specserve.cli.main", *line],
-                cwd=self.folder,
-                env={**os.environ, **environment},
-                stdout=log,
-                stderr=log,
-                text=True,
-                start_new_session=True,
-            )
-        self._started.append(process)
-        return process
-
-    def log(self, output: str) -> str:
-        return (self.folder / f"{output}.log").read_text()
-
-    def until(self, output: str, found: Callable[[], Any]) -> Any:
-        """Wait for something of a run, whose log is shown where it does not come."""
-        end = time.monotonic() + PATIENCE
-        while not (what := found()):
-            assert time.monotonic() < end, self.log(output)
-            time.sleep(0.05)
-        return what
-
-    def end(self, output: str, process: subprocess.Popen[str]) -> int:
-        try:
-            return process.wait(PATIENCE)
-        except subprocess.TimeoutExpired:
-            raise AssertionError(self.log(output)) from None
-
-    def close(self) -> None:
-        for process in self._started:
-            process.kill()
-            process.wait()
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     pytest.importorskip("ray")
-    started = Runs(tmp_path_factory.mktemp("runs"))
+    started = Runs(tmp_path_factory.mktemp("runs"), SMALL, {"JAX_DISABLE_MOST_OPTIMIZATIONS": "1"})
     yield started
     started.close()
 
@@ -109,36 +42,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 @pytest.fixture(scope="module")
 def plain(runs: Runs) -> Path:
     """The run of two processes without Ray."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    joined = ["--coordinator", address, "--num-processes", "2"]
-    both = [runs.start("plain", *joined, "--process-id", str(number)) for number in range(2)]
+    both = runs.start_two("plain")
     assert [runs.end("plain", process) for process in both] == [0, 0], runs.log("plain")
     return runs.folder / "plain"
-
-
-def is_same(output: Path, plain: Path) -> bool:
-    weights = [(folder / "model.safetensors").read_bytes() for folder in (output, plain)]
-    return weights[0] == weights[1] and curve(output) == curve(plain)
-
-
-def workers(runs: Runs, output: str) -> list[tuple[int, int]]:
-    """(rank, process) of each worker that has begun, in the order in which they did."""
-    found = re.findall(r"worker (\d+) of 2 is process (\d+) on ", runs.log(output))
-    return [(int(rank), int(process)) for rank, process in found]
-
-
-def is_gone(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-def steps(output: Path) -> int:
-    return metrics(output)[-1]["step"] if (output / "metrics.jsonl").is_file() and metrics(output) else 0
 
 
 def test_workers_are_processes(runs: Runs, plain: Path) -> None:
