@@ -2,10 +2,10 @@
 and send what a step needs of it through Ray's object store.
 
 A lease is a batch that one of them has been asked for. There are so many leases at most, in the loader's order, and a
-batch is handed out once, when it is the loader's next. Of several training processes, each leases its own rows of every
-batch, from target processes of its own. A process that dies is started again by Ray, which asks it again
-for what it had not sent; one that does not answer is given up, and its leases are given to the others. So no fault
-changes what a step sees: it is late, or it is an error.
+batch is handed out once, when it is the loader's next. Of several training processes each leases its own rows of every
+batch, from target processes of its own. A process that dies is started again by Ray, which asks it again for what it
+had not sent; one that does not answer is given up, and its leases are given to the others. So no fault changes what a
+step sees: it is late, or it is an error.
 """
 
 import logging
