@@ -198,8 +198,8 @@ def _wait(ray: Any, bell: Any, fit: Callable[[], Any]) -> None:
         raise _reason(failed[0]) from None
 
 
-def _reason(error: Exception) -> Exception:
-    """What a user is told of an error of Ray Train."""
+def _reason(error: Any) -> Exception:
+    """What a user is told of an error of Ray Train, whose classes are known with Ray alone."""
     ray_train, errors = cluster.load("ray.train"), cluster.load("ray.exceptions")
     cause = error.controller_failure if isinstance(error, ray_train.ControllerError) else error
     cause = cause.cause if isinstance(cause, errors.RayTaskError) else cause  # raised by what runs beside the command
@@ -210,7 +210,7 @@ def _reason(error: Exception) -> Exception:
     return ProcessError(f"the run on Ray has ended ({what}); go on with --resume")
 
 
-def as_line(error: Exception) -> str:
+def as_line(error: Any) -> str:
     """An error of a worker in a line. Ray says of one that has died where it was, over many."""
     if isinstance(error, cluster.load("ray.train.v2._internal.exceptions").WorkerHealthCheckFailedError):
         return f"it has died ({type(error.health_check_failure).__name__})"
