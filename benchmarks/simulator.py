@@ -3,11 +3,12 @@
 
 Run from the checkout: `python benchmarks/simulator.py --replicas 2 --seconds 60`. Each replica is pinned to one core,
 the first to the first, and so on in turn. The costs of steps and prompts, and the acceptance by depth, are measured
-first, with all replicas busy at once, so that what cores and memory share is among the costs: prompts of each chunk
-alone, then each batch size in a closed loop; and again at the end, since machines do not stay the same. In between,
-requests arrive as a Poisson process, with prompts and answers of many lengths: more than the replicas can answer, which
-tells throughput, and fewer, which tells latency. The simulator is given the costs and the arrivals, and nothing else of
-these runs. Linux only.
+first, with all replicas busy at once, so that what cores and memory share is among the costs, and what the host does
+for a step and its tokens: prompts of each chunk alone, then each batch size in a closed loop, then requests like those
+of the loads, whose drafts are counted; and again at the end, since machines do not stay the same. In between, requests
+arrive as a Poisson process, with prompts and answers of many lengths: more than the replicas can answer, which tells
+throughput, and fewer, which tells latency. The simulator is given the costs, the acceptance and the arrivals, and
+nothing else of these runs. Linux only.
 """
 
 import argparse
@@ -78,6 +79,7 @@ class Measured:
     ttft: tuple[float, float]  # seconds: 50, 90 %
     tpot: tuple[float, float]
     hit_rate: float
+    tau: float
 
 
 def main() -> int:
@@ -87,23 +89,25 @@ def main() -> int:
     begin = time.monotonic()
     with _servers(options.replicas) as servers:
         supply = _Supply(options.seed)
-        before, acceptance = _calibrate(servers, supply, options.calibrate)
-        _say(_described(before, acceptance))
-        capacity = _capacity(_replica(before, acceptance), options, supply)
+        is_grouped = options.routing == "prefix"
+        before, accepted = _calibrate(servers, supply, options.calibrate, is_grouped)
+        _say(_described(before, accepted))
+        capacity = _capacity(_replica(before, accepted), options, supply)
         runs = []
         for name, share, seconds in (("overload", OVERLOAD, options.seconds), ("light", LIGHT, options.seconds / 2)):
             rate = share * capacity
             _say(f"{name}: {rate:.2f} requests a second for {seconds:g} s, {options.routing}")
-            load = supply.load(rate, seconds, options.routing == "prefix")
+            load = supply.load(rate, seconds, is_grouped)
             real = _run(servers, load, options, seconds)
             runs.append((name, rate, seconds, [each for each, _ in load], real))
-        after, _ = _calibrate(servers, supply, options.calibrate)
-        _say(_described(after, acceptance))
-    replica = _replica(_mean(before, after), acceptance)
+        after, accepted_after = _calibrate(servers, supply, options.calibrate, is_grouped)
+        _say(_described(after, accepted_after))
+    accepted += accepted_after
+    replica = _replica(_mean(before, after), accepted)
     found = {}
     for name, rate, seconds, arrivals, real in runs:
         report = simulate(replica, options.replicas, arrivals, routing=options.routing, seed=options.seed)
-        found[name] = rate, real, _of_report(report, seconds)
+        found[name] = rate, real, _of_report(report, seconds, _tau(accepted))
     print(_table(options, found))
     drift = [
         late / early - 1 for early, late in zip(before.step + before.prefill, after.step + after.prefill, strict=True)
@@ -115,7 +119,7 @@ def main() -> int:
             "settings": vars(options) | {"output": str(options.output)},
             "machine": processor(),
             "costs": [dataclasses.asdict(before), dataclasses.asdict(after)],
-            "acceptance": acceptance,
+            "acceptance": replica.acceptance,
             "loads": {
                 name: {"rate": rate, "real": dataclasses.asdict(real), "simulated": dataclasses.asdict(simulated)}
                 for name, (rate, real, simulated) in found.items()
@@ -188,16 +192,20 @@ class _Supply:
             salt = self._rng.integers(100, 8000, 2).tolist()
         return (salt + (text * (1 + length // len(text)))[-(length - 2) :])[:length]
 
+    def request(self, time: int, is_grouped: bool) -> tuple[Arrival, list[int]]:
+        """A request of the loads, with its prompt."""
+        with self._lock:
+            length, answer = (int(self._rng.integers(*bounds)) for bounds in (PROMPTS, ANSWERS))
+            group = int(self._rng.integers(GROUPS))
+        own, shared = self.prompt(length), SHARED if is_grouped else 0
+        prompt = self._systems[group] + own if is_grouped else own
+        return Arrival(time, length + shared, answer, group, shared), prompt
+
     def load(self, rate: float, seconds: float, is_grouped: bool) -> list[tuple[Arrival, list[int]]]:
         """A Poisson process of requests with their prompts."""
         load, now = [], 0.0
         while (now := now + self._rng.exponential(1 / rate)) < seconds:
-            length, answer = (int(self._rng.integers(*bounds)) for bounds in (PROMPTS, ANSWERS))
-            group = int(self._rng.integers(GROUPS))
-            own = self.prompt(length)
-            shared = SHARED if is_grouped else 0
-            arrival = Arrival(int(now * NANO), length + shared, answer, group, shared)
-            load.append((arrival, self._systems[group] + own if is_grouped else own))
+            load.append(self.request(int(now * NANO), is_grouped))
         return load
 
 
@@ -207,15 +215,16 @@ def _ask(server: Server, prompt: list[int], max_tokens: int) -> Reply:
 
 
 def _closed_loop(
-    servers: Sequence[Server], batch: int, seconds: float, prompt: Callable[[], list[int]], max_tokens: int, enough: str
+    servers: Sequence[Server], batch: int, seconds: float, draw: Callable[[], tuple[list[int], int]], enough: str
 ) -> list[dict[str, float]]:
-    """Keep so many requests under way on every replica; what each counted in the time after the first second. That time
-    is longer on a busy machine: until each has counted a few of what is to be measured."""
+    """Keep so many requests under way on every replica, prompts and tokens to answer as drawn; what each counted in the
+    time after the first second. That time is longer on a busy machine: until each has counted a few of what is to be
+    measured."""
     is_over, started = threading.Event(), time.monotonic()
 
     def client(server: Server) -> None:
         while not is_over.is_set():
-            reply = _ask(server, prompt(), max_tokens)
+            reply = _ask(server, *draw())
             if reply.error and not is_over.is_set():
                 raise SystemExit(f"{server.client.url}: {reply.error}")
 
@@ -253,30 +262,52 @@ def _wait_until_idle(servers: Sequence[Server]) -> None:
         time.sleep(0.1)
 
 
-def _calibrate(servers: Sequence[Server], supply: _Supply, seconds: float) -> tuple[StepCosts, tuple[float, ...]]:
-    """What chunks and steps take while all replicas are busy, and which share of draft tokens is accepted by depth."""
+def _calibrate(
+    servers: Sequence[Server], supply: _Supply, seconds: float, is_grouped: bool
+) -> tuple[StepCosts, np.ndarray]:
+    """What chunks and steps take while all replicas are busy, and what is accepted (as `_accepted` counts it)."""
     prefill = []
     for chunk in CPU_CHUNKS:
         _say(f"timing prompts of {chunk}")
-        counts = _closed_loop(servers, 2, seconds / 2, lambda chunk=chunk: supply.prompt(chunk), 1, FIRST)
+        counts = _closed_loop(servers, 2, seconds / 2, lambda chunk=chunk: (supply.prompt(chunk), 1), FIRST)
         prefill.append(statistics.mean(each[BUSY] / each[FIRST] for each in counts))
     steps = []
     of_prompt = prefill[CPU_CHUNKS.index(STEADY_PROMPT)]
-    before = [server.read().acceptance(DRAFTS) for server in servers]
     for batch in BATCHES:
         _say(f"timing steps of {batch}")
-        counts = _closed_loop(servers, batch, seconds, lambda: supply.prompt(STEADY_PROMPT), STEADY_ANSWER, STEPS)
+        counts = _closed_loop(servers, batch, seconds, lambda: (supply.prompt(STEADY_PROMPT), STEADY_ANSWER), STEPS)
         steps.append(statistics.mean((each[BUSY] - each[FIRST] * of_prompt) / each[STEPS] for each in counts))
-    after = [server.read().acceptance(DRAFTS) for server in servers]
-    num_steps, by_depth = 0, np.zeros(DEPTH)
-    for early, late in zip(before, after, strict=True):
-        assert late is not None, "a server of ours counts its drafts"
-        num_steps += late.num_steps - (early.num_steps if early else 0)
-        by_depth += np.array(_padded(late.accepted_per_depth)) - _padded(early.accepted_per_depth if early else ())
-    above = np.array([num_steps, *by_depth[:-1]])
-    acceptance = tuple((by_depth / np.maximum(above, 1)).tolist())
+    _say("counting what is accepted")  # of such requests: long answers repeat themselves, and are foreseen better
+    before = _accepted(servers)
+
+    def draw() -> tuple[list[int], int]:
+        arrival, prompt = supply.request(0, is_grouped)
+        return prompt, arrival.answer
+
+    _closed_loop(servers, SLOTS, 2 * seconds, draw, STEPS)
     costs = StepCosts(BATCHES, tuple(steps), tuple(steps), CPU_CHUNKS, tuple(prefill), "measured here")
-    return costs, acceptance
+    return costs, _accepted(servers) - before
+
+
+def _accepted(servers: Sequence[Server]) -> np.ndarray:
+    """Steps of the sequences that have ended, and how many of them accepted a draft token, by depth: [1 + DEPTH]."""
+    counts = np.zeros(1 + DEPTH)
+    for server in servers:
+        found = server.read().acceptance(DRAFTS)
+        assert found is not None, "a server of ours counts its drafts"
+        by_depth = [*found.accepted_per_depth, *[0] * DEPTH][:DEPTH]
+        counts += [found.num_steps, *by_depth]
+    return counts
+
+
+def _rates(counts: np.ndarray) -> tuple[float, ...]:
+    """The acceptance by depth."""
+    return tuple((counts[1:] / np.maximum(counts[:-1], 1)).tolist())
+
+
+def _tau(counts: np.ndarray) -> float:
+    """The tokens of a step."""
+    return 1.0 + float(counts[1:].sum()) / max(1.0, float(counts[0]))
 
 
 def _mean(before: StepCosts, after: StepCosts) -> StepCosts:
@@ -288,20 +319,19 @@ def _mean(before: StepCosts, after: StepCosts) -> StepCosts:
     return dataclasses.replace(before, plain=step, step=step, prefill=prefill)
 
 
-def _replica(costs: StepCosts, acceptance: tuple[float, ...]) -> Replica:
+def _replica(costs: StepCosts, accepted: np.ndarray) -> Replica:
     """What the servers are, to the simulator."""
-    return Replica(costs, SLOTS, SLOTS * CONTEXT // PAGE_SIZE, PAGE_SIZE, acceptance, DEPTH + 1)
+    return Replica(costs, SLOTS, SLOTS * CONTEXT // PAGE_SIZE, PAGE_SIZE, _rates(accepted), DEPTH + 1)
 
 
-def _padded(counts: Sequence[int]) -> list[int]:
-    return [*counts, *[0] * DEPTH][:DEPTH]
-
-
-def _described(costs: StepCosts, acceptance: Sequence[float]) -> str:
+def _described(costs: StepCosts, accepted: np.ndarray) -> str:
     steps = ", ".join(f"{size}: {1e3 * each:.1f}" for size, each in zip(costs.batch_sizes, costs.step, strict=True))
     chunks = ", ".join(f"{size}: {1e3 * each:.1f}" for size, each in zip(costs.chunks, costs.prefill, strict=True))
-    rates = " ".join(f"{rate:.2f}" for rate in acceptance)
-    return f"ms of a step by batch {steps}; of a prompt by chunk {chunks}; accepted by depth {rates}"
+    rates = " ".join(f"{rate:.2f}" for rate in _rates(accepted))
+    return (
+        f"ms of a step by batch {steps}; of a prompt by chunk {chunks}; accepted by depth {rates}, "
+        f"tau {_tau(accepted):.2f}"
+    )
 
 
 def _capacity(replica: Replica, options: argparse.Namespace, supply: _Supply) -> float:
@@ -331,7 +361,7 @@ def _run(
                 replies.append(reply)
 
     early: list[Series] = []
-    start = [server.read() for server in servers]
+    start, drafted = [server.read() for server in servers], _accepted(servers)
     with ThreadPoolExecutor(max(1, len(load))) as pool:
         begin = time.perf_counter()
         watch = pool.submit(lambda: (time.sleep(seconds / 4), early.extend(server.read() for server in servers)))
@@ -357,10 +387,11 @@ def _run(
     )
     ttft = [reply.ttft for reply in replies]
     tpot = [reply.tpot for reply in replies if reply.tpot is not None]
-    return Measured(tokens / (0.75 * seconds), _middle(ttft), _middle(tpot), hits / max(1.0, asked))
+    tau = _tau(_accepted(servers) - drafted)
+    return Measured(tokens / (0.75 * seconds), _middle(ttft), _middle(tpot), hits / max(1.0, asked), tau)
 
 
-def _of_report(report: Report, seconds: float) -> Measured:
+def _of_report(report: Report, seconds: float, tau: float) -> Measured:
     done = [answer for answer in report.answers if answer.last <= seconds * NANO]
     cached, asked = sum(a.cached for a in done), sum(a.arrival.prompt for a in done)
     return Measured(
@@ -368,6 +399,7 @@ def _of_report(report: Report, seconds: float) -> Measured:
         _middle([answer.ttft for answer in done]),
         _middle([answer.tpot for answer in done]),
         cached / max(1, asked),
+        tau,
     )
 
 
@@ -379,8 +411,8 @@ def _middle(values: Sequence[float]) -> tuple[float, float]:
 def _table(options: argparse.Namespace, found: dict[str, tuple[float, Measured, Measured]]) -> str:
     lines = [
         f"| {options.replicas} replicas, {options.routing} | requests/s | tokens/s | simulated | off | TTFT 50, 90 % | "
-        "simulated | ms per token 50, 90 % | simulated | cached | simulated |",
-        "|" + "---|" * 11,
+        "simulated | ms per token 50, 90 % | simulated | cached | simulated | tau | counted before |",
+        "|" + "---|" * 13,
     ]
     for name, (rate, real, simulated) in found.items():
         off = simulated.tokens_per_second / real.tokens_per_second - 1
@@ -390,7 +422,8 @@ def _table(options: argparse.Namespace, found: dict[str, tuple[float, Measured, 
         ]
         lines.append(
             f"| {name} | {rate:.2f} | {real.tokens_per_second:.0f} | {simulated.tokens_per_second:.0f} | {off:+.1%} | "
-            f"{times[0]} | {times[1]} | {times[2]} | {times[3]} | {real.hit_rate:.0%} | {simulated.hit_rate:.0%} |"
+            f"{times[0]} | {times[1]} | {times[2]} | {times[3]} | {real.hit_rate:.0%} | {simulated.hit_rate:.0%} | "
+            f"{real.tau:.2f} | {simulated.tau:.2f} |"
         )
     return "\n".join(lines)
 

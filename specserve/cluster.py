@@ -6,8 +6,10 @@ import importlib
 import logging
 import os
 import socket
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import metadata
+from types import MappingProxyType
 from typing import Any
 
 from packaging.version import Version
@@ -107,19 +109,27 @@ def environment() -> dict[str, dict[str, str]]:
     return {"env_vars": {name: value for name, value in os.environ.items() if name.startswith(COMPUTING)}}
 
 
-def reserve(ray: Any, num_devices: int, num_workers: int, fewer: str = "--num-workers or the mesh") -> dict[str, float]:
+def reserve(
+    ray: Any,
+    num_devices: int,
+    num_workers: int,
+    fewer: str = "--num-workers or the mesh",
+    taken: Mapping[str, float] = MappingProxyType({}),
+) -> dict[str, float]:
     """What Ray keeps for each worker, by its own names of resources: so many devices of the kind that JAX_PLATFORMS
     names, else of the best that the cluster has. Raises ConfigError where all of the cluster is less than all of the
-    workers need; `fewer` names the settings to lower."""
+    workers need, and others of this run have `taken`; `fewer` names the settings to lower."""
     total = ray.cluster_resources()
     named = KINDS.get(os.environ.get("JAX_PLATFORMS", "").split(",")[0].lower())
     kind = named or next((each for each in ("TPU", "GPU") if total.get(each)), "CPU")
     each = {"CPU": 1.0} | {kind: float(num_devices)}
     for name, number in each.items():
-        if number * num_workers > (there := total.get(name, 0.0)):
+        others = taken.get(name, 0.0)
+        if others + number * num_workers > (there := total.get(name, 0.0)):
+            beside = f", beside {others:g} of the training processes" if others else ""
             raise ConfigError(
-                f"{num_workers} workers need {number * num_workers:g} {name}, {number:g} each, and the Ray cluster has "
-                f"{there:g}; lower {fewer}, or add nodes"
+                f"{num_workers} workers need {number * num_workers:g} {name}, {number:g} each{beside}, and the Ray "
+                f"cluster has {there:g}; lower {fewer}, or add nodes"
             )
     return each
 

@@ -6,7 +6,7 @@ line in `registry`.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Generic, Literal, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -258,6 +258,79 @@ class Kind(Protocol):
     def examine(self, folder: Path, target: Target | None) -> Report:
         """What is wrong with a head's files. Raises CheckpointError where there is nothing to look at."""
         ...
+
+
+class HeadFiles(Protocol):
+    """A module that reads and writes the files of heads; `Kind` says what its functions are for. Parameters come with
+    the config of their drafter, and `target_ids` [draft_vocab] int32 with them."""
+
+    def read_config(self, folder: Path, target: ModelConfig, target_name: str, /, *, dtype: str) -> Any: ...
+
+    def load(
+        self, folder: Path, target: Target, /, *, dtype: str, mesh: Mesh | None
+    ) -> tuple[Any, Any, np.ndarray]: ...
+
+    def head_files(
+        self,
+        config: Any,
+        params: Any,
+        target_ids: np.ndarray,
+        target: Target,
+        /,
+        *,
+        dtype: str,
+        dialect: Dialect,
+        target_name: str,
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]: ...
+
+    def has_own_embedding(self, folder: Path, /) -> bool: ...
+
+    def without_copies(self, config: Any, params: Any, target: Target, dtype: str, /) -> tuple[Any, Any, list[str]]: ...
+
+
+class Configured(TrainedDrafter, Protocol):
+    """A drafter that is made of its config alone."""
+
+    def __init__(self, config: Any) -> None: ...
+
+    @property
+    def config(self) -> Any: ...
+
+
+Own = TypeVar("Own", bound=Configured)
+
+
+class FileKind(Generic[Own]):
+    """The part of a `Kind` that is about files, where its drafters are made of a config alone."""
+
+    def __init__(self, drafter: type[Own], files: HeadFiles) -> None:
+        self._drafter, self._files = drafter, files
+
+    def own(self, drafter: TrainedDrafter) -> Own:
+        """A drafter of this kind."""
+        assert isinstance(drafter, self._drafter), f"a head of another kind: {drafter.name}"
+        return drafter
+
+    def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> Own:
+        return self._drafter(self._files.read_config(folder, target, target_name, dtype=dtype))
+
+    def load(self, folder: Path, target: Target, *, dtype: str, mesh: Mesh | None) -> Head:
+        config, params, target_ids = self._files.load(folder, target, dtype=dtype, mesh=mesh)
+        return Head(self._drafter(config), params, target_ids)
+
+    def files(
+        self, head: Head, target: Target, *, dtype: str, dialect: Dialect, target_name: str
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        parts = self.own(head.drafter).config, head.params, head.target_ids
+        return self._files.head_files(*parts, target, dtype=dtype, dialect=dialect, target_name=target_name)
+
+    def has_own_embedding(self, folder: Path) -> bool:
+        return self._files.has_own_embedding(folder)
+
+    def without_copies(self, head: Head, target: Target, dtype: str) -> tuple[Head, list[str]]:
+        config = self.own(head.drafter).config
+        config, params, changes = self._files.without_copies(config, head.params, target, dtype)
+        return Head(self._drafter(config), params, head.target_ids), changes
 
 
 def shift(x: jax.Array, by: int) -> jax.Array:

@@ -129,12 +129,24 @@ def _check_service(run: TrainRun) -> None:
         )
     if service.target_service and run.features.capture:
         raise ConfigError("--capture and --target-service both give the target's states; leave one of them out")
-    if service.target_service and run.is_of_several:
+    if service.target_service and run.coordinator and not run.ray_address:
         raise ConfigError(
-            "--target-service sends states to one training process: give --mesh data=N over its devices, and neither "
-            "--coordinator nor --ray"
+            "--target-service with several training processes: all of them start their targets on one Ray cluster; "
+            "give each its --ray-address, or start the run with --ray --num-workers N in place of --coordinator"
         )
+    if service.target_service:
+        targets_of_each(run, run.num_workers if run.ray else run.num_processes)
     mesh_sizes(service.target_mesh)
+
+
+def targets_of_each(run: TrainRun, num_trainers: int) -> int:
+    """How many target processes work for each training process. Raises ConfigError where they cannot be shared out."""
+    if run.service.target_service % num_trainers:
+        raise ConfigError(
+            f"--target-service {run.service.target_service}: each of the {num_trainers} training processes has target "
+            f"processes of its own; give a multiple of {num_trainers}"
+        )
+    return run.service.target_service // num_trainers
 
 
 def _check_patience(run: TrainRun) -> None:

@@ -110,7 +110,10 @@ class ServiceSettings:
     """Whether the target runs in processes of its own, which send training what it needs of the target."""
 
     target_service: int = setting(
-        0, help="processes on Ray that run the target over the rows; 0: the training step runs it", ge=0
+        0,
+        help="processes on Ray that run the target over the rows, shared out over those of training; 0: the training "
+        "step runs it",
+        ge=0,
     )
     target_mesh: str = setting("", help="devices of each of them by axis, such as tensor=8; empty: one device")
     target_ahead: int = setting(0, help="batches that may be computed ahead; 0: two for each of them", ge=0)

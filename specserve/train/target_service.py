@@ -2,16 +2,17 @@
 and send what a step needs of it through Ray's object store.
 
 A lease is a batch that one of them has been asked for. There are so many leases at most, in the loader's order, and a
-batch is handed out once, when it is the loader's next. A process that dies is started again by Ray, which asks it again
-for what it had not sent; one that does not answer is given up, and its leases are given to the others. So no fault
-changes what a step sees: it is late, or it is an error.
+batch is handed out once, when it is the loader's next. Of several training processes each leases its own rows of every
+batch, from target processes of its own. A process that dies is started again by Ray, which asks it again for what it
+had not sent; one that does not answer is given up, and its leases are given to the others. So no fault changes what a
+step sees: it is late, or it is an error.
 """
 
 import logging
-import math
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -22,9 +23,10 @@ from specserve.checkpoints.source import TargetSource
 from specserve.data.loader import Batch, Loader
 from specserve.drafters.door import TrainedDrafter
 from specserve.errors import ConfigError, DataError, SpecServeError
-from specserve.mesh import mesh_sizes
+from specserve.mesh import num_devices
 from specserve.models.config import ModelConfig
 from specserve.processes import ProcessError
+from specserve.train.checks import targets_of_each
 from specserve.train.features import States
 from specserve.train.prefill import expected_states, from_bytes
 from specserve.train.settings import TrainRun
@@ -53,11 +55,11 @@ class TargetService:
 
     needs_head = True
 
-    def __init__(self, ray: Any, actors: Sequence[Any], expected: States, num_ahead: int) -> None:
-        """`actors` are Ray's handles of `TargetActor`s, `expected` the shapes of a batch's states. `num_ahead` batches
-        are asked for beside the one that is waited for."""
+    def __init__(self, ray: Any, actors: Sequence[Any], expected: States, num_ahead: int, first: int = 0) -> None:
+        """`actors` are Ray's handles of `TargetActor`s, numbered from `first`, `expected` the shapes of the states of a
+        batch, or of this process's rows of it. `num_ahead` batches are asked for beside the one that is waited for."""
         self._ray, self._expected, self._num_leases = ray, expected, num_ahead + 1
-        self._actors = dict(enumerate(actors))  # those that were not given up
+        self._actors = dict(enumerate(actors, first))  # those that were not given up
         self._leases: deque[Lease] = deque()
         self._processes: dict[int, int] = {}
 
@@ -180,9 +182,16 @@ class TargetService:
 def open_service(
     run: TrainRun, source: TargetSource, config: ModelConfig, drafter: TrainedDrafter, loader: Loader
 ) -> TargetService:
-    """Start the processes, which load the target when rows are asked for. Raises ConfigError where the cluster cannot
-    hold them, or what they send."""
-    settings = run.service
+    """Start the processes that work for this training process, which load the target when rows are asked for. Raises
+    ConfigError where the cluster cannot hold those of all training processes, or what they send."""
+    settings, num_trainers = run.service, jax.process_count()
+    count = targets_of_each(run, num_trainers)
+    shape = loader.peek().token_ids.shape
+    if shape[0] * num_trainers != loader.batch_size:
+        raise ConfigError(
+            f"--mesh {run.mesh}: the {num_trainers} training processes do not have rows of their own, which "
+            "--target-service needs; give a mesh such as data=N over all of them"
+        )
     wanted = Wanted(
         target=source.name,
         fingerprint=provenance.fingerprint(source.folder),
@@ -194,31 +203,37 @@ def open_service(
         accumulate=run.train.accumulate,
         transport=settings.target_transport,
     )
-    expected = expected_states(config, wanted, loader.peek().token_ids.shape)
-    num_ahead = settings.target_ahead or 2 * settings.target_service
+    expected = expected_states(config, wanted, shape)
+    num_ahead = settings.target_ahead or 2 * count
     ray = cluster.connect(run.ray_address)
-    _check_room(ray, expected, num_ahead)
-    num_devices = math.prod(mesh_sizes(settings.target_mesh).values())
-    resources = cluster.reserve(ray, num_devices, settings.target_service, "--target-service or --target-mesh")
+    _check_room(ray, expected, num_ahead, num_trainers)
+    resources = reserve_targets(ray, run)
     kind = ray.remote(
         max_restarts=-1,
         max_task_retries=RETRIES,
         concurrency_groups={LIFE: 1},
+        scheduling_strategy="DEFAULT",  # not within what Ray keeps for a worker that starts it
         num_cpus=resources.pop("CPU"),
         num_gpus=resources.pop("GPU", 0),
         resources=resources,
         runtime_env=cluster.environment(),
     )(TargetActor)
-    actors = [kind.remote(wanted, cluster.Driver.here()) for _ in range(settings.target_service)]
-    logger.info("%s runs in %d processes of its own", source.name, len(actors))
-    return TargetService(ray, actors, expected, num_ahead)
+    actors = [kind.remote(wanted, cluster.Driver.here()) for _ in range(count)]
+    logger.info("%s runs in %d processes of its own", source.name, settings.target_service)
+    return TargetService(ray, actors, expected, num_ahead, count * jax.process_index())
 
 
-def _check_room(ray: Any, expected: States, num_ahead: int) -> None:
+def reserve_targets(ray: Any, run: TrainRun, taken: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+    """What Ray keeps for each target process, as `cluster.reserve` says it."""
+    fewer = "--target-service or --target-mesh"
+    return cluster.reserve(ray, num_devices(run.service.target_mesh), run.service.target_service, fewer, taken)
+
+
+def _check_room(ray: Any, expected: States, num_ahead: int, num_trainers: int) -> None:
     """Say how much the batches that are on their way take of Ray's object store. Raises ConfigError where that is
     more than there is."""
-    batch = sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(expected))
-    rows = expected.taps.shape[0]
+    batch = num_trainers * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(expected))
+    rows = num_trainers * expected.taps.shape[0]
     num_bytes = (num_ahead + 1) * batch
     there = ray.cluster_resources().get("object_store_memory", 0.0)
     what = f"{num_ahead + 1} batches of {rows} rows of {batch / rows / 1e6:.3g} MB: {num_bytes / 1e6:.3g} MB"

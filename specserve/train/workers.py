@@ -24,6 +24,7 @@ from specserve.mesh import num_devices
 from specserve.processes import ProcessError
 from specserve.train.run_folder import RunFolder, wait_until_free
 from specserve.train.settings import TrainRun
+from specserve.train.target_service import reserve_targets
 from specserve.train.trainer import Stopping, Trainer
 
 logger = logging.getLogger(__name__)
@@ -96,6 +97,8 @@ def fit(run: TrainRun, work: Work) -> None:
     ray = cluster.connect(run.ray_address)
     try:
         each = cluster.reserve(ray, devices // run.num_workers, run.num_workers)
+        if run.service.target_service:  # which the workers start: without room Ray would let them wait
+            reserve_targets(ray, run, {name: number * run.num_workers for name, number in each.items()})
         bell = ray.remote(num_cpus=0)(Bell).remote()
         trainer = _trainer(run, work, bell, scaling(run.num_workers, each, ray.nodes()))
         _wait(ray, bell, trainer.fit)
@@ -195,22 +198,22 @@ def _wait(ray: Any, bell: Any, fit: Callable[[], Any]) -> None:
         raise _reason(failed[0]) from None
 
 
-def _reason(error: Exception) -> Exception:
-    """What a user is told of an error of Ray Train."""
-    cause = getattr(error, "controller_failure", error)
-    cause = getattr(cause, "cause", None) or cause
+def _reason(error: Any) -> Exception:
+    """What a user is told of an error of Ray Train, whose classes are known with Ray alone."""
+    ray_train, errors = cluster.load("ray.train"), cluster.load("ray.exceptions")
+    cause = error.controller_failure if isinstance(error, ray_train.ControllerError) else error
+    cause = cause.cause if isinstance(cause, errors.RayTaskError) else cause  # raised by what runs beside the command
     if isinstance(cause, SpecServeError):
         return cause
-    failures = getattr(error, "worker_failures", {})
+    failures = error.worker_failures if isinstance(error, ray_train.WorkerGroupError) else {}
     what = "; ".join(f"worker {rank}: {as_line(each)}" for rank, each in failures.items()) or as_line(cause)
     return ProcessError(f"the run on Ray has ended ({what}); go on with --resume")
 
 
-def as_line(error: Exception) -> str:
+def as_line(error: Any) -> str:
     """An error of a worker in a line. Ray says of one that has died where it was, over many."""
-    dead = getattr(error, "health_check_failure", None)
-    if dead is not None:
-        return f"it has died ({type(dead).__name__})"
+    if isinstance(error, cluster.load("ray.train.v2._internal.exceptions").WorkerHealthCheckFailedError):
+        return f"it has died ({type(error.health_check_failure).__name__})"
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 
@@ -220,7 +223,8 @@ def _work(config: Mapping[str, Any]) -> None:
     logging.getLogger("ray.train").setLevel(logging.CRITICAL + 1)  # of what ends this worker, `Verdict` says it
     told.driver.enter()
     log.setup()
-    rank, number = (getattr(ray_train.get_context(), f"get_world_{what}")() for what in ("rank", "size"))
+    context = ray_train.get_context()
+    rank, number = context.get_world_rank(), context.get_world_size()
     run, first = told.run, None
     logger.info("worker %d of %d is process %d on %s", rank, number, os.getpid(), socket.gethostname())
     if rank == 0:

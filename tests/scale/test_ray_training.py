@@ -4,15 +4,11 @@ killed or the command is stopped. The commands are real ones; the target is tiny
 import os
 import re
 import signal
-import socket
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
-from commands import Commands
-from tiny_run import curve, metrics
+from train_commands import Runs, is_gone, is_same, steps, workers
 
 from specserve.errors import ConfigError
 from specserve.processes import ProcessError
@@ -35,20 +31,10 @@ SMALL = {
 RAY = ["--ray", "--num-workers", "2"]
 
 
-class Runs(Commands):
-    """Runs of `specserve train`, whose logs have the names of their outputs."""
-
-    def train(self, output: str, *more: str, **changes: Any) -> subprocess.Popen[bytes]:
-        settings = SMALL | {name.replace("_", "-"): value for name, value in changes.items()}
-        flags = [word for name, value in settings.items() for word in (f"--{name}", str(value))]
-        line = ["train", "--target", "target", "--source", "mix.jsonl", *flags, "--output", output]
-        return self.start(output, *line, *more)
-
-
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
     pytest.importorskip("ray")
-    started = Runs(tmp_path_factory.mktemp("runs"))
+    started = Runs(tmp_path_factory.mktemp("runs"), SMALL)
     yield started
     started.close()
 
@@ -56,36 +42,9 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Runs]:
 @pytest.fixture(scope="module")
 def plain(runs: Runs) -> Path:
     """The run of two processes without Ray."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{probe.getsockname()[1]}"
-    joined = ["--coordinator", address, "--num-processes", "2"]
-    both = [runs.train("plain", *joined, "--process-id", str(number)) for number in range(2)]
+    both = runs.train_in_two("plain")
     assert [runs.end("plain", process) for process in both] == [0, 0], runs.log("plain")
     return runs.folder / "plain"
-
-
-def is_same(output: Path, plain: Path) -> bool:
-    weights = [(folder / "model.safetensors").read_bytes() for folder in (output, plain)]
-    return weights[0] == weights[1] and curve(output) == curve(plain)
-
-
-def workers(runs: Runs, output: str) -> list[tuple[int, int]]:
-    """(rank, process) of each worker that has begun, in the order in which they did."""
-    found = re.findall(r"worker (\d+) of 2 is process (\d+) on ", runs.log(output))
-    return [(int(rank), int(process)) for rank, process in found]
-
-
-def is_gone(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except ProcessLookupError:
-        return True
-    return False
-
-
-def steps(output: Path) -> int:
-    return metrics(output)[-1]["step"] if (output / "metrics.jsonl").is_file() and metrics(output) else 0
 
 
 @pytest.mark.parametrize("rank", [pytest.param(0, marks=pytest.mark.slow), 1])

@@ -269,8 +269,9 @@ def test_what_goes_wrong_over_there_is_one_error(
         ({"service": ServiceSettings(target_transport="int8")}, "give --target-service N, or leave them out"),
         ({"features": CaptureSettings(capture="x")}, "--capture and --target-service both"),
         ({"budget": "1h"}, "with --target-service give --max-steps"),
-        ({"coordinator": "host:1", "num_processes": 2}, "sends states to one training process"),
-        ({"ray": True}, "sends states to one training process"),
+        ({"coordinator": "host:1", "num_processes": 2}, "give each its --ray-address"),
+        ({"coordinator": "host:1", "ray_address": "auto", "num_processes": 2}, "give a multiple of 2"),
+        ({"ray": True, "num_workers": 2}, "give a multiple of 2"),
         ({"service": ServiceSettings(target_service=1, target_mesh="tensor")}, "expected data=N"),
     ],
 )

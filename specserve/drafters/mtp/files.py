@@ -39,7 +39,7 @@ def is_carried(folder: Path, config: MtpConfig) -> bool:
 
 def load_carried(target: Target, config: MtpConfig) -> MtpParams:
     """The layer of a target's own checkpoint, to train. Raises CheckpointError."""
-    found, params = load(target.folder, target, dtype=config.layer.dtype, mesh=None)
+    found, params, _ = load(target.folder, target, dtype=config.layer.dtype, mesh=None)
     if found != config:
         raise CheckpointError(
             f"{target.folder}: its layer of multi-token prediction has an embedding or an output head of its own; "
@@ -79,8 +79,9 @@ def read_config(folder: Path, target: ModelConfig, target_name: str, *, dtype: s
     )
 
 
-def load(folder: Path, target: Target, *, dtype: str, mesh: Mesh | None) -> tuple[MtpConfig, MtpParams]:
-    """Load the layer in a folder. Raises as `read_config` does."""
+def load(folder: Path, target: Target, *, dtype: str, mesh: Mesh | None) -> tuple[MtpConfig, MtpParams, np.ndarray]:
+    """Load the layer in a folder: its shape, its parameters and its draft vocabulary, which is the target's. Raises as
+    `read_config` does."""
     config = read_config(folder, target.config, str(target.folder), dtype=dtype)
     tensors = TensorFolder(folder)
     names, where = tensors.names(), folder / CONFIG
@@ -104,15 +105,23 @@ def load(folder: Path, target: Target, *, dtype: str, mesh: Mesh | None) -> tupl
         rename=name_of,
         block=stored_block(read_json(where), str(where)),
     )
-    return config, params
+    return config, params, np.arange(config.layer.vocab_size, dtype=np.int32)
 
 
 def head_files(
-    config: MtpConfig, params: MtpParams, target: Target, *, dtype: str, dialect: Dialect, target_name: str
+    config: MtpConfig,
+    params: MtpParams,
+    target_ids: np.ndarray,  # [draft_vocab] int32: all
+    target: Target,
+    *,
+    dtype: str,
+    dialect: Dialect,
+    target_name: str,
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The tensors in the names of the target's checkpoint, beside which they replace what it carries; and a config.json
     that is the target's, under the name of such a layer. For speculators, both as it has them. Raises
     CheckpointError where it has none like this."""
+    del target_ids
     tensors = to_numpy(params, draft_spec(config), dtype)
     raw = {key: value for key, value in read_json(target.folder / CONFIG).items() if key != "quantization_config"}
     stated = {"architectures": [config.layout.architecture], "dtype": dtype, "torch_dtype": dtype}
@@ -140,7 +149,7 @@ def head_files(
     }
 
 
-def has_own_tables(folder: Path) -> bool:
+def has_own_embedding(folder: Path) -> bool:
     """Whether the layer's folder holds an embedding or an output head, which may be copies of the target's."""
     names, raw = TensorFolder(folder).names(), read_json(folder / CONFIG)
     config = config_of(model_config(of_target(raw), dtype="float32", where=str(folder / CONFIG)), dtype="float32")

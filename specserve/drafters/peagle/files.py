@@ -1,5 +1,6 @@
 """P-EAGLE heads as folders: config.json and tensors, in any dialect."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -52,3 +53,16 @@ def read_config(folder: Path, target: ModelConfig, target_name: str, *, dtype: s
     CheckpointError, also where it belongs to another target."""
     network = files.read_config(folder, target, target_name, dtype=dtype)
     return dialects.config_from_hf(read_json(folder / CONFIG), network, str(folder / CONFIG))
+
+
+def has_own_embedding(folder: Path) -> bool:
+    """Whether the head brings a token embedding along."""
+    return files.has_own_embedding(folder)
+
+
+def without_copies(
+    config: PEagleConfig, params: PEagleParams, target: Target, dtype: str
+) -> tuple[PEagleConfig, PEagleParams, list[str]]:
+    """Drop an embedding that is the target's own from the head; says what was changed."""
+    network, kept, changes = files.without_copies(config.network, params.network, target, dtype)
+    return replace(config, network=network), replace(params, network=kept), changes
