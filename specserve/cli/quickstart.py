@@ -148,10 +148,14 @@ class _Way(EngineArm):
     """One of the engines, which forgets every prompt before the next: nobody profits from having been asked before."""
 
     def ask(
-        self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], concurrency: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        concurrency: int,
+        on_done: Callable[[int], None] = lambda _number: None,
     ) -> tuple[list[Answer], float]:
         self.forget()
-        return super().ask(prompts, params, concurrency)
+        return super().ask(prompts, params, concurrency, on_done)
 
 
 def compare(

@@ -22,8 +22,8 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 
-from specserve import host
 from specserve.kernels import native
+from specserve.kernels.large_pages import empty_in_large_pages
 from specserve.pytree import pytree, static
 
 
@@ -116,7 +116,7 @@ def pack(weight: jax.Array | QuantizedMatrix) -> PackedMatrix:
 
 def _in_large_pages(values: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
     """A view's values, laid out one after another, as an array of `shape`."""
-    laid_out = host.empty_in_large_pages(values.shape, values.dtype)
+    laid_out = empty_in_large_pages(values.shape, values.dtype)
     np.copyto(laid_out, values)
     return jax.device_put(laid_out.reshape(shape), may_alias=True)  # where it lies
 

@@ -1,0 +1,46 @@
+"""Memory for weights, which every step reads from one end to the other."""
+
+import contextlib
+import math
+import mmap
+import threading
+
+import numpy as np
+
+_LARGE_PAGE = 2 << 20  # of x86-64 and AArch64, where the kernel's base page has 4 KiB
+_SHARED_MAPPING = 16 * _LARGE_PAGE  # smaller arrays lie in one mapping side by side
+_ALIGNMENT = 64  # of arrays that XLA takes without a copy
+_mapping = threading.Lock()
+_shared = np.empty(0, np.uint8)  # what is left of the last mapping
+
+
+def empty_in_large_pages(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
+    """An array without values, in memory that the kernel is asked to map in large pages.
+
+    It is for what every step reads from one end to the other: with pages of 4 KiB a processor waits for addresses half
+    of the time (docs/log). Linux maps large pages for who asks, unless it is told never to. Elsewhere this is
+    `numpy.empty`. The memory is free again once no array lies in its mapping.
+    """
+    num_bytes = math.prod(shape) * dtype.itemsize
+    if not num_bytes or not hasattr(mmap, "MADV_HUGEPAGE"):
+        return np.empty(shape, dtype)
+    global _shared
+    with _mapping:
+        if num_bytes >= _SHARED_MAPPING:
+            piece = _map_large_pages(num_bytes)
+        else:
+            if _shared.nbytes < num_bytes:
+                _shared = _map_large_pages(_SHARED_MAPPING)
+            piece, _shared = _shared, _shared[-(-num_bytes // _ALIGNMENT) * _ALIGNMENT :]
+    return piece[:num_bytes].view(dtype).reshape(shape)
+
+
+def _map_large_pages(num_bytes: int) -> np.ndarray:
+    """So many bytes, rounded up to large pages, from the beginning of one on."""
+    size = -(-num_bytes // _LARGE_PAGE) * _LARGE_PAGE
+    mapping = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with contextlib.suppress(OSError):  # a kernel without them
+        mapping.madvise(mmap.MADV_HUGEPAGE)
+    whole = np.frombuffer(mapping, np.uint8)
+    begin = -whole.ctypes.data % _LARGE_PAGE
+    return whole[begin : begin + size]
