@@ -28,7 +28,7 @@ from specserve.speculative.acceptance import Acceptance
 RANDOM = "random"  # a bench: prompts of random token ids
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 MOST_WAYS = 4  # of stepping that are timed, those that the run took most often
-REPEATS = 15
+REPEATS = 7
 OnProgress = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
 
 

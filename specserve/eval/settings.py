@@ -89,7 +89,7 @@ class TuneRun(HeadRun):
     trees: tuple[str, ...] = setting((), help="speculations to choose from, each by a head alone; empty: all sensible")
     max_slots: int = setting(8, help="the largest batch size; the others are the powers of two below", ge=1)
     max_model_len: int = setting(1024, help="prompt and answer together", ge=16)
-    repeats: int = setting(9, help="turns in which steps of each tree are timed, and plain ones beside them", ge=3)
+    repeats: int = setting(5, help="stretches in which steps of each tree are timed, in turns with plain ones", ge=3)
     live: bool = setting(True, help="check what was found by a short run of plain and tuned decoding, in turns")
     seed: int = setting(0, help="of the sampling", ge=0)
     output: str = setting("", help="write the profile here; empty: where `serve --speculation tuned` looks for it")

@@ -23,7 +23,8 @@ from specserve.speculative.tree import Tree
 
 BUFFER_BYTES = 256 << 20
 PASSES = 7
-STEPS_AT_ONCE = 4  # in each turn of `time_in_turns`
+STEPS_AT_ONCE = 12  # of a stretch in which nothing else runs
+LEAD = 2  # of them, which find caches as another program has left them, and are not counted
 
 
 @dataclass(frozen=True)
@@ -55,29 +56,30 @@ def measure_steps(
     speculative: Runner,
     *,
     context: int,
-    repeats: int = 40,
+    repeats: int = 7,
     bandwidth: float | None = None,
 ) -> StepTimes:
-    """Time steps of one sequence with `context` committed tokens, the three programs taking turns. No engine may run
-    over the runners; both forget all sequences. The speculative one's first tree is timed. Raises ConfigError."""
+    """Time steps of one sequence with about `context` committed tokens: `repeats` stretches of each of the three
+    programs, in turns. No engine may run over the runners; both forget all sequences. The speculative one's first tree
+    is timed. Raises ConfigError."""
     tree = speculative.shapes.trees[0]
     if tree is None or not tree.uses_head:
         raise ConfigError("there is no draft to time; give a head, and a chain or a tree as the speculation")
-    needed = context + repeats + tree.depth + 2
+    needed = context + steps_timed(repeats) + tree.depth + 2
     if needed > min(plain.shapes.max_model_len, speculative.shapes.max_model_len):
         raise ConfigError(f"timing at context {context} needs room for {needed} tokens")
     for runner in (plain, speculative):
         fill(runner, context, needed)
     run_draft = _drafting(speculative, tree, 1)
     times: dict[str, list[float]] = {"plain": [], "step": [], "draft": []}
-    for _ in range(repeats):
-        times["plain"].append(_timed(lambda: plain.step([0], None).read()))
-        times["draft"].append(_timed(run_draft))
-        times["step"].append(_timed(lambda: speculative.step([0], tree).read()))
+    for _ in range(repeats + 1):  # the first compiles, or touches memory
+        times["plain"].append(_run_ahead(plain, None, 1))
+        times["draft"].append(_run_drafts(run_draft))
+        times["step"].append(_run_ahead(speculative, tree, 1))
     for runner in (plain, speculative):
         runner.reset()
     bound = bytes_per_plain_step(plain) / (bandwidth or read_bandwidth())
-    warm = {name: statistics.median(values[2:]) * 1e3 for name, values in times.items()}
+    warm = {name: statistics.median(values[1:]) * 1e3 for name, values in times.items()}
     return StepTimes(bound=bound * 1e3, step=warm["step"], draft=warm["draft"], plain=warm["plain"])
 
 
@@ -104,7 +106,7 @@ def time_step(runner: Runner, tree: Tree | None, *, context: int, batch: int, re
     if tree is not None:
         fill(runner, context, context + 2 + tree.depth, batch)
         run_draft = _drafting(runner, tree, batch)
-        drafts = [_timed(run_draft) for _ in range(repeats + 1)][1:]
+        drafts = [_run_drafts(run_draft) for _ in range(repeats + 1)][1:]
     runner.reset()
     return statistics.median(steps), statistics.median(drafts)
 
@@ -113,7 +115,7 @@ def time_in_turns(
     plain: Runner, speculative: Runner, tree: Tree, *, context: int, batch: int, repeats: int
 ) -> tuple[float, float]:
     """The median seconds of a plain step and of one over the tree with `batch` sequences of about `context` committed
-    tokens each: `repeats` short runs of both, taking turns, in which each step is dispatched before the one before it
+    tokens each: `repeats` stretches of both, taking turns, in which each step is dispatched before the one before it
     is read, as the engine does. Whatever is missing is compiled first. Both runners forget all sequences."""
     for runner in (plain, speculative):
         fill(runner, context, context + steps_timed(repeats) + 2 + tree.depth, batch)
@@ -127,21 +129,28 @@ def time_in_turns(
 
 
 def steps_timed(repeats: int) -> int:
-    """How many tokens `time_in_turns` adds to its sequences."""
+    """How many tokens so many timed stretches, and the one before them, add to their sequences."""
     return (repeats + 1) * STEPS_AT_ONCE
 
 
 def _run_ahead(runner: Runner, tree: Tree | None, batch: int) -> float:
-    """Seconds of a step, in a run of a few."""
-    slots = range(batch)
-    begin = time.perf_counter()
+    """Seconds of a step, in a stretch of them. The engine runs steps of one kind for long, and a step that follows
+    another program takes longer than one that follows its like, a plain one by a fifth."""
+    slots, begin = range(batch), 0.0
     handle = runner.step(slots, tree)
-    for _ in range(STEPS_AT_ONCE - 1):
+    for number in range(1, STEPS_AT_ONCE):
         following = runner.step(slots, tree)
         handle.read()
+        if number == LEAD:
+            begin = time.perf_counter()
         handle = following
     handle.read()
-    return (time.perf_counter() - begin) / STEPS_AT_ONCE
+    return (time.perf_counter() - begin) / (STEPS_AT_ONCE - LEAD)
+
+
+def _run_drafts(run_draft: Callable[[], None]) -> float:
+    """Seconds of a draft, in a stretch of them."""
+    return statistics.mean([_timed(run_draft) for _ in range(STEPS_AT_ONCE)][LEAD:])
 
 
 def fill(runner: Runner, context: int, needed: int, batch: int = 1) -> None:

@@ -29,7 +29,7 @@ from specserve.serve.calibrate import cost_file, describe_costs, finish, step_co
 from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.interface import DraftInfo
 from specserve.serve.pages import Watcher
-from specserve.serve.placement import bytes_per_token
+from specserve.serve.placement import bytes_per_page
 from specserve.serve.programs import Announcer, Program, compile_all
 from specserve.serve.ranks import Follower, Leader
 from specserve.serve.runner import Runner
@@ -422,7 +422,7 @@ def _num_pages(models: Models, run: ServeRun, longest: int) -> int:
         return -(-run.max_slots * longest // run.page_size)
     available = int(run.cache_gb * 1e9) if run.cache_gb else int(run.cache_fraction * free_memory(models.mesh))
     drafter = models.head.drafter if models.head else None
-    per_page = bytes_per_token(models.target.config, drafter, models.mesh) * run.page_size
+    per_page = bytes_per_page(models.target.config, drafter, run.page_size, models.mesh)
     pages = available // per_page
     if pages < 1:
         raise ConfigError(

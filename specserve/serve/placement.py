@@ -83,6 +83,12 @@ def bytes_per_token(target: ModelConfig, drafter: Drafter | None, mesh: Mesh | N
     return num_bytes(caches, mesh)
 
 
+def bytes_per_page(target: ModelConfig, drafter: Drafter | None, page_size: int, mesh: Mesh | None = None) -> int:
+    """What a page takes on each device, with what a drafter keeps of each page beside its entries."""
+    config, sizes = StepConfig(target, drafter, max_depth=0), {"page_size": page_size, "max_pages": 1}
+    return state_bytes(config, mesh, 0, 1, **sizes) - state_bytes(config, mesh, 0, 0, **sizes)
+
+
 def state_bytes(
     config: StepConfig, mesh: Mesh | None, num_slots: int, num_pages: int, *, page_size: int, max_pages: int
 ) -> int:

@@ -182,7 +182,7 @@ def test_the_command_says_the_same_in_json_as_in_tables(monkeypatch: pytest.Monk
     said = json.loads(found.stdout)
     fleet, played = said["fleet"], said["simulated"]
     assert f"{fleet['replicas']} on {fleet['devices_per_replica']} x TPU v6e each" in shown.stdout
-    assert f"{fleet['break_even_tau']:.2f} at the" in shown.stdout
+    assert f"{fleet['break_even_tau']:.2f} at " in shown.stdout
     assert set(played) == {"off", "chain:3"} == {"off", said["speculation"]}
     assert f"{played['chain:3']['tokens_per_second']:,.0f}" in shown.stdout
     assert all(0 < share <= 1 for each in played.values() for share in each["pages_most"])

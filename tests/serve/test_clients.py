@@ -14,8 +14,12 @@ import pytest
 from fakes import MODEL
 from sayings import serving
 
+from specserve.checkpoints.source import BUNDLED_FOLDER
+
 ROOT = Path(__file__).parent.parent.parent
-EXAMPLES = re.findall(r"<!-- run: (.+?) -->\n```(\w+)\n(.*?)```", (ROOT / "docs" / "clients.md").read_text(), re.DOTALL)
+PAGE = (ROOT / "docs" / "clients.md").read_text()
+EXAMPLES = re.findall(r"<!-- run: (.+?) -->\n```(\w+)\n(.*?)```", PAGE, re.DOTALL)
+LOADS = {name: name + rest for name, rest in re.findall(r"<!-- tested: .+? -->\n```sh\n(\w+)(.*?)```", PAGE, re.DOTALL)}
 NODE_MODULES = Path(os.environ.get("NODE_MODULES", ROOT / "node_modules"))
 PYTHON = os.environ.get("CLIENTS_PYTHON", sys.executable)
 ARGUMENTS = '{"city": "Genève", "days": 2}'
@@ -39,7 +43,7 @@ def url() -> Iterator[str]:
 
 def test_each_example_is_run():
     assert [f"{package} {i}" for i, (package, _, _) in enumerate(EXAMPLES)] == list(PRINTS)
-    assert (ROOT / "docs" / "clients.md").read_text().count("```") == 2 * len(EXAMPLES)
+    assert PAGE.count("```") == 2 * (len(EXAMPLES) + len(LOADS))
 
 
 @pytest.mark.parametrize("name", [name for name in PRINTS if name.startswith("openai")])
@@ -78,3 +82,29 @@ def test_example_of_another_client(name, url, tmp_path):
     )
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.strip() == PRINTS[name]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", LOADS)
+def test_load_generator(name, tmp_path):
+    """With the command of this name in the folder LOADS_BIN, by default where it is found. All six of its requests are
+    answered, each with as many tokens as it asked for."""
+    folder = os.environ.get("LOADS_BIN", "")
+    if shutil.which(name, path=folder or None) is None:
+        pytest.skip(f"{name} is not installed")
+    path = f"{folder}{os.pathsep}{os.environ['PATH']}" if folder else os.environ["PATH"]
+    given = {"MODEL": MODEL, "TOKENIZER": str(BUNDLED_FOLDER), "PATH": path, "HF_HUB_OFFLINE": "1"}
+    with serving() as (engine, url):
+        engine.says = "x" * 10_000
+        done = subprocess.run(
+            ["bash", "-euc", LOADS[name]],
+            cwd=tmp_path,
+            env=os.environ | given | {"URL": url.removesuffix("/v1")},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+        asked = [request for request in engine.requests if request.params.ignore_eos]
+    assert len(asked) >= 6

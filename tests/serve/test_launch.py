@@ -28,10 +28,12 @@ from specserve.serve import calibrate, launch
 from specserve.serve.calibrate import AGAIN_ROUNDS, ROUNDS, cost_file, describe_costs, finish, step_costs
 from specserve.serve.interface import DraftInfo
 from specserve.serve.launch import AUTO_CHAINS, Models, choose_trees, load_models, make_engine, with_cache_dtype
+from specserve.serve.placement import bytes_per_token, state_bytes
 from specserve.serve.programs import Program
 from specserve.serve.request import SamplingParams
 from specserve.serve.settings import ServeRun
 from specserve.serve.shapes import DETERMINISTIC_DEPTH
+from specserve.speculative.step import StepConfig
 from specserve.speculative.tree import Tree, chain, static_tree
 
 
@@ -100,7 +102,7 @@ def test_without_a_head_decoding_is_plain_and_said_to_be(headless: Models, caplo
         (ServeRun(speculation="chain:8", deterministic=True), "chains of at most 7"),
         (ServeRun(speculation="off", max_model_len=513), "--max-model-len 513: the target's context is 512"),
         (ServeRun(speculation="off", max_model_len=1), "at least 2: one token to ask, one to answer"),
-        (ServeRun(speculation="off", cache_gb=1e-6), "1,000 bytes.*32 tokens takes 28,672.*--cache-gb"),
+        (ServeRun(speculation="off", cache_gb=1e-6), "1,000 bytes.*32 tokens takes 29,056.*--cache-gb"),
     ],
     ids=lambda value: None if isinstance(value, ServeRun) else value[:30],
 )
@@ -119,25 +121,35 @@ def test_cache_sizes(models: Models, headless: Models, monkeypatch: pytest.Monke
     """Tokens are pages, rounded up; bytes are pages, rounded down; else every slot has its whole context."""
     monkeypatch.setattr(launch, "free_memory", lambda _mesh: 10**6)
     per_token = 2 * 2 * 8 * 4  # keys and values of 2 heads of 8 float32 numbers, for each layer
-    assert launch.bytes_per_token(models.target.config, models.head.drafter if models.head else None) == 7 * per_token
-    assert launch.bytes_per_token(headless.target.config, None) == 6 * per_token
+    assert bytes_per_token(models.target.config, models.head.drafter if models.head else None) == 7 * per_token
+    assert bytes_per_token(headless.target.config, None) == 6 * per_token
 
     quantized = with_cache_dtype(models, ServeRun(kv_cache_dtype="int8"))
     per_head = 8 + 4  # a byte for each number, and the scale; the draft keeps its own in float32
-    assert launch.bytes_per_token(quantized.target.config, None) == 6 * 2 * 2 * per_head
+    assert bytes_per_token(quantized.target.config, None) == 6 * 2 * 2 * per_head
 
     def pages(models: Models = models, **settings: Any) -> int:
         return launch._num_pages(models, ServeRun(page_size=16, max_slots=3, **settings), 100)
 
     assert pages() == 19  # 300 tokens
     assert pages(cache_tokens=33) == 3
-    assert pages(cache_gb=0.001) == 10**6 // (7 * per_token * 16)
-    assert pages(quantized, cache_gb=0.001) == 10**6 // ((6 * 2 * 2 * per_head + per_token) * 16)
-    assert pages(headless, cache_gb=0.001) == 10**6 // (6 * per_token * 16)
-    assert pages(cache_fraction=0.5) == 500_000 // (7 * per_token * 16)
+    for given, each in (
+        (models, 7 * per_token),
+        (quantized, 6 * 2 * 2 * per_head + per_token),
+        (headless, 6 * per_token),
+    ):
+        drafter = given.head.drafter if given.head else None
+        config = StepConfig(given.target.config, drafter, max_depth=0)
+        fitting = pages(given, cache_gb=0.001)
+        empty, full, over = (
+            state_bytes(config, None, 3, number, page_size=16, max_pages=7) for number in (0, fitting, fitting + 1)
+        )
+        assert full - empty <= 10**6 < over - empty, "with what the head keeps of each page"
+        assert 16 * each <= over - full <= 17 * each
+    assert pages(cache_fraction=0.5) == pages(cache_gb=0.0005)
     assert pages(cache_fraction=0.5, cache_gb=0.001) == pages(cache_gb=0.001), "the more definite one counts"
     assert pages(cache_tokens=33, cache_gb=0.001) == 3
-    with pytest.raises(ConfigError, match=r"10,000 bytes.*16 tokens takes 14,336.*--cache-fraction"):
+    with pytest.raises(ConfigError, match=r"10,000 bytes.*16 tokens takes 14,720.*--cache-fraction"):
         pages(cache_fraction=0.01)
 
 
