@@ -159,7 +159,7 @@ def test_a_setting_without_default_must_be_given():
         target: str = setting(help="which model")
 
     assert resolve(Needy, flags={"target": "x"}).target == "x"
-    with pytest.raises(ConfigError, match=r"target \(--target\): which model"):
+    with pytest.raises(ConfigError, match=r"^--target \(target\) must be given: which model"):
         resolve(Needy)
 
 
