@@ -20,7 +20,7 @@ from specserve.serve.engine import Engine
 from specserve.serve.launch import Models
 
 AUTO = "auto"
-CONTEXT = 128  # committed tokens where steps are timed, or half of what fits
+CONTEXT = 128  # committed tokens where steps are timed
 OnWarmup = Callable[[str, int, int, str], None]  # arm, done, total, name of the program
 
 
@@ -141,7 +141,7 @@ def run_bench(
             report.steps[name] = measure_steps(
                 engines[PLAIN].runner,
                 engine.runner,
-                context=min(CONTEXT, max_model_len // 2),
+                context=CONTEXT,
                 bandwidth=report.read_bandwidth,
             )
     with ExitStack() as stack:

@@ -60,16 +60,19 @@ def measure_steps(
     bandwidth: float | None = None,
 ) -> StepTimes:
     """Time steps of one sequence with about `context` committed tokens: `repeats` stretches of each of the three
-    programs, in turns. No engine may run over the runners; both forget all sequences. The speculative one's first tree
-    is timed. Raises ConfigError."""
+    programs, in turns, or as many and as many tokens as fit. No engine may run over the runners; both forget all
+    sequences. The speculative one's first tree is timed. Raises ConfigError."""
     tree = speculative.shapes.trees[0]
     if tree is None or not tree.uses_head:
         raise ConfigError("there is no draft to time; give a head, and a chain or a tree as the speculation")
-    needed = context + steps_timed(repeats) + tree.depth + 2
-    if needed > min(plain.shapes.max_model_len, speculative.shapes.max_model_len):
-        raise ConfigError(f"timing at context {context} needs room for {needed} tokens")
+    longest = min(plain.shapes.max_model_len, speculative.shapes.max_model_len)
+    room = longest - tree.depth - 2
+    repeats = max(1, min(repeats, room // 2 // STEPS_AT_ONCE - 1))
+    context = min(context, room - steps_timed(repeats))
+    if context < 1:
+        raise ConfigError(f"timing steps takes {steps_timed(repeats)} tokens; --max-model-len {longest} is too little")
     for runner in (plain, speculative):
-        fill(runner, context, needed)
+        fill(runner, context, context + longest - room + steps_timed(repeats))
     run_draft = _drafting(speculative, tree, 1)
     times: dict[str, list[float]] = {"plain": [], "step": [], "draft": []}
     for _ in range(repeats + 1):  # the first compiles, or touches memory
