@@ -62,6 +62,7 @@ def target_processes() -> list[int]:
     return [each.pid for each in every if "TargetActor" in "".join(each.cmdline()[:1])]
 
 
+@pytest.mark.slow
 def test_whatever_dies_the_head_is_that_of_one_process(runs: Runs, address: str, whole: Path) -> None:
     """A target process is killed first and started again by Ray; then a training process is, so that Ray starts all of
     them again with others."""
@@ -82,6 +83,7 @@ def test_whatever_dies_the_head_is_that_of_one_process(runs: Runs, address: str,
     runs.until("ray", lambda: not target_processes())
 
 
+@pytest.mark.slow
 def test_processes_that_were_started_by_hand_share_one_cluster(runs: Runs, address: str, whole: Path) -> None:
     both = runs.train_in_two("joined", "--ray-address", address, "--target-service", "2", "--target-ahead", "1")
     assert [runs.end("joined", process) for process in both] == [0, 0], runs.log("joined")
