@@ -178,10 +178,11 @@ inline Floats exp_of_negative(Floats x) {
   return x > lowest ? p * power : splat(0.0f);
 }
 
-// out[r][c] += sum over k in ascending order of x[r][k] * w[k][c], for R rows and the C vectors from column c on.
+// out[r][c] += sum over k in ascending order of x[r][k] * w[k][c], for R rows and the C vectors from column c on. Asks
+// for the same part of `ahead`, which lies like w.
 template <int R, int C>
-void multiply_small(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t inner, float* out,
-                    int64_t out_stride) {
+void multiply_small(const float* x, int64_t x_stride, const float* w, const float* ahead, int64_t w_stride,
+                    int64_t inner, float* out, int64_t out_stride) {
   Floats sum[R][C];
   for (int r = 0; r < R; ++r) {
     for (int c = 0; c < C; ++c) sum[r][c] = load_floats(out + r * out_stride + c * LANES);
@@ -189,6 +190,7 @@ void multiply_small(const float* x, int64_t x_stride, const float* w, int64_t w_
   for (int64_t k = 0; k < inner; ++k) {
     Floats row[C];
     for (int c = 0; c < C; ++c) row[c] = load_floats(w + k * w_stride + c * LANES);
+    for (int c = 0; c < C; c += 16 / LANES) __builtin_prefetch(ahead + k * w_stride + c * LANES);
     for (int r = 0; r < R; ++r) {
       Floats value = splat(x[r * x_stride + k]);
       for (int c = 0; c < C; ++c) sum[r][c] += value * row[c];
@@ -200,14 +202,19 @@ void multiply_small(const float* x, int64_t x_stride, const float* w, int64_t w_
 }
 
 template <int R>
-void multiply_columns(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t inner, int64_t columns,
-                      float* out, int64_t out_stride) {
+void multiply_columns(const float* x, int64_t x_stride, const float* w, const float* ahead, int64_t w_stride,
+                      int64_t inner, int64_t columns, float* out, int64_t out_stride) {
   int64_t c = 0;
+  if constexpr (R <= 2) {  // a sum waits for the one before it, so there must be several
+    for (; c + 4 * LANES <= columns; c += 4 * LANES) {
+      multiply_small<R, 4>(x, x_stride, w + c, ahead + c, w_stride, inner, out + c, out_stride);
+    }
+  }
   for (; c + 2 * LANES <= columns; c += 2 * LANES) {
-    multiply_small<R, 2>(x, x_stride, w + c, w_stride, inner, out + c, out_stride);
+    multiply_small<R, 2>(x, x_stride, w + c, ahead + c, w_stride, inner, out + c, out_stride);
   }
   for (; c + LANES <= columns; c += LANES) {
-    multiply_small<R, 1>(x, x_stride, w + c, w_stride, inner, out + c, out_stride);
+    multiply_small<R, 1>(x, x_stride, w + c, ahead + c, w_stride, inner, out + c, out_stride);
   }
   for (; c < columns; ++c) {
     for (int r = 0; r < R; ++r) {
@@ -218,19 +225,26 @@ void multiply_columns(const float* x, int64_t x_stride, const float* w, int64_t 
   }
 }
 
-// out [rows, columns] += x [rows, inner] @ w [inner, columns]; each result is one chain of sums over `inner`.
-void accumulate(const float* x, int64_t x_stride, const float* w, int64_t w_stride, int64_t rows, int64_t inner,
-                int64_t columns, float* out, int64_t out_stride) {
+// out [rows, columns] += x [rows, inner] @ w [inner, columns]; each result is one chain of sums over `inner`. `ahead` is
+// what will be multiplied next, like w.
+void accumulate(const float* x, int64_t x_stride, const float* w, const float* ahead, int64_t w_stride, int64_t rows,
+                int64_t inner, int64_t columns, float* out, int64_t out_stride) {
   constexpr int kTile = LANES == 8 ? 4 : 8;  // AVX2 has half of the registers
   int64_t r = 0;
   for (; r + kTile <= rows; r += kTile) {
-    multiply_columns<kTile>(x + r * x_stride, x_stride, w, w_stride, inner, columns, out + r * out_stride, out_stride);
+    multiply_columns<kTile>(x + r * x_stride, x_stride, w, ahead, w_stride, inner, columns, out + r * out_stride,
+                            out_stride);
+    ahead = w;  // the next page is on its way
   }
   for (; r + 2 <= rows; r += 2) {
-    multiply_columns<2>(x + r * x_stride, x_stride, w, w_stride, inner, columns, out + r * out_stride, out_stride);
+    multiply_columns<2>(x + r * x_stride, x_stride, w, ahead, w_stride, inner, columns, out + r * out_stride,
+                        out_stride);
+    ahead = w;
   }
   for (; r < rows; ++r) {
-    multiply_columns<1>(x + r * x_stride, x_stride, w, w_stride, inner, columns, out + r * out_stride, out_stride);
+    multiply_columns<1>(x + r * x_stride, x_stride, w, ahead, w_stride, inner, columns, out + r * out_stride,
+                        out_stride);
+    ahead = w;
   }
 }
 
@@ -269,15 +283,16 @@ void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin
     const float* from = call.q + ((sequence * call.n + query) * call.heads + head) * call.head_dim;
     for (int64_t i = 0; i < call.head_dim; ++i) q_rows[row * call.head_dim + i] = from[i] * call.scale;
   }
+  auto keys_of = [&](int64_t page) { return call.k_pages + page_of(least(page, pages - 1)) * call.head_dim; };
   for (int64_t page = 0; page < pages; ++page) {
-    accumulate(q_rows, call.head_dim, call.k_pages + page_of(page) * call.head_dim, call.page_size, rows,
-               call.head_dim, call.page_size, &scores[page * call.page_size], keys);
+    accumulate(q_rows, call.head_dim, keys_of(page), keys_of(page + 1), call.page_size, rows, call.head_dim,
+               call.page_size, &scores[page * call.page_size], keys);
   }
   for (int64_t key = 0; key < m; ++key) {
     const float* from = call.k + ((sequence * call.m + key) * call.kv_heads + kv_head) * call.head_dim;
     for (int64_t i = 0; i < call.head_dim; ++i) transposed[i * m + key] = from[i];
   }
-  accumulate(q_rows, call.head_dim, transposed, m, rows, call.head_dim, m, &scores[committed], keys);
+  accumulate(q_rows, call.head_dim, transposed, transposed, m, rows, call.head_dim, m, &scores[committed], keys);
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t query = begin + row % n;
     float* score = &scores[row * keys];
@@ -294,8 +309,15 @@ void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin
       const bool in_window = !call.window || position - call.positions[sequence * call.n + key] < call.window;
       if (!mask[key] || !in_window) score[committed + key] = -INFINITY;
     }
+    Floats most_of = splat(sink);
+    int64_t looked = 0;
+    for (; looked + LANES <= keys; looked += LANES) {
+      const Floats next = load_floats(score + looked);
+      most_of = most_of < next ? next : most_of;
+    }
     float largest = sink;
-    for (int64_t key = 0; key < keys; ++key) largest = largest < score[key] ? score[key] : largest;
+    for (int lane = 0; lane < LANES; ++lane) largest = largest < most_of[lane] ? most_of[lane] : largest;
+    for (; looked < keys; ++looked) largest = largest < score[looked] ? score[looked] : largest;
     // a query that sees nothing is padding: its result is 0
     const float base = largest == -INFINITY ? 0.0f : largest;
     int64_t key = 0;
@@ -324,20 +346,21 @@ void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin
   }
   for (int64_t page = 0; page < pages; ++page) {
     const int64_t inner = least(call.page_size, len - page * call.page_size);
-    const float* values = nullptr;
+    const float *values = transposed, *ahead = transposed;
     if (call.v_pages) {
       values = call.v_pages + page_of(page) * call.v_dim;
+      ahead = call.v_pages + page_of(least(page + 1, pages - 1)) * call.v_dim;
     } else {
       const float* from = call.k_pages + page_of(page) * call.head_dim;
       for (int64_t i = 0; i < call.v_dim; ++i) {
         for (int64_t key = 0; key < inner; ++key) transposed[key * call.v_dim + i] = from[i * call.page_size + key];
       }
-      values = transposed;
     }
-    accumulate(&scores[page * call.page_size], keys, values, call.v_dim, rows, inner, call.v_dim, out, call.v_dim);
+    accumulate(&scores[page * call.page_size], keys, values, ahead, call.v_dim, rows, inner, call.v_dim, out, call.v_dim);
   }
-  accumulate(&scores[committed], keys, call.v + (sequence * call.m * call.kv_heads + kv_head) * call.v_dim,
-             call.kv_heads * call.v_dim, rows, m, call.v_dim, out, call.v_dim);
+  const float* new_values = call.v + (sequence * call.m * call.kv_heads + kv_head) * call.v_dim;
+  accumulate(&scores[committed], keys, new_values, new_values, call.kv_heads * call.v_dim, rows, m, call.v_dim, out,
+             call.v_dim);
   for (int64_t row = 0; row < rows; ++row) {
     const int64_t query = begin + row % n, head = kv_head * group + row / n;
     float* to = call.out + ((sequence * call.n + query) * call.heads + head) * call.v_dim;
