@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 ROUNDS = 5  # the programs take turns, so a noisy moment does not fall on one of them
+IN_A_ROW = 2  # runs of a program in its turn; the last is timed, as what follows another program takes longer
 AGAIN_SECONDS, AGAIN_ROUNDS = 1.0, 3  # of a later start
 BUSY_RATIO = 0.8  # a step that takes less than this share of what is known says that what is known is wrong
 
@@ -56,7 +57,7 @@ Timing = Generator[object, None, Costs]  # yields between two runs
 
 
 def step_costs(runner: Runner, file: Path | None) -> Timing:
-    """Seconds of every compiled step, by a generator that runs one at a time, so that others can run in between.
+    """Seconds of every compiled step, by a generator that runs two at a time, so that others can run in between.
 
     Noise only ever adds to what a step takes, so the file keeps the least that was seen of each. Where it has all, some
     steps are timed again for about a second: if one takes clearly less than it says, then it was made on a busy
@@ -90,13 +91,15 @@ def finish(timing: Generator[object, None, Result]) -> Result:
 
 
 def _time(runner: Runner, programs: Sequence[Program], num_rounds: int) -> Generator[object, None, dict[str, float]]:
-    """The least of so many runs of each, by name."""
+    """The least of so many turns of each, by name."""
     seconds: dict[str, list[float]] = {program.name: [] for program in programs}
     for _ in range(num_rounds):
         for program in programs:
-            jax.block_until_ready(runner.state)
-            begin = time.perf_counter()
-            program.run()
+            begin = 0.0
+            for _ in range(IN_A_ROW):
+                jax.block_until_ready(runner.state)
+                begin = time.perf_counter()
+                program.run()
             jax.block_until_ready(runner.state)
             seconds[program.name].append(time.perf_counter() - begin)
             yield
@@ -106,7 +109,7 @@ def _time(runner: Runner, programs: Sequence[Program], num_rounds: int) -> Gener
 def _cheapest(programs: Sequence[Program], known: dict[str, float]) -> list[Program]:
     """The programs that can be timed again within AGAIN_SECONDS, the cheapest first, and one at least."""
     ordered = sorted(programs, key=lambda program: known[program.name])
-    ends = itertools.accumulate(AGAIN_ROUNDS * known[program.name] for program in ordered)
+    ends = itertools.accumulate(AGAIN_ROUNDS * IN_A_ROW * known[program.name] for program in ordered)
     return [program for i, (program, end) in enumerate(zip(ordered, ends, strict=True)) if not i or end < AGAIN_SECONDS]
 
 
