@@ -8,8 +8,10 @@ another and brings hardly more cannot win, and a step over a larger tree or of m
 
 import itertools
 import logging
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import jax
@@ -23,7 +25,6 @@ from specserve.eval.settings import TuneRun
 from specserve.eval.step_times import steps_timed, time_in_turns
 from specserve.serve.launch import Models, make_runner, profile_facts, with_cache_dtype
 from specserve.serve.request import SamplingParams
-from specserve.serve.runner import Runner
 from specserve.serve.settings import ServeRun
 from specserve.serve.tuned import TUNED, Entry, Profile
 from specserve.speculative.acceptance import Acceptance
@@ -32,6 +33,7 @@ from specserve.speculative.tree import DynamicTree, Tree, chain, static_tree
 logger = logging.getLogger(__name__)
 
 OnProgress = Callable[[str, int, int], None]  # what is being done, how much of it is done, of how much
+TimeTree = Callable[..., tuple[float, float]]  # (tree, batch=): seconds of a plain step, and of one over the tree
 
 CLEARLY_MORE = 1.02  # tokens per step that a larger tree must bring; less cannot be told from noise
 NEAR = 0.1  # prediction and measurement should agree within this share
@@ -116,8 +118,13 @@ def tune(
     plain = make_runner(models, serve, (None,))
     middle = sorted(map(len, prompts))[len(prompts) // 2] + run.max_tokens // 2
     context = max(1, min(middle, runner.shapes.max_model_len - steps_timed(run.repeats) - longest - 3))
-    timed = _time_all(plain, runner, worth, context, run.repeats, on_progress)
-    entries = [_best(size, worth, timed) for size in runner.shapes.batch_sizes]
+    time_tree = partial(time_in_turns, plain, runner, context=context, repeats=run.repeats)
+    timed = time_all(time_tree, runner.shapes.batch_sizes, worth, on_progress)
+    again = [time_again(time_tree, size, worth, timed, on_progress) for size in runner.shapes.batch_sizes]
+    entries = [
+        _best(size, worth, timed, of_leaders) for size, of_leaders in zip(runner.shapes.batch_sizes, again, strict=True)
+    ]
+    timed += itertools.chain.from_iterable(again)
     details = _details(models, run, replayed, timed, recordings, context)
     profile = Profile(facts, tuple(entries), details)
     return Found(profile, tuple(replayed), tuple(timed), len(recordings), sum(each.length for each in recordings))
@@ -156,40 +163,65 @@ def can_win(each: Replayed, batch_size: int, timed: Sequence[Timed], best: float
     return not plain or not least or each.tokens_per_step * max(plain) / max(least) > best
 
 
-def _time_all(
-    plain: Runner,
-    runner: Runner,
-    worth: Sequence[Replayed],
-    context: int,
-    repeats: int,
-    on_progress: OnProgress,
+def time_all(
+    time_tree: TimeTree, batch_sizes: Sequence[int], worth: Sequence[Replayed], on_progress: OnProgress
 ) -> list[Timed]:
     """Time every tree at every batch size where it could win."""
     timed: list[Timed] = []
-    pairs = list(itertools.product(runner.shapes.batch_sizes, worth))
+    pairs = list(itertools.product(batch_sizes, worth))
     for done, (size, each) in enumerate(pairs):
         on_progress(f"timing {describe(each.tree)} for {size}", done, len(pairs))
-        best = max([1.0, *(_gain(worth, found) for found in timed if found.batch_size == size)])
-        if can_win(each, size, timed, best):
-            seconds = time_in_turns(plain, runner, each.tree, context=context, batch=size, repeats=repeats)
-            timed.append(Timed(size, each.tree, *seconds))
+        gain = max([1.0, *(gain for gain, _ in _gains(size, worth, timed))])
+        if can_win(each, size, timed, gain):
+            timed.append(Timed(size, each.tree, *time_tree(each.tree, batch=size)))
     return timed
 
 
-def _gain(worth: Sequence[Replayed], found: Timed) -> float:
-    """Tokens per second over those of plain decoding."""
-    return next(each for each in worth if each.tree == found.tree).tokens_per_step * found.plain / found.step
+def time_again(
+    time_tree: TimeTree,
+    batch_size: int,
+    worth: Sequence[Replayed],
+    timed: Sequence[Timed],
+    on_progress: OnProgress = lambda _what, _done, _total: None,
+) -> list[Timed]:
+    """Time what leads at a batch size again, until what leads by all figures has been, and then once more: the last of
+    the list. Of many noisy figures the best is mostly the luckiest, so its gain is told by one that it was not chosen
+    by."""
+    again: list[Timed] = []
+    while True:
+        _, leader = _gains(batch_size, worth, [*timed, *again])[0]
+        is_found = any(found.tree == leader for found in again)
+        on_progress(f"timing {describe(leader)} for {batch_size} again", len(again), len(again) + 1)
+        again.append(Timed(batch_size, leader, *time_tree(leader, batch=batch_size)))
+        if is_found:
+            return again
 
 
-def _best(batch_size: int, worth: Sequence[Replayed], timed: Sequence[Timed]) -> Entry:
-    here = [found for found in timed if found.batch_size == batch_size]
-    best = max(here, key=lambda found: _gain(worth, found))
-    gain = _gain(worth, best)
+def _gains(batch_size: int, worth: Sequence[Replayed], timed: Sequence[Timed]) -> list[tuple[float, Tree]]:
+    """Tokens per second over those of plain decoding, of each tree that was timed at this batch size, the best first.
+    A plain step is one figure for all of them, the median; a tree that was timed more than once has the mean."""
+    plain = _plain(batch_size, timed)
+    tokens, steps = {each.tree: each.tokens_per_step for each in worth}, dict[Tree, list[float]]()
+    for found in timed:
+        if found.batch_size == batch_size:
+            steps.setdefault(found.tree, []).append(found.step)
+    gains = [(tokens[tree] * plain / statistics.mean(seconds), tree) for tree, seconds in steps.items()]
+    return sorted(gains, key=lambda gain: -gain[0])
+
+
+def _plain(batch_size: int, timed: Sequence[Timed]) -> float:
+    """Seconds of a plain step at a batch size: the median of all figures, which came in turns with those of trees."""
+    return statistics.median([found.plain for found in timed if found.batch_size == batch_size] or [0.0])
+
+
+def _best(batch_size: int, worth: Sequence[Replayed], timed: Sequence[Timed], again: Sequence[Timed]) -> Entry:
+    """What the profile says of a batch size: its last leader, by what it took the last time."""
+    leader, plain = again[-1], _plain(batch_size, [*timed, *again])
+    found = next(each for each in worth if each.tree == leader.tree)
+    gain = found.tokens_per_step * plain / leader.step
     if gain <= 1.0:
-        plain_ms = 1e3 * best.plain
-        return Entry(batch_size, "off", 1.0, plain_ms, plain_ms, 1.0)
-    tau = next(each for each in worth if each.tree == best.tree).acceptance.tau
-    return Entry(batch_size, describe(best.tree), tau, 1e3 * best.plain, 1e3 * best.step, gain)
+        return Entry(batch_size, "off", 1.0, 1e3 * plain, 1e3 * plain, 1.0)
+    return Entry(batch_size, describe(leader.tree), found.acceptance.tau, 1e3 * plain, 1e3 * leader.step, gain)
 
 
 def _details(
