@@ -36,7 +36,7 @@ def search(run: TuneRun) -> None:
         profile.write(file)
         if run.live:
             profile = measure_live(models, run, profile, str(file), prompts, on_progress)
-            profile.write(file)
+            profile.without_losses().write(file)
     _show(found, profile, run)
     given = f" --tuned-profile {file}" if run.output else ""
     console.print(f"profile written to {escape(str(file))}; serve with [bold]--speculation tuned{escape(given)}[/]")
@@ -60,7 +60,13 @@ def _show(found: Found, profile: Profile, run: TuneRun) -> None:
         f"temperature {run.temperature:g}; {timed} of them were worth timing"
     )
     console.print(profile_table(profile))
-    console.print(pays_line(profile), highlight=False)
+    console.print(pays_line(profile.without_losses()), highlight=False)
+    for entry in profile.losses:
+        console.print(
+            f"{entry.batch_size} at once: {entry.speculation} was slower than plain decoding when it was tried "
+            f"({entry.measured_gain:.2f}x), so the profile says off",
+            highlight=False,
+        )
     for entry in profile.entries:
         if not is_near(entry):
             console.print(

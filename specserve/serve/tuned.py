@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -60,6 +60,21 @@ class Profile:
     def trees(self) -> tuple[tuple[int, Tree | None], ...]:
         """By batch size, as `shapes.Shapes.tuned` takes them."""
         return tuple((entry.batch_size, entry.tree) for entry in self.entries)
+
+    @property
+    def losses(self) -> tuple[Entry, ...]:
+        """What was slower than plain decoding in the live run, whatever its steps had promised."""
+        return tuple(each for each in self.entries if each.measured_gain is not None and each.measured_gain < 1)
+
+    def without_losses(self) -> "Profile":
+        """With plain decoding in place of each of the `losses`, which stay in the details."""
+        lost = {each.batch_size: each for each in self.losses}
+        entries = tuple(
+            Entry(each.batch_size, "off", 1.0, each.plain_ms, each.plain_ms, 1.0) if each.batch_size in lost else each
+            for each in self.entries
+        )
+        told = {"slower_when_tried": {str(size): _without_size(each) for size, each in lost.items()}} if lost else {}
+        return replace(self, entries=entries, details={**self.details, **told})
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -64,6 +64,18 @@ def test_a_profile_is_read_as_it_was_written(tmp_path: Path) -> None:
     ]
 
 
+def test_what_was_slower_when_tried_is_not_served(tmp_path: Path) -> None:
+    tried = dataclasses.replace(ENTRIES[1], measured_gain=0.9, measured_tau=2.0)
+    profile = Profile(FACTS, (ENTRIES[0], tried, ENTRIES[2]))
+    assert profile.losses == (tried,)
+    profile.without_losses().write(tmp_path / "profile.json")
+    kept = read_profile(tmp_path / "profile.json")
+    assert [describe(tree) for _, tree in kept.trees] == ["tree:3x2x5", "off", "off"]
+    assert (kept.pays_up_to, kept.losses) == (1, ())
+    assert kept.details["slower_when_tried"]["2"]["measured_gain"] == 0.9
+    assert Profile(FACTS, ENTRIES).without_losses() == Profile(FACTS, ENTRIES)
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
