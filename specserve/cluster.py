@@ -77,7 +77,7 @@ def load(module: str) -> Any:
 
 @dataclass(frozen=True)
 class Driver:
-    """The process that asks Ray for workers: what they must have in common with it."""
+    """The facts about the process that asks Ray for workers, which they must have in common with it."""
 
     versions: tuple[tuple[str, str], ...]
     folder: str  # that it works in, which relative paths begin from

@@ -100,7 +100,8 @@ class StateStore:
 
 
 class _Best(PreservationPolicy):
-    """Orbax's own looks at metrics, which it has forgotten when a folder is opened again."""
+    """Keeps the state of the best step. Orbax's own policy goes by metrics, which it has forgotten when a folder is opened
+    again."""
 
     step = 0
 

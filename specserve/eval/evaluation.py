@@ -21,7 +21,7 @@ class Evaluation:
 
     @property
     def differences(self) -> list[Difference]:
-        """Tau of each further head less that of the first."""
+        """The differences in tau: of each further head less the first one, on the same questions."""
         return differences(self.reports)
 
     def to_json(self) -> dict[str, Any]:

@@ -96,7 +96,7 @@ def _by_chunk(
 
 
 def _filled_up(by_anchor: Any, length: int) -> Any:
-    """Arrays [batch, anchor, ...] with anchors that see nothing of the row, until `length` divides their number."""
+    """Pad arrays [batch, anchor, ...] with anchors that see nothing of the row, until `length` divides their number."""
 
     def fill(x: jax.Array) -> jax.Array:
         return jnp.pad(x, [(0, 0), (0, -x.shape[1] % length)] + [(0, 0)] * (x.ndim - 2))

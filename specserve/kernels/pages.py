@@ -48,7 +48,7 @@ class Pages:
     def zeros(
         cls, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: str, *, has_values: bool = True
     ) -> "Pages":
-        """Empty pages in the layout of the default backend. Those of an 8-bit dtype have scales."""
+        """Make empty pages in the layout of the default backend. Those of an 8-bit dtype have scales."""
         layout = default_layout()
         rows = (num_pages, num_kv_heads, page_size, head_dim)
         columns = (num_pages, num_kv_heads, head_dim, page_size)

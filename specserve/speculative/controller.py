@@ -121,8 +121,9 @@ class Controller:
         batch_size: int,
         width: int,
     ) -> Tree | None:
-        """A way to try once: of those that speculate, the one that would promise most if it were off its measured cost
-        no more than others are, whatever its own steps seemed to take; or, every second time, plain decoding."""
+        """Return a way to try once. It is the one that would promise most, of those that speculate, if it were off its
+        measured cost no more than others are, whatever its own steps seemed to take. Every second time it is plain
+        decoding."""
         if best is not None and self._num_looks % 2 and None in known:
             return None
 
