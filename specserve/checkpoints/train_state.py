@@ -100,8 +100,7 @@ class StateStore:
 
 
 class _Best(PreservationPolicy):
-    """Keeps the state of the best step. Orbax's own policy goes by metrics, which it has forgotten when a folder is opened
-    again."""
+    """Keeps the state of the best step. Orbax's own policy goes by metrics, which it forgets when a folder is closed."""
 
     step = 0
 
