@@ -100,7 +100,7 @@ class StateStore:
 
 
 class _Best(PreservationPolicy):
-    """Keeps the state of the best step. Orbax's own policy goes by metrics, which it forgets when a folder is closed."""
+    """Keeps the state of the best step. Orbax's own policy goes by metrics, which are lost when a folder is closed."""
 
     step = 0
 
