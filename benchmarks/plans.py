@@ -27,7 +27,7 @@ ROWS = sampler_rows(SamplingParams(), 0)
 PLANS = {
     "a step of 64 sequences": Plan("_step", (SLOTS, TREE, 128)),
     "new pages": Plan("_extension", (np.zeros((3, 32), np.int32),)),
-    "a prompt's chunk": Plan("_prefill", (0, 1024, True, 1024, 128, None, False)),
+    "a prompt's chunk": Plan("_prefill", ((0,), (1024,), (True,), 1024, 128, None, False)),
     "an admission, prompt of 2,000": Plan(
         "_admission", (0, np.zeros(2000, np.int32), np.zeros(63, np.int32), 0, ROWS, None)
     ),

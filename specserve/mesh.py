@@ -27,6 +27,7 @@ LOGICAL_TO_MESH: dict[str | None, tuple[str, ...]] = {
     "mlp": ("tensor",),
     "experts": ("expert",),
     "batch": ("data", "expert"),  # devices with different experts have different rows, too
+    "pages": ("data", "expert"),  # of a cache that data ranks share out: those of their own rows
     "sequence": ("sequence",),
 }
 ACTIVATIONS = ("batch", "sequence")  # axes of what runs through a model: nothing of a target's need divide

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from specserve.kernels.gather import take_each, take_rows
+from specserve.kernels.pages import PageRows
 from specserve.models.cache import Cache
 from specserve.models.config import ModelConfig
 from specserve.pytree import pytree
@@ -38,7 +39,7 @@ class Following:
 
     pending: Pending  # [slot, max_pending, ...]
     cache: Cache  # the drafter's layers, under the target's page table
-    page_aux: jax.Array  # [page, taps * target_d_model], aux hidden states of each page's last entry
+    page_aux: PageRows  # [page, taps * target_d_model], aux hidden states of each page's last entry
 
 
 # (token_ids [batch, n], aux hidden states before each [batch, n, taps * target_d_model], index of the entries
@@ -60,7 +61,7 @@ def init_state(cache: Cache, num_taps: int, target: ModelConfig, sizes: Sizes) -
             count=jnp.zeros(sizes.num_slots, jnp.int32),
         ),
         cache=cache,
-        page_aux=jnp.zeros((sizes.num_pages, aux_size), target.dtype),
+        page_aux=PageRows(jnp.zeros((sizes.num_pages, aux_size), target.dtype)),
     )
 
 
@@ -69,7 +70,7 @@ def admit(state: Following, slot: jax.Array, page_row: jax.Array, num_cached: ja
     No page contains these, so they were kept with the last page."""
     pending = state.pending
     last_page = page_row[jnp.clip(num_cached // state.cache.page_size - 1, 0)]
-    boundary = state.page_aux.at[last_page].get(mode="clip")
+    boundary = state.page_aux.row(last_page)
     pending = dataclasses.replace(
         pending,
         aux_hidden_states=pending.aux_hidden_states.at[slot, 0].set(boundary),
@@ -176,7 +177,7 @@ def _put(
     )
 
 
-def _kept_with_pages(state: Following, view: SlotView, committed: Committed) -> jax.Array:
+def _kept_with_pages(state: Following, view: SlotView, committed: Committed) -> PageRows:
     """Return `page_aux` with the aux hidden states of the last entry of every page that has just been committed, from
     which a later prefix hit goes on."""
     page_size = state.cache.page_size
@@ -186,4 +187,4 @@ def _kept_with_pages(state: Following, view: SlotView, committed: Committed) -> 
     )
     page = take_each(view.page_table, jnp.minimum(column, view.page_table.shape[1] - 1))
     page = jnp.where(is_boundary, page, state.cache.num_pages)
-    return state.page_aux.at[page].set(_aux(committed), mode="drop")
+    return state.page_aux.put(page, _aux(committed))

@@ -113,7 +113,7 @@ def _num_slots(run: TrainRun, models: Models, parts: int) -> int:
     multiple of the parts that they are spread over."""
     drafter = models.head.drafter if models.head else None
     each = bytes_per_token(models.target.config, drafter, models.mesh) * run.train.seq_len
-    room = int(CACHE_SHARE * free_memory(models.mesh) / max(each, 1))
+    room = parts * int(CACHE_SHARE * free_memory(models.mesh) / max(each, 1))
     if room < run.data.answer_slots:
         logger.info("%d answers at once, for which there is memory, in place of %d", room, run.data.answer_slots)
     return parts * max(1, -(-min(room, run.data.answer_slots) // parts))

@@ -136,16 +136,15 @@ def _record_group(
     assert max_tokens is not None
     runner.reset()
     num_pages = [-(-(len(prompt) + max_tokens + depth + 1) // runner.shapes.page_size) for prompt in prompts]
-    ends = np.cumsum(num_pages).tolist()
+    slots, pool = runner.shapes.spread(len(prompts)), runner.shapes.page_pool()
     drawn = []
-    for slot, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+    for slot, number, prompt, own in zip(slots, num_pages, prompts, params, strict=True):
         assert own.seed is not None
-        pages = range(ends[slot] - num_pages[slot], ends[slot])
+        pages = pool.allocate(number, rank=runner.shapes.rank_of(slot))
         drawn.append(prefill(runner, slot, prompt, pages, sampler_rows(own, own.seed, len(prompt))))
     tokens = [np.array(drawn)]
     lengths = np.where(np.isin(tokens[0], eos_ids), 1, max_tokens)  # as far as is known
     steps: list[list[Any]] = []
-    slots = range(len(prompts))
     while len(tokens) < lengths.max() + depth:
         if len(tokens) < lengths.max():
             steps.append([_propose(runner, slots, cover) for cover in covering])
@@ -162,7 +161,13 @@ def _record_group(
 
 def _propose(runner: Runner, slots: Sequence[int], cover: Tree) -> tuple[np.ndarray, np.ndarray, np.ndarray | None]:
     token_ids, parents, proposal = runner.propose(slots, cover, has_scores=True)
-    return token_ids, parents, None if proposal.scores is None else np.asarray(proposal.scores)[: len(slots)]
+    return (
+        token_ids,
+        parents,
+        None
+        if proposal.scores is None
+        else np.asarray(proposal.scores)[runner.shapes.rows_of(slots, len(proposal.token_ids))],
+    )
 
 
 def _of_row(covering: Sequence[Tree], steps: Sequence[Sequence[Any]], row: int, length: int) -> dict[Tree, Proposed]:

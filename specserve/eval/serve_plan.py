@@ -23,13 +23,14 @@ from specserve.eval.settings import PlanServeRun
 from specserve.eval.simulate import Replica, Report, poisson, simulate
 from specserve.eval.steady_state import Load, Way, acceptance, break_even_tau, solve, tau_of
 from specserve.eval.step_costs import Roofline, StepCosts, measured_costs
-from specserve.mesh import SERVING_AXES, default_dtype, free_memory, mesh_sizes
+from specserve.mesh import SERVING_AXES, default_dtype, free_memory, mesh_sizes, num_parts
 from specserve.models.config import ModelConfig
 from specserve.models.params import specs
 from specserve.models.presets import target_size
 from specserve.models.target import target_spec
 from specserve.serve.launch import CACHE_DTYPES
 from specserve.serve.placement import state_bytes
+from specserve.serve.shapes import make_batch_sizes
 from specserve.serve.tuned import Profile, machine_facts, read_profile
 from specserve.speculative.step import StepConfig
 from specserve.speculative.tree import Tree
@@ -51,6 +52,7 @@ class Fit:
     memory: tuple[Part, ...]
     num_slots: int
     num_pages: int
+    num_ranks: int = 1  # data ranks, each of which has an equal part of both
 
 
 @dataclass(frozen=True)
@@ -311,12 +313,13 @@ class _Planner:
         replicas = self.num_devices // devices
         if self.profile is not None:
             costs = measured_costs(self.profile, self.tree, self.profile_name).up_to(fit.num_slots)
+            costs = dataclasses.replace(costs, num_ranks=fit.num_ranks)
         else:
             assert self.device is not None, "without a profile there are figures"
             context = run.prompt + run.answer // 2
             is_quantized = run.quantization != "none"
             roofline = Roofline(self.target, self.head, abstract_mesh(sizes), self.device, context, is_quantized)
-            costs = roofline.costs(self.tree, batch_sizes(fit.num_slots))
+            costs = roofline.costs(self.tree, make_batch_sizes(fit.num_slots, fit.num_ranks))
         load = Load(run.qps / replicas, run.prompt - self._shared, run.answer)
         plain = solve(costs, load, 1.0, is_speculative=False)
         speculative = solve(costs, load, self.tau, is_speculative=True) if self.tree else None
@@ -371,11 +374,6 @@ def _head(run: PlanServeRun, target: ModelConfig) -> TrainedDrafter:
     return plan_drafter(config.resolve(TrainRun, flags=flags, fill=fill), target).with_dtype(target.dtype)
 
 
-def batch_sizes(num_slots: int) -> tuple[int, ...]:
-    """The batch buckets of a server with so many slots."""
-    return (*(1 << i for i in range((num_slots - 1).bit_length())), num_slots)
-
-
 def fit_into(
     step: StepConfig,
     head: TrainedDrafter | None,
@@ -388,17 +386,18 @@ def fit_into(
     page_size: int,
     is_quantized: bool = False,
 ) -> Fit | None:
-    """Return what each device of a mesh holds, or one alone: the weights, the head, the state of so many slots as
-    there is room for, and pages in all that is left. None where not even one sequence fits. Raises ConfigError where
-    the mesh does not divide the target."""
+    """What each device of a mesh holds, or one alone: the weights, the head, the state of so many slots as there is
+    room for, and its data rank's pages in all that is left. None where there is not room for a sequence of each rank,
+    or `slots` are fewer than ranks. Raises ConfigError where the mesh does not divide the target."""
     held = held_by_each(step.target, target_spec(step.target), mesh, is_quantized=is_quantized)
     weights, of_head = sum(each.num_bytes for each in held), _head_bytes(head, mesh) if head else 0
     whole, part = (-(-tokens // page_size) for tokens in (longest, own))
     per_page = state_bytes(step, mesh, 0, 1, page_size=page_size, max_pages=whole)
+    ranks = num_parts(mesh, "batch")
 
-    while slots:
-        of_slots = state_bytes(step, mesh, slots, 0, page_size=page_size, max_pages=whole)
-        left, needed = memory - weights - of_head - of_slots, whole + (slots - 1) * part
+    while each := slots // ranks:  # of a data rank, which has pages of its own
+        of_slots = state_bytes(step, mesh, each * ranks, 0, page_size=page_size, max_pages=whole)
+        left, needed = memory - weights - of_head - of_slots, whole + (each - 1) * part
         pages = int(left // per_page) if per_page else needed  # recurrent layers alone have none
         if left >= 0 and pages >= needed:
             break
@@ -409,9 +408,9 @@ def fit_into(
         Part("target's weights", weights, "8-bit matrices" if is_quantized else step.target.dtype),
         Part("head", of_head, head.dtype if head else "none"),
         Part("pages", pages * per_page, f"{pages:,} of {page_size} tokens"),
-        Part("slots", of_slots, f"{slots} of up to {longest:,} tokens"),
+        Part("slots", of_slots, f"{each * ranks} of up to {longest:,} tokens"),
     )
-    return Fit(parts, slots, pages)
+    return Fit(parts, each * ranks, pages * ranks, ranks)
 
 
 def _head_bytes(head: TrainedDrafter, mesh: Mesh | None) -> int:

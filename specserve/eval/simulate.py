@@ -11,6 +11,7 @@ say no less. Nothing depends on anything but the arguments.
 import bisect
 import heapq
 import itertools
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, Literal, Protocol, TypeVar, cast
@@ -19,7 +20,7 @@ import numpy as np
 
 from specserve.eval.step_costs import StepCosts
 from specserve.serve.output import OutputStream
-from specserve.serve.pages import PagePool
+from specserve.serve.pages import PagePool, data_rank
 from specserve.serve.request import Request, SamplingParams
 from specserve.serve.scheduler import Scheduler
 from specserve.serve.scheduler import Sequence as Running
@@ -51,6 +52,11 @@ class Replica:
     page_size: int
     acceptance: tuple[float, ...] = ()  # conditional, by depth of the tree; empty: plain decoding
     cache_lag: int = 0  # as of `Scheduler`
+
+    @property
+    def num_ranks(self) -> int:
+        """Data ranks, each with an equal part of slots and pages."""
+        return self.costs.num_ranks
 
 
 @dataclass(frozen=True)
@@ -189,7 +195,7 @@ class _Replica:
         self._depth = len(setup.acceptance)
         self.scheduler = Scheduler(
             setup.num_slots,
-            PagePool(setup.num_pages, setup.page_size),
+            PagePool(setup.num_pages, setup.page_size, num_ranks=setup.num_ranks),
             chunks=setup.costs.chunks,
             max_step=1 + self._depth,
             cache_lag=setup.cache_lag,
@@ -218,7 +224,9 @@ class _Replica:
             str(number), _prompt(arrival, number), _PARAMS, arrival.answer, 0, on_delta=lambda _delta: None
         )
         needed = -(-(arrival.prompt + arrival.answer - 1) // self._setup.page_size)
-        assert needed <= self._setup.num_pages, "a request larger than the cache is refused by a server"
+        assert needed <= self._setup.num_pages // self._setup.num_ranks, (
+            "a request larger than the cache is refused by a server"
+        )
         sequence = Running(request, cast(OutputStream, None))  # nobody reads what it says
         self._asked[sequence] = _Asked(arrival)
         self.scheduler.add(sequence)
@@ -256,12 +264,14 @@ class _Replica:
         duration = 0
         rows: list[tuple[Running, int, bool]] = []
         if plan.decode:
-            duration = self._steps[bisect.bisect_left(self._sizes, len(plan.decode))]
+            ranks = self._setup.num_ranks
+            own = Counter(data_rank(sequence.slot, self._setup.num_slots, ranks) for sequence in plan.decode)
+            duration = self._steps[bisect.bisect_left(self._sizes, ranks * max(own.values()))]
             rows = [(sequence, 1 + self._depth, True) for sequence in plan.decode]
-        for chunk in plan.chunks:
-            duration += self._prefills[bisect.bisect_left(self._chunks, chunk.num_tokens)]
-            if chunk.is_last:
-                rows.append((chunk.sequence, 1, False))
+        for chunks in plan.prefills:
+            most = max(chunk.num_tokens for chunk in chunks)
+            duration += self._prefills[bisect.bisect_left(self._chunks, most)]
+            rows += [(chunk.sequence, 1, False) for chunk in chunks if chunk.is_last]
         for sequence, most, _ in rows:
             sequence.dispatched(most)
         return _Round(duration, rows)

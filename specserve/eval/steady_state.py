@@ -1,4 +1,4 @@
-"""The steady state of a replica under a load.
+"""What a load makes of a replica, in the steady state.
 
 A replica that gets r requests a second, each with a prompt that takes P seconds and an answer of A tokens, spends r P
 of each second on prompts. In the rest it makes steps of T(b) seconds, each of which brings tau tokens to b sequences.
@@ -6,7 +6,8 @@ So the load keeps b sequences running where
 
     b tau / T(b) = r (A - 1) / (1 - r P)
 
-(the first token of an answer comes with its prompt), and a replica is full where no b does. Speculation breaks even at
+(the first token of an answer comes with its prompt), and a replica is full where no b does. Data ranks prefill side by
+side, so P is a share of what the programs take. Speculation breaks even at
 tau = T_speculative(b) / T_plain(b), at the b of plain decoding.
 """
 
@@ -45,7 +46,8 @@ def solve(costs: StepCosts, load: Load, tau: float, *, is_speculative: bool) -> 
     seconds = costs.of(is_speculative)
     rates = [size * tau / each for size, each in zip(costs.batch_sizes, seconds, strict=True)]  # tokens per second
     most = max(rates)
-    prompt, chunks = costs.prefill_seconds(load.prompt)
+    alone, chunks = costs.prefill_seconds(load.prompt)
+    prompt = alone / costs.num_ranks
     later = load.answer - 1
     most_requests = 1 / (prompt + later / most) if prompt or later else math.inf
     is_full = load.rate > most_requests
@@ -53,7 +55,7 @@ def solve(costs: StepCosts, load: Load, tau: float, *, is_speculative: bool) -> 
     free = 1 - rate * prompt  # of each second
     batch, step = _batch_at(costs.batch_sizes, seconds, rate * later / free / tau) if later else (0.0, seconds[0])
     return Way(
-        *(tau, batch, step, most_requests, rate * load.answer, step / tau / free, prompt + chunks * step, is_full)
+        *(tau, batch, step, most_requests, rate * load.answer, step / tau / free, alone + chunks * step, is_full)
     )
 
 

@@ -48,6 +48,7 @@ class StepCosts:
     chunks: tuple[int, ...]  # prompt tokens of the prefill programs
     prefill: tuple[float, ...]  # of each of them
     source: str  # where the figures are from
+    num_ranks: int = 1  # data ranks, a prompt of each of which a prefill program runs side by side
 
     def of(self, is_speculative: bool) -> tuple[float, ...]:
         """Seconds of a step by batch size."""
@@ -92,8 +93,10 @@ class Roofline:
             nodes = 1 + tree.num_nodes
             drafts = [self._draft(batch, tree) if tree.uses_head else 0.0 for batch in batch_sizes]
             step = tuple(target(batch, nodes, self.context) + d for batch, d in zip(batch_sizes, drafts, strict=True))
-        prefill = tuple(target(1, chunk, self.context // 2) for chunk in DEVICE_CHUNKS)
-        return StepCosts(batch_sizes, plain, step, DEVICE_CHUNKS, prefill, f"a roofline of {self.device.name}, {share}")
+        ranks = num_parts(self.mesh, "batch")
+        prefill = tuple(target(ranks, chunk, self.context // 2) for chunk in DEVICE_CHUNKS)
+        source = f"a roofline of {self.device.name}, {share}"
+        return StepCosts(batch_sizes, plain, step, DEVICE_CHUNKS, prefill, source, ranks)
 
     def _target(self) -> Callable[[int, int, int], float]:
         """Return a function that counts the seconds of the target's forward over `nodes` rows of each of `batch`

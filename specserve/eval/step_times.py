@@ -15,6 +15,7 @@ import numpy as np
 
 from specserve.errors import ConfigError
 from specserve.host import num_cores
+from specserve.mesh import on_mesh
 from specserve.serve.options import sampler_rows
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
@@ -90,9 +91,12 @@ def measure_steps(
 def _drafting(runner: Runner, tree: Tree, batch: int) -> Callable[[], None]:
     """Return a function that runs the draft's share of a step over the tree for the first slots: it catches up and
     proposes."""
-    width, weights = runner.width_of(range(batch)), runner.layout_for(batch, tree)
-    draft = jax.jit(functools.partial(propose_tree, runner.config, tree=tree, width=width), donate_argnums=1)
-    slots = jnp.arange(batch, dtype=jnp.int32)
+    own = runner.shapes.spread(batch)
+    width, weights = runner.width_of(own), runner.layout_for(batch, tree)
+    propose = on_mesh(runner.place.mesh, propose_tree)
+    draft = jax.jit(functools.partial(propose, runner.config, tree=tree, width=width), donate_argnums=1)
+    ranks = runner.shapes.num_ranks
+    slots = runner.place.slots(runner.shapes.pad(own, -(-batch // ranks) * ranks))
 
     def run() -> None:
         runner.state, proposal = draft(weights, runner.state, slots)
@@ -141,7 +145,7 @@ def steps_timed(repeats: int) -> int:
 def _run_ahead(runner: Runner, tree: Tree | None, batch: int) -> float:
     """Seconds of a step, in a stretch of them. The engine runs steps of one kind for long, and a step that follows
     another program takes longer than one that follows its like, a plain one by a fifth."""
-    slots, begin = range(batch), 0.0
+    slots, begin = runner.shapes.spread(batch), 0.0
     handle = runner.step(slots, tree)
     for number in range(1, STEPS_AT_ONCE):
         following = runner.step(slots, tree)
@@ -161,13 +165,13 @@ def _run_drafts(run_draft: Callable[[], None]) -> float:
 def fill(runner: Runner, context: int, needed: int, batch: int = 1) -> None:
     """Bring sequences with room for `needed` tokens into the first slots. Their steps emit one token each, so that the
     context stays what it is."""
-    num_pages = -(-needed // runner.shapes.page_size)
+    num_pages, pool = -(-needed // runner.shapes.page_size), runner.shapes.page_pool()
     vocab_size = runner.config.target.vocab_size
     runner.reset()
-    for slot in range(batch):
+    for slot in runner.shapes.spread(batch):
         token_ids = [1 + (i + 17 * slot) % (vocab_size - 1) for i in range(context)]
         rows = sampler_rows(SamplingParams(temperature=0.0, speculation=0), 0, context)
-        prefill(runner, slot, token_ids, range(slot * num_pages, (slot + 1) * num_pages), rows)
+        prefill(runner, slot, token_ids, pool.allocate(num_pages, rank=runner.shapes.rank_of(slot)), rows)
 
 
 def prefill(
@@ -179,7 +183,7 @@ def prefill(
     while True:
         num_tokens = min(len(token_ids) - done, runner.shapes.chunks[-1])
         done += num_tokens
-        result = runner.prefill(slot, num_tokens, is_last=done == len(token_ids)).read()
+        result = runner.prefill([(slot, num_tokens, done == len(token_ids))]).read()
         if done == len(token_ids):
             return int(result.token_ids[0, 0])
 

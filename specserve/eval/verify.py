@@ -23,7 +23,6 @@ from specserve.eval.verify_report import Mismatch, Report, Row, Test
 from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.interface import EngineStats
-from specserve.serve.pages import PagePool
 from specserve.serve.request import Delta, SamplingParams
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.controller import Controller, Estimate
@@ -145,7 +144,7 @@ class Prover:
         *,
         is_caching: bool,
         is_alone: bool = False,  # one after the other
-        num_pages: int | None = None,  # that the engine believes to have; None: enough
+        num_pages: int | None = None,  # that each data rank may use; None: enough
     ) -> _Answers:
         runner = self._runner
         runner.reset()
@@ -157,8 +156,10 @@ class Prover:
             controller=_Scripted(script),
             options=EngineOptions(is_caching=is_caching, max_queue=len(asks)),
         )
-        if num_pages is not None:
-            engine.rounds.scheduler.pool = PagePool(num_pages, runner.shapes.page_size)
+        pool = engine.rounds.scheduler.pool
+        for rank in range(pool.num_ranks):
+            free = pool.available(rank)
+            pool.allocate(0 if num_pages is None else max(0, free - num_pages), rank=rank)  # for nobody
         answers, drafts = [], []
         with engine:
             for some in [[ask] for ask in asks] if is_alone else [asks]:

@@ -138,7 +138,7 @@ def _in_order(
     def join(
         old: jax.Array, new: jax.Array
     ) -> jax.Array:  # [page, kv_head, page_size, ...] and [batch, m, kv_head, ...]
-        old = take_pages(old, table).swapaxes(2, 3).reshape(batch, length, *new.shape[2:])
+        old = take_pages(old, prefix).swapaxes(2, 3).reshape(batch, length, *new.shape[2:])
         return old.at[row, index].set(new.astype(old.dtype), mode="drop")
 
     k = join(pages.k if pages.layout == "rows" else pages.k.swapaxes(2, 3), k)

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 
 from specserve.kernels import native
-from specserve.kernels.pages import Pages
+from specserve.kernels.pages import Pages, in_ranks, own_pages
 from specserve.kernels.rows import NEG_INF
 from specserve.mesh import fitting_partition, over_parts, traced_mesh
 from specserve.pytree import pytree, static
@@ -83,7 +83,8 @@ def kernel_for(pages: Pages) -> Kernel | None:
     if jax.default_backend() == "gpu":
         from specserve.kernels import paged_gpu
 
-        if paged_gpu.takes(pages.k.shape, pages.k.dtype):
+        own = pages.k.shape[0] // pages.num_ranks  # on each device
+        if paged_gpu.takes((own, *pages.k.shape[1:]), pages.k.dtype):
             return paged_gpu.attend_pages
     if jax.default_backend() == "tpu":
         from specserve.kernels import paged_tpu
@@ -96,18 +97,19 @@ def kernel_for(pages: Pages) -> Kernel | None:
 def _on_each_device(
     kernel: Kernel, q: jax.Array, prefix: PagedPrefix, positions: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """Run the kernel on each device of a mesh, over the sequences and KV heads that the mesh gives it, because the
-    compiler cannot cut a kernel."""
+    """On a mesh each device runs the kernel on its own sequences and KV heads, where the mesh divides them: the
+    compiler cannot cut a kernel. Of pages that data ranks share out it has those of its rank."""
     pages, mesh = prefix.pages, traced_mesh()
+    of_page = ("pages" if pages.num_ranks > 1 else None, "kv_heads")
     arrays = {
         "q": (q, ("batch", "kv_heads")),
-        "k_pages": (pages.k, (None, "kv_heads")),
-        "v_pages": (pages.v, (None, "kv_heads")),
+        "k_pages": (pages.k, of_page),
+        "v_pages": (pages.v, of_page),
         "page_table": (prefix.page_table, ("batch",)),
         "lens": (prefix.lens, ("batch",)),
         "positions": (positions, ("batch",)),
-        "k_scale": (pages.k_scale, (None, "kv_heads")),
-        "v_scale": (pages.v_scale, (None, "kv_heads")),
+        "k_scale": (pages.k_scale, of_page),
+        "v_scale": (pages.v_scale, of_page),
     }
     if mesh is None:
         return kernel(**{name: array for name, (array, _) in arrays.items()})
@@ -119,7 +121,13 @@ def _on_each_device(
     }
     everywhere = ("batch", "kv_heads", "experts", "sequence")  # no axis is left to the compiler
     results = partitions["q"]
-    return over_parts(lambda own: kernel(**own, **absent), everywhere, (partitions,), (results, results))(given)
+
+    def run(own: dict[str, jax.Array]) -> tuple[jax.Array, jax.Array]:
+        if pages.num_ranks > 1:
+            own = own | {"page_table": own_pages(own["page_table"], len(own["k_pages"]))}
+        return kernel(**own, **absent)
+
+    return over_parts(run, everywhere, (partitions,), (results, results))(given)
 
 
 def _gathered(
@@ -127,13 +135,13 @@ def _gathered(
 ) -> tuple[jax.Array, jax.Array]:
     """`attend_pages` by XLA's operations, page by page, so that only the gathered pages are copied."""
     pages = prefix.pages
-    k_pages = take_pages(pages.k, prefix.page_table).astype(q.dtype)
+    k_pages = take_pages(pages.k, prefix).astype(q.dtype)
     batch, width = prefix.page_table.shape
     per_page_q = jnp.broadcast_to(q[:, None], (batch, width, *q.shape[1:]))
     k_axes = "bpksh" if pages.layout == "rows" else "bpkhs"
     scores = jnp.einsum(f"bpkrh,{k_axes}->bpkrs", per_page_q, k_pages, preferred_element_type=jnp.float32)
     if pages.k_scale is not None:
-        scores *= take_pages(pages.k_scale, prefix.page_table)[:, :, :, None]
+        scores *= take_pages(pages.k_scale, prefix)[:, :, :, None]
     if softcap:
         scores = softcap * jnp.tanh(scores / softcap)
     index = jnp.arange(width * pages.page_size)
@@ -152,14 +160,19 @@ def _gathered(
         v_pages, v_axes = k_pages[..., :v_dim] if pages.layout == "rows" else k_pages[..., :v_dim, :], k_axes
         v_scale = pages.k_scale
     else:
-        v_pages, v_axes = take_pages(pages.v, prefix.page_table).astype(q.dtype), "bpksh"
+        v_pages, v_axes = take_pages(pages.v, prefix).astype(q.dtype), "bpksh"
         v_scale = pages.v_scale
     if v_scale is not None:
-        weights *= take_pages(v_scale, prefix.page_table)[:, :, :, None]
+        weights *= take_pages(v_scale, prefix)[:, :, :, None]
     out = jnp.einsum(f"bpkrs,{v_axes}->bpkrh", weights.astype(q.dtype), v_pages, preferred_element_type=jnp.float32)
     return jnp.sum(out, axis=1) / total[..., None], largest + jnp.log(total)
 
 
-def take_pages(pages: jax.Array, page_table: jax.Array) -> jax.Array:  # [batch, pages, *pages.shape[1:]]
-    """A copy of the pages that the table names. Ids out of range give some page or other."""
-    return pages.at[page_table].get(mode="clip")
+def take_pages(array: jax.Array, prefix: PagedPrefix) -> jax.Array:  # [batch, pages, *array.shape[1:]]
+    """A copy of the pages that the prefix's table names, of one of the arrays of its pages. Ids out of range give some
+    page or other."""
+
+    def take(array: jax.Array, page_table: jax.Array) -> jax.Array:
+        return array.at[page_table].get(mode="clip")
+
+    return in_ranks(take, prefix.pages.num_ranks)(array, prefix.page_table)

@@ -2,11 +2,16 @@
 
 `kernels.paged` reads what is written here. The layout is the backend's choice, and nothing outside of this room needs
 to know it.
+
+Over a mesh pages may be shared out over its data ranks, the parts into which it cuts a batch: with R of them, rank r
+has the r-th part of the pages on its own devices, and the r-th part of a batch's rows names pages of that part alone.
+Page ids count through all ranks. Each rank reads and writes its own part (`in_ranks`), so no page ever travels.
 """
 
+import dataclasses
 import functools
-from collections.abc import Sequence
-from typing import Any, Literal
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +19,7 @@ import numpy as np
 
 from specserve.kernels import native
 from specserve.kernels.gather import take_each
+from specserve.mesh import over_parts, part_index, partition, sum_parts
 from specserve.pytree import pytree, static
 
 # The keys of a page are [head_dim, page_size] or [page_size, head_dim]; its values are rows of tokens in both layouts.
@@ -22,6 +28,7 @@ Layout = Literal["columns", "rows"]
 LARGEST = {jnp.dtype("int8"): 127.0, jnp.dtype("float8_e4m3fn"): 448.0}  # of the dtypes of quantised pages
 
 KeysValues = tuple[jax.Array, jax.Array | None]  # of tokens: [batch, n, kv_head, head_dim or v_dim]
+Result = TypeVar("Result")
 
 
 def default_layout() -> Layout:
@@ -43,6 +50,7 @@ class Pages:
     k_scale: jax.Array | None = None  # [page, kv_head, page_size] float32, of 8-bit keys (`quantize`); None: plain ones
     v_scale: jax.Array | None = None  # the same of 8-bit values
     layout: Layout = static(default="columns")
+    num_ranks: int = static(default=1)  # data ranks that share them out
 
     @classmethod
     def zeros(
@@ -68,6 +76,72 @@ class Pages:
     @property
     def is_quantized(self) -> bool:
         return self.k_scale is not None
+
+
+@pytree
+class PageRows:
+    """What is kept of each page beside its entries: a row, under the page table that all layers share."""
+
+    rows: jax.Array  # [page, n]
+    num_ranks: int = static(default=1)  # data ranks that share them out
+
+    def row(self, page: jax.Array) -> jax.Array:  # [] int32 -> [n]
+        """The row of one page, on every device. An id out of range gives some row or other."""
+        if self.num_ranks == 1:
+            return self.rows.at[page].get(mode="clip")
+
+        def own(rows: jax.Array, page: jax.Array) -> jax.Array:
+            local = own_pages(page, len(rows))
+            row = rows.at[local].get(mode="clip")
+            return sum_parts(jnp.where(local < len(rows), row, 0), ("batch",))
+
+        whole = partition((), ())
+        return over_parts(own, ("batch",), (_PARTS, whole), whole)(self.rows, page)
+
+    def put(self, page: jax.Array, rows: jax.Array) -> "PageRows":
+        """Write rows, [batch, m, n], of these pages, [batch, m] int32; ids out of range are dropped."""
+
+        def write(old: jax.Array, page: jax.Array, rows: jax.Array) -> jax.Array:
+            return old.at[page].set(rows, mode="drop")
+
+        return dataclasses.replace(self, rows=in_ranks(write, self.num_ranks)(self.rows, page, rows))
+
+
+_PARTS = partition(("batch",), ("batch",))  # of rows, and of pages, which are cut like them
+
+
+def in_ranks(function: Callable[..., Result], num_ranks: int) -> Callable[..., Result]:
+    """A function of a pytree of page arrays [page, ...], of page ids [batch, m] and of further pytrees of rows
+    [batch, ...], as each data rank runs it: with its own pages and rows, and page ids that count from its first page.
+    Results are of pages or of rows."""
+    if num_ranks == 1:
+        return function
+
+    def own(pages: Any, page: jax.Array, *rows: Any) -> Result:
+        return function(pages, own_pages(page, len(jax.tree.leaves(pages)[0])), *rows)
+
+    return over_parts(own, ("batch",), _PARTS, _PARTS)
+
+
+def own_pages(page: jax.Array, num_own: int) -> jax.Array:
+    """Within `over_parts`, page ids as they count from the first of a data rank's `num_own` pages; `num_own`, which is
+    out of range, for those of other ranks."""
+    local = page - part_index("pages") * num_own
+    return jnp.where((local >= 0) & (local < num_own), local, num_own)
+
+
+def share_out(tree: Any, num_ranks: int) -> Any:
+    """A pytree whose pages are shared out over so many data ranks, as the mesh must have them too."""
+
+    def shared(leaf: Any) -> Any:
+        return dataclasses.replace(leaf, num_ranks=num_ranks) if is_by_page(leaf) else leaf
+
+    return jax.tree.map(shared, tree, is_leaf=is_by_page)
+
+
+def is_by_page(leaf: Any) -> bool:
+    """Whether this is of arrays that begin with an axis of pages."""
+    return isinstance(leaf, Pages | PageRows)
 
 
 def quantize(x: jax.Array, dtype: Any) -> tuple[jax.Array, jax.Array]:
@@ -97,7 +171,7 @@ def write_pages(
     if native.serves(*jax.tree.leaves((pages, new))):
         return _native(pages, new, page, offset, path)
 
-    def put(layer: Pages, entries: KeysValues) -> Pages:
+    def put(layer: Pages, page: jax.Array, offset: jax.Array, entries: KeysValues, path: jax.Array | None) -> Pages:
         k, v = entries if path is None else jax.tree.map(functools.partial(take_each, index=path), entries)
         k_scale, v_scale = layer.k_scale, layer.v_scale
         if k_scale is not None:
@@ -111,9 +185,12 @@ def write_pages(
                 v, scale = quantize(v, v_pages.dtype)
                 v_scale = v_scale.at[page, :, offset].set(scale, mode="drop")
             v_pages = v_pages.at[page, :, offset].set(v.astype(v_pages.dtype), mode="drop")
-        return Pages(k_pages, v_pages, k_scale, v_scale, layer.layout)
+        return Pages(k_pages, v_pages, k_scale, v_scale, layer.layout, layer.num_ranks)
 
-    return [put(layer, entries) for layer, entries in zip(pages, new, strict=True)]
+    return [
+        in_ranks(put, layer.num_ranks)(layer, page, offset, entries, path)
+        for layer, entries in zip(pages, new, strict=True)
+    ]
 
 
 def _native(

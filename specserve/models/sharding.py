@@ -14,8 +14,9 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specserve.errors import ConfigError
+from specserve.kernels.pages import PageRows, Pages
 from specserve.mesh import Size, check_divides, describe_mesh, fitting, free_memory, shardings
-from specserve.models.cache import Cache, Pages
+from specserve.models.cache import Cache
 from specserve.models.config import ModelConfig
 from specserve.models.params import ParamSpec, is_product, is_spec, num_params
 from specserve.models.recurrent import State
@@ -32,12 +33,19 @@ def place_target(config: ModelConfig, spec: TargetParams, mesh: Mesh) -> TargetP
 
 
 def place_cache(cache: Any, mesh: Mesh) -> Any:
-    """The sharding of each array of a `Cache`: heads are spread as those of the layers are, and everything else is
-    whole on every device."""
+    """The sharding of each array of a `Cache`, or of `PageRows`: pages that data ranks share out are cut over these,
+    heads are spread as those of the layers are, and everything else is whole on every device."""
+
+    def of_page(pages: Pages | PageRows, *axes: str | None) -> Any:
+        first = "pages" if pages.num_ranks > 1 else None
+        return jax.tree.map(lambda x: fitting(mesh, (first, *axes, *[None] * (x.ndim - 1 - len(axes))), x.shape), pages)
+
+    if isinstance(cache, PageRows):
+        return of_page(cache)
 
     def place(layer: Pages | State) -> Pages | State:
         if isinstance(layer, Pages):
-            return jax.tree.map(lambda x: fitting(mesh, (None, "kv_heads", *[None] * (x.ndim - 2)), x.shape), layer)
+            return of_page(layer, "kv_heads")
         conv = tuple(fitting(mesh, (None, None, "heads"), x.shape) for x in layer.conv)
         return dataclasses.replace(
             layer, matrix=fitting(mesh, (None, "heads", None, None), layer.matrix.shape), conv=conv
@@ -46,7 +54,7 @@ def place_cache(cache: Any, mesh: Mesh) -> Any:
     return Cache(tuple(map(place, cache.layers)), cache.num_pages, cache.page_size)
 
 
-def num_bytes(caches: Sequence[Cache], mesh: Mesh | None = None) -> int:
+def num_bytes(caches: Sequence[Cache | PageRows], mesh: Mesh | None = None) -> int:
     """The bytes that caches take on each device. `caches` may also be trees of shapes."""
     places = [place_cache(cache, mesh) for cache in caches] if mesh is not None else None
     leaves = jax.tree.leaves(caches)

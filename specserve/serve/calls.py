@@ -66,7 +66,8 @@ class Calls:
             bound = functools.partial(on_mesh(place.mesh, function), config)
             return jax.jit(bound, donate_argnums=donated, static_argnames=static, out_shardings=outputs)
 
-        self._begin = jit(step.init_state, None, state, "num_slots", "num_pages", "page_size", "max_pages")
+        sizes = "num_slots", "num_pages", "page_size", "max_pages", "num_ranks"
+        self._begin = jit(step.init_state, None, state, *sizes)
         self._admit = jit(step.admit, 0, state)
         self._extend = jit(_extend, 0, whole)
         self._remember = jit(step.remember, 0, state)

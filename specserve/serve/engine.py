@@ -24,7 +24,7 @@ from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.grammars import Grammars
 from specserve.serve.interface import DraftInfo, EngineStats
 from specserve.serve.options import bad_sequences, check_prompt, check_some_token, check_token_ids
-from specserve.serve.pages import PagePool, Watcher
+from specserve.serve.pages import Watcher
 from specserve.serve.programs import Announcer, Compiler, Program
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, TokenMask
 from specserve.serve.rounds import Rounds
@@ -291,10 +291,10 @@ class Engine:
         check_some_token(params, self._stop_ids(params), self._bad_sequences(params.bad_words), self.vocab_size)
         max_new_tokens = room if params.max_tokens is None else params.max_tokens
         pages = -(-(len(prompt_ids) + max_new_tokens - 1) // self.runner.shapes.page_size)
-        if pages > self.runner.shapes.num_pages:
+        if pages > self.runner.shapes.pages_of_rank:
             raise RequestError(
-                f"prompt and answer need {pages} cache pages, the server has {self.runner.shapes.num_pages}; lower "
-                "max_tokens or start the server with a larger cache",
+                f"prompt and answer need {pages} cache pages, the server has {self.runner.shapes.pages_of_rank} for a "
+                "sequence; lower max_tokens or start the server with a larger cache",
                 param="max_tokens",
             )
         return max_new_tokens
@@ -352,7 +352,7 @@ class Engine:
             is_caching = False
         return Scheduler(
             runner.shapes.num_slots,
-            PagePool(runner.shapes.num_pages, runner.shapes.page_size, watcher),
+            runner.shapes.page_pool(watcher),
             chunks=runner.shapes.chunks,
             max_step=runner.shapes.max_step,
             cache_lag=runner.cache_lag,

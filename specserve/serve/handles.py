@@ -39,35 +39,40 @@ class StepHandle:
         self,
         result: StepResult,
         on_read: Callable[[np.ndarray], None],
+        rows: Callable[[int], list[int] | slice],  # of a batch of this size, those of the slots that were asked for
         *,
         has_logprobs: bool,
         has_tree: bool = False,
     ) -> None:
-        self._result, self._on_read = result, on_read
+        self._result, self._on_read, self._rows = result, on_read, rows
         self._has_logprobs, self._has_tree = has_logprobs, has_tree
 
     def read(self) -> HostResult:
         """Wait for the step and copy its result to the host. It is one copy, and others where the drafter says how
         sure it is, or where log-probabilities or the proposed tree were asked for. Raises what the device raises."""
-        counts = np.asarray(self._result.counts)
-        logprobs = None
+        counts, logprobs = self._own(self._result.counts), None
         if self._has_logprobs:
             out = self._result.logprobs
-            logprobs = np.asarray(out.chosen), np.asarray(out.top), np.asarray(out.top_ids)
+            logprobs = self._own(out.chosen), self._own(out.top), self._own(out.top_ids)
         node_ids, parents = self._tree() if self._has_tree else (None, None)
-        prompt = jax.tree.map(np.asarray, self._result.prompt)
-        confidence = None if self._result.confidence is None else np.asarray(self._result.confidence)
+        prompt = jax.tree.map(self._own, self._result.prompt)
+        confidence = None if self._result.confidence is None else self._own(self._result.confidence)
         self._on_read(counts[:, 0])
         return HostResult(
             counts[:, 2:], counts[:, 0], counts[:, 1], logprobs, prompt, node_ids, parents, confidence=confidence
         )
 
+    def _own(self, x: jax.Array) -> np.ndarray:
+        """The rows of the slots that were asked for."""
+        host = np.asarray(x)
+        return host[self._rows(len(host))]
+
     def _tree(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
         """Token ids and parents of the proposed nodes, [batch, node] int32; None of a plain step."""
         if self._result.node_ids is None:
             return None, None
-        node_ids = np.asarray(self._result.node_ids)
+        node_ids = self._own(self._result.node_ids)
         if self._result.parents is None:
             above = np.maximum(np.arange(node_ids.shape[1], dtype=np.int32) - 1, 0)
             return node_ids, np.broadcast_to(above, node_ids.shape)
-        return node_ids, np.asarray(self._result.parents)
+        return node_ids, self._own(self._result.parents)

@@ -22,7 +22,7 @@ from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 from specserve.drafters.speculation import parse_speculation, with_head, within_reach
 from specserve.drafters.words import ALL_TEXT, CARRIED
 from specserve.errors import ConfigError
-from specserve.mesh import default_dtype, free_memory, num_parts
+from specserve.mesh import default_dtype, describe_mesh, free_memory, num_parts
 from specserve.models.config import ModelConfig
 from specserve.provenance import fingerprint
 from specserve.serve.calibrate import cost_file, describe_costs, finish, step_costs
@@ -340,18 +340,15 @@ def make_runner(
 
 
 def _check_shares(mesh: Mesh | None, max_slots: int) -> None:
-    """The largest step should be cut over all devices that have different sequences. Raises ConfigError where not even
-    `data` cuts it; a server of few sequences may well have more devices along `expert`."""
-    if mesh is None:
-        return
-    data, parts = mesh.shape["data"], num_parts(mesh, "batch")
-    if max_slots % data:
-        raise ConfigError(f"--max-slots {max_slots}: they are spread over data={data}, so make it a multiple of that")
-    if max_slots % parts:
-        logger.warning(
-            "--max-slots %d: sequences are spread over data x expert, and this is no multiple of %d, so devices along "
-            "expert repeat what steps do outside the experts",
-            *(max_slots, parts),
+    """Each data rank has as many slots as any other. Raises ConfigError where that cannot be."""
+    parts = num_parts(mesh, "batch")
+    if mesh is not None and max_slots % parts:
+        fix = " or ".join(
+            str(number) for number in (max_slots // parts * parts, -(-max_slots // parts) * parts) if number
+        )
+        raise ConfigError(
+            f"--max-slots {max_slots}: sequences are shared out over data x expert = {parts} of --mesh "
+            f"{describe_mesh(mesh)}, so it must be a multiple of that; give {fix}"
         )
 
 
@@ -422,10 +419,10 @@ def _is_early(run: ServeRun) -> bool:
 
 
 def _num_pages(models: Models, run: ServeRun, longest: int) -> int:
-    if run.cache_tokens:
-        return -(-run.cache_tokens // run.page_size)
-    if not (run.cache_gb or run.cache_fraction):
-        return -(-run.max_slots * longest // run.page_size)
+    """Of all data ranks together, each of which has the same number."""
+    ranks = num_parts(models.mesh, "batch")
+    if run.cache_tokens or not (run.cache_gb or run.cache_fraction):
+        return -(-(run.cache_tokens or run.max_slots * longest) // (run.page_size * ranks)) * ranks
     available = int(run.cache_gb * 1e9) if run.cache_gb else int(run.cache_fraction * free_memory(models.mesh))
     drafter = models.head.drafter if models.head else None
     per_page = bytes_per_page(models.target.config, drafter, run.page_size, models.mesh)
@@ -435,4 +432,4 @@ def _num_pages(models: Models, run: ServeRun, longest: int) -> int:
             f"the cache may take {available:,} bytes, and one page of {run.page_size} tokens takes {per_page:,}: "
             "raise --cache-gb or --cache-fraction, or lower --page-size"
         )
-    return pages
+    return pages * ranks

@@ -6,10 +6,13 @@ tree, so that it can be hit, or evicted when room is needed). One node of the tr
 Who holds a node's page also holds the pages of all its ancestors: `acquire` takes whole prefixes, and `insert` puts a
 page only under the caller's own. So nothing below an idle page is held. `release` goes from a sequence's last page to
 its first, so children become idle before their parents, and the page that has been idle longest is always a leaf.
+
+Over a mesh that cuts sequences each data rank has pages of its own, an equal part of them all, and a sequence has pages
+of one rank alone. So the same tokens may be cached on several ranks, and a hit is one of the rank that is asked.
 """
 
 from array import array
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from hashlib import blake2b
@@ -18,7 +21,8 @@ from typing import Protocol
 
 from specserve.errors import CapacityError
 
-_Key = tuple[str, tuple[int, ...]]  # the salt and one page of token ids: salts never meet, and one tree has them all
+# data rank, salt and one page of token ids: neither ranks nor salts ever meet, and one tree has them all
+_Key = tuple[int, str, tuple[int, ...]]
 _Children = dict[_Key, "_Node"]
 
 
@@ -31,6 +35,12 @@ class _Node:
     siblings: _Children  # where it stands: its parent's children
     digest: bytes  # of its tokens and all before them
     children: _Children = field(default_factory=dict)
+
+
+def data_rank(index: int, number: int, num_ranks: int) -> int:
+    """The data rank that has the `index`-th of so many slots, pages or rows of a batch: each has an equal part of them,
+    one rank after the other, as a mesh cuts an array."""
+    return index * num_ranks // number
 
 
 def prefix_digests(token_ids: Sequence[int], page_size: int, salt: str = "") -> list[bytes]:
@@ -73,24 +83,34 @@ class Watcher(Protocol):
 class PagePool:
     """Hands out page ids, and finds the pages that already hold the beginning of a prompt.
 
-    A salt names who may share: only equal salts hit each other's pages.
+    A salt names who may share: only equal salts hit each other's pages. The pages of data rank r are the r-th part of
+    all (`data_rank`).
     """
 
-    def __init__(self, num_pages: int, page_size: int, watcher: Watcher | None = None) -> None:
-        self.num_pages = num_pages
+    def __init__(self, num_pages: int, page_size: int, watcher: Watcher | None = None, *, num_ranks: int = 1) -> None:
+        """`num_ranks`, of data ranks, must divide `num_pages`."""
+        assert num_pages % num_ranks == 0, f"{num_pages} pages for {num_ranks} data ranks"
+        self.num_pages, self.num_ranks = num_pages, num_ranks
         self.page_size = page_size
         self._watcher = watcher
-        self._free = list(range(num_pages - 1, -1, -1))
+        each = num_pages // num_ranks
+        self._free = [list(range((rank + 1) * each - 1, rank * each - 1, -1)) for rank in range(num_ranks)]
         self._num_references: dict[int, int] = {}  # of the held pages
-        self._idle: OrderedDict[int, None] = OrderedDict()  # longest idle first; a dict is slow to pop its first item
+        # by data rank, longest idle first; a dict is slow to pop its first item
+        self._idle: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_ranks)]
         self._tree: _Children = {}
         self._nodes: dict[int, _Node] = {}  # by page
         self._private: set[int] = set()  # held since before a flush: never cached
+        self._num_copies: Counter[bytes] = Counter()  # cached pages by digest: several where ranks hold the same
 
     @property
     def num_available(self) -> int:
-        """The number of pages that `allocate` can give."""
-        return len(self._free) + len(self._idle)
+        """How many pages `allocate` can give, of all data ranks together."""
+        return sum(map(self.available, range(self.num_ranks)))
+
+    def available(self, rank: int) -> int:
+        """How many pages of a data rank `allocate` can give."""
+        return len(self._free[rank]) + len(self._idle[rank])
 
     @property
     def num_cached(self) -> int:
@@ -102,36 +122,42 @@ class PagePool:
         nodes = list(self._nodes.values())  # in one piece
         return [node.digest for node in islice(reversed(nodes), most)]
 
-    def match(self, token_ids: Sequence[int], salt: str = "") -> int:
+    def match(self, token_ids: Sequence[int], salt: str = "", *, rank: int = 0) -> int:
         """Return how many tokens `acquire` would find, in whole pages from the start. It changes nothing."""
-        return len(self._find(token_ids, salt)) * self.page_size
+        return len(self._find(token_ids, salt, rank)) * self.page_size
 
-    def acquire(self, token_ids: Sequence[int], salt: str = "") -> list[int]:
-        """The pages of the longest cached prefix, each with one more reference."""
-        pages = self._find(token_ids, salt)
+    def acquire(self, token_ids: Sequence[int], salt: str = "", *, rank: int = 0) -> list[int]:
+        """The pages of the longest prefix that a data rank has cached, each with one more reference."""
+        pages = self._find(token_ids, salt, rank)
         for page in pages:
-            self._idle.pop(page, None)
+            self._idle[rank].pop(page, None)
             self._num_references[page] = self._num_references.get(page, 0) + 1
         return pages
 
-    def allocate(self, count: int) -> list[int]:
-        """New pages with one reference each; evicts the longest idle if it must.
+    def allocate(self, count: int, *, rank: int = 0) -> list[int]:
+        """New pages of a data rank with one reference each; evicts the longest idle if it must.
 
         Raises CapacityError, and takes nothing, when fewer than `count` are available.
         """
-        if count > self.num_available:
-            raise CapacityError(f"{count} cache pages needed, {self.num_available} of {self.num_pages} are available")
+        free, idle = self._free[rank], self._idle[rank]
+        if count > self.available(rank):
+            of_all = self.num_pages // self.num_ranks
+            raise CapacityError(f"{count} cache pages needed, {self.available(rank)} of {of_all} are available")
         evicted = []
-        while len(self._free) < count:
-            page, _ = self._idle.popitem(last=False)
+        while len(free) < count:
+            page, _ = idle.popitem(last=False)
             node = self._nodes.pop(page)
             assert not node.children, f"page {page} is evicted before the pages that continue it"
             del node.siblings[node.key]
-            self._free.append(page)
+            free.append(page)
             evicted.append(node.digest)
-        if evicted and self._watcher is not None:
-            self._watcher.removed(evicted)
-        pages = [self._free.pop() for _ in range(count)]
+        self._num_copies.subtract(evicted)
+        gone = [digest for digest in evicted if not self._num_copies[digest]]  # from every data rank
+        for digest in gone:
+            del self._num_copies[digest]
+        if gone and self._watcher is not None:
+            self._watcher.removed(gone)
+        pages = [free.pop() for _ in range(count)]
         self._num_references.update(dict.fromkeys(pages, 1))
         return pages
 
@@ -144,20 +170,23 @@ class PagePool:
         flushed: that page and what follows stay private.
         """
         children, digest, new, first = self._tree, _root(salt), list[_Node](), 0
+        rank = self._rank_of(pages[0]) if pages else 0
         if num_known:
             last_known = self._nodes.get(pages[num_known - 1])
             if last_known is None:
                 return  # private, so what continues it is too
             children, digest = last_known.children, last_known.digest
-        for index, key in enumerate(self._keys(token_ids, salt, num_known), num_known):
+        for index, key in enumerate(self._keys(token_ids, salt, rank, num_known), num_known):
             page = pages[index]
             assert page in self._num_references, f"page {page} is not held"
             node = children.get(key)
             if node is None and page not in self._private:
                 assert page not in self._nodes, f"page {page} holds other tokens"
-                node = children[key] = self._nodes[page] = _Node(page, key, children, _digest(digest, key[1]))
-                first = first if new else index
-                new.append(node)
+                node = children[key] = self._nodes[page] = _Node(page, key, children, _digest(digest, key[-1]))
+                self._num_copies[node.digest] += 1
+                if self._num_copies[node.digest] == 1:  # else another data rank has it too
+                    first = first if new else index
+                    new.append(node)
             if node is None or node.page != page:
                 break
             children, digest = node.children, node.digest
@@ -166,7 +195,7 @@ class PagePool:
             self._watcher.stored(
                 before,
                 [node.digest for node in new],
-                [token_id for node in new for token_id in node.key[1]],
+                [token_id for node in new for token_id in node.key[-1]],
                 salt,
             )
 
@@ -179,17 +208,20 @@ class PagePool:
                 continue
             del self._num_references[page]
             self._private.discard(page)
+            rank = self._rank_of(page)
             if page in self._nodes:
-                self._idle[page] = None
+                self._idle[rank][page] = None
             else:
-                self._free.append(page)
+                self._free[rank].append(page)
 
     def flush(self) -> int:
         """Forget every cached prefix, and never cache a page that is held now; returns how many were forgotten."""
         num_forgotten = len(self._nodes)
         self._tree, self._nodes = {}, {}
-        self._free.extend(self._idle)
-        self._idle.clear()
+        self._num_copies.clear()
+        for free, idle in zip(self._free, self._idle, strict=True):
+            free.extend(idle)
+            idle.clear()
         self._private = set(self._num_references)
         if self._watcher is not None:
             self._watcher.cleared()
@@ -197,12 +229,16 @@ class PagePool:
 
     def check(self) -> None:
         """Asserts that the books balance. Reads everything: for tests."""
-        states = sorted([*self._free, *self._idle, *self._num_references])
+        free, idle = ([page for part in parts for page in part] for parts in (self._free, self._idle))
+        states = sorted([*free, *idle, *self._num_references])
         assert states == list(range(self.num_pages)), "every page is in exactly one state"
+        for rank, parts in enumerate(zip(self._free, self._idle, strict=True)):
+            assert {self._rank_of(page) for part in parts for page in part} <= {rank}, "pages stay with their data rank"
+        assert Counter(node.digest for node in self._nodes.values()) == self._num_copies
         assert all(count > 0 for count in self._num_references.values())
         assert self._private <= self._num_references.keys() - self._nodes.keys()
-        assert self._idle.keys() <= self._nodes.keys() <= self._idle.keys() | self._num_references.keys()
-        idle_rank = {page: rank for rank, page in enumerate(self._idle)}
+        assert set(idle) <= self._nodes.keys() <= {*idle, *self._num_references}
+        idle_order = {page: order for order, page in enumerate(idle)}
         levels = [(-1, self._tree)] + [(node.page, node.children) for node in self._nodes.values()]
         assert sum(len(children) for _, children in levels) == len(self._nodes), "every node is in the tree"
         for parent, children in levels:
@@ -210,23 +246,27 @@ class PagePool:
                 assert self._nodes[node.page] is node
                 assert node.siblings is children
                 assert node.key == key
-                assert len(key[1]) == self.page_size
-                if parent in idle_rank:
-                    rank = idle_rank.get(node.page, self.num_pages)
-                    assert rank < idle_rank[parent], "below an idle page all are idle, and longer"
+                assert len(key[-1]) == self.page_size
+                assert key[0] == self._rank_of(node.page)
+                if parent in idle_order:
+                    order = idle_order.get(node.page, self.num_pages)
+                    assert order < idle_order[parent], "below an idle page all are idle, and longer"
             if parent in self._num_references:
                 held_below = sum(self._num_references.get(node.page, 0) for node in children.values())
                 assert held_below <= self._num_references[parent], "who holds a page holds its ancestors"
 
-    def _keys(self, token_ids: Sequence[int], salt: str, start: int = 0) -> Iterator[_Key]:
+    def _rank_of(self, page: int) -> int:
+        return data_rank(page, self.num_pages, self.num_ranks)
+
+    def _keys(self, token_ids: Sequence[int], salt: str, rank: int, start: int = 0) -> Iterator[_Key]:
         """The keys of the full pages, from page `start` on."""
         for end in range((start + 1) * self.page_size, len(token_ids) + 1, self.page_size):
-            yield salt, tuple(token_ids[end - self.page_size : end])
+            yield rank, salt, tuple(token_ids[end - self.page_size : end])
 
-    def _find(self, token_ids: Sequence[int], salt: str) -> list[int]:
+    def _find(self, token_ids: Sequence[int], salt: str, rank: int) -> list[int]:
         """The pages of the longest cached prefix."""
         pages, children = [], self._tree
-        for key in self._keys(token_ids, salt):
+        for key in self._keys(token_ids, salt, rank):
             node = children.get(key)
             if node is None:
                 break

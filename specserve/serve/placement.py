@@ -11,8 +11,8 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
 from specserve.kernels import paged
-from specserve.kernels.pages import Pages
-from specserve.mesh import fitting, put, whole
+from specserve.kernels.pages import PageRows, Pages, share_out
+from specserve.mesh import fitting, num_parts, put, whole
 from specserve.models.cache import Cache
 from specserve.models.config import ModelConfig
 from specserve.models.sharding import num_bytes, place_cache
@@ -22,11 +22,16 @@ from specserve.speculative.step import SlotState, StepConfig, init_state
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """The place of every array. On a mesh the caches are spread by heads and a step's slots by batch, over data x
-    expert; everything else that is no weight is whole on every device. Without one, JAX puts all of it on its default
-    device."""
+    """On a mesh a step's slots are cut by batch, over data x expert, the data ranks; so are the pages of the caches,
+    which are also cut by heads; everything else that is no weight is whole on every device. Without one, JAX puts all
+    of it on its default device."""
 
     mesh: Mesh | None
+
+    @property
+    def num_ranks(self) -> int:
+        """Data ranks: parts of the devices with sequences, and with pages, of their own."""
+        return num_parts(self.mesh, "batch")
 
     @property
     def whole(self) -> NamedSharding | None:
@@ -43,12 +48,11 @@ class Placement:
     def scalar(self, value: int) -> jax.Array:
         return _put(value, np.int32, self.whole)
 
-    def flag(self, value: bool) -> jax.Array:  # [1]
-        return _put((value,), np.bool_, self.whole)
+    def flags(self, values: tuple[bool, ...]) -> jax.Array:
+        return _put(values, np.bool_, self.whole)
 
     def slots(self, slots: tuple[int, ...]) -> jax.Array:
-        """Make the array of a step's slots. Where the batch divides, each device has a part of it, and the step's
-        arrays follow."""
+        """What a step computes for its slots follows them: each device has a part of the batch."""
         return _put(slots, np.int32, None if self.mesh is None else fitting(self.mesh, ("batch",), (len(slots),)))
 
     def shapes(self, make: Callable[[], SlotState]) -> SlotState:
@@ -69,9 +73,13 @@ class Placement:
         mesh = self.mesh
 
         def place(leaf: Any) -> Any:
-            return place_cache(leaf, mesh) if isinstance(leaf, Cache) else self.whole
+            return place_cache(leaf, mesh) if _is_cache(leaf) else self.whole
 
-        return jax.tree.map(place, jax.eval_shape(make), is_leaf=lambda leaf: isinstance(leaf, Cache))
+        return jax.tree.map(place, jax.eval_shape(make), is_leaf=_is_cache)
+
+
+def _is_cache(leaf: Any) -> bool:
+    return isinstance(leaf, Cache | PageRows)
 
 
 @functools.lru_cache(maxsize=4096)
@@ -81,41 +89,48 @@ def _put(value: Any, dtype: type, place: NamedSharding | None) -> jax.Array:
 
 
 def bytes_per_token(target: ModelConfig, drafter: Drafter | None, mesh: Mesh | None = None) -> int:
-    """Return the bytes that a token takes in the paged caches of target and drafter, on each device. Recurrent layers
-    take nothing."""
-    caches, _ = state_shapes(StepConfig(target, drafter, max_depth=0), 0, 1, page_size=1, max_pages=1)
-    return num_bytes(caches, mesh)
+    """What a token takes in the paged caches of both, on each device of its data rank. Recurrent layers take
+    nothing."""
+    shapes = state_shapes(StepConfig(target, drafter, max_depth=0), num_parts(mesh, "batch"), 0, 1, 1, 1)
+    return num_bytes([cache for cache in shapes[0] if isinstance(cache, Cache)], mesh)
 
 
 def bytes_per_page(target: ModelConfig, drafter: Drafter | None, page_size: int, mesh: Mesh | None = None) -> int:
-    """Return the bytes that a page takes on each device, with what a drafter keeps of each page beside its entries."""
+    """What a page takes on each device of its data rank, with what a drafter keeps of each page beside its entries."""
     config, sizes = StepConfig(target, drafter, max_depth=0), {"page_size": page_size, "max_pages": 1}
     return state_bytes(config, mesh, 0, 1, **sizes) - state_bytes(config, mesh, 0, 0, **sizes)
 
 
 def state_bytes(
-    config: StepConfig, mesh: Mesh | None, num_slots: int, num_pages: int, *, page_size: int, max_pages: int
+    config: StepConfig,
+    mesh: Mesh | None,
+    num_slots: int,
+    num_pages: int,  # of each data rank
+    *,
+    page_size: int,
+    max_pages: int,
 ) -> int:
     """Return the bytes that the state of such a server takes on each device. Along a mesh the caches alone are
     spread."""
-    caches, others = state_shapes(config, num_slots, num_pages, page_size=page_size, max_pages=max_pages)
+    caches, others = state_shapes(config, num_parts(mesh, "batch"), num_slots, num_pages, page_size, max_pages)
     return num_bytes(caches, mesh) + sum(leaf.size * leaf.dtype.itemsize for leaf in others)
 
 
 @functools.lru_cache(maxsize=256)  # many meshes are asked about one state
 def state_shapes(
-    config: StepConfig, num_slots: int, num_pages: int, *, page_size: int, max_pages: int
-) -> tuple[tuple[Cache, ...], tuple[jax.ShapeDtypeStruct, ...]]:
-    """The caches of a state, of shapes in place of arrays, and the shapes of everything else."""
-    sizes = {"num_slots": num_slots, "num_pages": num_pages, "page_size": page_size, "max_pages": max_pages}
-    leaves = jax.tree.leaves(
-        jax.eval_shape(functools.partial(init_state, config, **sizes)), is_leaf=lambda leaf: isinstance(leaf, Cache)
-    )
-    caches = tuple(leaf for leaf in leaves if isinstance(leaf, Cache))
-    return caches, tuple(leaf for leaf in leaves if not isinstance(leaf, Cache))
+    config: StepConfig, num_ranks: int, num_slots: int, num_pages: int, page_size: int, max_pages: int
+) -> tuple[tuple[Cache | PageRows, ...], tuple[jax.ShapeDtypeStruct, ...]]:
+    """The caches of a state with `num_pages` for each data rank, of shapes in place of arrays, and the shapes of
+    everything else."""
+    sizes = {"num_slots": num_slots, "page_size": page_size, "max_pages": max_pages, "num_ranks": num_ranks}
+    make = functools.partial(init_state, config, num_pages=num_ranks * num_pages, **sizes)
+    leaves = jax.tree.leaves(jax.eval_shape(make), is_leaf=_is_cache)
+    caches = tuple(leaf for leaf in leaves if _is_cache(leaf))
+    return caches, tuple(leaf for leaf in leaves if not _is_cache(leaf))
 
 
 def reads_by_page(target: ModelConfig, num_pages: int, page_size: int, mesh: Mesh | None = None) -> bool:
     """Return whether attention reads the pages that a sequence has, however many its table names (`kernels.paged`)."""
     cache = jax.eval_shape(lambda: Cache.zeros(target, num_slots=1, num_pages=num_pages, page_size=page_size))
+    cache = share_out(cache, num_parts(mesh, "batch"))
     return paged.reads_by_page([layer for layer in cache.layers if isinstance(layer, Pages)], mesh)

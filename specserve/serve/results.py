@@ -1,20 +1,23 @@
-"""The parts of a step's result that a request may want besides its tokens: log-probabilities, and the proposed
-tree."""
+"""What there is to say of one sequence besides its tokens, for requests that want to know."""
+
+import time
 
 from specserve.serve.handles import HostResult
-from specserve.serve.request import Delta, DraftTree, PromptToken, Request, TokenLogprobs
+from specserve.serve.request import Delta, DraftTree, PromptToken, Request, SpeculationStats, TokenLogprobs
+from specserve.serve.scheduler import Sequence
 from specserve.speculative.tree import Tree
 
 
-def prompt_tokens(request: Request, start: int, num_tokens: int, result: HostResult) -> list[PromptToken]:
-    """Return the next tokens of a scored prompt, of which `start` are known. A chunk scores the tokens after its own.
-    The token after its last one is drawn, and the first token of all has nothing before it."""
+def prompt_tokens(request: Request, start: int, num_tokens: int, result: HostResult, row: int) -> list[PromptToken]:
+    """The next tokens of a scored prompt, of which `start` are known, by the row of its chunk. A chunk tells of the
+    tokens after its own; the last one's is drawn, and the first of all has nothing before it."""
     assert result.prompt is not None
     assert request.params.prompt_logprobs is not None
     found = [] if start else [PromptToken(request.prompt_ids[0], None, 0)]
     token_ids = request.prompt_ids[start + len(found) :][:num_tokens]
     scores, num_top = result.prompt.logprobs, request.params.prompt_logprobs
-    each = zip(token_ids, scores.chosen[0], scores.top[0], scores.top_ids[0], result.prompt.ranks[0], strict=False)
+    told = scores.chosen, scores.top, scores.top_ids, result.prompt.ranks
+    each = zip(token_ids, *(array[row] for array in told), strict=False)
     for token_id, chosen, top, top_ids, rank in each:
         likeliest = tuple(zip(top_ids[:num_top].tolist(), top[:num_top].tolist(), strict=True))
         found.append(PromptToken(token_id, TokenLogprobs(token_id, float(chosen), likeliest), int(rank)))
@@ -47,3 +50,19 @@ def draft_tree(tree: Tree, result: HostResult, row: int, delta: Delta) -> DraftT
         current = next(node for node in nodes if (parents[node], token_ids[node]) == (current, token_id))
         accepted.append(current)
     return DraftTree(tuple(token_ids), tuple(parents), tuple(accepted))
+
+
+def stats_of(sequence: Sequence, max_accepted: int) -> SpeculationStats:
+    """What there is to say of a sequence that ends now."""
+    now = time.monotonic()
+    admitted = sequence.admit_time or now
+    first = sequence.first_time or now
+    return SpeculationStats(
+        **vars(sequence.acceptance),
+        num_cached_tokens=sequence.num_cached or 0,
+        drafts=tuple(sequence.drafts),
+        max_accepted=max_accepted,
+        queue_seconds=admitted - sequence.request.submit_time,
+        prefill_seconds=first - admitted,
+        decode_seconds=(sequence.last_time or now) - first,
+    )

@@ -26,7 +26,7 @@ from specserve.serve.handles import HostResult, StepHandle
 from specserve.serve.interface import ROUND_SIZES, EngineStats
 from specserve.serve.options import sampler_rows, token_rows
 from specserve.serve.output import OutputStream
-from specserve.serve.request import Delta, FinishReason, Request, SpeculationStats, TokenMask
+from specserve.serve.request import Delta, FinishReason, Request, TokenMask
 from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Chunk, Round, Scheduler, Sequence
 from specserve.speculative.controller import Controller, Estimate
@@ -41,13 +41,14 @@ ROUNDS_AHEAD = 1  # dispatched and not read while the next one is made
 
 @dataclass(frozen=True)
 class Flight:
-    """A program whose result has not been read: a step, or a chunk of a prompt."""
+    """A program whose result has not been read: a step, or chunks of prompts."""
 
     handle: StepHandle
-    rows: list[tuple[Sequence, int]]  # whose tokens the rows of its result are, and as of which of their epochs
+    rows: dict[int, tuple[Sequence, int]]  # of the result, whose tokens they are, and as of which of their epochs
     tree: Tree | None = None
     shape: tuple[int, int] | None = None  # of a step: batch size and width
-    scored: tuple[Sequence, int, int] | None = None  # of a scored chunk: whose, as of which epoch, how many tokens
+    # of scored chunks, by the row: whose, as of which epoch, how many tokens
+    scored: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
     num_prompt: int = 0  # prompt tokens that it reads
 
     @property
@@ -225,15 +226,15 @@ class Rounds:
         if decode:
             self.runner.extend(plan.new_pages)
             flights.append(self._step(decode))
-        flights += [self._prefill(chunk) for chunk in plan.chunks]
+        flights += [self._prefill(chunks) for chunks in plan.prefills]
         for flight in flights:
-            for sequence, _ in flight.rows:
+            for sequence, _ in flight.rows.values():
                 sequence.dispatched(flight.most)
         self.flights.append(flights)
 
     def _step(self, decode: list[Sequence]) -> Flight:
         slots = [sequence.slot for sequence in decode]
-        shape = self.runner.shapes.batch_size_of(len(slots)), self.runner.width_of(slots)
+        shape = self.runner.shapes.batch_size_of(slots), self.runner.width_of(slots)
         wanted: _Wanted = {
             "has_logprobs": any(sequence.request.params.logprobs is not None for sequence in decode),
             "has_tree": any(sequence.request.params.return_tree for sequence in decode),
@@ -246,7 +247,8 @@ class Rounds:
             is_following = not self.is_partial and (not self.is_choosing or self.controller.is_following)
             handle = self.runner.step(slots, tree, **wanted, is_following=is_following)
         self._counters.steps[describe(None if self.runner.shapes.accepts_nothing else tree)] += 1
-        return Flight(handle, [(sequence, sequence.epoch) for sequence in decode], tree, shape)
+        rows = {row: (sequence, sequence.epoch) for row, sequence in enumerate(decode)}
+        return Flight(handle, rows, tree, shape)
 
     def _choose(self, decode: list[Sequence], batch_size: int, width: int) -> Tree | None:
         trees = self.runner.shapes.trees_for(batch_size)
@@ -289,7 +291,7 @@ class Rounds:
 
     def _choose_constrained(self, decode: list[Sequence], slots: list[int]) -> Tree | None:
         shapes = self.runner.shapes
-        batch_size = shapes.batch_size_of(len(slots))
+        batch_size = shapes.batch_size_of(slots)
         tree = shapes.constrained_tree(batch_size)
         if tree is None or None not in shapes.trees:
             return tree
@@ -323,31 +325,37 @@ class Rounds:
             logger.exception("%s: its own code failed; ending it", sequence.request.request_id)
             self._deliver(sequence, Delta(finish_reason=FinishReason.ERROR, error=f"{type(error).__name__}: {error}"))
 
-    def _prefill(self, chunk: Chunk) -> Flight:
-        """Run one chunk of a prompt, admitting its sequence before the first. It runs even where its token mask fails
-        and ends the sequence: the prefix cache has its pages already."""
-        sequence = chunk.sequence
-        request, slot = sequence.request, sequence.slot
-        if chunk.is_first:
-            self._admit(chunk)
-        allowed = None
-        if chunk.is_last and request.token_mask is not None:
-            allowed = self._masks([sequence], np.zeros((1, 1), np.int32), np.array([[sequence.token_ids[-1]]]))
-        is_scored = sequence.is_scored
+    def _prefill(self, chunks: Seq[Chunk]) -> Flight:
+        """Run chunks of prompts side by side, admitting their sequences before the first. They run even where a token
+        mask fails and ends its sequence: the prefix cache has its pages already."""
+        parts = [(chunk.sequence.slot, chunk.num_tokens, chunk.is_last) for chunk in chunks]
+        for chunk in chunks:
+            if chunk.is_first:
+                self._admit(chunk)
+        lasts = {row: chunk.sequence for row, chunk in enumerate(chunks) if chunk.is_last}
+        scored = {row: chunk for row, chunk in enumerate(chunks) if chunk.sequence.is_scored}
         handle = self.runner.prefill(
-            slot,
-            chunk.num_tokens,
-            is_last=chunk.is_last,
-            is_scored=is_scored,
-            has_logprobs=chunk.is_last and request.params.logprobs is not None,
-            allowed=allowed,
+            parts,
+            is_scored=bool(scored),
+            has_logprobs=any(sequence.request.params.logprobs is not None for sequence in lasts.values()),
+            allowed=self._masks_of_prompts(lasts, len(chunks)),
         )
         return Flight(
             handle,
-            [(sequence, sequence.epoch)] if chunk.is_last else [],
-            scored=(sequence, sequence.epoch, chunk.num_tokens) if is_scored else None,
-            num_prompt=chunk.num_tokens,
+            {row: (sequence, sequence.epoch) for row, sequence in lasts.items()},
+            scored={row: (chunk.sequence, chunk.sequence.epoch, chunk.num_tokens) for row, chunk in scored.items()},
+            num_prompt=sum(chunk.num_tokens for chunk in chunks),
         )
+
+    def _masks_of_prompts(self, lasts: dict[int, Sequence], batch: int) -> np.ndarray | None:
+        """What may follow prompts that end in these rows of so many, [batch, 1, bytes] uint8; None: anything."""
+        if not any(sequence.request.token_mask for sequence in lasts.values()):
+            return None
+        sequences = list(lasts.values())
+        last_ids = np.array([[sequence.token_ids[-1]] for sequence in sequences])
+        allowed = np.full((batch, 1, -(-self._vocab_size // 8)), 255, np.uint8)
+        allowed[list(lasts)] = self._masks(sequences, np.zeros_like(last_ids), last_ids)
+        return allowed
 
     def _admit(self, chunk: Chunk) -> None:
         sequence = chunk.sequence
@@ -379,10 +387,11 @@ class Rounds:
                 self.controller.observe_seconds(*flight.shape, flight.tree, now - self._last_landing)
             # the next step began when this one ended, if it was on its way already
             self._last_landing = now if len(flights) == 1 and self.flights else 0.0
-            if flight.scored and flight.scored[0].epoch == flight.scored[1]:
-                sequence, _, num_tokens = flight.scored
-                sequence.prompt += results.prompt_tokens(sequence.request, len(sequence.prompt), num_tokens, result)
-            for row, (sequence, epoch) in enumerate(flight.rows):
+            for row, (sequence, epoch, number) in flight.scored.items():
+                if sequence.epoch == epoch:
+                    known = len(sequence.prompt)
+                    sequence.prompt += results.prompt_tokens(sequence.request, known, number, result, row)
+            for row, (sequence, epoch) in flight.rows.items():
                 if not sequence.is_running or sequence.epoch != epoch:
                     continue  # it has ended, or will do this step again
                 sequence.landed(flight.most)
@@ -436,7 +445,7 @@ class Rounds:
             sequence.first_time = sequence.first_time or sequence.last_time
         if reason is not None:
             most = max(self.runner.shapes.max_accepted, len(sequence.acceptance.accepted_per_depth))  # of any head
-            delta = dataclasses.replace(delta, stats=_stats(sequence, most))
+            delta = dataclasses.replace(delta, stats=results.stats_of(sequence, most))
             # before its listener hears of it: who has the last token finds the slot and the pages free
             self._end(sequence, reason)
         try:
@@ -470,22 +479,6 @@ class Rounds:
     @property
     def _vocab_size(self) -> int:
         return self.runner.config.target.vocab_size
-
-
-def _stats(sequence: Sequence, max_accepted: int) -> SpeculationStats:
-    """Return the stats of a sequence that ends now."""
-    now = time.monotonic()
-    admitted = sequence.admit_time or now
-    first = sequence.first_time or now
-    return SpeculationStats(
-        **vars(sequence.acceptance),
-        num_cached_tokens=sequence.num_cached or 0,
-        drafts=tuple(sequence.drafts),
-        max_accepted=max_accepted,
-        queue_seconds=admitted - sequence.request.submit_time,
-        prefill_seconds=first - admitted,
-        decode_seconds=(sequence.last_time or now) - first,
-    )
 
 
 def _fill(allowed: np.ndarray, mask: TokenMask, parents: np.ndarray, token_ids: np.ndarray) -> None:

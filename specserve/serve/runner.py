@@ -22,6 +22,7 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
 from specserve.drafters.speculation import describe, drafter_for
 from specserve.errors import ConfigError, first_line
+from specserve.mesh import num_parts
 from specserve.serve.calls import Calls
 from specserve.serve.handles import StepHandle
 from specserve.serve.kept import KeptPrograms
@@ -79,6 +80,7 @@ class Runner:
             is_recurrent=target.config.is_recurrent,
             reads_by_page=reads_by_page(target.config, num_pages, page_size, mesh),
             is_deterministic=is_deterministic,
+            num_ranks=num_parts(mesh, "batch"),
         )
         self.config = StepConfig(
             target.config.for_length(max_model_len),
@@ -103,7 +105,7 @@ class Runner:
         """Bind the programs to this config and these shapes. Nothing is compiled; the state is one of shapes."""
         shapes = self.shapes
         sizes = {"num_slots": shapes.num_slots, "num_pages": shapes.num_pages, "page_size": shapes.page_size}
-        sizes["max_pages"] = shapes.max_pages
+        sizes |= {"max_pages": shapes.max_pages, "num_ranks": shapes.num_ranks}
         make = functools.partial(step.init_state, self.config, **sizes)
         self.state: Any = self.place.shapes(make)
         self.calls = Calls(self.config, self.place, self.place.state(make))
@@ -215,35 +217,38 @@ class Runner:
 
     def prefill(
         self,
-        slot: int,
-        num_tokens: int,
+        parts: Sequence[tuple[int, int, bool]],
         *,
-        is_last: bool,
         has_logprobs: bool = False,
         is_scored: bool = False,
         allowed: np.ndarray | None = None,
     ) -> StepHandle:
-        """Run the next tokens of a prompt (at most the largest of `chunks`). The drawn token counts after the last.
-        With `is_scored` the result says how likely the prompt's own tokens were.
-        `allowed` ([1, 1, bytes] uint8, as `TokenMask.masks`) says which tokens it may be."""
-        chunks = [chunk for chunk in self.shapes.chunks if chunk >= num_tokens]
-        widths = self.shapes.widths_for(self._ledger.num_entries((slot,)) + num_tokens)
+        """Run the next tokens of prompts, one of each data rank at most: `parts` are their slots, how many tokens (at
+        most the largest of `chunks`), and whether they are the last. The drawn token counts after the last.
+        With `is_scored` the result says how likely the prompts' own tokens were.
+        `allowed` ([part, 1, bytes] uint8, as `TokenMask.masks`) says which tokens it may be."""
+        slots, batch = [slot for slot, _, _ in parts], self.shapes.num_ranks
+        chunks = [chunk for chunk in self.shapes.chunks if all(chunk >= number for _, number, _ in parts)]
+        most = max(self._ledger.num_entries((slot,)) + number for slot, number, _ in parts)
+        widths = self.shapes.widths_for(most)
         if is_scored:  # there is one program for all
             widths, chunks = self.shapes.widths[-1:], self.shapes.chunks[-1:]
+        rows = self.shapes.prompts_in_rows(parts)
+        bits = self.shapes.masks_in_rows(slots, allowed, batch)
         shapes = itertools.product(widths, chunks)
-        call = self.compiled.at_once(
-            self._prefill(slot, num_tokens, is_last, chunk, width, allowed, is_scored) for width, chunk in shapes
-        )
+        call = self.compiled.at_once(self._prefill(*rows, chunk, width, bits, is_scored) for width, chunk in shapes)
         result = self._run(call)
-        self._ledger.prefilled(slot, num_tokens)
-        return StepHandle(result, lambda _n_accepted: None, has_logprobs=has_logprobs)
+        for slot, number, _ in parts:
+            self._ledger.prefilled(slot, number)
+        rows_read = functools.partial(self.shapes.rows_of, slots)
+        return StepHandle(result, lambda _n_accepted: None, rows_read, has_logprobs=has_logprobs)
 
     @told
     def _prefill(
         self,
-        slot: int,
-        num_tokens: int,
-        is_last: bool,
+        slots: tuple[int, ...],  # one for each data rank, past the last one where that has none
+        num_tokens: tuple[int, ...],
+        is_last: tuple[bool, ...],
         chunk: int,
         width: int,
         allowed: np.ndarray | None = None,
@@ -252,10 +257,10 @@ class Runner:
         return self.calls.prefill(
             self.layouts.many,
             self.state,
-            self.place.slots((slot,)),
-            self.place.slots((num_tokens,)),
-            self.place.flag(is_last),
-            self._allowed(1, allowed),
+            self.place.slots(slots),
+            self.place.slots(num_tokens),
+            self.place.flags(is_last),
+            self._allowed(len(slots), allowed),
             chunk=chunk,
             width=width,
             is_scored=is_scored,
@@ -284,10 +289,11 @@ class Runner:
         """The first half of a step with constrained sequences: token ids and parents of the proposed nodes, [batch,
         node], on the host; and the proposal for `verify`, which takes none with scores. A proposal changes nothing that
         a later step depends on, so that several trees may be proposed one after another."""
-        padded = self._pad(slots)
+        padded = self.shapes.pad(slots)
         self._prepare(slots, tree)
         proposal = self._run(self._proposal(padded, tree, has_scores))
-        return np.asarray(proposal.token_ids)[: len(slots)], np.asarray(proposal.parents)[: len(slots)], proposal
+        rows = self.shapes.rows_of(slots, len(padded))
+        return np.asarray(proposal.token_ids)[rows], np.asarray(proposal.parents)[rows], proposal
 
     def verify(
         self,
@@ -300,8 +306,9 @@ class Runner:
         has_tree: bool = False,
     ) -> StepHandle:
         """The second half: only allowed tokens are drawn."""
-        padded = self._pad(slots)
-        result = self._run(self._verification(padded, tree, proposal, allowed))
+        padded = self.shapes.pad(slots)
+        bits = self.shapes.masks_in_rows(slots, allowed, len(padded))
+        result = self._run(self._verification(padded, tree, proposal, bits))
         return self._handle(slots, tree, result, has_logprobs=has_logprobs, has_tree=has_tree)
 
     def remember(self, slot: int, num_prompt: int) -> None:
@@ -331,30 +338,28 @@ class Runner:
         if self.config.max_pending and slots and (tree is not None or is_following):
             room = self.config.max_pending - 1 if tree is None else tree.depth + 1
             if self._ledger.num_pending(slots) > room:
-                padded = self._pad(slots)
+                padded = self.shapes.pad(slots)
                 number = self.layouts.number(self.layout_for(len(padded), tree))
                 self._run(self._catching_up(padded, number))
                 self._ledger.caught_up(slots)
         return self.width_of(slots)
 
-    def _handle(
-        self, slots: Sequence[int], tree: Tree | None, result: StepResult, *, has_logprobs: bool, has_tree: bool
-    ) -> StepHandle:
+    def _handle(self, slots: Sequence[int], tree: Tree | None, result: StepResult, **wanted: bool) -> StepHandle:
         on_read = self._ledger.stepped(slots, tree.depth if tree else 0)
-        return StepHandle(result, on_read, has_logprobs=has_logprobs, has_tree=has_tree)
+        return StepHandle(result, on_read, functools.partial(self.shapes.rows_of, slots), **wanted)
 
     def width_of(self, slots: Sequence[int]) -> int:
         """The width of the next step of these slots."""
         return self.shapes.widths_for(self._ledger.num_entries(slots) + 1)[0]
 
-    def _pad(self, slots: Sequence[int], size: int | None = None) -> tuple[int, ...]:
-        return (*slots, *[self.shapes.num_slots] * ((size or self.shapes.batch_size_of(len(slots))) - len(slots)))
-
     def _run_step(self, slots: Sequence[int], tree: Tree | None, width: int, allowed: np.ndarray | None) -> StepResult:
         widths = [each for each in self.shapes.widths if each >= width]
-        sizes = [size for size in self.shapes.batch_sizes if size >= len(slots)]
+        sizes = [size for size in self.shapes.batch_sizes if size >= self.shapes.batch_size_of(slots)]
         shapes = itertools.product(widths, sizes)
-        calls = (self._step(self._pad(slots, size), tree, each, allowed) for each, size in shapes)
+        calls = (
+            self._step(self.shapes.pad(slots, size), tree, each, self.shapes.masks_in_rows(slots, allowed, size))
+            for each, size in shapes
+        )
         return self._run(self.compiled.at_once(calls))
 
     def _run(self, call: Call) -> Any:
@@ -395,9 +400,7 @@ class Runner:
                 everything = np.full((batch, 1, -(-self.config.target.vocab_size // 8)), 255, np.uint8)
                 self._everything_allowed[batch] = self.place.put(everything)
             return self._everything_allowed[batch]
-        bits = np.full((batch, *allowed.shape[1:]), 255, np.uint8)
-        bits[: len(allowed)] = allowed
-        return self.place.put(bits)
+        return self.place.put(allowed)
 
     @told
     def _proposal(self, padded: tuple[int, ...], tree: Tree, has_scores: bool = False) -> Call:
@@ -421,10 +424,10 @@ class Runner:
         for width in shapes.widths:
             found += [self._step_program(size, width, shapes.plain) for size in shapes.batch_sizes]
             for chunk in shapes.chunks:
-                call = functools.partial(self._prefill, shapes.num_slots, chunk, True, chunk, width)
+                call = functools.partial(self._prefill, *shapes.no_prompts(chunk), chunk, width)
                 is_plain = width == shapes.widths[-1] and chunk == shapes.chunks[-1]
                 found.append(Program(f"prefill of {chunk}, contexts up to {width * shapes.page_size}", is_plain, call))
-        largest = (shapes.num_slots, shapes.chunks[-1], True, shapes.chunks[-1], shapes.widths[-1])
+        largest = *shapes.no_prompts(shapes.chunks[-1]), shapes.chunks[-1], shapes.widths[-1]
         found.append(Program(SCORING, True, functools.partial(self._prefill, *largest, is_scored=True)))
         if self.config.max_pending and len(shapes.trees) > 1:  # one tree alone never leaves more than it can take
             for size, number in itertools.product(shapes.batch_sizes, range(len(self.layouts.distinct))):

@@ -1,18 +1,23 @@
-"""The scheduler: it decides which sequences run next. It knows lengths, slots, pages and token ids; it never sees an
-array.
+"""Who runs next. It knows lengths, slots, pages and token ids; it never sees an array.
 
 Requests run by priority, then first come first served. A sequence is admitted when a slot and the pages of its prompt
 are free; the prompt's beginning may be in the prefix cache. It prefills in chunks, a bounded number of tokens between
 two steps, and then takes pages as it grows. When there are none left, the youngest sequence gives up its own and waits
-for its turn again. Its answer so far is then part of its prompt, and most of it is still cached.
+for its turn again; what it has said so far is prompt then, and most of it is still cached.
+
+Over a mesh that cuts sequences each data rank has slots and pages of its own (`pages.data_rank`). A sequence is bound
+to a rank while it has a slot: its pages are the rank's, and so is who gives up pages for it. The ranks prefill side by
+side, one prompt each.
 """
 
 import bisect
+from collections import Counter
+from collections.abc import Collection
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from specserve.serve.output import OutputStream
-from specserve.serve.pages import PagePool
+from specserve.serve.pages import PagePool, data_rank
 from specserve.serve.request import PromptToken, Request
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.controller import Estimate
@@ -85,7 +90,7 @@ class Sequence:
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a prompt that is to run next, in one prefill program."""
+    """A part of a prompt that is to run next."""
 
     sequence: Sequence
     num_cached: int  # tokens that its pages held when it was admitted
@@ -101,11 +106,16 @@ class Round:
     preempted: list[Sequence]
     decode: list[Sequence]
     new_pages: list[tuple[int, int, int]]  # for `decode`: slot, which page of the sequence, page
-    chunks: list[Chunk]
+    prefills: list[tuple[Chunk, ...]]  # of each prefill program: a chunk of one prompt for each data rank that has one
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """Those of all prefill programs."""
+        return [chunk for chunks in self.prefills for chunk in chunks]
 
     @property
     def is_empty(self) -> bool:
-        return not (self.decode or self.chunks)
+        return not (self.decode or self.prefills)
 
 
 class Scheduler:
@@ -124,9 +134,12 @@ class Scheduler:
         prefers_cached: bool = False,  # among equal priorities, the longest cached prefix first
         is_deterministic: bool = False,
     ) -> None:
-        """Make an empty scheduler. With `is_deterministic` pages are reserved for the whole answer, so nothing is ever
-        computed again in another way, and only prompts are cached, which one program has computed."""
+        """With `is_deterministic` pages are reserved for the whole answer, so nothing is ever computed again in another
+        way, and only prompts are cached, which one program has computed. The data ranks are the pool's; their number
+        must divide `num_slots`."""
+        assert num_slots % pool.num_ranks == 0, f"{num_slots} slots for {pool.num_ranks} data ranks"
         self.pool = pool
+        self._num_slots = num_slots
         self.waiting: list[Sequence] = []  # by rank
         self.running: list[Sequence] = []  # by rank
         self.num_preemptions = self.num_queried = self.num_hits = 0
@@ -159,7 +172,10 @@ class Scheduler:
             if pages is not None:
                 new_pages += [(sequence.slot, len(sequence.pages) - len(pages) + i, p) for i, p in enumerate(pages)]
                 decode.append(sequence)
-        return Round(preempted, decode, new_pages, self._chunks_of_round(can_admit=not preempted))
+        return Round(preempted, decode, new_pages, self._prefills_of_round(can_admit=not preempted))
+
+    def _rank_of(self, slot: int) -> int:
+        return data_rank(slot, self._num_slots, self.pool.num_ranks)
 
     def _entries(self, sequence: Sequence, num_new: int) -> int:
         """Committed entries after `num_new` more tokens: all but the last token, which is never read."""
@@ -171,16 +187,18 @@ class Scheduler:
         return -(-entries // self.pool.page_size)
 
     def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> list[int] | None:
-        """Pages for one more step, taken from younger sequences if it must; None when it had to give up its own."""
+        """Pages for one more step, taken from younger sequences of its data rank if it must; None when it had to give
+        up its own."""
         wanted = self._pages_for(self._entries(sequence, sequence.most_in_flight + self._max_step))
-        missing = max(0, wanted - len(sequence.pages))
-        while missing > self.pool.num_available:
-            victim = max(self.running, key=lambda other: other.rank)
+        missing, rank = max(0, wanted - len(sequence.pages)), self._rank_of(sequence.slot)
+        while missing > self.pool.available(rank):
+            beside = (other for other in self.running if self._rank_of(other.slot) == rank)
+            victim = max(beside, key=lambda other: other.rank)
             self._preempt(victim)
             preempted.append(victim)
             if victim is sequence:
                 return None
-        pages = self.pool.allocate(missing)
+        pages = self.pool.allocate(missing, rank=rank)
         sequence.pages += pages
         return pages
 
@@ -194,52 +212,69 @@ class Scheduler:
         for sequence in list(self.running):
             self._preempt(sequence)
 
-    def _chunks_of_round(self, *, can_admit: bool) -> list[Chunk]:
-        chunks: list[Chunk] = []
-        room = self._prefill_tokens
+    def _prefills_of_round(self, *, can_admit: bool) -> list[tuple[Chunk, ...]]:
+        prefills: list[tuple[Chunk, ...]] = []
+        room = self._prefill_tokens  # of each data rank
         while room >= self._chunks[0]:
-            # One prompt at a time: the next one finds in the cache what this one computes.
-            sequence = next((sequence for sequence in self.running if sequence.is_prefilling), None)
-            is_first = sequence is None
-            if sequence is None:
-                sequence = self._admit() if can_admit else None
+            prompts = self._prompts(can_admit=can_admit)
+            if not prompts:
+                break
+            remaining = [sequence.num_start - sequence.num_prefilled for sequence, _ in prompts]
+            size = max(chunk_size(self._chunks, number, room) for number in remaining)
+            room -= size
+            prefills.append(tuple(self._chunk(sequence, size, is_first) for sequence, is_first in prompts))
+        return prefills
+
+    def _prompts(self, *, can_admit: bool) -> list[tuple[Sequence, bool]]:
+        """What prefills next, and whether it has just been admitted: one prompt at a time in each data rank, as the
+        next one finds in the cache what this one computes."""
+        prompts = {self._rank_of(each.slot): (each, False) for each in self.running if each.is_prefilling}
+        while can_admit and len(prompts) < self.pool.num_ranks:
+            sequence = self._admit(prompts)
             if sequence is None:
                 break
-            num_cached = sequence.num_prefilled
-            remaining = sequence.num_start - sequence.num_prefilled
-            size = chunk_size(self._chunks, remaining, room)
-            num_tokens = min(remaining, size)
-            room -= size
-            sequence.num_prefilled += num_tokens
-            self._cache(sequence, sequence.num_prefilled)  # computed before anybody can read it
-            chunks.append(Chunk(sequence, num_cached, num_tokens, is_first, not sequence.is_prefilling))
-        return chunks
+            prompts[self._rank_of(sequence.slot)] = sequence, True
+        return list(prompts.values())
 
-    def _admit(self) -> Sequence | None:
-        """Give the next waiting sequence a slot and pages, if both are to be had: nobody overtakes it."""
+    def _chunk(self, sequence: Sequence, size: int, is_first: bool) -> Chunk:
+        """The next tokens of a prompt, `size` at most."""
+        num_cached = sequence.num_prefilled
+        num_tokens = min(sequence.num_start - num_cached, size)
+        sequence.num_prefilled += num_tokens
+        self._cache(sequence, sequence.num_prefilled)  # computed before anybody can read it
+        return Chunk(sequence, num_cached, num_tokens, is_first, not sequence.is_prefilling)
+
+    def _admit(self, busy: Collection[int] = ()) -> Sequence | None:
+        """Give the next waiting sequence a slot and pages of the best data rank that has them, unless that one is
+        `busy` with another prompt: nobody overtakes it."""
         if not self.waiting or not self._free_slots:
             return None
         sequence = self._next_waiting()
         token_ids = sequence.token_ids
-        salt = sequence.request.cache_salt
         entries = len(token_ids)
         if self._is_deterministic:
             entries = self._entries(sequence, sequence.request.max_new_tokens)
         # the last token is always run: its logits are wanted
         is_reading = self.is_caching and not sequence.is_scored  # what is cached has no logits
-        cached = self.pool.acquire(token_ids[:-1], salt) if is_reading else []
-        missing = self._pages_for(entries) - len(cached)
-        reserve = 0 if self._is_deterministic else sum(not other.is_prefilling for other in self.running)
-        if missing + reserve > self.pool.num_available:
+        prompt, salt = token_ids[:-1] if is_reading else [], sequence.request.cache_salt
+        for rank in self._ranks_for(prompt, salt):
+            if rank in busy:
+                return None
+            cached = self.pool.acquire(prompt, salt, rank=rank)
+            missing = self._pages_for(entries) - len(cached)
+            if missing + self._num_reserved(rank) <= self.pool.available(rank):
+                break
             self.pool.release(cached)
+        else:
             assert self.running, "a request larger than the cache was let in"
             return None
         self.waiting.remove(sequence)
-        sequence.pages = cached + self.pool.allocate(missing)
+        sequence.pages = cached + self.pool.allocate(missing, rank=rank)
         sequence.num_shared = len(cached)
         sequence.num_prefilled = len(cached) * self.pool.page_size
         sequence.num_start = len(token_ids)
-        sequence.slot = self._free_slots.pop()
+        sequence.slot = next(slot for slot in reversed(self._free_slots) if self._rank_of(slot) == rank)
+        self._free_slots.remove(sequence.slot)
         bisect.insort(self.running, sequence, key=lambda other: other.rank)
         if sequence.num_cached is None:
             sequence.num_cached = sequence.num_prefilled
@@ -247,11 +282,38 @@ class Scheduler:
             self.num_hits += sequence.num_cached
         return sequence
 
+    def _ranks_for(self, prompt: Seq[int], salt: str) -> list[int]:
+        """The data ranks with a free slot, the best for a prompt first: the one with the longest prefix of it, then the
+        one with the most free pages. A step takes as long as its fullest rank, so one that has more sequences than
+        another by over half of its slots comes last."""
+        ranks = range(self.pool.num_ranks)
+        if len(ranks) == 1:
+            return [0]
+        num_free = Counter(self._rank_of(slot) for slot in self._free_slots)
+        most, many = max(num_free.values()), self._num_slots // len(ranks) // 2
+
+        def order(rank: int) -> tuple[bool, int, int]:
+            hit = self.pool.match(prompt, salt, rank=rank)
+            return most - num_free[rank] > many, -hit, -self.pool.available(rank)
+
+        return sorted((rank for rank in ranks if num_free[rank]), key=order)
+
+    def _num_reserved(self, rank: int) -> int:
+        """Pages that the sequences of a data rank will soon grow by, one each."""
+        if self._is_deterministic:
+            return 0
+        return sum(not other.is_prefilling and self._rank_of(other.slot) == rank for other in self.running)
+
     def _next_waiting(self) -> Sequence:
         if not self._prefers_cached:
             return self.waiting[0]
         first = [s for s in self.waiting if s.request.priority == self.waiting[0].request.priority]
-        return max(first, key=lambda s: (self.pool.match(s.token_ids, s.request.cache_salt), -s.order))
+
+        def longest_hit(sequence: Sequence) -> int:
+            prompt, salt = sequence.token_ids, sequence.request.cache_salt
+            return max(self.pool.match(prompt, salt, rank=rank) for rank in range(self.pool.num_ranks))
+
+        return max(first, key=lambda s: (longest_hit(s), -s.order))
 
     def _cache(self, sequence: Sequence, num_entries: int) -> None:
         """The sequence's first entries are committed: let others find the full pages."""

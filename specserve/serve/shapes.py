@@ -1,15 +1,21 @@
 """The shapes that programs are compiled for: short lists, so that all of them are known at start.
 
 A step exists for each batch bucket, page-table width and tree; a prompt is prefilled in chunks of a few sizes.
-Deterministic serving is the case in which every list has one entry.
+Deterministic serving is the case in which every list has one entry. Over a mesh that cuts sequences a batch has as many
+rows for each data rank, in the order of the ranks (`pages.data_rank`).
 """
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import jax
+import numpy as np
 
 from specserve.drafters.words import OWN_TEXT
+from specserve.errors import ConfigError
+from specserve.serve.pages import PagePool, Watcher, data_rank
 from specserve.speculative.tree import Tree, chain
 
 CPU_CHUNKS, DEVICE_CHUNKS = (16, 64, 256), (64, 256, 1024)  # prompt tokens per prefill program
@@ -39,6 +45,7 @@ class Shapes:
     tuned: tuple[tuple[int, Tree | None], ...] = ()
     verified_depth: int = 0  # deterministic: every step verifies a chain of this length
     accepts_nothing: bool = False  # deterministic plain decoding: a chain of which nothing may be accepted
+    num_ranks: int = 1  # data ranks: it divides slots, pages and every batch
 
     @property
     def is_deterministic(self) -> bool:
@@ -53,6 +60,15 @@ class Shapes:
     def max_pages(self) -> int:
         """Pages of one sequence, at most."""
         return -(-self.max_model_len // self.page_size)
+
+    @property
+    def pages_of_rank(self) -> int:
+        """Pages of each data rank, and so of all sequences that are bound to it together."""
+        return self.num_pages // self.num_ranks
+
+    def page_pool(self, watcher: Watcher | None = None) -> PagePool:
+        """A pool of all pages, which are free."""
+        return PagePool(self.num_pages, self.page_size, watcher, num_ranks=self.num_ranks)
 
     @property
     def max_depth(self) -> int:
@@ -78,9 +94,62 @@ class Shapes:
         """The way to step that serves before the others are compiled."""
         return None if None in self.trees else self.trees[0]
 
-    def batch_size_of(self, num_slots: int) -> int:
-        """The batch bucket of so many slots."""
-        return next(size for size in self.batch_sizes if size >= num_slots)
+    def batch_size_of(self, slots: Sequence[int]) -> int:
+        """The batch bucket of these slots: each data rank has room for its own."""
+        own = Counter(self.rank_of(slot) for slot in slots) if self.num_ranks > 1 else {0: len(slots)}
+        fullest = max(own.values(), default=0)
+        return next(size for size in self.batch_sizes if size >= fullest * self.num_ranks)
+
+    def rank_of(self, slot: int) -> int:
+        """The data rank that has this slot."""
+        return data_rank(slot, self.num_slots, self.num_ranks)
+
+    def rows_of(self, slots: Sequence[int], batch_size: int) -> list[int] | slice:
+        """The rows of a batch that these slots have: each data rank's follow one another from where its part begins."""
+        if self.num_ranks == 1:
+            return slice(len(slots))
+        next_row = list(range(0, batch_size, batch_size // self.num_ranks))
+        rows = []
+        for rank in map(self.rank_of, slots):
+            rows.append(next_row[rank])
+            next_row[rank] += 1
+        return rows
+
+    def in_rows(self, slots: Sequence[int], values: Any, batch_size: int, rest: int) -> np.ndarray:
+        """What is of slots, [slot, ...], in the rows of a batch, whose other rows are `rest`."""
+        values = np.asarray(values)
+        found = np.full((batch_size, *values.shape[1:]), rest, values.dtype)
+        found[self.rows_of(slots, batch_size)] = values
+        return found
+
+    def pad(self, slots: Sequence[int], batch_size: int = 0) -> tuple[int, ...]:
+        """A batch of these slots, of this size or else their bucket's; its other rows are past the last slot."""
+        found = np.array(slots, np.int32)
+        return tuple(self.in_rows(slots, found, batch_size or self.batch_size_of(slots), self.num_slots).tolist())
+
+    def masks_in_rows(
+        self, slots: Sequence[int], allowed: np.ndarray | None, batch_size: int
+    ) -> np.ndarray | None:  # [batch, node, bytes] uint8
+        """What slots may draw, [slot, node, bytes] uint8, in the rows of a batch; padding may draw anything."""
+        return None if allowed is None else self.in_rows(slots, allowed, batch_size, 255)
+
+    def prompts_in_rows(
+        self, parts: Sequence[tuple[int, int, bool]]
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]:
+        """Slots, numbers of tokens and whether these are the last, one of each data rank at most, as three columns of a
+        batch with a row for each rank."""
+        slots, *others = zip(*parts, strict=True)
+        numbers, lasts = (tuple(self.in_rows(slots, each, self.num_ranks, 0).tolist()) for each in others)
+        return self.pad(slots, self.num_ranks), numbers, lasts
+
+    def no_prompts(self, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]:
+        """The same of nothing but padding."""
+        return (self.num_slots,) * self.num_ranks, (chunk,) * self.num_ranks, (True,) * self.num_ranks
+
+    def spread(self, number: int) -> list[int]:
+        """So many slots, as evenly of all data ranks as can be."""
+        each = self.num_slots // self.num_ranks
+        return [i % self.num_ranks * each + i // self.num_ranks for i in range(number)]
 
     def widths_for(self, num_entries: int) -> tuple[int, ...]:
         """The page-table widths that hold so many entries of a sequence, the narrowest first."""
@@ -100,8 +169,9 @@ class Shapes:
         return (*self.trees[:1], *(tree for tree in self.trees[1:] if tree is None or self._fits(tree, batch_size)))
 
     def _fits(self, tree: Tree, batch_size: int) -> bool:
-        rows = batch_size * (1 + tree.num_nodes)
-        if batch_size == 1 or rows <= self.max_rows:
+        each = batch_size // self.num_ranks  # sequences that a device runs side by side
+        rows = each * (1 + tree.num_nodes)
+        if each == 1 or rows <= self.max_rows:
             return True
         return self.max_rows == CPU_ROWS and tree.num_nodes == CPU_CHAIN and rows <= CPU_CHAIN_ROWS
 
@@ -124,9 +194,13 @@ def make_shapes(
     tuned: Sequence[tuple[int, Tree | None]] = (),
     reads_by_page: bool,  # attention reads the pages that a sequence has, whatever the width
     is_deterministic: bool,
+    num_ranks: int = 1,
 ) -> Shapes:
-    """Make the shapes for the default backend. Deterministic steps take one tree at most, a chain of at most
-    DETERMINISTIC_DEPTH."""
+    """For the default backend. Deterministic steps take one tree at most, a chain of at most DETERMINISTIC_DEPTH.
+    Raises ConfigError where the number of data ranks does not divide the slots or the pages."""
+    for what, number in (("slots", num_slots), ("cache pages", num_pages)):
+        if number % num_ranks:
+            raise ConfigError(f"{number} {what} are shared out over data x expert = {num_ranks}; give a multiple of it")
     assert trees, "a server needs at least one way to make a step"
     max_pages = -(-max_model_len // page_size)
     chunks = prefill_chunks(max_model_len, is_recurrent)
@@ -140,14 +214,22 @@ def make_shapes(
             *((num_slots,), (max_pages,), chunks[:1], max_rows),
             verified_depth=DETERMINISTIC_DEPTH,
             accepts_nothing=trees[0] is None,
+            num_ranks=num_ranks,
         )
-    batch_sizes = (*(1 << i for i in range((num_slots - 1).bit_length())), num_slots)
+    batch_sizes = make_batch_sizes(num_slots, num_ranks)
     widths = (max_pages,) if reads_by_page else page_widths(max_pages)
     return Shapes(
         *(tuple(trees), num_slots, max_model_len, page_size, num_pages),
         *(batch_sizes, widths, chunks, max_rows),
         tuned=tuple(tuned),
+        num_ranks=num_ranks,
     )
+
+
+def make_batch_sizes(num_slots: int, num_ranks: int = 1) -> tuple[int, ...]:
+    """The batch buckets of a server: powers of two for each data rank, and all slots."""
+    each = num_slots // num_ranks
+    return (*(num_ranks << i for i in range((each - 1).bit_length())), num_slots)
 
 
 def prefill_chunks(max_model_len: int, is_recurrent: bool) -> tuple[int, ...]:

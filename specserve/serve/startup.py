@@ -30,21 +30,24 @@ def check_state_fits(config: StepConfig, shapes: Shapes, mesh: Mesh | None) -> N
         sizes = {"page_size": shapes.page_size, "max_pages": shapes.max_pages}
         return state_bytes(config, mesh, num_slots, num_pages, **sizes)
 
-    slots, pages = shapes.num_slots, shapes.num_pages
+    slots, pages, ranks = shapes.num_slots, shapes.pages_of_rank, shapes.num_ranks
     total, without_cache = needed(slots, pages), needed(slots, 0)
+    where = " on each device" if ranks > 1 else ""
     asked = (
         f"{slots} slots of {shapes.max_model_len} tokens take {without_cache / 1e9:,.2f} GB and a cache of "
-        f"{pages * shapes.page_size} tokens {(total - without_cache) / 1e9:,.2f} GB; {free / 1e9:,.2f} GB are free"
+        f"{shapes.num_pages * shapes.page_size} tokens {(total - without_cache) / 1e9:,.2f} GB{where}; "
+        f"{free / 1e9:,.2f} GB are free"
     )
     if total <= free:
         logger.info(asked)
         return
     one_page = needed(slots, 1)
     if one_page <= free:
-        fitting = 1 + (free - one_page) // max(1, needed(slots, 2) - one_page)
+        fitting = ranks * (1 + (free - one_page) // max(1, needed(slots, 2) - one_page))
         raise ConfigError(f"{asked}. --cache-tokens {fitting * shapes.page_size} fits, as fewer --max-slots may")
-    fitting = (free - needed(0, 1)) // max(1, needed(2, 1) - needed(1, 1))
-    fix = f"--max-slots {fitting} --cache-tokens {shapes.page_size} fits" if fitting > 0 else "not even one slot fits"
+    fitting = (free - needed(0, 1)) // max(1, needed(2, 1) - needed(1, 1)) // ranks * ranks
+    fix = f"--max-slots {fitting} --cache-tokens {ranks * shapes.page_size} fits"
+    fix = fix if fitting > 0 else "not even one slot fits"
     raise ConfigError(f"{asked}. {fix}; a lower --max-model-len takes less")
 
 
@@ -54,7 +57,7 @@ def check_swap_fits(present: Runner, other: Runner) -> None:
     mesh, shapes = present.place.mesh, present.shapes
     sizes = {"page_size": shapes.page_size, "max_pages": shapes.max_pages}
     before, after = (
-        state_bytes(runner.config, mesh, shapes.num_slots, shapes.num_pages, **sizes) for runner in (present, other)
+        state_bytes(runner.config, mesh, shapes.num_slots, shapes.pages_of_rank, **sizes) for runner in (present, other)
     )
     free = free_memory(mesh)
     if after - before > free:
@@ -69,11 +72,11 @@ def check_numbers(runner: Runner, target: Target) -> None:
     CheckpointError where its logits are not finite; it names the tensors. A head's are looked at when it is loaded."""
     token_ids = list(range(min(_PROBE_TOKENS, target.config.vocab_size, runner.shapes.max_model_len - 1)))
     pages = list(range(-(-len(token_ids) // runner.shapes.page_size)))
-    if len(pages) > runner.shapes.num_pages:
+    if len(pages) > runner.shapes.pages_of_rank:
         return  # no prompt of this length is ever taken
     params = SamplingParams(temperature=0.0, logprobs=0)
     runner.admit(0, token_ids, pages, 0, sampler_rows(params, 0, len(token_ids)), None)
-    result = runner.prefill(0, len(token_ids), is_last=True, has_logprobs=True).read()
+    result = runner.prefill([(0, len(token_ids), True)], has_logprobs=True).read()
     assert result.logprobs is not None
     if not np.isfinite(result.logprobs[0]).all():
         check_weights(target.params, target_spec(target.config), str(target.folder))

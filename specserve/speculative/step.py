@@ -18,6 +18,7 @@ import jax.numpy as jnp
 
 from specserve.kernels import native
 from specserve.kernels.gather import take_each, take_rows
+from specserve.kernels.pages import share_out
 from specserve.models import target as target_model
 from specserve.models.cache import Cache, Prefix
 from specserve.models.config import ModelConfig
@@ -90,10 +91,14 @@ class Admission:
     promise: jax.Array  # [] float32, accepted tokens per step that the drafter's head promises
 
 
-def init_state(config: StepConfig, *, num_slots: int, num_pages: int, page_size: int, max_pages: int) -> SlotState:
-    """Make an empty state. `max_pages` bounds the pages of one sequence, `num_pages` those of all."""
+def init_state(
+    config: StepConfig, *, num_slots: int, num_pages: int, page_size: int, max_pages: int, num_ranks: int = 1
+) -> SlotState:
+    """Make an empty state. `max_pages` bounds the pages of one sequence, `num_pages` those of all. With `num_ranks` the
+    mesh shares the pages out over so many data ranks (`kernels.pages`), and every batch of slots must be cut like
+    them."""
     sizes = Sizes(num_slots, num_pages, page_size, max_pages, config.max_depth)
-    return SlotState(
+    state = SlotState(
         page_table=jnp.full((num_slots, max_pages), num_pages, jnp.int32),
         seq_lens=jnp.zeros(num_slots, jnp.int32),
         history=jnp.zeros((num_slots, max_pages * page_size), jnp.int32),
@@ -102,6 +107,7 @@ def init_state(config: StepConfig, *, num_slots: int, num_pages: int, page_size:
         cache=Cache.zeros(config.target, num_slots=num_slots, num_pages=num_pages, page_size=page_size),
         draft=config.drafter.init_state(config.target, sizes) if config.drafter else None,
     )
+    return share_out(state, num_ranks)
 
 
 def admit(config: StepConfig, state: SlotState, slot: jax.Array, new: Admission) -> SlotState:

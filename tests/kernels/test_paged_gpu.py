@@ -1,6 +1,7 @@
 """The GPU's kernel over pages: its arithmetic in 16 bits, on meshes, and what it is lowered to. That it attends to what
 it should is a law of `test_attention`."""
 
+import dataclasses
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from rounding import assert_same, tolerance
 
 from specserve.kernels.attention import attend
 from specserve.kernels.paged_gpu import attend_pages, takes
+from specserve.kernels.pages import share_out
 from specserve.mesh import make_mesh, on_mesh, whole
 
 
@@ -88,3 +90,22 @@ def test_devices_of_a_mesh_attend_to_their_own_heads(rng: np.random.Generator) -
         found = jax.jit(on_mesh(mesh, lambda *args: attend_by_kernel(*args)))(*jax.device_put(args, whole(mesh)))
         run = jax.jit(attend)
         assert_same(found, run(*args), tolerance(run, *args))
+
+
+def test_data_ranks_of_a_mesh_attend_to_their_own_pages(rng: np.random.Generator) -> None:
+    """Interpreted, and by XLA's operations. Rows of a rank name pages of its part; padding names none."""
+    mesh, num_pages, page_size, head_dim, n, width, heads = make_mesh(data=2, tensor=2), 16, 4, 8, 3, 5, 2
+    k_pages, v_pages = rng.standard_normal((2, num_pages, heads, page_size, head_dim)).astype(np.float32)
+    table, lens = rng.integers(0, 8, (4, width)), np.array([0, 13, 20, 7])
+    table[2:] += 8
+    table[[0, 3], 2:] = num_pages
+    prefix = make_prefix(k_pages, v_pages, table, lens, layout="rows")
+    q = jnp.asarray(rng.standard_normal((4, n, heads * 2, head_dim)), jnp.float32)
+    k, v = jnp.asarray(rng.standard_normal((2, 4, n, heads, head_dim)), jnp.float32)
+    given = (q, k, v, jnp.asarray(np.tril(np.ones((1, n, n), bool))))
+    run = jax.jit(attend)
+    expected, error = run(*given, prefix), tolerance(run, *given, prefix)
+    shared = dataclasses.replace(prefix, pages=share_out(prefix.pages, 2))
+    for by in (attend_by_kernel, attend):
+        spread = jax.device_put((*given, shared), whole(mesh))
+        assert_same(jax.jit(on_mesh(mesh, lambda *args, by=by: by(*args)))(*spread), expected, error)

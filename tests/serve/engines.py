@@ -177,6 +177,7 @@ def make_runner(
     head: Head | None,
     *speculations: str,
     num_slots: int = NUM_SLOTS,
+    num_pages: int = 0,  # 0: as many as all slots can have
     chunk: int = 16,  # so that most prompts take a few
     has_constrained: bool = True,
     mesh: Mesh | None = None,
@@ -191,7 +192,7 @@ def make_runner(
         num_slots=num_slots,
         max_model_len=MAX_LEN,
         page_size=PAGE_SIZE,
-        num_pages=num_slots * MAX_LEN // PAGE_SIZE,
+        num_pages=num_pages or num_slots * MAX_LEN // PAGE_SIZE,
         has_constrained=has_constrained,
         mesh=mesh,
         folder=folder,

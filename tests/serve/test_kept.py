@@ -286,7 +286,7 @@ def _answers(runner: Runner) -> list[np.ndarray]:
     runner.admit(0, prompt, range(4), 0, sampler_rows(SamplingParams(temperature=0.0), 0), None)
     place = jax.tree.leaves(runner.state.cache)[0]
     places = [shard.data.unsafe_buffer_pointer() for shard in place.addressable_shards]
-    found = [runner.prefill(0, len(prompt), is_last=True).read().token_ids]
+    found = [runner.prefill([(0, len(prompt), True)]).read().token_ids]
     found += [runner.step((0,), tree).read().token_ids for tree in (None, *[parse_speculation("chain:3")] * 2)]
     new = jax.tree.leaves(runner.state.cache)[0]
     assert [shard.data.unsafe_buffer_pointer() for shard in new.addressable_shards] == places, "the cache was copied"

@@ -47,15 +47,14 @@ def headless(tiny_target: Target) -> Models:
     return Models("tiny", tiny_target, None, None)
 
 
-def test_sequences_are_shared_out(caplog: pytest.LogCaptureFixture) -> None:
-    """Evenly along `data`, and along `expert` where there are enough."""
+def test_sequences_are_shared_out_evenly() -> None:
+    """Along `data` and `expert` together."""
     for text, slots in (("data=2,expert=2", 8), ("expert=4", 4), ("tensor=2", 1)):
         launch._check_shares(mesh_of(text), slots)
     launch._check_shares(None, 1)
-    assert not caplog.records
-    launch._check_shares(mesh_of("data=2,expert=4"), 4)
-    assert "no multiple of 8" in caplog.text
-    with pytest.raises(ConfigError, match="--max-slots 3: they are spread over data=2"):
+    with pytest.raises(ConfigError, match=r"--max-slots 12: .* data x expert = 8 of --mesh data=2,expert=4.*8 or 16"):
+        launch._check_shares(mesh_of("data=2,expert=4"), 12)
+    with pytest.raises(ConfigError, match=r"give 8$"):
         launch._check_shares(mesh_of("data=2,expert=4"), 3)
 
 
@@ -151,6 +150,15 @@ def test_cache_sizes(models: Models, headless: Models, monkeypatch: pytest.Monke
     assert pages(cache_tokens=33, cache_gb=0.001) == 3
     with pytest.raises(ConfigError, match=r"10,000 bytes.*16 tokens takes 14,720.*--cache-fraction"):
         pages(cache_fraction=0.01)
+    spread = dataclasses.replace(models, mesh=mesh_of("data=2,tensor=2"))
+    assert pages(spread) == 20, "as many for each data rank"
+    assert pages(spread, cache_tokens=33) == 4
+    of_rank = pages(spread, cache_gb=0.001) // 2
+    config = StepConfig(models.target.config, models.head.drafter if models.head else None, max_depth=0)
+    empty, full, over = (
+        state_bytes(config, spread.mesh, 3, number, page_size=16, max_pages=7) for number in (0, of_rank, of_rank + 1)
+    )
+    assert full - empty <= 10**6 < over - empty, "each device has the pages of its data rank"
 
 
 @pytest.mark.parametrize(

@@ -134,6 +134,31 @@ def test_pool_agrees_with_a_flat_model_in_a_storm(seed: int) -> None:
     assert storm.pool.num_available == NUM_PAGES
 
 
+def test_data_ranks_share_no_page_and_events_tell_what_any_of_them_has() -> None:
+    heard, token_ids = Heard(PAGE_SIZE), [1, 2, 3, 4]
+    pool = PagePool(8, PAGE_SIZE, heard, num_ranks=2)
+    prefixes = {("", (1, 2)), ("", (1, 2, 3, 4))}
+    for rank in (1, 0):
+        assert pool.match(token_ids, rank=rank) == 0, "the other rank's is none of its own"
+        pages = pool.allocate(2, rank=rank)
+        assert all(4 * rank <= page < 4 * rank + 4 for page in pages)
+        pool.insert(token_ids, pages)
+        assert pool.acquire(token_ids, rank=rank) == pages
+        assert set(heard.mirror.prefixes.values()) == prefixes
+        pool.release(pages)
+        pool.release(pages)
+        pool.check()
+    with pytest.raises(CapacityError, match="5 cache pages needed, 4 of 4"):
+        pool.allocate(5)
+    pool.release(pool.allocate(4, rank=1))
+    assert [pool.match(token_ids, rank=rank) for rank in (0, 1)] == [4, 0]
+    assert set(heard.mirror.prefixes.values()) == prefixes, "the other rank still has them"
+    pool.check()
+    pool.allocate(4, rank=0)
+    assert not heard.mirror.prefixes
+    pool.check()
+
+
 def _run(pool: PagePool, token_ids: list[int], salt: str = "") -> list[int]:
     """Begin a sequence and compute all of it; its pages, still held."""
     pages = pool.acquire(token_ids, salt)

@@ -1,7 +1,7 @@
 """A prefix hit changes nothing but the time it takes: same tokens, same acceptance, fewer tokens to prefill."""
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -43,9 +43,9 @@ def num_prefilled(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Prompt tokens, chunk by chunk."""
     prefill, found = runner.prefill, []
 
-    def noted(slot: int, num_tokens: int, **options: object) -> object:
-        found.append(num_tokens)
-        return prefill(slot, num_tokens, **options)  # type: ignore[arg-type]
+    def noted(parts: Sequence[tuple[int, int, bool]], **options: object) -> object:
+        found.extend(num_tokens for _, num_tokens, _ in parts)
+        return prefill(parts, **options)  # type: ignore[arg-type]
 
     monkeypatch.setattr(runner, "prefill", noted)
     return found

@@ -2,9 +2,11 @@
 whoever runs beside it, and with speculation."""
 
 import numpy as np
+import pytest
 import tiny
-from engines import Ask, Dice, Reference, greedy, make_engine, run, serving
+from engines import Ask, Dice, Reference, greedy, make_engine, make_runner, run, serving
 from rounding import assert_within
+from spread import mesh_of, spread_target, target_of
 
 from specserve.serve.runner import Runner
 
@@ -12,6 +14,18 @@ PROMPT = tuple(int(i) for i in np.random.default_rng(8).integers(3, 64, 61))
 
 
 def test_a_prompt_is_scored_as_by_one_forward(runner: Runner, reference: Reference) -> None:
+    _check_scores(runner, reference)
+
+
+@pytest.mark.slow
+def test_prompts_of_data_ranks_are_scored_side_by_side() -> None:
+    mesh = mesh_of("data=2")
+    runner = make_runner(spread_target("dense", mesh), None, "off", has_constrained=False, mesh=mesh)
+    runner.warmup()
+    _check_scores(runner, Reference(target_of("dense")))
+
+
+def _check_scores(runner: Runner, reference: Reference) -> None:
     lengths = (1, 2, 15, 16, 17, 33, 61)
     asks = [Ask(PROMPT[:n], greedy(4, prompt_logprobs=k)) for n, k in zip(lengths, (0, 3, 20, 1, 2, 0, 5), strict=True)]
     plain = [Ask(PROMPT[:n], greedy(4)) for n in lengths]

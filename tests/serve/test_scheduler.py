@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specserve.serve.output import OutputStream
-from specserve.serve.pages import PagePool
+from specserve.serve.pages import PagePool, data_rank
 from specserve.serve.request import Request, SamplingParams
 from specserve.serve.scheduler import Round, Scheduler, Sequence
 
@@ -26,10 +26,11 @@ def _add(scheduler: Scheduler, request: Request) -> None:
     scheduler.add(Sequence(request, OutputStream(request, None)))
 
 
-def _scheduler(num_slots: int = 2, num_pages: int = 12, **options: object) -> Scheduler:
+def _scheduler(num_slots: int = 2, num_pages: int = 12, num_ranks: int = 1, **options: object) -> Scheduler:
+    """Slots and pages are those of each data rank."""
     return Scheduler(
-        num_slots,
-        PagePool(num_pages, PAGE_SIZE),
+        num_slots * num_ranks,
+        PagePool(num_pages * num_ranks, PAGE_SIZE, num_ranks=num_ranks),
         chunks=CHUNKS,
         max_step=MAX_STEP,
         **options,  # type: ignore[arg-type]
@@ -50,9 +51,9 @@ class Device:
 
     def round(self) -> Round:
         scheduler, before = self.scheduler, list(self.scheduler.running)
-        waiting = list(scheduler.waiting)
+        waiting, ranks = list(scheduler.waiting), {each: self._rank(each) for each in before}
         plan = scheduler.schedule()
-        self._check(plan, before, waiting)
+        self._check(plan, before, waiting, ranks)
         rows = [(sequence, sequence.epoch, MAX_STEP) for sequence in plan.decode]
         for chunk in plan.chunks:
             self.num_prefilled += chunk.num_tokens
@@ -79,7 +80,10 @@ class Device:
                     self.done.append(sequence)
                     break
 
-    def _check(self, plan: Round, before: list[Sequence], waiting: list[Sequence]) -> None:
+    def _rank(self, sequence: Sequence) -> int:
+        return data_rank(sequence.slot, self.scheduler._num_slots, self.scheduler.pool.num_ranks)
+
+    def _check(self, plan: Round, before: list[Sequence], waiting: list[Sequence], ranks: dict[Sequence, int]) -> None:
         scheduler = self.scheduler
         scheduler.pool.check()
         for line in (scheduler.running, scheduler.waiting):
@@ -97,17 +101,24 @@ class Device:
             assert len(sequence.pages) * PAGE_SIZE >= min(committed, most), "a step would write beside its pages"
             assert len(set(sequence.pages)) == len(sequence.pages)
             pages |= set(sequence.pages)
+            own = {data_rank(page, scheduler.pool.num_pages, scheduler.pool.num_ranks) for page in sequence.pages}
+            assert own == {self._rank(sequence)}, "a sequence has pages of its data rank alone"
         assert scheduler.pool.num_available == scheduler.pool.num_pages - len(pages)
         for victim in plan.preempted:  # the youngest go first
-            assert all(victim.rank > other.rank for other in before if other.is_running and other in plan.decode)
-        assert before == [] or before[0] not in plan.preempted, "the oldest goes on"
+            beside = [other for other in plan.decode if ranks[other] == ranks[victim]]
+            assert all(victim.rank > other.rank for other in beside)
+        for rank in {*ranks.values()}:
+            oldest = next(each for each in before if ranks[each] == rank)
+            assert oldest not in plan.preempted, "the oldest of a data rank goes on"
         for slot, column, page in plan.new_pages:
             [owner] = [sequence for sequence in plan.decode if sequence.slot == slot]
             assert owner.pages[column] == page
         admitted = [chunk.sequence for chunk in plan.chunks if chunk.is_first]
         assert admitted == waiting[: len(admitted)], "nobody overtakes"
         assert not (admitted and plan.preempted)
-        assert sum(chunk.num_tokens for chunk in plan.chunks) <= scheduler._prefill_tokens
+        assert sum(max(each.num_tokens for each in side) for side in plan.prefills) <= scheduler._prefill_tokens
+        for side in plan.prefills:
+            assert len({self._rank(chunk.sequence) for chunk in side}) == len(side), "one prompt of each data rank"
 
     def run(self) -> None:
         for _ in range(10_000):
@@ -132,6 +143,7 @@ def _requests(draw: st.DrawFn) -> list[Request]:
 @given(
     requests=_requests(),
     num_slots=st.integers(1, 4),
+    num_ranks=st.sampled_from([1, 1, 2, 3]),
     prefill_tokens=st.sampled_from([0, 4, 7, 40]),
     cache_lag=st.sampled_from([0, 3]),
     is_caching=st.booleans(),
@@ -141,6 +153,7 @@ def _requests(draw: st.DrawFn) -> list[Request]:
 def test_everybody_is_served_and_nothing_is_left(
     requests: list[Request],
     num_slots: int,
+    num_ranks: int,
     prefill_tokens: int,
     cache_lag: int,
     is_caching: bool,
@@ -149,6 +162,7 @@ def test_everybody_is_served_and_nothing_is_left(
 ) -> None:
     scheduler = _scheduler(
         num_slots,
+        num_ranks=num_ranks,
         prefill_tokens=prefill_tokens,
         cache_lag=cache_lag,
         is_caching=is_caching,
@@ -168,11 +182,49 @@ def test_everybody_is_served_and_nothing_is_left(
             assert token_id == sum(token_ids[-3:]) % 5, "a token was lost or repeated"
             token_ids.append(token_id)
     assert scheduler.pool.num_available == scheduler.pool.num_pages
-    assert sorted(scheduler._free_slots) == list(range(num_slots))
+    assert sorted(scheduler._free_slots) == list(range(num_slots * num_ranks))
     assert not is_deterministic or scheduler.num_preemptions == 0
     assert is_caching or scheduler.num_hits == scheduler.pool.num_cached == 0
     if all(request.priority == 0 for request in requests):
         assert device.first == sorted(device.first)
+
+
+def _admitted(device: Device, prompt: list[int], answer: int) -> Sequence:
+    """A sequence that waits for nothing, with its prompt read."""
+    _add(device.scheduler, _request(prompt, answer))
+    [sequence] = device.scheduler.waiting
+    device.round()
+    assert sequence.is_running
+    return sequence
+
+
+def test_a_sequence_goes_to_the_data_rank_that_has_its_prefix_or_else_to_the_emptiest() -> None:
+    device = Device(_scheduler(6, num_pages=40, num_ranks=3))
+    first, *others = (_admitted(device, [i] * 9, 20) for i in range(3))
+    assert {device._rank(each) for each in (first, *others)} == {0, 1, 2}, "the one with the most free pages"
+    for _ in range(4):
+        hit = _admitted(device, [0] * 9, 20)
+        assert device._rank(hit) == device._rank(first)
+        assert hit.num_cached == 8
+        assert hit.pages[:2] == first.pages[:2]
+    miss = _admitted(device, [0] * 9, 20)
+    assert device._rank(miss) != device._rank(first), "steps would wait for the fullest rank"
+    assert miss.num_cached == 0
+    device.run()
+    pool = device.scheduler.pool
+    assert [pool.match([1] * 9, rank=rank) for rank in range(3)].count(0) == 2, "a hit is one of its rank"
+
+
+def test_data_ranks_prefill_side_by_side() -> None:
+    """One prompt each; the second of a rank finds what the first has left."""
+    device = Device(_scheduler(4, num_pages=40, num_ranks=2))
+    for token_id, length in ((1, 20), (2, 20), (1, 20), (3, 3)):
+        _add(device.scheduler, _request([token_id] * length, 1))
+    found = [
+        [[(chunk.sequence.order, chunk.num_tokens) for chunk in side] for side in device.round().prefills]
+        for _ in range(3)
+    ]
+    assert found == [[[(0, 16), (1, 16)]], [[(0, 4), (1, 4)], [(2, 4), (3, 3)]], []]
 
 
 def test_pages_are_taken_as_a_sequence_grows() -> None:

@@ -222,7 +222,7 @@ def test_a_draft_that_need_not_follow_costs_no_token(
 def _check_pages(target: Target, slots: Slots) -> None:
     """`page_aux` holds what the target's tapped layers said at the last entry of every full page."""
     assert slots.followed is not None
-    page_aux = np.asarray(slots.followed.page_aux)
+    page_aux = np.asarray(slots.followed.page_aux.rows)
     padded = np.zeros((NUM_SLOTS, MAX_PAGES * PAGE_SIZE), np.int32)
     for slot, text in enumerate(slots.texts):
         padded[slot, : len(text)] = text
