@@ -1,6 +1,6 @@
-"""The chat template of a model folder: messages, tools and variables -> text. What templates differ in is found out by
-rendering probes. Knows nothing of token ids, but that transformers' tokenizer is what holds and runs the template.
-"""
+"""The chat template of a model folder: messages, tools and variables -> text. Differences between templates are found
+out by rendering probes. Knows nothing of token ids, but that transformers' tokenizer is what holds and runs the
+template."""
 
 import inspect
 import json
@@ -23,8 +23,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 class ChatTemplate:
-    """One model folder's chat template. Threads may share it for everything but `apply`: transformers tracks generation
-    tags in the template itself."""
+    """The chat template of one model folder. Threads may share it for everything but `apply`: transformers tracks
+    generation tags in the template itself."""
 
     def __init__(self, backend: Any, kwargs: Mapping[str, Any]) -> None:
         """`backend` is a transformers tokenizer; every chat that sets no others gets `kwargs` as template variables."""
@@ -38,11 +38,11 @@ class ChatTemplate:
         return bool(self._backend.chat_template)
 
     def mentions(self, word: str) -> bool:
-        """Whether the template's source holds `word`: a variable it reads, a tag it knows."""
+        """Return whether the template's source holds `word`: a variable it reads, a tag it knows."""
         return any(word in source for source in self._sources)
 
     def reads_variable(self, name: str) -> bool:
-        """Whether the template's source holds `name` as a word of its own."""
+        """Return whether the template's source holds `name` as a word of its own."""
         return any(re.search(rf"\b{re.escape(name)}\b", source) for source in self._sources)
 
     def check_kwargs(self, kwargs: Mapping[str, Any]) -> None:
@@ -54,17 +54,17 @@ class ChatTemplate:
                 raise ConfigError(f"template_kwargs sets {name}, which the target's chat template does not read")
 
     def has_generation_tags(self, tools: Messages | None) -> bool:
-        """Whether `{% generation %}` tags mark what the assistant says in a chat with these tools."""
+        """Return whether `{% generation %}` tags mark what the assistant says in a chat with these tools."""
         return self.exists and bool(_GENERATION_TAG.search(self._backend.get_chat_template(tools=tools)))
 
     @property
     def reads_tools(self) -> bool:
-        """Whether the template writes down the tools that it is given."""
+        """Return whether the template writes down the tools that it is given."""
         return self._writes_tools
 
     @property
     def reads_reasoning(self) -> bool:
-        """Whether the template knows reasoning: in a field of its own, or in tags within the content."""
+        """Return whether the template knows reasoning: in a field of its own, or in tags within the content."""
         return self._reads_reasoning_apart or self.mentions(END_THINK)
 
     def render(
@@ -90,8 +90,8 @@ class ChatTemplate:
     def prepare(
         self, messages: Messages, tools: Messages | None, template_kwargs: Mapping[str, Any] | None
     ) -> tuple[list[Mapping[str, Any]], dict[str, Any]]:
-        """What `write` takes: the messages, with tool calls and the last one's reasoning in the form in which this
-        template writes them, and its variables. Raises RequestError for reserved names."""
+        """Return the arguments of `write`: the messages, with tool calls and the last one's reasoning in the form in
+        which this template writes them, and its variables. Raises RequestError for reserved names."""
         variables = self._variables(tools, template_kwargs)
         taken = list(messages)
         if any(turn.get("tool_calls") for turn in messages) and self._splices_arguments:
@@ -121,8 +121,8 @@ class ChatTemplate:
         )
 
     def apply(self, messages: Messages, variables: Mapping[str, Any], **options: Any) -> Any:
-        """What `apply_chat_template` of transformers makes of prepared messages with these options. Raises RequestError
-        when the model has no chat template, or the template rejects the messages."""
+        """Call transformers' `apply_chat_template` with prepared messages and these options. Raises RequestError when
+        the model has no chat template, or the template rejects the messages."""
         if not self.exists:
             raise RequestError("this model has no chat template; send a plain prompt instead", param="messages")
         try:
@@ -131,7 +131,7 @@ class ChatTemplate:
             raise RequestError(f"the chat template cannot render these messages: {error}", param="messages") from error
 
     def _variables(self, tools: Messages | None, template_kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
-        """All that the template is given beside messages."""
+        """Return the variables that the template is given beside messages."""
         if reserved := sorted(self._reserved_names.intersection(template_kwargs or ())):
             raise RequestError(
                 f"chat_template_kwargs cannot set {', '.join(reserved)}: the name is reserved",
@@ -141,7 +141,7 @@ class ChatTemplate:
 
     @cached_property
     def _sources(self) -> tuple[str, ...]:
-        """Every chat template of the model: some have another one for chats with tools."""
+        """The chat templates of the model, of which some have another one for chats with tools."""
         template = self._backend.chat_template or ()
         return (template,) if isinstance(template, str) else tuple(dict(template).values())
 
@@ -157,8 +157,8 @@ class ChatTemplate:
 
     @cached_property
     def _splices_arguments(self) -> bool:
-        """Whether the template adds a call's arguments to its text as they are, as DeepSeek's do, where others write a
-        mapping as JSON or item by item."""
+        """Return whether the template adds a call's arguments to its text as they are, as DeepSeek's do, where others
+        write a mapping as JSON or item by item."""
         chat = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "", "tool_calls": [_PROBE_CALL]}]
         return not self._writes_probe(chat) and self._writes_probe([chat[0], _with_argument_text(chat[1])])
 
@@ -170,7 +170,7 @@ class ChatTemplate:
 
 
 def _with_argument_text(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The message, the arguments of its calls as JSON text."""
+    """Return the message with the arguments of its calls as JSON text."""
     calls = []
     for call in message["tool_calls"]:
         arguments = json.dumps(call["function"]["arguments"], ensure_ascii=False)

@@ -1,6 +1,5 @@
-"""Ray, which runs many of our processes over many machines: found, checked and attached to. It schedules, restarts and
-moves bytes; what a process computes is ours.
-"""
+"""The use of Ray, which runs many of our processes over many machines: it is found, checked and attached to. Ray
+schedules, restarts and moves bytes; what a process computes is ours."""
 
 import importlib
 import logging
@@ -34,9 +33,10 @@ def check(is_asked: bool, address: str, num_workers: int) -> None:
 
 
 def connect(address: str = "") -> Any:
-    """Ray as a module, attached to the cluster at this address: host:port, `auto` for the one on this machine, or ""
-    for one of its own on this machine, which ends with this process. A process that Ray itself has started, or that is
-    attached already, stays where it is. Raises ConfigError where Ray is missing, of another version, or not there."""
+    """Return Ray as a module, attached to the cluster at this address: host:port, `auto` for the one on this machine,
+    or "" for one of its own on this machine, which ends with this process. A process that Ray itself has started, or
+    that is attached already, stays where it is. Raises ConfigError where Ray is missing, of another version, or not
+    there."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
     os.environ.setdefault("RAY_raylet_start_wait_time_s", str(JOIN_SECONDS if address else START_SECONDS))
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines of several workers that differ in numbers alone
@@ -77,14 +77,14 @@ def load(module: str) -> Any:
 
 @dataclass(frozen=True)
 class Driver:
-    """The process that asks Ray for workers: what they must have in common with it."""
+    """The facts about the process that asks Ray for workers, which they must have in common with it."""
 
     versions: tuple[tuple[str, str], ...]
     folder: str  # that it works in, which relative paths begin from
 
     @classmethod
     def here(cls) -> "Driver":
-        """This process."""
+        """Describe this process."""
         return cls(_versions(), os.getcwd())
 
     def enter(self) -> None:
@@ -116,9 +116,9 @@ def reserve(
     fewer: str = "--num-workers or the mesh",
     taken: Mapping[str, float] = MappingProxyType({}),
 ) -> dict[str, float]:
-    """What Ray keeps for each worker, by its own names of resources: so many devices of the kind that JAX_PLATFORMS
-    names, else of the best that the cluster has. Raises ConfigError where all of the cluster is less than all of the
-    workers need, and others of this run have `taken`; `fewer` names the settings to lower."""
+    """Return the resources that Ray keeps for each worker, by Ray's own names: so many devices of the kind that
+    JAX_PLATFORMS names, else of the best that the cluster has. Raises ConfigError where the cluster has fewer than all
+    workers need beside what others of this run have `taken`; `fewer` names the settings to lower."""
     total = ray.cluster_resources()
     named = KINDS.get(os.environ.get("JAX_PLATFORMS", "").split(",")[0].lower())
     kind = named or next((each for each in ("TPU", "GPU") if total.get(each)), "CPU")

@@ -38,7 +38,7 @@ def setting(default: Any = ..., *, help: str, rank: int = 0, **bounds: float) ->
 
 @dataclass(frozen=True)
 class Leaf:
-    """One setting of a schema, by its dotted name: `train.lr`."""
+    """A setting of a schema, by its dotted name: `train.lr`."""
 
     name: str
     field: FieldInfo
@@ -58,7 +58,7 @@ class Leaf:
 
     @property
     def rank(self) -> int:
-        """Its place among the settings that a command's help lists first; 0 where it is none of them."""
+        """The setting's place among those that a command's help lists first; 0 where it is none of them."""
         extra = self.field.json_schema_extra
         return int(str(extra["rank"])) if isinstance(extra, dict) else 0
 
@@ -77,8 +77,8 @@ class Leaf:
         return get_origin(self.field.annotation) is tuple
 
     def read(self, raw: Any) -> Any:
-        """The value that `raw` stands for. Text is converted; anything else must already have the right type, so that
-        true is not 1. Raises pydantic's ValidationError."""
+        """Return the value that `raw` stands for. Text is converted; anything else must already have the right type,
+        so that true is not 1. Raises pydantic's ValidationError."""
         if self.is_list and isinstance(raw, str):  # also in a file: a list of one is often written without brackets
             has_brackets = raw.startswith("[") and raw.endswith("]")  # an item may end with one: gsm8k:train[:5%]
             inner = (raw[1:-1] if has_brackets else raw).strip()

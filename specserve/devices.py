@@ -17,7 +17,7 @@ _COUNTED = re.compile(r"(?P<id>.+)-(?P<count>[1-9]\d*)")
 
 @dataclass(frozen=True)
 class Device:
-    """What JAX calls one device. Rates are dense operations and bytes, per second; sizes are bytes."""
+    """A device as JAX counts them. Rates are dense operations and bytes, per second; sizes are bytes."""
 
     id: str  # as users write it
     name: str

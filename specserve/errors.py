@@ -1,5 +1,5 @@
-"""Every error that a user can cause. A message says what is wrong, where, what was expected, what was got, and the
-fix."""
+"""The errors that a user can cause. A message says what is wrong, where, what was expected, what was got, and
+the fix."""
 
 
 class SpecServeError(Exception):
@@ -32,5 +32,5 @@ class CapacityError(SpecServeError):
 
 
 def first_line(error: Exception) -> str:
-    """What an error of somebody else's says, for a message in one line."""
+    """Return the first line of another library's error, for a message in one line."""
     return f"{type(error).__name__}: {error}".splitlines()[0]

@@ -26,8 +26,8 @@ _LOWEST_PRIORITY = 19  # of nice(2)
 
 
 def free_memory_maps() -> int | None:
-    """How many more pieces of memory the kernel lets this process map, or None where that is not known. On CPU every
-    compiled program takes up to a thousand, three for each of its kernels."""
+    """Return how many more pieces of memory the kernel lets this process map, or None where that is not known. On CPU
+    every compiled program takes up to a thousand, three for each of its kernels."""
     try:
         limit = int(Path("/proc/sys/vm/max_map_count").read_text())
         return limit - Path("/proc/self/maps").read_bytes().count(b"\n")
@@ -140,7 +140,7 @@ def lower_priority() -> bool:
 
 
 def is_compiling() -> bool:
-    """Whether a thread of this process compiles programs (`serve.programs`)."""
+    """Return whether a thread of this process compiles programs (`serve.programs`)."""
     return any(thread.name == COMPILER_THREAD for thread in threading.enumerate())
 
 

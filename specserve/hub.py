@@ -28,7 +28,8 @@ def absence() -> str:
 
 
 def why(error: Exception) -> str:
-    """Say in one line why something could not be had: the hub cannot be asked, or what one of its libraries said."""
+    """Say in one line why something could not be had: that the hub cannot be asked, or the error of one of its
+    libraries."""
     from huggingface_hub import constants
 
     if constants.HF_HUB_OFFLINE:

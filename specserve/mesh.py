@@ -36,7 +36,7 @@ Result = TypeVar("Result")
 
 
 class Size(NamedTuple):
-    """A size of a model that a mesh must be able to cut into equal parts."""
+    """The size of a model's axis that a mesh must be able to cut into equal parts."""
 
     axis: str  # logical
     what: str
@@ -128,7 +128,7 @@ def num_parts(mesh: Mesh | AbstractMesh | None, axis: str | None) -> int:
 
 
 def on_each_device(mesh: Mesh | AbstractMesh | None, axis: str | None, size: int) -> int:
-    """How much of a logical axis of this size each device has: all of it where the mesh does not divide it."""
+    """Return how much of a logical axis of this size each device has: all of it where the mesh does not divide it."""
     return size if mesh is None else size // math.prod(mesh.shape[name] for name in _cutting(mesh, axis, size))
 
 
@@ -182,9 +182,9 @@ def fitting_partition(
     shape: tuple[int, ...],
     units: Mapping[str, int] | None = None,
 ) -> PartitionSpec:
-    """How an array with these logical axes and this shape is cut. An axis is whole on every device where its size does
-    not divide, or where the number of its `units` does not. A unit is several entries long: of "heads", say, a head.
-    Of an axis that several mesh axes cut, as many of these do as divide it, the first of them first."""
+    """Return how an array with these logical axes and this shape is cut. An axis is whole on every device where its
+    size does not divide, or where the number of its `units` does not. A unit is several entries long: of "heads", say,
+    a head. Where several mesh axes cut an axis, as many of them do as divide it, the first of them first."""
 
     def entry(axis: str | None, size: int) -> Any:
         return _entry(_cutting(mesh, axis, math.gcd(size, (units or {}).get(axis or "", size))))
@@ -229,8 +229,8 @@ def traced_platform() -> str:
 
 
 def is_on_one_device() -> bool:
-    """Whether the arrays of the function being traced lie on one device each: there is no mesh, or `over_parts` has cut
-    all of its axes. A Pallas kernel can be called there alone, since XLA does not know how to cut its work."""
+    """Return whether the arrays of the function being traced lie on one device each: there is no mesh, or `over_parts`
+    has cut all of its axes. A Pallas kernel can be called there alone, since XLA does not know how to cut its work."""
     mesh = traced_mesh()
     if mesh is None:
         return True
@@ -258,19 +258,21 @@ def over_parts(
 
 
 def sum_parts(tree: Result, cut: Collection[str]) -> Result:
-    """Within `over_parts`, add a tree of arrays up over the devices that have different parts of these logical axes."""
+    """Add a tree of arrays up over the devices that have different parts of these logical axes. Call it within
+    `over_parts`."""
     return jax.lax.psum(tree, tuple(_names(cut))) if cut else tree
 
 
 def join_parts(tree: Result, axis: str) -> Result:
-    """Within `over_parts`, the arrays of all devices that have different parts of a logical axis, one after the other
-    along their first axis."""
+    """Join the arrays of all devices that have different parts of a logical axis, one after the other along their
+    first axis. Call it within `over_parts`."""
     names = LOGICAL_TO_MESH[axis]
     return jax.tree.map(lambda x: jax.lax.all_gather(x, names, tiled=True), tree)
 
 
 def share_sum(x: jax.Array, axis: str) -> jax.Array:
-    """Within `over_parts`, the device's own rows of the sum over the devices that `join_parts` would join."""
+    """Return the device's own rows of the sum over the devices that `join_parts` would join. Call it within
+    `over_parts`."""
     return jax.lax.psum_scatter(x, LOGICAL_TO_MESH[axis], tiled=True)
 
 
@@ -279,7 +281,7 @@ def _names(cut: Collection[str]) -> set[str]:
 
 
 def part_index(axis: str) -> jax.Array:  # [] int32
-    """Within `over_parts`, the index of the part of a logical axis that a device has."""
+    """Return the index of the part of a logical axis that a device has. Call it within `over_parts`."""
     return jax.lax.axis_index(LOGICAL_TO_MESH[axis])
 
 

@@ -1,4 +1,4 @@
-"""Several processes as one run, on one machine or many (`jax.distributed`).
+"""A run of several processes, on one machine or many (`jax.distributed`).
 
 The file owns how they join, what they must agree on, which rows of a batch each one reads, and that all end when one
 does.
@@ -29,7 +29,7 @@ _LONGEST_LINE = 500
 
 
 class ProcessError(SpecServeError):
-    """Another process of the run has ended, so this one cannot go on."""
+    """Raised because another process of the run has ended, so this one cannot go on."""
 
 
 def check(coordinator: str, num_processes: int, process_id: int) -> None:
@@ -69,8 +69,8 @@ def join(coordinator: str, num_processes: int, process_id: int) -> None:
 
 
 def _initialize(**told: Any) -> None:
-    """JAX's own joining, which aborts a process that has waited too long, so nobody waits for it that long. Without
-    arguments JAX asks the launcher. Raises ConfigError, or what JAX raises."""
+    """Join by JAX's own means, which abort a process that has waited too long, so nobody waits for it that long.
+    Without arguments JAX asks the launcher. Raises ConfigError, or what JAX raises."""
     outcome: list[Exception] = []
 
     def run() -> None:
@@ -118,7 +118,8 @@ def meet(coordinator: str, num_processes: int, process_id: int) -> None:
 def _gather(
     stack: contextlib.ExitStack, listener: socket.socket, num_processes: int, came: dict[int, socket.socket]
 ) -> str:
-    """As the first process: wait for the others, whose connections end with the stack. What is wrong, or nothing."""
+    """Wait, as the first process, for the others, whose connections end with the stack. Returns what is wrong, or an
+    empty text."""
     deadline = time.monotonic() + START_SECONDS
     while True:
         for number in [number for number, connection in came.items() if _has_gone(connection)]:
@@ -145,8 +146,8 @@ def _gather(
 
 
 def _report(coordinator: str, num_processes: int, process_id: int) -> None:
-    """As any other process: tell the first one that this one is here, and wait until all are. Raises RuntimeError with
-    what the first one says is wrong, or OSError where it cannot be reached."""
+    """Tell the first process, as any other one, that this one is here, and wait until all are. Raises RuntimeError
+    with what the first one says is wrong, or OSError where it cannot be reached."""
     deadline, reason = time.monotonic() + START_SECONDS, "it said nothing"
     while (left := deadline - time.monotonic()) > 0:
         try:
@@ -175,7 +176,7 @@ def _listen(coordinator: str) -> socket.socket:
 
 
 def _read_line(connection: socket.socket, seconds: float) -> str:
-    """The line that comes within this time; empty where none does."""
+    """Return the line that comes within this time; empty where none does."""
     connection.settimeout(seconds)
     with contextlib.suppress(OSError), connection.makefile("rb") as stream:
         line = stream.readline(_LONGEST_LINE).decode(errors="replace")
@@ -184,7 +185,7 @@ def _read_line(connection: socket.socket, seconds: float) -> str:
 
 
 def _has_gone(connection: socket.socket) -> bool:
-    """Whether the process at the other end, which has nothing more to say, has ended."""
+    """Return whether the process at the other end, which has nothing more to say, has ended."""
     connection.setblocking(False)
     try:
         return not connection.recv(1)
@@ -276,5 +277,5 @@ def _line(error: Exception) -> str:
 
 
 def is_first() -> bool:
-    """Whether this process is the first one, which writes the run's files."""
+    """Return whether this process is the first one, which writes the run's files."""
     return jax.process_index() == 0

@@ -23,12 +23,12 @@ _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tikt
 
 
 class Tokenizer:
-    """One model folder's tokenizer, and its chat template. Threads may share it."""
+    """The tokenizer of one model folder, and its chat template. Threads may share it."""
 
     def __init__(
         self, backend: Any, end_ids: Collection[int] = (), template_kwargs: Mapping[str, Any] | None = None
     ) -> None:
-        """`backend` is a transformers tokenizer, `end_ids` what else than its EOS ends a turn; use `load`."""
+        """Take a transformers tokenizer, and the ids besides its EOS that end a turn. Callers use `load`."""
         self._backend = backend
         self.template = ChatTemplate(backend, template_kwargs or {})
         self._vocab_size = len(backend)
@@ -54,7 +54,8 @@ class Tokenizer:
         return tokenizer
 
     def __getstate__(self) -> bytes:
-        """What a process of ours unpickles without a word of transformers on the terminal (see `__setstate__`)."""
+        """Return the bytes that a process of ours unpickles without transformers printing to the terminal (see
+        `__setstate__`)."""
         return pickle.dumps(vars(self))
 
     def __setstate__(self, state: bytes) -> None:
@@ -63,7 +64,8 @@ class Tokenizer:
 
     @property
     def vocab_size(self) -> int:
-        """How many ids the tokenizer knows, added tokens included. The model's embedding may be padded beyond it."""
+        """The number of ids that the tokenizer knows, added tokens included. The model's embedding may be padded
+        beyond it."""
         return self._vocab_size
 
     @property
@@ -75,7 +77,7 @@ class Tokenizer:
         return self._backend.eos_token_id
 
     def info(self) -> Mapping[str, Any]:
-        """Its class, special tokens and chat template, by their names in a tokenizer_config.json."""
+        """Return its class, special tokens and chat template, by their names in a tokenizer_config.json."""
         tokens = {name: token for name, token in self._backend.special_tokens_map.items() if isinstance(token, str)}
         own = {"tokenizer_class": type(self._backend).__name__, "chat_template": self._backend.chat_template}
         return own | dict.fromkeys(("bos_token", "eos_token", "pad_token")) | tokens
@@ -87,7 +89,7 @@ class Tokenizer:
 
     @property
     def end_ids(self) -> frozenset[int]:
-        """Every id that ends a turn."""
+        """The ids that end a turn."""
         return self._end_ids
 
     @property
@@ -155,7 +157,8 @@ class Tokenizer:
         return self.encode(text, add_special_tokens=False)
 
     def template_token_ids(self) -> frozenset[int]:
-        """Every id that a draft vocabulary must hold: special and added tokens, EOS, the template's own text."""
+        """Return every id that a draft vocabulary must hold: special and added tokens, EOS, the template's own
+        text."""
         token_ids = set(self._special_ids) | set(self._backend.get_added_vocab().values())
         probe = [{"role": role, "content": "1"} for role in ("system", "user", "assistant", "user")]
         # Without a system message some templates write a default one; others accept no system message at all.
@@ -214,8 +217,8 @@ def check_files(folder: Path) -> None:
 
 
 def read_end_ids(folder: Path) -> tuple[int, ...]:
-    """Every id that ends a turn or a sequence, by a model folder's generation_config.json, then its config.json. Raises
-    CheckpointError."""
+    """Read the ids that end a turn or a sequence, from a model folder's generation_config.json, then its config.json.
+    Raises CheckpointError."""
     found: list[int] = []
     for path in (folder / "generation_config.json", folder / "config.json"):
         try:

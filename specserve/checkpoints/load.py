@@ -221,7 +221,7 @@ def _load(
     place: Sharding | None,
     how: Quantization,
 ) -> jax.Array | QuantizedMatrix:
-    """One parameter, from the stored tensors that it is made of."""
+    """Load one parameter from the stored tensors that it is made of."""
     if quantized := [weight for weight in weights if isinstance(weight, LazyQuantized)]:
         matrix = _put_quantized(_outputs_first(spec), quantized, place)
         if how == "stored":
@@ -242,12 +242,13 @@ def _put_quantized(spec: ParamSpec, weights: Sequence[LazyQuantized], place: Sha
 
 
 def _outputs_first(spec: ParamSpec) -> ParamSpec:
-    """Where quantised weights are stored, their outputs come first, also where others keep [in, out]."""
+    """Return the spec as quantised weights are stored: with the outputs first, also where other weights are
+    [in, out]."""
     return dataclasses.replace(spec, transpose=True)
 
 
 def in_memory(spec: ParamSpec, stored: Sequence[LazyTensor]) -> LazyTensor:
-    """Give a parameter as the model takes it, from the stored tensors that its spec names: experts stacked, its own
+    """Return a parameter as the model takes it, from the stored tensors that its spec names: experts stacked, its own
     outputs picked, inputs first."""
 
     def read(index: Index) -> np.ndarray:
@@ -266,7 +267,7 @@ def in_memory(spec: ParamSpec, stored: Sequence[LazyTensor]) -> LazyTensor:
 
 
 def _places(part: Part, outputs: slice) -> slice | np.ndarray:
-    """Where some of a parameter's outputs stand among those of the stored tensor."""
+    """Return the places of some of a parameter's outputs among those of the stored tensor."""
     width = part.stop - part.start
     numbers = np.arange(outputs.start, outputs.stop)
     places = numbers // width * part.period + part.start + numbers % width
@@ -279,8 +280,8 @@ def _cast(tensor: LazyTensor, dtype: np.dtype) -> LazyTensor:
 
 
 def _put(tensor: LazyTensor, place: Sharding | None) -> jax.Array:
-    """Read to devices, each slice once, whichever devices hold it. Returns when it is there: else the host would pile
-    up tensors that wait for their transfer."""
+    """Read slices to the devices, each slice once, whichever devices hold it. Returns when the array is there, because
+    otherwise tensors that wait for their transfer would pile up on the host."""
     if place is None:
         return jax.device_put(tensor.read(tuple(slice(0, size) for size in tensor.shape))).block_until_ready()
     devices: dict[tuple[tuple[int, int], ...], list[Any]] = {}
@@ -296,7 +297,8 @@ def _put(tensor: LazyTensor, place: Sharding | None) -> jax.Array:
 
 
 def _place_of_scale(place: Sharding | None, scale: LazyTensor) -> Sharding | None:
-    """Where the scales of a quantised matrix live: as its values do, but whole along the inputs; there are few."""
+    """Return where the scales of a quantised matrix live: as its values do, but whole along the inputs, of which there
+    are few."""
     if not isinstance(place, NamedSharding):
         return place
     axes = [*place.spec, *[None] * (len(scale.shape) - len(place.spec))]
@@ -328,7 +330,7 @@ def _not_finite(spec: ParamSpec, weight: jax.Array | QuantizedMatrix) -> list[st
 
 
 def to_numpy(params: Any, spec_tree: Any, dtype: str) -> dict[str, np.ndarray]:
-    """Give the parameters under their checkpoint names, in the checkpoint's layout: the inverse of `load_params`."""
+    """Return the parameters under their checkpoint names, in the checkpoint's layout: the inverse of `load_params`."""
     out: dict[str, np.ndarray] = {}
     for spec, leaf in zip(specs(spec_tree), jax.tree.leaves(params), strict=True):
         value = np.asarray(leaf).astype(spec.dtype(dtype))

@@ -37,7 +37,7 @@ _FP4_PAIRS = np.stack([_FP4_DOUBLED[np.arange(256) & 15], _FP4_DOUBLED[np.arange
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """Something that is read by slice: a tensor of a file, or what is computed from some."""
+    """A value that is read by slice: a tensor of a file, or what is computed from some."""
 
     shape: tuple[int, ...]
     dtype: np.dtype
@@ -58,13 +58,13 @@ class LazyQuantized:
 
     @property
     def layout(self) -> object:
-        """Matrices of one layout can be stacked."""
+        """The layout; matrices of one layout can be stacked."""
         return self.values.dtype, self.scale.shape, self.block
 
 
 def stored_block(raw: Mapping[str, Any], where: str) -> tuple[int, int]:
-    """How many outputs and inputs of a weight share a scale where scales are by block, as config.json says. Raises
-    CheckpointError for a quantisation that is not read."""
+    """Return how many outputs and inputs of a weight share a scale where scales are by block, as config.json says.
+    Raises CheckpointError for a quantisation that is not read."""
     stated = raw.get("quantization_config") or raw.get("compression_config") or {}
     method = stated.get("quant_method", "compressed-tensors" if "config_groups" in stated else None)
     if not stated or method in ("fbgemm_fp8", "mxfp4"):
@@ -95,8 +95,8 @@ def stored_block(raw: Mapping[str, Any], where: str) -> tuple[int, int]:
 def open_weight(
     tensors: TensorFolder, name: str, block: tuple[int, int]
 ) -> tuple[LazyTensor | LazyQuantized, tuple[str, ...]]:
-    """A weight as it is stored, and the tensors that it is made of. Raises CheckpointError where it is missing, or of
-    a dtype that is no float and has no scale."""
+    """Open a weight as it is stored, and the tensors that it is made of. Raises CheckpointError where it is missing,
+    or of a dtype that is no float and has no scale."""
     names = tensors.names()
     if f"{name}_blocks" in names and f"{name}_scales" in names:
         return _open_fp4(tensors, name), (f"{name}_blocks", f"{name}_scales")
@@ -143,7 +143,7 @@ def _open_scale(
 
 
 def _open_fp4(tensors: TensorFolder, name: str) -> LazyQuantized:
-    """Twice the 4-bit values, which are integers, and half the scales."""
+    """Open a weight of 4 bits as integers, which are twice its values, and half its scales."""
     stored, scales = tensors.shape(f"{name}_blocks"), tensors.shape(f"{name}_scales")
     is_bytes = all(tensors.dtype(f"{name}_{part}") == np.uint8 for part in ("blocks", "scales"))
     if not is_bytes or stored[-1:] != (_FP4_BLOCK // 2,) or stored[:-1] != scales:

@@ -1,4 +1,5 @@
-"""From what a user types after `--target` to a folder: the bundled target, a local folder, a preset or a hub id."""
+"""The way from the text that a user types after `--target` to a folder: the bundled target, a local folder, a preset
+or a hub id."""
 
 import difflib
 import re
@@ -20,20 +21,20 @@ _COPIES = ["*/*", "consolidated*"]  # the same weights again, as others lay them
 
 @dataclass(frozen=True)
 class TargetSource:
-    """Where a target was found."""
+    """The name of a target, and the folder in which it was found."""
 
     name: str  # what a checkpoint remembers and the server shows
     folder: Path
 
 
 def is_hub_id(text: str) -> bool:
-    """Whether the text is owner/name as the hub allows it, which neither ./name nor ../name is."""
+    """Return whether the text is owner/name as the hub allows it, which neither ./name nor ../name is."""
     return _HUB_ID.fullmatch(text) is not None and not text.endswith(".git")
 
 
 def resolve_target(text: str, *, needs_weights: bool = True) -> TargetSource:
-    """Find or download a target; without weights: what its config, tokenizer and chat template take. Raises ConfigError
-    for a name nobody knows, CheckpointError for an unreachable hub."""
+    """Find or download a target. Without weights it is the files that its config, tokenizer and chat template take.
+    Raises ConfigError for a name nobody knows, CheckpointError for an unreachable hub."""
     if text == BUNDLED:
         return TargetSource(BUNDLED, BUNDLED_FOLDER)
     path = Path(text).expanduser()
@@ -52,7 +53,7 @@ def resolve_target(text: str, *, needs_weights: bool = True) -> TargetSource:
 
 
 def resolve_head(text: str, option: str) -> Path:
-    """Find or download a head; `option` is what it was given to. Raises as `resolve_target` does."""
+    """Find or download a head. `option` is the option that named it, for errors. Raises as `resolve_target` does."""
     path = Path(text).expanduser()
     if path.is_dir():
         return path.resolve()

@@ -51,7 +51,7 @@ Index = tuple[Any, ...]
 
 @dataclass(frozen=True)
 class Entry:
-    """Where a tensor lies: in which file, at which bytes, in which shape and dtype."""
+    """The place of a tensor: its file, its bytes, its shape and its dtype."""
 
     file: Path
     dtype: np.dtype
@@ -94,7 +94,7 @@ class TensorFolder:
 
 
 def listed(problems: Sequence[str], limit: int = 8) -> str:
-    """Tell all that is wrong in one line, or as much of it as a line takes."""
+    """List all that is wrong in one line, or as much of it as a line takes."""
     more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
     return "; ".join(problems[:limit]) + more
 
@@ -126,7 +126,7 @@ def _read_shards(folder: Path) -> dict[str, Entry]:
 
 
 class _Unsound(Exception):
-    """Why a file is no whole safetensors file."""
+    """The reason why a file is no whole safetensors file."""
 
 
 def _read_header(path: Path) -> dict[str, Entry]:

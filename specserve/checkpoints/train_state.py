@@ -24,7 +24,8 @@ class StateStore:
     """Saved steps under one folder. A save is complete or absent, whenever the process is killed."""
 
     def __init__(self, folder: Path, *, keep: int = 2) -> None:
-        """Keeps the newest `keep` and the best. Raises CheckpointError when the folder cannot be written."""
+        """Open the store, which keeps the newest `keep` states and the best. Raises CheckpointError when the folder
+        cannot be written."""
         self._best = _Best()
         options = ocp.CheckpointManagerOptions(
             preservation_policy=AnyPreservationPolicy([LatestN(keep), self._best]),
@@ -99,7 +100,7 @@ class StateStore:
 
 
 class _Best(PreservationPolicy):
-    """Orbax's own looks at metrics, which it has forgotten when a folder is opened again."""
+    """Keeps the state of the best step. Orbax's own policy goes by metrics, which are lost when a folder is closed."""
 
     step = 0
 
@@ -113,8 +114,8 @@ class _Best(PreservationPolicy):
 
 
 def _remove_unfinished(folder: Path) -> None:
-    """Saves that a killed process began. Orbax would do it in a thread, which may still be at it when the next store of
-    the folder begins."""
+    """Remove saves that a killed process began. Orbax would do it in a thread, which may still be at it when the next
+    store of the folder begins."""
     if jax.process_index() == 0:
         for entry in folder.glob("*.orbax-checkpoint-tmp*"):
             shutil.rmtree(entry)

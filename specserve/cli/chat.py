@@ -100,7 +100,7 @@ def answer(talk: Conversation, console: Console, message: str) -> None:
 
 
 def _obey(talk: Conversation, line: str) -> str:
-    """Do what a line with a slash says; what to answer."""
+    """Do what a line with a slash says, and return the text to answer."""
     name, _, rest = line.partition(" ")
     if name == "/reset":
         talk.reset()

@@ -64,7 +64,7 @@ class AnswerView:
         self._console.print(Text(told_last, "dim"), highlight=False)
 
     def _split(self) -> tuple[list[Text], Text]:
-        """The lines that nothing can be added to any more, and the one that grows."""
+        """Split the answer into the lines to which nothing can be added any more, and the line that grows."""
         *whole, last = self._line.split("\n", allow_blank=True) or [Text()]
         wrapped = list(last.wrap(self._console, self._console.width)) if self._live and last else [last]
         return [*whole, *wrapped[:-1]], wrapped[-1]
@@ -74,7 +74,7 @@ class AnswerView:
 
 
 def status(told: Told) -> str:
-    """One line: tokens, how many of them were the draft's, tau and speed."""
+    """Return one line of status: tokens, how many of them were the draft's, tau and speed."""
     if not told.depths:
         return f"{told.num_pieces} pieces; this server does not tell where tokens come from"
     accepted = sum(depth > 0 for depth in told.depths)

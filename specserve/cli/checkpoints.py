@@ -210,8 +210,9 @@ def _existing(folder: Path) -> Path:
 
 
 def _has_embedding(folder: Path) -> bool:
-    """Whether the head brings its own embedding along. An import compares it with the target's. An export to a layout
-    in which every head has one takes the target's where it is missing. No other weight of the target is ever read."""
+    """Return whether the head brings its own embedding along. An import compares it with the target's. An export to a
+    layout in which every head has one takes the target's where it is missing. No other weight of the target is ever
+    read."""
     return kind_of(read_json(folder / CONFIG)).has_own_embedding(folder)
 
 

@@ -22,7 +22,7 @@ class Token:
 
 @dataclass
 class Told:
-    """What is known of an answer so far."""
+    """The facts about an answer so far: its tokens, their depths, and its acceptance."""
 
     depths: list[int] = field(default_factory=list)  # of its tokens; empty where the server does not tell
     acceptance: Acceptance = field(default_factory=Acceptance)  # of the steps that are whole
@@ -46,7 +46,7 @@ class Told:
         self._first_time = self._first_time or self._last_time
 
     def end(self) -> None:
-        """The last step may have been cut off behind a draft token."""
+        """End the answer. Its last step may have been cut off behind a draft token."""
         if self._num_open:
             self._count()
             self._num_open = 0
@@ -57,7 +57,8 @@ class Told:
 
     @property
     def tokens_per_second(self) -> float | None:
-        """Of the tokens after the first; None where the server does not tell tokens apart, or there is one alone."""
+        """The tokens per second after the first token. None where the server does not tell tokens apart, or there is
+        one alone."""
         seconds = self._last_time - self._first_time
         return (len(self.depths) - 1) / seconds if len(self.depths) > 1 and seconds > 0 else None
 
@@ -66,7 +67,7 @@ class Conversation:
     """Messages with one server, which is asked for tokens and their depths where it is one of ours."""
 
     def __init__(self, client: Client, *, system: str = "", max_tokens: int = 512, temperature: float = 0.0) -> None:
-        """Raises UnreachableError and RefusedError."""
+        """Ask the server what it is. Raises UnreachableError and RefusedError."""
         self._client = client
         self._start = [{"role": "system", "content": system}] if system else []
         self._options = {"max_tokens": max_tokens, "temperature": temperature}
@@ -78,7 +79,8 @@ class Conversation:
 
     @property
     def speculation(self) -> str | None:
-        """How the server speculates, and what bounds it for us; None where it does not tell."""
+        """The server's way to speculate, and the bound on it for our own requests. None where the server does
+        not say."""
         own = self._told_speculation()
         return own if own is None or self._bound is None else f"{own}, of which {self._bound} draft tokens at most"
 
@@ -105,8 +107,8 @@ class Conversation:
         self.messages = list(self._start)
 
     def ask(self, message: str) -> Iterator[Token]:
-        """Send a message and yield the answer as it comes. Both are part of the conversation once something came, also
-        where the iteration is given up; before, neither is."""
+        """Send a message and yield the answer as it comes. Both become part of the conversation with the first piece
+        of the answer, and stay part of it where the iteration is given up later."""
         self.told = Told()
         asked = {"role": "user", "content": message}
         body: dict[str, Any] = {

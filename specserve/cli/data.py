@@ -63,7 +63,7 @@ def capture(run: TrainRun) -> None:
 
 
 def _here(run: RegenerateRun, rows: Sequence[Row], manner: Manner) -> Account:
-    """The answers of an engine in this process."""
+    """Have an engine in this process answer."""
     models = load(run, run.draft)
     with warmup_bar() as on_warmup:
         engine = answering_engine(
@@ -86,14 +86,14 @@ def _here(run: RegenerateRun, rows: Sequence[Row], manner: Manner) -> Account:
 
 
 def _on_ray(run: RegenerateRun, rows: Sequence[Row], manner: Manner) -> Account:
-    """The answers of several engines in workers of a cluster."""
+    """Have several engines in workers of a cluster answer."""
     with _answering(len(rows) * run.samples) as on_answer:
         return ray_engines.regenerate(run, rows, manner, on_answer)
 
 
 @contextlib.contextmanager
 def _answering(total: int) -> Iterator[Callable[[Account], None]]:
-    """A bar over so many rows. The context gives what it is told by."""
+    """Show a bar over so many rows. The context gives the function to report with."""
     with Progress(*bar_columns(), console=console) as progress:
         task = progress.add_task("answering", total=total, note="")
 

@@ -150,7 +150,7 @@ def histogram(report: SourceReport) -> Text:
 
 
 def coloured(document: Document, prepared: Prepared, limit: int, *, has_colours: bool) -> Text:
-    """The first `limit` tokens of the document as text, coloured by what training does with each."""
+    """Return the first `limit` tokens of the document as text, coloured by what training does with each."""
     is_inside = np.isin(document.token_ids, prepared.draft_ids) | (not has_colours)
     styles = np.where(is_inside, LEARNED, OUTSIDE)
     styles = np.where(document.loss_mask, styles, GIVEN)[:limit].tolist()

@@ -83,7 +83,7 @@ def _cells(run: EvalRun) -> list[tuple[float, int]]:
 
 
 def _keys(run: EvalRun) -> list[Key]:
-    """What is measured: every way with every head, but once where it needs none."""
+    """List what is measured: every way to speculate with every head, but once where it needs none."""
     heads = list(dict.fromkeys(run.draft)) or [""]
 
     def needs_head(way: str) -> bool:
@@ -181,7 +181,7 @@ def _converse_all(
     *,
     before_notes: Callable[[Sequence[Report]], None] = lambda _reports: None,
 ) -> list[Report]:
-    """Every conversation at every temperature and concurrency."""
+    """Have every conversation at every temperature and concurrency."""
     found: list[Report] = []
     with Bars() as progress:
         for temperature, concurrency in _cells(run):
@@ -222,7 +222,7 @@ def _show(found: Evaluation, limit: int) -> None:
 
 
 def _write(run: EvalRun, found: Evaluation, judged: Sequence[Verdict]) -> None:
-    """Write the report and the page beside it, without what the server was told as a secret."""
+    """Write the report and the page beside it, without the secrets among the settings."""
     settings = {name: value for name, value in dataclasses.asdict(run).items() if name != "api_key"}
     provenance = collect()
     if run.api_key:

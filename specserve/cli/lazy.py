@@ -13,7 +13,8 @@ from specserve import host
 
 @dataclass(frozen=True)
 class Lazy:
-    """Where a command is and what the list of commands says of it. All but `help` are written `module:name`."""
+    """The place of a command's code, and the help that the list of commands shows. All but `help` are written
+    `module:name`."""
 
     body: str
     help: str

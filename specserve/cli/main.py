@@ -1,4 +1,4 @@
-"""The `specserve` command: which commands there are, what they say of themselves, and where their code is."""
+"""The `specserve` command: a table of all commands, with their help, and where their code is."""
 
 import sys
 from collections.abc import Mapping

@@ -1,4 +1,5 @@
-"""What the commands share: settings as flags, the start of logging, how memory is kept, and how an error is shown."""
+"""The parts that commands share: settings as flags, the start of logging, how memory is kept, and how an error is
+shown."""
 
 import inspect
 import sys
@@ -52,7 +53,7 @@ def command(
 
 
 def cli_parameters(schema: type) -> list[inspect.Parameter]:
-    """One keyword-only parameter per setting, for the `__signature__` of a typer command.
+    """Make a keyword-only parameter for each setting, for the `__signature__` of a typer command.
 
     The flag is the last part of the setting's name, so two settings of one schema may not share it (an AssertionError).
     Settings with a rank come first and stand in the first panel of the help; where a schema has such, the

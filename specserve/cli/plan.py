@@ -138,7 +138,7 @@ def _row(fleet: Fleet) -> Sequence[str]:
 
 
 def _summary(plan: ServePlan, report: Report) -> dict[str, Any]:
-    """What a simulation came to."""
+    """Summarise a simulation."""
     late = plan.run.seconds / 4  # the fleet begins empty
     pages = plan.fleet.fit.num_pages
     ttft = report.percentiles(lambda answer: 1e3 * answer.ttft, SHARES)

@@ -1,4 +1,4 @@
-"""What `specserve train` prints before it begins, and what `--dry-run` prints besides."""
+"""The text that `specserve train` prints before it begins, and what `--dry-run` prints besides."""
 
 from collections.abc import Sequence
 

@@ -90,8 +90,8 @@ def quickstart(
 
 
 def _quiet() -> None:
-    """Leave the terminal to what this command says. What libraries warn of concerns who calls them, and docstrings
-    that are cut are cut on purpose."""
+    """Keep the terminal for what this command prints. Warnings of libraries concern their callers, and docstrings that
+    are cut are cut on purpose."""
     warnings.simplefilter("ignore")
     for name in (*LIBRARIES, "specserve.data.documents"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -136,7 +136,7 @@ def _engine(models: Models, speculation: str, progress: Progress, name: str) -> 
 
 
 def _time_steps(models: Models, speculative: Engine, progress: Progress) -> StepTimes:
-    """What steps take on this machine, by engines that do not run."""
+    """Measure the times of steps on this machine, by engines that do not run."""
     task = progress.add_task("timing the steps", total=None, note="")
     idle = measured_engine(models, PLAIN, num_slots=1, max_model_len=CONTEXT)
     times = measure_steps(idle.runner, speculative.runner, context=128)
@@ -145,7 +145,7 @@ def _time_steps(models: Models, speculative: Engine, progress: Progress) -> Step
 
 
 class _Way(EngineArm):
-    """One of the engines, which forgets every prompt before the next: nobody profits from having been asked before."""
+    """An engine that forgets every prompt before the next, so that no arm gains from having been asked before."""
 
     def ask(
         self,

@@ -1,4 +1,4 @@
-"""What /metrics of a server says, ours or vLLM's, and what happened between two readings of it."""
+"""The counts of a server's /metrics, ours or vLLM's, and what happened between two readings of it."""
 
 from collections import deque
 from collections.abc import Callable, Mapping
@@ -20,7 +20,7 @@ LATENCIES = {  # what is shown -> the series, and the name that it had in older 
 
 @dataclass(frozen=True)
 class Histogram:
-    """How many values were at most each bound."""
+    """The number of values that were at most each bound."""
 
     counts: Mapping[float, float] = field(default_factory=dict)  # bound -> values up to it; the last bound is infinite
 
@@ -29,8 +29,8 @@ class Histogram:
         return Histogram({bound: count - earlier.counts.get(bound, 0) for bound, count in self.counts.items()})
 
     def quantile(self, share: float) -> float:
-        """The value that this share of all are below, interpolated within a bucket as Prometheus does; the last finite
-        bound where it is beyond that, and nan without values."""
+        """Return the value that this share of all values are below, interpolated within a bucket as Prometheus does.
+        It is the last finite bound where the value is beyond that, and nan without values."""
         total = self.counts.get(inf, 0)
         if not total:
             return nan
@@ -43,7 +43,7 @@ class Histogram:
 
 @dataclass(frozen=True)
 class Sample:
-    """One reading. Counts are since the server's start, over all models and engines that it has."""
+    """A reading of /metrics. Counts are since the server's start, over all models and engines that it has."""
 
     time: float = 0.0
     model: str = ""
@@ -96,7 +96,7 @@ def parse(text: str, time: float) -> Sample:
 
 @dataclass(frozen=True)
 class Span:
-    """What happened between two readings, or since the server's start where nothing ended in between."""
+    """The counts between two readings, or since the server's start where nothing ended in between."""
 
     last: Sample
     tokens_per_second: float
@@ -126,7 +126,8 @@ class Watch:
         return bool(self._samples)
 
     def span(self) -> Span:
-        """What the readings say together. Speeds are those since the reading before, counts of the last minute."""
+        """Return what the readings say together. Speeds are those since the reading before, counts of the last
+        minute."""
         last = self._samples[-1]
         before = self._samples[-2] if len(self._samples) > 1 else last
         first = self._samples[0]

@@ -72,16 +72,16 @@ def _serve_replicas(run: ServeRun) -> None:
 
 
 def _leave(error: ProcessError) -> None:
-    """End this process, because another one has ended, whatever its threads wait for. Only the first one has clients
-    and keeps JAX's service, without which the others would be aborted: so it goes last."""
+    """End this process, because another one has ended, whatever its threads wait for. Only the first process has
+    clients and keeps JAX's service, without which the others would be aborted. So it ends last."""
     if processes.is_first():
         time.sleep(LOST_SECONDS)
     _end(error)
 
 
 def _end(error: Exception) -> None:
-    """End this process with one error, whichever of its threads is the first to tell. An orderly end would wait for the
-    other processes, and they for this one."""
+    """End this process with one error, of whichever thread reports first. An orderly end would wait for the other
+    processes, and they for this one."""
     with _telling:
         report_error(error)
         os._exit(2)
@@ -101,7 +101,7 @@ def _load(run: ServeRun, *, has_tokenizer: bool) -> Models:
 
 
 def _follow(run: ServeRun, follower: Follower) -> None:
-    """Run what the first process says, until it ends. A signal asks it to."""
+    """Run what the first process says, until it ends. A signal to this process asks the first one to end."""
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: follower.leave())
     runner = make_follower(_load(run, has_tokenizer=False), run, follower)

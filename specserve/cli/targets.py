@@ -22,7 +22,7 @@ from specserve.train.recipe import recipe
 
 @dataclass(frozen=True)
 class Row:
-    """One line of the list of targets. Sizes are in parameters and bytes."""
+    """A line of the list of targets. Sizes are in parameters and bytes."""
 
     name: str
     hub_id: str | None  # None: it is bundled

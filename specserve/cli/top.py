@@ -66,7 +66,7 @@ def _read(client: Client) -> str:
 
 
 def picture(url: str, watch: Watch, seconds_gone: float | None = None) -> RenderableType:
-    """What is known of the server now. `seconds_gone`: for how long it has not answered."""
+    """Draw what is known of the server now. `seconds_gone`: for how long it has not answered."""
     gone = Text()
     if seconds_gone is not None:
         gone = Text(f"{url} has not answered for {seconds_gone:.0f} s; waiting for it. Ctrl-C leaves", "bold red")

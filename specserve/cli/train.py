@@ -60,7 +60,7 @@ def train(run: TrainRun) -> None:
 
 
 def _train(run: TrainRun, listen: Callable[[Trainer], None] = lambda _trainer: None) -> None:
-    """The stages of a run: read the data, have the target answer, train, measure. `listen` is given the trainer of the
+    """Run the stages: read the data, have the target answer, train, measure. `listen` is given the trainer of the
     first process before it begins, and may stop it."""
     with RunFolder(run, is_first=processes.is_first()) as folder:
         if not folder.is_first:
@@ -85,7 +85,7 @@ def _train(run: TrainRun, listen: Callable[[Trainer], None] = lambda _trainer: N
 
 
 def _read(run: TrainRun) -> Mixture:
-    """The run's sources, for which the target's tokenizer and config are enough."""
+    """Read the run's sources, for which the target's tokenizer and config are enough."""
     try:
         folder = resolve_target(run.target, needs_weights=False).folder
     except CheckpointError:
@@ -96,8 +96,8 @@ def _read(run: TrainRun) -> Mixture:
 
 
 def _is_there(bench: str) -> bool:
-    """Whether there are questions to measure on at the end. The one that a target brings along may not be to be had:
-    that is said now, and is no reason not to train."""
+    """Return whether there are questions to measure on at the end. The default questions may not be reachable, which
+    is logged before training and does not stop it."""
     try:
         return bool(load_questions(bench, 0))
     except DataError as error:
@@ -108,7 +108,7 @@ def _is_there(bench: str) -> bool:
 
 
 def _answered(run: TrainRun, mixture: Mixture, budget: Budget | None) -> tuple[Mixture, Budget | None]:
-    """Have the target answer. What it has said when the process ends is kept."""
+    """Have the target answer. Answers that are there when the process ends are kept."""
     target, said = resolve_target(run.target), [time.monotonic()]
     with Progress(*bar_columns(), console=console) as progress:
         compiling = progress.add_task("compiling", note="", visible=False)
@@ -163,7 +163,7 @@ def _learn(
 
 
 def _measure(run: TrainRun, bench: str) -> None:
-    """Measure the head as `specserve eval` does. What goes wrong here does not take the head away."""
+    """Measure the head as `specserve eval` does. An error here is logged, and the head stays."""
     report = Path(run.output) / f"eval-{Path(bench).stem}.json"
     flags = {
         "draft": run.output,
@@ -182,8 +182,8 @@ def _measure(run: TrainRun, bench: str) -> None:
 
 
 def _mesh_to_measure(run: TrainRun) -> str:
-    """The parts of the run's mesh that cut the models: one question is asked at a time, for which one copy is enough.
-    Of several processes only the first one measures, on its own."""
+    """Return the parts of the run's mesh that cut the models. One question is asked at a time, for which one copy of
+    the models is enough. Of several processes only the first one measures, on its own."""
     sizes = {} if run.is_of_several else mesh_sizes(run.mesh)
     return ",".join(f"{axis}={sizes[axis]}" for axis in ("tensor", "expert") if axis in sizes)
 

@@ -24,7 +24,8 @@ class TrainingBar:
     """Shows how far a training run is, its loss, tau and speed: a live bar on a terminal, else a line per report."""
 
     def __init__(self, trainer: Trainer, *, is_brief: bool = False) -> None:
-        """With `is_brief` all is one line, on a terminal: no speeds, and no line for each measurement of tau."""
+        """Make the bar. With `is_brief` it is a single line on a terminal: no speeds, and no line for each measurement
+        of tau."""
         self._trainer, self._is_brief = trainer, is_brief
         self._bar = Progress(
             TextColumn("training"), BarColumn(), TextColumn("{task.percentage:>3.0f}%  {task.fields[left]}")

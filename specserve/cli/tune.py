@@ -78,7 +78,7 @@ def _show(found: Found, profile: Profile, run: TuneRun) -> None:
 
 
 def profile_table(profile: Profile) -> Table:
-    """One row per batch size."""
+    """Make a table with a row for each batch size."""
     numbers = ("tau", "plain ms", "step ms", "predicted", "measured")
     shown = table("the best way to speculate, and its gain", ("at once", "speculation"), numbers)
     for entry in profile.entries:
@@ -96,7 +96,7 @@ def profile_table(profile: Profile) -> Table:
 
 
 def pays_line(profile: Profile) -> str:
-    """Up to which batch size speculation pays."""
+    """Say up to which batch size speculation pays."""
     largest, pays = profile.entries[-1].batch_size, profile.pays_up_to
     if not pays:
         return "speculation does not pay here: plain decoding is the fastest at every batch size that was measured"

@@ -24,8 +24,9 @@ def encode_chat(
     tools: Messages | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], list[bool]]:
-    """Token ids of a whole chat and its loss mask: True for what the assistant itself writes in this rendering.
-    `tools` and `template_kwargs` are as in `Tokenizer.render_chat`.
+    """Return the token ids of a whole chat and its loss mask: True for what the assistant itself writes in this
+    rendering. `tools` and `template_kwargs` are as in `Tokenizer.render_chat`. `tools` and `template_kwargs` are as in
+    `Tokenizer.render_chat`.
 
     An answer begins where the generation prompt ends, and ends with the token that ends the turn, also where that is
     the next role's. Where a template leaves the reasoning out of earlier answers, the answer alone is learned; where it
@@ -51,12 +52,13 @@ class _Untagged:
     """A chat as a template without generation tags renders it. Places are indices of characters of `text`."""
 
     def __init__(self, tokenizer: Tokenizer, messages: Messages, variables: Mapping[str, Any]) -> None:
-        """Takes what `ChatTemplate.prepare` gives."""
+        """Render the chat as `ChatTemplate.prepare` gives it."""
         self.tokenizer, self.messages, self.variables = tokenizer, messages, variables
         self.text = self._write(messages)
 
     def encode(self) -> tuple[list[int], list[bool]]:
-        """Token ids and loss mask: a message's span is what rendering it adds. Raises DataError or RequestError."""
+        """Return token ids and loss mask. A message's span is what rendering it adds to the text. Raises DataError or
+        RequestError."""
         text, spans = self.text, list[tuple[int, int]]()
         for i, message in enumerate(self.messages):
             if message["role"] == "assistant":
@@ -72,7 +74,7 @@ class _Untagged:
         return self.tokenizer.template.write(messages, variables, add_generation_prompt=add_generation_prompt)
 
     def _start(self, i: int, after: int) -> int:
-        """Where the assistant begins message `i`; its answer before ends at `after`."""
+        """Return where the assistant begins message `i`; its answer before ends at `after`."""
         asked = self.messages[:i] or [{"role": "user", "content": "1"}]
         header, before = self._header(asked).partition(THINK)[0], self._write(asked)
         if not i or not self.text.startswith(before):
@@ -88,7 +90,7 @@ class _Untagged:
         return len(before) + self._header_length(self.text[len(before) :], asked)
 
     def _stop(self, i: int, start: int) -> int:
-        """Where message `i`, which begins at `start`, ends."""
+        """Return where message `i`, which begins at `start`, ends."""
         text, upto = self.text, self._write(self.messages[: i + 1])
         if text.startswith(upto):
             return len(upto)
@@ -104,13 +106,13 @@ class _Untagged:
         return min(places)
 
     def _end_of_content(self, i: int) -> int:
-        """Where what message `i` says ends: what follows stays the same when it says something else."""
+        """Return where the content of message `i` ends: the text after it stays the same when the content changes."""
         turns = self.messages
         changed = self._write([*turns[:i], {**turns[i], "content": _PLACEHOLDER}, *turns[i + 1 :]])
         return len(self.text) - _common_length(self.text[::-1], changed[::-1])
 
     def _header_length(self, rest: str, asked: Messages) -> int:
-        """How much of `rest`, which begins with an answer to what was asked, the generation prompt writes.
+        """Return how much of `rest`, which begins with an answer to what was asked, the generation prompt writes.
 
         A hybrid model's empty reasoning was written by the prompt that asks for none; what a prompt writes to begin
         reasoning was left out with it.
@@ -124,11 +126,12 @@ class _Untagged:
         return _common_length(headers[0], rest)
 
     def _header(self, asked: Messages, **mode: bool) -> str:
-        """What the template writes before an answer (`<|im_start|>assistant\n` in ChatML)."""
+        r"""Return what the template writes before an answer (`<|im_start|>assistant\n` in ChatML)."""
         return self._write(asked, add_generation_prompt=True, **mode)[len(self._write(asked, **mode)) :]
 
     def _keep_reasoning(self, span: tuple[int, int]) -> tuple[str, tuple[int, int]]:
-        """The chat and the span of its last answer, with the reasoning that the template would leave out of it."""
+        """Return the chat and the span of its last answer, with the reasoning that the template would leave out
+        of it."""
         text, last = self.text, self.messages[-1]
         reasoning, tag, answer = str(last.get("content", "")).rpartition(END_THINK)
         if not tag or END_THINK in text[slice(*span)] or len(self.messages) == 1:
@@ -145,8 +148,8 @@ class _Untagged:
 def _end_turns(
     tokenizer: Tokenizer, token_ids: Sequence[int], loss_mask: Sequence[bool]
 ) -> tuple[list[int], list[bool]]:
-    """Each answer ends with the token that ends the turn: what stands after it is the template's (a newline, in
-    ChatML), and a next role's token that ends it (GLM) is the answer's, also behind the last one."""
+    """End each answer with the token that ends the turn. The text after that token is the template's (a newline, in
+    ChatML). A next role's token that ends the turn (GLM) belongs to the answer, also behind the last one."""
     ids, mask = list(token_ids), list(loss_mask)
     for start, stop in _runs(loss_mask):
         last = max((t for t in range(start, stop) if ids[t] in tokenizer.special_token_ids), default=None)
@@ -162,7 +165,8 @@ def _end_turns(
 
 @lru_cache(maxsize=8)  # probes of the template, which every chat would make again
 def _last_end_id(tokenizer: Tokenizer) -> int | None:
-    """What the template writes after an answer only when something follows, if that ends a turn."""
+    """Return the token that ends a turn, where the template writes it after an answer only when something follows.
+    Otherwise return None."""
     probe = [{"role": role, "content": "1"} for role in ("user", "assistant", "user")]
     template = tokenizer.template
     try:
@@ -174,7 +178,8 @@ def _last_end_id(tokenizer: Tokenizer) -> int | None:
 
 
 def _check_calls(tokenizer: Tokenizer, messages: Messages, token_ids: Sequence[int], loss_mask: Sequence[bool]) -> None:
-    """Raises DataError where a call is not among what the assistant says: the rest would train on a hole."""
+    """Raises DataError where a tool call is not among what the assistant says, because the rest would be trained on
+    without it."""
     names = [call["function"]["name"] for message in messages for call in message.get("tool_calls") or ()]
     if not names:
         return

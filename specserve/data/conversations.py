@@ -1,7 +1,7 @@
-"""What a data set holds, row by row: chats in the dialects people have them in, plain documents, ready token ids.
+"""The rows of data sets: chats in the dialects people have them in, plain documents, ready token ids.
 
-What a chat says reaches its template: text, reasoning, tools and their calls, and the template's own variables. Knows
-nothing of files or hubs (see `sources`). A row that cannot be used raises `BadRowError` with the reason, which
+Everything in a chat reaches its template: text, reasoning, tools and their calls, and the template's own variables.
+Knows nothing of files or hubs (see `sources`). A row that cannot be used raises `BadRowError` with the reason, which
 `sources` counts and reports with its line number; nothing is dropped silently.
 """
 
@@ -43,7 +43,7 @@ MESSAGE_FIELDS = frozenset(
 
 @dataclass(frozen=True)
 class Message:
-    """One turn, with everything that chat templates read of it."""
+    """A turn of a chat, with everything that chat templates read of it."""
 
     role: str  # system, user, assistant, tool; or text, for a plain document
     content: str  # empty only beside tool calls, or where a tool gave nothing back
@@ -86,7 +86,7 @@ class Conversation:
 
     @property
     def key(self) -> str:
-        """16 hex digits of what is asked: the same for every answer to it, in whatever data set it stands."""
+        """Return 16 hex digits of what is asked: the same for every answer to it, in whatever data set it stands."""
         asked = [message.content for message in self.question.messages if message.role == "user"]
         return _digest(asked or [message.content for message in self.messages])
 
@@ -120,7 +120,7 @@ Row = Conversation | TokenRow
 
 @dataclass(frozen=True)
 class Columns:
-    """Says under which names a data set keeps what a row is made of: messages, or prompt and response, or text."""
+    """The names under which a data set keeps the parts of a row: messages, or prompt and response, or text."""
 
     messages: str = ""
     prompt: str = ""
@@ -150,7 +150,7 @@ class Columns:
         return cls(**given)
 
     def fit(self, row: Mapping[str, Any]) -> bool:
-        """Whether there is a mapping and the row has its columns."""
+        """Return whether there is a mapping and the row has its columns."""
         names = [name for name in (self.messages, self.prompt, self.response, self.text) if name]
         return bool(names) and all(name in row for name in names)
 
@@ -191,7 +191,7 @@ def parse_template_kwargs(entries: Sequence[str]) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class RowProblem:
-    """Why a row was left out."""
+    """The reason why a row was left out."""
 
     line: int  # 1-based
     reason: str
@@ -214,7 +214,8 @@ def report(problems: Sequence[RowProblem]) -> str:
 
 
 def split_of(row: Row) -> Split:
-    """Whether the row is trained on or held out: by its key, hence the same in every file, order and run."""
+    """Return whether the row is trained on or held out. Its key decides, hence it is the same in every file, order and
+    run."""
     if isinstance(row, TokenRow) and row.split is not None:
         return row.split
     return "held-out" if int(row.key, 16) % HELD_OUT_SHARE == 0 else "train"
@@ -364,7 +365,7 @@ def _from_json(text: str, what: str) -> Any:
 
 
 def _to_json(value: Any) -> str:
-    """Empty for what is empty."""
+    """Write a value as JSON text; an empty value becomes an empty text."""
     try:
         text = json.dumps(value, ensure_ascii=False, allow_nan=False) if value else ""
     except (TypeError, ValueError, RecursionError) as error:  # dates and bytes of a table, NaN

@@ -1,4 +1,5 @@
-"""From the sources of a mixture to packed rows, with an account of each source: what was used, cut and left out."""
+"""The way from the sources of a mixture to packed rows, with an account of each source: what was used, cut and left
+out."""
 
 import dataclasses
 import json
@@ -26,7 +27,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class SourceTokens:
-    """One source's training rows as documents."""
+    """The training rows of one source as documents."""
 
     source: SourceRows
     rows: tuple[Row, ...]  # what the documents' `origins` count in
@@ -35,7 +36,7 @@ class SourceTokens:
 
 @dataclass(frozen=True, eq=False)
 class SourceReport:
-    """What became of one source's training rows."""
+    """The account of one source's training rows."""
 
     tokens: SourceTokens
     counts: np.ndarray  # int64 [vocab]; how often each token bears loss
@@ -45,21 +46,21 @@ class SourceReport:
 
 @dataclass(frozen=True, eq=False)
 class Dataset:
-    """What training reads: packed rows of all sources, and an account of each source."""
+    """The data that training reads: packed rows of all sources, and an account of each source."""
 
     rows: PackedRows
     reports: tuple[SourceReport, ...]  # in the order of `rows.source_starts`
 
     @property
     def counts(self) -> np.ndarray:  # float64 [vocab]
-        """How often each token bears loss in an epoch of the mixture."""
+        """The number of times that each token bears loss in an epoch of the mixture."""
         weighted = [report.tokens.source.weight * report.counts for report in self.reports]
         return np.sum(weighted, axis=0)
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """A held-out question, to be measured on."""
+    """A held-out question, on which heads are measured."""
 
     source: str
     token_ids: list[int]
@@ -167,7 +168,7 @@ def write_rows(parts: Sequence[tuple[Split, SourceTokens]], path: Path) -> int:
 
 
 def _unread(conversations: Sequence[Conversation], tokenizer: Tokenizer) -> Counter[str]:
-    """What conversations say that their chat template does not write down, and of how many that is so."""
+    """Count, by what it is, the content of conversations that their chat template does not write down."""
     unread: Counter[str] = Counter()
     for conversation in conversations:
         unread["tools"] += bool(conversation.tools) and not tokenizer.template.reads_tools
@@ -186,7 +187,8 @@ def _questions(source: SourceRows, tokenizer: Tokenizer, count: int, max_len: in
 
 
 def _question_ids(row: Row, tokenizer: Tokenizer) -> list[int]:
-    """Up to where the assistant first speaks; empty where nothing is asked, or not in a way the template knows."""
+    """Return the token ids up to where the assistant first speaks. They are empty where nothing is asked, or not in a
+    way the template knows."""
     if isinstance(row, TokenRow):
         return row.token_ids[: int(row.loss_mask.argmax())].tolist()
     if row.is_document:

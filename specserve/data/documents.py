@@ -19,7 +19,7 @@ log = logging.getLogger(__name__)
 
 @dataclass(frozen=True, eq=False)
 class Document:
-    """One conversation or plain text, or a piece of one: all that its tokens may see when documents share a row."""
+    """A conversation or plain text, or a piece of one: all that its tokens may see when documents share a row."""
 
     token_ids: np.ndarray  # int32 [seq]
     loss_mask: np.ndarray  # bool [seq]; True where the token is to be predicted
@@ -74,7 +74,7 @@ def tokenize(rows: Sequence[Row], tokenizer: Tokenizer, max_len: int) -> Tokeniz
 
 
 def tokenize_part(rows: Sequence[Row], tokenizer: Tokenizer, max_len: int) -> TokenizedDocuments:
-    """Tokenise a worker's share as `tokenize` does, without a word on what it left out: shares are `join`ed and then
+    """Tokenise a worker's share as `tokenize` does, without logging what it left out. Shares are `join`ed and then
     `check`ed."""
     documents: list[Document] = []
     origins: list[int] = []
@@ -96,7 +96,8 @@ def tokenize_part(rows: Sequence[Row], tokenizer: Tokenizer, max_len: int) -> To
 
 
 def _fit(whole: Document, max_len: int, *, is_split: bool) -> tuple[list[Document], Counter[Count]]:
-    """The documents of at most `max_len` tokens that a row is made into, and what it counts as."""
+    """Return the documents of at most `max_len` tokens that a row is made into, and the name under which it is
+    counted."""
     length = len(whole) if is_split else turn_end(whole.loss_mask, max_len)
     num_cut = len(whole) - length
     counts: Counter[Count] = Counter({"truncated": num_cut > 0})
@@ -152,8 +153,8 @@ def turn_end(
     loss_mask: np.ndarray,  # bool [seq]
     max_len: int,
 ) -> int:
-    """Say how many tokens of a chat are kept: up to the end of the last answer that fits whole into `max_len`, or where
-    there is none `max_len`. All of a chat that fits."""
+    """Return how many tokens of a chat are kept: all where it fits into `max_len`, or else up to the end of the last
+    answer that fits whole, or where there is none `max_len`."""
     if len(loss_mask) <= max_len:
         return len(loss_mask)
     ends = np.flatnonzero(loss_mask & ~np.append(loss_mask[1:], False)) + 1
@@ -162,7 +163,7 @@ def turn_end(
 
 
 def _split(document: Document, max_len: int) -> list[Document]:
-    """Pieces of at most `max_len` that overlap by one token, which bears loss in the first of the two."""
+    """Cut into pieces of at most `max_len` that overlap by one token, which bears loss in the first of the two."""
     pieces = []
     for start in range(0, max(1, len(document) - 1), max_len - 1):
         loss_mask = document.loss_mask[start : start + max_len].copy()
@@ -172,7 +173,8 @@ def _split(document: Document, max_len: int) -> list[Document]:
 
 
 def _encode(row: Row, tokenizer: Tokenizer) -> Document:
-    """All token ids of a row and its loss mask. Raises DataError where the chat template refuses its messages."""
+    """Return all token ids of a row and its loss mask. Raises DataError where the chat template refuses its
+    messages."""
     if isinstance(row, TokenRow):
         return Document(row.token_ids, row.loss_mask)
     if not row.is_document:

@@ -31,8 +31,9 @@ class Loader:
     skipped."""
 
     def __init__(self, rows: PackedRows, batch_size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> None:
-        """`batch_size` > 0 rows over all processes, of which process `shard[0]` of `shard[1]` gets its slice: the
-        slices of all, in order, are the batch of a single process. `seed` >= 0.
+        """Make the loader. Over all processes a batch has `batch_size` > 0 rows, of which process `shard[0]` of
+        `shard[1]` gets its slice: the slices of all, in order, are the batch of a single process. `seed` >= 0. `seed`
+        >= 0.
 
         Raises DataError when there is no row, ConfigError when the batch cannot be shared out evenly.
         """
@@ -55,22 +56,22 @@ class Loader:
 
     @property
     def batch_size(self) -> int:
-        """Rows of a batch, over all processes."""
+        """The number of rows in a batch, over all processes."""
         return self._batch_size
 
     @property
     def position(self) -> int:
-        """How many rows were handed out, to all processes."""
+        """The number of rows that were handed out, to all processes."""
         return self._position
 
     def next_batch(self) -> Batch:
-        """Give this process's share of the next batch."""
+        """Return this process's share of the next batch."""
         batch = self.peek()
         self._position += self._batch_size
         return batch
 
     def peek(self, ahead: int = 0) -> Batch:
-        """Give this process's share of the batch that comes `ahead` batches after the next one, which stays the
+        """Return this process's share of the batch that comes `ahead` batches after the next one, which stays the
         next."""
         index, count = self._shard
         share = self._batch_size // count
@@ -81,7 +82,7 @@ class Loader:
         return Batch(*arrays, row_ids=at)
 
     def state(self) -> dict[str, int]:
-        """Give all that `restore` needs, as plain integers; it is the same on every process."""
+        """Return all that `restore` needs, as plain integers; it is the same on every process."""
         return {
             "position": self._position,
             "seed": self._seed,
@@ -106,7 +107,7 @@ class Loader:
         return sum((w * n for w, n in zip(self._weights, self._sizes, strict=True)), Fraction(0))
 
     def _start(self, source: int, epoch: int) -> int:
-        """How many rows of the source all earlier epochs take."""
+        """Return how many rows of the source all earlier epochs take."""
         return int(epoch * self._weights[source] * self._sizes[source])
 
     def _row_at(self, position: int) -> int:
@@ -135,7 +136,7 @@ class Loader:
 
 
 def _digest(rows: PackedRows) -> int:
-    """Tells the rows of a mixture from those of another."""
+    """Return a number that tells the rows of a mixture from those of another."""
     digest = zlib.crc32(str((rows.source_starts, rows.weights)).encode())
     for part in (rows.token_ids, rows.loss_mask):
         digest = zlib.crc32(np.ascontiguousarray(part).data, digest)

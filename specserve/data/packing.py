@@ -28,7 +28,7 @@ class PackedRows:
 
     @property
     def padding_share(self) -> float:
-        """Share of all positions that are padding."""
+        """The share of all positions that are padding."""
         return float(np.mean(self.document_ids == 0)) if self.document_ids.size else 0.0
 
 
@@ -76,7 +76,8 @@ def stack(parts: Sequence[PackedRows], weights: Sequence[float]) -> PackedRows:
 
 
 def _first_fit(lengths: Sequence[int], seq_len: int) -> list[int]:
-    """The row of each length: the first one that still has room, found in a tree of each half's largest room."""
+    """Return the row for each length: the first one that still has room, found in a tree of each half's largest
+    room."""
     num_leaves = 1 << max(0, len(lengths) - 1).bit_length()
     room = [seq_len] * (2 * num_leaves)  # node i has children 2i and 2i+1; leaf of row r is num_leaves + r
     rows = []

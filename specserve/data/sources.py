@@ -1,7 +1,8 @@
-"""Where conversations come from: data sets by name, any hub data set, local files, the bundled `pydoc`.
+"""The sources of conversations: data sets by name, any hub data set, local files, the bundled `pydoc`.
 
-Every source is split into what is trained on and what is held out, by the key of its questions (`pydoc` by module),
-and no source trains on a question that another one holds out. Rows that cannot be used are counted and reported.
+The rows of every source are split by the key of their questions (`pydoc` by module) into those that are trained on and
+those that are held out. No source trains on a question that another one holds out. Rows that cannot be used are
+counted and reported.
 """
 
 import difflib
@@ -41,7 +42,7 @@ SUFFIXES = (".jsonl", ".json", ".parquet")
 
 @dataclass(frozen=True)
 class HubDataset:
-    """A data set of the Hugging Face hub, and under which names it keeps what a row is made of."""
+    """A data set of the Hugging Face hub, and the names under which it keeps the parts of a row."""
 
     hub_id: str
     licence: str
@@ -52,7 +53,7 @@ class HubDataset:
 
     @property
     def homepage(self) -> str:
-        """Where people find it."""
+        """The address at which people find it."""
         is_elsewhere = self.files is not None and self.files.startswith("https://")
         return self.files or "" if is_elsewhere else f"https://huggingface.co/datasets/{self.hub_id}"
 
@@ -159,7 +160,7 @@ def load(source: str, *, split: Split) -> tuple[Conversation, ...]:
 
 @dataclass(frozen=True)
 class _Part:
-    """One source as it was read."""
+    """The rows of one source as they were read."""
 
     train: tuple[Row, ...]
     held_out: tuple[Row, ...]
@@ -211,7 +212,7 @@ def _read(name: str, columns: Columns, vocab_size: int | None, needs_answers: bo
 
 
 def _open(name: str, columns: Columns) -> tuple[str, Iterable[tuple[int, Any]], Columns, bool]:
-    """(label for where a row stands, its numbered rows, their mapping, whether that is the user's)."""
+    """Return (label for where a row stands, its numbered rows, their mapping, whether that is the user's)."""
     if name.endswith(SUFFIXES):
         path = Path(name).expanduser()
         return path.name, file_rows(path), columns, True
@@ -294,7 +295,8 @@ def _parquet_rows(path: Path) -> Iterator[Any]:
 
 
 def _without_nulls(row: Mapping[str, Any]) -> dict[str, Any]:
-    """A table's row without the nulls inside its values: a table gives every call and schema the fields of all."""
+    """Return a table's row without the nulls inside its values, because a table gives every call and schema the fields
+    of all."""
 
     def clean(value: Any) -> Any:
         if isinstance(value, Mapping):

@@ -1,7 +1,7 @@
 """Tokenised conversations, made by several processes where there are many and kept on disk for the next run.
 
-The key of a file is the content that it came of: the conversations, the tokenizer's files with the chat template and
-what its variables are set to, the longest length, and the code that tokenises. A file that is damaged is made again.
+The key of a file is a hash of what it was made from: the conversations, the tokenizer's files with the chat template
+and the values of its variables, the longest length, and the code that tokenises. A file that is damaged is made again.
 """
 
 import hashlib
@@ -51,8 +51,8 @@ def tokenize_cached(
     max_len: int,
     workers: int = 0,
 ) -> TokenizedDocuments:
-    """Tokenise all the conversations by `tokenize_part`, or read what was made of the same ones before. `workers`
-    processes share the work, 0 for one per core; where there is little to do this process does it alone."""
+    """Tokenise all the conversations by `tokenize_part`, or read the result of an earlier run over the same ones.
+    `workers` processes share the work, 0 for one per core. Where there is little to do this process does it alone."""
     path = cache_folder() / "tokens" / f"{_key(conversations, tokenizer, folder, max_len)}.npz"
     if (found := _read(path)) is not None:
         log.debug("%d documents from %s", len(found.documents), path)
@@ -139,7 +139,8 @@ def _write(path: Path, tokenized: TokenizedDocuments) -> None:
 
 
 def _read(path: Path) -> TokenizedDocuments | None:
-    """What `_write` wrote, or None where there is no such file or it is damaged (it has a checksum for each array)."""
+    """Read what `_write` wrote, or return None where there is no such file or it is damaged (it has a checksum for
+    each array)."""
     if not path.exists():
         return None
     try:

@@ -1,8 +1,8 @@
 """The draft doctor: what is wrong with a head's files, what it would cost, and how to mend it.
 
-Engines load a faulty head without a word, and then accept less than they could: this looks at everything that they do
-not. It reads files only, and mends nothing that it would have to guess. `eval.trial` runs the head as well, and says
-what the entries of `RUNNING` say.
+Engines load a faulty head without an error, and then accept less than they could. The doctor looks at everything that
+they do not. It reads files only, and mends nothing that it would have to guess. `eval.trial` runs the head as well,
+and reports the entries of `RUNNING`.
 """
 
 from functools import partial
@@ -40,6 +40,6 @@ RUNNING = (MISREAD, KNOWS_NOTHING, BELOW_NOTES)
 
 
 def examine(folder: Path, target: Target | None) -> Report:
-    """Look at everything. Without a target, what only it can say is left out. Raises CheckpointError where there is
+    """Make all checks. Without a target, those that need one are left out. Raises CheckpointError where there is
     nothing to look at: no config.json, no whole safetensors file."""
     return kind_of(read_json(folder / CONFIG)).examine(folder, target)

@@ -1,7 +1,6 @@
-"""What a drafter with weights says of itself beyond its steps (`speculative.drafter`): which parameters it has, how it
-learns, what that costs, and how it lies on disk. A new drafter is a folder beside `eagle3` that says all this, and a
-line in `registry`.
-"""
+"""The interface of a drafter with weights, beyond its steps (`speculative.drafter`): which parameters it has, how it
+learns, what that costs, and how it lies on disk. A new drafter is a folder beside `eagle3` that implements it, and a
+line in `registry`."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -42,7 +41,8 @@ class Rows:
 
 @dataclass(frozen=True)
 class Rollout:
-    """How many tokens ahead a drafter learns to look, and what of it is kept for the backward pass."""
+    """The settings of a rollout: how many tokens ahead a drafter learns to look, and what of it is kept for the
+    backward pass."""
 
     length: int  # what `TrainedDrafter.num_steps` makes of the setting
     remat: bool  # each step is computed again in the backward pass
@@ -51,7 +51,8 @@ class Rollout:
 
 @pytree
 class Aims:
-    """What the hidden states of a rollout foresee. Column j of step k is one state."""
+    """The tokens that the hidden states of a rollout predict, and the weights of these predictions. Column j of step k
+    is one state."""
 
     weights: jax.Array  # [rollout, batch, n] float32, what a state counts in the loss of its step; 0: nothing
     # [rollout, batch, n] int32, the position of the row whose next token a state foresees; None: column j is about
@@ -75,7 +76,7 @@ class Flops:
 
 @dataclass(frozen=True)
 class Costs:
-    """What it takes to learn from one position of a row, the output head left out."""
+    """The costs of learning from one position of a row, without the output head."""
 
     flops: Flops  # forward and backward
     kept: int  # numbers that stay until the backward pass
@@ -105,38 +106,39 @@ class TrainedDrafter(Drafter, Protocol):
 
     @property
     def d_model(self) -> int:
-        """Width of the hidden states that its logits are made of."""
+        """The width of the hidden states that its logits are made of."""
         ...
 
     @property
     def max_len(self) -> int:
-        """Tokens of a sequence that it can follow."""
+        """The number of tokens that a sequence can have at most."""
         ...
 
     @property
     def vocab_size(self) -> int:
-        """The target's."""
+        """The size of the target's vocabulary."""
         ...
 
     @property
     def draft_vocab_size(self) -> int:
-        """Tokens that it can propose."""
+        """The number of tokens that it can propose."""
         ...
 
     def with_dtype(self, dtype: str) -> "TrainedDrafter":
-        """The same, computed in another dtype."""
+        """Return the same drafter, computed in another dtype."""
         ...
 
     def facts(self) -> Mapping[str, Any]:
-        """Its shape and its switches by the names of `DraftSettings`, and what else is worth showing."""
+        """Return its shape and its switches by the names of `DraftSettings`, and other facts that are worth
+        showing."""
         ...
 
     def spec(self) -> Any:
-        """Its parameters as `ParamSpec`s, with their names in our own layout."""
+        """Return its parameters as `ParamSpec`s, with their names in our own layout."""
         ...
 
     def place(self, mesh: Mesh) -> Any:
-        """Where each parameter lives; what does not divide is whole on every device."""
+        """Return where each parameter lives. A parameter that the mesh does not divide is whole on every device."""
         ...
 
     def first_params(self, target: Target, target_ids: np.ndarray, seed: int) -> Any:
@@ -144,11 +146,11 @@ class TrainedDrafter(Drafter, Protocol):
         ...
 
     def num_steps(self, rollout: int) -> int:
-        """How many tokens ahead it learns to look, where the settings ask for `rollout`."""
+        """Return how many tokens ahead it learns to look, where the settings ask for `rollout`."""
         ...
 
     def aims(self, rows: Rows, rollout: Rollout) -> Aims:
-        """What the states of `learn` foresee, and which of that bears loss."""
+        """Return which tokens the states of `learn` predict, and which of these bear loss."""
         ...
 
     def learn(
@@ -180,12 +182,13 @@ class TrainedDrafter(Drafter, Protocol):
         logits: jax.Array,  # [rollout, n, draft_vocab] float32, of them
         p: jax.Array,  # [rollout or 1, n, draft_vocab] float32, the target's distribution
     ) -> jax.Array | None:  # [rollout, n] float32, nats
-        """A loss of states beside that of their distribution, which counts where theirs does; None: there is none."""
+        """Compute a loss of states beside that of their distribution, which counts where theirs does. None means that
+        there is none."""
         ...
 
     def costs(self, rollout: Rollout, seq_len: int, mesh: Mesh | None = None) -> Costs:
-        """What learning costs for one position of a row of `seq_len`; with a mesh the operations of each device that
-        has the position."""
+        """Return what learning costs for one position of a row of `seq_len`; with a mesh the operations of each device
+        that has the position."""
         ...
 
 
@@ -198,7 +201,7 @@ class Head:
     target_ids: np.ndarray  # [draft_vocab] int32, sorted
 
     def weights(self, place: Sharding | None = None) -> DraftWeights:
-        """It as steps take it."""
+        """Return the weights and the vocabulary as steps take them."""
         return DraftWeights(self.params, DraftVocab(put(self.target_ids, place)))
 
 
@@ -212,20 +215,21 @@ class Kind(Protocol):
 
     @property
     def understands(self) -> frozenset[str]:
-        """Which of `DraftSettings` have a meaning for it, beside those that every kind has (`settings.COMMON`)."""
+        """Return the `DraftSettings` that have a meaning for it, beside those that every kind has
+        (`settings.COMMON`)."""
         ...
 
     def is_named(self, raw: Mapping[str, Any]) -> bool:
-        """Whether a config.json is of a head of this kind."""
+        """Return whether a config.json is of a head of this kind."""
         ...
 
     def new(self, settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> TrainedDrafter:
-        """A drafter of the shape that the settings ask for, and of the target's where they say nothing. Raises
+        """Make a drafter of the shape that the settings ask for, and of the target's where they say nothing. Raises
         ConfigError."""
         ...
 
     def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
-        """What the files of a head say of its shape; no weights are read. Raises ConfigError or CheckpointError, also
+        """Read the shape of a head from its files, without its weights. Raises ConfigError or CheckpointError, also
         where it belongs to another target."""
         ...
 
@@ -240,23 +244,23 @@ class Kind(Protocol):
         ...
 
     def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
-        """What of a head the engine that a dialect is for does not compute."""
+        """List the properties of a head that the engine of a dialect does not compute."""
         ...
 
     def has_own_embedding(self, folder: Path) -> bool:
-        """Whether a head brings a token embedding along."""
+        """Return whether a head brings a token embedding along."""
         ...
 
     def without_copies(self, head: Head, target: Target, dtype: str) -> tuple[Head, list[str]]:
-        """The head without what it has of the target's own, and what that was, one line each."""
+        """Return the head without the tensors that are the target's own, and a line for each of these."""
         ...
 
     def repairs(self, folder: Path, target: Target) -> list[Repair]:
-        """What a head's files might mean instead of what they say, to be tried by running it."""
+        """List other readings of a head's files, which are tried by running the head."""
         ...
 
     def examine(self, folder: Path, target: Target | None) -> Report:
-        """What is wrong with a head's files. Raises CheckpointError where there is nothing to look at."""
+        """Check a head's files. Raises CheckpointError where there is nothing to look at."""
         ...
 
 
@@ -334,6 +338,6 @@ class FileKind(Generic[Own]):
 
 
 def shift(x: jax.Array, by: int) -> jax.Array:
-    """x[t + by] at t along axis 1, zero past the ends."""
+    """Return x[t + by] at t along axis 1, zero past the ends."""
     ahead, behind = max(by, 0), max(-by, 0)
     return jnp.pad(x[:, ahead : x.shape[1] - behind], [(0, 0), (behind, ahead)] + [(0, 0)] * (x.ndim - 2))

@@ -1,4 +1,4 @@
-"""What the draft doctor says of a head's files, and mends."""
+"""The report of the draft doctor on a head's files, and the mending of them."""
 
 import copy
 from collections.abc import Callable
@@ -24,7 +24,7 @@ class Copy:
 
     @property
     def layer(self) -> dict[str, Any]:
-        """Where the settings of the layer stand: speculators nests them."""
+        """The settings of the layer, which speculators nests."""
         return self.raw.get("transformer_layer_config") or self.raw
 
 
@@ -79,7 +79,7 @@ class Repair:
 
 @dataclass(frozen=True)
 class Report:
-    """All that the doctor says of a head's folder: what the head is, and what is wrong with it."""
+    """The report of the doctor on a head's folder: what the head is, and what is wrong with it."""
 
     folder: Path
     dialect: str
@@ -93,11 +93,11 @@ class Report:
 
     @property
     def changes(self) -> list[str]:
-        """What mending changes, one line each."""
+        """The changes that mending makes, one line each."""
         return [f"{each.where}: {each.what}; now {each.expected}" for each in self.findings if each.fix]
 
     def mended(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """The tensors and the config.json with everything mended that can be without guessing."""
+        """Return the tensors and the config.json with everything mended that can be without guessing."""
         tensors = TensorFolder(self.folder)
         mended = Copy(
             copy.deepcopy(read_json(self.folder / CONFIG)), {name: tensors.read(name) for name in tensors.names()}
@@ -118,7 +118,7 @@ class Report:
 
 
 def stored_dtype(tensors: TensorFolder) -> str:
-    """Give the dtype of the weights; float32, which holds both of the others, where they are of several."""
+    """Return the dtype of the weights, or float32 where they are of several, because it holds both of the others."""
     found = {tensors.dtype(name).name for name in tensors.names()} & set(FLOATS)
     return found.pop() if len(found) == 1 else "float32"
 
@@ -135,7 +135,7 @@ def put(key: str, value: Any, *, in_layer: bool = False, everywhere: bool = Fals
 
 
 def describe(table: np.ndarray | None) -> str:
-    """Tell a table of the vocabulary by its size and a few of its entries."""
+    """Describe a table of the vocabulary by its size and a few of its entries."""
     if table is None:
         return "nothing"
     shown = ", ".join(str(value) for value in table.ravel()[:3].tolist())

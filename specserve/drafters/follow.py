@@ -1,9 +1,10 @@
-"""How a drafter that runs ahead over states of its own follows the sequences that are served.
+"""The state by which a drafter that runs ahead over states of its own follows the sequences that are served.
 
-Its entry of a token is computed from two things, that token and the target's aux hidden states of the position before.
-Between steps, for a sequence x[0..L] whose root is x[L]: `pending` holds the last `count` tokens up to the root, each
-with the aux hidden states before it, and the drafter has written entries 1..L - count. After a tree, `count` is what
-that step emitted; plain steps add one each and run nothing of the drafter, until there is no more room.
+Its entry of a token is computed from two things: that token, and the target's aux hidden states of the position
+before. Between steps, take a sequence x[0..L] whose root is x[L]. Then `pending` holds the last `count` tokens up to
+the root, each with the aux hidden states before it, and the drafter has written entries 1..L - count. After a tree,
+`count` is the number of tokens that this step emitted. Plain steps add one each and run nothing of the drafter, until
+there is no more room.
 """
 
 import dataclasses
@@ -46,7 +47,7 @@ Extend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Cache]
 
 
 def max_pending(max_depth: int) -> int:
-    """Tokens that `pending` holds."""
+    """Return how many tokens `pending` holds."""
     return max(MIN_PENDING, max_depth + 1)
 
 
@@ -64,8 +65,8 @@ def init_state(cache: Cache, num_taps: int, target: ModelConfig, sizes: Sizes) -
 
 
 def admit(state: Following, slot: jax.Array, page_row: jax.Array, num_cached: jax.Array) -> Following:
-    """Begin a sequence. The first entry after a hit consumes the aux hidden states before it, which no page contains:
-    they were kept with the last page."""
+    """Begin a sequence. The first entry after a prefix hit consumes the aux hidden states of the position before it.
+    No page contains these, so they were kept with the last page."""
     pending = state.pending
     last_page = page_row[jnp.clip(num_cached // state.cache.page_size - 1, 0)]
     boundary = state.page_aux.at[last_page].get(mode="clip")
@@ -113,8 +114,9 @@ def _observe_prompt(state: Following, view: SlotView, committed: Committed, exte
 
 
 def _observe_plain(state: Following, view: SlotView, committed: Committed) -> Following:
-    """The token joins those that are pending. Where they are as many as fit the oldest is forgotten: the drafter will
-    go without an entry for it, which costs acceptance and never a token, unless it catches up before."""
+    """Add the token of a plain step to the pending ones. Where there is no room the oldest is forgotten, unless
+    the drafter catches up before. It then has no entry for that token, which costs acceptance and never changes
+    a token."""
     pending = take_rows(state.pending, view.slots)
     room = pending.token_ids.shape[1]
     is_full = pending.count >= room
@@ -150,7 +152,7 @@ def places(seq_lens: jax.Array, pending: Pending) -> tuple[jax.Array, jax.Array]
 
 
 def caught_up(state: Following, view: SlotView, cache: Cache) -> Following:
-    """The state when the entries of all that was pending are in `cache`: the root alone stays pending."""
+    """Return the state when the entries of all that was pending are in `cache`: the root alone stays pending."""
     pending = take_rows(state.pending, view.slots)
     last = jnp.maximum(pending.count - 1, 0)[:, None]
     root, aux = take_each(pending.token_ids, last), take_each(pending.aux_hidden_states, last)
@@ -165,7 +167,7 @@ def _aux(committed: Committed) -> jax.Array:
 def _put(
     state: Following, view: SlotView, token_ids: jax.Array, aux_hidden_states: jax.Array, count: jax.Array
 ) -> Pending:
-    """The state's pending tokens with those of the step's slots replaced; padded slots are dropped."""
+    """Return the state with the pending tokens of the step's slots replaced. Padded slots are dropped."""
     m = token_ids.shape[1]
     return Pending(
         token_ids=state.pending.token_ids.at[view.slots, :m].set(token_ids, mode="drop"),
@@ -175,8 +177,8 @@ def _put(
 
 
 def _kept_with_pages(state: Following, view: SlotView, committed: Committed) -> jax.Array:
-    """`page_aux` with the aux hidden states of every page's last entry among those committed: a later prefix hit goes
-    on from there."""
+    """Return `page_aux` with the aux hidden states of the last entry of every page that has just been committed, from
+    which a later prefix hit goes on."""
     page_size = state.cache.page_size
     column = committed.index // page_size
     is_boundary = (

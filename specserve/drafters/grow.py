@@ -1,4 +1,4 @@
-"""How drafters grow trees below a root, whatever it is that ranks their candidates.
+"""The growth of a tree below a root, for any drafter that can rank candidates.
 
 Candidates are ranked by `log softmax(log q / T + gumbel(seed, position))`: with T = 0 that is the draft's own
 log-probability, above it the draft looks at the same noise that the target's draw will use (`speculative.sampling`).
@@ -91,7 +91,7 @@ class Marginals:
 
 
 def _grow_dynamic(expand: Expander, tree: DynamicTree, root_ids: jax.Array, root: Any) -> Proposal:
-    """The pool lists candidates level by level, so a parent always stands before its children."""
+    """Grow a dynamic tree. Its pool lists candidates level by level, so a parent always stands before its children."""
     batch, top_k = root_ids.shape[0], tree.top_k
     score, token = expand.candidates(root, 1, top_k)
     scores, tokens = [score[:, 0]], [token[:, 0]]
@@ -179,5 +179,5 @@ def _grow_static(expand: Expander, tree: StaticTree, root_ids: jax.Array, root: 
 
 
 def _order(depths: tuple[int, ...], node: int) -> int:
-    """Where a node's token stands when tokens are listed depth by depth."""
+    """Return where a node's token stands when tokens are listed depth by depth."""
     return sum(1 for i, depth in enumerate(depths) if (depth, i) < (depths[node], node))

@@ -57,5 +57,5 @@ def load_head(
 
 
 def read_drafter(folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
-    """What the files of a head say of its shape; no weights are read. Raises as `load_head` does."""
+    """Read the shape of a head from its files, without its weights. Raises as `load_head` does."""
     return kind_of(read_json(folder / CONFIG)).read(folder, target, target_name, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Changes of a head's files that undo slips, for the `repairs` of each kind: what of them is the same for all."""
+"""Changes of a head's files that undo slips, as far as they are the same for the `repairs` of all kinds."""
 
 import json
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""What is remembered of a head beside its weights: its target, how it was trained, what was measured."""
+"""The notes that are kept of a head beside its weights: its target, how it was trained, and what was measured."""
 
 from pathlib import Path
 from typing import Any
@@ -9,6 +9,6 @@ NOTES_FILE = "specserve.json"
 
 
 def read_notes(folder: Path) -> dict[str, Any]:
-    """What was noted when the head was saved; empty for a head from elsewhere."""
+    """Read the notes that were written when the head was saved. They are empty for a head from elsewhere."""
     path = folder / NOTES_FILE
     return dict(read_json(path)) if path.is_file() else {}

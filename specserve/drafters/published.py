@@ -1,5 +1,5 @@
-"""What the published layouts of draft heads have in common: the tables of the draft vocabulary, rotary settings in both
-spellings, and what a head may have of its target's. The only file that knows how `d2t` and `t2d` are meant."""
+"""The common parts of the published layouts of draft heads: the tables of the draft vocabulary, rotary settings in
+both spellings, and copies of the target's tensors. It is the only file that knows how `d2t` and `t2d` are meant."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,8 +25,8 @@ def inner(raw: Mapping[str, Any], key: str) -> Mapping[str, Any]:
 
 
 def is_eps(value: object) -> bool:
-    """Whether it can be what a norm adds to a mean square: with more than 1e-2 it is no protection from zero any more,
-    but part of what is computed."""
+    """Return whether the value can be the epsilon of a norm. Above 1e-2 it would not only protect from division by
+    zero, but change what is computed."""
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value <= 1e-2
 
 
@@ -53,7 +53,7 @@ Reading = Literal["offset", "absolute", "identity", "mask", "unsound"]
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """What the tables of a head, as they were found, say that its draft rows stand for."""
+    """The tokens that a head's draft rows stand for, according to its tables as they were found."""
 
     reading: Reading  # what was in d2t; without one: all tokens, or what t2d says
     target_ids: np.ndarray | None  # [draft_vocab] int64, in the order of the rows; None: they say nothing
@@ -97,7 +97,7 @@ def read_vocab(d2t: np.ndarray | None, t2d: np.ndarray | None, draft_vocab_size:
 
 
 def is_sound(target_ids: np.ndarray, draft_vocab_size: int, vocab_size: int) -> bool:
-    """Whether these can be the target ids of the draft rows: as many, sorted, unique and in range."""
+    """Return whether these can be the target ids of the draft rows: as many, sorted, unique and in range."""
     return (
         target_ids.shape == (draft_vocab_size,)
         and draft_vocab_size > 0

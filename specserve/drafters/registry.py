@@ -23,6 +23,6 @@ BUNDLED_HEAD_FOLDER = Path(__file__).parent.parent / "targets" / "pydoc-eagle3" 
 
 
 def kind_of(raw: Mapping[str, Any]) -> Kind:
-    """The kind that a config.json is of. One that none of them recognises goes to the default, which says what it
-    lacks."""
+    """Return the kind that a config.json is of. A config that none of them recognises goes to the default kind, which
+    says what it lacks."""
     return next((kind for kind in KINDS.values() if kind.is_named(raw)), KINDS[DEFAULT_KIND])

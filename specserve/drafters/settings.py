@@ -12,7 +12,7 @@ COMMON = frozenset({"vocab_size", "num_layers", "d_ff", "num_heads", "num_kv_hea
 
 
 def draft_vocab_size(asked: int, vocab_size: int) -> int:
-    """How many of a target's tokens a head can propose, where the settings ask for so many."""
+    """Return how many of a target's tokens a head can propose, where the settings ask for so many."""
     return vocab_size if asked == ALL_TOKENS else asked or min(vocab_size // 2, 32_000)
 
 

@@ -23,8 +23,8 @@ def with_head(lookup: str) -> str:
 
 
 def drafter_for(trees: Sequence[Tree | None], head: Drafter | None) -> Drafter | None:
-    """Who proposes all of these: a head, a lookup, both, or nobody. Raises ConfigError where one is deeper than the
-    head can look ahead."""
+    """Return the drafter that can propose all of these trees: a head, a lookup, both, or None. Raises ConfigError
+    where a tree is deeper than the head can look ahead."""
     names = {tree.lookup for tree in trees if tree is not None and tree.lookup}
     lookup = LOOKUPS[ALL_TEXT if ALL_TEXT in names else OWN_TEXT] if names else None
     if not any(tree is not None and tree.uses_head for tree in trees):
@@ -39,15 +39,15 @@ def drafter_for(trees: Sequence[Tree | None], head: Drafter | None) -> Drafter |
 
 
 def within_reach(trees: Sequence[T], head: Drafter) -> list[T]:
-    """Those of some trees, None being plain decoding, that are no deeper than a head can look ahead."""
+    """Return the trees that are no deeper than a head can look ahead. None stands for plain decoding and is kept."""
     limit = head.max_tree_depth
     return [tree for tree in trees if tree is None or limit is None or not tree.uses_head or tree.depth <= limit]
 
 
 def parse_speculation(text: str) -> Tree | None:
-    """`off`; `chain:K`, `tree:DEPTHxTOPKxNODES` or `static:WIDTHxWIDTHx...` by a head; `ngram:K` or `suffix:K` by
-    lookup; `head+suffix:` before a shape by whichever promises more for each sequence, K alone being a chain. Raises
-    ConfigError."""
+    """Read a way to speculate: `off`; `chain:K`, `tree:DEPTHxTOPKxNODES` or `static:WIDTHxWIDTHx...` by a head;
+    `ngram:K` or `suffix:K` by lookup; `head+suffix:` before a shape by whichever promises more for each sequence, K
+    alone being a chain. Raises ConfigError."""
     if text == "off":
         return None
     source, _, shape = text.partition(":")
@@ -88,7 +88,7 @@ def _num_static_nodes(widths: tuple[int, ...]) -> int:
 
 
 def describe(tree: Tree | None) -> str:
-    """The shortest text that `parse_speculation` reads back, or a plain one for an irregular static tree."""
+    """Return the shortest text that `parse_speculation` reads back, or a plain one for an irregular static tree."""
     if tree is None:
         return "off"
     shape, prefix = _shape(tree), "" if tree.source == "head" else f"{tree.source}:"

@@ -21,7 +21,7 @@ Result = TypeVar("Result")
 
 
 def computed_again(step: Callable[..., Result]) -> Callable[..., Result]:
-    """The step, of which nothing is kept for the backward pass but its arguments.
+    """Return the step as a function of which nothing is kept for the backward pass but its arguments.
 
     `jax.checkpoint` says the same, by barriers that XLA's CPU compiler drops before it schedules: there all steps were
     computed again at once, and lived side by side. So the state that a step begins with waits for the cotangents of
@@ -52,13 +52,13 @@ def by_position(states: list[jax.Array]) -> list[jax.Array]:
 
 
 def loss_positions(rows: Rows, step: int) -> jax.Array:  # [batch, seq] float32
-    """Where a rollout step learns: 1 at position t if the token that is predicted there, t + 2 + step, belongs to the
-    assistant and to the same document, else 0."""
+    """Return the weight of each position in a rollout step: 1 at position t if the token that is predicted there, t +
+    2 + step, belongs to the assistant and to the same document, else 0."""
     ahead = 2 + step
     same = (shift(rows.document_ids, ahead) == rows.document_ids) & (rows.document_ids > 0)
     return (same & shift(rows.loss_mask, ahead)).astype(jnp.float32)
 
 
 def all_weights(rows: Rows, length: int) -> jax.Array:  # [rollout, batch, seq] float32
-    """The weights of all steps, moved as `by_position` moves the states."""
+    """Return the weights of all steps, moved as `by_position` moves the states."""
     return jnp.stack(by_position([loss_positions(rows, step) for step in range(length)]))

@@ -1,4 +1,4 @@
-"""What the draft doctor says of the numbers in a head's tensors, whatever the head is."""
+"""The draft doctor's checks of the numbers in a head's tensors, whatever the head is."""
 
 from collections.abc import Iterable, Iterator
 from functools import partial
@@ -33,7 +33,8 @@ WEIGHT_RANGE = _tensors(
 
 
 def check_values(tensors: TensorFolder, names: Iterable[str]) -> Iterator[Finding]:
-    """Whether every weight is a finite number, some of each tensor are not zero, and none is beyond 16 bits."""
+    """Check that every weight is a finite number, that some of each tensor are not zero, and that none is beyond 16
+    bits."""
     half = np.finfo(np.float16)
     for name in sorted(names):
         if tensors.dtype(name).name not in FLOATS:

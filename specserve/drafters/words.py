@@ -1,4 +1,4 @@
-"""What users call drafters and the ways to speculate; without arrays, so that a command's help is quick."""
+"""The names of drafters and of ways to speculate. It imports no arrays, so that a command's help is quick."""
 
 from typing import Literal
 

@@ -26,7 +26,7 @@ Unit = tuple[int, ...]  # questions, by number, of which acceptance is known tog
 
 @dataclass
 class Report:
-    """What an evaluation found of one way to speculate, at one temperature and concurrency, beside plain decoding."""
+    """The measurement of one way to speculate, at one temperature and concurrency, beside plain decoding."""
 
     bench: str
     speculation: str
@@ -46,7 +46,7 @@ class Report:
 
     @property
     def name(self) -> str:
-        """What tells it from the others of an evaluation at the same temperature and concurrency."""
+        """The name that tells this report from the others of an evaluation at the same temperature and concurrency."""
         return ", ".join(filter(None, (self.draft, self.speculation)))
 
     @property
@@ -55,27 +55,28 @@ class Report:
 
     @property
     def tau(self) -> float | None:
-        """The mean number of tokens that a step emits; None where the arm does not tell."""
+        """The mean number of tokens that a step emits, or None where the arm does not report it."""
         return self.acceptance.tau if self.tells in ("all", "no depths") else self.told_mean
 
     @property
     def accept_rate(self) -> tuple[float, ...]:
-        """Acceptance at depth d given acceptance at depth d - 1; empty where the arm does not tell."""
+        """The acceptance at depth d given acceptance at depth d - 1. It is empty where the arm does not report it."""
         return self.acceptance.accept_rate if self.tells == "all" else ()
 
     @property
     def tau_interval(self) -> Interval | None:
-        """The 95% interval of tau over questions; None where there is one question, or counts are not told."""
+        """The 95% interval of tau over questions, or None where there is one question or the arm reports no counts."""
         return tau_interval([*self.by_unit.values()]) if self.tells in ("all", "no depths") else None
 
     @property
     def is_yardstick(self) -> bool:
-        """Whether it is what the others are compared with, as the first of several servers is: then it has no gain."""
+        """Return whether this is the arm that the others are compared with, as the first of several servers is. Then
+        it has no gain."""
         return self.plain is self.speculative
 
     @property
     def gain(self) -> float | None:
-        """Tokens per second to those of plain decoding in the same round, the median over rounds."""
+        """The ratio of tokens per second to those of plain decoding in the same round, as the median over rounds."""
         return None if self.is_yardstick or not self.speculative.ratios else self.speculative.ratio
 
     @property
@@ -92,7 +93,7 @@ class Report:
         return dict(sorted(found.items()))
 
     def of_category(self, category: str) -> "CategoryReport":
-        """What was found of one category; its speed only where whole rounds were of it."""
+        """Return the figures of one category, whose speed is known only where whole rounds consisted of it."""
         units = [found for unit, found in self.by_unit.items() if self.categories.get(unit) == category]
         picks = [name == category for name in self.rounds]
         arms = self.plain.rates, self.speculative.rates, self.speculative.ratios
@@ -108,7 +109,7 @@ class Report:
         )
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that was found. Figures that an arm does not tell are null."""
+        """Return all figures as JSON. Figures that an arm does not report are null."""
         has_counts = self.tells in ("all", "no depths")
         by_category = {name: self.of_category(name).to_json() for name in self.by_category} if has_counts else {}
         return {
@@ -139,7 +140,8 @@ class Report:
 
 @dataclass(frozen=True)
 class CategoryReport:
-    """What was found of one category of questions. Speeds are medians over rounds, None where none was of it alone."""
+    """The figures of one category of questions. Speeds are medians over rounds, or None where no round consisted of it
+    alone."""
 
     acceptance: Acceptance
     tau_interval: Interval | None
@@ -163,7 +165,7 @@ class CategoryReport:
 
 @dataclass(frozen=True)
 class Difference:
-    """Tau of one head less tau of another, which answered the same questions in the same way."""
+    """The difference between the taus of two heads, which answered the same questions in the same way."""
 
     of: Report
     to: Report
@@ -174,7 +176,8 @@ class Difference:
 
     @property
     def interval(self) -> Interval | None:
-        """The 95% interval over questions, which both heads answered: where it holds 0, neither is shown better."""
+        """The 95% interval over questions, which both heads answered. Where it holds 0, neither head is shown to be
+        better."""
         return tau_difference([*self.of.by_unit.values()], [*self.to.by_unit.values()])
 
     def to_json(self) -> dict[str, Any]:
@@ -184,7 +187,8 @@ class Difference:
 
 
 def differences(reports: Sequence[Report]) -> list[Difference]:
-    """Every head against the first one that was measured with the same speculation, temperature and concurrency."""
+    """Compare every head with the first one that was measured with the same speculation, temperature and
+    concurrency."""
     first: dict[tuple[str, float, int], Report] = {}
     found = []
     for report in reports:
@@ -204,9 +208,9 @@ def evaluate(
     seed: int = 0,
     on_answer: Callable[[Report], None] = lambda _report: None,
 ) -> Report:
-    """Have every conversation twice, through two engines that run over the same target. Fills and returns `report`, of
-    which `on_answer` hears after every group of questions. Raises DataError where the target has no chat template, or
-    no prompt fits its context, and SpecServeError where an engine fails on an answer."""
+    """Have every conversation twice, through two engines that run over the same target. Fills and returns `report`,
+    and calls `on_answer` with it after every group of questions. Raises DataError where the target has no chat
+    template, or no prompt fits its context, and SpecServeError where an engine fails on an answer."""
     arms: dict[str, Arm] = {PLAIN: EngineArm(plain), report.name: EngineArm(speculative)}
     read = reader(plain, max_tokens)
     converse(arms, questions, [report], read, seed=seed, on_answer=lambda: on_answer(report))
@@ -214,8 +218,8 @@ def evaluate(
 
 
 def reader(engine: Engine, max_tokens: int) -> Read:
-    """What makes prompts of chats for this engine, each with room for at most `max_tokens`. Raises DataError where the
-    target has no chat template."""
+    """Return a function that makes prompts of chats for this engine, each with room for at most `max_tokens`. Raises
+    DataError where the target has no chat template."""
 
     def read(messages: Messages) -> tuple[list[int], int] | None:
         try:
@@ -287,7 +291,7 @@ def _cell(yardstick: str, reports: Sequence[Report]) -> Cell:
 
 
 def _groups(chats: Sequence["_Chat"], size: int) -> "itertools.chain[list[_Chat]]":
-    """The chats that are asked together: first all first turns, then the second turns of those that have one."""
+    """Group the chats that are asked together: first all first turns, then the second turns of those that have one."""
     turns = max(len(chat.question.turns) for chat in chats)
 
     def groups(turn: int) -> list[list[_Chat]]:
@@ -298,7 +302,8 @@ def _groups(chats: Sequence["_Chat"], size: int) -> "itertools.chain[list[_Chat]
 
 
 def _note(report: Report, chats: Sequence["_Chat"], found: Sequence[Acceptance]) -> None:
-    """Add what one group of questions accepted. Where an arm tells of the group alone, that is the first's."""
+    """Count the accepted draft tokens of one group of questions. The counts are kept for each question, or for the
+    whole group where the arm reports no more."""
     units = [[chat] for chat in chats] if report.tells_each else [chats]
     for i, unit in enumerate(units):
         key = tuple(chat.number for chat in unit)

@@ -45,7 +45,8 @@ CACHE_SHARE = 0.4  # of the memory that is free beside the weights, which are pa
 
 @dataclass(frozen=True)
 class Answering:
-    """How far the stage is: questions that are settled, of how many, and the account of the source it is at."""
+    """The progress of the stage: the number of questions that are settled, the number of all, and the account of the
+    source that is being asked."""
 
     done: int
     total: int
@@ -54,7 +55,7 @@ class Answering:
 
 @dataclass(frozen=True)
 class Watch:
-    """Who hears of the stage: of each program that is compiled, and of each answer."""
+    """The callbacks that follow the stage: one for each program that is compiled, and one for each answer."""
 
     on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None
     on_answer: Callable[[Answering], None] = lambda _answering: None
@@ -63,9 +64,9 @@ class Watch:
 def answer(
     run: TrainRun, target: TargetSource, mixture: Mixture, budget: Budget | None, watch: Watch
 ) -> tuple[Mixture, Budget | None]:
-    """The mixture with the target's answers in place of its own, of as many conversations as the run draws, and the
-    budget with what was decided. Its held-out questions stay as they are. Raises DataError where nothing can be
-    asked, ConfigError or CheckpointError where the target cannot be run."""
+    """Have the target answer as many conversations as the run draws. Returns the mixture with the target's answers in
+    place of its own, and the budget with what was decided. Held-out questions stay as they are. Raises DataError where
+    nothing can be asked, ConfigError or CheckpointError where the target cannot be run."""
     store = _Store(run, target)
     with store.lock():
         begin = time.monotonic()
@@ -108,8 +109,8 @@ def _engine(run: TrainRun, watch: Watch) -> Iterator[Engine]:
 
 
 def _num_slots(run: TrainRun, models: Models, parts: int) -> int:
-    """As many answers at once as the run asks for and the devices have room for, a multiple of the parts that they are
-    spread over."""
+    """Return how many answers are made at once: as many as the run asks for and the devices have room for, as a
+    multiple of the parts that they are spread over."""
     drafter = models.head.drafter if models.head else None
     each = bytes_per_token(models.target.config, drafter, models.mesh) * run.train.seq_len
     room = int(CACHE_SHARE * free_memory(models.mesh) / max(each, 1))
@@ -124,7 +125,7 @@ class _Enough(Exception):
 
 def _measured(store: "_Store", engine: Engine, drawn: Mixture, budget: Budget) -> Budget:
     """Answer for as long as a stage is measured, all sources in turn, and decide how many conversations there is time
-    for. What is answered stays."""
+    for. The answers that were made stay."""
     most = sum(len(source.train) for source in drawn)
     new, there, spent = 0, 0, 0.0
     for source in drawn:
@@ -147,7 +148,7 @@ def _measured(store: "_Store", engine: Engine, drawn: Mixture, budget: Budget) -
 
 
 class _Store:
-    """Answers of one target, given in one manner."""
+    """A store of the answers that one target gave in one manner."""
 
     def __init__(self, run: TrainRun, target: TargetSource) -> None:
         template_kwargs = parse_template_kwargs(run.data.template_kwargs)
@@ -166,7 +167,7 @@ class _Store:
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
-        """Wait until no other process writes answers here."""
+        """Wait until no other process writes answers here, and keep others out within the context."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             file = (self.folder / ".lock").open("a")
@@ -181,12 +182,13 @@ class _Store:
             yield
 
     def path(self, source: SourceRows) -> Path:
-        """The file of a source's answers, called as the source is, as far as a file may be."""
+        """Return the file of a source's answers. Its name holds the source's name, without the characters that a file
+        name may not have."""
         words = re.sub(r"[^\w.-]+", "-", Path(source.name).name)[:60]
         return self.folder / f"{words}-{_digest(source.name)[:8]}.jsonl"
 
     def ask(self, engine: Engine, drawn: Mixture, on_answer: Callable[[Answering], None]) -> list[Account]:
-        """Have the target answer what is not answered yet. Returns an account of each source."""
+        """Have the target answer the questions that have no answer yet. Returns an account of each source."""
         total, before, accounts = sum(len(source.train) for source in drawn), 0, []
         for source in drawn:
 
@@ -202,7 +204,8 @@ class _Store:
         return accounts
 
     def is_settled(self, drawn: Mixture) -> bool:
-        """Whether all of these questions were asked before; some of them may have no answer that can be used."""
+        """Return whether all of these questions were asked before. Some of them may have no answer that can be
+        used."""
         return self._mark(drawn).is_file() and all(self.path(source).is_file() for source in drawn)
 
     def settle(self, drawn: Mixture) -> None:
@@ -214,8 +217,9 @@ class _Store:
         return self.folder / f".asked-{_digest(' '.join(ids))}"
 
     def read(self, drawn: Mixture, mixture: Mixture) -> Mixture:
-        """The drawn conversations with the target's answers, in the order of the draw. Those without one are left out,
-        and so are those whose question, as it was asked, the mixture holds out. Raises DataError where none is left."""
+        """Read the drawn conversations with the target's answers, in the order of the draw. A conversation is left out
+        where it has no answer, or where its question, as it was asked, is among the held-out ones of the mixture.
+        Raises DataError where none is left."""
         kept_out = {row.key for source in mixture for row in source.held_out}
         answered = []
         for source in drawn:
@@ -241,7 +245,8 @@ def _ids(source: SourceRows) -> list[str]:
 
 
 def _read_rows(path: Path) -> dict[str, Row]:
-    """Rows of the answers' file by their id. What stands after the last end of a line is half a row."""
+    """Read the rows of the answers' file by their id. Text after the last end of a line is half a row, and is left
+    out."""
     rows = {}
     for number, line in enumerate(path.read_bytes().split(b"\n")[:-1], start=1):
         raw = json.loads(line)

@@ -27,7 +27,7 @@ PLAIN = "off"
 
 @dataclass(frozen=True)
 class Plan:
-    """What a benchmark asks, and how often."""
+    """The questions that a benchmark asks, and how often it asks."""
 
     concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
     temperatures: tuple[float, ...] = (0.0,)
@@ -37,19 +37,19 @@ class Plan:
     seed: int = 0
 
     def requests_at(self, concurrency: int) -> int:
-        """How many questions each arm answers in a round with so many clients."""
+        """Return how many questions each arm answers in a round with so many clients."""
         return max(self.num_requests, concurrency)
 
     @property
     def num_prompts(self) -> int:
-        """How many prompts it takes to ask none of them twice."""
+        """The number of prompts that it takes to ask none of them twice."""
         per_temperature = self.num_rounds * sum(self.requests_at(concurrency) for concurrency in self.concurrencies)
         return per_temperature * len(self.temperatures)
 
 
 @dataclass(eq=False)
 class Answer:
-    """An answer as its client saw it come. Seconds count from its submission."""
+    """An answer as its client saw it arrive. Seconds count from its submission."""
 
     begin: float = 0.0
     token_ids: list[int] = field(default_factory=list)
@@ -65,7 +65,8 @@ class Answer:
         return len(self.token_ids) if self.num_told is None else self.num_told
 
     def agrees(self, other: "Answer") -> bool:
-        """Whether both say the same: token for token, or letter for letter where token ids are not known."""
+        """Return whether both answers are the same: token for token, or letter for letter where token ids are not
+        known."""
         if self.num_told is None and other.num_told is None:
             return self.token_ids == other.token_ids
         return self.text == other.text
@@ -107,11 +108,12 @@ class Arm(Protocol):
     """A way of decoding that a benchmark measures."""
 
     def can_run(self, temperature: float, concurrency: int, /) -> bool:
-        """Whether it takes part at this temperature, with so many clients."""
+        """Return whether the arm takes part at this temperature, with so many clients."""
         ...
 
     def forget(self) -> None:
-        """Drop what it has kept of earlier questions, so that none of it helps from now on."""
+        """Drop the arm's memory of earlier questions, such as its prefix cache, so that none of it helps from
+        now on."""
         ...
 
     def stats(self) -> EngineStats:
@@ -193,7 +195,7 @@ class EngineArm:
 
 @dataclass
 class ArmResult:
-    """What one arm did in one cell, over all its rounds."""
+    """The results of one arm in one cell, over all its rounds."""
 
     rates: list[float] = field(default_factory=list)  # tokens per second, by round
     ratios: list[float] = field(default_factory=list)  # of them to the yardstick's, by round
@@ -212,7 +214,8 @@ class ArmResult:
 
     @property
     def ratio(self) -> float:
-        """Tokens per second to those of the plain arm in the same round, the median over the rounds."""
+        """The ratio of tokens per second to those of the plain arm in the same round, as the median over the
+        rounds."""
         return statistics.median(self.ratios)
 
     @property
@@ -295,8 +298,8 @@ def run_round(
     cell: Cell,
     number: int = 0,
 ) -> dict[str, list[Answer]]:
-    """Ask every arm the same, and record in the cell what came of it. Of round `number` the arm at that place, counted
-    around, is the first, so nobody always is. Returns the answers of each arm."""
+    """Ask every arm the same, and record the results in the cell. In round `number` the arm with that index, counted
+    around, goes first, so no arm always does. Returns the answers of each arm."""
     answers: dict[str, list[Answer]] = {}
     names = list(arms)
     for i in range(len(names)):
@@ -315,7 +318,7 @@ def run_round(
 
 
 def params_of(plan: Plan, temperature: float, i: int) -> SamplingParams:
-    """What question `i` of a round is asked with, which is the same for every arm."""
+    """Return the sampling parameters of question `i` of a round, which are the same for every arm."""
     return SamplingParams(max_tokens=plan.max_tokens, temperature=temperature, seed=plan.seed + i)
 
 

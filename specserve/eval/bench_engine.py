@@ -69,7 +69,7 @@ def measure_coupling(
 
 @dataclass
 class BenchReport:
-    """Everything that the benchmark of the engine has measured."""
+    """The results of the benchmark of the engine."""
 
     plan: Plan
     cells: list[Cell] = field(default_factory=list)
@@ -81,7 +81,7 @@ class BenchReport:
 
     @property
     def num_different(self) -> int:
-        """How many answers of our own arms are not the plain arm's."""
+        """The number of answers of our own arms that differ from the plain arm's."""
         results = [result for cell in self.cells for result in cell.arms.values() if result.must_agree]
         return sum(result.num_answers - result.num_identical for result in results)
 

@@ -1,5 +1,5 @@
-"""What the kernels of this backend bring: each beside XLA's own operations for the same function, shape by shape, with
-the share that it reaches of what this machine can do.
+"""The benchmark of this backend's kernels. Each runs beside XLA's own operations for the same function, shape by
+shape, with the share that it reaches of what this machine can do.
 
 `CATALOGUE` is all there is to measure. A kernel is added as a function that makes its `Work`.
 """
@@ -51,19 +51,19 @@ class Work:
 
 @dataclass(frozen=True)
 class Bounds:
-    """What this machine was measured to do."""
+    """The speeds that this machine was measured to reach."""
 
     bytes_per_second: float
     flops_per_second: float
 
     def seconds(self, work: Work) -> float:
-        """The least that the work can take."""
+        """Return the least seconds that the work can take."""
         return max(work.num_bytes / self.bytes_per_second, work.num_flops / self.flops_per_second)
 
 
 @dataclass(frozen=True)
 class KernelTimes:
-    """Medians, in milliseconds."""
+    """The median times of a kernel and of XLA's operations, in milliseconds."""
 
     work: Work
     own_ms: float | None  # of the backend's kernel; None: there is none
@@ -77,7 +77,7 @@ class KernelTimes:
 
 
 def measure_bounds() -> Bounds:
-    """The best of a few large reductions and products."""
+    """Measure the machine's speeds: the best of a few large reductions and products."""
     return Bounds(read_bandwidth(), matmul_peak(default_dtype()))
 
 
@@ -116,7 +116,8 @@ def _compile(work: Work, arguments: tuple[Any, ...]) -> Any:
 
 
 def _attention(run: KernelsRun) -> Iterator[Work]:
-    """Attention over pages: queries of a tree or a chunk, over committed entries and themselves."""
+    """Yield the shapes of attention over pages: queries of a tree or a chunk, over committed entries and
+    themselves."""
     if run.heads % run.kv_heads:
         raise ConfigError(f"--kv-heads {run.kv_heads} does not divide --heads {run.heads}")
     dtype = default_dtype()
@@ -150,7 +151,7 @@ def _attention_path(run: KernelsRun, stored: str) -> str:
 
 
 def _attention_arguments(run: KernelsRun, stored: str, batch: int, entries: int, n: int) -> tuple[Any, ...]:
-    """Pages in a muddled order. Their numbers decide about nothing, so one page of them will do."""
+    """Make pages in a muddled order. Their values do not change the time, so all share the values of one page."""
     rng = np.random.default_rng(0)
     width = -(-entries // run.page_size)
     pages = Pages.zeros(batch * width, run.page_size, run.kv_heads, run.head_dim, stored)

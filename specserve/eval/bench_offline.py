@@ -34,7 +34,7 @@ OnProgress = Callable[[str, int, int], None]  # what is being done, how much of 
 
 @dataclass(frozen=True)
 class Measured:
-    """What came of a benchmark."""
+    """The results of a benchmark, and the rooflines of its steps."""
 
     result: dict[str, Any]  # under vLLM's keys, and ours
     rooflines: tuple[Roofline, ...]
@@ -51,7 +51,7 @@ class _Run:
 
 
 def latency(models: Models, run: LatencyRun, on_progress: OnProgress = lambda _what, _done, _total: None) -> Measured:
-    """Answer the same batch again and again, each time as if for the first time, and tell how long it took. Raises
+    """Answer the same batch again and again, each time with nothing cached, and measure how long it takes. Raises
     ConfigError or DataError."""
     prompts = latency_prompts(models, run)
     params = [_params(run, i, ignore_eos=True) for i in range(run.batch_size)]
@@ -124,7 +124,7 @@ def _params(run: LatencyRun | ThroughputRun, i: int, *, ignore_eos: bool) -> Sam
 
 
 def latency_prompts(models: Models, run: LatencyRun) -> list[list[int]]:
-    """So many prompts of one length: the last tokens of longer ones. Raises DataError."""
+    """Make `batch_size` prompts of one length, which are the last tokens of longer ones. Raises DataError."""
     if run.bench == RANDOM:
         return _random(models, run, run.batch_size)
     assert models.tokenizer is not None
@@ -138,7 +138,7 @@ def latency_prompts(models: Models, run: LatencyRun) -> list[list[int]]:
 
 
 def throughput_prompts(models: Models, run: ThroughputRun) -> list[list[int]]:
-    """So many prompts that leave room for their answers. Raises ConfigError or DataError."""
+    """Make the benchmark's prompts, which all leave room for their answers. Raises ConfigError or DataError."""
     room = run.max_model_len - run.output_len
     if run.bench == RANDOM:
         prompts = _random(models, run, run.num_prompts) if run.input_len <= room else []
@@ -176,7 +176,7 @@ def _engine(
 
 
 def _trace(arm: EngineArm, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], folder: str) -> None:
-    """Answer these once more under JAX's profiler, where a folder for its trace is given."""
+    """Answer these prompts once more under JAX's profiler, where a folder for its trace is given."""
     if folder:
         arm.forget()
         with jax.profiler.trace(str(Path(folder).expanduser())):
@@ -192,7 +192,7 @@ def _with_steps(
     context: int,
     on_progress: OnProgress,
 ) -> Measured:
-    """Add what speculation did and what the steps cost. The engine has stopped."""
+    """Add the counts of speculation and the costs of the steps to the result. The engine has stopped."""
     acceptance = sum((answer.acceptance for answer in run.answers), Acceptance())
     steps = Counter(run.after.num_steps_by_speculation) - Counter(run.before.num_steps_by_speculation)
     num_steps = max(1, sum(steps.values()))

@@ -40,8 +40,9 @@ class Sent:
 
 
 def request_times(count: int, rate: float, burstiness: float, seed: int) -> np.ndarray:  # [count] seconds
-    """When to send each request, from the beginning. Gaps follow a gamma distribution of this shape, 1 being a Poisson
-    process, scaled so that the last is sent after count / rate seconds; an infinite rate sends all at once."""
+    """Return when to send each request, in seconds from the beginning. Gaps follow a gamma distribution of this shape,
+    1 being a Poisson process, scaled so that the last is sent after count / rate seconds; an infinite rate sends all
+    at once."""
     if math.isinf(rate):
         return np.zeros(count)
     gaps = np.random.default_rng(seed).gamma(burstiness, 1 / (rate * burstiness), count)
@@ -50,8 +51,8 @@ def request_times(count: int, rate: float, burstiness: float, seed: int) -> np.n
 
 
 def address_of(run: ServeBenchRun) -> str:
-    """The address of the running server that is to be asked; empty: one of its own. Raises ConfigError where settings
-    contradict each other: none of them is to be ignored."""
+    """Return the address of the running server that is to be asked, or an empty string for a server of our own. Raises
+    ConfigError where settings contradict each other, since none of them is to be ignored."""
     if run.base_url and (run.host or run.port):
         raise ConfigError("--base-url says it all: leave out --host and --port")
     url = run.base_url or (f"http://{run.host or '127.0.0.1'}:{run.port or 8000}" if run.host or run.port else "")
@@ -71,7 +72,7 @@ def address_of(run: ServeBenchRun) -> str:
 
 
 def load_prompts(run: ServeBenchRun) -> list[Any]:
-    """What is asked: chats, or lists of token ids. Raises DataError or ConfigError."""
+    """Load the prompts: chats, or lists of token ids. Raises DataError or ConfigError."""
     if run.dataset_name == RANDOM:
         rng = np.random.default_rng(run.seed)
         return [rng.integers(*RANDOM_IDS, run.input_len).tolist() for _ in range(run.num_prompts)]
@@ -135,9 +136,9 @@ def run_load(
 def result_of(
     sent: Sequence[Sent], seconds: float, percentiles: Sequence[float] = (99,), accepted: Acceptance | None = None
 ) -> dict[str, Any]:
-    """What came of a load, under the keys of `vllm bench serve --save-result`; times of metrics in milliseconds.
-    `accepted` is what the server has counted of its speculation meanwhile. Raises SpecServeError where nothing was
-    answered."""
+    """Return the results of a load, under the keys of `vllm bench serve --save-result`. Times of metrics are in
+    milliseconds. `accepted` is what the server has counted of its speculation meanwhile. Raises SpecServeError where
+    nothing was answered."""
     replies = [each.reply for each in sent]
     good = [reply for reply in replies if not reply.error]
     if not good:
@@ -211,8 +212,8 @@ def _peaks(replies: Sequence[Reply]) -> tuple[float, int]:
 
 
 def read_counters(client: Client) -> Acceptance | None:
-    """What the server has counted of its speculation since it started, under vLLM's names in /metrics; None where it
-    counts nothing."""
+    """Read what the server has counted of its speculation since it started, under vLLM's names in /metrics. None means
+    that it counts nothing."""
     try:
         return Series.parse(client.text("/metrics")).acceptance(DRAFTS)
     except (UnreachableError, RefusedError):
@@ -220,7 +221,7 @@ def read_counters(client: Client) -> Acceptance | None:
 
 
 def facts_of(run: ServeBenchRun, model: str, client: Client) -> Mapping[str, Any]:
-    """The keys of a result that say what was measured."""
+    """Return the keys of a result that say what was measured."""
     return {
         "date": datetime.now(UTC).strftime("%Y%m%d-%H%M%S"),
         "endpoint_type": "openai" if run.dataset_name == RANDOM else "openai-chat",
@@ -237,8 +238,8 @@ def facts_of(run: ServeBenchRun, model: str, client: Client) -> Mapping[str, Any
 
 
 def warm_up(streams: Streams, model: str, prompts: Sequence[Any], run: ServeBenchRun) -> None:
-    """Ask one prompt, so that the first of the load finds programs warm. Raises SpecServeError where
-    that fails: the others would too."""
+    """Ask one prompt, so that the first request of the load finds programs warm. Raises SpecServeError where that
+    fails, because the others would fail too."""
     path, body = stream_body(model, prompts[0], max_tokens=run.output_len, temperature=run.temperature)
     reply = streams.ask(path, body)
     if reply.error:

@@ -1,4 +1,4 @@
-"""A running server as whoever asks it: JSON, streams of events, and plain text. `eval.streams` is for a load."""
+"""A client of a running server, for JSON, streams of events, and plain text. `eval.streams` is for a load."""
 
 import json
 from collections.abc import Generator, Iterable, Iterator
@@ -14,7 +14,7 @@ CONNECT_SECONDS = 10.0
 
 
 class UnreachableError(SpecServeError):
-    """Nobody answers at the address, or the connection was lost."""
+    """Raised where no server answers at the address, or the connection was lost."""
 
 
 class RefusedError(SpecServeError):
@@ -30,7 +30,7 @@ class Client:
     manager, which keeps connections open until its end, and every method may be called from several threads at once."""
 
     def __init__(self, url: str, api_key: str = "", *, seconds: float = SECONDS) -> None:
-        """Raises ConfigError for what is no address."""
+        """Open the client. Raises ConfigError where `url` is no address."""
         whole = url if "://" in url else f"http://{url}"
         self.url = whole.rstrip("/").removesuffix("/v1").rstrip("/")
         self.headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
@@ -103,7 +103,7 @@ class Client:
 
 
 def _data(pieces: Iterable[bytes]) -> Iterator[bytes]:
-    """What stands in the lines of events. httpx's own lines end at letters such as U+2028, too."""
+    """Yield the data of the lines of events. httpx's own lines end at letters such as U+2028, too."""
     rest = b""
     for piece in pieces:
         *lines, rest = (rest + piece).split(b"\n")
@@ -111,7 +111,7 @@ def _data(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _said(reply: httpx.Response) -> str:
-    """What the body of an error says, in OpenAI's shape or any other."""
+    """Return the message in the body of an error, in OpenAI's shape or any other."""
     text = reply.read()[:10_000].decode(errors="replace").strip()
     otherwise = text[:300] or f"the server answered {reply.status_code} {reply.reason_phrase}"
     try:

@@ -27,7 +27,7 @@ def load(run: TargetRun, draft: str, *, has_tokenizer: bool = True) -> Models:
 
 
 def with_draft(models: Models, draft: str) -> Models:
-    """The same loaded target with another head. Raises ConfigError or CheckpointError."""
+    """Return the same loaded target with another head. Raises ConfigError or CheckpointError."""
     is_carried = draft == CARRIED
     folder, kind = (models.target.folder, CARRIED) if is_carried else (resolve_head(draft, "--draft"), None)
     head = load_head(folder, models.target, dtype=default_dtype(), mesh=models.mesh, kind=kind)

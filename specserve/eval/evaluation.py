@@ -1,4 +1,4 @@
-"""All that one evaluation found, and how it compares with published figures."""
+"""The results of one evaluation, and how they compare with published figures."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -11,7 +11,7 @@ from specserve.eval.step_times import StepTimes
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What was asked, and a report for every head (or server), speculation, temperature and concurrency."""
+    """The bench that was asked, and a report for every head (or server), speculation, temperature and concurrency."""
 
     bench: str
     num_questions: int
@@ -21,7 +21,7 @@ class Evaluation:
 
     @property
     def differences(self) -> list[Difference]:
-        """Tau of each further head less that of the first."""
+        """The differences in tau: of each further head less the first one, on the same questions."""
         return differences(self.reports)
 
     def to_json(self) -> dict[str, Any]:
@@ -37,7 +37,7 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Verdict:
-    """Whether a published tau is within the interval of what was measured."""
+    """A published tau beside the measured one, and whether it is within the interval of the measurement."""
 
     name: str
     expected: float
@@ -46,7 +46,7 @@ class Verdict:
 
     @property
     def holds(self) -> bool:
-        """False also where there is no interval to judge by."""
+        """Return whether the published tau is within the interval. It is False also where there is no interval."""
         return self.interval is not None and self.expected in self.interval
 
     @property
@@ -72,11 +72,11 @@ class Verdict:
 
 
 def verdicts(reports: Sequence[Report], expected: Sequence[float]) -> list[Verdict]:
-    """Judge each report by its own published tau; none where none are given."""
+    """Compare each report with its own published tau. The list is empty where no taus are given."""
     pairs = zip(reports, expected, strict=True) if expected else ()
     return [Verdict(full_name(report), value, report.tau, report.tau_interval) for report, value in pairs]
 
 
 def full_name(report: Report) -> str:
-    """What tells a report from all others of its evaluation."""
+    """Return a name that tells a report from all others of its evaluation."""
     return f"{report.name}, T={report.temperature:g}, {report.concurrency} at once"

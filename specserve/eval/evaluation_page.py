@@ -42,7 +42,7 @@ def _text(value: Any) -> str:
 
 
 def _tiles(reports: Sequence[Report]) -> list[tuple[str, str, str]]:
-    """The large figures on top, each as its name, its value, and whose it is."""
+    """List the large figures on top, each as its name, its value, and the head or server that it belongs to."""
     tiles = []
     if told := [report for report in reports if report.tau is not None]:
         best = max(told, key=lambda report: report.tau or 0.0)
@@ -58,7 +58,8 @@ def _tiles(reports: Sequence[Report]) -> list[tuple[str, str, str]]:
 
 
 def _charts(reports: Sequence[Report]) -> list[Chart]:
-    """Acceptance over depth; and what temperature and concurrency do, where several were measured."""
+    """Lay out the charts: acceptance over depth, and the effects of temperature and concurrency where several were
+    measured."""
     first = reports[0].temperature, reports[0].concurrency
     own = [report for report in reports if (report.temperature, report.concurrency) == first]
     by_depth = [Series(r.name, [*enumerate(r.accept_rate, start=1)], is_dotted=True) for r in own if r.accept_rate]
@@ -71,7 +72,7 @@ def _charts(reports: Sequence[Report]) -> list[Chart]:
 
 
 def _over(reports: Sequence[Report], title: str, axis: str, point: Any) -> Chart | None:
-    """A line for each head and way to speculate; nothing where there is one value on the axis."""
+    """Make a line for each head and way to speculate. There are none where the axis has one value only."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for report in reports:
         lines.setdefault(report.name, []).append(point(report))

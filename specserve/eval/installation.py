@@ -1,4 +1,4 @@
-"""What this machine has and what is wrong with it: the checks of `specserve doctor`.
+"""The checks of `specserve doctor`: what this machine has and what is wrong with it.
 
 JAX and all that a broken installation may fail to import is imported within the check that needs it, so that the other
 checks still say what they found.
@@ -64,7 +64,8 @@ REPLY_SECONDS = 3.0
 
 @dataclass(frozen=True)
 class Finding:
-    """Something that is wrong. An error keeps specserve from working, or makes it wrong; a warning costs something."""
+    """A problem that a check has found. An error keeps specserve from working, or makes it wrong; a warning costs
+    something."""
 
     level: Level
     what: str
@@ -73,7 +74,7 @@ class Finding:
 
 @dataclass
 class Check:
-    """What one check found: facts as one line and as JSON, and what is wrong."""
+    """The result of one check: facts as one line and as JSON, and the problems."""
 
     name: str
     text: str = ""
@@ -117,8 +118,8 @@ def examine(address: tuple[str, int]) -> Iterator[Check]:
 
 
 def check_names(check: Check) -> None:
-    """Python takes a module from the first place that has one of its name: the working directory, as `python -m` and
-    notebooks have it, and PYTHONPATH come before what is installed."""
+    """Check that no file shadows a module. Python takes a module from the first place that has one of its name: the
+    working directory, as `python -m` and notebooks have it, and PYTHONPATH come before what is installed."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     folders = list(dict.fromkeys(Path(folder).resolve() for folder in (".", *filter(None, given))))
     for folder in folders:
@@ -133,8 +134,8 @@ def check_names(check: Check) -> None:
 
 
 def shadowing(folder: Path) -> Iterator[tuple[str, Path]]:
-    """The modules in a folder that have the name of specserve or of what it imports, and are not those that are
-    installed. A folder without an __init__.py gives way to an installed package, so it is none."""
+    """List the modules in a folder that have the name of specserve or of what it imports, and are not the installed
+    ones. A folder without an __init__.py gives way to an installed package, so it is not listed."""
     distributions = {module: name for name, module in REQUIRED.items()}
     for name in ("specserve", *distributions):
         spec = PathFinder.find_spec(name, [str(folder)])
@@ -145,7 +146,7 @@ def shadowing(folder: Path) -> Iterator[tuple[str, Path]]:
 
 
 def _home(name: str, distribution: str) -> Path | None:
-    """The folder that a module is installed in."""
+    """Return the folder that a module is installed in."""
     if name == "specserve":
         return Path(specserve.__file__).resolve().parent.parent
     try:
@@ -160,7 +161,8 @@ def _where(name: str) -> str:
 
 
 def check_versions(check: Check) -> None:
-    """The versions of Python, of specserve and of what it requires, beside what its own metadata asks for."""
+    """Check the versions of Python, of specserve and of its requirements against what specserve's metadata asks
+    for."""
     from packaging.requirements import Requirement
 
     found = {name: _version(name) for name in REQUIRED}
@@ -203,7 +205,7 @@ def _version(distribution: str) -> str | None:
 
 
 def check_devices(check: Check) -> None:
-    """What JAX computes on, and whether it leaves an accelerator of this machine unused."""
+    """Check which devices JAX computes on, and that it does not leave an accelerator of this machine unused."""
     import jax
 
     devices = jax.devices()
@@ -229,7 +231,7 @@ def _processor() -> str:
 
 
 def check_memory(check: Check) -> None:
-    """What is free on the host, on a device, and of the memory maps that compiled programs take."""
+    """Check the free memory of the host and of a device, and the memory maps that compiled programs take."""
     import jax
     import psutil
 
@@ -254,7 +256,7 @@ def check_memory(check: Check) -> None:
 
 
 def check_kernels(check: Check) -> None:
-    """Whether the kernels of this backend are there, and compute what XLA's operations do."""
+    """Check that the kernels of this backend are there, and compute what XLA's operations do."""
     import jax
 
     from specserve.kernels import check as kernels_check
@@ -292,7 +294,7 @@ def _kernels_fix(reason: str) -> str:
 
 
 def check_cache(check: Check) -> None:
-    """The user's folder of compiled programs and measured costs: without it every start compiles."""
+    """Check the user's folder of compiled programs and measured costs, without which every start compiles."""
     folder = host.cache_folder()
     sizes = {
         room.name: sum(path.stat().st_size for path in room.rglob("*") if path.is_file())
@@ -322,7 +324,7 @@ def _is_writable(folder: Path) -> tuple[bool, str]:
 
 
 def check_port(check: Check, name: str, port: int) -> None:
-    """Whether a server could listen there."""
+    """Check whether a server could listen at this address."""
     from specserve.errors import ConfigError
     from specserve.serve.http.server import bind_listener
 
@@ -346,7 +348,7 @@ def _who_answers(name: str, port: int) -> str:
 
 
 def check_hub(check: Check) -> None:
-    """The cache of models, and whether the hub can be reached. Neither is needed for the bundled target or for
+    """Check the cache of models, and whether the hub can be reached. Neither is needed for the bundled target or for
     folders."""
     from huggingface_hub import constants
 
@@ -360,7 +362,7 @@ def check_hub(check: Check) -> None:
 
 
 def summary(checks: Sequence[Check]) -> dict[str, Any]:
-    """All that was found, for JSON."""
+    """Return all findings as JSON."""
     return {
         "is_sound": not any(finding.level == "error" for check in checks for finding in check.findings),
         "executable": sys.executable,

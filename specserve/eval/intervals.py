@@ -1,6 +1,6 @@
-"""Intervals for what was measured over few questions, by the bootstrap: questions are drawn again, with replacement, as
-often as there are, and the figure is computed anew; the middle 95% of many such figures are the interval (Efron's
-percentile method). The draws are seeded, so the same measurements have the same interval."""
+"""Intervals of figures that were measured over few questions, by the bootstrap. As many questions as there are are
+drawn again, with replacement, and the figure is computed anew. The middle 95% of many such figures are the interval
+(Efron's percentile method). The draws are seeded, so the same measurements have the same interval."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ COVERAGE = 0.95
 
 @dataclass(frozen=True)
 class Interval:
-    """From `low` to `high`."""
+    """An interval from `low` to `high`, both included."""
 
     low: float
     high: float
@@ -32,8 +32,9 @@ def bootstrap(
     statistic: Callable[[np.ndarray], np.ndarray],  # of indices [draw, count] int64; returns [draw]
     seed: int = 0,
 ) -> Interval | None:
-    """The interval of a statistic over `count` independent measurements, of which it is given indices to use. None
-    where there are fewer than two, because one measurement says nothing of how others would vary."""
+    """Return the interval of a statistic over `count` independent measurements. The statistic is called with the
+    indices of the measurements to use. None where there are fewer than two, because one measurement says nothing of
+    how others would vary."""
     if count < 2:
         return None
     drawn = np.random.default_rng(seed).integers(0, count, (NUM_DRAWS, count))
@@ -43,21 +44,22 @@ def bootstrap(
 
 
 def tau_interval(measured: Sequence[Acceptance]) -> Interval | None:
-    """The interval of tau over questions, each with its own counts, which stay together."""
+    """Return the interval of tau over questions. Each question's own counts stay together."""
     steps, accepted = _counts(measured)
     return bootstrap(len(measured), lambda drawn: _tau(steps, accepted, drawn))
 
 
 def tau_difference(measured: Sequence[Acceptance], others: Sequence[Acceptance]) -> Interval | None:
-    """The interval of tau of the first less tau of the second, over the same questions in the same order. Both are
-    drawn together, so what makes a question easy for both does not widen it."""
+    """Return the interval of the first tau less the second, over the same questions in the same order. Both are drawn
+    together, so what makes a question easy for both does not widen it."""
     assert len(measured) == len(others), "both arms must have answered the same questions"
     own, other = _counts(measured), _counts(others)
     return bootstrap(len(measured), lambda drawn: _tau(*own, drawn) - _tau(*other, drawn))
 
 
 def median_interval(values: Sequence[float]) -> Interval | None:
-    """The interval of a median, such as that of the gains of rounds, each against plain decoding in the same round."""
+    """Return the interval of a median, such as that of the gains of rounds, each against plain decoding in the same
+    round."""
     array = np.asarray(values, float)
     return bootstrap(len(array), lambda drawn: np.median(array[drawn], axis=1))
 
@@ -67,5 +69,5 @@ def _counts(measured: Sequence[Acceptance]) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _tau(steps: np.ndarray, accepted: np.ndarray, drawn: np.ndarray) -> np.ndarray:
-    """As `Acceptance.tau` has it, of each draw's counts together."""
+    """Return the tau of each draw's counts together, as `Acceptance.tau` defines it."""
     return 1.0 + accepted[drawn].sum(axis=1) / np.maximum(1, steps[drawn].sum(axis=1))

@@ -1,4 +1,4 @@
-"""What a head is evaluated on: published benches by name, held-out pydoc, and files of questions."""
+"""The questions that a head is evaluated on: published benches by name, held-out pydoc, and files of questions."""
 
 import difflib
 import itertools
@@ -88,12 +88,13 @@ BENCHES = {
 
 
 def load_questions(bench: str, limit: int) -> list[Question]:
-    """The questions of a bench: one of BENCHES by its name, through `datasets`; `NAME:PATH`, the same from files that
-    were downloaded elsewhere; `pydoc` (held-out modules); or files of questions, each `{"question_id", "category",
-    "turns": [..]}` with turns alone required, in a .jsonl, .json or .parquet, or a folder of these.
+    """Load the questions of a bench. It is one of BENCHES by its name, through `datasets`; `NAME:PATH`, the same from
+    files that were downloaded elsewhere; `pydoc` (held-out modules); or files of questions, each `{"question_id",
+    "category", "turns": [..]}` with turns alone required, in a .jsonl, .json or .parquet, or a folder of these.
 
     At most `limit`, evenly spread over the bench in its own order, 0 for all: the same ones every time. Raises
-    ConfigError for a name that nobody knows, DataError for what cannot be read."""
+    ConfigError for a name that nobody knows, DataError for what cannot be read.
+    """
     if bench == PYDOC:
         held_out = pydoc.held_out_prompts(limit or 80)
         return [Question(str(i), c.category, (c.messages[0].content,)) for i, c in enumerate(held_out)]
@@ -108,9 +109,9 @@ def load_questions(bench: str, limit: int) -> list[Question]:
 
 
 def load_chats(bench: str, limit: int, history: int = 2) -> list[list[dict[str, str]]]:
-    """At most `limit` chats that end with a question, for measurements of speed. With `pydoc` they bring along none,
-    one, up to `history` answered questions about the same module, so prompts are as long as those of real chats; with
-    any other bench (see `load_questions`) each is a question's first turn."""
+    """Load at most `limit` chats that end with a question, for measurements of speed. With `pydoc` they begin with
+    none, one, up to `history` answered questions about the same module, so prompts are as long as those of real chats.
+    With any other bench (see `load_questions`) each is a question's first turn."""
     if bench != PYDOC:
         return [[{"role": "user", "content": question.turns[0]}] for question in load_questions(bench, limit)]
     by_module: dict[str, list[Conversation]] = {}
@@ -131,8 +132,8 @@ def load_prompts(
     render: Callable[[list[dict[str, str]]], list[int]],  # a chat as token ids
     fits: Callable[[int], bool],  # whether a prompt of so many tokens can be asked
 ) -> list[list[int]]:
-    """`count` prompts of a bench that fit, or all that do, evenly spread over those that were looked at: as many chats
-    (`load_chats`) as it takes."""
+    """Load `count` prompts of a bench that fit, or all that do. They are evenly spread over the chats that were looked
+    at, which are as many (`load_chats`) as it takes."""
     limit = count
     while True:
         chats = load_chats(bench, limit)

@@ -31,7 +31,7 @@ CALLS = 2  # batches at once in an engine: one fills the slots that the other's 
 
 @dataclass(frozen=True)
 class Told:
-    """What every worker is told."""
+    """The message that every worker gets."""
 
     run: RegenerateRun
     manner: Manner
@@ -42,8 +42,8 @@ class Told:
 def regenerate(
     run: RegenerateRun, rows: Sequence[Row], manner: Manner, on_answer: Callable[[Account], None]
 ) -> Account:
-    """What `regenerate.regenerate` does, by `run.num_workers` engines. Raises ConfigError where the cluster is missing
-    or too small, and CapacityError where its workers die again and again."""
+    """Do what `regenerate.regenerate` does, with `run.num_workers` engines. Raises ConfigError where the cluster is
+    missing or too small, and CapacityError where its workers die again and again."""
     if not run.target:
         raise ConfigError("--ray needs to know who answers: give --target")
     folder = resolve_target(run.target).folder
@@ -76,7 +76,8 @@ class Found:
 
 
 class Answerer:
-    """One engine, as an actor of Ray Data. What goes wrong is handed over as a result: Ray would try it again."""
+    """A worker with one engine, as an actor of Ray Data. An error is returned as a result, because Ray would try again
+    if it were raised."""
 
     def __init__(self, told: Told) -> None:
         self._manner, self._error = told.manner, None
@@ -115,7 +116,7 @@ class Answerer:
 
 
 def _answers(ray: Any, told: Told, jobs: Sequence[Job]) -> Iterator[Found]:
-    """The answers of all jobs, batch by batch, as they come."""
+    """Yield the answers of all jobs, batch by batch, as they come."""
     run = told.run
     size = max(1, min(run.max_slots, -(-len(jobs) // (2 * CALLS * run.num_workers))))
     each = cluster.reserve(ray, num_devices(run.mesh, SERVING_AXES), run.num_workers)

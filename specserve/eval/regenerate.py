@@ -42,7 +42,7 @@ CANCEL_SECONDS = 60.0  # for a step to end, so that what is cancelled does
 
 @dataclass(frozen=True)
 class Manner:
-    """The settings of an answer: all that a row depends on beside its question and the target."""
+    """The settings of an answer: everything that a row depends on beside its question and the target."""
 
     max_tokens: int = 256
     temperature: float = 0.0
@@ -54,7 +54,7 @@ class Manner:
     cut: Keep = "keep"  # answers that end at max_tokens
 
     def check(self, tokenizer: Tokenizer) -> None:
-        """Raises ConfigError for what this target's chat template does not know."""
+        """Raises ConfigError for settings that this target's chat template does not know."""
         tokenizer.template.check_kwargs(self.template_kwargs)
         if self.thinking == "keep" and tokenizer.template.mentions(FINAL_CHANNEL):
             raise ConfigError(
@@ -65,7 +65,7 @@ class Manner:
 
 @dataclass
 class Account:
-    """How many questions were answered, and why others were not, so far."""
+    """The number of questions that were answered so far, and the reasons why others were not."""
 
     num_rows: int = 0  # written by this run
     num_there: int = 0  # found in the file, not made again
@@ -91,7 +91,7 @@ class Account:
 
     @property
     def num_settled(self) -> int:
-        """How many rows are finished: written now or earlier, or left out for good."""
+        """The number of rows that are finished: written now or earlier, or left out for good."""
         return self.num_there + self.num_rows + self.left_out.total()
 
     def describe(self) -> str:
@@ -110,7 +110,7 @@ class Account:
 
 @dataclass
 class Job:
-    """One conversation on its way: what was said so far, and what is still to be asked."""
+    """A conversation on its way: the messages so far, and the questions that are still to be asked."""
 
     key: str
     row: Row
@@ -153,7 +153,7 @@ def regenerate(
 
 @dataclass(frozen=True)
 class Asked:
-    """Who answers, in what rows of different targets differ."""
+    """The properties of the answering target in which the rows of different targets differ."""
 
     target: str  # a name or fingerprint, kept with the settings
     max_model_len: int
@@ -172,7 +172,7 @@ def regenerate_by(
     *,
     samples: int = 1,
 ) -> Account:
-    """What `regenerate` does around its engine: which questions are left, and the file of rows."""
+    """Do all of `regenerate` but the answering: find the questions that are left, and keep the file of rows."""
     if samples > 1 and manner.temperature == 0:
         raise ConfigError(f"--samples {samples} at temperature 0 would give the same answer {samples} times")
     manner.check(asked.tokenizer)
@@ -201,7 +201,8 @@ def answer(
 
 
 class _Run:
-    """Keeps the engine's slots filled, on the caller's thread; the engine's own only hands finished answers over."""
+    """A run that keeps the engine's slots filled. It works on the caller's thread; the engine's own thread only hands
+    finished answers over."""
 
     def __init__(
         self,
@@ -234,7 +235,8 @@ class _Run:
             self._cancel()
 
     def _cancel(self) -> None:
-        """Take back what is still asked, and wait until the engine has heard of it: the next to ask has its slots."""
+        """Cancel the requests that are still running, and wait until the engine has heard of it, because the next
+        caller needs its slots."""
         for request in self._open.values():
             request.cancel()
         try:
@@ -245,7 +247,7 @@ class _Run:
             log.warning("%d answers that were asked for do not end", len(self._open))
 
     def _advance(self, job: Job, step: Callable[[Job], None]) -> None:
-        """Take the job's next step. Where it can go no further, the answers that it has are kept."""
+        """Take the job's next step. Where it can go no further, the row keeps the answers that it has."""
         try:
             step(job)
         except _Refused as reason:
@@ -309,7 +311,7 @@ class _Run:
             self._write(job)
 
     def _content(self, job: Job, completion: CompletionOutput) -> str:
-        """What the row holds of an answer."""
+        """Return the content that the row holds for an answer."""
         tokenizer, manner = self._tokenizer, self._manner
         text, is_begun = completion.text, False
         if tokenizer.template.mentions(FINAL_CHANNEL):
@@ -331,7 +333,7 @@ class _Run:
         return whole.strip()
 
     def _is_exact(self, job: Job, content: str, token_ids: Sequence[int]) -> bool:
-        """Whether training on this row sees the very tokens that were generated, behind the very prompt."""
+        """Return whether training on this row sees the very tokens that were generated, behind the very prompt."""
         said = [*job.prompt, *token_ids]
         if said[-1] in self._engine.eos_ids:
             said.pop()  # the template writes its own
@@ -343,7 +345,8 @@ class _Run:
         return found[: len(said)] == said
 
     def _write_tokens(self, job: Job, completion: CompletionOutput) -> None:
-        """Write a first answer that ends within its reasoning. No message can hold half of that, token ids can."""
+        """Write a first answer that ends within its reasoning, as token ids, because no message can hold half of a
+        reasoning."""
         said = list(completion.token_ids)
         row = {
             "id": job.key,
@@ -369,7 +372,7 @@ class _Run:
 
 
 def split_reasoning(text: str, *, is_begun: bool = False) -> tuple[str, str]:
-    """(reasoning, answer) of what a target wrote: before and after `</think>`, or harmony's final channel.
+    """Split what a target wrote into (reasoning, answer): before and after `</think>`, or harmony's final channel.
 
     `is_begun`: the prompt has written `<think>`. Raises when the reasoning does not end.
     """
@@ -390,7 +393,8 @@ def split_reasoning(text: str, *, is_begun: bool = False) -> tuple[str, str]:
 def _jobs(
     rows: Iterable[Row], manner: Manner, samples: int, done: set[str], account: Account
 ) -> tuple[list[Job], dict[str, int]]:
-    """What is still to be asked, each question once, and the place of each among all; what cannot be is counted."""
+    """Return the questions that are still to be asked, each once, and the place of each question among all. Questions
+    that cannot be asked are counted."""
     jobs: dict[str, Job] = {}
     order: dict[str, int] = {}
     for row in rows:
@@ -425,7 +429,7 @@ def _row_id(row: Conversation, asked: list[list[dict[str, Any]]], sample: int) -
 
 
 def _asked(row: Conversation) -> tuple[list[list[dict[str, Any]]], str]:
-    """What stands before each answer, or why nothing can be asked."""
+    """Return the messages before each answer, or the reason why nothing can be asked."""
     if any(message.role == "tool" for message in row.messages):
         return [], "holds results of tools, which another answer might not call"
     if any(message.tool_calls for message in row.messages):

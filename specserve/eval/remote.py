@@ -1,6 +1,6 @@
-"""A server as an arm of an evaluation: any that speaks OpenAI's chat completions (ours, vLLM, SGLang, llama.cpp), asked
-over HTTP like a client, and what it tells of acceptance, wherever its kind of server tells it. What a server does not
-tell is not made up."""
+"""A server as an arm of an evaluation. It may be any that speaks OpenAI's chat completions (ours, vLLM, SGLang,
+llama.cpp), and is asked over HTTP as a client would. Its acceptance is read from wherever its kind of server reports
+it; figures that a server does not report are left empty."""
 
 import contextlib
 import time
@@ -23,14 +23,14 @@ COUNT_SECONDS = 2.0  # how long counters may lag behind an answer
 
 @dataclass(frozen=True)
 class Counts:
-    """What /metrics has counted since the server started."""
+    """The counts in /metrics since the server started."""
 
     num_tokens: int
     acceptance: Acceptance
 
 
 def parse_counts(text: str) -> Counts | None:
-    """Read the counters of speculation; None where there are none. Only a server of ours counts plain steps too."""
+    """Read the counters of speculation, or None where there are none. Only our own server counts plain steps too."""
     series = Series.parse(text)
     acceptance = series.acceptance(OWN_STEPS, DRAFTS)
     return acceptance and Counts(int(series.total(TOKENS) or 0), acceptance)
@@ -41,7 +41,7 @@ class ServerArm:
     each answer (llama.cpp), the `mean` that SGLang keeps, or `nothing`."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
-        """Finds out what the server is. Raises ConfigError where it cannot be asked."""
+        """Find out which kind of server it is. Raises ConfigError where it cannot be asked."""
         try:
             self._client = Client(url, api_key)
             self.url, self.model = self._client.url, self._client.first_model()
@@ -61,7 +61,7 @@ class ServerArm:
         return True
 
     def forget(self) -> None:
-        """Ask the server to forget its prefixes; not every server can."""
+        """Ask the server to drop its prefix cache. Not every server can."""
         with contextlib.suppress(UnreachableError, RefusedError):
             self._client.json("/flush_cache", {})
 
@@ -74,7 +74,9 @@ class ServerArm:
     def ask(
         self, prompts: Sequence[Messages], params: Sequence[SamplingParams], concurrency: int, /
     ) -> tuple[list[Answer], float]:
-        """Answer the chats. What the counters say of all together is counted with the first answer."""
+        """Answer the chats, `concurrency` of them at a time, and return the answers with the seconds that all
+        took. A server's counters count all answers together, so their difference over the call is noted in the
+        first answer."""
         before = self._counts() if self.kind == "counters" else None
         begin = time.perf_counter()
         with ThreadPoolExecutor(concurrency) as pool:
@@ -93,7 +95,7 @@ class ServerArm:
         return answers, seconds
 
     def describe(self, report: Report) -> None:
-        """Say in the report what the server tells of acceptance."""
+        """Describe in the report what acceptance figures the server gives."""
         report.tells = {"counters": "all", "timings": "no depths"}.get(self.kind, self.kind)
         report.tells_each = self.kind == "timings"
         report.told_mean = self.told_mean
@@ -151,7 +153,7 @@ class ServerArm:
             answer.acceptance = Acceptance(max(0, emitted - 1 - accepted), int(timings["draft_n"]), (accepted,))
 
     def _settled(self, before: Counts, num_tokens: int) -> Counts:
-        """The counters once they hold the answers that have come: some servers count a moment later."""
+        """Return the counters once they hold the answers that have come, since some servers count a moment later."""
         deadline = time.monotonic() + COUNT_SECONDS
         while True:
             found = self._counts()
@@ -172,7 +174,7 @@ class ServerArm:
             self.kind, self.told_mean = "mean", mean
 
     def _mean(self) -> float | None:
-        """SGLang's mean; None where there is none, as before its first answer."""
+        """Return SGLang's mean, or None where there is none, as before its first answer."""
         try:
             return float(self._client.json("/get_server_info")["internal_states"][0]["avg_spec_accept_length"])
         except (UnreachableError, RefusedError, ValueError, LookupError, TypeError):
@@ -180,5 +182,6 @@ class ServerArm:
 
 
 def read_chats(max_tokens: int) -> Read:
-    """What makes prompts of chats for servers: the messages as they are, since the server renders them."""
+    """Return a function that makes prompts of chats for servers: the messages as they are, since the server renders
+    them."""
     return lambda messages: ([dict(message) for message in messages], max_tokens)

@@ -27,7 +27,7 @@ from specserve.speculative.tree import DynamicTree, StaticTree, Tree
 
 @dataclass(frozen=True)
 class Proposed:
-    """What a covering tree has proposed with each token of an answer as its root. The root is node 0."""
+    """The covering trees that were proposed with each token of an answer as the root, which is node 0."""
 
     token_ids: np.ndarray  # [step, node] int32
     parents: np.ndarray  # [step, node] int32
@@ -36,14 +36,14 @@ class Proposed:
 
 @dataclass(frozen=True)
 class Recording:
-    """A plain answer, and what the head would have proposed at each of its tokens."""
+    """A plain answer, with the head's proposals at each of its tokens."""
 
     token_ids: np.ndarray  # [length + tail] int32: the answer, then what the target would have said after its end
     length: int  # tokens of the answer; its end-of-text token counts
     proposed: Mapping[Tree, Proposed]  # by covering tree
 
     def accepted(self, tree: Tree) -> np.ndarray:  # [step] int
-        """How many draft tokens a step over this tree accepts with each token of the answer as its root."""
+        """Return how many draft tokens a step over this tree accepts with each token of the answer as its root."""
         cover = next(cover for cover in self.proposed if covers(cover, tree))
         found = self.proposed[cover]
         is_kept = _kept(cover, tree, found.scores, found.token_ids.shape)
@@ -60,7 +60,7 @@ class Recording:
         return n_accepted
 
     def replay(self, tree: Tree) -> Acceptance:
-        """The acceptance of an answer that is made by steps over this tree alone."""
+        """Return the acceptance of an answer that is made by steps over this tree alone."""
         found, at = Acceptance(accepted_per_depth=(0,) * tree.depth), 0
         n_accepted = self.accepted(tree)
         while at < self.length - 1:
@@ -71,7 +71,7 @@ class Recording:
 
 @dataclass(frozen=True)
 class Replayed:
-    """What a tree would have done over all recorded answers."""
+    """The acceptance that a tree would have had over all recorded answers."""
 
     tree: Tree
     acceptance: Acceptance
@@ -79,7 +79,8 @@ class Replayed:
 
     @property
     def tokens_per_step(self) -> float:
-        """The answers' tokens per step. It is at most tau, which counts accepted tokens past an answer's end too."""
+        """The number of the answers' tokens per step. It is at most tau, which counts accepted tokens past an answer's
+        end too."""
         return self.num_tokens / max(1, self.acceptance.num_steps)
 
 
@@ -194,7 +195,7 @@ def covering_trees(trees: Sequence[Tree]) -> list[Tree]:
 
 
 def covers(cover: Tree, tree: Tree) -> bool:
-    """Whether what a tree would have proposed can be read from what `cover` has."""
+    """Return whether the proposals of a tree can be read from those of `cover`."""
     if isinstance(tree, StaticTree) or isinstance(cover, StaticTree):
         both = isinstance(tree, StaticTree) and isinstance(cover, StaticTree)
         return both and set(rank_paths(tree)) <= set(rank_paths(cover))
@@ -204,8 +205,8 @@ def covers(cover: Tree, tree: Tree) -> bool:
 
 @functools.cache
 def rank_paths(tree: StaticTree) -> tuple[tuple[int, ...], ...]:
-    """For each proposed node the ranks of the children from the root down to it, such as (0, 1): the second best child
-    of the best one."""
+    """Return for each proposed node the ranks of the children from the root down to it, such as (0, 1): the second
+    best child of the best one."""
     paths: list[tuple[int, ...]] = [()]
     for parent, rank in zip(tree.parents, tree.ranks, strict=True):
         paths.append((*paths[parent], rank))
@@ -215,7 +216,7 @@ def rank_paths(tree: StaticTree) -> tuple[tuple[int, ...], ...]:
 def _kept(
     cover: Tree, tree: Tree, scores: np.ndarray | None, shape: tuple[int, ...]
 ) -> np.ndarray:  # [step, node] bool, without the root
-    """Which nodes of a covering proposal the tree would have proposed."""
+    """Return which nodes of a covering proposal the tree would have proposed."""
     is_kept = np.zeros(shape, bool)
     if isinstance(cover, StaticTree):
         assert isinstance(tree, StaticTree)

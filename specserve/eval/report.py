@@ -16,8 +16,9 @@ from specserve.speculative.acceptance import Acceptance
 
 
 def summary_table(rows: Sequence[tuple[str, Report]], title: str) -> Table:
-    """One row per head and way to speculate: tau, acceptance by depth, the speed of both arms and the gain; below tau
-    and the gain their 95% intervals. Temperature and concurrency are shown where there are several."""
+    """Make a table with a row for each head and way to speculate: tau, acceptance by depth, the speed of both arms and
+    the gain, and below tau and the gain their 95% intervals. Temperature and concurrency are shown where there are
+    several."""
     cells = {(report.temperature, report.concurrency) for _, report in rows}
     where = [("T", [r.temperature for _, r in rows]), ("at\nonce", [r.concurrency for _, r in rows])]
     where = [(name, values) for name, values in where if len(cells) > 1 and len(set(values)) > 1]
@@ -48,7 +49,7 @@ def _by_depth(found: Acceptance) -> str:
 
 
 def category_table(report: Report) -> Table:
-    """One row per category of questions; its gain where whole rounds were of it."""
+    """Make a table with a row for each category of questions, with its gain where whole rounds consisted of it."""
     title = f"by category: {report.name}, T={report.temperature:g}, {report.concurrency} at once"
     shown = table(title, ("category",), ("tau", "acceptance by depth", "gain", "steps"))
     for name in report.by_category:
@@ -61,7 +62,7 @@ def category_table(report: Report) -> Table:
 
 
 def difference_table(found: Sequence[Difference]) -> Table:
-    """Tau of each head less that of the first, over the same questions."""
+    """Make a table of the differences between each head's tau and the first one's, over the same questions."""
     shown = table("tau, to the first head on the same questions", ("head", "than"), ("T", "difference", "95%"))
     for each in found:
         interval = each.interval
@@ -73,7 +74,8 @@ def difference_table(found: Sequence[Difference]) -> Table:
 
 
 def bench_table(cells: Sequence[Cell], temperature: float) -> Table:
-    """One row per arm and concurrency; latencies in milliseconds, median and 99th percentile."""
+    """Make a table with a row for each arm and concurrency. Latencies are in milliseconds, as median and 99th
+    percentile."""
     numbers = ("tokens/s", "to plain", "tau", "first token\np50  p99", "next tokens\np50  p99", "host", "same\nanswers")
     shown = table(f"temperature {temperature:g}", ("clients", "speculation"), numbers)
     for cell in cells:
@@ -104,7 +106,7 @@ def _bench_row(result: ArmResult) -> tuple[str, ...]:
 
 
 def coupling_table(couplings: Sequence[Coupling]) -> Table:
-    """What ranking the draft's candidates with the target's noise brings, one stream."""
+    """Make a table of what it brings to rank the draft's candidates with the target's noise, for one stream."""
     title = f"temperature {couplings[0].temperature:g}: the draft ranks with the target's noise, and without"
     numbers = ("tau with", "tau without", "tokens/s,\nwith / without", "by depth with", "without", "same\nanswers")
     shown = table(title, ("speculation",), numbers)
@@ -122,7 +124,7 @@ def coupling_table(couplings: Sequence[Coupling]) -> Table:
 
 
 def bench_lines(report: BenchReport) -> list[str]:
-    """What the tables do not hold."""
+    """List the results that the tables do not hold, as lines of text."""
     lines = [f"{name}: {step_line(times)}" for name, times in report.steps.items()]
     gigabytes = {name: num_bytes / 1e9 for name, num_bytes in report.memory.items()}
     lines.append(
@@ -137,7 +139,8 @@ def bench_lines(report: BenchReport) -> list[str]:
 
 
 def table(title: str, texts: Sequence[str], numbers: Sequence[str]) -> Table:
-    """In a narrow terminal the widest columns are folded, such as the names of folders; nothing is cut off."""
+    """Make an empty table. In a narrow terminal its widest columns, such as the names of folders, are folded, and
+    nothing is cut off."""
     shown = Table(title=escape(title), title_justify="left", box=SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
     for name in texts:
         shown.add_column(name, overflow="fold")
@@ -155,7 +158,7 @@ def step_line(times: StepTimes) -> str:
 
 
 def kernels_table(rows: Sequence[KernelTimes]) -> Table:
-    """One row per shape of one kernel; times in milliseconds."""
+    """Make a table with a row for each shape of one kernel. Times are in milliseconds."""
     shape = list(rows[0].work.shape)
     numbers = (*shape, "own", "XLA", "to XLA", "MB", "of bound")
     shown = table(rows[0].work.kernel, ("path",), numbers)

@@ -1,9 +1,9 @@
-"""What a step must move and compute, and how near it comes to what the machine can do.
+"""The bytes and operations that a step must do, and how near it comes to what the machine can do.
 
-Bytes: the target's matrices once (of a mixture, those of the experts that so many tokens are expected to choose), the
-committed keys and values of every sequence, and the head's matrices, keys and values once for each of its passes.
-Operations: two for each parameter of a matrix and each node that runs through it, and attention's. Both are what any
-implementation must do; what this one does besides counts as time lost.
+The bytes are the target's matrices once (of a mixture, those of the experts that so many tokens are expected to
+choose), the committed keys and values of every sequence, and the head's matrices, keys and values once for each of its
+passes. The operations are two for each parameter of a matrix and each node that runs through it, and attention's. Both
+are what any implementation must do; what this one does besides counts as time lost.
 
 The peaks are measured in this process, beside the steps: the fastest of several kernels that do nothing but read, or
 multiply. The steps themselves count among those kernels, so that a share (MBU, MFU) is at most 1.
@@ -34,19 +34,19 @@ SECONDS = 0.3  # spent on each of them
 
 @dataclass(frozen=True)
 class Peaks:
-    """What the devices of a run can do together."""
+    """The speeds that the devices of a run reach together."""
 
     bytes_per_second: float
     flops_per_second: float
 
     def at_least(self, bytes_per_second: float, flops_per_second: float) -> "Peaks":
-        """The peaks, with one kernel more that was seen to do this much."""
+        """Return the peaks after another kernel was seen to reach these speeds."""
         return Peaks(max(self.bytes_per_second, bytes_per_second), max(self.flops_per_second, flops_per_second))
 
 
 @dataclass(frozen=True)
 class StepWork:
-    """What a step must do."""
+    """The bytes and operations that a step must do."""
 
     num_bytes: float
     num_flops: float
@@ -54,7 +54,7 @@ class StepWork:
 
 @dataclass(frozen=True)
 class Roofline:
-    """A step's place under the roof: its work, its time and the shares of the peaks that it reaches."""
+    """The place of a step under the roof: its work, its time and the shares of the peaks that it reaches."""
 
     speculation: str
     batch_size: int
@@ -94,8 +94,8 @@ class Roofline:
 def step_work(
     target: Target, drafter: TrainedDrafter | None, tree: Tree | None, *, batch: int, context: int
 ) -> StepWork:
-    """Count what a step of `batch` sequences with `context` committed tokens each must do. `drafter` is the head's,
-    which trees that ask a head need."""
+    """Count the bytes and operations of a step of `batch` sequences with `context` committed tokens each. `drafter` is
+    the head's, and is needed for trees that a head proposes."""
     config, platform, params = target.config, jax.default_backend(), target.params
     rows = batch * (1 + (tree.num_nodes if tree else 0))
     weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))

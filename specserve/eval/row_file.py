@@ -1,5 +1,5 @@
-"""The file of rows that `specserve data regenerate` writes: whole lines only, all made with the same settings, of which
-those that are there are not made again."""
+"""The file of rows that `specserve data regenerate` writes. It holds whole lines only, all made with the same
+settings. Rows that are in the file are not made again."""
 
 import itertools
 import json
@@ -13,7 +13,8 @@ from specserve.host import whole_file
 
 
 class RowFile:
-    """Rows are appended to it, each whole at once; `done` are the ids of those that were there."""
+    """A file to which rows are appended, each whole at once. `done` are the ids of the rows that it had when it was
+    opened."""
 
     def __init__(self, path: Path, settings: dict[str, Any]) -> None:
         self._path, self._notes = path, path.with_name(path.name + ".settings.json")
@@ -64,7 +65,7 @@ class RowFile:
             )
 
     def _read_done(self) -> None:
-        """Which rows are there. The half-written last line of a killed run is dropped."""
+        """Read the ids of the rows in the file. The half-written last line of a killed run is dropped."""
         size = 0
         for key, line in self._lines():
             self.done.add(key)
@@ -89,7 +90,7 @@ class RowFile:
             raise DataError(f"{self._path}: cannot write the rows in order: {error.strerror}") from error
 
     def _lines(self) -> Iterator[tuple[str, bytes]]:
-        """The id of each whole row, and its line."""
+        """Yield the id of each whole row, and its line."""
         with self._path.open("rb") as file:
             for number, line in enumerate(file, start=1):
                 if not line.endswith(b"\n"):

@@ -1,5 +1,5 @@
-"""What the target itself would have drawn at each place of an answer: one forward over the whole text, and the rule of
-drawing. It knows no pages, no trees and no batches, so it can judge those that do."""
+"""The token that the target itself would have drawn at each place of an answer, by one forward over the whole text and
+the rule of drawing. This file knows no pages, no trees and no batches, so it can judge the code that does."""
 
 import functools
 from collections.abc import Sequence
@@ -31,7 +31,7 @@ class WholeText:
         self._run = jax.jit(functools.partial(on_mesh(mesh, _logits), target.config))
 
     def logits(self, texts: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Of each text its logits [n, vocab] float32: row i is that of the token after token i."""
+        """Return the logits [n, vocab] float32 of each text. Row i is that of the token after token i."""
         longest = max(map(len, texts))
         rows = np.zeros(
             (len(texts), -(-longest // PADDED_TO) * PADDED_TO), np.int32
@@ -59,8 +59,8 @@ def rule_scores(
     bad_sequences: Sequence[tuple[int, ...]] = (),  # that spell its bad words
     mask: TokenMask | None = None,  # in its first state; it is not changed
 ) -> np.ndarray:  # [n, vocab] float32
-    """What each token of an answer is the argmax of, by the rule of drawing (`speculative.sampling`), for which the
-    answer is a chain below the prompt's last token."""
+    """Return the scores whose argmax each token of an answer is, by the rule of drawing (`speculative.sampling`), for
+    which the answer is a chain below the prompt's last token."""
     n, vocab = logits.shape
     seed = params.seed if params.temperature else 0
     assert seed is not None, "which noise it was drawn with is not known"

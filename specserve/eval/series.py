@@ -1,5 +1,5 @@
-"""What a server says in /metrics, ours or vLLM's: the one reader of that text. Names of series are vLLM's, where vLLM
-has them; what several models or engines behind one address count is added up."""
+"""The one reader of a server's /metrics, be it ours or vLLM's. Names of series are vLLM's, where vLLM has them. The
+counts of several models or engines behind one address are added up."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,13 +17,13 @@ TOKENS = "vllm:generation_tokens_total"
 
 @dataclass(frozen=True)
 class Series:
-    """The samples of one reading."""
+    """The samples of one reading of /metrics."""
 
     samples: Mapping[str, Sequence[tuple[Mapping[str, str], float]]]  # name -> labels and value
 
     @classmethod
     def parse(cls, text: str) -> "Series":
-        """Raises ValueError for what is no text of Prometheus."""
+        """Read the text of /metrics. Raises ValueError for what is no text of Prometheus."""
         samples: dict[str, list[tuple[Mapping[str, str], float]]] = {}
         for family in text_string_to_metric_families(text):
             for sample in family.samples:
@@ -31,20 +31,20 @@ class Series:
         return cls(samples)
 
     def total(self, *names: str) -> float | None:
-        """The sum of the first of these series that is there; None where none is."""
+        """Return the sum of the first of these series that is there, or None where none is."""
         found = next((self.samples[name] for name in names if name in self.samples), None)
         return None if found is None else sum(value for _, value in found)
 
     def by(self, name: str, label: str) -> dict[str, float]:
-        """The sums of a series by the values of a label."""
+        """Return the sums of a series by the values of a label."""
         found: dict[str, float] = {}
         for labels, value in self.samples.get(name, ()):
             found[labels.get(label, "")] = found.get(labels.get(label, ""), 0.0) + value
         return found
 
     def acceptance(self, *steps: str) -> Acceptance | None:
-        """What was counted of speculation since the server started, by the first of these counters of steps that is
-        there; None where none is."""
+        """Return what was counted of speculation since the server started. Steps are counted by the first of these
+        counters that is there; None where none is."""
         num_steps = self.total(*steps)
         if num_steps is None:
             return None

@@ -1,5 +1,5 @@
-"""A fleet of servers on paper: how many replicas on which meshes, what their memory holds, what a load makes of them,
-and which tau speculation needs to pay. Nothing is loaded but a config.json."""
+"""A fleet of servers on paper: how many replicas on which meshes, what their memory holds, how they behave under a
+load, and from which tau on speculation pays. Nothing is loaded but a config.json."""
 
 import dataclasses
 import itertools
@@ -46,7 +46,7 @@ OF_CHAIN = re.compile(r"chain(?::| of )(\d+)")  # in what a source says of its t
 
 @dataclass(frozen=True)
 class Fit:
-    """What each device of a replica holds, and for how much that is room."""
+    """The memory of each device of a replica by its uses, and the slots and pages that it has room for."""
 
     memory: tuple[Part, ...]
     num_slots: int
@@ -70,7 +70,7 @@ class Fleet:
         return (self.plain,) if self.speculative is None else (self.plain, self.speculative)
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that was found of it, in units as the names say."""
+        """Return everything that was found about the fleet, in units as the names say."""
         ways = {"plain": self.plain} | ({"speculative": self.speculative} if self.speculative else {})
         return {
             "mesh": self.mesh,
@@ -86,7 +86,7 @@ class Fleet:
         }
 
     def _way(self, way: Way) -> dict[str, Any]:
-        """A way to decode, over all replicas."""
+        """Return the figures of a way to decode, over all replicas."""
         return {
             "tau": way.tau,
             "carries_the_load": not way.is_full,
@@ -100,7 +100,7 @@ class Fleet:
 
     @property
     def most_requests(self) -> float:
-        """Requests per second that all replicas take, in the better way."""
+        """The requests per second that all replicas take, in the better way."""
         return self.replicas * max(way.most_requests for way in self.ways)
 
     @property
@@ -116,7 +116,7 @@ class Fleet:
 
 @dataclass(frozen=True)
 class ServePlan:
-    """What was asked, what was found, and what else would carry the load."""
+    """The plan: what was asked, the fleet that was found, and other fleets that would carry the load."""
 
     run: PlanServeRun
     target: ModelConfig
@@ -131,7 +131,7 @@ class ServePlan:
     others: tuple[Fleet, ...]  # on other meshes, the best first
 
     def to_json(self) -> dict[str, Any]:
-        """Everything that was found, in units as the names say."""
+        """Return everything that was found, in units as the names say."""
         asked = asdict(self.run)
         load = {name: asked[name] for name in ("qps", "prompt", "answer", "shared_prompt", "system_prompts")}
         tau = {"value": self.tau, "from": None if self.reached is None else asdict(self.reached)}
@@ -185,7 +185,8 @@ def make_serve_plan(run: PlanServeRun) -> ServePlan:
 
 
 class _Planner:
-    """What is known of a plan before a mesh is chosen. The constructor raises ConfigError or CheckpointError."""
+    """The parts of a plan that are known before a mesh is chosen. The constructor raises ConfigError or
+    CheckpointError."""
 
     def __init__(self, run: PlanServeRun) -> None:
         if run.shared_prompt >= run.prompt:
@@ -246,7 +247,7 @@ class _Planner:
         )
 
     def too_much(self, fleets: list[Fleet]) -> str:
-        """Say what the devices can do, and how many would do."""
+        """Make the error for a load that is too large: what the devices can do, and how many would do."""
         best = max(fleets, key=lambda fleet: fleet.most_requests)
         each = best.most_requests / best.replicas
         needed = math.ceil(self.run.qps / each) * best.devices
@@ -282,8 +283,8 @@ class _Planner:
                     yield ",".join(f"{axis}={size}" for axis, size in named.items() if size > 1)
 
     def _fit(self, text: str) -> Fit | None:
-        """What the devices of such a mesh hold; None where the target does not fit. Raises ConfigError where the mesh
-        does not divide it, or where there are fewer devices."""
+        """Return what the devices of such a mesh hold, or None where the target does not fit. Raises ConfigError where
+        the mesh does not divide it, or where there are fewer devices."""
         run, sizes = self.run, mesh_sizes(text, SERVING_AXES)
         if (devices := math.prod(sizes.values())) > self.num_devices:
             raise ConfigError(
@@ -387,9 +388,9 @@ def fit_into(
     page_size: int,
     is_quantized: bool = False,
 ) -> Fit | None:
-    """What each device of a mesh holds, or one alone: the weights, the head, the state of so many slots as there is
-    room for, and pages in all that is left. None where not even one sequence fits. Raises ConfigError where the mesh
-    does not divide the target."""
+    """Return what each device of a mesh holds, or one alone: the weights, the head, the state of so many slots as
+    there is room for, and pages in all that is left. None where not even one sequence fits. Raises ConfigError where
+    the mesh does not divide the target."""
     held = held_by_each(step.target, target_spec(step.target), mesh, is_quantized=is_quantized)
     weights, of_head = sum(each.num_bytes for each in held), _head_bytes(head, mesh) if head else 0
     whole, part = (-(-tokens // page_size) for tokens in (longest, own))

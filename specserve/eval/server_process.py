@@ -53,8 +53,8 @@ class ServerProcess:
         self.client.close()
 
     def wait_until_ready(self, on_wait: Callable[[str], None] = lambda _line: None) -> None:
-        """Wait until it answers; it may still compile. `on_wait` hears now and then what it has said last. Raises
-        SpecServeError where it ends first."""
+        """Wait until it answers; it may still compile. `on_wait` is called now and then with the last line of its
+        output. Raises SpecServeError where it ends first."""
         self._wait("/ready", lambda _body: True, on_wait)
 
     def wait_until_complete(self) -> None:
@@ -76,12 +76,12 @@ class ServerProcess:
         raise SpecServeError(f"the server is not there after {START_SECONDS:.0f} s:\n{self.last_lines()}")
 
     def last_lines(self) -> str:
-        """The end of what it has said."""
+        """Return the last lines of its output."""
         text = Path(self._log.name).read_text(errors="replace")
         return "\n".join(f"  {line}" for line in text.splitlines()[-12:])
 
     def _last_message(self) -> str:
-        """What it has said last, without the date and place of a line of the log."""
+        """Return the last message of its log, without the date and place of a line."""
         lines = Path(self._log.name).read_text(errors="replace").split("\n")
         line = next((line for line in reversed(lines) if line.strip()), "")
         return re.sub(r"^\S+ \S+ [A-Z]+ [\w.]+: ", "", line.strip())
@@ -100,7 +100,7 @@ def _value(metrics: str, name: str) -> float | None:
 
 @dataclass(frozen=True)
 class Moment:
-    """When a server had come so far, and what it held then."""
+    """A moment of a server's start: when it was reached, and how much memory the process held then."""
 
     what: str
     seconds: float  # since its process began

@@ -12,7 +12,7 @@ from specserve.speculative.ranges import Temperature, TopK, TopP
 
 @dataclass(frozen=True, config=RULES)
 class TargetRun:
-    """Which target a command loads, and how: what `engines.load` reads."""
+    """Settings of the target that a command loads, which `engines.load` reads."""
 
     target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
     quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the target, as of `serve`")
@@ -21,7 +21,7 @@ class TargetRun:
 
 @dataclass(frozen=True, config=RULES)
 class HeadRun(TargetRun):
-    """The same with one head."""
+    """The settings of a target with one head."""
 
     draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")
 
@@ -139,7 +139,7 @@ class StartupRun:
 
 @dataclass(frozen=True, config=RULES)
 class _OfflineRun(HeadRun):
-    """What the benchmarks of one engine in this process share."""
+    """Settings that the benchmarks of one engine in this process share."""
 
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting("auto", help="of the pages, as of `serve`")
     speculation: str = setting("auto", help="anything that serve takes")

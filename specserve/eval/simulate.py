@@ -32,7 +32,7 @@ _PARAMS = SamplingParams(temperature=0.0)
 
 @dataclass(frozen=True)
 class Arrival:
-    """A request. Those of one group begin with the same `shared` tokens."""
+    """A request of the simulation. Requests of one group begin with the same `shared` tokens."""
 
     time: int  # nanoseconds from the beginning
     prompt: int  # tokens
@@ -43,7 +43,7 @@ class Arrival:
 
 @dataclass(frozen=True)
 class Replica:
-    """How every replica is set up."""
+    """The set-up of every replica."""
 
     costs: StepCosts
     num_slots: int
@@ -55,7 +55,7 @@ class Replica:
 
 @dataclass(frozen=True)
 class Answer:
-    """What became of a request. Times are nanoseconds from the beginning."""
+    """The answer to a request. Times are nanoseconds from the beginning."""
 
     arrival: Arrival
     replica: int
@@ -96,7 +96,7 @@ class Report:
 
     @property
     def tau(self) -> float:
-        """Tokens of a step, those past the end of an answer not counted."""
+        """The mean number of tokens of a step. Tokens past the end of an answer do not count."""
         return self.num_tokens / max(1, self.num_steps)
 
     def tokens_between(self, start: float, end: float) -> float:
@@ -111,14 +111,14 @@ class Report:
         return total / (end - start)
 
     def percentiles(self, what: Callable[[Answer], float], shares: Sequence[float]) -> list[float]:
-        """Percentiles over the answers of a number that they have."""
+        """Compute percentiles over the answers of a number that they have."""
         return np.percentile([what(answer) for answer in self.answers] or [0.0], shares).tolist()
 
 
 def poisson(
     rate: float, seconds: float, *, prompt: int, answer: int, seed: int, groups: int = 1, shared: int = 0
 ) -> list[Arrival]:
-    """Requests that arrive at random for so long, each of one group at random."""
+    """Make requests that arrive at random for so long, each of one group at random."""
     rng = np.random.default_rng(seed)
     arrivals, now = [], 0.0
     while (now := now + rng.exponential(1 / rate)) < seconds:
@@ -166,7 +166,7 @@ def simulate(
 
 @dataclass(frozen=True)
 class _Round:
-    """A round that was planned: how long it takes, and who is told of it when it ends."""
+    """A round that was planned: how long it takes, and who is to be told when it ends."""
 
     duration: int  # nanoseconds
     rows: list[tuple[Running, int, bool]]  # a sequence, the most tokens that it gets, and whether by a step
@@ -174,14 +174,14 @@ class _Round:
 
 @dataclass(eq=False)
 class _Asked:
-    """What is kept of a request while it runs."""
+    """The record of a request while it runs."""
 
     arrival: Arrival
     first: int = -1
 
 
 class _Replica:
-    """One server: the real scheduler over pages that hold nothing."""
+    """A simulated server: the real scheduler over pages that hold nothing."""
 
     def __init__(self, setup: Replica, number: int, seed: int) -> None:
         assert setup.num_slots <= setup.costs.batch_sizes[-1], "every batch has a cost"
@@ -209,11 +209,11 @@ class _Replica:
 
     @property
     def load(self) -> int:
-        """How many requests it has, waiting or running."""
+        """The number of requests that it has, waiting or running."""
         return len(self._asked)
 
     def add(self, arrival: Arrival, number: int) -> int | None:
-        """Take a request; when the round ends that it begins with, where nothing ran."""
+        """Take a request. Where nothing was running, a round begins with it: returns when that ends."""
         request = Request(
             str(number), _prompt(arrival, number), _PARAMS, arrival.answer, 0, on_delta=lambda _delta: None
         )
@@ -228,7 +228,7 @@ class _Replica:
         return self._start()
 
     def land(self, now: int) -> int | None:
-        """The current round ends; when the next one does, None where there is none."""
+        """End the current round. Returns when the next one ends, or None where there is none."""
         assert self._current is not None, "a round that ends has begun"
         self._now = now
         landed, self._current = self._current, self._next
@@ -239,7 +239,7 @@ class _Replica:
         return self._start()
 
     def _start(self) -> int | None:
-        """Begin the current round, and plan the one after it. What it will bring is not known then."""
+        """Begin the current round, and plan the one after it, whose results are not known then."""
         if self._current is None:
             return None
         pool, duration = self.scheduler.pool, self._current.duration
@@ -293,12 +293,12 @@ class _Replica:
 
 
 def _prompt(arrival: Arrival, number: int) -> tuple[int, ...]:
-    """Token ids by which prompts of one group begin alike, and no others do."""
+    """Make token ids by which prompts of one group begin alike, and no others do."""
     return (-1 - arrival.group,) * arrival.shared + (number,) * (arrival.prompt - arrival.shared)
 
 
 class HasLoad(Protocol):
-    """What routing looks at: how many requests a replica has, waiting or running."""
+    """The interface of what routing looks at: the number of requests that a replica has, waiting or running."""
 
     @property
     def load(self) -> int: ...
@@ -308,8 +308,8 @@ Routed = TypeVar("Routed", bound=HasLoad)
 
 
 class Router(Generic[Routed]):
-    """Which replica gets a request. `prefix` remembers where it has sent each group, as routers do that see no pages,
-    and sends it there again unless these replicas have clearly more to do than others."""
+    """The rule by which a request gets its replica. `prefix` remembers where it has sent each group, as routers do
+    that see no pages, and sends it there again unless these replicas have clearly more to do than others."""
 
     def __init__(self, replicas: Sequence[Routed], routing: Routing, page_size: int, seed: int) -> None:
         self._replicas, self._routing, self._page_size = replicas, routing, page_size
@@ -318,7 +318,7 @@ class Router(Generic[Routed]):
         self._sent: dict[int, list[Routed]] = {}
 
     def choose(self, arrival: Arrival) -> Routed:
-        """The replica for a request that arrives now."""
+        """Return the replica for a request that arrives now."""
         if self._routing == "round-robin":
             return next(self._turns)
         if self._routing == "random":

@@ -1,4 +1,4 @@
-"""What a load makes of a replica, in the steady state.
+"""The steady state of a replica under a load.
 
 A replica that gets r requests a second, each with a prompt that takes P seconds and an answer of A tokens, spends r P
 of each second on prompts. In the rest it makes steps of T(b) seconds, each of which brings tau tokens to b sequences.
@@ -19,7 +19,7 @@ from specserve.eval.step_costs import StepCosts
 
 @dataclass(frozen=True)
 class Load:
-    """What a replica is asked."""
+    """The load of one replica."""
 
     rate: float  # requests per second
     prompt: int  # tokens that are not cached
@@ -28,7 +28,7 @@ class Load:
 
 @dataclass(frozen=True)
 class Way:
-    """What a load makes of one replica that decodes one way."""
+    """The behaviour of one replica under a load, if it decodes in one way."""
 
     tau: float
     batch: float  # sequences that decode at once, on average
@@ -41,7 +41,7 @@ class Way:
 
 
 def solve(costs: StepCosts, load: Load, tau: float, *, is_speculative: bool) -> Way:
-    """What a load makes of a replica whose steps bring `tau` tokens to each sequence."""
+    """Find the steady state of a replica whose steps bring `tau` tokens to each sequence."""
     seconds = costs.of(is_speculative)
     rates = [size * tau / each for size, each in zip(costs.batch_sizes, seconds, strict=True)]  # tokens per second
     most = max(rates)

@@ -1,5 +1,5 @@
-"""What steps and prefill chunks take, by batch size: from a profile that `specserve tune` has measured, or from the
-figures of a device (a roofline).
+"""The seconds that steps and prefill chunks take, by batch size: from a profile that `specserve tune` has measured, or
+from the figures of a device (a roofline).
 
 A roofline counts for each device of a mesh what any implementation must do: the bytes of the matrices that it holds
 (of a mixture, those of the experts that so many tokens are expected to choose), the committed keys and values of its
@@ -54,13 +54,14 @@ class StepCosts:
         return self.step if is_speculative else self.plain
 
     def up_to(self, num_slots: int) -> "StepCosts":
-        """Those of batches that so many slots can have; at least the smallest."""
+        """Return the costs of the batches that so many slots can have, at least of the smallest one."""
         count = max(1, bisect.bisect_right(self.batch_sizes, num_slots))
         sizes, plain, step = (values[:count] for values in (self.batch_sizes, self.plain, self.step))
         return dataclasses.replace(self, batch_sizes=sizes, plain=plain, step=step)
 
     def prefill_seconds(self, num_tokens: int) -> tuple[float, int]:
-        """What a prompt takes, or the part of it that is not cached, and in how many chunks."""
+        """Return the seconds that a prompt takes, or the part of it that is not cached, and the number of its
+        chunks."""
         seconds, count = 0.0, 0
         while num_tokens > 0:
             size = chunk_size(self.chunks, num_tokens, self.chunks[-1])
@@ -81,8 +82,8 @@ class Roofline:
     is_quantized: bool = False
 
     def costs(self, tree: Tree | None, batch_sizes: tuple[int, ...]) -> StepCosts:
-        """What steps of these sizes take, plain ones and those over the tree. Raises ConfigError where the mesh does
-        not divide the target."""
+        """Compute the seconds of plain steps of these sizes, and of steps over the tree. Raises ConfigError where the
+        mesh does not divide the target."""
         share = f"{SHARE_OF_BANDWIDTH:.0%} of the bandwidth and {SHARE_OF_PEAK:.0%} of the peak"
         target = self._target()
         plain = tuple(target(batch, 1, self.context) for batch in batch_sizes)
@@ -95,8 +96,8 @@ class Roofline:
         return StepCosts(batch_sizes, plain, step, DEVICE_CHUNKS, prefill, f"a roofline of {self.device.name}, {share}")
 
     def _target(self) -> Callable[[int, int, int], float]:
-        """What counts the seconds of the target's forward over `nodes` rows of each of `batch` sequences that have
-        `context` committed tokens."""
+        """Return a function that counts the seconds of the target's forward over `nodes` rows of each of `batch`
+        sequences that have `context` committed tokens."""
         config, mesh, spec = self.target, self.mesh, target_spec(self.target)
         dense = dense_bytes = expert = expert_bytes = 0
         for held in held_by_each(config, spec, mesh, is_quantized=self.is_quantized):

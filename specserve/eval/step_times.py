@@ -1,5 +1,6 @@
-"""Where a step's time goes, and what the machine could do: the draft's share is timed as a program of its own, the rest
-is the target's forward, the draws and the commit; the bound is what reading the weights takes."""
+"""The parts of a step's time, and the least that the machine could take. The draft's share is timed as a program of
+its own; the rest is the target's forward, the draws and the commit. The bound is the time that reading the weights
+takes."""
 
 import functools
 import statistics
@@ -29,7 +30,7 @@ LEAD = 2  # of them, which find caches as another program has left them, and are
 
 @dataclass(frozen=True)
 class StepTimes:
-    """What the steps of one sequence take: medians, in milliseconds."""
+    """The median times of the steps of one sequence, in milliseconds."""
 
     bound: float  # the target's weights over the read bandwidth: no plain step can be faster
     step: float  # one whole speculative step, as the engine runs it
@@ -38,7 +39,7 @@ class StepTimes:
 
     @property
     def verify(self) -> float:
-        """What is left of a speculative step without its draft."""
+        """The time of a speculative step without its draft."""
         return self.step - self.draft
 
     def to_json(self) -> dict[str, float]:
@@ -87,7 +88,8 @@ def measure_steps(
 
 
 def _drafting(runner: Runner, tree: Tree, batch: int) -> Callable[[], None]:
-    """What runs the draft's share of a step over the tree for the first slots: it catches up and proposes."""
+    """Return a function that runs the draft's share of a step over the tree for the first slots: it catches up and
+    proposes."""
     width, weights = runner.width_of(range(batch)), runner.layout_for(batch, tree)
     draft = jax.jit(functools.partial(propose_tree, runner.config, tree=tree, width=width), donate_argnums=1)
     slots = jnp.arange(batch, dtype=jnp.int32)
@@ -132,7 +134,7 @@ def time_in_turns(
 
 
 def steps_timed(repeats: int) -> int:
-    """How many tokens so many timed stretches, and the one before them, add to their sequences."""
+    """Return how many tokens so many timed stretches, and the one before them, add to their sequences."""
     return (repeats + 1) * STEPS_AT_ONCE
 
 

@@ -1,6 +1,6 @@
-"""Requests of a load, each as its client sees it: when each piece of the answer came, and what the server says of it at
-the end. It is not `eval.client`, whose connections an interrupt cannot hang up and whose reading of a piece costs twice
-the time."""
+"""The requests of a load, each as its client sees it: when each piece of the answer arrived, and what the server
+reports of it at the end. It is not `eval.client`, whose connections an interrupt cannot hang up and whose reading of a
+piece costs twice the time."""
 
 import contextlib
 import http.client
@@ -19,7 +19,7 @@ from specserve.eval.client import SECONDS, Client
 
 @dataclass
 class Reply:
-    """An answer as its client saw it come. Times are of `time.perf_counter`."""
+    """An answer as its client saw it arrive. Times are of `time.perf_counter`."""
 
     start: float = 0.0
     arrivals: list[float] = field(default_factory=list)  # of pieces with text
@@ -72,7 +72,7 @@ class Streams:
         return http.client.HTTPConnection(host, port, timeout=SECONDS)
 
     def ask(self, path: str, body: Mapping[str, Any]) -> Reply:
-        """Ask over a stream. What goes wrong is the reply's `error`."""
+        """Ask over a stream. An error is the reply's `error`, and is not raised."""
         reply = Reply(start=time.perf_counter())
         try:
             with contextlib.closing(self._connect()) as connection, contextlib.ExitStack() as stack:
@@ -99,7 +99,7 @@ class Streams:
 
 
 def _take(reply: Reply, data: bytes, now: float) -> bool:
-    """Read one event of a stream; whether it was the last."""
+    """Read one event of a stream. Returns whether it was the last."""
     if data == b"[DONE]":
         return True
     event = json.loads(data)
@@ -118,7 +118,8 @@ def _take(reply: Reply, data: bytes, now: float) -> bool:
 
 
 def stream_body(model: str, prompt: Any, **options: Any) -> tuple[str, dict[str, Any]]:
-    """The route and the body for a prompt: a text or token ids are completed, messages are answered as a chat."""
+    """Return the route and the body for a prompt: a text or token ids are completed, messages are answered as a
+    chat."""
     is_chat = isinstance(prompt, Sequence) and not isinstance(prompt, str) and isinstance(prompt[0], Mapping)
     body = {"model": model, "stream": True, "stream_options": {"include_usage": True}, **options}
     if is_chat:

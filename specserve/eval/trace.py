@@ -21,7 +21,7 @@ DEVICE_THREAD = "XLA Ops"  # where accelerators have their operations
 
 @dataclass(frozen=True)
 class Operation:
-    """All runs of the operations of one kind in one compiled program, such as `dot.3` and `dot.7`."""
+    """The runs of all operations of one kind in one compiled program, such as `dot.3` and `dot.7`."""
 
     program: str
     name: str

@@ -55,7 +55,7 @@ _PADDED_TO = 64
 
 @dataclass(frozen=True)
 class Trial:
-    """What running a head found."""
+    """The results of running a head."""
 
     acceptance: Acceptance  # of the head as it is, as served
     noted: tuple[float, ...]  # acceptance by depth that its notes promise; empty: nothing
@@ -63,7 +63,7 @@ class Trial:
     findings: list[Finding]
 
     def told(self) -> str:
-        """What was measured, in a line."""
+        """Return the measurement in one line."""
         found = self.acceptance
         noted = f"its notes say {_rates(self.noted)}" if self.noted else "its notes say nothing"
         tried = f"; {self.num_tried} other readings tried" if self.num_tried else ""
@@ -106,8 +106,8 @@ class Texts:
         return int(self._is_tried.sum())
 
     def accepted(self, head: Head) -> np.ndarray:  # [place] int64
-        """How many drafts in a row are right at each place of the answers, or at those of them that the head looks at:
-        always the same ones."""
+        """Return how many draft tokens in a row are right at each place of the answers, or at a fixed choice of places
+        where the head looks at some only."""
         drafter = head.drafter
         shape = self._token_ids.shape
         rows = Rows(
@@ -137,8 +137,8 @@ class Texts:
 def _draft(
     drafter: TrainedDrafter, params: Any, target: Any, target_ids: jax.Array, rows: Rows, aux: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
-    """The head's first drafts, [step, batch, n] int32 target ids; the position that each follows; and whether a column
-    is one of the row's, [batch, n] bool. A column has the drafts after one root."""
+    """Return the head's first drafts, [step, batch, n] int32 target ids; the position that each column follows; and
+    whether a column is one of the row's, [batch, n] bool. A column has the drafts after one root."""
     # so many anchors whatever its slots are, since a repair may change how many it has
     anchors = -(-rows.token_ids.shape[1] // ANCHOR_EVERY)
     rollout = Rollout(max(DEPTH, drafter.num_steps(DEPTH)), remat=False, anchors=anchors)
@@ -228,7 +228,7 @@ def noted_rates(notes: dict[str, Any]) -> tuple[float, ...]:
 
 
 def is_below(found: Acceptance, noted: Sequence[float]) -> bool:
-    """Whether less is accepted than noted, at any depth, by more than the draw of the prompts explains."""
+    """Return whether less is accepted than noted, at any depth, by more than the draw of the prompts explains."""
     seen = (found.num_steps, *found.accepted_per_depth)
     rates = zip(found.accept_rate, noted, seen, strict=False)
     return any(p - rate > NOTED_DEVIATIONS * math.sqrt(p * (1 - p) / max(1, n)) for rate, p, n in rates)
@@ -241,7 +241,7 @@ def find_misreading(
     dtype: str,
     on_repair: Callable[[int, int, str], None] = lambda _done, _total, _what: None,
 ) -> tuple[Finding | None, int]:
-    """Try every repair, and then every further one on top of the best, for as long as one helps; also says how many
+    """Try every repair, and then every further one on top of the best, for as long as one helps. Also returns how many
     were tried. A repair is offered as a fix where no other one does as well."""
     kind = kind_of(read_json(folder / CONFIG))
     chosen: list[Repair] = []
@@ -280,7 +280,8 @@ def find_misreading(
 
 
 def deviations(found: np.ndarray, before: np.ndarray) -> float:
-    """By how many standard deviations more places are better than worse, were either as likely (McNemar 1947)."""
+    """Return by how many standard deviations more places are better than worse, if both were equally likely (McNemar
+    1947)."""
     better, worse = int((found > before).sum()), int((found < before).sum())
     return (better - worse) / math.sqrt(max(1, better + worse))
 

@@ -47,7 +47,7 @@ DEPTHS = (2, 3, 4, 5, 6, 7)
 
 @dataclass(frozen=True)
 class Timed:
-    """What a step costs at one batch size: medians, in seconds, of plain steps and steps over a tree in turns."""
+    """The cost of a step at one batch size: medians, in seconds, of plain steps and steps over a tree in turns."""
 
     batch_size: int
     tree: Tree
@@ -57,7 +57,7 @@ class Timed:
 
 @dataclass(frozen=True)
 class Found:
-    """Everything that a search has found."""
+    """The results of a search."""
 
     profile: Profile
     replayed: tuple[Replayed, ...]  # every tree
@@ -141,12 +141,12 @@ def _serve_run(run: TuneRun) -> ServeRun:
 
 
 def is_smaller(tree: Tree, other: Tree) -> bool:
-    """Whether a step over `tree` has no more to do than one over `other`."""
+    """Return whether a step over `tree` has no more to do than one over `other`."""
     return tree.num_nodes <= other.num_nodes and tree.depth <= other.depth and tree.top_k <= other.top_k
 
 
 def undominated(replayed: Sequence[Replayed]) -> list[Replayed]:
-    """Those that bring clearly more than every smaller tree does, the smallest first."""
+    """Return the trees that bring clearly more tokens per step than every smaller tree, the smallest first."""
     found: list[Replayed] = []
     for each in sorted(replayed, key=lambda each: (each.tree.num_nodes, each.tree.depth, each.tree.top_k)):
         below = [other for other in found if is_smaller(other.tree, each.tree)]
@@ -156,8 +156,8 @@ def undominated(replayed: Sequence[Replayed]) -> list[Replayed]:
 
 
 def can_win(each: Replayed, batch_size: int, timed: Sequence[Timed], best: float) -> bool:
-    """Whether a tree could gain more than `best` at this batch size, since its step takes at least as long as every
-    step over a smaller tree or of fewer sequences that was timed."""
+    """Return whether a tree could gain more than `best` at this batch size, given that its step takes at least as long
+    as every timed step over a smaller tree or of fewer sequences."""
     plain = [found.plain for found in timed if found.batch_size == batch_size]
     least = [found.step for found in timed if found.batch_size <= batch_size and is_smaller(found.tree, each.tree)]
     return not plain or not least or each.tokens_per_step * max(plain) / max(least) > best
@@ -184,9 +184,9 @@ def time_again(
     timed: Sequence[Timed],
     on_progress: OnProgress = lambda _what, _done, _total: None,
 ) -> list[Timed]:
-    """Time what leads at a batch size again, until what leads by all figures has been, and then once more: the last of
-    the list. Of many noisy figures the best is mostly the luckiest, so its gain is told by one that it was not chosen
-    by."""
+    """Time the leading tree of a batch size again, until the leader by all figures has been timed, and then once more:
+    that is the last of the list. The best of many noisy figures is mostly the luckiest. So the gain of the leader is
+    told by a figure that it was not chosen by."""
     again: list[Timed] = []
     while True:
         _, leader = _gains(batch_size, worth, [*timed, *again])[0]
@@ -198,8 +198,9 @@ def time_again(
 
 
 def _gains(batch_size: int, worth: Sequence[Replayed], timed: Sequence[Timed]) -> list[tuple[float, Tree]]:
-    """Tokens per second over those of plain decoding, of each tree that was timed at this batch size, the best first.
-    A plain step is one figure for all of them, the median; a tree that was timed more than once has the mean."""
+    """Return the gain of each tree that was timed at this batch size, which is its tokens per second over those of
+    plain decoding, the best first. A plain step is one figure for all of them, the median; a tree that was timed more
+    than once has the mean."""
     plain = _plain(batch_size, timed)
     tokens, steps = {each.tree: each.tokens_per_step for each in worth}, dict[Tree, list[float]]()
     for found in timed:
@@ -215,7 +216,7 @@ def _plain(batch_size: int, timed: Sequence[Timed]) -> float:
 
 
 def _best(batch_size: int, worth: Sequence[Replayed], timed: Sequence[Timed], again: Sequence[Timed]) -> Entry:
-    """What the profile says of a batch size: its last leader, by what it took the last time."""
+    """Make the profile's entry for a batch size: its last leader, by the time that it took the last time."""
     leader, plain = again[-1], _plain(batch_size, [*timed, *again])
     found = next(each for each in worth if each.tree == leader.tree)
     gain = found.tokens_per_step * plain / leader.step
@@ -306,7 +307,7 @@ def measure_live(
 def _measure_size(
     arms: tuple[EngineArm, EngineArm], run: TuneRun, prompts: Sequence[Sequence[int]], size: int
 ) -> tuple[float, float]:
-    """The gain of the second arm over the first with so many sequences at once, and its tau."""
+    """Return the gain of the second arm over the first with so many sequences at once, and its tau."""
     tokens, seconds, acceptance = [0, 0], [0.0, 0.0], Acceptance()
     supply = itertools.cycle(range(len(prompts)))
     for number in range(-(-LIVE_ANSWERS // size)):
@@ -328,5 +329,5 @@ def _params(run: TuneRun, i: int) -> SamplingParams:
 
 
 def is_near(entry: Entry) -> bool:
-    """Whether prediction and measurement agree."""
+    """Return whether prediction and measurement agree."""
     return entry.measured_gain is None or abs(entry.measured_gain / entry.predicted_gain - 1) <= NEAR

@@ -36,7 +36,7 @@ Script = Callable[[], Tree | None]  # the tree of the next step; None: a plain o
 
 @dataclass(frozen=True)
 class Plan:
-    """How much is asked."""
+    """The size of a proof: the tokens of an answer, and the draws of a statistical test."""
 
     max_tokens: int = 32
     draws: int = NUM_DRAWS  # that each chi-square test counts
@@ -44,7 +44,7 @@ class Plan:
 
 
 class _Scripted(Controller):
-    """Steps as a script says."""
+    """A controller whose trees a script chooses."""
 
     def __init__(self, script: Script) -> None:
         super().__init__({})
@@ -60,7 +60,7 @@ class _Scripted(Controller):
 
 @dataclass(frozen=True)
 class _Answers:
-    """What an engine made of some asks, in their order."""
+    """The answers of an engine to some asks, in their order."""
 
     of: list[CompletionOutput]
     drafts: list[list[tuple[int, ...]]]  # of each answer the tokens proposed, step by step, where the ask wants them
@@ -116,8 +116,8 @@ class Prover:
         self._spread = 0.0  # of the target's logits
 
     def run(self) -> None:
-        """All checks of all ways. Plain decoding is asked, and held against the rule, with the programs of the first
-        group. Raises SpecServeError where the engine dies."""
+        """Run all checks of all ways to speculate. Plain decoding is asked, and held against the rule, with the
+        programs of the first group. Raises SpecServeError where the engine dies."""
         for group in self.bench.groups:
             self._runner = group.open()
             if not self._plain:
@@ -227,8 +227,8 @@ class Prover:
         self._draw(None)
 
     def _best(self, ask: Ask, other: CompletionOutput | None = None) -> np.ndarray:  # [token]
-        """What the rule draws at each place of a plain answer, from one forward over the whole text. With the answer
-        that came in a batch also the noise is measured, and how far the logits spread."""
+        """Return the token that the rule draws at each place of a plain answer, from one forward over the whole text.
+        With the answer that came in a batch, it also measures the noise, and how far the logits spread."""
         self._on_progress(self._what, self._num_asked, self._total)
         plain = self._plain[id(ask)]
         if not plain.token_ids:
@@ -252,7 +252,7 @@ class Prover:
         self.report.num_compared += differences.size
 
     def _check_rule(self, row: Row, ask: Ask, best: np.ndarray) -> None:
-        """Whether every token of a plain answer is what the rule draws."""
+        """Check that every token of a plain answer is the one that the rule draws."""
         answer = self._plain[id(ask)]
         row.num_answers += 1
         if answer.finish_reason not in ("stop", "length"):
@@ -287,15 +287,15 @@ class Prover:
         self._draw(tree)
 
     def _check_any(self, trees: Sequence[Tree]) -> None:
-        """Every step by another way, all options in a batch, and sequences that are put back: whatever an option keeps
-        must be there again when its sequence goes on, by another way perhaps."""
+        """Check steps that are each done in another way, with all options in a batch, and with sequences that are
+        preempted. An option's state must be there again when its sequence goes on, perhaps in another way."""
         dice = random.Random(self.plan.seed)
         ways = [None, *trees]
         name = "any way at each step" if len(trees) > 1 else f"{describe(trees[0])} or off at each step"
         self._in_few_pages(name, "preemption, all options", lambda: dice.choice(ways), self.everything)
 
     def _in_few_pages(self, way: str, check: str, script: Script, asks: Sequence[Ask]) -> None:
-        """Answers in so few pages that sequences give theirs back, wait, and go on later."""
+        """Check answers in so few pages that sequences give theirs back, wait, and go on later."""
         self._begin(way, check)
         pages = 1 + max(-(-ask.num_tokens // self._runner.shapes.page_size) for ask in asks)
         few = self._answer(script, asks, is_caching=True, num_pages=pages)
@@ -303,7 +303,8 @@ class Prover:
         row.note = f"{few.stats.num_preemptions} preemptions in {pages} pages"
 
     def _check_stretch(self, tree: Tree, control: _Steps) -> None:
-        """Plain steps first, then speculative ones: the draft must stand where it would if it had been there always."""
+        """Check plain steps that are followed by speculative ones: the drafter must stand where it would if it had
+        been there always."""
         way = describe(tree)
         self._begin(way, "after plain steps")
         length = self.plan.max_tokens // 3
@@ -320,8 +321,8 @@ class Prover:
         self._compare_drafts(way, "after plain steps", late, fresh, control)
 
     def _compare_drafts(self, way: str, what: str, found: _Answers, fresh: _Answers, control: _Steps) -> None:
-        """Whether the same tokens were proposed as by runs that begin anew. A draft that lacks entries proposes others,
-        which costs acceptance and changes no answer."""
+        """Check that the same tokens were proposed as by runs that begin anew. A drafter that lacks entries proposes
+        others, which costs acceptance and changes no answer."""
         steps = _Steps()
         for ours, theirs in zip(found.drafts, fresh.drafts, strict=True):
             steps.compare(ours, theirs)
@@ -367,7 +368,7 @@ class Prover:
         self._test_draws(way, "next tokens", prompt, found.of, 1)
 
     def _drawing(self, prompt: Sequence[int], number: int, max_tokens: int) -> list[Ask]:
-        """So many seeds for one prompt."""
+        """Make the asks of one prompt with `number` different seeds."""
         seeds = range(self.plan.seed, self.plan.seed + number)
         options: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True}
         return [Ask(f"seed {seed}", tuple(prompt), SamplingParams(seed=seed, **options)) for seed in seeds]
@@ -392,7 +393,8 @@ def _num_tokens(ask: Ask) -> int:
 
 
 def _is_by_head_alone(tree: Tree) -> bool:
-    """Whether what it proposes depends on its own sequence alone: a lookup finds more, the more has been answered."""
+    """Return whether a tree depends on its own sequence alone. A lookup does not: it finds more, the more has been
+    answered."""
     return tree.uses_head and not tree.lookup
 
 
@@ -402,7 +404,7 @@ def _joined(runs: Sequence[_Answers]) -> _Answers:
 
 
 def _speculative(answers: _Answers) -> Acceptance:
-    """What the steps that proposed something accepted."""
+    """Count the accepted tokens of the steps that proposed something."""
     drafts = [draft for answer in answers.of for draft in answer.stats.drafts]
     found = Acceptance()
     for num_draft_tokens, n_accepted in drafts:

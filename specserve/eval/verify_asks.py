@@ -1,5 +1,5 @@
-"""What `specserve verify` asks: the same prompts greedily and sampled, longer ones that begin like them, and every
-option of a request."""
+"""The requests of `specserve verify`: the same prompts greedily and sampled, longer ones that begin like them, and
+every option of a request."""
 
 import dataclasses
 import json
@@ -18,7 +18,7 @@ SEEDS = (1, 2**40 + 2, -3)  # of both halves of the 64 bits, and a negative one
 
 @dataclass(frozen=True, eq=False)
 class Ask:
-    """One request of the proof. Its seed is set, so two runs of it must agree."""
+    """A request of the proof. Its seed is set, so two runs of it must agree."""
 
     name: str
     prompt: tuple[int, ...]
@@ -26,12 +26,12 @@ class Ask:
 
     @property
     def num_tokens(self) -> int:
-        """Prompt and answer together, at most."""
+        """The number of tokens of prompt and answer together, at most."""
         return len(self.prompt) + (self.params.max_tokens or 0)
 
 
 def base_asks(prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> list[Ask]:
-    """Every prompt greedily, and every prompt sampled."""
+    """Ask every prompt greedily, and every prompt sampled."""
     asks = []
     for i, prompt in enumerate(prompts):
         options: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True, "logprobs": NUM_LOGPROBS}
@@ -43,7 +43,7 @@ def base_asks(prompts: Sequence[Sequence[int]], max_tokens: int, seed: int) -> l
 
 
 def follow_ups(asks: Sequence[Ask], answers: Sequence[CompletionOutput]) -> list[Ask]:
-    """What a second turn would ask: the prompt and its answer, of which a server has the pages already."""
+    """Make the requests of a second turn: the prompt and its answer, whose pages a server has already."""
     return [
         dataclasses.replace(ask, name=f"{ask.name}, a second turn", prompt=(*ask.prompt, *answer.token_ids))
         for ask, answer in zip(asks, answers, strict=True)
@@ -59,8 +59,8 @@ def option_asks(
     seed: int,
     has_grammars: bool,
 ) -> list[Ask]:
-    """Every option, over the prompts in turn, greedily and sampled. Options that name tokens name such as the target
-    would say, so that each changes answers."""
+    """Ask with every option, over the prompts in turn, greedily and sampled. Options that name tokens name some that
+    the target would say, so that each option changes answers."""
     counts = Counter(token_id for answer in answers for token_id in answer.token_ids)
     common = [token_id for token_id, _ in counts.most_common()]
     first, second = common[0], common[min(1, len(common) - 1)]
@@ -96,7 +96,7 @@ def option_asks(
 
 
 def _text_options(answers: Sequence[CompletionOutput], tokenizer: TokenizerLike | None) -> dict[str, dict[str, Any]]:
-    """Options that need a tokenizer: a word and an end that the target's own answers have in them."""
+    """Make options that need a tokenizer: a bad word and a stop string that the target's own answers contain."""
     if tokenizer is None:
         return {}
     found: dict[str, dict[str, Any]] = {}

@@ -1,4 +1,4 @@
-"""What `specserve verify` runs on: runners over one loaded target, with programs for one request and for a batch."""
+"""The runners of `specserve verify`, over one loaded target, with programs for one request and for a batch."""
 
 import dataclasses
 import functools
@@ -28,7 +28,8 @@ EXPECTED = "auto, chains, trees or lookups"
 
 
 def ways_to_prove(models: Models, speculation: Sequence[str]) -> list[Tree]:
-    """The ways that were asked for, `auto` being all that serve would compile for this head. Raises ConfigError."""
+    """Return the ways to speculate that were asked for. `auto` stands for all that serve would compile for this head.
+    Raises ConfigError."""
     found: list[Tree] = []
     for text in speculation:
         if text == AUTO:
@@ -48,7 +49,7 @@ def ways_to_prove(models: Models, speculation: Sequence[str]) -> list[Tree]:
 
 
 def load_prompts(models: Models, bench: str, limit: int) -> list[list[int]]:
-    """The first turns of a bench as the target's chat template renders them. Raises DataError where none is short
+    """Load the first turns of a bench as the target's chat template renders them. Raises DataError where none is short
     enough."""
     assert models.tokenizer is not None
     chats = [[{"role": "user", "content": question.turns[0]}] for question in load_questions(bench, limit)]
@@ -66,8 +67,8 @@ def make_bench(
     max_model_len: int,
     on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None,
 ) -> Bench:
-    """A bench with a group of the ways that a head proposes, and one of those that need none, which no runner has
-    together. Nothing is compiled yet."""
+    """Make a bench with one group of the ways that a head proposes, and one of those that need no head, because no
+    runner has both. Nothing is compiled yet."""
     opened = functools.partial(_open, models, max_model_len=max_model_len, on_warmup=on_warmup)
     ways = [[tree for tree in trees if tree.uses_head == uses_head] for uses_head in (True, False)]
     groups = [Group(some, functools.partial(opened, some)) for some in ways if some]

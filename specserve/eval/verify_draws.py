@@ -1,4 +1,4 @@
-"""Whether tokens are drawn as often as the target's softmax says: chi-square tests, and how many draws they take.
+"""Chi-square tests of whether tokens are drawn as often as the target's softmax says, and how many draws they take.
 
 A draw is told by where its token falls in the cumulative distribution at its own prefix, the most likely first, at
 random within its own share. Right draws fall evenly over [0, 1] and independently of each other, whatever the
@@ -29,19 +29,20 @@ NUM_DRAWS = 472  # draws of each test
 
 
 def num_answers(num_draws: int) -> int:
-    """Answers with so many counted tokens together."""
+    """Return how many answers have `num_draws` counted tokens together."""
     return -(-num_draws // COUNTED_TOKENS)
 
 
 def places(
     cells: np.ndarray,  # [draw, 2] float64: the probability of all likelier tokens, and that of the token itself
 ) -> np.ndarray:  # [draw]
-    """Where draws fall in the cumulative distribution at their prefix, in [0, 1]."""
+    """Return where draws fall in the cumulative distribution at their prefix, in [0, 1]."""
     return cells[:, 0] + np.random.default_rng(0).random(len(cells)) * cells[:, 1]
 
 
 def cells_of(probs: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:  # [n, 2] float64
-    """The probability of all likelier tokens than each of these, and its own, in its row of `probs` [n, vocab]."""
+    """Return for each of these tokens the probability of all likelier tokens, and its own, in its row of `probs` [n,
+    vocab]."""
     ids = np.array(token_ids)[:, None]  # [n, 1]
     own = np.take_along_axis(probs, ids, axis=-1)
     is_before = (probs > own) | ((probs == own) & (np.arange(probs.shape[-1]) < ids))
@@ -49,7 +50,7 @@ def cells_of(probs: np.ndarray, token_ids: Sequence[int]) -> np.ndarray:  # [n, 
 
 
 def chi_square(way: str, what: str, places: np.ndarray) -> Test:
-    """The test of draws that fell at these places."""
+    """Test draws that fell at these places."""
     from scipy.stats import chi2  # takes a third of a second to import
 
     counts, _ = np.histogram(places, NUM_BINS, (0.0, 1.0 + 1e-6))

@@ -1,4 +1,5 @@
-"""Where an answer begins to differ from that of plain decoding, and whether that is a tie or a bug."""
+"""The judge of a difference: where an answer begins to differ from that of plain decoding, and whether that is a tie
+or a bug."""
 
 import dataclasses
 from collections.abc import Callable, Sequence
@@ -25,7 +26,8 @@ TEXTS_AT_ONCE = 8
 
 @dataclass(frozen=True)
 class Bench:
-    """What is put to the proof, and what it takes to judge the answers."""
+    """The target and the groups of ways to speculate that are put to the proof, and the forward by which answers are
+    judged."""
 
     target: Target
     tokenizer: Tokenizer | None
@@ -35,8 +37,8 @@ class Bench:
 
 @dataclass(frozen=True)
 class Group:
-    """Ways to speculate that one runner has together, beside plain decoding, and what makes it with all its programs.
-    There is only one at a time: each packs the weights anew."""
+    """The ways to speculate that one runner has together, beside plain decoding, and the function that makes the
+    runner with all its programs. There is only one runner at a time, because each packs the weights anew."""
 
     trees: Sequence[Tree]
     open: Callable[[], Runner]
@@ -73,8 +75,8 @@ class Judge:
     def judge(
         self, way: str, check: str, ask: Ask, plain: CompletionOutput, answer: CompletionOutput, at: int, a: int, b: int
     ) -> Mismatch:
-        """A tie, if what the products round can have the rule draw b in place of its own choice, or a bug. `a` is what
-        was drawn otherwise."""
+        """Judge a difference. It is a tie if the rounding of products can make the rule draw b in place of its own
+        choice, and otherwise a bug. `a` is the token that was drawn otherwise."""
         prefix = plain.token_ids[: at + 1]
         logits = self.logits(ask, prefix)
         row = self.scores(ask, prefix, logits)[at]
@@ -113,8 +115,8 @@ class Judge:
         )
 
     def cells(self, prompt: Sequence[int], answers: Sequence[Sequence[int]]) -> list[np.ndarray]:
-        """Of each answer, [token, 2]: see `verify_draws.cells_of`. An answer's text is run once, however often it is
-        asked for."""
+        """Return the cells of each answer, [token, 2] (see `verify_draws.cells_of`). An answer's text is run once,
+        however often it is asked for."""
         missing = sorted({tuple(answer) for answer in answers} - self._cells.keys())
         by_text: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
         for answer in missing:
@@ -137,8 +139,8 @@ def log_sum_exp(logits: np.ndarray) -> np.ndarray:
 
 
 def _top(answer: CompletionOutput, at: int, logits: np.ndarray | None = None) -> tuple[tuple[int, float], ...]:
-    """The most likely tokens at a place of an answer with their log-probabilities, as they were reported there, or of
-    these logits [vocab] where nothing was."""
+    """Return the most likely tokens at a place of an answer with their log-probabilities, as they were reported there,
+    or from these logits [vocab] where nothing was."""
     if answer.logprobs and at < len(answer.logprobs):
         return answer.logprobs[at].top
     if logits is None:
@@ -148,5 +150,5 @@ def _top(answer: CompletionOutput, at: int, logits: np.ndarray | None = None) ->
 
 
 def bug(way: str, check: str, ask: Ask, kind: Kind, plain: str, other: str, position: int = 0) -> Mismatch:
-    """A difference that no rounding explains."""
+    """Make the record of a difference that no rounding explains."""
     return Mismatch(way, check, ask.name, kind, position, plain, other, None, "bug")

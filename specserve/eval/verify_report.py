@@ -1,4 +1,4 @@
-"""What a proof that speculation changes nothing has found: by check, by difference, and by statistical test."""
+"""The findings of a proof that speculation changes nothing: by check, by difference, and by statistical test."""
 
 import dataclasses
 from dataclasses import dataclass, field
@@ -14,7 +14,7 @@ Kind = Literal["token", "end", "log-probability", "error"]
 
 @dataclass(frozen=True)
 class Mismatch:
-    """Where an answer begins to differ from plain decoding's, and what the rule of drawing says of that place."""
+    """A place where an answer begins to differ from plain decoding's, and what the rule of drawing says of it."""
 
     way: str
     check: str
@@ -31,7 +31,7 @@ class Mismatch:
 
 @dataclass
 class Row:
-    """What one check of one way found."""
+    """The result of one check of one way to speculate."""
 
     way: str
     check: str
@@ -57,7 +57,7 @@ class Test:
 
 @dataclass
 class Report:
-    """All that a run of the proof found."""
+    """The findings of a run of the proof."""
 
     rows: list[Row] = field(default_factory=list)
     mismatches: list[Mismatch] = field(default_factory=list)

@@ -20,8 +20,9 @@ from specserve.pytree import pytree
 
 @pytree
 class Anchors:
-    """Where blocks stand in their rows, and which entries of the row they see: first, first + 1, ..., stop - 1. All
-    three are indices in the row. None are seen where `stop` is at most `first`.
+    """The places of blocks in their rows, and the entries of the row that they see: first, first + 1, ..., stop - 1.
+    All three are indices in the row. A block sees no entry where `stop` is at most `first`. All three are indices in
+    the row. None are seen where `stop` is at most `first`.
 
     A block drafter's anchor at index a of a document that begins at f has first f and stop a, since the hidden state of
     its own position is not known yet. Where it is known, stop is a + 1.
@@ -95,7 +96,7 @@ def _by_chunk(
 
 
 def _filled_up(by_anchor: Any, length: int) -> Any:
-    """Arrays [batch, anchor, ...] with anchors that see nothing of the row, until `length` divides their number."""
+    """Pad arrays [batch, anchor, ...] with anchors that see nothing of the row, until `length` divides their number."""
 
     def fill(x: jax.Array) -> jax.Array:
         return jnp.pad(x, [(0, 0), (0, -x.shape[1] % length)] + [(0, 0)] * (x.ndim - 2))

@@ -172,8 +172,8 @@ def _merge(
     scores: jax.Array,  # [batch, kv_head, row, m] float32, of the new keys, masked
     sinks: jax.Array | None,  # [kv_head, row]
 ) -> tuple[jax.Array, jax.Array]:
-    """In one softmax of the prefix, the new keys and the sinks: the share of the prefix [batch, kv_head, row], and the
-    probability of each new key [batch, kv_head, row, m]."""
+    """Return what each side weighs in one softmax over the prefix, the new keys and the sinks: the share of the
+    prefix, [batch, kv_head, row], and the probability of each new key, [batch, kv_head, row, m]."""
     largest = jnp.maximum(old_lse, jnp.max(scores, axis=-1))
     if sinks is not None:
         largest = jnp.maximum(largest, sinks[None])
@@ -185,7 +185,7 @@ def _merge(
 
 
 def _sum_values(weights: jax.Array, v: jax.Array, v_scale: jax.Array | None, dtype: jnp.dtype) -> jax.Array:
-    """Values [batch, m, kv_head, v_dim] by their probabilities [batch, kv_head, row, m], in float32."""
+    """Sum values [batch, m, kv_head, v_dim], weighted by their probabilities [batch, kv_head, row, m], in float32."""
     if v_scale is not None:
         weights *= v_scale.swapaxes(1, 2)[:, :, None]
     return jnp.einsum("bkrm,bmkh->bkrh", weights.astype(dtype), v.astype(dtype), preferred_element_type=jnp.float32)

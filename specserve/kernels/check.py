@@ -1,4 +1,4 @@
-"""Whether the kernels of this backend compute what XLA's operations do: the self check of an installation.
+"""The self check of an installation: do the kernels of this backend compute what XLA's operations do?
 
 Both sides are within a known distance of the exact result, whatever the order in which they add, so they may differ by
 twice that. With the unit roundoff u, a sum of k products is off by at most gamma_k = k u / (1 - k u) times the sum of
@@ -80,7 +80,7 @@ def _products() -> Iterator[Checked]:
 
 
 def _attention(dtype: str) -> Checked:
-    """Two sequences: one whose prefix ends within a page, and one without any."""
+    """Check attention over two sequences: one whose prefix ends within a page, and one without a prefix."""
     rng = np.random.default_rng(1)
     lens, width = np.array([2 * PAGE_SIZE + 5, 0], np.int32), 3
 

@@ -1,6 +1,6 @@
-"""The two gathers of a served step, whose indices the step knows to be sound: rows of the state by slot, and entries of
-each sequence by node. They skip what NumPy's rules add to a gather, negative indices and a filling for those out of
-range, which in a step of a few rows is most of its work and of its compile time."""
+"""The two gathers of a served step: rows of the state by slot, and entries of each sequence by node. The step knows
+its indices to be in range. So these gathers leave out what NumPy's rules add, negative indices and a filling for those
+out of range, which in a step of a few rows is most of a gather's work and of its compile time."""
 
 from typing import Any
 
@@ -9,11 +9,12 @@ import jax.numpy as jnp
 
 
 def take_rows(tree: Any, slots: jax.Array) -> Any:
-    """The rows of a state's arrays for these slots, [batch] int32; of padded ones anything."""
+    """Return a state's arrays with only the rows of these slots, [batch] int32. A slot past the last one, which pads a
+    batch, gets some other slot's row, so its result must not be used."""
     return jax.tree.map(lambda x: x.at[slots].get(mode="clip", wrap_negative_indices=False), tree)
 
 
 def take_each(x: jax.Array, index: jax.Array) -> jax.Array:  # [batch, n, ...], [batch, m] -> [batch, m, ...]
-    """The m of each sequence's n entries that `index` names, all in [0, n)."""
+    """Return the entries at `index` of each sequence's n entries. Every index must be in [0, n)."""
     row = jnp.arange(x.shape[0], dtype=index.dtype)[:, None]
     return x.at[row, index].get(mode="clip", wrap_negative_indices=False)

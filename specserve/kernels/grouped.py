@@ -1,5 +1,5 @@
-"""What the kernels for experts share: the matrices that they take, rows sorted into blocks of one expert, and what a
-call has to read and to multiply. The kernels are in `grouped_gpu` (Triton) and `grouped_tpu` (Mosaic).
+"""The parts that the kernels for experts share: the matrices that they take, rows sorted into blocks of one expert,
+and what a call has to read and to multiply. The kernels are in `grouped_gpu` (Triton) and `grouped_tpu` (Mosaic).
 
 What a call costs. Let n rows choose k of E experts each, evenly and independently. A given expert is chosen by none of
 them with probability (1 - k/E)^n, so the number of distinct experts is expected to be E (1 - (1 - k/E)^n): 82 of 128
@@ -44,7 +44,7 @@ class ExpertMatrices(Protocol):
 
 
 class Matrix(NamedTuple):
-    """One matrix of each expert as a kernel takes it: arrays, or references to them or to their tiles."""
+    """The matrix of each expert as a kernel takes it: arrays, or references to them or to their tiles."""
 
     values: Any  # [expert, d_in, d_out]
     scale: Any  # [expert, block, d_out] float32, or None
@@ -105,7 +105,7 @@ def rows_per_block(num_pairs: int, num_experts: int, least: int) -> int:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a call is expected to read and write, and the operations that it needs, by the formulae above."""
+    """The bytes that a call is expected to read and write, and the operations that it needs, by the formulae above."""
 
     num_bytes: int
     flops: int

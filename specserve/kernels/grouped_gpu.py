@@ -43,8 +43,8 @@ MOST_INDEXED = 2**31  # elements that an array may have where its offsets are of
 
 
 def serves(experts: ExpertMatrices) -> bool:
-    """Whether the kernels can multiply with these matrices: blocks of scales must be made of whole tiles. Bytes are
-    indexed with 32 bits by the compiler where there are between 2 and 4 GiB of them, and would be read elsewhere."""
+    """Return whether the kernels can multiply with these matrices: blocks of scales must be made of whole tiles. The
+    compiler indexes bytes with 32 bits where there are between 2 and 4 GiB of them, and would read the wrong ones."""
 
     def can_read(weight: Matrices) -> bool:
         is_misread = isinstance(weight, QuantizedMatrix) and MOST_INDEXED < weight.values.size <= 2 * MOST_INDEXED

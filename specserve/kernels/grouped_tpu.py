@@ -31,7 +31,7 @@ LEAST_VMEM = 16 << 20  # what every TPU lets a kernel use
 
 
 class _Form(NamedTuple):
-    """What is fixed about a matrix when a kernel is compiled."""
+    """The facts about a matrix that are fixed when a kernel is compiled."""
 
     block: int  # inputs that share a scale; 0: all of them
     is_turned: bool  # values are [expert, d_out, d_in]
@@ -91,7 +91,8 @@ def _chosen(expert_ids: jax.Array, num_experts: int, most: int) -> tuple[jax.Arr
 
 
 def _parts(experts: ExpertMatrices, tile: int) -> Iterator[tuple[Matrix, Matrix, _Form]]:
-    """For gate, up and down: the arrays that the kernel takes, which tiles of them a step has, and what is fixed."""
+    """Yield for gate, up and down: the arrays that the kernel takes, the tiles of them that each step has, and their
+    `_Form`."""
 
     def at(cut: int, rows: int, columns: int) -> pl.BlockSpec:  # `cut`: the axis of the tiles, or 0 for none
         def index(i: Any, j: Any, chosen: Any, _count: Any) -> tuple[Any, ...]:
@@ -116,9 +117,9 @@ def _parts(experts: ExpertMatrices, tile: int) -> Iterator[tuple[Matrix, Matrix,
 
 
 def _is_turned(values: jax.Array) -> bool:
-    """Whether XLA lays a matrix [expert, d_in, d_out] out with the inputs as its last axis, which it does on TPUs where
-    registers are filled better by them. A kernel takes arrays whose last axis is last in memory, so a matrix that is
-    not turned for it, which costs nothing, would be copied at every call."""
+    """Return whether XLA lays a matrix [expert, d_in, d_out] out with the inputs as its last axis. On TPUs it does
+    where that fills the registers better. A kernel takes arrays whose last axis is last in memory. Such a matrix must
+    be turned for it, which costs nothing; otherwise it would be copied at every call."""
     _, d_in, d_out = values.shape
     sublanes = 32 // values.dtype.itemsize
 

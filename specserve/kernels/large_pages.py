@@ -36,7 +36,7 @@ def empty_in_large_pages(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
 
 
 def _map_large_pages(num_bytes: int) -> np.ndarray:
-    """So many bytes, rounded up to large pages, from the beginning of one on."""
+    """Map at least `num_bytes` bytes of memory, rounded up to whole large pages, beginning at the start of one."""
     size = -(-num_bytes // _LARGE_PAGE) * _LARGE_PAGE
     mapping = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):  # a kernel without them

@@ -25,7 +25,7 @@ Kernel = Callable[..., tuple[jax.Array, jax.Array]]  # see `paged_gpu.attend_pag
 
 @pytree
 class PagedPrefix:
-    """One layer's committed keys and values, found through a page table shared by all layers."""
+    """The committed keys and values of one layer, found through a page table shared by all layers."""
 
     pages: Pages
     page_table: jax.Array  # [batch, pages] int32; only these are read, so callers cut the table to what is in use
@@ -58,9 +58,9 @@ def attend_pages(
 
 
 def reads_by_page(pages: Sequence[Pages], mesh: Any | None) -> bool:
-    """Whether attention over these pages, one for each layer, reads only what a sequence has, whatever the table's
-    width: the kernels of GPUs and TPUs do, and the native one on CPU, which takes no 8-bit pages and no mesh. XLA
-    gathers the table. Arrays may be shapes alone."""
+    """Return whether attention over these pages, one for each layer, reads only what a sequence has, whatever the
+    table's width. The kernels of GPUs and TPUs do, and so does the native one on CPU, which takes no 8-bit pages and
+    no mesh. Elsewhere XLA gathers the whole table. Arrays may be shapes alone."""
     if jax.default_backend() == "cpu":
         return mesh is None and native.is_available() and not any(each.is_quantized for each in pages)
     refused = next((each for each in pages if kernel_for(each) is None), None)
@@ -96,7 +96,7 @@ def kernel_for(pages: Pages) -> Kernel | None:
 def _on_each_device(
     kernel: Kernel, q: jax.Array, prefix: PagedPrefix, positions: jax.Array | None
 ) -> tuple[jax.Array, jax.Array]:
-    """On a mesh each device runs the kernel on its own sequences and KV heads, where the mesh divides them: the
+    """Run the kernel on each device of a mesh, over the sequences and KV heads that the mesh gives it, because the
     compiler cannot cut a kernel."""
     pages, mesh = prefix.pages, traced_mesh()
     arrays = {

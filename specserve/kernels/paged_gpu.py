@@ -33,10 +33,11 @@ _MIN_SPLIT = 128  # keys of a split, at least: with fewer, writing and merging r
 
 
 def takes(shape: tuple[int, ...], dtype: Any) -> bool:
-    """Whether the kernel can take pages of keys of this shape, [page, kv_head, page_size, head_dim], and dtype.
+    """Return whether the kernel can take pages of keys of this shape, [page, kv_head, page_size, head_dim], and dtype.
 
     Triton addresses an array of less than 4 GiB with signed 32-bit indices, which entries of one byte overflow at
-    2 GiB; and GPUs before compute capability 8.9 cannot convert float8. Such pages are left to XLA."""
+    2 GiB; and GPUs before compute capability 8.9 cannot convert float8. Such pages are left to XLA.
+    """
     if jnp.dtype(dtype) == jnp.float8_e4m3fn:
         capability = str(getattr(jax.devices()[0], "compute_capability", ""))  # "8.0"
         if re.fullmatch(r"\d+\.\d+", capability) and float(capability) < 8.9:
@@ -103,7 +104,7 @@ def attend_pages(
 
 
 def _merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """One softmax of those of the splits, the third axis of both."""
+    """Merge the results of the splits of a prefix, the third axis of both arrays, into one softmax."""
     if lse.shape[2] == 1:
         return out[:, :, 0], lse[:, :, 0]
     largest = jnp.max(lse, axis=2, keepdims=True)
@@ -134,7 +135,7 @@ def _kernel(
     window: int,
     softcap: float,
 ) -> None:
-    """One split of one sequence for one KV head and one tile of rows."""
+    """Attend to one split of one sequence, for one KV head and one tile of rows."""
     tile, split = jax.lax.rem(pl.program_id(0), num_tiles), jax.lax.div(pl.program_id(0), num_tiles)
     head, b = pl.program_id(1), pl.program_id(2)
     num_rows, head_dim = q_ref.shape[2:]

@@ -28,7 +28,7 @@ _NO_PROGRAM = 2**31 - 1
 
 @dataclass(frozen=True)
 class _Blocks:
-    """What a program holds at a time: so many KV heads, query rows of each, and pages."""
+    """The sizes of the blocks that a program holds at a time: KV heads, query rows of each, and pages."""
 
     heads: int
     rows: int
@@ -40,7 +40,7 @@ class _Blocks:
         return self.pages * self.page_size
 
     def place(self, page: Any, block: Any) -> Any:
-        """Where the keys of a page of the sequence lie within its block."""
+        """Return the slice of its block in which the keys of the sequence's `page` lie."""
         offset = (page - block * self.pages) * self.page_size
         return pl.ds(pl.multiple_of(offset, self.page_size), self.page_size)
 
@@ -123,12 +123,13 @@ def attend_pages(
 
 
 def takes(k_pages: jax.Array, v_pages: jax.Array | None) -> bool:
-    """Whether `attend_pages` can read pages of these shapes and dtypes. Where it cannot, its error says why."""
+    """Return whether `attend_pages` can read pages of these shapes and dtypes. Where it cannot, its error says why."""
     return _refusal(k_pages, v_pages) is None
 
 
 def _refusal(k_pages: jax.Array, v_pages: jax.Array | None) -> str | None:
-    """Why the kernel cannot take these pages; None where it can. The compilers for TPU v4 to v7x take all the rest."""
+    """Return why the kernel cannot take these pages, or None where it can. The compilers for TPU v4 to v7x take all
+    other pages."""
     page_size, head_dim = k_pages.shape[2:]
     v_dim = head_dim if v_pages is None else v_pages.shape[3]
     for pages in (k_pages,) if v_pages is None else (k_pages, v_pages):
@@ -185,8 +186,8 @@ def _per_sequence(scale: jax.Array, page_table: jax.Array, blocks: _Blocks) -> j
 
 
 def _schedule(starts: jax.Array, lens: jax.Array, keys: int) -> tuple[jax.Array, jax.Array]:
-    """For each program (a sequence and a block of rows, in this order) how many blocks of keys the programs before it
-    work on, and which program after it is the next that has any."""
+    """Return for each program (a sequence and a block of rows, in this order) the number of blocks of keys that the
+    programs before it work on, and the next program after it that has any."""
     ends = lens[:, None]
     num_blocks = jnp.where(starts < ends, -(-ends // keys) - starts // keys, 0).reshape(-1)
     busy = jnp.where(num_blocks > 0, jnp.arange(len(num_blocks), dtype=jnp.int32), _NO_PROGRAM)

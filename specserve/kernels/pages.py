@@ -25,7 +25,7 @@ KeysValues = tuple[jax.Array, jax.Array | None]  # of tokens: [batch, n, kv_head
 
 
 def default_layout() -> Layout:
-    """How pages are laid out on the default backend.
+    """Return how pages are laid out on the default backend.
 
     On CPU keys are columns: then both products of a page, q k and p v, are matrix products without a transpose, which
     is 1.5 to 2.5 times faster there (docs/log). The kernels of accelerators read tokens as rows, whose channels lie
@@ -48,7 +48,7 @@ class Pages:
     def zeros(
         cls, num_pages: int, page_size: int, num_kv_heads: int, head_dim: int, dtype: str, *, has_values: bool = True
     ) -> "Pages":
-        """Empty pages in the layout of the default backend. Those of an 8-bit dtype have scales."""
+        """Make empty pages in the layout of the default backend. Those of an 8-bit dtype have scales."""
         layout = default_layout()
         rows = (num_pages, num_kv_heads, page_size, head_dim)
         columns = (num_pages, num_kv_heads, head_dim, page_size)
@@ -123,7 +123,7 @@ def _native(
     offset: jax.Array,
     path: jax.Array | None,
 ) -> list[Pages]:
-    """One call for all layers, which writes where the pages are."""
+    """Write the new entries of all layers by one native call, in place."""
     assert all(layer.layout == "columns" for layer in pages), "the native kernels keep keys as columns"
     if path is None:
         path = jnp.broadcast_to(jnp.arange(page.shape[1], dtype=jnp.int32), page.shape)

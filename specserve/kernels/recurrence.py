@@ -44,7 +44,8 @@ class State:
 
 @pytree
 class New:
-    """What the tokens of a call would change in a state. Applying it (`advance`) needs none of the layer's weights."""
+    """The changes that the tokens of a call would make in a state. Applying it (`advance`) needs none of the layer's
+    weights."""
 
     k: jax.Array  # [batch, n, k_head, k_dim] float32
     u: jax.Array  # [batch, n, head, v_dim] float32
@@ -130,7 +131,7 @@ def _step(matrix: jax.Array, block: _Block) -> tuple[jax.Array, tuple[jax.Array,
 def _by_block(
     mask: jax.Array | Documents, count: int, size: int
 ) -> tuple[jax.Array, jax.Array]:  # [count, batch or 1, size, size] and [count, batch or 1, size]
-    """Which tokens a token sees within its block, and whether it sees the state at the block's start."""
+    """Return which tokens a token sees within its block, and whether it sees the state at the block's start."""
     blocks = np.arange(count)
     is_first = (blocks == 0)[:, None, None]
     if isinstance(mask, Documents):
@@ -208,8 +209,8 @@ def _along_paths(
     log_decay: jax.Array,  # [count, batch, head, size, 1 or k_dim]
     sees: jax.Array,  # [count, batch or 1, size, size]
 ) -> Decay:
-    """Each token's log decay since the block's start. Only differences between tokens are used, and they may be small
-    against the sums. So the sums are kept in two parts, of which the coarse one is exact in float32."""
+    """Return each token's log decay since the block's start. Only differences between tokens are used, and they may be
+    small against the sums. So the sums are kept in two parts, of which the coarse one is exact in float32."""
     log_decay = jnp.maximum(log_decay, -88.0)  # nothing is left after that anyway, and MAX_TREE of them sum exactly
     coarse = jnp.round(log_decay * 512.0) / 512.0
     path = sees[:, :, None].astype(jnp.float32)

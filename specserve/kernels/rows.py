@@ -37,8 +37,8 @@ class Documents:
         return (index[:, None] >= index) & (self.ids[:, :, None] == self.ids[:, None])
 
     def depths(self) -> jax.Array:  # [batch, seq] int32
-        """How many tokens of its document precede a token, itself included. A document's tokens must stand together.
-        For example ids [7, 7, 7, 2, 2] give [1, 2, 3, 1, 2]."""
+        """Return each token's number in its document, counted from 1. A document's tokens must stand together. For
+        example ids [7, 7, 7, 2, 2] give [1, 2, 3, 1, 2]."""
         index = jnp.arange(self.ids.shape[1])
         is_first = jnp.pad(self.ids[:, 1:] != self.ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
         return index + 1 - jax.lax.cummax(jnp.where(is_first, index, 0), axis=1)
@@ -143,7 +143,7 @@ class Unrolled:
         self.own: tuple[jax.Array, jax.Array] | None = None
 
     def attend(self, q: jax.Array, k: jax.Array, v: jax.Array, **options: Any) -> jax.Array:
-        """As `attend_rollout` does, of which it takes the options."""
+        """Attend as `attend_rollout` does, with the same options, and keep this step's keys and values in `own`."""
         assert self.own is None, "one layer attends once"
         self.own = k, v
         (first_k, first_v), *later = [*self.earlier, self.own]
@@ -233,8 +233,8 @@ def attend_seen(
     *,
     softcap: float = 0.0,
 ) -> tuple[jax.Array, jax.Array]:  # [batch, kv_head, group, n, v_dim], and each softmax's log-sum-exp
-    """One block of attention, whose scores are all there at once. Of a query that sees nothing the log-sum-exp is
-    `NEG_INF` or so, and its values are finite."""
+    """Compute one block of attention, with all of its scores in memory at once. The log-sum-exp of a query that sees
+    nothing is about `NEG_INF`, and its values are finite."""
     batch, num_kv_heads, group, n, head_dim = q.shape
     # the queries of all heads that share keys are rows of one product
     rows = q.reshape(batch, num_kv_heads, group * n, head_dim)
@@ -257,8 +257,8 @@ def attend_seen(
 
 
 def mean_keys(seq: int, window: int, mesh: Mesh | AbstractMesh | None = None) -> tuple[float, float]:
-    """How many keys a query sees, and how many are computed for it, both as the mean over a row of one document with
-    `seq` tokens. A window of 0 means none. Over a mesh that cuts rows all keys are computed for each."""
+    """Return how many keys a query sees, and how many are computed for it. Both are means over a row of one document
+    with `seq` tokens. A window of 0 means none. Over a mesh that cuts rows all keys are computed for each."""
     reach = min(window or seq, seq)
     seen = (reach * (reach + 1) / 2 + (seq - reach) * reach) / seq
     if num_parts(mesh, "sequence") > 1:

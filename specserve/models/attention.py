@@ -164,7 +164,7 @@ def project_kv(
 
 
 def _rules(config: ModelConfig | HeadShape) -> dict[str, Any]:
-    """How queries and keys are normed and rotated."""
+    """Return how queries and keys are normed and rotated, as keyword arguments for the kernels."""
     return {
         "eps": config.norm_eps,
         "offset": isinstance(config, ModelConfig) and config.norm_offset,

@@ -23,7 +23,7 @@ from specserve.pytree import pytree, static
 
 @pytree
 class Prefix:
-    """Says which committed entries of which sequences a forward sees."""
+    """The committed entries of each sequence that a forward sees."""
 
     page_table: jax.Array  # [batch, pages] int32, as many as attention reads
     lens: jax.Array  # [batch] int32

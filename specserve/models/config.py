@@ -1,4 +1,5 @@
-"""`ModelConfig` says what a target is. It is static and hashable, and is never edited.
+"""`ModelConfig` describes a target: the shapes and the arithmetic of its layers. It is static and hashable, and is
+never edited.
 
 `models.families` decides which keys of config.json give which of these fields.
 """
@@ -15,7 +16,7 @@ Mixer = Literal["attention", "latent", "delta", "lightning"]
 
 @dataclass(frozen=True)
 class LayerKind:
-    """Says what one layer is made of: its mixer, its attention window, and whether it has experts."""
+    """The parts of one layer: its mixer, its attention window, and whether it has experts."""
 
     mixer: Mixer = "attention"
     window: int = 0  # tokens that a query sees, itself included; 0: all before it
@@ -37,8 +38,8 @@ class Latent:
 
     @property
     def cache_dim(self) -> int:
-        """How many numbers a committed token has in the cache: its latent, and the key with position that all heads
-        share."""
+        """The number of values that a committed token has in the cache: its latent, and the key with position that all
+        heads share."""
         return self.kv_rank + self.rope_dim
 
 
@@ -161,7 +162,7 @@ class ModelConfig:
 
     @property
     def is_recurrent(self) -> bool:
-        """Whether some layers keep a recurrent state instead of every token's keys and values."""
+        """Return whether some layers keep a recurrent state instead of every token's keys and values."""
         return any(kind.mixer in ("delta", "lightning") for kind in self.layers)
 
     def for_length(self, length: int) -> "ModelConfig":

@@ -87,8 +87,8 @@ def in_parts(
 
 
 def _has_whole_blocks(weight: Any, num_parts: int) -> bool:
-    """Whether cutting a matrix's inputs into `num_parts` equal parts leaves whole blocks of its scales in each. If not,
-    XLA decides how it is cut."""
+    """Return whether each part holds whole blocks of a matrix's scales when its inputs are cut into `num_parts` equal
+    parts. If not, XLA decides how it is cut."""
     if not isinstance(weight, QuantizedMatrix) or weight.scale.shape[-2] == 1:
         return True
     return weight.shape[-2] % (num_parts * weight.block) == 0

@@ -102,7 +102,7 @@ def _gemma(keys: Keys) -> Flags:
 
 
 def _alternating(keys: Keys, pattern: int) -> list[int]:
-    """A window in every layer but each `pattern`-th."""
+    """Return each layer's window: 0 (all tokens) for every `pattern`-th, unless `layer_types` says otherwise."""
     n, window = keys.num_layers, keys.integer("sliding_window", 0, least=0)
     kinds = keys.kinds(["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(n)])
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
@@ -149,7 +149,8 @@ def _glm4(keys: Keys) -> Flags:
 
 
 def _sparse_layers(keys: Keys, windows: list[int]) -> tuple[LayerKind, ...]:
-    """Qwen's rule: every `decoder_sparse_step`-th layer, but not those of `mlp_only_layers`."""
+    """Make the layers with these windows. By Qwen's rule every `decoder_sparse_step`-th one has experts, but not those
+    of `mlp_only_layers`."""
     step, dense = keys.integer("decoder_sparse_step", 1), keys.raw.get("mlp_only_layers") or []
     return tuple(
         LayerKind(window=window, has_experts=i not in dense and (i + 1) % step == 0) for i, window in enumerate(windows)

@@ -1,6 +1,5 @@
-"""What the config.json of DeepSeek and its heirs means: latent attention, routing by groups of experts (DeepSeek, Kimi,
-GLM-4.7-Flash), and beside them linear attention (Ling, Ring).
-"""
+"""The config.json of DeepSeek and the families that follow it: latent attention and routing by groups of experts
+(DeepSeek, Kimi, GLM-4.7-Flash), and beside these linear attention (Ling, Ring)."""
 
 import dataclasses
 from typing import Literal
@@ -12,7 +11,8 @@ from specserve.models.rope import yarn_magnitude
 
 
 def _deepseek(keys: Keys) -> Flags:
-    """What DeepSeek-V2 and its heirs share: latent attention and first dense layers."""
+    """Return the flags that DeepSeek-V2 and its successors share: latent attention, and a dense MLP in the first
+    layers."""
     latent = Latent(
         kv_rank=keys.integer("kv_lora_rank"),
         nope_dim=keys.integer("qk_nope_head_dim"),
@@ -128,7 +128,7 @@ def _bailing_experts(keys: Keys, *, has_correction: bool) -> Experts:
 
 
 def _bailing(keys: Keys) -> Flags:
-    """What Ling and Ring share."""
+    """Return the flags that all generations of Ling and Ring share."""
     keys.must_be("norm_head", False)
     keys.must_be("use_sliding_window", False)
     n, dense = keys.num_layers, keys.integer("first_k_dense_replace", 0, least=0)

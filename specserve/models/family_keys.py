@@ -1,4 +1,4 @@
-"""How values are read out of a config.json, so that errors name the file and the key."""
+"""Readers of the values in a config.json, whose errors name the file and the key."""
 
 import math
 from collections.abc import Mapping
@@ -27,7 +27,7 @@ class Keys:
 
     @property
     def head_dim(self) -> int:
-        """What is stated, or the width shared out among the heads."""
+        """The width of an attention head: the stated `head_dim`, or else d_model divided by the number of heads."""
         share = self.integer("hidden_size") // self.integer("num_attention_heads")
         return self.integer("head_dim", max(share, 1))
 
@@ -67,7 +67,7 @@ class Keys:
         return rope_from_hf({**self.raw, **(changes or {})}, self.where, head_dim=head_dim)
 
     def kinds(self, default: list[str]) -> list[str]:
-        """Each layer's entry of `layer_types`, or the default where nothing is stated."""
+        """Return each layer's entry of `layer_types`, or `default` where the config states none."""
         return self.strings("layer_types", self.num_layers) or default
 
     def strings(self, key: str, count: int) -> list[str] | None:

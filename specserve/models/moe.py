@@ -172,7 +172,8 @@ def all_experts(
     expert_ids: jax.Array,  # [token, top_k]; the number of experts in `params` stands for one that is elsewhere
     weights: jax.Array,  # [token, top_k] float32
 ) -> jax.Array:  # [token, d_model]
-    """Every expert computes every token. Each weight is read once, and expert / top_k times the needed work is done."""
+    """Compute every token in every expert, and weight the sums by what the router chose. Each weight is read once, and
+    expert / top_k times the needed work is done."""
     num_experts = params.down.shape[0]
 
     def product(x: jax.Array, weight: Matrices, bias: jax.Array | None) -> jax.Array:  # x: [expert, token, d_in]
@@ -305,8 +306,8 @@ def choose_form(experts: Experts, num_tokens: int, platform: str, *, has_kernel:
 
 
 def experts_computed(experts: Experts, num_tokens: int, platform: str) -> float:
-    """With how many experts' matrices each of so many tokens is multiplied, in the form that `choose_form` takes: all,
-    those that any token is expected to choose, or the token's own."""
+    """Return the number of experts' matrices that each of `num_tokens` tokens is multiplied by, in the form that
+    `choose_form` takes: all of them, those that any of the tokens is expected to choose, or the token's own."""
     form = choose_form(experts, num_tokens, platform)
     if form is by_kernel_tpu:
         return expected_experts(experts.num_experts, experts.top_k, num_tokens)

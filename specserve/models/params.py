@@ -11,13 +11,13 @@ from jax.sharding import Sharding
 
 @dataclass(frozen=True)
 class Part:
-    """Says which outputs of a stored tensor make up a parameter, where a checkpoint keeps several parameters in one
+    """The outputs of a stored tensor that make up one parameter, where a checkpoint keeps several parameters in one
     tensor.
 
-    Output j belongs to it if start <= j % period < stop. A period of the whole tensor gives one block of outputs (q, k
-    and v side by side). A period of 2 gives every other output (gate and up in turns). The period of a head gives a
-    block within each head (a head's query, then its gate). For example Part(2, 4, 4, 8) takes outputs 2, 3, 6 and 7 of
-    eight.
+    Output j belongs to the parameter if start <= j % period < stop. A period of the whole tensor gives one block of
+    outputs (q, k and v side by side). A period of 2 gives every other output (gate and up in turns). The period of a
+    head gives a block within each head (a head's query, then its gate). For example Part(2, 4, 4, 8) takes outputs 2,
+    3, 6 and 7 of eight.
     """
 
     start: int
@@ -105,7 +105,8 @@ SMALL_PRODUCTS = frozenset(("router", "shared_gate", "beta", "decay", "k_up", "v
 
 
 def is_product(path: tuple[Any, ...], names: frozenset[str] = PRODUCTS) -> bool:
-    """Whether the parameter at this path (of `jax.tree_util`) is a matrix that rows are multiplied by as it is."""
+    """Return whether the parameter at this path (of `jax.tree_util`) is a matrix that rows are multiplied by without a
+    transpose or a lookup."""
     return jax.tree_util.keystr(path[-1:], simple=True) in names
 
 
@@ -165,5 +166,5 @@ def _stable_hash(text: str) -> int:
 
 
 def is_matrix(spec: ParamSpec) -> bool:
-    """Whether the parameter is a matrix that rows are multiplied by, and not a norm, a bias or an embedding."""
+    """Return whether the parameter is a matrix that rows are multiplied by, and not a norm, a bias or an embedding."""
     return len(spec.shape) > 1 and spec.init == "normal"

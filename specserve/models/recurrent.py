@@ -22,7 +22,7 @@ def spec(config: ModelConfig, kind: LayerKind, prefix: str) -> DeltaNet | Lightn
 
 
 def init_state(config: ModelConfig, kind: LayerKind, batch: int) -> State:
-    """The state of sequences without a token."""
+    """Make the recurrent state of sequences that have no token yet."""
     if kind.mixer == "delta":
         assert config.delta is not None
         return delta.init_state(config, config.delta, batch)
@@ -38,8 +38,8 @@ def mix(
     seen: State | None,  # None: nothing is committed
     context: Context,
 ) -> tuple[jax.Array, New]:
-    """What the layer adds to the residual, [batch, n, d_model], and what the tokens would do to its state (`advance`).
-    Which masks it can take says `kernels.recurrence.recur`."""
+    """Compute what the layer adds to the residual, [batch, n, d_model], and how the tokens would change its state
+    (`advance`). `kernels.recurrence.recur` says which masks are possible."""
     assert not isinstance(context.mask, Unrolled), "a rollout is of layers that attend"
     seen = init_state(config, kind, x.shape[0]) if seen is None else seen
     if isinstance(params, DeltaNet):

@@ -1,4 +1,4 @@
-"""How a model is spread over a mesh: which sizes must divide, where its parameters and caches live, and whether they
+"""The placement of a model on a mesh: which sizes must divide, where its parameters and caches live, and whether they
 fit.
 
 `mesh` decides which mesh axis a logical axis is spread over.

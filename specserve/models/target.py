@@ -131,7 +131,7 @@ def embed(table: jax.Array, config: ModelConfig, token_ids: jax.Array) -> jax.Ar
 
 
 def make_context(config: ModelConfig, position_ids: jax.Array, mask: Mask) -> Context:
-    """What every layer gets besides its input, for tokens at these positions [batch, n]."""
+    """Make what every layer gets besides its input, for tokens at these positions, [batch, n]."""
     return Context(
         position_ids=position_ids,
         mask=mask,

@@ -1,4 +1,4 @@
-"""Who may wait: the places of the queue, shared out among the clients that wait."""
+"""The queue's places, and how they are shared out among the clients that wait."""
 
 from collections import Counter
 from collections.abc import Iterable
@@ -7,7 +7,7 @@ from specserve.errors import CapacityError
 
 
 class Queue:
-    """Counts the sequences of each client, from their submission to their end. Knows nothing of their order."""
+    """A count of each client's sequences, from their submission to their end. It knows nothing of their order."""
 
     def __init__(self, max_queue: int) -> None:
         self.num_open = 0  # submitted and not ended
@@ -28,7 +28,7 @@ class Queue:
         self.num_open += 1
 
     def give_back(self, client: str) -> None:
-        """A sequence of this client has ended."""
+        """Count one sequence less of a client: it has ended."""
         self.num_open -= 1
         self._num_open[client] -= 1
         if not self._num_open[client]:

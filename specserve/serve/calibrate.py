@@ -1,5 +1,5 @@
-"""What each way to make a step costs on this machine: measured once per host, model and version, then remembered, and
-looked at again at each start."""
+"""The costs of all ways to make a step on this machine. They are measured once per host, model and version, then
+remembered, and looked at again at each start."""
 
 import hashlib
 import itertools
@@ -34,7 +34,7 @@ BUSY_RATIO = 0.8  # a step that takes less than this share of what is known says
 
 
 def cost_file(models_fingerprint: str, runner: Runner) -> Path:
-    """Where the costs of such a runner are kept."""
+    """Return the file that keeps the costs of such a runner."""
     facts = [
         platform.node(),
         host.processor(),
@@ -82,7 +82,7 @@ def step_costs(runner: Runner, file: Path | None) -> Timing:
 
 
 def finish(timing: Generator[object, None, Result]) -> Result:
-    """Run it to its end; its result."""
+    """Run a generator to its end, and return its result."""
     while True:
         try:
             next(timing)
@@ -91,7 +91,7 @@ def finish(timing: Generator[object, None, Result]) -> Result:
 
 
 def _time(runner: Runner, programs: Sequence[Program], num_rounds: int) -> Generator[object, None, dict[str, float]]:
-    """The least of so many turns of each, by name."""
+    """Time the programs in turns, and return the least time of each, by name."""
     seconds: dict[str, list[float]] = {program.name: [] for program in programs}
     for _ in range(num_rounds):
         for program in programs:
@@ -107,7 +107,7 @@ def _time(runner: Runner, programs: Sequence[Program], num_rounds: int) -> Gener
 
 
 def _cheapest(programs: Sequence[Program], known: dict[str, float]) -> list[Program]:
-    """The programs that can be timed again within AGAIN_SECONDS, the cheapest first, and one at least."""
+    """Return the programs that can be timed again within AGAIN_SECONDS, the cheapest first, and one at least."""
     ordered = sorted(programs, key=lambda program: known[program.name])
     ends = itertools.accumulate(AGAIN_ROUNDS * IN_A_ROW * known[program.name] for program in ordered)
     return [program for i, (program, end) in enumerate(zip(ordered, ends, strict=True)) if not i or end < AGAIN_SECONDS]
@@ -142,7 +142,7 @@ def _shape(program: Program) -> Shape:
 
 
 def describe_costs(costs: dict[Shape, float]) -> str:
-    """One line for the log: milliseconds by batch size at the narrowest width."""
+    """Describe the costs in one line for the log: milliseconds by batch size at the narrowest width."""
     narrow = min(width for _, width, _ in costs)
     by_batch: dict[int, list[str]] = {}
     for (batch, width, tree), seconds in costs.items():

@@ -1,4 +1,5 @@
-"""What the server computes on the device, as functions to compile. The only file of the server that calls `jax.jit`.
+"""The functions that the server runs on the device, ready to be compiled. This is the only file of the server that
+calls `jax.jit`.
 
 Each method says which function with which arguments; nothing is compiled or run here.
 """
@@ -36,8 +37,8 @@ class Call:
         return self.function.lower(*jax.tree.map(shape_of, self.arguments), **self.static)
 
     def flat(self) -> "Call":
-        """The same with every array as an argument and a result of its own, in the order of the pytrees' leaves: for
-        those who call the program and do not know the pytrees."""
+        """Return the same call with every array as an argument and a result of its own, in the order of the pytrees'
+        leaves. It is for programs that are called without knowing the pytrees."""
         leaves, tree = jax.tree.flatten(self.arguments)
 
         def run(*leaves: Any) -> tuple[Any, ...]:
@@ -47,7 +48,7 @@ class Call:
 
 
 def shape_of(x: jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic) -> jax.ShapeDtypeStruct:
-    """The shape, dtype and sharding of an array: what of it a program is compiled for."""
+    """Return the shape, dtype and sharding of an array, for which a program is compiled."""
     place = None if isinstance(x, np.ndarray | np.generic) else x.sharding
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place if isinstance(place, NamedSharding) else None)
 

@@ -1,4 +1,4 @@
-"""Gathers the deltas of sequences into whole answers, for callers that wait for them."""
+"""The gathering of the deltas of sequences into whole answers, for callers that wait for them."""
 
 import threading
 import time
@@ -10,7 +10,7 @@ from specserve.serve.request import Delta, DraftTree, PromptToken, SpeculationSt
 
 @dataclass(frozen=True)
 class CompletionStats(SpeculationStats):
-    """What speculation did for one answer, and how long it took."""
+    """The acceptance of one answer, and how long it took."""
 
     seconds_to_first_token: float = 0.0  # both since it was submitted, so waiting for a slot counts
     seconds: float = 0.0
@@ -18,7 +18,7 @@ class CompletionStats(SpeculationStats):
 
 @dataclass(frozen=True)
 class CompletionOutput:
-    """One answer."""
+    """An answer to a prompt."""
 
     index: int  # among the `n` of its prompt
     text: str  # empty without a tokenizer
@@ -42,7 +42,7 @@ class Collector:
         self._finished = threading.Semaphore(0)
 
     def listener(self, i: int) -> Callable[[Delta], None]:
-        """The listener of sequence i, for `Engine.submit`. Its seconds count from here."""
+        """Return the listener of sequence i, for `Engine.submit`. Its seconds count from here."""
         token_ids: list[int] = []
         text: list[str] = []
         logprobs: list[TokenLogprobs] = []
@@ -82,12 +82,12 @@ class Collector:
         return on_delta
 
     def give_up(self) -> None:
-        """Let `wait` end with the answers that there are."""
+        """Let `wait` end now, with the answers that are there."""
         for _ in self._done:
             self._finished.release()
 
     def wait(self) -> list[CompletionOutput]:
-        """Wait until all have ended; the answers are in the sequences' order."""
+        """Wait until all sequences have ended. Returns the answers in the sequences' order."""
         for _ in self._done:
             self._finished.acquire()
         return [completion for completion in self._done if completion is not None]

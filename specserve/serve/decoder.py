@@ -1,4 +1,4 @@
-"""Text of an answer while its tokens arrive: nothing is said twice, and no half character."""
+"""The text of an answer while its tokens arrive. No text is emitted twice, and no half character."""
 
 from collections.abc import Collection, Sequence
 
@@ -28,7 +28,7 @@ class IncrementalDecoder:
         self._num_emitted = 0  # characters of the window's text that are out
 
     def push(self, token_ids: Sequence[int]) -> str:
-        """The text that these ids settle."""
+        """Add these ids, and return the text that is now certain."""
         vocab_size = self._tokenizer.vocab_size  # ids beyond it are padding of the model's embedding: no text
         self._window.extend(i for i in token_ids if i < vocab_size and i not in self._skipped_ids)
         text = self._text(self._window)
@@ -50,7 +50,7 @@ class IncrementalDecoder:
         return out
 
     def finish(self) -> str:
-        """The text still held back. The decoder starts afresh afterwards."""
+        """Return the text that was still held back. The decoder starts afresh afterwards."""
         out = self._text(self._window)[self._num_emitted :]
         self._window, self._num_context, self._num_emitted = [], 0, 0
         return out
@@ -59,7 +59,7 @@ class IncrementalDecoder:
         return self._tokenizer.decode(token_ids, skip_special_tokens=False)
 
     def _shorten(self, num_chars: int) -> None:
-        """Drop the head of a window of `num_chars` characters that finds no place where a character ends.
+        """Drop the head of a window of `num_chars` characters in which no place is found where a character ends.
 
         The cut may split a character, which changes at most its own three bytes: far from the open end, and out.
         """

@@ -44,7 +44,8 @@ STOP_SECONDS = 60.0
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """How an engine treats its requests. `settings.ServeRun` has the same settings with their help."""
+    """The options by which an engine treats its requests. `settings.ServeRun` has the same settings with their
+    help."""
 
     max_queue: int = 1024
     prefill_tokens: int = 0
@@ -139,7 +140,7 @@ class Engine:
 
     @property
     def _choice(self) -> str:
-        """What the setting is called by which the controller chooses."""
+        """The name of the setting by which the controller chooses: `auto`, or that of a tuned profile."""
         return TUNED if self.runner.shapes.tuned else "auto"
 
     def set_speculation(self, speculation: str) -> None:
@@ -166,8 +167,8 @@ class Engine:
         return self
 
     def stop(self) -> None:
-        """End every sequence as cancelled and wait for the thread, but not for a stuck device. May be called again, and
-        from any thread."""
+        """End every sequence as cancelled and wait for the thread, but not for a stuck device. It may be called again,
+        and from any thread."""
         self._is_stopping = True
         self._wake.set()
         if self._thread.ident is not None:
@@ -176,8 +177,8 @@ class Engine:
                 logger.error("the engine did not stop within %.0f seconds; its device is stuck", STOP_SECONDS)
 
     def drain(self, seconds: float) -> None:
-        """Take no new sequences (CapacityError), and wait until those that were taken, running or waiting, have ended;
-        at most so long: then they go on until `stop`."""
+        """Take no new sequences (CapacityError), and wait until those that were taken, running or waiting, have ended.
+        The wait takes at most so many seconds; sequences that are left then go on until `stop`."""
         self._is_draining = True
         deadline = time.monotonic() + seconds
         while self._queue.num_open and self.is_healthy and time.monotonic() < deadline:
@@ -229,7 +230,7 @@ class Engine:
             raise CapacityError("the engine is stopping; its head was not replaced")
 
     def stats(self) -> EngineStats:
-        """What the engine has done so far. It may be called from any thread, at any time."""
+        """Return the counts of the engine so far. It may be called from any thread, at any time."""
         stats, num_open = self.rounds.stats(), self._queue.num_open
         num_waiting = max(0, num_open - stats.num_running)
         return dataclasses.replace(stats, num_waiting=num_waiting, num_programs_left=self._num_left)
@@ -390,7 +391,7 @@ class Engine:
             self.rounds.end_all(FinishReason.CANCELLED, "the engine stopped")
 
     def _round(self) -> bool:
-        """One round of whatever there is to do; False when there was nothing."""
+        """Do one round of whatever there is to do. Returns False when there was nothing."""
         self._take_inbox()
         if self._is_flushing:
             self._is_flushing = False
@@ -427,7 +428,8 @@ class Engine:
     def _in_background(
         self, programs: Sequence[Program], count: Callable[[Exception | None], None] = lambda _error: None
     ) -> Compiler:
-        """What compiles these while the engine serves. `count` is called on its threads after each."""
+        """Make a compiler of these programs that works while the engine serves. `count` is called on its threads after
+        each."""
         say = Announcer(len(programs), "while serving")
 
         def on_compiled(program: Program, error: Exception | None) -> None:
@@ -456,7 +458,7 @@ class Engine:
             self._compiler, self._mask_programs = self._in_background(self._mask_programs).start(), ()
 
     def _go_on(self) -> None:
-        """Every late program is compiled. What is left to do is done bit by bit, between two rounds."""
+        """Note that every late program is compiled. The work that is left is done bit by bit, between two rounds."""
         if self._finish is None:
             self._finish = self._on_compiled(self.runner) if self._on_compiled else iter(())
         try:
@@ -475,7 +477,7 @@ class Engine:
             self.rounds.add(self._inbox.get_nowait())
 
     def _watch(self) -> None:
-        """Report a step that does not end; nothing can be done to a device from here."""
+        """Report a step that does not end. No more can be done, because a device cannot be interrupted from here."""
         reported = 0.0
         while self._thread.is_alive():
             start = self.rounds.wait_start

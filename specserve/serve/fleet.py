@@ -1,6 +1,6 @@
-"""Several engines as one: what the HTTP layer needs of an engine (`interface.EngineLike`), over replicas that Ray Serve
-runs. It knows what replicas say of themselves, sends each request to the one that the router chooses, and swaps heads.
-"""
+"""Several engines as one: the interface that the HTTP layer needs (`interface.EngineLike`), over replicas that Ray
+Serve runs. A fleet knows the states that its replicas report, sends each request to the replica that the router
+chooses, and swaps heads."""
 
 import asyncio
 import dataclasses
@@ -47,7 +47,7 @@ class Refused:
 
 @dataclass(frozen=True)
 class Taken:
-    """A replica's word that it answers a request."""
+    """A replica's promise that it answers a request."""
 
     version: int  # of its head, when it took the request
     max_new_tokens: int
@@ -56,7 +56,7 @@ class Taken:
 
 @dataclass(frozen=True)
 class ReplicaState:
-    """What a replica says of itself."""
+    """The state that a replica reports."""
 
     replica: str  # its id
     version: int  # how many swaps of the head it has been told to make, of all that the fleet has made
@@ -72,7 +72,7 @@ class ReplicaState:
 
 @dataclass(eq=False)
 class _Sent(Request):
-    """A request that a replica answers."""
+    """A request that a replica is answering."""
 
     on_cancel: Callable[[], object] = field(default=lambda: None)
 
@@ -151,7 +151,8 @@ class Fleet:
 
     @property
     def is_healthy(self) -> bool:
-        """Ray replaces what is not; then nobody answers, but nothing is broken for good."""
+        """Always True: Ray replaces a replica that is not healthy. Until then requests may fail, but nothing is broken
+        for good."""
         return True
 
     @property
@@ -159,7 +160,7 @@ class Fleet:
         return not self._is_draining and any(state.is_ready for state in self._states.values())
 
     def stats(self) -> EngineStats:
-        """Those of all replicas together, as of the last look."""
+        """Return the stats of all replicas together, as of the last look."""
         return add_stats([state.stats for state in self._states.values()] or [self._one.stats])
 
     def drain(self, seconds: float) -> None:
@@ -181,7 +182,8 @@ class Fleet:
         return bool(states)
 
     async def _watch(self) -> None:
-        """Look again and again, and give replicas that have begun anew what the others have been given."""
+        """Look again and again, and give replicas that have begun anew the head and the settings that the
+        others have."""
         while True:
             await asyncio.sleep(LOOK_SECONDS)
             try:
@@ -208,8 +210,9 @@ class Fleet:
         on_delta: Callable[[Delta], None],
         **options: Unpack[RequestOptions],
     ) -> Request:
-        """As `Engine.submit` does, on a replica; it waits until one has taken the request, so never call it on the
-        event loop. A replica that ends before it has answered anything is replaced by another one."""
+        """Queue one sequence on a replica, as `Engine.submit` does. It waits until a replica has taken the request, so
+        never call it on the event loop. A replica that ends before it has answered anything is replaced by another
+        one."""
         if options.get("token_mask") is not None:
             raise RequestError("token_mask: replicas take grammars, not masks that are Python objects")
         if self._is_draining:
@@ -240,8 +243,8 @@ class Fleet:
     async def _ask(
         self, prompt_ids: tuple[int, ...], params: SamplingParams, options: Mapping[str, Any]
     ) -> tuple[Taken, Any]:
-        """Have a replica take the request: what it says, and the stream of what it will. Raises what it refuses with,
-        or CapacityError where none takes it."""
+        """Have a replica take the request. Returns its answer, and the stream of its deltas. Raises the error with
+        which it refuses, or CapacityError where none takes it."""
         client = options.get("client", "")
         digests = prefix_digests(prompt_ids, self._one.stats.page_size, options.get("cache_salt", ""))
         for _ in range(TRIES):
@@ -267,7 +270,7 @@ class Fleet:
         raise CapacityError(f"{TRIES} replicas ended before they took the request; send it again later")
 
     async def _read(self, request: _Sent, stream: Any, asked: Callable[[], Any]) -> None:
-        """Hand on what the replica says, to the last delta. One that ends before it has said anything is replaced."""
+        """Hand on the replica's deltas, to the last one. A replica that ends before its first delta is replaced."""
         has_begun = has_ended = False
         try:
             for number in range(TRIES):
@@ -301,7 +304,8 @@ class Fleet:
         self._loop.call_soon_threadsafe(lambda: self._keep(_result(self._tell_all("flush_cache"))))
 
     def set_speculation(self, speculation: str) -> None:
-        """As `Engine.set_speculation` does, on every replica. Not to be called on the event loop."""
+        """Speculate in this way on every replica, as `Engine.set_speculation` does. It must not be called on the event
+        loop."""
         for answer in self._wait(self._tell_all("set_speculation", speculation)):
             if isinstance(answer, Refused):
                 raise answer.error
@@ -333,8 +337,8 @@ class Fleet:
         self._floors.clear()
 
     async def _roll(self, folder: str, version: int) -> DraftInfo | Refused | None:
-        """Swap all replicas, one by one; what the last one says, or the first that refuses. One that ends meanwhile is
-        given the head when it is back."""
+        """Swap all replicas, one by one. Returns the answer of the last one, or of the first that refuses. A replica
+        that ends meanwhile is given the head when it is back."""
         await self._look()
         answer = None
         for replica in sorted(self._states):
@@ -348,7 +352,7 @@ class Fleet:
         return await self._tell(replica, "load_draft", folder, version)
 
     async def _tell(self, replica: str, method: str, *args: Any) -> Any:
-        """Call a method of one replica. None where that one ends meanwhile."""
+        """Call a method of one replica. Returns None where it ends meanwhile."""
         call = self._handle.options(method_name=method).remote(*args, to=replica)
         waiting = asyncio.ensure_future(_result(call))
         while not (await asyncio.wait([waiting], timeout=LOOK_SECONDS))[0]:
@@ -378,7 +382,7 @@ class Fleet:
 
 
 async def _result(call: Any) -> Any:
-    """What a call of Ray's brings; None where its replica has ended."""
+    """Return the result of one of Ray's calls, or None where its replica has ended."""
     try:
         return await call
     except Exception as error:
@@ -387,7 +391,7 @@ async def _result(call: Any) -> Any:
 
 
 def add_stats(all_stats: Sequence[EngineStats]) -> EngineStats:
-    """The stats of several engines as those of one. What no sum says is the first one's, or the largest."""
+    """Add the stats of several engines up. Fields that cannot be summed are the first engine's, or the largest."""
     first = all_stats[0]
     sums = {
         name: sum(getattr(stats, name) for stats in all_stats)

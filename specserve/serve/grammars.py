@@ -33,7 +33,8 @@ class Grammars:
         self._lock = threading.Lock()
 
     def compile(self, spec: GrammarSpec) -> Callable[[], TokenMask]:
-        """Make what gives each sequence a mask of its own. Raises RequestError with the parser's own words."""
+        """Make a function that gives each sequence a mask of its own. Raises RequestError with the parser's own
+        words."""
         with self._lock:
             matcher = self._kept.get(spec)
             if matcher is not None:
@@ -67,13 +68,13 @@ class Grammars:
 
 
 class GrammarMask:
-    """A `TokenMask`: where one sequence stands in its grammar."""
+    """The state of one sequence in its grammar, as a `TokenMask`."""
 
     def __init__(self, matcher: Any, vocab_size: int) -> None:
         self._matcher, self._num_bytes = matcher, -(-vocab_size // 8)
 
     def masks(self, parents: Sequence[int], token_ids: Sequence[int]) -> np.ndarray:
-        """Raises RequestError where the grammar has become too complex to go on."""
+        """Compute the masks. Raises RequestError where the grammar has become too complex to go on."""
         rows = np.full((len(parents), self._num_bytes), 255, np.uint8)
         states = [self._matcher] + [None] * (len(parents) - 1)
         for node, (parent, token_id) in enumerate(zip(parents, token_ids, strict=True)):
@@ -88,7 +89,8 @@ class GrammarMask:
         return rows
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """Advance. What comes after the end of the grammar, as the token that ends the sequence does, is not its."""
+        """Advance by these tokens. A token after the end of the grammar, such as the one that ends the sequence, is
+        not part of it."""
         for token_id in token_ids:
             if self._matcher.is_stopped():
                 break

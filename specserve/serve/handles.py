@@ -12,7 +12,7 @@ from specserve.speculative.step import StepResult
 
 @dataclass(frozen=True)
 class HostResult:
-    """What one step did, on the host. Row i belongs to the i-th slot that the step was asked for."""
+    """The result of one step, on the host. Row i belongs to the i-th slot that the step was asked for."""
 
     token_ids: np.ndarray  # [batch, depth + 1] int32
     n_accepted: np.ndarray  # [batch] int32
@@ -28,12 +28,12 @@ class HostResult:
         return self.token_ids[row, : self.n_accepted[row] + 1].tolist()
 
     def confidence_of(self, row: int) -> np.ndarray | None:  # [depth] float32
-        """How sure the draft was of a sequence's tree; None where it does not say."""
+        """Return how sure the drafter was of a sequence's tree, or None where it does not say."""
         return None if self.confidence is None else self.confidence[row]
 
 
 class StepHandle:
-    """A step that the device has been asked for. `read` waits for its result and may be called once."""
+    """A step that has been dispatched to the device. `read` waits for its result and may be called once."""
 
     def __init__(
         self,
@@ -47,8 +47,8 @@ class StepHandle:
         self._has_logprobs, self._has_tree = has_logprobs, has_tree
 
     def read(self) -> HostResult:
-        """Wait for the step and copy its result to the host: one copy, and others where the draft says how sure it is,
-        or when somebody asked for log-probabilities or for the proposed tree. Raises what the device raises."""
+        """Wait for the step and copy its result to the host. It is one copy, and others where the drafter says how
+        sure it is, or where log-probabilities or the proposed tree were asked for. Raises what the device raises."""
         counts = np.asarray(self._result.counts)
         logprobs = None
         if self._has_logprobs:

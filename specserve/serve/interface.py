@@ -1,4 +1,4 @@
-"""What the HTTP layer needs of the engine and of the tokenizer, and nothing more.
+"""The interfaces of the engine and of the tokenizer, as far as the HTTP layer needs them.
 
 The real ones are `serve.engine.Engine` and `specserve.tokenizer.Tokenizer`; tests of the HTTP layer bring small fakes.
 """
@@ -15,7 +15,7 @@ ROUND_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True)
 class EngineStats:
-    """What the engine has done since it started, and what it holds now. Seconds are sums over all steps."""
+    """The counts of an engine since it started, and its present load. Seconds are sums over all steps."""
 
     num_running: int = 0
     num_waiting: int = 0
@@ -46,14 +46,14 @@ class EngineStats:
 
 @dataclass(frozen=True)
 class DraftInfo:
-    """What a draft head is called, and what it promises."""
+    """The name of a draft head, and the tau that it promises."""
 
     name: str
     tau: float | None = None  # tokens per target forward in its own evaluation; None: unknown
 
 
 class TemplateLike(Protocol):
-    """What a chat template reads and writes."""
+    """The interface of a chat template: the variables that it reads, and the text that it writes."""
 
     @property
     def reads_tools(self) -> bool: ...
@@ -64,13 +64,14 @@ class TemplateLike(Protocol):
 
 
 class TokenizerLike(Protocol):
-    """Text to ids and back. Every method may be called from several threads at once."""
+    """The interface of a tokenizer, from text to ids and back. Every method may be called from several threads at
+    once."""
 
     @property
     def has_chat_template(self) -> bool: ...
 
     def info(self) -> Mapping[str, Any]:
-        """Its class, special tokens and chat template, by their names in a tokenizer_config.json."""
+        """Return its class, special tokens and chat template, by their names in a tokenizer_config.json."""
         ...
 
     def encode(self, text: str, /, *, add_special_tokens: bool = True) -> list[int]: ...
@@ -91,7 +92,8 @@ class TokenizerLike(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
     ) -> list[int]:
-        """Raises RequestError (param "messages") when the template refuses the messages."""
+        """Render the messages of a chat as token ids. Raises RequestError (param "messages") when the template refuses
+        them."""
         ...
 
     @property
@@ -104,7 +106,8 @@ class TokenizerLike(Protocol):
 
 
 class EngineLike(Protocol):
-    """A running engine. Its own thread calls `on_delta`; the last delta of a sequence has a finish_reason."""
+    """The interface of a running engine. Its own thread calls `on_delta`; the last delta of a sequence has a
+    finish_reason."""
 
     @property
     def model_name(self) -> str: ...
@@ -120,12 +123,12 @@ class EngineLike(Protocol):
 
     @property
     def speculation(self) -> str:
-        """How it speculates, as the setting spells it."""
+        """The way to speculate, as the setting spells it."""
         ...
 
     @property
     def draft(self) -> DraftInfo | None:
-        """The head that speculates; None where there is none."""
+        """The head that speculates, or None where there is none."""
         ...
 
     @property
@@ -133,7 +136,7 @@ class EngineLike(Protocol):
 
     @property
     def is_ready(self) -> bool:
-        """It answers at once, if not as fast as with every program, and is not draining."""
+        """Return whether the engine answers at once, if not as fast as with every program, and is not draining."""
         ...
 
     def submit(
@@ -150,9 +153,9 @@ class EngineLike(Protocol):
         client: str = "",
     ) -> Request:
         """Queue one sequence (`params.n` must be 1). It never waits for the device; a new grammar may take a second to
-        compile. The log names the sequence by `request_id`, and clients share the queue. Raises RequestError (param
-        "prompt", "max_tokens", "grammar" or the option whose token ids or words do not fit the vocabulary) or
-        CapacityError."""
+        compile. The log names the sequence by `request_id`, and `client` is the one that shares the queue with others.
+        Raises RequestError (param "prompt", "max_tokens", "grammar" or the option whose token ids or words do not fit
+        the vocabulary) or CapacityError."""
         ...
 
     def load_draft(self, folder: str, /) -> DraftInfo:
@@ -161,8 +164,8 @@ class EngineLike(Protocol):
         ...
 
     def set_speculation(self, speculation: str, /) -> None:
-        """Speculate in this way from the next step on: one that programs were compiled for, "off", or "auto" where the
-        server began with that. Raises ConfigError, which names them."""
+        """Speculate in this way from the next step on. It is a way that programs were compiled for, "off", or "auto"
+        where the server began with that. Raises ConfigError, which names the ways."""
         ...
 
     def flush_cache(self) -> None:
@@ -170,9 +173,9 @@ class EngineLike(Protocol):
         ...
 
     def stats(self) -> EngineStats:
-        """What the engine has done so far. It may be called from any thread, at any time."""
+        """Return the counts of the engine so far. It may be called from any thread, at any time."""
         ...
 
     def drain(self, seconds: float) -> None:
-        """Take no new sequences (CapacityError), and wait until the running ones have ended, at most so long."""
+        """Take no new sequences (CapacityError), and wait at most so long until the running ones have ended."""
         ...

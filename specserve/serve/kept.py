@@ -2,8 +2,8 @@
 
 A program is looked for before it is traced. So the name of its file is a hash of all that decides what would be traced
 and what it would be compiled for: the code that is traced, the versions and settings of JAX and XLA, the processor and
-its devices, what the functions are bound to, and the arguments. A file that cannot be used is said in the log, and the
-program is compiled anew.
+its devices, the objects that the functions are bound to, and the arguments. Where a file cannot be used, the log says
+so and the program is compiled anew.
 """
 
 import contextlib
@@ -51,7 +51,7 @@ class KeptPrograms:
         self._has_failed, self._lock = False, threading.Lock()
 
     def load(self, call: Call) -> Any:
-        """The compiled program, or None where there is no file that can be used."""
+        """Return the compiled program, or None where there is no file that can be used."""
         path = self._path(call)
         try:
             name, serialized, results = pickle.loads(zlib.decompress(path.read_bytes()))
@@ -76,7 +76,7 @@ class KeptPrograms:
         return program
 
     def compile(self, call: Call) -> Any:
-        """The program, compiled and kept."""
+        """Compile a program, and keep it in a file."""
         lowered, hits = call.lower(), _of_jax.num_hits
         compiled = lowered.compile()
         # XLA writes only a part of what it has itself read from a file, so what a compilation cache of JAX's had stays
@@ -123,7 +123,7 @@ class KeptPrograms:
 
 
 def _surroundings() -> tuple[object, ...]:
-    """What decides about every program of this process."""
+    """Return the facts that decide about every program of this process."""
     settings = {name: value for name, value in jax.config.values.items() if "_cache" not in name}  # type: ignore[attr-defined]
     device = jax.devices()[0]
     return (

@@ -1,11 +1,12 @@
-"""What the prefix cache gains and loses, told to routers outside: vLLM's KV events, over ZMQ. Needs the extra `scale`.
+"""The changes of the prefix cache, published for routers outside as vLLM's KV events, over ZMQ. Needs the extra
+`scale`.
 
-The engine's thread only notes what the tree of pages did; events, messages and sockets are other threads' work. A
+The engine's thread only notes changes of the tree of pages; events, messages and sockets are other threads' work. A
 message has three frames: the topic, its number (8 bytes, big-endian, from 0 without gaps), and a batch in msgpack,
-`[seconds since 1970, events, data-parallel rank]`. The PUB socket drops what a subscriber is too slow to take. That one
-sees a gap in the numbers, and asks the ROUTER socket, through a DEALER: an empty frame, and the first number it wants,
-in 8 bytes. It gets the messages that are kept from there on, each with an empty frame before the three, and then one of
-number -1 with no topic and no payload.
+`[seconds since 1970, events, data-parallel rank]`. The PUB socket drops messages for which a subscriber is too slow.
+That subscriber sees a gap in the numbers, and asks the ROUTER socket, through a DEALER: an empty frame, and the first
+number that it wants, in 8 bytes. It gets the messages that are kept from there on, each with an empty frame before the
+three, and then one of number -1 with no topic and no payload.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _Event = dict[str, Any]
 
 
 def stored(before: bytes | None, digests: Sequence[bytes], token_ids: Sequence[int], salt: str, size: int) -> _Event:
-    """The event of pages of that size which can be hit, see `pages.Watcher`."""
+    """Make the event of pages of that size which can be hit, see `pages.Watcher`."""
     event: _Event = {"type": "BlockStored", "block_hashes": _told(digests)}
     event["parent_block_hash"] = None if before is None else _told([before])[0]
     event |= {"token_ids": token_ids, "block_size": size, "lora_id": None, "medium": _MEDIUM, "lora_name": None}
@@ -45,24 +46,26 @@ def stored(before: bytes | None, digests: Sequence[bytes], token_ids: Sequence[i
 
 
 def removed(digests: Sequence[bytes]) -> _Event:
-    """The event of pages that are cached no more."""
+    """Make the event of pages that are cached no more."""
     return {"type": "BlockRemoved", "block_hashes": _told(digests), "medium": _MEDIUM}
 
 
 def cleared() -> _Event:
-    """The event of an empty cache."""
+    """Make the event of an empty cache."""
     return {"type": "AllBlocksCleared"}
 
 
 def _told(digests: Sequence[bytes]) -> list[int]:
-    """As 64 bits, which is how vLLM tells hashes."""
+    """Return digests as numbers of 64 bits, which is how vLLM publishes hashes."""
     return [int.from_bytes(digest, "big") for digest in digests]
 
 
 class Publisher:
-    """A `pages.Watcher` that publishes what it hears. It is a context manager: what was heard before its end is sent.
+    """A `pages.Watcher` that publishes the changes it is told of. It is a context manager: all changes before its end
+    are sent. It is a context manager: what was heard before its end is sent.
 
-    `address` and `replay_address` are where the sockets are found, with the ports that were taken."""
+    `address` and `replay_address` are where the sockets are found, with the ports that were taken.
+    """
 
     def __init__(
         self,
@@ -120,8 +123,8 @@ class Publisher:
             thread.join()
 
     def _open(self, name: str, endpoint: str, kind: int, most_waiting: int) -> tuple[Any, str]:
-        """A socket, and the address that it has taken or connects to: as vLLM's do, it waits for others where the host
-        is any of this machine's, and a ROUTER always. Raises ConfigError."""
+        """Open a socket, and return it with the address that it has taken or connects to. As vLLM's do, it waits for
+        others where the host is any of this machine's, and a ROUTER always. Raises ConfigError."""
         own = self._context.socket(kind)
         own.sndhwm, own.linger = most_waiting, 0
         own.ipv6 = "[" in endpoint
@@ -143,7 +146,7 @@ class Publisher:
             self._changes.put(change)
 
     def _publish(self) -> None:
-        """The thread that makes messages of changes. Nothing here waits for a subscriber."""
+        """Run the thread that makes messages of changes. Nothing here waits for a subscriber."""
         is_over = False
         try:
             while not is_over:
@@ -168,7 +171,7 @@ class Publisher:
             self.num_published += 1
 
     def _replay(self) -> None:
-        """The thread that answers who has missed something, until the context ends."""
+        """Run the thread that sends missed messages again, until the context ends."""
         router = self._router
         assert router is not None
         try:
@@ -186,7 +189,7 @@ class Publisher:
 
 
 def open_publisher(run: ServeRun) -> Publisher | None:
-    """What the settings ask for, if anything. Raises ConfigError."""
+    """Open the publisher that the settings ask for, or return None. Raises ConfigError."""
     if not run.kv_events_endpoint:
         for name in ("kv_events_replay_endpoint", "kv_events_topic"):
             if getattr(run, name):

@@ -1,4 +1,4 @@
-"""From the settings of a server to an engine: which target, which head, how large a cache."""
+"""The way from the settings of a server to an engine: which target, which head, how large a cache."""
 
 import dataclasses
 import functools
@@ -53,8 +53,9 @@ AUTO_TREES = (DynamicTree(4, 3, 15), DynamicTree(6, 4, 31), DynamicTree(7, 8, 63
 
 @dataclass(frozen=True)
 class Models:
-    """What a server runs. `head` is None where there is nothing to speculate with. An engine packs the parameters anew:
-    whoever makes only one drops the models then, and with them the memory of what was loaded."""
+    """The models that a server runs. `head` is None where there is nothing to speculate with. An engine packs the
+    parameters anew. A caller that makes only one engine drops the models then, and with them the memory of what was
+    loaded."""
 
     name: str
     target: Target
@@ -68,7 +69,7 @@ class Models:
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
-        """Read when it is asked for. Raises CheckpointError."""
+        """The tokenizer, which is read at the first use. Raises CheckpointError."""
         return self.read_tokenizer and self.read_tokenizer()
 
 
@@ -126,8 +127,8 @@ def load_models(
 
 
 def find_names(target: str, draft: str) -> tuple[str, Path | None]:
-    """The target that is meant, as `resolve_target` takes it, and the folder of the head; None where there is none, or
-    the target carries it. Raises ConfigError or CheckpointError."""
+    """Return the target that is meant, as `resolve_target` takes it, and the folder of the head. That is None where
+    there is no head, or where the target carries it. Raises ConfigError or CheckpointError."""
     folder = None if draft == CARRIED else _head_folder(target, draft)
     if target or not folder:
         return target or BUNDLED, folder
@@ -138,7 +139,7 @@ def find_names(target: str, draft: str) -> tuple[str, Path | None]:
 
 
 def read_tokenizer(target: str, draft: str) -> Tokenizer:
-    """The tokenizer alone of what `load_models` would load. Raises ConfigError or CheckpointError."""
+    """Read only the tokenizer of what `load_models` would load. Raises ConfigError or CheckpointError."""
     folder = resolve_target(find_names(target, draft)[0], needs_weights=False).folder
     check_files(folder)
     return Tokenizer.load(folder)
@@ -217,11 +218,12 @@ def make_engine(
 def _controller_maker(
     run: ServeRun, target_fingerprint: str, head_fingerprint: str, acceptance: Sequence[float]
 ) -> Callable[[Runner], Generator[object, None, Controller | None]]:
-    """What makes the controller of a runner whose programs are compiled, where the settings leave it a choice. The
-    models themselves may go before."""
+    """Return a function that makes the controller of a runner whose programs are compiled, where the settings leave it
+    a choice. It keeps no reference to the models."""
 
     def make_controller(runner: Runner) -> Generator[object, None, Controller | None]:
-        """Knows what each step costs here, and what the head's own evaluation says of it."""
+        """Make a controller from the costs of each step on this machine, and from the acceptance of the head's own
+        evaluation."""
         if run.speculation not in ("auto", TUNED):
             return None
         costs = yield from step_costs(runner, cost_file(f"{target_fingerprint} {head_fingerprint}", runner))
@@ -232,7 +234,7 @@ def _controller_maker(
 
 
 def make_follower(models: Models, run: ServeRun, follower: Follower) -> Runner:
-    """What a process that is not the first one runs, compiled; `Runner.follow` runs it."""
+    """Make the runner of a process that is not the first one, compiled. `Runner.follow` runs it."""
     runner = _make_runner(models, run, follower)
     compile_all(runner.compiled, runner.programs(), is_wanted=runner.has_room_for)
     return runner
@@ -260,8 +262,8 @@ def _options(run: ServeRun) -> EngineOptions:
 
 
 def _head_loader(models: Models, run: ServeRun) -> Callable[[str], LoadedHead]:
-    """What reads other heads for the same target, from a folder or, of the name that `--draft` knows, from the target's
-    own checkpoint. It does not keep the target's parameters."""
+    """Return a function that reads another head for the same target: from a folder or, by the name that `--draft`
+    knows, from the target's own checkpoint. It does not keep the target's parameters."""
     target = dataclasses.replace(models.target, params=cast(Any, None))
     kept = dataclasses.replace(models, target=target, head=None)
 
@@ -286,7 +288,8 @@ def _head_loader(models: Models, run: ServeRun) -> Callable[[str], LoadedHead]:
 
 
 def profile_facts(models: Models, run: ServeRun) -> dict[str, str]:
-    """What a profile of these models holds for. Raises ConfigError where there is no head to tune for."""
+    """Return the facts that a profile of these models holds for. Raises ConfigError where there is no head to tune
+    for."""
     if models.head is None:
         raise ConfigError(f"there is no draft head for {models.name}, so nothing to tune; give one with --draft")
     config = with_cache_dtype(models, run).target.config
@@ -353,13 +356,14 @@ def _check_shares(mesh: Mesh | None, max_slots: int) -> None:
 
 
 def longest_sequence(config: ModelConfig, max_model_len: int) -> int:
-    """The tokens of a sequence at most, where the settings say so many or leave it to the target (0)."""
+    """Return the most tokens that a sequence may have: as many as the settings say, or 0 for the target's own
+    limit."""
     return max_model_len or min(config.max_len, LARGEST_DEFAULT_CONTEXT)
 
 
 def with_cache_dtype(models: Models, run: ServeRun) -> Models:
-    """The models with a target that keeps its keys and values in the dtype asked for. Raises ConfigError where the
-    target keeps none."""
+    """Return the models with a target that keeps its keys and values in the dtype asked for. Raises ConfigError where
+    the target keeps none."""
     if run.kv_cache_dtype == "auto":
         return models
     config = models.target.config
@@ -375,8 +379,9 @@ def with_cache_dtype(models: Models, run: ServeRun) -> Models:
 def choose_trees(
     models: Models, run: ServeRun, tuned: Sequence[tuple[int, Tree | None]] = ()
 ) -> tuple[Tree | None, ...]:
-    """The ways to make a step: the one asked for, all that `auto` may choose from, or those of a profile, by batch
-    size. Where there is no head for what was asked, the answer is plain decoding (said aloud)."""
+    """Return the ways to make a step: the one asked for, all that `auto` may choose from, or those of a profile, by
+    batch size. Where the way asked for needs a head and there is none, plain decoding is returned, and the log says
+    so."""
     has_head = models.head is not None
     if run.deterministic and models.target.config.is_recurrent:
         raise ConfigError(
@@ -406,12 +411,13 @@ def choose_trees(
 
 
 def _public(name: str) -> str:
-    """The name of a model as clients see it: no path of this machine."""
+    """Return the name of a model as clients see it, without any path of this machine."""
     return (Path(name).name or "model") if Path(name).is_absolute() else name
 
 
 def _is_early(run: ServeRun) -> bool:
-    """Deterministic steps have one shape, so there is nothing to begin with before it."""
+    """Return whether to serve before all programs are compiled. Deterministic steps have one shape, so there is no
+    smaller set of programs to begin with."""
     return run.early_ready and not run.deterministic
 
 

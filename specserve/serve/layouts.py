@@ -1,4 +1,5 @@
-"""The weights as compiled steps take them. On CPU the layout of a matrix decides how fast few rows pass through it."""
+"""The weights as compiled steps take them. On CPU the layout of a matrix decides how fast a product with few
+rows is."""
 
 import dataclasses
 import functools
@@ -46,7 +47,7 @@ class Layouts:
     mesh: Mesh | None = None
 
     def with_head(self, head: Head) -> "Layouts":
-        """The same target beside another head."""
+        """Return the same target beside another head."""
         draft = head.weights(whole(self.mesh))
         made: dict[int, Weights] = {}
         for weights, arrange in zip((self.one, self.few, self.many), self.arrange, strict=True):
@@ -56,7 +57,8 @@ class Layouts:
         return dataclasses.replace(self, one=one, few=few, many=many)
 
     def number(self, weights: Weights) -> int:
-        """Which of `distinct` these are. Layouts with another head have the same numbers, and the same programs."""
+        """Return the index of these weights among `distinct`. Layouts with another head have the same numbers, and the
+        same programs."""
         return next(i for i, each in enumerate(self.distinct) if each is weights)
 
     def for_rows(self, num_rows: int) -> Weights:
@@ -68,9 +70,10 @@ class Layouts:
 
 
 def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) -> Layouts:
-    """Parameters as the steps take them. On one CPU device they are packed for the native kernel, whose layout serves
-    any number of rows; where it was not built, XLA's products get the layouts that are fastest here for one row and for
-    a few. What is spread over a mesh, or lies on an accelerator, stays as it was loaded."""
+    """Arrange the parameters as the steps take them. On one CPU device they are packed for the native kernel, whose
+    layout serves any number of rows. Where that was not built, XLA's products get the layouts that are fastest here
+    for one row and for a few. Parameters that are spread over a mesh, or lie on an accelerator, stay as they were
+    loaded."""
     is_cpu = jax.default_backend() == "cpu" and mesh is None
     params = fuse_for_cpu(target.params) if is_cpu else target.params
     draft = head.weights(whole(mesh)) if head is not None else None
@@ -108,8 +111,8 @@ def _arranged(weights: Weights, arrange: Arrange) -> Weights:
 
 
 def _packed(params: Params, *, num_heads: int) -> Params:
-    """For the native kernel. Latent attention, wherever it stands, has a matrix for each head, as it multiplies when it
-    serves."""
+    """Pack the parameters for the native kernel. Latent attention, wherever it stands, has a matrix for each head, as
+    it multiplies when it serves."""
 
     def split(node: Any) -> Any:
         return split_by_head(node, num_heads) if isinstance(node, LatentAttention) else node
@@ -121,7 +124,8 @@ def _packed(params: Params, *, num_heads: int) -> Params:
 def _arrange(
     params: Params, *, change: Callable[[jax.Array | QuantizedMatrix], Weight], names: frozenset[str]
 ) -> Params:
-    """The same parameters with other matrices where rows are multiplied by them as they are (`kernels.matmul`)."""
+    """Return the same parameters with other matrices where rows are multiplied by them as they are
+    (`kernels.matmul`)."""
 
     def leaf(path: tuple, leaf: jax.Array | QuantizedMatrix) -> Weight:
         return change(leaf) if is_product(path, names) and len(leaf.shape) >= 2 else leaf
@@ -141,8 +145,8 @@ def _cut(leaf: jax.Array | QuantizedMatrix, *, columns: int) -> Weight:
 
 
 def _fastest_columns(weights: Weights, num_rows: int) -> int:
-    """Which cut multiplies so many rows fastest on this machine: timed, since it differs between processors by a factor
-    of two either way. The candidates take turns, and the least disturbed round of each counts."""
+    """Return the width of blocks that multiplies so many rows fastest on this machine. It is timed, because processors
+    differ by a factor of two either way. The candidates take turns, and the least disturbed round of each counts."""
     matrices: list[jax.Array] = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(weights.target):
         if is_product(path) and leaf.ndim == 2 and sum(m.nbytes for m in matrices) < TIMED_BYTES:

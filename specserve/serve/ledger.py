@@ -1,4 +1,4 @@
-"""What the host can say of the sequences in their slots without reading anything back from the device.
+"""The host's knowledge of the sequences in their slots, without reading anything back from the device.
 
 Steps are dispatched before the ones before them are read, so these are upper bounds: a sequence is taken to have grown
 by the most that the steps on their way can emit, until they are read.
@@ -14,30 +14,32 @@ class Ledger:
     for each slot, and one more for padding."""
 
     def __init__(self, num_slots: int, max_pending: int) -> None:
-        """`max_pending` is what a drafter may leave unread, see `speculative.drafter`."""
+        """Make the ledger. `max_pending` is the number of tokens that a drafter may leave unread, see
+        `speculative.drafter`."""
         self._max_pending = max_pending
         self._lens = [0] * (num_slots + 1)  # committed entries, at most
         self._pending = [1] * (num_slots + 1)  # tokens that the drafter has not read, at most
         self._generation = [0] * (num_slots + 1)  # of the slot's sequences
 
     def begin(self, slot: int, num_cached: int) -> None:
-        """A sequence has taken the slot, and this many of its entries are committed already."""
+        """Note that a sequence has taken the slot, and that this many of its entries are committed already."""
         self._lens[slot], self._pending[slot] = num_cached, 1
         self._generation[slot] += 1
 
     def prefilled(self, slot: int, num_tokens: int) -> None:
-        """A prefill of this many more tokens of the slot's prompt has been dispatched."""
+        """Note that a prefill of this many more tokens of the slot's prompt has been dispatched."""
         self._lens[slot] += num_tokens
         self._pending[slot] = 1
 
     def caught_up(self, slots: Sequence[int]) -> None:
-        """The drafter reads all but the last emitted token."""
+        """Note that the drafter reads all but the last emitted token."""
         for slot in slots:
             self._pending[slot] = 1
 
     def stepped(self, slots: Sequence[int], depth: int) -> Callable[[np.ndarray], None]:
-        """A step that emits 1 to 1 + `depth` tokens for each of these slots has been dispatched; depth 0 is a plain
-        step. The caller calls what is returned with the accepted tokens of each slot, [slot], once they are read."""
+        """Note that a step has been dispatched which emits 1 to 1 + `depth` tokens for each of these slots; depth 0 is
+        a plain step. Returns a function, which the caller calls with the accepted tokens of each slot, [slot], once
+        they are read."""
         for slot in slots:
             self._lens[slot] += 1 + depth
             self._pending[slot] = 1 + depth if depth else min(self._pending[slot] + 1, self._max_pending)
@@ -51,9 +53,10 @@ class Ledger:
         return on_read
 
     def num_entries(self, slots: Sequence[int]) -> int:
-        """How many entries the longest sequence in these slots has committed, at most."""
+        """Return how many entries the longest sequence in these slots has committed, at most."""
         return max((self._lens[slot] for slot in slots), default=0)
 
     def num_pending(self, slots: Sequence[int]) -> int:
-        """How many tokens the drafter has not read, at most, of the sequence in these slots that has the most."""
+        """Return how many tokens the drafter has not read, at most, of the sequence in these slots that has the
+        most."""
         return max((self._pending[slot] for slot in slots), default=0)

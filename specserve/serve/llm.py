@@ -61,7 +61,7 @@ Message = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class RequestOutput:
-    """One prompt and its answers."""
+    """A prompt and its answers."""
 
     prompt: str | None  # None where token ids were given
     prompt_token_ids: tuple[int, ...]
@@ -69,12 +69,13 @@ class RequestOutput:
 
     @property
     def prompt_logprobs(self) -> tuple[PromptToken, ...] | None:
-        """How likely each token of the prompt was, where `SamplingParams(prompt_logprobs=...)` asked for it."""
+        """The log-probabilities of the prompt's tokens, where `SamplingParams(prompt_logprobs=...)` asked for them."""
         return self.outputs[0].prompt or None
 
 
 class LLM:
-    """A target, perhaps with a draft head, ready to answer. A context manager; `close` frees the engine's thread.
+    """A target, perhaps with a draft head, ready to answer. It is a context manager; `close` frees the engine's
+    thread. A context manager; `close` frees the engine's thread.
 
     `target` is a preset, a Hugging Face folder or a hub id, `draft` the folder of a head; without either it is the
     bundled pair. `tokenizer=None` serves folders that have none, by token ids alone. `progress` shows bars while
@@ -131,7 +132,7 @@ class LLM:
         self.close()
 
     def close(self) -> None:
-        """Stop the engine; what still runs ends as cancelled. May be called again."""
+        """Stop the engine. Answers that are not finished end as cancelled. It may be called again."""
         self._stop()
 
     def generate(
@@ -144,8 +145,8 @@ class LLM:
         """Answer one prompt or many and wait; results in order. A prompt is a text, token ids, `{"prompt": text}` or
         `{"prompt_token_ids": [...]}`; `params` are those of all prompts, or one for each.
 
-        Every prompt is checked before any is run: RequestError names the first that cannot be. An answer that fails
-        later has finish_reason "error". An interrupt (Ctrl-C) cancels what is running, and the next call works.
+        Every prompt is checked before any is run: RequestError names the first that cannot be run. An answer that
+        fails later has finish_reason "error". An interrupt (Ctrl-C) cancels what is running, and the next call works.
         """
         every = [prompts] if _is_single(prompts) else list(prompts)  # type: ignore[arg-type]
         asked = [_at(i, len(every), lambda prompt=prompt: self._read(prompt)) for i, prompt in enumerate(every)]
@@ -173,7 +174,7 @@ class LLM:
         return self._answer(asked, params, progress)
 
     def _read(self, prompt: Any) -> tuple[str | None, tuple[int, ...]]:
-        """The text, where there is one, and the token ids."""
+        """Return the text of a prompt, where there is one, and its token ids."""
         if isinstance(prompt, Mapping):
             if prompt.keys() not in ({"prompt"}, {"prompt_token_ids"}):
                 raise RequestError(
@@ -235,7 +236,7 @@ def _token_ids(prompt: Any) -> tuple[int, ...]:
 
 
 def _at(i: int, total: int, call: Any) -> Any:
-    """The call's result; its RequestError says which prompt it was."""
+    """Return the call's result. Its RequestError says which prompt it was."""
     try:
         return call()
     except RequestError as error:

@@ -26,8 +26,8 @@ class Encoder(Protocol):
 
 
 def check_prompt(prompt_ids: Sequence[int], max_tokens: int | None, max_model_len: int, vocab_size: int) -> int:
-    """Tell how many tokens the model's context leaves for the answer. Raises RequestError (param "prompt" or
-    "max_tokens") where the prompt is none, or is too long for an answer of `max_tokens`."""
+    """Return how many tokens the model's context leaves for the answer. Raises RequestError (param "prompt" or
+    "max_tokens") where the prompt is empty, or is too long for an answer of `max_tokens`."""
     if not prompt_ids:
         raise RequestError("the prompt is empty; send at least one token", param="prompt")
     room = max_model_len - len(prompt_ids)
@@ -94,7 +94,7 @@ def check_some_token(
 
 
 def sampler_rows(params: SamplingParams, seed: int, num_prompt: int = 0) -> SamplerRows:
-    """One sequence's options, [1], on the host. Negative seeds count as their two's complement."""
+    """Make the rows of one sequence's options, [1], on the host. Negative seeds count as their two's complement."""
     word = 0xFFFFFFFF
     halves: Any = np.array([[seed & word, seed >> 32 & word]], np.uint32)
     has_bias = bool(params.logit_bias) or params.allowed_token_ids is not None
@@ -127,7 +127,7 @@ def sampler_rows(params: SamplingParams, seed: int, num_prompt: int = 0) -> Samp
 
 
 def blank_token_rows(vocab_size: int) -> TokenRows:
-    """What options that say nothing say about single tokens, [1, ...], on the host."""
+    """Make the token rows of options that say nothing about single tokens, [1, ...], on the host."""
     bias: Any = np.zeros((1, vocab_size), np.float32)
     ledger: Any = np.zeros((1, vocab_size), np.int32)
     words: Any = np.full((1, MAX_BAD_SEQUENCES, MAX_BAD_TOKENS), -1, np.int32)
@@ -141,7 +141,8 @@ def token_rows(
     bad: Sequence[tuple[int, ...]],
     vocab_size: int,
 ) -> TokenRows | None:
-    """What the options say about single tokens, [1, ...], on the host; None when they say nothing."""
+    """Make the rows of what the options say about single tokens, [1, ...], on the host. None where they say
+    nothing."""
     params = request.params
     has_penalty = params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
     if not (has_penalty or params.min_tokens or bad or params.logit_bias or params.allowed_token_ids is not None):

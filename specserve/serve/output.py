@@ -1,4 +1,5 @@
-"""Turns the token ids that steps emit into deltas: finds where a sequence ends, and which of its text is certain."""
+"""The way from the token ids that steps emit to deltas: it finds where a sequence ends, and which of its text is
+certain."""
 
 import operator
 
@@ -60,13 +61,13 @@ class OutputStream:
         return Delta(tuple(taken), "".join(text), num_accepted=num_accepted, num_chars=tuple(num_chars))
 
     def _first_stop(self) -> tuple[int, str] | None:
-        """Where the first stop string begins that the held text has, and which it is: of two at one place the shorter,
-        as it was complete earlier."""
+        """Return where the first stop string begins in the held text, and which one it is. Of two at one place it is
+        the shorter, which was complete earlier."""
         found = [(at, stop) for stop in self._stops if (at := self._held.find(stop)) >= 0]
         return min(found, key=operator.itemgetter(0), default=None)
 
     def _num_uncertain(self) -> int:
-        """The longest end of the held text that begins a stop string."""
+        """Return the length of the longest end of the held text that begins a stop string."""
         longest = max((len(stop) - 1 for stop in self._stops), default=0)
         for length in range(min(len(self._held), longest), 0, -1):
             if any(stop.startswith(self._held[-length:]) for stop in self._stops):

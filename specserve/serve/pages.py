@@ -24,7 +24,7 @@ _Children = dict[_Key, "_Node"]
 
 @dataclass(eq=False, slots=True)
 class _Node:
-    """One cached page. The tokens of its ancestors and its own are all that its content depends on."""
+    """A cached page. Its content depends only on its own tokens and those of its ancestors."""
 
     page: int
     key: _Key
@@ -34,8 +34,8 @@ class _Node:
 
 
 def prefix_digests(token_ids: Sequence[int], page_size: int, salt: str = "") -> list[bytes]:
-    """A digest for each full page of a prompt, of all its tokens up to that page's end and of the salt: equal where
-    pages hold the same, in every process."""
+    """Return a digest for each full page of a prompt, of all its tokens up to that page's end and of the salt. Digests
+    are equal where pages hold the same, in every process."""
     digests, digest = [], _root(salt)
     for end in range(page_size, len(token_ids) + 1, page_size):
         digest = _digest(digest, token_ids[end - page_size : end])
@@ -44,7 +44,8 @@ def prefix_digests(token_ids: Sequence[int], page_size: int, salt: str = "") -> 
 
 
 def _root(salt: str) -> bytes:
-    """What a first page comes after, longer than a page's digest, so that no salt can stand for one."""
+    """Return the digest that comes before a first page. It is longer than a page's digest, so that no salt can be
+    taken for one."""
     return blake2b(salt.encode(), digest_size=16).digest()
 
 
@@ -88,7 +89,7 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """How many pages `allocate` can give."""
+        """The number of pages that `allocate` can give."""
         return len(self._free) + len(self._idle)
 
     @property
@@ -102,7 +103,7 @@ class PagePool:
         return [node.digest for node in islice(reversed(nodes), most)]
 
     def match(self, token_ids: Sequence[int], salt: str = "") -> int:
-        """How many tokens `acquire` would find: whole pages from the start. Changes nothing."""
+        """Return how many tokens `acquire` would find, in whole pages from the start. It changes nothing."""
         return len(self._find(token_ids, salt)) * self.page_size
 
     def acquire(self, token_ids: Sequence[int], salt: str = "") -> list[int]:
@@ -135,7 +136,8 @@ class PagePool:
         return pages
 
     def insert(self, token_ids: Sequence[int], pages: Sequence[int], salt: str = "", *, num_known: int = 0) -> None:
-        """`pages`, a sequence's from its start and held by the caller, now hold `token_ids`: full ones can be hit.
+        """Note that `pages`, a sequence's from its start and held by the caller, now hold `token_ids`, so that the
+        full ones can be hit.
 
         As a sequence grows, `num_known` pages that were acquired or passed here before are not looked at again. Stops
         at a page whose place is taken (the same tokens computed at the same time) or that was held when the cache was

@@ -1,4 +1,5 @@
-"""Where what a step takes and gives lives: on one device, or spread over a mesh. What recurs is sent once."""
+"""The placement of a step's arguments and results: on one device, or spread over a mesh. Arrays that recur are sent
+once."""
 
 import dataclasses
 import functools
@@ -21,8 +22,9 @@ from specserve.speculative.step import SlotState, StepConfig, init_state
 
 @dataclasses.dataclass(frozen=True)
 class Placement:
-    """On a mesh the caches are spread by heads and a step's slots by batch, over data x expert; everything else that is
-    no weight is whole on every device. Without one, JAX puts all of it on its default device."""
+    """The place of every array. On a mesh the caches are spread by heads and a step's slots by batch, over data x
+    expert; everything else that is no weight is whole on every device. Without one, JAX puts all of it on its default
+    device."""
 
     mesh: Mesh | None
 
@@ -45,7 +47,8 @@ class Placement:
         return _put((value,), np.bool_, self.whole)
 
     def slots(self, slots: tuple[int, ...]) -> jax.Array:
-        """What a step computes for its slots follows them: where the batch divides, each device has a part of it."""
+        """Make the array of a step's slots. Where the batch divides, each device has a part of it, and the step's
+        arrays follow."""
         return _put(slots, np.int32, None if self.mesh is None else fitting(self.mesh, ("batch",), (len(slots),)))
 
     def shapes(self, make: Callable[[], SlotState]) -> SlotState:
@@ -60,7 +63,7 @@ class Placement:
         return jax.tree.map(placed, shapes, places)
 
     def state(self, make: Callable[[], SlotState]) -> SlotState | None:
-        """Where the arrays of such a state live."""
+        """Return where the arrays of such a state live."""
         if self.mesh is None:
             return None
         mesh = self.mesh
@@ -78,13 +81,14 @@ def _put(value: Any, dtype: type, place: NamedSharding | None) -> jax.Array:
 
 
 def bytes_per_token(target: ModelConfig, drafter: Drafter | None, mesh: Mesh | None = None) -> int:
-    """What a token takes in the paged caches of both, on each device. Recurrent layers take nothing."""
+    """Return the bytes that a token takes in the paged caches of target and drafter, on each device. Recurrent layers
+    take nothing."""
     caches, _ = state_shapes(StepConfig(target, drafter, max_depth=0), 0, 1, page_size=1, max_pages=1)
     return num_bytes(caches, mesh)
 
 
 def bytes_per_page(target: ModelConfig, drafter: Drafter | None, page_size: int, mesh: Mesh | None = None) -> int:
-    """What a page takes on each device, with what a drafter keeps of each page beside its entries."""
+    """Return the bytes that a page takes on each device, with what a drafter keeps of each page beside its entries."""
     config, sizes = StepConfig(target, drafter, max_depth=0), {"page_size": page_size, "max_pages": 1}
     return state_bytes(config, mesh, 0, 1, **sizes) - state_bytes(config, mesh, 0, 0, **sizes)
 
@@ -92,7 +96,8 @@ def bytes_per_page(target: ModelConfig, drafter: Drafter | None, page_size: int,
 def state_bytes(
     config: StepConfig, mesh: Mesh | None, num_slots: int, num_pages: int, *, page_size: int, max_pages: int
 ) -> int:
-    """What the state of such a server takes on each device. Along a mesh the caches alone are spread."""
+    """Return the bytes that the state of such a server takes on each device. Along a mesh the caches alone are
+    spread."""
     caches, others = state_shapes(config, num_slots, num_pages, page_size=page_size, max_pages=max_pages)
     return num_bytes(caches, mesh) + sum(leaf.size * leaf.dtype.itemsize for leaf in others)
 
@@ -111,6 +116,6 @@ def state_shapes(
 
 
 def reads_by_page(target: ModelConfig, num_pages: int, page_size: int, mesh: Mesh | None = None) -> bool:
-    """Whether attention reads the pages that a sequence has, however many its table names (`kernels.paged`)."""
+    """Return whether attention reads the pages that a sequence has, however many its table names (`kernels.paged`)."""
     cache = jax.eval_shape(lambda: Cache.zeros(target, num_slots=1, num_pages=num_pages, page_size=page_size))
     return paged.reads_by_page([layer for layer in cache.layers if isinstance(layer, Pages)], mesh)

@@ -1,4 +1,4 @@
-"""What the first process of a server tells the others to run: plans, and how they are written.
+"""The plans that the first process of a server sends to the others to run, and how they are written.
 
 A plan is the name of a call of the runner with its arguments as the host has them: integers, a tree, arrays of token
 ids. It is written as JSON with the arrays' bytes behind, so reading one runs nothing that it says.
@@ -24,7 +24,7 @@ _ARRAY, _TREE, _PROPOSAL = "array", "tree", "proposal"
 
 @dataclass(frozen=True)
 class Plan:
-    """A call by its name, with what it is to be made of. Devices' arrays are never among that."""
+    """A call by its name, with the host's values that it is made of. It never holds arrays of a device."""
 
     name: str
     arguments: tuple[Any, ...] = ()
@@ -35,7 +35,8 @@ MAKERS: dict[str, Callable[..., Any]] = {}  # the methods that make calls, by th
 
 
 def told(make: Callable[..., Any]) -> Callable[..., Any]:
-    """A method that makes a call of what the host knows; the call's plan says how other processes make the same."""
+    """Decorate a method that makes a call of values which the host knows. The call's plan says how other processes
+    make the same call."""
 
     @functools.wraps(make)
     def made(self: Any, *arguments: Any, **options: Any) -> Any:
@@ -46,8 +47,8 @@ def told(make: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def write(plan: Plan, trees: Sequence[Tree | None]) -> bytes:
-    """The bytes of a plan. A tree is told by its place in `trees`, and any proposal stands for the last one that was
-    made: nobody verifies another."""
+    """Return the bytes of a plan. A tree is written as its place in `trees`. Any proposal stands for the last one that
+    was made, because no other is ever verified."""
     arrays: list[bytes] = []
 
     def told(value: Any) -> Any:
@@ -72,7 +73,7 @@ def write(plan: Plan, trees: Sequence[Tree | None]) -> bytes:
 
 
 def read(text: bytes, body: bytes, trees: Sequence[Tree | None], proposal: Proposal | None = None) -> Plan:
-    """The plan that these two parts of its bytes are; `proposal` is the last one that was made here. Lists come back as
+    """Read a plan from these two parts of its bytes. `proposal` is the last one that was made here. Lists come back as
     tuples."""
     begin = 0
 

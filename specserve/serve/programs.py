@@ -103,8 +103,8 @@ class Programs:
 
 
 class RoomForMore:
-    """Whether a program may be compiled: not an optional one when the process may hardly map more memory. It is left
-    out from then on."""
+    """Decides whether a program may be compiled. An optional one may not where the process can hardly map more memory,
+    and is left out from then on."""
 
     def __init__(self) -> None:
         self.left_out: set[str] = set()  # names
@@ -228,14 +228,14 @@ def compile_all(
 
 
 class Announcer:
-    """Says in the log how many programs are compiled, now and then."""
+    """A count of the compiled programs, which is logged now and then."""
 
     def __init__(self, total: int, what: str, clock: Callable[[], float] = time.monotonic) -> None:
         self._total, self._what, self._clock = total, what, clock
         self._num_done, self._last, self._lock = 0, clock(), threading.Lock()
 
     def __call__(self, program: Program) -> None:
-        """One more is compiled."""
+        """Count one more compiled program."""
         with self._lock:
             self._num_done += 1
             now = self._clock()

@@ -27,7 +27,7 @@ SAID_EVERY_SECONDS = 5.0
 
 
 def bar_columns() -> list[ProgressColumn]:
-    """The columns of every bar of the server: description, bar, percentage, times, and a note of the task."""
+    """Return the columns of every bar of the server: description, bar, percentage, times, and a note of the task."""
     return [
         TextColumn("{task.description}"),
         BarColumn(),
@@ -50,7 +50,7 @@ class Bars(Progress):
         self._last = clock() - SAID_EVERY_SECONDS  # the first line comes at once
 
     def add(self, description: str, total: float | None = None) -> TaskID:
-        """A bar that is not begun: it has no note yet."""
+        """Make a bar that is not begun: it has no note yet."""
         return self.add_task(description, total=total, note="")
 
     def update(self, task_id: TaskID, **changes: object) -> None:  # type: ignore[override]

@@ -1,4 +1,4 @@
-"""One server over several processes: how they find each other, what they must agree on, and that all end with one.
+"""A server over several processes: how they find each other, what they must agree on, and that all end with one.
 
 The first process has the requests, the scheduler and the clock. The others have the same models over the same mesh and
 run the plans that the first one sends (`plans`), in its order, so every device takes part in every program. Plans go
@@ -44,10 +44,11 @@ Lost = Callable[[ProcessError], None]  # called on a thread of its own, and once
 
 
 class _Wire:
-    """Plans in both directions between two processes. What comes is read at once, on a thread of its own."""
+    """The connection of two processes, over which plans go both ways. Messages are read at once, on a thread of its
+    own."""
 
     def __init__(self, connection: socket.socket, what: str, on_end: Callable[[str], None]) -> None:
-        """`on_end` is called with how the other side, which the text names, has ended."""
+        """Open the wire. `on_end` is called with how the other side, which the text names, has ended."""
         connection.settimeout(None)
         _probe(connection)
         self._connection, self._what, self._on_end = connection, what, on_end
@@ -59,17 +60,17 @@ class _Wire:
         self._thread.start()
 
     def send(self, frame: bytes) -> None:
-        """Raises OSError where nobody is there; the reading thread has told of it."""
+        """Send a plan. Raises OSError where nobody is there; the reading thread has reported that already."""
         with self._sending:
             self._connection.sendall(frame)
 
     def tell(self, word: str, *arguments: str) -> None:
-        """Send what is no plan, if anybody is there."""
+        """Send a message that is no plan, if anybody is there."""
         with contextlib.suppress(OSError):
             self.send(plans.write(Plan(word, arguments), ()))
 
     def take(self, trees: Sequence[Tree | None] = (), proposal: Callable[[], Proposal | None] = lambda: None) -> Plan:
-        """The next plan, which is waited for. Raises ProcessError when none will come."""
+        """Wait for the next plan, and return it. Raises ProcessError when none will come."""
         parts = self._arrived.get()
         if parts is None:
             self._arrived.put(None)
@@ -104,7 +105,7 @@ _LEAVE, _LOST = b'["leave"', b'["lost"'  # how a follower's wish to stop begins,
 
 
 class _Rank:
-    """What the first process and the others have in common."""
+    """The common part of the first process and the others."""
 
     def __init__(self, on_lost: Lost) -> None:
         self._on_lost, self._lock = on_lost, threading.Lock()
@@ -113,19 +114,20 @@ class _Rank:
         self._is_over = False
 
     def failed(self, error: Exception) -> ProcessError:
-        """Tell that this server cannot go on after an error of this process; the error to raise. Where another process
-        has ended, this one fails too, and that is what is said."""
+        """Tell the other processes that this server cannot go on after an error of this process. Returns the error to
+        raise: where another process has ended, that is the reason why this one fails."""
         self._has_gone.wait(1.0)
         return self._give_up(str(error).splitlines()[0] if str(error) else type(error).__name__)
 
     def reason(self, error: Exception) -> Exception:
-        """What to tell of an error that ends this process: that another one has ended, where that is why."""
+        """Return the error to report for an error that ends this process: where another process has ended, that is the
+        reason."""
         if not isinstance(error, ConfigError):
             self._has_gone.wait(1.0)
         return self.lost or error
 
     def _gone(self, how: str) -> None:
-        """Another process has ended."""
+        """Note that another process has ended."""
         self._give_up(how)
         self._has_gone.set()
 
@@ -140,14 +142,14 @@ class _Rank:
         return self.lost or ProcessError(why)
 
     def _tell_all(self, why: str) -> None:
-        """Let those that this process alone hears of know."""
+        """Tell all processes that hear of it only through this one."""
 
 
 class Leader(_Rank):
     """The first process, which tells all others what to run."""
 
     def __init__(self, listener: socket.socket, token: str, num_others: int, on_lost: Lost) -> None:
-        """Waits until all others are connected. Raises ProcessError."""
+        """Wait until all others are connected. Raises ProcessError."""
         super().__init__(on_lost)
         self.trees: Sequence[Tree | None] = ()  # that plans may name
         self._wires: dict[int, _Wire] = {}
@@ -172,7 +174,7 @@ class Leader(_Rank):
         listener.close()
 
     def send(self, plan: Plan) -> None:
-        """Have all others run this. Raises ProcessError where one of them is not there any more."""
+        """Have all others run this plan. Raises ProcessError where one of them is not there any more."""
         if self.lost is not None:
             raise self.lost
         frame = plans.write(plan, self.trees)
@@ -196,7 +198,7 @@ class Leader(_Rank):
         _refuse("; ".join(wrong))
 
     def least(self, number: int) -> int:
-        """The smallest of the numbers that the processes give."""
+        """Return the smallest of the numbers that the processes give."""
         smallest = min(number, *(theirs for _, theirs in self._said()))
         self.send(Plan("say", (smallest,)))
         return smallest
@@ -220,7 +222,7 @@ class Leader(_Rank):
 
 
 class Follower(_Rank):
-    """Any other process, which runs what the first one tells it."""
+    """A process that is not the first one, and runs the plans that it gets."""
 
     def __init__(self, connection: socket.socket, on_lost: Lost) -> None:
         super().__init__(on_lost)
@@ -228,18 +230,18 @@ class Follower(_Rank):
         self._wire.on_lost = self._gone
 
     def agree(self, facts: Mapping[str, object]) -> None:
-        """As the first one's."""
+        """Take part in `Leader.agree`, with this process's facts."""
         self._wire.send(plans.write(Plan("say", (_told(facts),)), ()))
         _refuse(self._wire.take().arguments[0])
 
     def least(self, number: int) -> int:
-        """As the first one's."""
+        """Take part in `Leader.least`, with this process's number."""
         self._wire.send(plans.write(Plan("say", (number,)), ()))
         return self._wire.take().arguments[0]
 
     def plans(self, trees: Sequence[Tree | None], proposal: Callable[[], Proposal | None]) -> Iterator[Plan]:
-        """All that is to be run, until the first process ends. `proposal` gives the last one that was made. Raises
-        ProcessError when the first process has ended without a word."""
+        """Yield all plans that are to be run, until the first process ends. `proposal` gives the last one that was
+        made. Raises ProcessError when the first process has ended without saying so."""
         while (plan := self._wire.take(trees, proposal)).name != "end":
             yield plan
         self._is_over = True
@@ -282,13 +284,13 @@ def check_mesh(mesh: Mesh | None) -> None:
 
 
 def facts_of(run: ServeRun) -> dict[str, object]:
-    """What must be alike before anything is loaded."""
+    """Return the facts that must be alike before anything is loaded."""
     settings = {f"--{name.replace('_', '-')}": getattr(run, name) for name in _SAME}
     return {"the version of specserve": specserve.__version__, "that of jax": jax.__version__, **settings}
 
 
 def _stop() -> None:
-    """As if this process had been told to stop itself: it drains."""
+    """Stop this process as if it had been told to stop itself: it drains."""
     os.kill(os.getpid(), signal.SIGTERM)
 
 
@@ -306,7 +308,7 @@ def _refuse(wrong: str) -> None:
 
 
 def _line(connection: socket.socket) -> str:
-    """The first line that comes, of at most 64 bytes."""
+    """Read the first line that comes, of at most 64 bytes."""
     got = b""
     while not got.endswith(b"\n") and len(got) < 64:
         byte = connection.recv(1)
@@ -317,7 +319,7 @@ def _line(connection: socket.socket) -> str:
 
 
 def _own_addresses() -> list[str]:
-    """The addresses of this machine that others may reach."""
+    """Return the addresses of this machine that others may reach."""
     found = [address for each in psutil.net_if_addrs().values() for address in each]
     return [
         address.address
@@ -328,7 +330,7 @@ def _own_addresses() -> list[str]:
 
 
 def _reach(hosts: Sequence[str], port: int, hello: bytes) -> socket.socket:
-    """A connection with the first process, at whichever of its addresses answers. Raises ProcessError."""
+    """Connect with the first process, at whichever of its addresses answers. Raises ProcessError."""
     reasons = []
     for host in hosts:
         try:

@@ -1,5 +1,5 @@
-"""Replicas of one server on Ray Serve: what is deployed, and how. A replica is an engine in a process of its own; in
-front of all of them one process has the HTTP layer, and sends each request to the replica that `routing` chooses.
+"""Replicas of one server on Ray Serve. A replica is an engine in a process of its own; in front of all of them one
+process has the HTTP layer, and sends each request to the replica that `routing` chooses.
 
 Nothing here schedules or restarts: Ray does.
 """
@@ -46,11 +46,11 @@ _OUTSIDE = {"ray", "ray_address", "host", "port", "ssl_certfile", "ssl_keyfile"}
 
 
 class EngineReplica:
-    """One engine, as Ray Serve runs it. Every method is Ray's or the fleet's to call; `to`, `floor` and `pages` are for
-    the router alone."""
+    """A replica with one engine, as Ray Serve runs it. Every method is Ray's or the fleet's to call; `to`, `floor` and
+    `pages` are for the router alone."""
 
     def __init__(self, args: Mapping[str, Any]) -> None:
-        """Loads and compiles, which takes as long as for a server. Raises what `specserve serve` would."""
+        """Load and compile, which takes as long as for a server. Raises what `specserve serve` would."""
         self._ending = ExitStack()  # of as much as there is, wherever this fails
         log.setup("info")
         self._run = run = settings_of(args)
@@ -69,16 +69,16 @@ class EngineReplica:
         self._id = load("ray.serve").get_replica_context().replica_tag
 
     def check_health(self) -> None:
-        """Raises where Ray is to put another replica in this one's place."""
+        """Raise where Ray is to put another replica in this one's place."""
         if not self._engine.is_healthy or self._is_beyond_help:
             raise RuntimeError("the engine is not healthy")
 
     def record_routing_stats(self) -> dict[str, Any]:
-        """What the router is told of this replica."""
+        """Return the facts about this replica that the router uses."""
         return {"version": self._version, "pages": self._engine.rounds.scheduler.pool.newest_digests(REPORTED_PAGES)}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
-        """What `routing.scale` is told of this replica."""
+        """Return the facts about this replica that `routing.scale` uses."""
         stats = self._engine.stats()
         slots = (stats.num_running + stats.num_waiting) / self._run.max_slots
         return {"use": max(slots, stats.num_pages_held / stats.num_pages)}
@@ -107,8 +107,8 @@ class EngineReplica:
         floor: int = 0,  # noqa: ARG002 (the router's)
         pages: tuple[bytes, ...] = (),  # noqa: ARG002 (the router's)
     ) -> AsyncIterator[Taken | Refused | list[Delta]]:
-        """Whether the engine takes the request, and if so its deltas, several where they came together. A caller who
-        cancels this cancels the sequence."""
+        """Yield first whether the engine takes the request, and if so its deltas, as lists of those that came
+        together. A caller who cancels this cancels the sequence."""
         if self._mailbox is None:
             self._mailbox = Mailbox(asyncio.get_running_loop())
         post, arrivals = self._mailbox.post, asyncio.Queue[Delta]()
@@ -138,8 +138,8 @@ class EngineReplica:
             request.cancel()
 
     async def load_draft(self, folder: str, version: int, *, to: str) -> DraftInfo | Refused | None:  # noqa: ARG002
-        """Take the head in this folder (empty: the one that it began with). From now on the replica has this version,
-        since it cannot be said to the request when the new head begins to speak."""
+        """Take the head in this folder (empty: the one that it began with). From now on the replica reports this
+        version, because it cannot be said from which request on the new head answers."""
         self._version = version
         try:
             if folder != self._folder:
@@ -187,8 +187,8 @@ class Front:
 
 
 def application(args: dict[str, Any]) -> Any:
-    """The application that Ray Serve runs, of the settings of `specserve serve` that differ from their defaults: the
-    `import_path` of its YAML. Raises ConfigError."""
+    """Make the application that Ray Serve runs, from the settings of `specserve serve` that differ from their
+    defaults. It is the `import_path` of Ray's YAML. Raises ConfigError."""
     serve, run = load("ray.serve"), settings_of(args)
     check(run)
     room = run.max_slots + run.max_queue + 16  # more than the engine takes, so that the engine says no, and how
@@ -253,7 +253,7 @@ def check(run: ServeRun) -> None:
 
 
 def check_none(run: ServeRun) -> None:
-    """Check that no setting is for replicas, where there is no `--ray`. Raises ConfigError."""
+    """Check that no setting for replicas is given without `--ray`. Raises ConfigError."""
     plain = ServeRun()
     for name in ("ray_address", "replicas", "min_replicas", "max_replicas", "replica_resources"):
         if getattr(run, name) != getattr(plain, name):
@@ -261,7 +261,7 @@ def check_none(run: ServeRun) -> None:
 
 
 def actor_options(resources: str) -> dict[str, Any]:
-    """Ray's options for `cpu=2,gpu=1,TPU=4`. Raises ConfigError."""
+    """Read Ray's options from a text such as `cpu=2,gpu=1,TPU=4`. Raises ConfigError."""
     amounts: dict[str, float] = {}
     for part in resources.split(","):
         name, equals, amount = part.strip().partition("=")
@@ -278,12 +278,12 @@ def actor_options(resources: str) -> dict[str, Any]:
 
 
 def settings_of(args: Mapping[str, Any]) -> ServeRun:
-    """The settings of a deployment's arguments. Raises ConfigError."""
+    """Read the settings from a deployment's arguments. Raises ConfigError."""
     return replace(config.resolve(ServeRun, arguments=args), ray=True)
 
 
 def deployment_of(run: ServeRun) -> dict[str, Any]:
-    """What Ray Serve's YAML says of this deployment, as `serve deploy` and a RayService take it. Raises ConfigError."""
+    """Return this deployment as Ray Serve's YAML has it, for `serve deploy` and a RayService. Raises ConfigError."""
     check(run)
     plain = asdict(ServeRun())
     args = {
@@ -308,7 +308,7 @@ def deployment_of(run: ServeRun) -> dict[str, Any]:
 
 
 def to_yaml(run: ServeRun) -> str:
-    """The same as text. Raises ConfigError."""
+    """Return `deployment_of` as YAML text. Raises ConfigError."""
     return yaml.safe_dump(deployment_of(run), sort_keys=False)
 
 
@@ -316,7 +316,7 @@ class Deployment:
     """A deployment that this process has made, and takes away again. It is a context manager: inside, it serves."""
 
     def __init__(self, run: ServeRun, say: Callable[[str], None]) -> None:
-        """`say` is told what is waited for."""
+        """Make the deployment's handle. `say` is called with what is waited for."""
         self._run, self._say, self._is_there = run, say, False
         self.is_stopped = threading.Event()  # by SIGTERM or SIGINT
 
@@ -358,7 +358,8 @@ class Deployment:
         self._ray.shutdown()
 
     def _check_room(self) -> None:
-        """A cluster of this machine alone does not grow; of another one more machines may join, so that is a wait."""
+        """Check that the cluster has room. A cluster of this machine alone does not grow; more machines may join
+        another one, so there it is a wait."""
         run = self._run
         number = run.replicas if not run.max_replicas else max(1, run.min_replicas)
         options = actor_options(run.replica_resources)
@@ -391,7 +392,7 @@ class Deployment:
 
 
 def _cause(message: str) -> str:
-    """What a replica's own error says, of all that Ray says around it."""
+    """Return the error of the replica itself, out of all that Ray says around it."""
     lines = [line.strip() for line in message.splitlines() if line.strip()]
     own = [line for line in lines if line.startswith("specserve.errors.")]
     return own[-1].partition(": ")[2] if own else (lines or ["Ray gives no reason"])[-1]

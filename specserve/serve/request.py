@@ -1,4 +1,5 @@
-"""The nouns of serving: what a client asks for, what the engine answers. Host data only, no arrays.
+"""The nouns of serving: a client's request, and the engine's answer. They are host data only, without arrays. Host
+data only, no arrays.
 
 `SamplingParams` is validated when it is made, so the engine never meets a bad value.
 """
@@ -44,7 +45,8 @@ Biases = Annotated[Mapping[TokenId, Bias], Field(max_length=MAX_TOKEN_IDS), Afte
 
 
 class FinishReason(enum.StrEnum):
-    """Why a sequence ended, in OpenAI's words plus our own two for sequences that were ended from outside."""
+    """The reason why a sequence ended, in OpenAI's words plus our own two for sequences that were ended from
+    outside."""
 
     STOP = "stop"  # an EOS id, a stop token id or a stop string
     LENGTH = "length"  # max_tokens or the model's context
@@ -54,8 +56,8 @@ class FinishReason(enum.StrEnum):
 
 @dataclass(frozen=True)
 class GrammarSpec:
-    """What an answer must be. `text` is a JSON schema, a regular expression (Rust's syntax, without look-around), a
-    JSON list of strings of which the answer is one, or a grammar in llguidance's dialect of Lark."""
+    """The grammar that an answer must follow. `text` is a JSON schema, a regular expression (Rust's syntax, without
+    look-around), a JSON list of strings of which the answer is one, or a grammar in llguidance's dialect of Lark."""
 
     kind: Literal["json_schema", "regex", "choice", "lark"]
     text: str
@@ -63,8 +65,9 @@ class GrammarSpec:
 
 @dataclass(frozen=True)
 class SamplingParams:
-    """How to draw the answers to one prompt, under vLLM's names. The constructor checks every value: RequestError
-    names the field and the range. Token ids are checked against the vocabulary when the request is submitted."""
+    """The options for drawing the answers to one prompt, under vLLM's names. The constructor checks every value:
+    RequestError names the field and the range. Token ids are checked against the vocabulary when the request is
+    submitted."""
 
     n: Annotated[int, Field(ge=1, le=MAX_CHOICES)] = 1  # answers; answer i is drawn with seed + i
     max_tokens: Annotated[NumTokens, Field(ge=1)] | None = None  # None: up to the context length
@@ -106,7 +109,7 @@ class SamplingParams:
             )
 
     def choices(self) -> list[Self]:
-        """One SamplingParams for each of the n answers."""
+        """Return SamplingParams for each of the n answers."""
         return [
             dataclasses.replace(self, n=1, seed=None if self.seed is None else _wrap_seed(self.seed + i))
             for i in range(self.n)
@@ -119,7 +122,7 @@ def _wrap_seed(seed: int) -> int:
 
 @functools.cache
 def _kinds() -> dict[str, TypeAdapter[Any]]:
-    """What checks each field, and brings it into the one spelling that the engine knows."""
+    """Return a validator for each field, which also brings it into the one spelling that the engine knows."""
     hints = get_type_hints(SamplingParams, include_extras=True)
     return {name: TypeAdapter(hint, config=ConfigDict(allow_inf_nan=False)) for name, hint in hints.items()}
 
@@ -130,7 +133,7 @@ def option_schemas() -> dict[str, dict[str, Any]]:
 
 
 def request_error(error: ValidationError, param: str) -> RequestError:
-    """The first of pydantic's findings about the field `param`, as the error that a client is told."""
+    """Return the first of pydantic's findings about the field `param`, as the error that a client gets."""
     found = error.errors(include_url=False, include_context=False)[0]
     message = found["msg"].removeprefix("Input ")
     return RequestError(f"{param} {message[0].lower()}{message[1:]}, got {describe(found['input'])}", param=param)
@@ -148,7 +151,7 @@ def describe(value: Any) -> str:
 
 @dataclass(frozen=True)
 class SpeculationStats(Acceptance):
-    """What speculation and the prefix cache did for one sequence, and how long it took."""
+    """The acceptance and the cached tokens of one sequence, and how long it took."""
 
     num_cached_tokens: int = 0  # prompt tokens whose keys and values were in the prefix cache
     drafts: tuple[tuple[int, int], ...] = ()  # of each step over draft tokens: how many there were, how many accepted
@@ -182,17 +185,17 @@ class PromptToken:
 
 
 class TokenMask(Protocol):
-    """Which tokens may come next in one sequence: a grammar, a schema, a list of choices. Called on the engine's
-    thread, in turn. An exception ends that request alone; the client is told what a RequestError says."""
+    """The tokens that may come next in one sequence, by a grammar, a schema or a list of choices. It is called on the
+    engine's thread, in turn. An exception ends that request alone; the client is told what a RequestError says."""
 
     def masks(self, parents: Sequence[int], token_ids: Sequence[int]) -> np.ndarray:  # [node, ceil(vocab / 8)] uint8
-        """A bit for each token, 1 where it may follow a node of a proposed tree; bit i of byte j is that of token
-        8 j + i. Node 0 is the end of what was accepted (its token id means nothing). A node behind a token that may
-        not come there may have any row with a 1 in it."""
+        """Return a bit for each token, 1 where it may follow a node of a proposed tree; bit i of byte j is that of
+        token 8 j + i. Node 0 is the end of the accepted tokens (its token id means nothing). A node behind a token
+        that may not come there may have any row with a 1 in it."""
         ...
 
     def accept(self, token_ids: Sequence[int]) -> None:
-        """These tokens have been added to the sequence."""
+        """Note that these tokens have been added to the sequence."""
         ...
 
 
@@ -208,7 +211,7 @@ class DraftTree:
 
 @dataclass(frozen=True)
 class Delta:
-    """What one engine step added to a sequence. The last one of a sequence has a `finish_reason`."""
+    """The part of an answer that one engine step added. The last one of a sequence has a `finish_reason`."""
 
     token_ids: tuple[int, ...] = ()
     text: str = ""
@@ -225,12 +228,13 @@ class Delta:
 
     @property
     def draft_depths(self) -> tuple[int, ...]:
-        """Where each token comes from: 0 is the target's own draw, d a draft token accepted at depth d of the tree."""
+        """The origin of each token: 0 is the target's own draw, d a draft token accepted at depth d of the tree."""
         return tuple(depth if depth <= self.num_accepted else 0 for depth in range(1, len(self.token_ids) + 1))
 
 
 class RequestOptions(TypedDict, total=False):
-    """What an engine's `submit` takes by name, beside what is sampled. The names are those of `Request`'s fields."""
+    """The options that an engine's `submit` takes by name, beside the sampling parameters. The names are those of
+    `Request`'s fields."""
 
     priority: int  # lower runs first, as in vLLM; 0 where it is not given
     cache_salt: str  # prefixes are shared only between requests of one salt
@@ -241,7 +245,7 @@ class RequestOptions(TypedDict, total=False):
 
 @dataclass(eq=False)
 class Request:
-    """One sequence as it was asked for, checked, and with all that follows from its options and the model."""
+    """The request for one sequence, checked, and with all that follows from its options and the model."""
 
     request_id: str
     prompt_ids: tuple[int, ...]

@@ -1,4 +1,5 @@
-"""What a step's result says of one sequence besides its tokens, for requests that want to know."""
+"""The parts of a step's result that a request may want besides its tokens: log-probabilities, and the proposed
+tree."""
 
 from specserve.serve.handles import HostResult
 from specserve.serve.request import Delta, DraftTree, PromptToken, Request, TokenLogprobs
@@ -6,8 +7,8 @@ from specserve.speculative.tree import Tree
 
 
 def prompt_tokens(request: Request, start: int, num_tokens: int, result: HostResult) -> list[PromptToken]:
-    """The next tokens of a scored prompt, of which `start` are known. A chunk tells of the tokens after its own; the
-    last one's is drawn, and the first of all has nothing before it."""
+    """Return the next tokens of a scored prompt, of which `start` are known. A chunk scores the tokens after its own.
+    The token after its last one is drawn, and the first token of all has nothing before it."""
     assert result.prompt is not None
     assert request.params.prompt_logprobs is not None
     found = [] if start else [PromptToken(request.prompt_ids[0], None, 0)]
@@ -21,7 +22,7 @@ def prompt_tokens(request: Request, start: int, num_tokens: int, result: HostRes
 
 
 def logprobs(token_ids: tuple[int, ...], result: HostResult, row: int, num_top: int) -> tuple[TokenLogprobs, ...]:
-    """The log-probabilities of the tokens that a row of a result emits, one for each of `token_ids`."""
+    """Return the log-probabilities of the tokens that a row of a result emits, one for each of `token_ids`."""
     assert result.logprobs is not None
     chosen, top, top_ids = (array[row] for array in result.logprobs)
     return tuple(
@@ -35,7 +36,7 @@ def logprobs(token_ids: tuple[int, ...], result: HostResult, row: int, num_top: 
 
 
 def draft_tree(tree: Tree, result: HostResult, row: int, delta: Delta) -> DraftTree:
-    """The tree that a step proposed for a row, and the way that the tokens of its delta take through it."""
+    """Return the tree that a step proposed for a row, and the way that the tokens of its delta take through it."""
     assert result.node_ids is not None
     assert result.parents is not None
     # a deterministic step pads each tree with nodes of its own

@@ -1,7 +1,8 @@
-"""What the engine does round by round: programs are dispatched, results read, tokens handed out.
+"""The rounds of the engine: programs are dispatched, results read, tokens handed out.
 
-Rounds overlap: a round is dispatched before the one before it is read, so the device does not wait for the host. What a
-step makes for a sequence that has ended meanwhile is dropped. Everything here runs on the engine's thread.
+Rounds overlap: a round is dispatched before the one before it is read, so the device does not wait for the host. The
+tokens that a step makes for a sequence that has ended meanwhile are dropped. Everything here runs on the engine's
+thread.
 """
 
 import bisect
@@ -56,7 +57,7 @@ class Flight:
 
 
 class _Wanted(TypedDict):
-    """What some sequence of a step wants to be told besides its tokens."""
+    """The parts of a step's result that some sequence wants besides its tokens."""
 
     has_logprobs: bool
     has_tree: bool
@@ -64,7 +65,7 @@ class _Wanted(TypedDict):
 
 @dataclass
 class _Counters:
-    """What `interface.EngineStats` tells of the rounds."""
+    """The counts behind the part of `interface.EngineStats` that concerns rounds."""
 
     num_rebuilds: int = 0
     num_late_compiles: int = 0
@@ -104,8 +105,8 @@ class Rounds:
         self._tokenizer, self._on_end = tokenizer, on_end
 
     def complete(self, controller: Controller | None, *, is_partial: bool) -> None:
-        """Every program is compiled, or has failed to be: then steps are still made of those that are there. The
-        controller is one that knows what the steps cost."""
+        """Note that every program is compiled, or has failed to compile; then steps are still made of those that are
+        there. The controller is one that knows what the steps cost."""
         if controller is not None:
             controller.calibration, self.controller = self.controller.calibration, controller
         self.is_partial = is_partial
@@ -138,7 +139,8 @@ class Rounds:
         return True
 
     def rebuild(self, error: Exception) -> None:
-        """After a device error nothing on the device can be trusted: running requests end, waiting ones stay."""
+        """Start anew after a device error, when nothing on the device can be trusted: running requests end, waiting
+        ones stay."""
         self._end_running(FinishReason.ERROR, f"the device failed: {error}")
         self.scheduler.pool.flush()
         self.runner.reset()
@@ -176,7 +178,7 @@ class Rounds:
             self._deliver(sequence, Delta(finish_reason=reason, error=error))
 
     def stats(self) -> EngineStats:
-        """What there is to say of the rounds; the engine knows the rest. It may be called from any thread."""
+        """Return the counts of the rounds; the engine knows the rest. It may be called from any thread."""
         counters, scheduler, start = self._counters, self.scheduler, self.wait_start
         pool, steps = scheduler.pool, counters.steps.copy()
         return EngineStats(
@@ -265,7 +267,8 @@ class Rounds:
         return tree
 
     def _estimate(self, sequence: Sequence) -> Estimate:
-        """How the sequence accepts; at its first admission, what is known of the drafter by then."""
+        """Return how the sequence accepts draft tokens. At its first admission that is what is known of the drafter by
+        then."""
         if sequence.estimate is None:
             sequence.estimate = self.controller.start(sequence.request.params.speculation)
         return sequence.estimate
@@ -273,7 +276,8 @@ class Rounds:
     def _constrained_step(
         self, decode: list[Sequence], slots: list[int], wanted: _Wanted
     ) -> tuple[Tree | None, StepHandle]:
-        """A tree takes two programs: the host must say which tokens may follow each proposed one."""
+        """Dispatch a step with constrained sequences. A tree takes two programs, because the host must say which
+        tokens may follow each proposed one."""
         tree = self._choose_constrained(decode, slots)
         if tree is None:
             nothing = np.zeros((len(slots), 1), np.int32)
@@ -300,8 +304,8 @@ class Rounds:
         )
 
     def _masks(self, decode: list[Sequence], parents: np.ndarray, token_ids: np.ndarray) -> np.ndarray:
-        """What may follow the nodes of each sequence, [batch, node, bytes] uint8. A fault of a request's mask ends that
-        request."""
+        """Return the tokens that may follow the nodes of each sequence, [batch, node, bytes] uint8. A fault of a
+        request's mask ends that request."""
         allowed = np.full((*token_ids.shape, -(-self._vocab_size // 8)), 255, np.uint8)
         for row, sequence in enumerate(decode):
             mask = sequence.request.token_mask
@@ -469,7 +473,7 @@ class Rounds:
 
 
 def _stats(sequence: Sequence, max_accepted: int) -> SpeculationStats:
-    """What there is to say of a sequence that ends now."""
+    """Return the stats of a sequence that ends now."""
     now = time.monotonic()
     admitted = sequence.admit_time or now
     first = sequence.first_time or now

@@ -1,4 +1,5 @@
-"""Which replica answers, and how many there are: what Ray Serve asks of us. Ray copies this file into its own
+"""The choice of the replica that answers, and of the number of replicas, by the rules of Ray Serve. Ray copies this
+file into its own processes, so it holds no state of ours and imports little. Ray copies this file into its own
 processes, so it holds no state of ours and imports little.
 
 A request goes to the replica whose cache holds the longest beginning of its prompt, unless that one has too many more
@@ -25,13 +26,14 @@ class PrefixRouter(load("ray.serve.request_router").RequestRouter):
     """
 
     def initialize_state(self, slack: int = 4) -> None:
-        """`slack`: so many more open requests than the least loaded replica may the one have that holds a prompt."""
+        """Take the router's settings. A replica that holds a prompt's pages may have `slack` more open requests than
+        the least loaded one."""
         self._slack = slack
         self._sent: dict[Any, dict[bytes, float]] = {}  # pages that replicas have been sent lately, and when
         self._reports: dict[Any, tuple[object, frozenset[bytes]]] = {}
 
     async def choose_replicas(self, candidate_replicas: list[Any], pending_request: Any = None) -> list[list[Any]]:
-        """Ranks of replicas: of the first rank the least loaded one that has room gets the request."""
+        """Return ranks of replicas: the least loaded one of the first rank that has room gets the request."""
         asked: Mapping[str, Any] = pending_request.kwargs if pending_request else {}
         if pending_request:
             pending_request.routing_context.should_backoff = True
@@ -46,8 +48,8 @@ class PrefixRouter(load("ray.serve.request_router").RequestRouter):
         return [spread, able] if holder is None else [[holder], spread, able]
 
     def _holder(self, replicas: Sequence[Any], pages: Sequence[bytes]) -> Any | None:
-        """The replica that holds most of these pages and is not overloaded; None where there is none. Of several the
-        least loaded."""
+        """Return the replica that holds most of these pages and is not overloaded, the least loaded of several, or
+        None where there is none."""
         num_open = {replica: self.replica_queue_len_cache.get(replica.replica_id) or 0 for replica in replicas}
         found, most = None, (0, 0)
         for replica in replicas:
@@ -71,7 +73,7 @@ class PrefixRouter(load("ray.serve.request_router").RequestRouter):
         return number
 
     def on_request_routed(self, pending_request: Any, replica_id: Any, result: Any) -> None:  # noqa: ARG002 (Ray's)
-        """Ray's word that a request is on its way to a replica."""
+        """Note, as Ray reports it, that a request is on its way to a replica."""
         now, sent = time.monotonic(), self._sent.setdefault(replica_id, {})
         for page in pending_request.kwargs.get("pages", ()):
             sent.pop(page, None)
@@ -80,7 +82,7 @@ class PrefixRouter(load("ray.serve.request_router").RequestRouter):
             del sent[next(iter(sent))]
 
     def update_replicas(self, replicas: list[Any]) -> None:
-        """Ray's word which replicas there are."""
+        """Note, as Ray reports it, which replicas there are."""
         super().update_replicas(replicas)
         there = {replica.replica_id for replica in replicas}
         for books in (self._sent, self._reports):
@@ -89,9 +91,9 @@ class PrefixRouter(load("ray.serve.request_router").RequestRouter):
 
 
 def scale(context: Any) -> tuple[float, dict[str, Any]]:
-    """How many replicas there should be, as an autoscaling policy of Ray Serve: as many as bring the mean use of their
-    slots or pages to TARGET_USE. Ray applies bounds and delays. Requests that wait count as slots, so use may exceed 1.
-    """
+    """Return how many replicas there should be, as an autoscaling policy of Ray Serve: as many as bring the mean use
+    of their slots or pages to TARGET_USE. Ray applies bounds and delays. Requests that wait count as slots, so use may
+    exceed 1."""
     use = (context.aggregated_metrics or {}).get("use", {})
     if not use:
         return context.target_num_replicas, {}

@@ -1,4 +1,4 @@
-"""What the engine runs, and the state it runs over.
+"""The programs that the engine runs, and the state that they run over.
 
 Shapes come from short lists (batch buckets, page-table widths, prefill chunks, trees), so the set of programs is known
 at start and compiled ahead (`programs`); everything a client sends is traced. A step over nothing but padding changes
@@ -153,12 +153,13 @@ class Runner:
 
     @property
     def is_whole(self) -> bool:
-        """Whether all processes that this one tells what to run are there."""
+        """Return whether all processes that this one sends its plans to are still there."""
         return self.leader is None or self.leader.lost is None
 
     @property
     def cache_lag(self) -> int:
-        """The last committed entries of a growing sequence, whose draft entries may not be written yet."""
+        """The number of last committed entries of a growing sequence that must not be cached yet, because the drafter
+        may not have written its own entries for them."""
         return self.config.max_pending
 
     def admit(
@@ -387,8 +388,8 @@ class Runner:
         return self.calls.step(layout, self.state, self.place.slots(padded), bits, tree=tree, width=width)
 
     def _allowed(self, batch: int, allowed: np.ndarray | None) -> jax.Array:
-        """What a step of so many sequences takes as the tokens that may be drawn, [batch, node, bytes] uint8; None: any
-        at every one of them."""
+        """Return the mask of tokens that a step of so many sequences may draw, [batch, node, bytes] uint8. None allows
+        every token at every node."""
         if allowed is None:
             if batch not in self._everything_allowed:
                 everything = np.full((batch, 1, -(-self.config.target.vocab_size // 8)), 255, np.uint8)
@@ -414,8 +415,8 @@ class Runner:
         return self.layouts.for_rows(batch * self.shapes.num_nodes(tree))
 
     def programs(self) -> list[Program]:
-        """Every program, in the order of need: with those that are `is_plain`, the largest ones, plain decoding can
-        serve everything, if not in the fastest way; and what token masks alone need comes last."""
+        """List every program, in the order of need. Plain decoding can serve everything with the largest ones, those
+        that are `is_plain`, if not in the fastest way. Programs that only token masks need come last."""
         found, shapes = [*self._host_programs()], self.shapes
         for width in shapes.widths:
             found += [self._step_program(size, width, shapes.plain) for size in shapes.batch_sizes]
@@ -448,7 +449,7 @@ class Runner:
         )
 
     def _host_programs(self) -> Iterator[Program]:
-        """What the host asks for between steps."""
+        """Yield the programs that the host runs between steps."""
         rows = sampler_rows(SamplingParams(), 0)
         yield Program("empty state", True, lambda: self._beginning)
         yield Program("admission", True, lambda: self._admission(0, (), (), 0, rows, None))
@@ -483,7 +484,7 @@ class Runner:
         compile_all(self.compiled, self.programs(), is_wanted=self.has_room_for)
 
     def is_compiled(self, batch_size: int, width: int, tree: Tree | None) -> bool:
-        """Whether such a step runs at once, also where the draft must catch up before it."""
+        """Return whether such a step runs at once, also where the drafter must catch up before it."""
         padded = (self.shapes.num_slots,) * batch_size
         calls = [self._step(padded, tree, width)]
         if self.config.max_pending and tree is not None and len(self.shapes.trees) > 1:
@@ -491,5 +492,5 @@ class Runner:
         return all(call.key in self.compiled for call in calls)
 
     def is_constrained_compiled(self, batch_size: int, tree: Tree) -> bool:
-        """Whether a step of so many sequences, some with token masks, may speculate by this tree at once."""
+        """Return whether a step of so many sequences, some with token masks, may speculate by this tree at once."""
         return all(call().key in self.compiled for _, call in self._constrained_calls(batch_size, tree))

@@ -1,9 +1,10 @@
-"""Who runs next. It knows lengths, slots, pages and token ids; it never sees an array.
+"""The scheduler: it decides which sequences run next. It knows lengths, slots, pages and token ids; it never sees an
+array.
 
 Requests run by priority, then first come first served. A sequence is admitted when a slot and the pages of its prompt
 are free; the prompt's beginning may be in the prefix cache. It prefills in chunks, a bounded number of tokens between
 two steps, and then takes pages as it grows. When there are none left, the youngest sequence gives up its own and waits
-for its turn again; what it has said so far is prompt then, and most of it is still cached.
+for its turn again. Its answer so far is then part of its prompt, and most of it is still cached.
 """
 
 import bisect
@@ -19,7 +20,7 @@ from specserve.speculative.controller import Estimate
 
 @dataclass(eq=False)
 class Sequence:
-    """One request in the engine, from its arrival to its end: the only object that scheduler and rounds share."""
+    """A request in the engine, from its arrival to its end: the only object that scheduler and rounds share."""
 
     request: Request
     # What the rounds keep. The scheduler only counts the emitted tokens.
@@ -46,12 +47,12 @@ class Sequence:
     has_ended: bool = False
 
     def dispatched(self, most: int) -> None:
-        """A program that emits one to `most` tokens of this sequence is on its way."""
+        """Note that a program was dispatched which emits one to `most` tokens of this sequence."""
         self.num_in_flight += 1
         self.most_in_flight += most
 
     def landed(self, most: int) -> None:
-        """That program's result has been read."""
+        """Note that the result of such a program has been read."""
         self.num_in_flight -= 1
         self.most_in_flight -= most
 
@@ -65,7 +66,7 @@ class Sequence:
 
     @property
     def is_scored(self) -> bool:
-        """Whether its prompt's log-probabilities are still to be told."""
+        """Return whether the log-probabilities of its prompt are still to be returned."""
         return self.request.params.prompt_logprobs is not None and not self.output_ids
 
     @property
@@ -95,7 +96,7 @@ class Chunk:
 
 @dataclass(frozen=True)
 class Round:
-    """What the engine does next, in this order."""
+    """The work that the engine does next, in this order."""
 
     preempted: list[Sequence]
     decode: list[Sequence]
@@ -123,8 +124,8 @@ class Scheduler:
         prefers_cached: bool = False,  # among equal priorities, the longest cached prefix first
         is_deterministic: bool = False,
     ) -> None:
-        """With `is_deterministic` pages are reserved for the whole answer, so nothing is ever computed again in another
-        way, and only prompts are cached, which one program has computed."""
+        """Make an empty scheduler. With `is_deterministic` pages are reserved for the whole answer, so nothing is ever
+        computed again in another way, and only prompts are cached, which one program has computed."""
         self.pool = pool
         self.waiting: list[Sequence] = []  # by rank
         self.running: list[Sequence] = []  # by rank

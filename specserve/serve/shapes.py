@@ -23,7 +23,7 @@ DETERMINISTIC_DEPTH = 7  # every step verifies a chain of this length, whatever 
 
 @dataclass(frozen=True)
 class Shapes:
-    """What is static about the steps of a server."""
+    """The static shapes of the steps of a server."""
 
     trees: tuple[Tree | None, ...]  # the ways to make a step; None is plain decoding
     num_slots: int
@@ -46,7 +46,7 @@ class Shapes:
 
     @property
     def uses_head(self) -> bool:
-        """Whether any of its ways to make a step asks for a head."""
+        """Return whether any of the ways to make a step asks for a head."""
         return any(tree is not None and tree.uses_head for tree in self.trees)
 
     @property
@@ -106,8 +106,8 @@ class Shapes:
         return self.max_rows == CPU_ROWS and tree.num_nodes == CPU_CHAIN and rows <= CPU_CHAIN_ROWS
 
     def constrained_tree(self, batch_size: int) -> Tree | None:
-        """How steps with a constrained sequence speculate: by the longest chain of up to CONSTRAINED_DEPTH, else the
-        first way that is no plain step."""
+        """Return the tree of steps with a constrained sequence: the longest chain of up to CONSTRAINED_DEPTH, or else
+        the first way that is no plain step."""
         trees = [tree for tree in self.trees_for(batch_size) if tree is not None]
         chains = [tree for tree in trees if tree.top_k == 1 and tree.depth <= CONSTRAINED_DEPTH]
         return max(chains, key=lambda tree: tree.depth) if chains else next(iter(trees), None)
@@ -125,7 +125,8 @@ def make_shapes(
     reads_by_page: bool,  # attention reads the pages that a sequence has, whatever the width
     is_deterministic: bool,
 ) -> Shapes:
-    """For the default backend. Deterministic steps take one tree at most, a chain of at most DETERMINISTIC_DEPTH."""
+    """Make the shapes for the default backend. Deterministic steps take one tree at most, a chain of at most
+    DETERMINISTIC_DEPTH."""
     assert trees, "a server needs at least one way to make a step"
     max_pages = -(-max_model_len // page_size)
     chunks = prefill_chunks(max_model_len, is_recurrent)
@@ -150,7 +151,7 @@ def make_shapes(
 
 
 def prefill_chunks(max_model_len: int, is_recurrent: bool) -> tuple[int, ...]:
-    """How many prompt tokens the prefill programs take: up to the size that holds the longest prompt."""
+    """Return how many prompt tokens the prefill programs take, up to the size that holds the longest prompt."""
     chunks = CPU_CHUNKS if jax.default_backend() == "cpu" else DEVICE_CHUNKS
     chunks = tuple(size for size in chunks if size <= RECURRENT_CHUNK or not is_recurrent)
     return tuple(size for i, size in enumerate(chunks) if not i or chunks[i - 1] < max_model_len)

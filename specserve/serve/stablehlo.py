@@ -61,7 +61,7 @@ class Sizes:
         return -(-self.max_len // self.page_size)
 
     def check(self, context: int) -> "Sizes":
-        """With the width that runs. Raises ConfigError for sizes that make no server."""
+        """Return the sizes with the width that runs. Raises ConfigError for sizes that make no server."""
         if min(self.batch, self.page_size, self.chunk) < 1 or not 2 <= self.max_len <= context:
             raise ConfigError(
                 f"a batch of {self.batch}, pages of {self.page_size} tokens, chunks of {self.chunk} and "
@@ -111,7 +111,7 @@ def export_step(models: Models, tree: Tree | None, sizes: Sizes, platforms: Sequ
 
 
 def _calls(config: StepConfig, weights: Any, tree: Tree | None, sizes: Sizes) -> dict[str, Call]:
-    """Every program, over shapes alone."""
+    """Make every call, over shapes alone."""
     calls = Calls(config, Placement(None), None)
     pages = {"num_pages": sizes.batch * sizes.max_pages, "page_size": sizes.page_size, "max_pages": sizes.max_pages}
     begin = calls.begin(num_slots=sizes.batch, **pages)
@@ -144,7 +144,7 @@ def _export(call: Call, platforms: Sequence[str]) -> jax.export.Exported:
 
 
 def _admission(config: StepConfig, sizes: Sizes) -> Admission:
-    """What a slot of a greedy request starts with, of no prompt yet."""
+    """Make the arrays that the slot of a greedy request starts with, without a prompt."""
     rows = sampler_rows(SamplingParams(temperature=0.0), 0)
     history: Any = np.zeros(sizes.max_pages * sizes.page_size, np.int32)
     page_row: Any = np.full(sizes.max_pages, sizes.batch * sizes.max_pages, np.int32)
@@ -162,7 +162,7 @@ def _manifest(
     calls: Mapping[str, Call],
     weights: Any,
 ) -> dict[str, Any]:
-    """How to call the programs: what they take and give, in order."""
+    """Make the manifest: how to call the programs, and what they take and return, in order."""
     state = calls["admit"].arguments[0]
     extra = {
         "begin": [],
@@ -203,14 +203,14 @@ def _manifest(
 
 
 def _results(call: Call) -> list[dict[str, Any]]:
-    """What a step gives besides the state."""
+    """List the results of a step besides the state."""
     _, result = jax.eval_shape(lambda *arguments: call.function(*arguments, **call.static), *call.arguments)
     assert isinstance(result, StepResult)
     return _entries(result)
 
 
 def _defaults(admission: Admission) -> list[tuple[dict[str, Any], Any]]:
-    """Each array of an admission, and the one value that all of it has."""
+    """List the arrays of an admission, each with the one value that all of it has."""
     found = []
     for entry, leaf in zip(_entries(admission, "admission"), jax.tree.leaves(admission), strict=True):
         [value] = np.unique(np.asarray(leaf)).tolist()
@@ -219,7 +219,7 @@ def _defaults(admission: Admission) -> list[tuple[dict[str, Any], Any]]:
 
 
 def _entries(tree: Any, prefix: str = "") -> list[dict[str, Any]]:
-    """Name, shape and dtype of every array, in the order of the leaves."""
+    """List the name, shape and dtype of every array, in the order of the leaves."""
     found = []
     for path, leaf in jax.tree_util.tree_leaves_with_path(tree):
         name = ".".join(filter(None, (prefix, jax.tree_util.keystr(path, simple=True, separator="."))))

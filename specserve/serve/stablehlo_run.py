@@ -33,7 +33,8 @@ class Exported:
         self._state = list(self._programs["begin"]())
 
     def run(self, name: str, *inputs: Any) -> dict[str, Any]:
-        """Call a program with what it takes besides weights and state; what it gives besides the state, by name."""
+        """Call a program with its arguments besides weights and state. Returns its results besides the state,
+        by name."""
         program = self.manifest["programs"][name]
         known = {"weights": self._weights, "state": self._state}
         arrays = [array for kind in program["takes"] if isinstance(kind, str) for array in known[kind]]
@@ -62,7 +63,7 @@ class Exported:
         return [(spec["name"], spec) for spec in takes if not isinstance(spec, str) and spec["name"] != "slot"]
 
     def generate(self, prompt: list[int], num_tokens: int, *, is_plain: bool = False) -> list[int]:
-        """The tokens that follow a prompt, in slot 0, up to an end-of-sequence token."""
+        """Return the tokens that follow a prompt, in slot 0, up to an end-of-sequence token."""
         num_bytes = -(-self.sizes["vocab_size"] // 8)
         batch, chunk = self.sizes["batch"], self.sizes["chunk"]
         self.admit(0, prompt)

@@ -1,4 +1,4 @@
-"""What is made sure of before a server serves: that its state fits into memory, and that its models make numbers."""
+"""Checks before a server serves: that its state fits into memory, and that its models compute finite numbers."""
 
 import logging
 
@@ -49,8 +49,8 @@ def check_state_fits(config: StepConfig, shapes: Shapes, mesh: Mesh | None) -> N
 
 
 def check_swap_fits(present: Runner, other: Runner) -> None:
-    """The state of a runner with another head takes the place of the present one's, beside whose weights its own are
-    already. Raises ConfigError where that is too large."""
+    """Check that the state of a runner with another head fits in place of the present one's. The weights of both heads
+    are in memory already. Raises ConfigError where the state is too large."""
     mesh, shapes = present.place.mesh, present.shapes
     sizes = {"page_size": shapes.page_size, "max_pages": shapes.max_pages}
     before, after = (

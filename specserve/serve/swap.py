@@ -1,4 +1,5 @@
-"""Another head for an engine that goes on serving: what is made ready beside it, before anything is changed."""
+"""The swap of an engine's head while it serves: everything is made ready beside the old head, before anything is
+changed."""
 
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
@@ -30,7 +31,8 @@ class LoadedHead:
 
 @dataclass(frozen=True)
 class Swap:
-    """A head whose programs are there, to be put in its place between two rounds. `done` is told how that went."""
+    """A head whose programs are there, to be put in its place between two rounds. `done` is called with the
+    outcome."""
 
     runner: Runner
     loaded: LoadedHead
@@ -38,9 +40,9 @@ class Swap:
 
 
 def prepare(runner: Runner, loaded: LoadedHead, *, has_masks: bool, check: Callable[[], None]) -> Swap:
-    """Compile beside a runner that is at work what another head needs and is not there, at the lowest priority; with
-    what token masks need, if `has_masks`. `check` is called now and then, and ends it by raising. Raises ConfigError
-    where the head does not fit, and what the compiler raises."""
+    """Compile the programs that another head needs and that are missing, beside a runner that is at work and at the
+    lowest priority; with `has_masks` also those of token masks. `check` is called now and then, and ends it by
+    raising. Raises ConfigError where the head does not fit, and what the compiler raises."""
     beside = runner.with_head(loaded.head, loaded.trees)
     jax.block_until_ready([weights.draft for weights in beside.layouts.distinct])
     if beside.compiled is not runner.compiled:
@@ -61,5 +63,5 @@ def prepare(runner: Runner, loaded: LoadedHead, *, has_masks: bool, check: Calla
 
 
 def mask_programs(runner: Runner) -> tuple[Program, ...]:
-    """What requests with token masks need, and is not compiled yet."""
+    """List the programs that requests with token masks need, and that are not compiled yet."""
     return tuple(each for each in runner.programs() if each.is_for_masks and each.call().key not in runner.compiled)

@@ -26,7 +26,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Entry:
-    """What was found for one batch size. Gains are in tokens per second, over plain decoding."""
+    """The best way to speculate at one batch size. Gains are in tokens per second, over plain decoding."""
 
     batch_size: int
     speculation: str  # as `parse_speculation` reads it; "off" where nothing is faster than plain decoding
@@ -39,7 +39,7 @@ class Entry:
 
     @property
     def tree(self) -> Tree | None:
-        """The tree; None is plain decoding. Raises ConfigError where the text describes none."""
+        """The tree, or None for plain decoding. Raises ConfigError where the text describes none."""
         return parse_speculation(self.speculation)
 
 
@@ -58,16 +58,16 @@ class Profile:
 
     @property
     def trees(self) -> tuple[tuple[int, Tree | None], ...]:
-        """By batch size, as `shapes.Shapes.tuned` takes them."""
+        """The trees by batch size, as `shapes.Shapes.tuned` takes them."""
         return tuple((entry.batch_size, entry.tree) for entry in self.entries)
 
     @property
     def losses(self) -> tuple[Entry, ...]:
-        """What was slower than plain decoding in the live run, whatever its steps had promised."""
+        """The entries that were slower than plain decoding in the live run, whatever their steps had promised."""
         return tuple(each for each in self.entries if each.measured_gain is not None and each.measured_gain < 1)
 
     def without_losses(self) -> "Profile":
-        """With plain decoding in place of each of the `losses`, which stay in the details."""
+        """Return the profile with plain decoding in place of each of the `losses`, which stay in the details."""
         lost = {each.batch_size: each for each in self.losses}
         entries = tuple(
             Entry(each.batch_size, "off", 1.0, each.plain_ms, each.plain_ms, 1.0) if each.batch_size in lost else each
@@ -120,9 +120,9 @@ def read_profile(file: Path) -> Profile:
 
 
 def facts_of(*, target: str, head: str, params: Any, cache_dtype: str, num_devices: int) -> dict[str, str]:
-    """What decides whether a profile holds: which target (its fingerprint) with weights of which dtypes, which head,
-    the dtype of cached keys and values, and the kind of machine. Its name does not count, so machines of one kind
-    may share a profile."""
+    """Return the facts that decide whether a profile holds: the target (its fingerprint) with the dtypes of its
+    weights, the head, the dtype of cached keys and values, and the kind of machine. Its name does not count, so
+    machines of one kind may share a profile."""
     return {
         "target": target,
         "head": head,
@@ -143,14 +143,14 @@ def machine_facts() -> dict[str, str]:
 
 
 def profile_file(facts: Mapping[str, str]) -> Path:
-    """Where `tune` keeps the profile of these facts, and `serve` looks for it."""
+    """Return the file in which `tune` keeps the profile of these facts, and where `serve` looks for it."""
     name = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:24]
     return host.cache_folder() / "profiles" / f"{name}.json"
 
 
 def find_profile(facts: Mapping[str, str], given: str) -> Profile:
-    """The profile in the file `given`, or where it is empty the one that was kept for these facts. Raises ConfigError
-    where there is none, and where it is one of something else."""
+    """Find the profile: the one in the file `given`, or where that is empty the one that was kept for these facts.
+    Raises ConfigError"""
     file = Path(given).expanduser() if given else profile_file(facts)
     if not given and not file.is_file():
         raise ConfigError(

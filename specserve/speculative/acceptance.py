@@ -1,4 +1,4 @@
-"""How many draft tokens the target accepted: the counts behind tau and behind acceptance by depth.
+"""Counts of the draft tokens that the target accepted, from which tau and the acceptance by depth follow.
 
 The training loop, the evaluation, the benchmarks and the server all count with this class, so their numbers mean the
 same. It knows nothing of where the counts come from.
@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Acceptance:
-    """What the steps after prefill accepted, of one sequence or (by `+`) of many.
+    """The accepted draft tokens of the steps after prefill, of one sequence or (by `+`) of many.
 
     A step is one forward of the target over a tree of draft tokens. It emits the draft tokens that it accepts, and one
     token of the target's own, the bonus token. So the mean number of tokens that a step emits is
@@ -42,7 +42,8 @@ class Acceptance:
         return tuple(n / max(1, m) for n, m in zip(self.accepted_per_depth, above, strict=False))
 
     def after_step(self, n_accepted: int = 0, *, depth: int = 0, num_draft_tokens: int = 0) -> "Acceptance":
-        """These counts and one step more, over a tree of this depth; by default a step of plain decoding."""
+        """Return these counts with one step more, over a tree of `depth` levels. The default is a step of plain
+        decoding."""
         counts = [*self.accepted_per_depth, *[0] * (depth - len(self.accepted_per_depth))]
         for d in range(n_accepted):
             counts[d] += 1

@@ -1,12 +1,12 @@
-"""What a draft's own confidence is worth, found out while serving.
+"""The use of a drafter's own confidence, which is learned while serving.
 
-Some drafters say of each depth of a tree how likely a token there is accepted. What is accepted on average is known
-better from what was accepted. So confidence only moves a sequence's estimate: by how far the last steps' confidence is
-from what it usually is in that sequence, in log-odds, times a trust that all sequences share. The trust begins at
-nothing and follows the gradient of the log-likelihood of what is accepted. A confidence that foresees nothing, or the
-contrary, is not trusted, and one that is always too high or too low does no harm.
+Some drafters say for each depth of a tree how likely a token there is accepted. The average is known better from what
+was accepted. So confidence only moves a sequence's estimate: by how far the last steps' confidence is from its usual
+value in that sequence, in log-odds, times a trust that all sequences share. The trust begins at zero and follows the
+gradient of the log-likelihood of what is accepted. A confidence that predicts nothing, or the contrary, is not
+trusted, and one that is always too high or too low does no harm.
 
-Host code, like the controller.
+This is host code, like the controller.
 """
 
 from dataclasses import dataclass
@@ -21,19 +21,19 @@ SUREST = 6.0  # log-odds beyond count as these
 
 @dataclass(eq=False)
 class Surety:
-    """How sure the draft is of one sequence, by depth, in log-odds."""
+    """The drafter's confidence in one sequence's draft tokens, by depth, in log-odds."""
 
     usual: np.ndarray  # [max_depth] float64
     off: np.ndarray  # [max_depth] float64, by how much it has been surer than that of late
 
     def fade(self) -> None:
-        """A step went by in which the draft was not asked."""
+        """Note a step in which the drafter was not asked: its recent deviation counts less."""
         self.off *= 1 - RECENT_RATE
 
 
 @dataclass(eq=False)
 class Calibration:
-    """What is promised and what is kept."""
+    """The trust in the drafter's confidence: how many accepted tokens it promised, and how many there were."""
 
     promised: float = 0.0  # draft tokens that were expected to be accepted, of those whose fate was seen
     kept: int = 0  # of them, accepted
@@ -41,11 +41,11 @@ class Calibration:
     _common: np.ndarray | None = None  # [max_depth] float64, log-odds, over all sequences
 
     def forget(self) -> None:
-        """Begin anew with another head. What was counted stays counted."""
+        """Begin anew with another head. The counts `promised` and `kept` stay."""
         self.trust, self._common = 0.0, None
 
     def moved(self, rates: np.ndarray, surety: Surety | None) -> np.ndarray:  # [depth] -> [depth]
-        """Acceptance by depth, with what is known of how sure the draft is now."""
+        """Return the acceptance by depth, moved by how sure the drafter is of this sequence now."""
         if surety is None or not self.trust:
             return rates
         return _probability(_log_odds(rates) + self.trust * surety.off[: len(rates)])
@@ -58,7 +58,7 @@ class Calibration:
         num_accepted: int,  # of those that were seen
         max_depth: int,
     ) -> Surety:
-        """Learn from a step; the sequence's new surety."""
+        """Learn from a step, and return the sequence's new surety."""
         num_seen, depth = len(surprise), len(confidence)
         self.promised += float(confidence[:num_seen].sum())
         self.kept += num_accepted

@@ -37,7 +37,7 @@ Shape = tuple[int, int, Tree | None]  # batch size, page-table width, tree: what
 
 @dataclass(eq=False)
 class Estimate:
-    """How one sequence accepts draft tokens: its conditional acceptance by depth."""
+    """The conditional acceptance of one sequence's draft tokens, by depth."""
 
     accept_rate: np.ndarray  # [MAX_DEPTH] float64
     max_depth: int = MAX_DEPTH  # draft tokens that its request lets a step accept
@@ -67,7 +67,8 @@ class Controller:
         self.expect(self.prior)
 
     def expect(self, prior: Sequence[float]) -> None:
-        """Begin anew with a head of this acceptance by depth. Estimates that were started before are not its."""
+        """Begin anew with a head of this acceptance by depth. Estimates that were started before belong to the old
+        head."""
         self._lift.clear()
         self.calibration.forget()
         rates = [*prior] or [UNKNOWN_PRIOR]
@@ -80,7 +81,8 @@ class Controller:
         return Estimate(self._prior.copy(), MAX_DEPTH if max_depth is None else max_depth)
 
     def expected_tokens(self, estimate: Estimate, tree: Tree | None) -> float:
-        """How many tokens a step over this tree is expected to emit for the sequence, the bonus token included."""
+        """Return how many tokens a step over this tree is expected to emit for the sequence, the bonus
+        token included."""
         if tree is None or estimate.max_depth == 0:
             return 1.0
         reach = np.cumprod(self._rates(self._foreseen(estimate, tree), tree))
@@ -119,8 +121,9 @@ class Controller:
         batch_size: int,
         width: int,
     ) -> Tree | None:
-        """A way to try once: of those that speculate, the one that would promise most if it were off its measured cost
-        no more than others are, whatever its own steps seemed to take; or, every second time, plain decoding."""
+        """Return a way to try once. It is the one that would promise most, of those that speculate, if it were off its
+        measured cost no more than others are, whatever its own steps seemed to take. Every second time it is plain
+        decoding."""
         if best is not None and self._num_looks % 2 and None in known:
             return None
 
@@ -180,14 +183,14 @@ class Controller:
         return self.costs[batch_size, width, tree] * math.exp(self._overhead_of(batch_size, tree))
 
     def _overhead_of(self, batch_size: int, tree: Tree | None) -> float:
-        """How far a step is off its measured cost: log(seconds in service / cost)."""
+        """Return log(seconds in service / measured cost) of a step."""
         seen = self._overhead.get((batch_size, tree))
         return seen[0] if seen else self._usual_overhead(batch_size, tree)
 
     def _usual_overhead(self, batch_size: int, tree: Tree | None) -> float:
-        """What to expect of a step that has not run in service: as much faster as similar ones have been on average,
-        or half as much slower, so that it is tried before one that has proved expensive. Similar are those of the same
-        kind, plain or speculative, or else all."""
+        """Return the overhead that is expected of a step that has not run in service: the mean of similar steps where
+        they were faster than measured, or half of it where they were slower, so that the step is tried before one that
+        has proved expensive. Similar steps are those of the same kind, plain or speculative, or else all."""
         seen = {other: value for (size, other), (value, _) in self._overhead.items() if size == batch_size}
         alike = [value for other, value in seen.items() if (other is None) == (tree is None)] or [*seen.values()]
         mean = sum(alike) / len(alike) if alike else 0.0
@@ -202,7 +205,7 @@ class Controller:
         return self.calibration.moved(estimate.accept_rate[: tree.depth], estimate.surety)
 
     def _rates(self, rates: np.ndarray, tree: Tree) -> np.ndarray:  # [depth] -> [depth]
-        """How a tree accepts where a chain accepts at these rates."""
+        """Return the acceptance by depth of a tree, for a sequence in which a chain accepts at these rates."""
         return rates if _is_chain(tree) else 1.0 - (1.0 - rates) ** self._lift_of(tree)
 
     def _lift_of(self, tree: Tree) -> float:

@@ -48,7 +48,8 @@ class SlotView:
 
 @pytree
 class Committed:
-    """What a step has added to the target's cache: for each sequence, the first `count` of n consecutive positions."""
+    """The tokens that a step has added to the target's cache: for each sequence, the first `count` of n consecutive
+    positions."""
 
     index: jax.Array  # [batch, n] int32, the places
     token_ids: jax.Array  # [batch, n] int32, the tokens there
@@ -90,18 +91,18 @@ class Drafter(Protocol):
 
     @property
     def max_tree_depth(self) -> int | None:
-        """How deep its trees can be; None: as deep as is asked for."""
+        """The depth that its trees can have at most. None means no limit."""
         ...
 
     @property
     def remembers(self) -> bool:
-        """Whether `remember` must be called when an answer is finished."""
+        """Return whether `remember` must be called when an answer is finished."""
         ...
 
     def max_pending(self, max_depth: int) -> int:
-        """How many committed tokens the drafter may not have consumed yet, where trees are at most `max_depth` deep.
-        Plain steps may go on without `catch_up` until there are as many. 0 means that it is never behind. A growing
-        sequence's last so many entries are not shared with other sequences."""
+        """Return how many committed tokens may be pending, which means not consumed by the drafter yet, where trees
+        are at most `max_depth` deep. Plain steps may go on without `catch_up` until there are as many. 0 means that
+        the drafter is never behind. A growing sequence's last so many entries are not shared with other sequences."""
         ...
 
     def init_state(self, target: ModelConfig, sizes: Sizes) -> Any:

@@ -69,7 +69,7 @@ class SamplerRows:
 
 @pytree
 class TokenRows:
-    """For each sequence, what its options say about single tokens, and which tokens it holds already."""
+    """The options of each sequence that concern single tokens, and a ledger of the tokens that it holds already."""
 
     bias: jax.Array  # [batch, vocab] float32, added to the logits; -inf bans
     ledger: jax.Array  # [batch, vocab] int32: IN_PROMPT | IS_STOP | times emitted * EMITTED
@@ -187,7 +187,7 @@ def logprobs(
 
 @pytree
 class Scores:
-    """What the target's own distribution says of tokens that were given, not drawn."""
+    """The probabilities and ranks that the target's own distribution gives to tokens that were given, not drawn."""
 
     logprobs: Logprobs  # [batch, n]
     ranks: jax.Array  # [batch, n] int32, 1 for the most likely token
@@ -246,7 +246,7 @@ def noise(
 
 
 def truncate(rows: SamplerRows, logits: jax.Array) -> jax.Array:  # [batch, n, vocab], dropped tokens at -inf
-    """Apply top-k, then top-p over what top-k left, then min-p: the order of Hugging Face and vLLM."""
+    """Apply top-k, then top-p to the tokens that top-k left, then min-p: the order of Hugging Face and vLLM."""
     is_active = (rows.temperature > 0) & ((rows.top_k > 0) | (rows.top_p < 1) | (rows.min_p > 0))
 
     def truncated() -> jax.Array:

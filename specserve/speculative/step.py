@@ -48,7 +48,8 @@ class StepConfig:
 
     @property
     def max_pending(self) -> int:
-        """How many committed tokens the drafter may not have consumed yet. 0 means that it is never behind."""
+        """Return how many committed tokens may be pending, which means not consumed by the drafter yet. 0 means that
+        it is never behind."""
         return self.drafter.max_pending(self.max_depth) if self.drafter else 0
 
 
@@ -437,9 +438,9 @@ def _score(
 
 
 def _has_run(drawn: jax.Array) -> jax.Array:
-    """All True, as NOTHING is the least that is drawn, but computed from the drawn token, so known only once the target
-    has run. A write that it masks comes after every read of the pages. Without that order XLA keeps the old pages alive
-    by copying the whole cache (docs/log)."""
+    """Return True everywhere, as a value that is known only once the target has run: it is computed from the drawn
+    token, and NOTHING is the least that is drawn. A write that it masks comes after every read of the pages. Without
+    that order XLA keeps the old pages alive by copying the whole cache (docs/log)."""
     return drawn >= sampling.NOTHING
 
 

@@ -119,7 +119,7 @@ def chain_proposal(
     token_ids: jax.Array,  # [batch, depth] int32
     source: jax.Array,  # [batch] int32
 ) -> Proposal:
-    """A proposal of one token after the other below the root."""
+    """Make a proposal that is a chain: one token after the other below the root."""
     batch, depth = token_ids.shape
     nodes = jnp.broadcast_to(jnp.arange(depth + 1, dtype=jnp.int32), (batch, depth + 1))
     return Proposal(
@@ -139,7 +139,7 @@ def pad_chain(proposal: Proposal, depth: int) -> Proposal:
 
 
 def ancestor_mask(parents: jax.Array, depth: int) -> jax.Array:  # [batch, node] -> [batch, node, node] bool
-    """True where the second node is the first one or an ancestor of it."""
+    """Return the mask that is True where the second node is the first one or an ancestor of it."""
     node = jnp.arange(parents.shape[1])
     current = jnp.broadcast_to(node, parents.shape)
     mask = current[..., None] == node

@@ -38,7 +38,7 @@ Run = Callable[..., tuple[SlotState, StepResult]]
 
 @dataclass(frozen=True)
 class Arm:
-    """One way of speculating that is measured: a tree, and a temperature."""
+    """A way of speculating that is measured: a tree, and a temperature."""
 
     speculation: str  # as `parse_speculation` reads it
     temperature: float = 0.0  # 0 is greedy
@@ -60,8 +60,8 @@ class Arm:
 
 
 def arms(speculations: Sequence[str], temperatures: Sequence[float]) -> tuple[Arm, ...]:
-    """Every speculation at every temperature, each once; the first at the first comes first. Raises ConfigError where
-    one cannot be measured."""
+    """Return the arm of every speculation at every temperature, each once, beginning with the first speculation at the
+    first temperature. Raises ConfigError where one cannot be measured."""
     if not speculations or not temperatures:
         raise ConfigError("eval.speculation and eval.temperature need at least one value each")
     found = tuple(dict.fromkeys(Arm(*pair) for pair in itertools.product(speculations, temperatures)))
@@ -149,7 +149,8 @@ class AcceptanceMeter:
         return -(-(longest + self._max_depth + 1) // PAGE_SIZE)
 
     def _answer(self, weights: Weights, group: list[int], arm: Arm) -> list[tuple[Acceptance, list[int]]]:
-        """Answer one group: what was accepted of each, and its tokens. Slots beyond the group stay empty."""
+        """Answer one group, and return for each prompt what was accepted of it, and its tokens. Slots beyond the group
+        stay empty."""
         count = len(group)
         lens = np.array([len(self._prompts[i].token_ids) for i in group])
         limits = np.minimum(self._max_new_tokens, self._context - lens)
@@ -179,7 +180,7 @@ class AcceptanceMeter:
         return list(zip(found, said, strict=True))
 
     def _admit(self, group: list[int], arm: Arm) -> SlotState:
-        """A state whose slots hold the group's prompts, each with pages for its own answer."""
+        """Make a state whose slots hold the group's prompts, each with pages for its own answer."""
         num_slots, max_pages = self._num_slots, self._max_pages
         num_pages = sum(self._num_pages(i) for i in self._order[:num_slots])  # of the longest group
         history = np.zeros((num_slots, max_pages * PAGE_SIZE), np.int32)

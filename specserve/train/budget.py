@@ -1,7 +1,9 @@
-"""A budget of time for a whole run: how many questions are answered and how many steps are trained, by what each costs.
+"""A budget of time for a whole run. It decides how many questions are answered and how many steps are trained, by what
+each of them costs.
 
-What is decided stands in the run folder (`budget.json`), and a resumed run follows it instead of measuring again: on
-the same devices it ends with the same head. A budget is an aim. What ends a run in the middle is `train.max_minutes`.
+The decisions stand in the run folder (`budget.json`), and a resumed run follows them instead of measuring again, so on
+the same devices it ends with the same head. A budget is an aim. The limit that ends a run in the middle is
+`train.max_minutes`.
 """
 
 import dataclasses
@@ -27,7 +29,7 @@ MEASUREMENTS = 10  # along the way, at least
 
 
 def seconds_of(text: str) -> float:
-    """The seconds that a budget such as `2h`, `90m` or `1h 30min` names. Raises ConfigError."""
+    """Return the seconds in a budget such as `2h`, `90m` or `1h 30min`. Raises ConfigError."""
     parts = _TEXT.findall(text)
     total = sum(float(number) * UNITS[unit] for number, unit in parts)
     if not total or _TEXT.sub("", text).strip():
@@ -37,7 +39,8 @@ def seconds_of(text: str) -> float:
 
 @dataclass(frozen=True)
 class Budget:
-    """What a run may take, what it took so far, and what was decided. Zero: not yet."""
+    """The time that a run may take, the time that it took so far, and the decisions that follow. A value of zero is
+    not known yet."""
 
     seconds: float
     spent: float = 0.0  # in stages that are over
@@ -48,7 +51,7 @@ class Budget:
 
     @property
     def probe_seconds(self) -> float:
-        """How long a stage is measured before it is scaled."""
+        """The seconds for which a stage is measured before its length is decided."""
         return min(PROBE_SECONDS, PROBE_SHARE * self.seconds)
 
     def with_conversations(self, *, most: int, there: int, seconds_each: float, spent: float) -> "Budget":
@@ -59,8 +62,9 @@ class Budget:
         return dataclasses.replace(self, conversations=min(max(number, 1), most), seconds_per_conversation=seconds_each)
 
     def with_steps(self, *, most: int, seconds_each: float, spent: float) -> "Budget":
-        """Decide how many steps are trained in the time that is left when `spent` seconds are over, but for the ending;
-        at least one, and `most` at most, where that is not 0."""
+        """Decide how many steps are trained, after `spent` seconds are over: as many as fit into the rest of the
+        budget without the share that measuring and saving need. It is at least one step, and `most` at most where
+        that is not 0."""
         left = max(0.0, (1 - ENDING_SHARE) * self.seconds - spent)
         number = max(1, int(left / seconds_each))
         return dataclasses.replace(
@@ -68,7 +72,7 @@ class Budget:
         )
 
     def apply(self, run: TrainRun) -> TrainRun:
-        """The run with what was decided so far. It is measured and saved often enough for its new length."""
+        """Return the run with the decisions so far. It is measured and saved often enough for its new length."""
         if self.conversations:
             run = dataclasses.replace(run, data=dataclasses.replace(run.data, max_conversations=self.conversations))
         if not self.steps:
@@ -80,8 +84,8 @@ class Budget:
 
 
 def begin(run: TrainRun) -> Budget | None:
-    """The budget of a run whose folder is there, with what was decided where the run is resumed; None where it has no
-    budget. Raises ConfigError, and CheckpointError for a file that cannot be read."""
+    """Return the budget of a run whose folder exists, with the earlier decisions where the run is resumed, or None
+    where it has no budget. Raises ConfigError, and CheckpointError for a file that cannot be read."""
     if not run.budget:
         return None
     budget, path = Budget(seconds_of(run.budget)), Path(run.output) / FILE
@@ -92,7 +96,7 @@ def begin(run: TrainRun) -> Budget | None:
 
 
 def decided(run: TrainRun) -> TrainRun:
-    """The run as the budget in its folder has scaled it so far. Raises CheckpointError."""
+    """Return the run with the decisions of the budget in its folder. Raises CheckpointError."""
     path = Path(run.output) / FILE
     return _read(path).apply(run) if run.budget and path.is_file() else run
 
@@ -105,7 +109,7 @@ def _read(path: Path) -> Budget:
 
 
 def record(run: TrainRun, budget: Budget) -> None:
-    """Keep what was decided, for a run that goes on with this one. Raises CheckpointError."""
+    """Write the decisions down for a run that resumes this one. Raises CheckpointError."""
     path = Path(run.output) / FILE
     try:
         with whole_file(path) as partial:

@@ -194,7 +194,7 @@ def open_features(
 def capture(
     features: FeatureFolder, folder: Path, run: TrainRun, rows: PackedRows, ids: np.ndarray, mesh: Mesh | None
 ) -> None:
-    """Capture what is missing, for which the target is loaded, and let go of it again."""
+    """Capture the files that are missing. The target is loaded for that, and let go of again."""
     missing = features.missing()
     if not missing:
         return

@@ -41,7 +41,7 @@ class Line:
 
 @dataclass(frozen=True)
 class Chart:
-    """What the template draws, and the same values as a table."""
+    """The parts of a chart that the template draws, and the same values as a table."""
 
     title: str
     note: str

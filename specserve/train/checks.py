@@ -1,4 +1,5 @@
-"""What a run asks for that cannot be, refused before anything is loaded: by the run and by its dry run alike."""
+"""Checks of a run's settings, which refuse what cannot work before anything is loaded. The run and its dry run make
+the same checks."""
 
 import math
 
@@ -19,7 +20,7 @@ from specserve.train.step import rollout_of
 
 
 def check_settings(run: TrainRun) -> None:
-    """What no target and no device could mend. Raises ConfigError."""
+    """Check what is wrong with any target and on any device. Raises ConfigError."""
     train = run.train
     if not train.max_steps and not train.max_minutes:
         raise ConfigError("train.max_steps and train.max_minutes are both 0; give one of them")
@@ -83,7 +84,7 @@ def check_drafter(train: TrainSettings, drafter: TrainedDrafter) -> None:
 
 
 def _check_shares(train: TrainSettings, mesh: str) -> None:
-    """A mesh shares batches and rows out evenly."""
+    """Check that the mesh cuts batches and rows evenly. Raises ConfigError."""
     sizes = mesh_sizes(mesh)
     for axis, what, size in (
         ("batch", "train.batch_size / train.accumulate", train.batch_size // train.accumulate),
@@ -96,7 +97,7 @@ def _check_shares(train: TrainSettings, mesh: str) -> None:
 
 
 def _check_stages(run: TrainRun) -> None:
-    """What only one process can do, or only with the target in memory."""
+    """Check stages that only one process can run, or that need the target in memory. Raises ConfigError."""
     if run.budget:
         seconds_of(run.budget)
     if run.budget and not run.has_layers:
@@ -110,7 +111,8 @@ def _check_stages(run: TrainRun) -> None:
 
 
 def _check_ray(run: TrainRun) -> None:
-    """Who starts the processes of the run: Ray, or whoever tells them of a coordinator."""
+    """Check that the processes of the run are started either by Ray or with a coordinator, and not by both. Raises
+    ConfigError."""
     if run.ray and (run.coordinator or run.num_processes > 1 or run.process_id):
         raise ConfigError(
             "--ray starts the processes of a run itself: give --num-workers, and no --coordinator, --num-processes or "
@@ -120,7 +122,8 @@ def _check_ray(run: TrainRun) -> None:
 
 
 def _check_service(run: TrainRun) -> None:
-    """Who runs the target: the training step, or processes of its own."""
+    """Check the settings of a target that runs in processes of its own, which only hold where it does. Raises
+    ConfigError."""
     service = run.service
     if not service.target_service and service != ServiceSettings():
         raise ConfigError(
@@ -140,7 +143,8 @@ def _check_service(run: TrainRun) -> None:
 
 
 def targets_of_each(run: TrainRun, num_trainers: int) -> int:
-    """How many target processes work for each training process. Raises ConfigError where they cannot be shared out."""
+    """Return the number of target processes that work for each training process. Raises ConfigError where they cannot
+    be shared out."""
     if run.service.target_service % num_trainers:
         raise ConfigError(
             f"--target-service {run.service.target_service}: each of the {num_trainers} training processes has target "

@@ -33,8 +33,9 @@ DEFAULT_LOGITS_AT_ONCE = 1 << 27  # 512 MB in float32
 
 
 class Teacher(Protocol):
-    """What the frozen target says about positions: a pytree of [batch, seq, ...] arrays, cut and flattened to
-    [position, ...] as the chunks need it, or to [position, rollout, ...] where states have teachers of their own."""
+    """The frozen target's predictions at positions: a pytree of [batch, seq, ...] arrays. They are cut and flattened
+    to [position, ...] as the chunks need it, or to [position, rollout, ...] where each state has a teacher of its own.
+    """
 
     def distribution(
         self, target: TargetParams, config: ModelConfig, vocab: DraftVocab
@@ -71,7 +72,7 @@ class Sums:
 
 @pytree
 class RolloutMetrics:
-    """One value per rollout step."""
+    """The metrics of a rollout, one value for each of its steps."""
 
     loss: jax.Array  # [rollout] float32, nats, mean over the positions whose best token the draft has
     accuracy: jax.Array  # [rollout] float32: how often the draft's best token is the target's, others counted as misses
@@ -167,7 +168,7 @@ def _sum_columns(
 
 
 def _teachers(teacher: Any, positions: jax.Array) -> Any:  # [batch, seq, ...] leaves -> [batch, n, rollout, ...]
-    """What the target says about the positions [rollout, batch, n] that states foresee."""
+    """Return the target's predictions at the positions [rollout, batch, n] whose tokens the states predict."""
     index = jnp.moveaxis(positions, 0, 2)  # [batch, n, rollout]
 
     def take(leaf: jax.Array) -> jax.Array:
@@ -186,7 +187,8 @@ def _compare(
     weigh: Weigh | None,
     also: jax.Array | None,  # [rollout, state] float32, nats
 ) -> tuple[Sums, jax.Array]:
-    """The sums, and [rollout] float32 the loss by what its states count, with what they learn beside it."""
+    """Return the sums, and the loss [rollout] float32, in which each state counts by its weight, with what the states
+    learn besides."""
     is_known = jnp.where(best >= 0, weights, 0.0)
     of_best = jnp.take_along_axis(logits, jnp.maximum(best, 0)[..., None], axis=-1)[..., 0]
     is_hit = of_best >= jnp.max(logits, axis=-1)
@@ -205,7 +207,7 @@ def _compare(
 
 
 def _filled_up(tree: Tree, missing: int, axis: int) -> Tree:
-    """Arrays with so many zeros more along an axis."""
+    """Return the arrays with so many zeros appended along an axis."""
 
     def fill(x: jax.Array) -> jax.Array:
         return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
@@ -245,7 +247,7 @@ def _in_chunks(
 
 
 def chunk_length(num_positions: int, num_logits: int, backend: str) -> int:
-    """Positions whose logits, so many for each, are there at once."""
+    """Return how many positions a chunk has: those whose logits, so many for each, are in memory at once."""
     budget = LOGITS_AT_ONCE.get(backend, DEFAULT_LOGITS_AT_ONCE)
     return part_length(num_positions, max(1, budget // num_logits))
 

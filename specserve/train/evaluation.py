@@ -18,8 +18,8 @@ from specserve.train.settings import EvalSettings
 
 @dataclass(frozen=True)
 class Evaluation:
-    """What a measurement of a head found, by arm: the run's own arm, the first speculation at the first temperature,
-    comes first."""
+    """The results of measuring a head, by arm. The run's own arm, which is the first speculation at the first
+    temperature, comes first."""
 
     arms: tuple[Measured, ...]
     num_skipped: int  # prompts that do not fit the context
@@ -31,7 +31,7 @@ class Evaluation:
         return self.arms[0].total.tau
 
     def to_json(self) -> dict[str, Any]:
-        """What the metrics and the notes of the head keep of it."""
+        """Return the entries that the metrics and the head's notes keep of this measurement."""
         first = self.arms[0].total
         return {
             "tau": first.tau,

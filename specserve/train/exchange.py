@@ -1,11 +1,12 @@
-"""How many bytes the devices of a mesh send each other in a training step, from shapes alone, and how long that takes.
+"""The bytes that the devices of a mesh send each other in a training step, from shapes alone, and the time that it
+takes.
 
-Bytes are what each device sends where collectives run in rings, as they do unless links allow better. Over p devices
-that is (p - 1) n for an all-gather of parts of n bytes and for a reduce-scatter whose results have n bytes, and 2 (p -
-1) / p n for an all-reduce of n bytes (Patarasu and Yuan 2009, Bandwidth optimal all-reduce algorithms). They are those
-of the present implementation, where what is summed in the end is sent once: XLA's compiler for CPUs sends the
-gradients of every rollout step by themselves. Keys and values along `sequence` are an estimate from above. What is
-less than a position's width, such as the sums of a softmax whose vocabulary is cut, is left out.
+A device sends what it would in rings, which is how collectives run unless links allow better. Over p devices that is
+(p - 1) n for an all-gather of parts of n bytes and for a reduce-scatter whose results have n bytes, and 2 (p - 1) / p
+n for an all-reduce of n bytes (Patarasu and Yuan 2009, Bandwidth optimal all-reduce algorithms). The counts are those
+of the present implementation, in which each sum is sent once, at its end; XLA's compiler for CPUs sends the gradients
+of every rollout step by themselves. Keys and values along `sequence` are an estimate from above. Anything smaller than
+a position's width, such as the sums of a softmax whose vocabulary is cut, is left out.
 """
 
 import math
@@ -23,7 +24,7 @@ from specserve.train.teachers import TeacherName
 
 @dataclass(frozen=True)
 class Exchange:
-    """What each device sends to those that differ from it along some axes of the mesh, in one step."""
+    """The bytes that each device sends in one step to those that differ from it along some axes of the mesh."""
 
     what: str
     axes: tuple[str, ...]
@@ -57,8 +58,8 @@ def step_exchanges(
 
 
 def span(sizes: Mapping[str, int], axes: tuple[str, ...]) -> int:
-    """How many devices in a row, as a mesh of these sizes numbers them, hold one group along these axes: from its first
-    to its last."""
+    """Return how many consecutive devices, as a mesh of these sizes numbers them, a group along these axes spans, from
+    its first to its last."""
     found, stride = 1, 1
     for axis in reversed(MESH_AXES):
         size = sizes.get(axis, 1)
@@ -90,9 +91,9 @@ def _gradient(mesh: Mesh, size: int) -> Exchange:
 
 
 def _head(draft: TrainedDrafter, costs: Costs, rollout: Rollout, mesh: Mesh, positions: int) -> list[Exchange]:
-    """What the head's layers add up, forward and backward, with the gradients of the states that make logits; the keys
-    and values that others see, once forward, once more where steps are computed again, and their gradients; and the
-    tokens of a layer with experts."""
+    """List the exchanges of the head. Its layers' sums are added up forward and backward, and so are the gradients of
+    the states that make logits. Keys and values are gathered forward, once more where steps are computed again, and
+    their gradients are sent back. Layers with experts send tokens."""
     each = positions * _itemsize(draft.dtype)
     kv = costs.kv * on_each_device(mesh, "kv_heads", costs.num_kv_heads) / costs.num_kv_heads
     of_states = costs.states * rollout.length * draft.d_model if _is_cut(mesh, draft.draft_vocab_size) else 0
@@ -106,7 +107,8 @@ def _head(draft: TrainedDrafter, costs: Costs, rollout: Rollout, mesh: Mesh, pos
 
 
 def _experts(target: ModelConfig, mesh: Mesh, positions: int) -> Exchange:
-    """Tokens go to the devices that have their experts, with ids and weights, and sums come back."""
+    """List the exchanges of experts: tokens go to the devices that have their experts, with ids and weights, and sums
+    come back."""
     layers = sum(target.kind(i).has_experts for i in range(target.num_layers))
     each = 2 * target.d_model * _itemsize(target.dtype) + 8 * (target.experts.top_k if target.experts else 0)
     size = _gathered(num_parts(mesh, "experts"), positions * each * layers)
@@ -114,7 +116,8 @@ def _experts(target: ModelConfig, mesh: Mesh, positions: int) -> Exchange:
 
 
 def _layers(target: ModelConfig, mesh: Mesh, positions: int) -> list[Exchange]:
-    """Sums after every attention and MLP and of the embedding, and keys and values."""
+    """List the exchanges of the target's layers: sums after every attention and MLP and of the embedding, and keys and
+    values."""
     each = positions * _itemsize(target.dtype)
     sums = 2 * target.num_layers + _is_cut(mesh, target.vocab_size)
     kv = sum(_kv_dim(target, i, mesh) for i in range(target.num_layers))
@@ -126,8 +129,8 @@ def _layers(target: ModelConfig, mesh: Mesh, positions: int) -> list[Exchange]:
 
 
 def _kv_dim(target: ModelConfig, i: int, mesh: Mesh) -> int:
-    """How many numbers of a position's keys and values a device has in a layer: those of its heads. Latents are
-    expanded. A recurrent layer takes the whole input."""
+    """Return how many numbers a device has in a layer for a position's keys and values, which are those of its own
+    heads. Latents are expanded. A recurrent layer takes the whole input."""
     mixer = target.kind(i).mixer
     if mixer == "latent" and (latent := target.latent):
         return on_each_device(mesh, "heads", target.num_heads) * (latent.nope_dim + latent.rope_dim + latent.v_dim)

@@ -1,6 +1,6 @@
-"""What a frozen target has to say about rows, small enough to be kept: its tapped states in 8 or 4 bits, with a scale
-for each token's tap, and of its distribution over the draft vocabulary the likeliest tokens and the mass of the rest.
-"""
+"""The frozen target's outputs on rows, small enough to be kept. Tapped hidden states are in 8 or 4 bits, with a scale
+for each tap of a token. The distribution over the draft vocabulary is kept as its likeliest tokens and the mass of the
+rest."""
 
 from typing import Any, Literal, Protocol
 
@@ -21,20 +21,20 @@ LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}  # of a code
 
 
 class FeatureSource(Protocol):
-    """Where training takes from what the frozen target has to say, in place of the target's layers."""
+    """A source from which training takes the frozen target's outputs, instead of running the target's layers."""
 
     @property
     def needs_head(self) -> bool:
-        """Whether the target's output head is needed to make a teacher of it."""
+        """Return whether the target's output head is needed to make a teacher of the features."""
         ...
 
     def next_features(self, loader: Loader) -> Any:
-        """Of the rows that the loader hands out next, as NumPy arrays in a pytree with an `aux_hidden_states()` and a
-        `teacher`. Raises a SpecServeError where there is nothing, or nothing right."""
+        """Return the features of the rows that the loader hands out next, as NumPy arrays in a pytree with an
+        `aux_hidden_states()` and a `teacher`. Raises a SpecServeError where they are missing or wrong."""
         ...
 
     def close(self) -> None:
-        """Let go of what it holds."""
+        """Free the files, processes or memory that the source holds."""
         ...
 
 
@@ -61,7 +61,7 @@ class TopK:
 
 @pytree
 class Features:
-    """What was captured of a batch of rows."""
+    """The captured features of a batch of rows."""
 
     codes: jax.Array  # [batch, seq, tap, d_model] int8 or float8; int4: uint8, channel i and i + d_model / 2 in one
     scale: jax.Array  # [batch, seq, tap] float32
@@ -75,7 +75,7 @@ class Features:
 
 @pytree
 class States:
-    """What a target has computed of a batch of rows, which a step needs of it: its states as they were, or in 8 bits
+    """The target's outputs on a batch of rows that a training step needs: hidden states as they were, or in 8 bits
     with a scale for each token's tap and last state."""
 
     taps: jax.Array  # [batch, seq, tap, d_model] of the target's dtype, int8 or float8
@@ -115,9 +115,9 @@ class States:
 
 
 def encode(states: jax.Array, how: Format) -> tuple[jax.Array, jax.Array]:  # [..., d] -> codes [..., d], scale [...]
-    """Each row on its own and symmetrically: its largest magnitude becomes the largest code. An element is off by half
-    a step at most: 1/254 (int8) or 1/14 (int4) of its row's largest magnitude, or 1/16 of itself (fp8, e4m3; below
-    1/28,672 of the largest half a subnormal step)."""
+    """Quantise each row on its own and symmetrically: its largest magnitude becomes the largest code. An element is
+    off by half a step at most: 1/254 (int8) or 1/14 (int4) of its row's largest magnitude, or 1/16 of itself (fp8,
+    e4m3; below 1/28,672 of the largest half a subnormal step)."""
     states = states.astype(jnp.float32)
     magnitude = jnp.max(jnp.abs(states), axis=-1)
     scale = jnp.where(magnitude > 0, magnitude / LARGEST[how], 1.0)
@@ -152,7 +152,8 @@ def make_features(
     how: Format,
     top_k: int,
 ) -> Features:
-    """What is kept of a target's outputs. The distribution is computed a chunk of positions at a time."""
+    """Return the part of a target's outputs that is kept. The distribution is computed a chunk of positions
+    at a time."""
     batch, seq, d_model = hidden_states.shape
     codes, scale = encode(aux_hidden_states.reshape(batch, seq, -1, d_model), how)
     length = chunk_length(batch * seq, config.vocab_size, jax.default_backend())
@@ -169,7 +170,8 @@ def make_features(
 
 
 def bytes_per_position(target: ModelConfig, drafter: TrainedDrafter, how: Format, top_k: int) -> tuple[int, int]:
-    """Kept of each position, and what its taps and last hidden state would take in bfloat16."""
+    """Return two numbers of bytes for each position: those that are kept, and those that its taps and last hidden
+    state would take in bfloat16."""
     taps = len(drafter.aux_layers)
     states = taps * (target.d_model // (2 if how == "int4" else 1) + 4)
     id_bytes = 2 if drafter.draft_vocab_size <= 1 << 16 else 4

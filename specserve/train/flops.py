@@ -1,4 +1,4 @@
-"""How many floating point operations a training step takes, from shapes alone.
+"""The floating point operations that a training step takes, from shapes alone.
 
 A product of [n, i] with [i, o] is 2 n i o operations; element-wise work is not counted. Useful operations are those
 that any implementation must do: every matrix once forward and twice backward, attention over the keys that a causal
@@ -54,7 +54,7 @@ def step_flops(
     """Count the operations of a step over `batch` rows of `seq` positions, which the mesh divides."""
 
     def over(mesh: Mesh | None) -> tuple[Flops, Flops, Flops]:
-        """Of one device of the mesh."""
+        """Return the operations of one device of the mesh."""
         positions = batch * seq // (num_parts(mesh, "batch") * num_parts(mesh, "sequence"))
         forward = target_flops(target, seq, positions, platform, mesh) if has_layers else Flops(0, 0)
         costs = draft.costs(rollout, seq, mesh)

@@ -1,4 +1,5 @@
-"""What more data would bring: a saturating power law through the tau that was measured, and how sure that is.
+"""A forecast of what more data would bring: a saturating power law through the tau that was measured, and how sure
+that is.
 
     tau(n) = a - b * n^-c,  b >= 0,  a <= the longest step
 
@@ -32,7 +33,7 @@ class Range:
 
 @dataclass(frozen=True, eq=False)
 class PowerLaw:
-    """All the curves that the points allow, one for each exponent."""
+    """The curves that the points allow, one for each exponent."""
 
     limit: np.ndarray  # a, [curve]
     gain: np.ndarray  # b, [curve], at `unit` samples

@@ -17,8 +17,8 @@ from specserve.models.config import ModelConfig
 
 
 def new_drafter(kind: KindName, settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> TrainedDrafter:
-    """One of a kind and of the shape that the settings ask for, the target's where they say nothing. Raises
-    ConfigError, also for a setting that this kind has no use for."""
+    """Make a drafter of a kind, with the shape that the settings ask for, or the target's where they say nothing.
+    Raises ConfigError, also for a setting that this kind has no use for."""
     known, given = COMMON | KINDS[kind].understands, dataclasses.asdict(settings)
     neutral = dataclasses.asdict(DraftSettings())
     unused = [f"draft.{name} {value}" for name, value in given.items() if name not in known and value != neutral[name]]
@@ -44,7 +44,7 @@ def earlier_head(name: str, settings: DraftSettings, target: Target) -> Head:
 
 
 def earlier_drafter(folder: Path, settings: DraftSettings, target: ModelConfig, target_name: str) -> TrainedDrafter:
-    """Its shape alone, which needs no weights. Raises as `earlier_head` does."""
+    """Read the shape of an earlier head, which needs none of its weights. Raises as `earlier_head` does."""
     drafter = read_drafter(folder, target, target_name, dtype="float32")
     has = drafter.facts()
     asked = {field.name: getattr(settings, field.name) for field in dataclasses.fields(settings)}

@@ -60,8 +60,8 @@ def hybrid(p: jax.Array, logits: jax.Array, kl_decay: float) -> jax.Array:
 
 
 def expected_length(accepted: jax.Array, weights: jax.Array) -> jax.Array:
-    """What the states of a block count by the length of it that is expected to be accepted (D-PACE, arXiv 2605.18810,
-    equations 7 and 8), which shifts to later states as earlier ones are learnt.
+    """Weight the states of a block by the number of its tokens that are expected to be accepted (D-PACE, arXiv
+    2605.18810, equations 7 and 8). The weights shift to later states as earlier ones are learnt.
 
     A token is accepted where all before it are, so the expected length is sum_m prod_(i <= m) s_i, and the share of it
     that needs state k is sum_(m >= k) prod_(i <= m) s_i. The paper has s_i = (1 - a) q_i + a with a = 1/2, q_i being

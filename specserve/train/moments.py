@@ -1,4 +1,4 @@
-"""What an optimiser remembers between steps, kept smaller or elsewhere: in 8 bits, or in the host's memory.
+"""Smaller memory for an optimiser's moments between steps: they are kept in 8 bits, or in the host's memory.
 
 Both are wrappers of an optax transformation whose state calls its moments `mu` (of the gradient) and `nu` (of its
 square). Only those of matrices are touched; vectors, of which there are few, stay as they are.
@@ -65,7 +65,7 @@ def encode(values: jax.Array, count: jax.Array, *, is_squared: bool) -> Codes:
 
 
 def decode(stored: Codes) -> jax.Array:
-    """What `encode` kept, in float32."""
+    """Restore in float32 the moment that `encode` has kept."""
     levels, octaves = _scale_of(stored.is_squared)
     code = stored.codes.astype(jnp.float32)
     share = jnp.where(code == 0, 0.0, jnp.exp2((jnp.abs(code) - levels) * (octaves / levels)))
@@ -123,8 +123,8 @@ def place(
     of_params: Any,  # where each of them lives
     rest: Sharding,  # where everything else does
 ) -> Any:
-    """Where each array of an optimiser's state lives: what is kept of a parameter as the parameter does, but in the
-    host's memory if `on_host` keeps it."""
+    """Return where each array of an optimiser's state lives. A parameter's moments live where the parameter does, or
+    in the host's memory if `on_host` keeps them there."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(params)
     places = [
         (path, leaf.shape, own) for (path, leaf), own in zip(leaves, structure.flatten_up_to(of_params), strict=True)
@@ -141,7 +141,7 @@ def place(
 
 
 def _but_last(place: Sharding, rank: int) -> Sharding:
-    """The same without a cut along the last axis."""
+    """Return the same sharding without a cut along the last axis."""
     if not isinstance(place, NamedSharding):
         return place
     axes = [*place.spec, *[None] * (rank - len(place.spec))]
@@ -162,7 +162,7 @@ def _to_device(state: Any) -> Any:
 
 
 def _moment(path: tuple[Any, ...], leaf: jax.Array) -> str:
-    """Which moment of a matrix a leaf of an optax state is: mu, nu, or none ("")."""
+    """Return which moment of a matrix a leaf of an optax state is: mu, nu, or none ("")."""
     names = [key.name for key in path if isinstance(key, GetAttrKey) and key.name in ("mu", "nu")]
     return names[0] if names and leaf.ndim > 1 else ""
 

@@ -1,5 +1,5 @@
-"""Who watches a run, beside the bar on the terminal: the trackers it asked for, and the report that is written when it
-ends, however it does."""
+"""The observers of a run beside the progress bar: the trackers that it asked for, and the report, which is written
+whenever and however it ends."""
 
 import dataclasses
 import json

@@ -1,5 +1,5 @@
-"""What a whole run will take, and what it may bring, before anything is downloaded or computed: samples, hours, disk,
-memory, and the acceptance that others have reached."""
+"""An outline of a whole run, made before anything is downloaded or computed: samples, hours, disk, memory, and the
+acceptance that others have reached."""
 
 import json
 import math
@@ -67,7 +67,7 @@ def outline(plan: Plan, device_kind: str) -> Outline:
 
 
 def expected(target: str, num_params: int) -> Reached:
-    """What heads have reached for this target, or else for the published one whose size is nearest."""
+    """Return what heads have reached for this target, or else for the published one whose size is nearest."""
     table = [Reached(**row) for row in json.loads(TAUS_FILE.read_text(encoding="utf-8"))]
     same = [row for row in table if row.target == target]
     if same:
@@ -77,13 +77,14 @@ def expected(target: str, num_params: int) -> Reached:
 
 
 def answer_tokens(plan: Plan) -> int:
-    """Tokens that the target will have written, about; of one conversation where their number is not known yet."""
+    """Estimate how many tokens the target will have written, in all or in one conversation where the number of
+    conversations is not known yet."""
     longest = plan.run.data.answer_tokens or plan.run.train.seq_len
     return max(1, plan.run.data.max_conversations) * min(ANSWER_TOKENS, longest)
 
 
 def _answer_hours(plan: Plan, device: Device) -> float:
-    """A step reads the weights once and brings a token for each of the sequences."""
+    """Estimate the hours of answering: a step reads the weights once and brings one token for each of the sequences."""
     weights = plan.memory[0].num_bytes
     steps = answer_tokens(plan) / plan.run.data.answer_slots
     return steps * weights / (device.bandwidth * SHARE_OF_BANDWIDTH) / 3600

@@ -1,4 +1,4 @@
-"""What the HTML reports share: a page in one file that needs no network (`page.html.j2`), and its parts: bars, tables
+"""The parts that the HTML reports share: a page in one file that needs no network (`page.html.j2`), and bars, tables
 and charts (`parts.html.j2`)."""
 
 from pathlib import Path

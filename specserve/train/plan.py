@@ -1,5 +1,5 @@
-"""What a training run will take, by shape arithmetic: `specserve train --dry-run`. Nothing is loaded but a
-config.json, and nothing of a model's size is allocated."""
+"""The cost of a training run, by shape arithmetic: `specserve train --dry-run`. Nothing is loaded but a config.json,
+and nothing of a model's size is allocated."""
 
 import dataclasses
 import math
@@ -42,7 +42,7 @@ DTYPE, BACKEND = "bfloat16", "gpu"  # a plan is for accelerators, wherever it is
 
 @dataclass(frozen=True)
 class Part:
-    """One part of the memory that a run takes on each device."""
+    """A part of the memory that a run takes on each device."""
 
     name: str
     num_bytes: int
@@ -51,7 +51,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Plan:
-    """What a run would take in memory and in operations, if it began."""
+    """The memory and the operations that a run would take, if it began."""
 
     run: TrainRun
     config_from: str
@@ -73,7 +73,7 @@ class Plan:
 
     @property
     def positions(self) -> int:
-        """How many positions a step computes over all devices, padding included."""
+        """The number of positions that a step computes over all devices, padding included."""
         return self.run.train.batch_size * self.run.train.seq_len
 
     @property
@@ -81,8 +81,8 @@ class Plan:
         return sum(part.num_bytes for part in self.memory)
 
     def sending_seconds(self, device: Device) -> float:
-        """How long a step's exchanges take between such devices, each by itself. One whose group reaches beyond the
-        devices that NVLink or ICI joins goes over the network."""
+        """Return how long a step's exchanges take between such devices, each by itself. An exchange goes over the
+        network where its group reaches beyond the devices that NVLink or ICI joins."""
         return sum(each.num_bytes / device.rate_among(span(self.mesh, each.axes)) for each in self.exchanges)
 
     def positions_per_second(self, device: Device, share: float = 1.0) -> float:
@@ -162,7 +162,7 @@ def plan_drafter(run: TrainRun, target: ModelConfig) -> TrainedDrafter:
 
 
 def is_known_here(name: str) -> bool:
-    """Whether `find_config` can say something of this target."""
+    """Return whether `find_config` can find this target."""
     return name in (BUNDLED, *PRESETS) or Path(name).expanduser().is_dir() or _cached_config(name) is not None
 
 
@@ -208,7 +208,7 @@ def _weights(run: TrainRun, config: ModelConfig, spec: TargetParams, mesh: Mesh,
 
 @dataclass(frozen=True)
 class Held:
-    """What each device has of one of the target's parameters."""
+    """The part of one of the target's parameters that each device holds."""
 
     field: str  # of `TargetParams`
     spec: ParamSpec  # of the whole parameter
@@ -279,7 +279,7 @@ class _Activations:
 
     @property
     def positions(self) -> int:
-        """How many positions a device computes at once."""
+        """The number of positions that a device computes at once."""
         train = self.run.train
         rows = -(-train.batch_size // (train.accumulate * num_parts(self.mesh, "batch")))
         return rows * -(-train.seq_len // num_parts(self.mesh, "sequence"))
@@ -296,7 +296,7 @@ class _Activations:
         )
 
     def source(self) -> str:
-        """Where the target's states come from, in words."""
+        """Return in words where the target's states come from."""
         if self.run.features.capture:
             return "captured"
         return "taps, last state, sent" if self.run.service.target_service else "taps, last state"

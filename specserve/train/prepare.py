@@ -1,4 +1,4 @@
-"""From the settings of a run to a trainer: target, tokenised data, draft vocabulary, held-out prompts."""
+"""The way from the settings of a run to a trainer: target, tokenised data, draft vocabulary, held-out prompts."""
 
 import logging
 from collections.abc import Collection
@@ -43,7 +43,7 @@ Mixture = tuple[sources.SourceRows, ...]
 
 @dataclass(frozen=True)
 class Materials:
-    """What a run is made of, whatever it computes."""
+    """The materials of a run, whatever it computes: target, data, prompts and drafter."""
 
     source: TargetSource
     target: Target  # without its layers, where their states come from elsewhere
@@ -138,7 +138,8 @@ def load_materials(run: TrainRun, mesh: Mesh | None, mixture: Mixture | None = N
 
 
 def _notes(run: TrainRun, source: TargetSource, loaded: Dataset, target_ids: np.ndarray) -> dict[str, Any]:
-    """What a head says of the run that trained it, known before its first step."""
+    """Return the notes that a head carries about the run that trained it, as far as they are known before its first
+    step."""
     return {
         "target": source.name,
         "target_fingerprint": provenance.fingerprint(source.folder),
@@ -186,7 +187,7 @@ def load_data(
     vocab_size: int,
     mixture: Mixture | None = None,  # of `load_mixture`, where it is read already
 ) -> tuple[Dataset, list[Prompt]]:
-    """The packed training rows, and the prompts to measure on, of which nothing is trained on."""
+    """Load the packed training rows, and the held-out prompts to measure on, which are not trained on."""
     mixture = mixture or load_mixture(run, vocab_size)
     drawn = dataset.draw(mixture, run.data.max_conversations, run.train.seed)
     max_len, workers = run.train.seq_len, run.data.workers

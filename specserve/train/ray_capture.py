@@ -59,7 +59,7 @@ def _capture_on_ray(run: TrainRun) -> FeatureFolder:
 
 @dataclass(frozen=True)
 class _Told:
-    """What every worker is told."""
+    """The message that every worker gets."""
 
     run: TrainRun
     driver: cluster.Driver
@@ -79,7 +79,8 @@ def _capture(ray: Any, told: _Told, missing: list[int]) -> None:
 
 
 class Worker:
-    """One target, as an actor of Ray Data. What goes wrong is handed over as a result: Ray would try it again."""
+    """A worker with one target, as an actor of Ray Data. An error is returned as a result, because Ray would try again
+    if it were raised."""
 
     def __init__(self, told: _Told) -> None:
         self._error: SpecServeError | None = None

@@ -83,7 +83,8 @@ def recipe(name: str) -> str:
 
 
 def _of_target(target: ModelConfig, preset: Preset | None) -> dict[str, Any]:
-    """As the published heads were trained: answers of the target's own, rows of 2,048 tokens, a rollout of 7."""
+    """Return the settings by which the published heads were trained: answers of the target's own, rows of 2,048
+    tokens, a rollout of 7."""
     rate = min(max(LEARNING_RATE * WIDTH / target.d_model, LEARNING_RATE), HIGHEST_RATE)
     draft = preset.draft if preset else _draft_of(target)
     return {
@@ -153,13 +154,15 @@ def _of_devices(settings: Mapping[str, Any], given: Mapping[str, Any], *, is_dry
 
 
 def _is_published(entry: str) -> bool:
-    """Whether a source's answers are other people's, as far as its name tells: that of a data set, not of a file."""
+    """Return whether a source's answers are other people's, as far as its name tells: a data set's are, a file's are
+    not."""
     name, _ = parse_entry(entry)
     return name != PYDOC and not name.endswith(SUFFIXES)
 
 
 def _earlier(given: Mapping[str, Any]) -> dict[str, Any]:
-    """All settings of the run in the output folder, so that going on depends on nothing that is found today."""
+    """Read all settings of the run in the output folder, so that a resumed run depends on nothing that is
+    found today."""
     defaults = {leaf.name: leaf.default for leaf in config.leaves(TrainRun)}
     file = Path(given.get("output", defaults["output"])) / SETTINGS_FILE
     if not file.is_file():

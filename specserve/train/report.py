@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 
 @dataclass(frozen=True)
 class Report:
-    """Everything that the report is made of."""
+    """The data that the report is made of."""
 
     run: TrainRun
     notes: Mapping[str, Any]  # of the exported head: target, fingerprint, `data_summary`

@@ -102,7 +102,7 @@ class RunFolder:
 
     @property
     def has_state(self) -> bool:
-        """Whether a whole state of the run is saved here."""
+        """Return whether a whole state of the run is saved here."""
         return self.state.is_dir() and any(entry.name.isdecimal() for entry in self.state.iterdir())
 
     def close(self) -> None:
@@ -152,8 +152,9 @@ class Metrics:
         self._is_first = folder.is_first
 
     def open(self, step: int, *, is_measured: bool) -> None:
-        """Begin after this step, which the head was measured after or not. Dropped is what was logged later, half a
-        line at the end, and the measurements of an ending that this run has not come to yet. Raises CheckpointError."""
+        """Open the file for a run that goes on after this step, whose head was measured already or not. Rows of later
+        steps, half a line at the end, and the measurements of an ending that this run has not come to yet are dropped.
+        Raises CheckpointError."""
         if not self._is_first:
             return
 
@@ -198,7 +199,8 @@ class Metrics:
 
 
 def _kept(run: TrainRun) -> TrainRun:
-    """What another run with these settings is told: not to go on with this one, nor how this process took part."""
+    """Return the settings that stand in the folder for a later run: without resuming, and without this process's own
+    part in the run."""
     return dataclasses.replace(run, process_id=0, dry_run=False, train=dataclasses.replace(run.train, resume=False))
 
 
@@ -220,7 +222,7 @@ def wait_until_free(folder: Path, seconds: float) -> None:
 
 
 def _locked(path: Path) -> TextIO:
-    """The lock goes with the process, however that ends."""
+    """Lock the folder. The lock goes with the process, however that ends."""
     file = path.open("a")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -13,7 +13,7 @@ from specserve.speculative.ranges import Temperature
 
 @dataclass(frozen=True, config=RULES)
 class DataSettings:
-    """Where the conversations come from, and how many of them are used."""
+    """Settings of the conversations: where they come from, and how many of them are used."""
 
     source: tuple[str, ...] = setting(
         ("pydoc",),
@@ -41,7 +41,7 @@ class DataSettings:
 
 @dataclass(frozen=True, config=RULES)
 class TrainSettings:
-    """How the head is optimised, and how often the run reports, measures and saves."""
+    """Settings of the optimisation, and of how often the run reports, measures and saves."""
 
     max_steps: int = setting(0, help="stop after this many steps; 0: no limit but max_minutes", ge=0, rank=6)
     max_minutes: float = setting(240.0, help="stop after this much time, evaluation included; 0: no limit", ge=0)
@@ -85,8 +85,8 @@ class TrainSettings:
 
 @dataclass(frozen=True, config=RULES)
 class EvalSettings:
-    """How acceptance is measured on held-out prompts, by the code that serves. The first speculation at the first
-    temperature is the run's tau; every pair is measured at the end."""
+    """Settings of how acceptance is measured on held-out prompts, by the code that serves. The first speculation at
+    the first temperature is the run's tau; every pair is measured at the end."""
 
     speculation: tuple[str, ...] = setting(("chain:3",), help="chains and trees to measure")
     temperature: tuple[Temperature, ...] = setting((0.0,), help="temperatures to measure at; 0 is greedy")
@@ -98,7 +98,7 @@ class EvalSettings:
 
 @dataclass(frozen=True, config=RULES)
 class CaptureSettings:
-    """Whether the target's hidden states are kept on disk, so that training needs no target in memory."""
+    """Settings of keeping the target's hidden states on disk, so that training needs no target in memory."""
 
     capture: str = setting("", help="folder of captured hidden states: made when it is not there, then trained from")
     capture_format: Literal["int8", "int4", "fp8"] = setting("int8", help="how hidden states are kept, a scale per row")
@@ -107,7 +107,7 @@ class CaptureSettings:
 
 @dataclass(frozen=True, config=RULES)
 class ServiceSettings:
-    """Whether the target runs in processes of its own, which send training what it needs of the target."""
+    """Settings of a target that runs in processes of its own, which send training the target's outputs."""
 
     target_service: int = setting(
         0,
@@ -170,10 +170,11 @@ class TrainRun:
 
     @property
     def is_of_several(self) -> bool:
-        """Whether this is, or may be, one process of several."""
+        """Return whether this is, or may be, one process of several."""
         return bool(self.coordinator) or self.ray
 
     @property
     def has_layers(self) -> bool:
-        """Whether the training step runs the target's layers, or takes their states from elsewhere."""
+        """Return whether the training step runs the target's layers itself, and does not take its states from
+        elsewhere."""
         return not (self.features.capture or self.service.target_service)

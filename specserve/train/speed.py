@@ -1,5 +1,5 @@
-"""How fast a run is, and how near to what its devices can do. What is not training (compiling, measuring, saving) does
-not count."""
+"""The speed of a run, and how near it comes to what its devices can do. Time that is not training (compiling,
+measuring, saving) does not count."""
 
 import resource
 import sys
@@ -22,7 +22,7 @@ PEAK_SECONDS = 0.2  # spent on measuring the peak, after a first product that co
 
 @dataclass(frozen=True)
 class Speed:
-    """Since the last logged step."""
+    """The speed of training and the memory in use since the last logged step."""
 
     tokens_per_second: float  # loss-bearing ones
     positions_per_second: float  # of the rows, padding and prompts included
@@ -32,20 +32,22 @@ class Speed:
 
 
 class Stopwatch:
-    """Laps between logged steps."""
+    """A stopwatch for training, with a lap between logged steps."""
 
     def __init__(self, *, positions: int, flops: float = 0.0, peak: float = 0.0) -> None:
-        """Positions and useful operations of a step, over all devices, and what those reach together; 0: not known."""
+        """Take the positions and the useful operations of a step, over all devices, and the operations per second that
+        those reach together. 0 means not known."""
         self._positions, self._flops, self._peak = positions, flops, peak
         self._begin: tuple[float, int, int] | None = None
 
     def skip(self, step: int, tokens: int) -> None:
-        """What has happened since the last step, after which so many tokens were trained on in all, was no training."""
+        """Leave the time since the last step out of the lap, because it was no training. `tokens` were trained on in
+        all so far."""
         if self._begin:
             self._begin = (time.monotonic(), step, tokens)
 
     def lap(self, step: int, tokens: int) -> Speed | None:
-        """Up to this step; None for the first, which compiles."""
+        """End a lap at this step and return its speed. The first lap, which compiles, gives None."""
         now = time.monotonic()
         before, self._begin = self._begin, (now, step, tokens)
         if before is None:
@@ -58,7 +60,7 @@ class Stopwatch:
 
 
 def make_stopwatch(run: TrainRun, target: ModelConfig, drafter: TrainedDrafter, mesh: Mesh | None) -> Stopwatch:
-    """A stopwatch for the steps of a run. It measures what the run's devices reach."""
+    """Make a stopwatch for the steps of a run. It measures first how fast the run's devices can multiply."""
     settings = run.train
     flops = step_flops(
         target,

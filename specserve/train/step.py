@@ -1,4 +1,4 @@
-"""One training step as one donated program: frozen target, rollout, loss, gradient of the head, optimiser."""
+"""A training step as one donated program: frozen target, rollout, loss, gradient of the head, optimiser."""
 
 import dataclasses
 from collections.abc import Callable
@@ -41,13 +41,13 @@ class LossConfig:
 
 
 def rollout_of(settings: TrainSettings, drafter: TrainedDrafter) -> Rollout:
-    """What the settings of a run make of a drafter's rollout."""
+    """Return the drafter's rollout under these settings."""
     return Rollout(drafter.num_steps(settings.rollout), settings.remat, settings.anchors)
 
 
 def loss_config(settings: TrainSettings, target: ModelConfig, drafter: TrainedDrafter) -> LossConfig:
-    """What the settings of a run make of the step. The head is computed in the target's dtype, whatever its own
-    parameters are kept in."""
+    """Return the configuration of a step under these settings. The head is computed in the target's dtype, whatever
+    its own parameters are kept in."""
     return LossConfig(
         target,
         drafter.with_dtype(target.dtype),
@@ -63,7 +63,7 @@ def loss_config(settings: TrainSettings, target: ModelConfig, drafter: TrainedDr
 
 @pytree
 class TrainState:
-    """What a step changes, and what a resumed run needs besides the data position."""
+    """The arrays that a step changes. A resumed run needs these, and the position in the data."""
 
     params: Any
     optimizer: optax.OptState
@@ -80,14 +80,14 @@ class StepMetrics:
 
 @pytree
 class Lesson:
-    """What the frozen target has to say about a batch."""
+    """The frozen target's outputs on a batch, from which the head learns."""
 
     aux_hidden_states: jax.Array  # [batch, seq, taps * d_model]
     teacher: Teacher
 
 
 def teach(params: TargetParams, config: LossConfig, rows: Rows) -> Lesson:
-    """Run the frozen target over packed rows, or take what was captured of it."""
+    """Run the frozen target over packed rows, or take the features that were captured of it."""
     if rows.features is not None:
         teacher = make_teacher(config.teacher, rows.features.teacher, rows)
         return Lesson(rows.features.aux_hidden_states(), teacher)
@@ -142,8 +142,8 @@ def loss_and_gradient(
     rows: Rows,
     lesson_of: Callable[[Rows], Lesson],
 ) -> tuple[jax.Array, Sums, Any]:
-    """Of a whole batch, a part of it at a time: parts are rows i, i + accumulate, ..., so that each is spread over the
-    devices as the batch is."""
+    """Return the loss, the sums and the gradient of a whole batch, computed a part of it at a time. Parts are rows i,
+    i + accumulate, ..., so that each is spread over the devices as the batch is."""
     n_positions = jnp.sum(config.drafter.aims(rows, config.rollout).weights, axis=(1, 2))
 
     def of_part(rows: Rows) -> tuple[jax.Array, Sums, Any]:
@@ -169,12 +169,12 @@ def loss_and_gradient(
 
 
 def cut_rows(tree: Any, accumulate: int) -> Any:  # [batch, ...] -> [accumulate, batch / accumulate, ...]
-    """The parts of a batch: rows i, i + accumulate, ... are part i."""
+    """Cut a batch into parts: rows i, i + accumulate, ... are part i."""
     return jax.tree.map(lambda x: x.reshape(-1, accumulate, *x.shape[1:]).swapaxes(0, 1), tree)
 
 
 def join_rows(tree: Any) -> Any:  # [accumulate, batch / accumulate, ...] -> [batch, ...]
-    """The batch of which these are the parts."""
+    """Join the parts that `cut_rows` has cut."""
     return jax.tree.map(lambda x: x.swapaxes(0, 1).reshape(-1, *x.shape[2:]), tree)
 
 
@@ -185,8 +185,8 @@ def _seeds(step: jax.Array, token_ids: jax.Array) -> jax.Array:  # [], [batch, s
 
 
 def place_state(drafter: TrainedDrafter, optimizer: optax.GradientTransformation, mesh: Mesh | None) -> Any:
-    """Where the arrays of a TrainState live: what the optimiser keeps of a parameter is spread as the parameter is, or
-    in the host's memory. None: where JAX puts them."""
+    """Return where the arrays of a TrainState live, or None for where JAX puts them. The optimiser's moments of a
+    parameter are spread as the parameter is, or are in the host's memory."""
     abstract: Any = jax.tree.map(lambda leaf: jax.ShapeDtypeStruct(leaf.shape, drafter.dtype), drafter.spec())
     kept = jax.eval_shape(optimizer.init, abstract)
     if mesh is None and not moments.are_on_host(kept):
@@ -197,14 +197,14 @@ def place_state(drafter: TrainedDrafter, optimizer: optax.GradientTransformation
 
 
 def place_rows(mesh: Mesh | None, shape: tuple[int, ...]) -> Any:
-    """Where a batch of rows lives."""
+    """Return where a batch of rows lives."""
     return None if mesh is None else fitting(mesh, ("batch", "sequence"), shape)
 
 
 def make_step(
     config: LossConfig, optimizer: optax.GradientTransformation, mesh: Mesh | None = None
 ) -> Callable[[TrainState, TargetParams, DraftVocab, Rows, jax.Array], tuple[TrainState, StepMetrics]]:
-    """The jitted step; the state is donated. Its last argument scales the learning rate."""
+    """Make the jitted step, whose state is donated. Its last argument scales the learning rate."""
 
     def step(
         state: TrainState, target: TargetParams, vocab: DraftVocab, rows: Rows, lr_scale: jax.Array

@@ -20,7 +20,7 @@ LIFE = "life"  # the group of calls that are answered while others run
 
 @dataclass(frozen=True)
 class Wanted:
-    """Which target it is to be, and what of it is sent."""
+    """The target that an actor is to load, and the outputs that it is to send."""
 
     target: str  # name, folder or hub id
     fingerprint: str  # of its files
@@ -35,7 +35,7 @@ class Wanted:
 
 @dataclass(frozen=True)
 class Sample:
-    """What was computed of some rows, by whom."""
+    """The target's outputs on some rows, and the process that computed them."""
 
     process: int  # its id: another one after a restart
     token_ids: np.ndarray  # [batch, seq] int32, of which it was computed
@@ -43,7 +43,7 @@ class Sample:
 
 
 class TargetActor:
-    """What Ray makes an actor of. Calls run one after the other, but for `beat`."""
+    """The class of Ray's actor for a target. Calls run one after the other, but for `beat`."""
 
     def __init__(self, wanted: Wanted, driver: Driver) -> None:
         self._wanted, self._driver = wanted, driver

@@ -64,9 +64,9 @@ class TargetService:
         self._processes: dict[int, int] = {}
 
     def next_features(self, loader: Loader) -> States:
-        """What the target says about the rows that the loader hands out next. Raises ProcessError where nobody is left
-        to say it, DataError where it is not right, and ConfigError or CheckpointError where the target cannot be
-        loaded."""
+        """Return the target's outputs on the rows that the loader hands out next. Raises ProcessError where no target
+        process is left, DataError where the outputs are wrong, and ConfigError or CheckpointError where the target
+        cannot be loaded."""
         if self._leases and self._leases[0].position != loader.position:  # the loader went elsewhere
             self._leases.clear()
         while len(self._leases) < self._num_leases:
@@ -86,7 +86,7 @@ class TargetService:
         self._actors.clear()
 
     def _lease(self, loader: Loader, ahead: int) -> None:
-        """Ask for the batch that is so many after the next one, all processes that are left in turn."""
+        """Ask for the batch that is so many after the next one. The processes that are left are asked in turn."""
         batch = loader.peek(ahead)
         position = loader.position + ahead * loader.batch_size
         left = list(self._actors)
@@ -97,7 +97,7 @@ class TargetService:
         return self._actors[actor].prefill.remote(batch.token_ids, batch.document_ids, batch.position_ids)
 
     def _wait(self, lease: Lease) -> bool:
-        """Wait for an answer, good or bad, as long as who was asked gives signs of life."""
+        """Wait for an answer, good or bad, as long as the process that was asked gives signs of life."""
         while not self._ray.wait([lease.answer], timeout=ASK_SECONDS)[0]:
             beat = self._actors[lease.actor].beat.options(concurrency_group=LIFE).remote()
             if not self._ray.wait([beat, lease.answer], timeout=self._patience(lease.actor))[0]:
@@ -105,11 +105,11 @@ class TargetService:
         return True
 
     def _patience(self, actor: int) -> int:
-        """The seconds to wait for a sign of life: more of one that may still be starting."""
+        """Return the seconds to wait for a sign of life, which are more for a process that may still be starting."""
         return SILENCE_SECONDS if actor in self._processes else cluster.START_SECONDS
 
     def _give_up(self, silent: int) -> None:
-        """Give the leases of one that does not answer to the others. Raises ProcessError where there are none."""
+        """Give the leases of a process that does not answer to the others. Raises ProcessError where there are none."""
         self._ray.kill(self._actors.pop(silent))
         what = f"target process {silent} does not answer for {ASK_SECONDS + self._patience(silent)} seconds"
         if not self._actors:
@@ -121,7 +121,7 @@ class TargetService:
                 lease.answer = self._ask(lease.actor, lease.batch)
 
     def _get(self, lease: Lease) -> Sample:
-        """The answer that is there. Raises a SpecServeError that says whose it is where it is an error."""
+        """Get the answer that is there. Where it is an error, raises a SpecServeError that names the process."""
         errors, who = self._ray.exceptions, f"target process {lease.actor}"
         try:
             sample: Sample = self._ray.get(lease.answer, timeout=SILENCE_SECONDS)
@@ -224,7 +224,7 @@ def open_service(
 
 
 def reserve_targets(ray: Any, run: TrainRun, taken: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
-    """What Ray keeps for each target process, as `cluster.reserve` says it."""
+    """Reserve the devices of each target process, and return what Ray keeps for it, as `cluster.reserve` says it."""
     fewer = "--target-service or --target-mesh"
     return cluster.reserve(ray, num_devices(run.service.target_mesh), run.service.target_service, fewer, taken)
 

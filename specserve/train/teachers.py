@@ -1,4 +1,4 @@
-"""What the head is to say at a position, other than the target's whole distribution (`train.teacher`).
+"""Teachers that give one right token for a position, in place of the target's whole distribution (`train.teacher`).
 
 Each is a teacher like the target itself (`chunked_loss.Teacher`), whose distribution has all its mass on one token. So
 loss, accuracy and acceptance are those of this token: acceptance is then the draft's own probability of it.

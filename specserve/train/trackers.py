@@ -1,4 +1,4 @@
-"""What else a run's metrics are sent to, beside `metrics.jsonl`: Weights & Biases, and TensorBoard's event files.
+"""Trackers that a run's metrics are sent to, beside `metrics.jsonl`: Weights & Biases, and TensorBoard's event files.
 
 Both are optional extras and are imported only when a run asks for them; nothing here is reached otherwise. A row is a
 line of `metrics.jsonl`; what is not a number in it (names, lists, tables) is spelled out as `name/key`.

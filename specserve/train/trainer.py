@@ -61,7 +61,7 @@ class Evaluator(Protocol):
 
     @property
     def identity(self) -> str:
-        """What is measured, in words. Two measurements whose taus cannot be compared have different words."""
+        """The thing that is measured, in words. Measurements whose taus cannot be compared differ in them."""
         ...
 
     def measure(self, params: Any, *, is_last: bool) -> Evaluation:
@@ -71,7 +71,7 @@ class Evaluator(Protocol):
 
 @dataclass(frozen=True)
 class Progress:
-    """One moment of a run: a logged step, a measurement, or the end."""
+    """A moment of a run: a logged step, a measurement, or the end."""
 
     step: int
     seconds: float  # of training so far, earlier sessions of the run included
@@ -89,7 +89,7 @@ class Progress:
     ending: str = ""  # why the run ended
 
     def row(self) -> dict[str, Any]:
-        """This moment as a line of `metrics.jsonl`."""
+        """Return this moment as a line of `metrics.jsonl`."""
         row: dict[str, Any] = {
             "step": self.step,
             "seconds": round(self.seconds, 3),
@@ -124,11 +124,12 @@ class TrainingData:
 
 @dataclass(frozen=True)
 class Best:
-    """The best head so far by measured tau, and how long ago it was, for patience (stop after so many measurements
-    without a better tau).
+    """The best head so far by measured tau, and the number of measurements since then that found no better tau.
+    Patience ends a run after so many.
 
-    The measurement at the end of a run can make a head the best, but does not count for patience. A run that is resumed
-    with a later end then stops where it would have stopped, had it had that end from the beginning."""
+    The measurement at the end of a run can make a head the best, but does not count for patience. So a run that is
+    resumed with a later end stops where it would have stopped if it had had that end from the beginning.
+    """
 
     step: int = 0
     tau: float = 0.0  # 0: nothing was measured
@@ -194,9 +195,9 @@ class Trainer:
         return self.folder.path
 
     def time_steps(self, seconds: float) -> float:
-        """The seconds that a step takes, the mean of as many as fit `seconds` after one that compiles. What they learn
-        is dropped: a run that begins afterwards is the one that would have begun without them. Not for captured states,
-        with which the target that a new head begins from is gone."""
+        """Return the seconds that a step takes: the mean of as many steps as fit into `seconds`, after one that
+        compiles. The steps' learning is dropped, so a run that begins afterwards is the same as without them. It is
+        not for captured states, with which the target that a new head begins from is gone."""
         assert self._features is None
         position = self.data.loader.state()
         jax.block_until_ready(self._step_on_batch(1.0))
@@ -286,7 +287,7 @@ class Trainer:
         self._look_around()
 
     def _identity(self) -> dict[str, str]:
-        """What settings do not tell apart: the files behind a name."""
+        """Return hashes of the files that the settings only name, by which a saved state is recognised."""
         vocabulary = hashlib.sha256(self.data.target_ids.tobytes()).hexdigest()[:16]
         return {"target": self.notes.get("target_fingerprint", ""), "source": vocabulary}
 
@@ -295,7 +296,7 @@ class Trainer:
         return self.evaluator.identity if self.evaluator else ""
 
     def _look_around(self) -> None:
-        """What time it is, and whether to stop, once per step, and on all processes alike."""
+        """Look at the clock and for signals, once per step, so that all processes decide alike."""
         milliseconds, number = self._agree(round((time.monotonic() - self._start) * 1000), self._stopping.number)
         self._seconds, self._signal = milliseconds / 1000, number
         by_steps = self.step / self.settings.max_steps if self.settings.max_steps else 0.0
@@ -303,7 +304,7 @@ class Trainer:
         self._share = max(by_steps, by_time)
 
     def _ending(self) -> str:
-        """Why the run is over, or nothing."""
+        """Return the reason why the run is over, or an empty string while it is not."""
         if self._signal:
             return f"stopped by {signal.Signals(self._signal).name}"
         if self._share >= 1:
@@ -346,7 +347,7 @@ class Trainer:
         return metrics
 
     def _next_features(self, source: FeatureSource) -> Any:
-        """What the target has to say about the next batch. Where that cannot be had, the steps so far are saved."""
+        """Return the target's outputs on the next batch. Where they cannot be had, the steps so far are saved."""
         try:
             return source.next_features(self.data.loader)
         except SpecServeError:
@@ -382,7 +383,8 @@ class Trainer:
             )
 
     def _diverged(self, what: str) -> str:
-        """What to do about it: a resumed run keeps its rate, and the newest state may be past mending."""
+        """Return the error message for a loss that is no number, with what to do. A resumed run would keep its
+        learning rate, and the newest state may be past mending, so it names a new run."""
         settings, output = self.settings, str(self.output)
         rates = f"train.lr ({settings.lr:g})", "--lr LOWER"
         if settings.optimizer == "muon":
@@ -408,7 +410,7 @@ class Trainer:
             observer(progress)
 
     def _measure(self, *, is_last: bool = False) -> bool:
-        """Is this the best head so far? Then it is exported."""
+        """Measure the head, and export it where it is the best so far."""
         self._read_metrics()
         if self.evaluator is None:
             return False
@@ -462,7 +464,7 @@ class Trainer:
 
 
 def _shared_settings(run: TrainRun) -> str:
-    """What all processes of a run must have been told alike."""
+    """Return the settings that must be the same in all processes of a run."""
     return config.to_yaml(dataclasses.replace(run, process_id=0))
 
 

@@ -46,30 +46,30 @@ TPU_LABELS = {"ray.io/tpu-topology": "topology", "ray.io/accelerator-type": "acc
 
 
 class Bell:
-    """What the command and its first worker tell each other, as a Ray actor beside the command."""
+    """The exchange between the command and its first worker, as a Ray actor beside the command."""
 
     def __init__(self) -> None:
         self._number, self._attempts, self._is_training = 0, 0, False
 
     def begin(self) -> int:
-        """A group of workers begins. Returns how many there were before."""
+        """Note that a group of workers begins. Returns how many there were before."""
         self._attempts, self._is_training = self._attempts + 1, False
         return self._attempts - 1
 
     def listen(self) -> int:
-        """A signal is heard from now on. Returns the number of the one that came, or 0."""
+        """Note that signals are heard from now on. Returns the number of the one that came, or 0."""
         self._is_training = True
         return self._number
 
     def ring(self, number: int) -> bool:
-        """A signal came to the command. Returns whether it is heard."""
+        """Note that a signal came to the command. Returns whether it is heard."""
         self._number = number
         return self._is_training
 
 
 @dataclasses.dataclass(frozen=True)
 class Told:
-    """What every worker is told."""
+    """The message that every worker gets."""
 
     run: TrainRun
     driver: cluster.Driver
@@ -141,8 +141,8 @@ def _trainer(run: TrainRun, work: Work, bell: Any, scaling: Mapping[str, Any]) -
 
     class OurTrainer(jax.JaxTrainer):
         def _create_default_callbacks(self) -> list[Any]:
-            """Without the one that takes room from workers whose controller it does not find: it asks the dashboard of
-            any cluster on this machine. Ray takes it anyway when the command's process ends."""
+            """Leave out the callback that takes room from workers whose controller it does not find, because it asks
+            the dashboard of any cluster on this machine. Ray takes it anyway when the command's process ends."""
             every = super()._create_default_callbacks()
             return [each for each in every if type(each).__name__ != "PlacementGroupCleanerCallback"]
 
@@ -162,14 +162,14 @@ def _trainer(run: TrainRun, work: Work, bell: Any, scaling: Mapping[str, Any]) -
 
 
 def _without_traceback(record: logging.LogRecord) -> bool:
-    """Of Ray's account of a failure leave what it does about it."""
+    """Shorten Ray's account of a failure to what Ray does about it."""
     record.msg, record.args, record.exc_info = " ".join(record.getMessage().split("\nError: ")[0].split()), (), None
     return True
 
 
 def lasting_error(failures: Mapping[int, Exception]) -> Exception | None:
-    """Of what the workers failed with, by rank, the error that would come again. None where workers died: what the
-    others failed with followed from that."""
+    """Return the worker's error that would come again, the first by rank, from what the workers failed with. It is
+    None where workers died, because the others' errors followed from that."""
     ray_errors = cluster.load("ray.train.v2._internal.exceptions")
     own = [error for error in failures.values() if not isinstance(error, ProcessError)]
     return None if any(isinstance(error, ray_errors.RayTrainError) for error in own) else next(iter(own), None)
@@ -199,7 +199,8 @@ def _wait(ray: Any, bell: Any, fit: Callable[[], Any]) -> None:
 
 
 def _reason(error: Any) -> Exception:
-    """What a user is told of an error of Ray Train, whose classes are known with Ray alone."""
+    """Return the error that a user is told for an error of Ray Train, whose classes are known only where Ray is
+    installed."""
     ray_train, errors = cluster.load("ray.train"), cluster.load("ray.exceptions")
     cause = error.controller_failure if isinstance(error, ray_train.ControllerError) else error
     cause = cause.cause if isinstance(cause, errors.RayTaskError) else cause  # raised by what runs beside the command
@@ -218,7 +219,7 @@ def as_line(error: Any) -> str:
 
 
 def _work(config: Mapping[str, Any]) -> None:
-    """What Ray calls in each worker, on a thread beside its main one."""
+    """Run the work in a worker, as Ray calls it on a thread beside the main one."""
     ray, ray_train, told = cluster.load("ray"), cluster.load("ray.train"), config["told"]
     logging.getLogger("ray.train").setLevel(logging.CRITICAL + 1)  # of what ends this worker, `Verdict` says it
     told.driver.enter()
@@ -257,7 +258,7 @@ def _listen(ray: Any, bell: Any, trainer: Trainer) -> None:
 
 
 def _free_address(ray: Any) -> str:
-    """Where the others find this process, the first one."""
+    """Return the address at which the others find this process, the first one."""
     with closing(socket.socket()) as probe:
         probe.bind(("", 0))
         return f"{ray.util.get_node_ip_address()}:{probe.getsockname()[1]}"

@@ -1,6 +1,5 @@
-"""Everything that the draft doctor can say of a block drafter's files, as data. `doctor` looks for it, and
-`tools/list_checks.py` makes the table in docs/checkpoints.md of it.
-"""
+"""The catalogue of faults that the draft doctor knows in a block drafter's files, as data. `doctor` looks for them,
+and `tools/list_checks.py` makes the table in docs/checkpoints.md of it."""
 
 from functools import partial
 

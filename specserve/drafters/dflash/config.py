@@ -1,4 +1,4 @@
-"""What a DFlash drafter is (arXiv 2602.06036): a few layers that fill a block of masked slots in one pass."""
+"""The config of a DFlash drafter (arXiv 2602.06036): a few layers that fill a block of masked slots in one pass."""
 
 from dataclasses import dataclass
 from typing import Literal
@@ -37,16 +37,16 @@ class DFlashConfig:
 
     @property
     def has_head(self) -> bool:
-        """Whether it has output rows of its own, as it must for a part of the vocabulary; otherwise the target's head
-        is shared."""
+        """Return whether it has output rows of its own, as it must for a part of the vocabulary. Otherwise the
+        target's head is shared."""
         return self.has_own_head or self.draft_vocab_size < self.backbone.vocab_size
 
     @property
     def num_slots(self) -> int:
-        """Tokens that a block foresees."""
+        """The number of tokens that a block predicts."""
         return self.block_size - self.first_slot
 
     @property
     def first_slot(self) -> int:
-        """The slot that foresees the token after the anchor."""
+        """The slot that predicts the token after the anchor."""
         return 0 if self.foresees_anchor else 1

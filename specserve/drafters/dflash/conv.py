@@ -23,7 +23,7 @@ class Conv:
 
 @pytree
 class Convs:
-    """Those of one layer."""
+    """The convolutions of one layer."""
 
     attention: Conv
     mlp: Conv
@@ -44,8 +44,8 @@ def conv_spec(config: DFlashConfig, layer: int) -> Convs:
 
 
 def kernels(conv: Conv, config: DFlashConfig, normed: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """The kernels of slots by their normed states [batch, n, d_model], of what goes in and of what comes out, each
-    [batch, n, taps, d_model]."""
+    """Compute from the slots' normed states [batch, n, d_model] the kernels for what goes into a sublayer and for what
+    comes out, each [batch, n, taps, d_model]."""
     batch, n, width = normed.shape
     groups = width // config.conv_group
     own = linear(normed, conv.kernel).reshape(batch, n, 2, config.conv_taps, groups)

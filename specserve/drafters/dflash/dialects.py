@@ -1,4 +1,4 @@
-"""How DFlash heads lie on disk: their config.json and the names of their tensors.
+"""The files of DFlash heads: their config.json and the names of their tensors.
 
 There are two layouts. That of z-lab's own heads (`DFlashDraftModel`, keys of a Qwen3 with some more in `dflash_config`
 or beside it) is ours too, and what SGLang, vLLM and sglang-jax read. That of speculators keeps the layers' settings in
@@ -79,14 +79,14 @@ class Stated:
     kind: KindName
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A value from wherever it stands."""
+        """Return a value from wherever it stands."""
         value = self.own.get(name)
         value = self.top.get(name) if value is None else value
         return default if value is None else value
 
     @property
     def unknown(self) -> list[str]:
-        """Keys that nobody here knows what to do with."""
+        """List the keys that this file does not know."""
         known = {*SIZES, *_MORE_SIZES, *_MEANING, *HARMLESS}
         return [*sorted({*self.top} - known - {OWN, LAYER}), *(f"{OWN}.{key}" for key in sorted({*self.own} - known))]
 
@@ -103,7 +103,7 @@ def is_speculators(raw: Mapping[str, Any]) -> bool:
 
 
 def kind_named(raw: Mapping[str, Any]) -> KindName | None:
-    """The kind of the family that a config.json is of; None: none of them."""
+    """Return the kind of DFlash drafter that a config.json is of, or None where it is of none of them."""
     if "speculators_model_type" in raw:
         return next((kind for kind in ARCHITECTURES if kind == raw["speculators_model_type"]), None)
     stated = raw.get("architectures")
@@ -114,8 +114,8 @@ def kind_named(raw: Mapping[str, Any]) -> KindName | None:
 def config_from_hf(
     raw: Mapping[str, Any], target: ModelConfig | None, names: frozenset[str], *, dtype: str, where: str
 ) -> DFlashConfig:
-    """Read a head's config.json; `names` are those of its tensors. Without a target its number of layers is not known,
-    and taps that nobody states are as many as they should be. Raises ConfigError."""
+    """Read a head's config.json; `names` are those of its tensors. Without a target the number of its layers is not
+    known, and where no taps are stated, only their number is right. Raises ConfigError."""
     stated = read_stated(raw, where)
     _check_keys(stated)
     num_layers, num_heads = stated.get("num_hidden_layers"), stated.get("num_attention_heads")
@@ -192,14 +192,14 @@ def _check_keys(stated: Stated) -> None:
 
 
 def read_foresees_anchor(stated: Stated) -> bool:
-    """Whether the anchor's own slot foresees a token: as stated, or else as the kind has it."""
+    """Return whether the anchor's own slot predicts a token: as stated, or else as the kind has it."""
     bonus = stated.get("dspark_bonus_anchor")
     default = stated.kind == "dspark" if bonus is None else not bonus
     return bool(stated.get("sample_from_anchor", default))
 
 
 def _joint(stated: Stated, has_confidence_bias: bool) -> dict[str, Any]:
-    """What a config has of the heads that make slots depend on each other. Raises ConfigError."""
+    """Read the settings of the heads that make slots depend on each other. Raises ConfigError."""
     required = {"dspark": ("markov_rank",), "dflash2": _SELECTOR}.get(stated.kind, ())
     given = {key: stated.get(key) for key in required}
     if wrong := [f"{key} is {value!r}" for key, value in given.items() if type(value) is not int or value <= 0]:
@@ -231,7 +231,7 @@ def _joint(stated: Stated, has_confidence_bias: bool) -> dict[str, Any]:
 
 
 def bad_sizes(stated: Stated) -> list[str]:
-    """Keys that are no counts, or missing where nothing else tells them."""
+    """List the keys that must be counts and are not, or that are missing where nothing else states them."""
     given = {key: stated.get(key) for key in (*SIZES, "block_size", *_MORE_SIZES, "num_target_layers")}
     wrong = [
         key
@@ -243,8 +243,8 @@ def bad_sizes(stated: Stated) -> list[str]:
 
 
 def read_windows(stated: Stated) -> tuple[int, ...]:
-    """The window of each layer, the slot's own token among its tokens; 0: none. `use_swa` gives every layer one where
-    `layer_types` gives none one. Raises ConfigError."""
+    """Read the window of each layer, in tokens, the slot's own among them; 0 means none. With `use_swa` every layer
+    has a window where `layer_types` gives none to any. Raises ConfigError."""
     num_layers, kinds = stated.get("num_hidden_layers"), stated.get("layer_types")
     if kinds is not None and (not isinstance(kinds, list) or not {*kinds} <= {SLIDING, FULL}):
         raise ConfigError(f"{stated.where}: layer_types is {kinds!r}; expected a list of {SLIDING} and {FULL}")
@@ -260,8 +260,9 @@ def read_windows(stated: Stated) -> tuple[int, ...]:
 
 
 def read_causal(stated: Stated, windows: Sequence[int]) -> tuple[bool, ...]:
-    """Whether a slot of each layer sees only those before it: as stated for all layers, or else those with
-    `layer_types` that slide. The words `is_causal`, `causal` and `sliding_window_non_causal` go in that order."""
+    """Return whether a slot of each layer sees only those before it: as stated for all layers, or else where
+    `layer_types` says that the layer slides. The words `is_causal`, `causal` and `sliding_window_non_causal` go in
+    that order."""
     for key in ("is_causal", "causal"):
         if (value := stated.get(key)) is not None:
             return (bool(value),) * len(windows)
@@ -272,7 +273,7 @@ def read_causal(stated: Stated, windows: Sequence[int]) -> tuple[bool, ...]:
 
 
 def stated_taps(stated: Stated) -> dict[str, list[int]]:
-    """The layers whose outputs each key names. Raises ConfigError."""
+    """Return the layers whose outputs each key names. Raises ConfigError."""
     found = {}
     for key in (TAPS, *INPUT_TAPS):
         if (ids := stated.get(key)) is None:
@@ -376,7 +377,7 @@ def config_to_hf(
 
 
 def _joint_to_hf(config: DFlashConfig) -> dict[str, Any]:
-    """What a config.json says of the heads that make slots depend on each other."""
+    """Write the settings of the heads that make slots depend on each other, as keys of config.json."""
     if config.name == "dspark":
         return {
             "markov_rank": config.markov_rank,
@@ -389,7 +390,7 @@ def _joint_to_hf(config: DFlashConfig) -> dict[str, Any]:
 
 
 def unsaid_in(layout: Layout, config: DFlashConfig) -> list[str]:
-    """What of a head a layout has no words for."""
+    """List the properties of a head that a layout has no words for."""
     windows = [config.backbone.kind(i).window for i in range(config.backbone.num_layers)]
     causal = list(config.is_causal)
     if layout == "z-lab":  # one word for all layers, or the kinds of layers
@@ -424,7 +425,7 @@ def unknown_to(dialect: Dialect, config: DFlashConfig) -> list[str]:
 
 
 def is_partial(config: DFlashConfig) -> bool:
-    """Whether it can propose a part of the vocabulary only."""
+    """Return whether the head can propose a part of the vocabulary only."""
     return config.draft_vocab_size < config.backbone.vocab_size
 
 

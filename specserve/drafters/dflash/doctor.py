@@ -1,4 +1,4 @@
-"""All that is looked at in the files of a DFlash head."""
+"""The checks of the files of a DFlash head."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -26,7 +26,7 @@ _SINKS = re.compile(r".*\.attention_sink_bias")
 
 
 class Patient:
-    """A head's files with what can be made out of them."""
+    """The files of a head under examination, and what can be read from them."""
 
     def __init__(self, folder: Path, target: Target | None) -> None:
         self.target = target
@@ -82,7 +82,7 @@ class Patient:
         }
 
     def _slots(self, config: DFlashConfig) -> str:
-        """How the slots of a block depend on each other."""
+        """Describe how the slots of a block depend on each other."""
         if config.markov_rank:
             sure = f", and confidence by {config.confidence}" if config.confidence else ""
             return f"a bias of rank {config.markov_rank} by the token before{sure}"
@@ -92,7 +92,7 @@ class Patient:
 
 
 def check_keys(patient: Patient) -> Iterator[Finding]:
-    """Whether every key is known, stated once, and computed here."""
+    """Check that every key is known, stated once, and computed here."""
     stated = patient.stated
     if wrong := dialects.bad_sizes(stated):
         got = ", ".join(f"{key}: {stated.get(key)!r}" for key in wrong)
@@ -124,7 +124,7 @@ def _value(raw: dict[str, Any], key: str) -> Any:
 
 
 def check_masks(patient: Patient) -> Iterator[Finding]:
-    """Whether every engine makes the same of windows and causality."""
+    """Check that every engine reads the same windows and causality from the config."""
     stated = patient.stated
     if not patient.has_sizes:
         return
@@ -163,7 +163,7 @@ def check_masks(patient: Patient) -> Iterator[Finding]:
 
 
 def check_target(patient: Patient) -> Iterator[Finding]:
-    """Whether the head's sizes are those of its target, and it can follow sequences as long."""
+    """Check that the head's sizes are those of its target, and that it can follow sequences as long."""
     stated = patient.stated
     if patient.target is None or not patient.has_sizes:
         return
@@ -185,7 +185,7 @@ def check_target(patient: Patient) -> Iterator[Finding]:
 
 
 def check_rope(patient: Patient) -> Iterator[Finding]:
-    """Whether anything is said about rotary embeddings."""
+    """Check that rotary settings are stated."""
     if any(patient.stated.get(key) is not None for key in ("rope_theta", "rope_scaling", "rope_parameters")):
         return
     rope = plain_rope(patient.target.config.rope) if patient.target else None
@@ -199,7 +199,7 @@ def check_rope(patient: Patient) -> Iterator[Finding]:
 
 
 def check_taps(patient: Patient) -> Iterator[Finding]:
-    """Whether the taps are stated, layers of the target, and counted as their key counts them."""
+    """Check that the taps are stated, are layers of the target, and are counted as their key counts them."""
     stated, num_layers = patient.stated, patient.num_target_layers
     if not patient.has_sizes:
         return
@@ -238,7 +238,7 @@ def check_taps(patient: Patient) -> Iterator[Finding]:
 
 
 def check_tensors(patient: Patient) -> Iterator[Finding]:
-    """Whether the tensors are those that config.json asks for, and hold weights."""
+    """Check that the tensors are those that config.json asks for, and hold weights."""
     used = {patient.rename(name) for name in (D2T, T2D)}
     if patient.config is not None:
         for spec in specs(head_spec(patient.config)):
@@ -259,7 +259,7 @@ def check_tensors(patient: Patient) -> Iterator[Finding]:
 
 
 def check_vocabulary(patient: Patient) -> Iterator[Finding]:
-    """Whether d2t and t2d say which tokens the rows are for."""
+    """Check that d2t and t2d say which tokens the rows are for."""
     config = patient.config
     if config is None or not dialects.is_partial(config):
         return
@@ -294,7 +294,7 @@ _CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
 
 
 def examine(folder: Path, target: Target | None) -> Report:
-    """Look at everything. Without a target, what only it can say is left out. Raises CheckpointError where there is
+    """Make all checks. Without a target, those that need one are left out. Raises CheckpointError where there is
     nothing to look at: no config.json, no whole safetensors file."""
     patient = Patient(folder, target)
     findings = [finding for check in _CHECKS for finding in check(patient)]

@@ -115,7 +115,7 @@ def read_config(folder: Path, target: ModelConfig, target_name: str, *, dtype: s
 
 
 def has_own_embedding(folder: Path) -> bool:
-    """Whether the head brings a token embedding or output rows along, which may be copies of the target's."""
+    """Return whether the head brings a token embedding or output rows along, which may be copies of the target's."""
     names = TensorFolder(folder).names()
     rename = dialects.renamer(names)
     return rename(EMBEDDING) in names or rename(OUTPUT) in names
@@ -124,7 +124,7 @@ def has_own_embedding(folder: Path) -> bool:
 def without_copies(
     config: DFlashConfig, params: DFlashParams, target: Target, dtype: str
 ) -> tuple[DFlashConfig, DFlashParams, list[str]]:
-    """Drop an embedding and an output head that are the target's own; says what was changed."""
+    """Drop an embedding and an output head that are the target's own. Also returns what was changed."""
     changes = []
     if params.embedding is not None and _is_same(np.asarray(params.embedding), target_embedding(target, dtype)):
         config, params = replace(config, has_embedding=False), replace(params, embedding=None)

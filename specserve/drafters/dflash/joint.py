@@ -23,7 +23,8 @@ SMALLEST = 1e-9  # of a mass that is divided by
 
 @pytree
 class Confidence:
-    """The probability that a slot's token is accepted, of its normed state and of what the token before gives."""
+    """The confidence head: the probability that a slot's token is accepted, from the slot's normed state and a vector
+    of the token before."""
 
     weight: Weight  # [d_model or d_model + rank, 1]
     bias: jax.Array | None  # [1]
@@ -71,7 +72,7 @@ def selector_spec(config: DFlashConfig) -> Selector:
 
 
 def of_previous(markov: Markov | None, selector: Selector | None) -> jax.Array | None:  # [vocab, rank]
-    """What each token gives to the slot after it; None without joint heads."""
+    """Return the vector that each token gives to the slot after it, or None without joint heads."""
     return markov.previous if markov else selector.predecessor if selector else None
 
 
@@ -86,7 +87,7 @@ def confidences(
     states: jax.Array,  # [..., d_model], normed
     given: jax.Array,  # [..., rank], what the tokens before give
 ) -> jax.Array:  # [...] float32
-    """The logits of being accepted of slots after these tokens."""
+    """Compute the logits of the probabilities that slots are accepted after these tokens."""
     inputs = states
     if config.confidence == "state and token":
         inputs = jnp.concatenate([states, given.astype(states.dtype)], axis=-1)
@@ -135,7 +136,8 @@ class JointSlots:
 
     @property
     def confidence(self) -> jax.Array | None:  # [batch, depth] float32
-        """See `tree.Proposal`, of the depths whose candidates were asked for. A level's first node is its best."""
+        """The confidence of the depths whose candidates were asked for, as `tree.Proposal` has it. A level's first
+        node is its best."""
         return jnp.exp(jnp.stack(self._sure, axis=1)) if self._sure else None
 
     def candidates(self, level: jax.Array, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
@@ -161,7 +163,8 @@ class JointSlots:
 
 @pytree
 class TaughtJoint:
-    """Of joint heads what acts on states, whose last `rank` channels are what the token before gives."""
+    """The part of joint heads that acts on states. The last `rank` channels of a state are the vector of the token
+    before."""
 
     bias: Weight | None  # [rank, draft_vocab]
     confidence: Confidence | None
@@ -186,10 +189,11 @@ def also_learned(
     logits: jax.Array,  # [..., draft_vocab] float32
     p: jax.Array,  # the target's distribution, which broadcasts to the logits
 ) -> jax.Array:  # [...] float32, nats
-    """What joint heads learn of states beside their distribution. The confidence learns how often a token drawn from
-    the slot is accepted (DSpark, arXiv 2607.05147: binary cross-entropy against 1 - TV). The selector learns the
-    target's distribution over the slot's own candidates: cross-entropy over K tokens, the target's probabilities made
-    to sum to one; where it gives the candidates nothing, there is nothing to learn."""
+    """Compute the loss by which joint heads learn beside the distribution of states. The confidence learns how
+    often a token drawn from the slot is accepted (DSpark, arXiv 2607.05147: binary cross-entropy against 1 -
+    TV). The selector learns the target's distribution over the slot's own candidates: cross-entropy over K
+    tokens, with the target's probabilities made to sum to one. Where the target gives the candidates no
+    probability, there is nothing to learn."""
     if joint.confidence is not None:
         accepted = jax.lax.stop_gradient(jnp.sum(jnp.minimum(p, jax.nn.softmax(logits, axis=-1)), axis=-1))
         sure = confidences(joint.confidence, config, states, given)

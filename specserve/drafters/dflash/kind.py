@@ -1,4 +1,4 @@
-"""How DFlash heads are made, and their files."""
+"""The kinds of DFlash heads: how they are made, and their files."""
 
 import math
 from collections.abc import Mapping
@@ -17,7 +17,7 @@ from specserve.models.config import ModelConfig
 
 
 class DFlashKind(FileKind[DFlash]):
-    """See `door.Kind`, which says what each of these is for."""
+    """A kind of DFlash head. See `door.Kind` for its methods."""
 
     understands = frozenset({"block_size", "window", "causal", "mask_token"})
 
@@ -51,6 +51,7 @@ class DFlashKind(FileKind[DFlash]):
 
 
 def slot_decay(num_slots: int) -> float:
-    """What a slot counts in the loss over the one before it: exp(-1 / gamma), with the gammas of published heads, 4 for
-    7 slots and 7 for 15 (DFlash, arXiv 2602.06036), and on the line through both for other numbers."""
+    """Return the weight of a slot in the loss, relative to the one before it: exp(-1 / gamma), with the gammas of
+    published heads, 4 for 7 slots and 7 for 15 (DFlash, arXiv 2602.06036), and on the line through both for other
+    numbers."""
     return round(math.exp(-1 / (4 + 3 / 8 * (num_slots - 7))), 2)

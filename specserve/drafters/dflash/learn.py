@@ -1,8 +1,8 @@
-"""How a DFlash head learns: blocks at anchors of a packed row, all in one pass.
+"""The training of a DFlash head: blocks at anchors of a packed row, all in one pass.
 
 Serving fills a block below the root of a step, over the committed tokens before it. Training does the same at many
-places of a row at once: a place is an anchor, the row's entries before it in its document are its context, and the
-block's slots foresee the tokens after it, which the row has. Anchors are drawn anew at every step, uniformly over the
+places of a row at once. Such a place is an anchor. Its context is the row's entries before it in its document, and the
+block's slots predict the tokens after it, which the row has. Anchors are drawn anew at every step, uniformly over the
 places of a row that are followed by a token which bears loss.
 """
 
@@ -36,14 +36,14 @@ class Blocks:
 
 
 def num_anchors(config: DFlashConfig, rollout: Rollout, seq_len: int) -> int:
-    """The anchors of a row. Where the settings do not say, the slots of all blocks are as many as the row's tokens, so
-    that the head's logits cost what those of one rollout step of another head do."""
+    """Return the number of anchors in a row. Where the settings do not say, the slots of all blocks are as many as the
+    row's tokens, so that the head's logits cost as much as those of one rollout step of another head."""
     return min(rollout.anchors or -(-seq_len // config.num_slots), seq_len)
 
 
 def choose_blocks(config: DFlashConfig, rows: Rows, rollout: Rollout) -> Blocks:
-    """Draw the anchors of each row by its seed, uniformly and each at most once. A document's first token is none:
-    serving has at least one committed token."""
+    """Draw the anchors of each row by its seed, uniformly and each at most once. The first token of a document cannot
+    be an anchor, because serving has at least one committed token."""
     assert rows.seeds is not None, "anchors are drawn at random, and rows have no seeds"
     is_same = (shift(rows.document_ids, 1) == rows.document_ids) & (rows.document_ids > 0)
     is_possible = is_same & shift(rows.loss_mask, 1) & (rows.position_ids > 0)
@@ -58,8 +58,9 @@ def choose_blocks(config: DFlashConfig, rows: Rows, rollout: Rollout) -> Blocks:
 
 
 def aims(config: DFlashConfig, rows: Rows, rollout: Rollout) -> Aims:
-    """Slot k of a block foresees the token k places after the anchor, which the position before it foretells. It
-    learns as long as the tokens up to there bear loss and are of one document."""
+    """Say what the slots of each block predict. Slot k predicts the token k places after the anchor, as the target
+    does at the position before that token. The slot learns as long as the tokens up to there bear loss and are of one
+    document."""
     blocks = choose_blocks(config, rows, rollout)
     ahead = blocks.index + jnp.arange(1, config.num_slots + 1)[:, None, None]  # [slot, batch, anchor]
     take = jax.vmap(_take, (None, 0))
@@ -76,8 +77,8 @@ def states_of_blocks(
     aux_hidden_states: jax.Array,  # [batch, seq, taps * d_model]
     rollout: Rollout,
 ) -> list[jax.Array]:  # slot x [batch, anchor, d_model]
-    """The states of all slots after the anchors, as `propose.run_block` has them when it serves; beside joint heads
-    also what the token before each slot gives, [.., d_model + rank]."""
+    """Compute the states of all slots after the anchors, as `propose.run_block` has them in serving. Beside joint
+    heads each state is followed by the vector of the token before its slot, [.., d_model + rank]."""
     blocks = choose_blocks(config, rows, rollout)
     context = context_kv(params, config, aux_hidden_states, rows.position_ids)
     index = jnp.arange(rows.token_ids.shape[1], dtype=jnp.int32)
@@ -139,7 +140,7 @@ def _run_blocks(
 
 
 def block_mask(config: DFlashConfig, layer: int) -> np.ndarray:  # [slot, slot] bool
-    """Which slots of its block a slot sees."""
+    """Return which slots of its block a slot sees."""
     offset, window = np.arange(config.block_size), config.backbone.kind(layer).window
     distance = offset[:, None] - offset
     is_seen = distance >= 0 if config.is_causal[layer] else np.ones_like(distance, bool)
@@ -149,8 +150,8 @@ def block_mask(config: DFlashConfig, layer: int) -> np.ndarray:  # [slot, slot] 
 def _in_chunks(
     run: Any, config: DFlashConfig, params: DFlashParams, context: tuple[KV, ...], of_anchors: Any
 ) -> jax.Array:  # [batch, anchor, slot, d_model]
-    """Some anchors after the others, and again in the backward pass: of the layers, those of a chunk alone are there
-    at once."""
+    """Run the anchors chunk by chunk, and again in the backward pass, so that the layers' activations of one chunk
+    alone are in memory at once."""
     batch, number = of_anchors[1].shape
     rows = on_each_device(traced_mesh(), "batch", batch)
     length = part_length(number, max(1, SLOTS_AT_ONCE // (rows * config.block_size)))
@@ -166,5 +167,5 @@ def _in_chunks(
 
 
 def _take(x: jax.Array, index: jax.Array) -> jax.Array:  # [batch, seq], [batch, n] -> [batch, n]
-    """Entries of rows; past the ends 0."""
+    """Take entries of rows; indices past the ends give 0."""
     return jnp.take_along_axis(x, index, axis=1, mode="fill", fill_value=0)

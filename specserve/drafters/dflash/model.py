@@ -42,12 +42,12 @@ class DFlashParams:
 
     @property
     def output(self) -> tuple[jax.Array, Weight | None]:
-        """What makes logits of states, see `block_logits`."""
+        """The parameters that make logits of states, see `block_logits`."""
         return self.norm, self.head
 
     @property
     def taught(self) -> "Taught":
-        """What makes logits of the states that training has, see `taught_logits`."""
+        """The parameters that make logits of the states that training has, see `taught_logits`."""
         return *self.output, TaughtJoint.of(self.markov, self.selector)
 
 
@@ -70,7 +70,7 @@ def head_spec(config: DFlashConfig) -> DFlashParams:
 
 
 def place(config: DFlashConfig, mesh: Mesh) -> DFlashParams:
-    """Where each parameter lives; what does not divide is whole on every device."""
+    """Return where each parameter lives. A parameter that the mesh does not divide is whole on every device."""
     heads = {"heads": config.backbone.num_heads, "kv_heads": config.backbone.num_kv_heads}
     return shardings(head_spec(config), mesh, heads)
 
@@ -81,7 +81,7 @@ def context_kv(
     aux_hidden_states: jax.Array,  # [batch, n, taps * d_model]
     position_ids: jax.Array,  # [batch, n] int32
 ) -> tuple[KV, ...]:  # layer by layer, each [batch, n, kv_head, head_dim]
-    """Keys and values of tokens whose hidden states are known."""
+    """Compute the keys and values of tokens whose hidden states are known."""
     backbone = config.backbone
     context = rms_norm(linear(aux_hidden_states, params.fc), params.hidden_norm, backbone.norm_eps)
     rope = rope_tables(backbone.rope, backbone.head_dim, position_ids)
@@ -95,7 +95,7 @@ def block_inputs(
     anchors: jax.Array,  # [..., 1] int32, the tokens that the blocks begin with
     length: int,  # slots, the anchor's among them
 ) -> jax.Array:  # [..., length, d_model]
-    """The anchor's embedding, and that of the mask in all further slots."""
+    """Return the anchor's embedding, and that of the mask in all further slots."""
     table = target.embedding if params.embedding is None else params.embedding
     masks = jnp.full((*anchors.shape[:-1], length - 1), config.mask_token_id, anchors.dtype)
     return table[jnp.concatenate([anchors, masks], axis=-1)] * jnp.asarray(config.embedding_scale, table.dtype)
@@ -135,7 +135,7 @@ def block_states(
 def _convolved_layer(
     convs: Convs, config: DFlashConfig, layer: Layer, x: jax.Array, normed: jax.Array, attended: Any
 ) -> jax.Array:
-    """One layer whose sublayers' inputs and outputs are convolved."""
+    """Run a layer whose sublayers' inputs and outputs are convolved."""
     backbone = config.backbone
     assert not isinstance(layer.mlp, Moe), "a head has no experts"
     before, after = kernels(convs.attention, config, normed)
@@ -181,7 +181,7 @@ def taught_logits(
 def taught_beside(
     output: Taught, config: DFlashConfig, states: jax.Array, logits: jax.Array, p: jax.Array
 ) -> jax.Array | None:
-    """The loss of joint heads, see `joint.also_learned`; None where there are none that learn so."""
+    """Return the loss of joint heads (`joint.also_learned`), or None where none of them learns that way."""
     norm, _, joint = output
     if joint.confidence is None and joint.successor is None:
         return None

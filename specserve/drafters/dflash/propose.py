@@ -1,4 +1,4 @@
-"""The head's side of a step: one pass over a block below the root, and a tree of what its slots foresee."""
+"""The head's side of a step: one pass over a block below the root, and a tree of the tokens that its slots predict."""
 
 import dataclasses
 
@@ -20,7 +20,7 @@ from specserve.speculative.tree import Proposal, Tree
 def propose_tree(
     draft: DraftWeights, target: TargetParams, config: DFlashConfig, pages: Cache, view: SlotView, tree: Tree
 ) -> Proposal:
-    """Grow a tree below each root. Nothing is written: a block's own keys and values live and die here."""
+    """Grow a tree below each root. Nothing is written: the keys and values of a block are used in this call alone."""
     states = run_block(draft, target, config, pages, view, tree.depth)
     logits = block_logits(draft.params.output, config, target, states)
     heads = draft.params.markov or draft.params.selector
@@ -36,8 +36,8 @@ def propose_tree(
 def run_block(
     draft: DraftWeights, target: TargetParams, config: DFlashConfig, pages: Cache, view: SlotView, depth: int
 ) -> jax.Array:  # [batch, depth, d_model]
-    """The states of the slots that foresee the first `depth` tokens after the root. Slots that see the whole block need
-    all of it to be there, as in training."""
+    """Compute the states of the slots that predict the first `depth` tokens after the root. Slots that see the whole
+    block need all of it to be there, as in training."""
     length = depth + config.first_slot if all(config.is_causal) else config.block_size
     offset = jnp.arange(length, dtype=jnp.int32)
     position_ids = view.seq_lens[:, None] + offset

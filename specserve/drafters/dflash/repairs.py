@@ -1,5 +1,5 @@
-"""What the files of a block drafter might mean instead: slips of exports that no shape and no key tells. Whether one
-helps is measured by running the head (`eval.trial`)."""
+"""Repairs of a block drafter's files: other readings of them, for slips of exports that no shape and no key tells.
+Whether one helps is measured by running the head (`eval.trial`)."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
@@ -27,7 +27,7 @@ _WHOLE_ORDERS = 3  # taps of which every order is tried
 
 
 def list_repairs(folder: Path, target: Target) -> Iterator[Repair]:
-    """Everything that is worth a try; nothing where config.json cannot be read."""
+    """List all repairs that are worth a try. There are none where config.json cannot be read."""
     raw, names = read_json(folder / CONFIG), TensorFolder(folder).names()
     try:
         config = dialects.config_from_hf(raw, target.config, names, dtype="float32", where=CONFIG)
@@ -48,7 +48,8 @@ def list_repairs(folder: Path, target: Target) -> Iterator[Repair]:
 
 
 def _put(**values: object) -> Callable[[Copy], None]:
-    """Write keys wherever they stand; what stands nowhere yet, where the layers' settings do."""
+    """Make a fix that writes keys wherever they stand. A key that stands nowhere yet is written beside the layers'
+    settings."""
 
     def fix(mended: Copy) -> None:
         places = [mended.raw.get(dialects.OWN), mended.raw.get(dialects.LAYER), mended.raw]
@@ -61,7 +62,8 @@ def _put(**values: object) -> Callable[[Copy], None]:
 
 
 def _taps(config: DFlashConfig, num_layers: int) -> Iterator[Repair]:
-    """All one layer off, as the other way of counting has them; the usual ones; and fc.weight in another order."""
+    """List repairs of the taps: all of them one layer off, as the other way of counting has them; the usual ones; and
+    fc.weight in another order."""
     choices = [tuple(i + by for i in config.aux_layers) for by in (-1, 1)]
     if num_layers >= len(config.aux_layers) + FEWEST_MORE:
         choices.append(default_taps(num_layers, len(config.aux_layers)))
@@ -91,7 +93,7 @@ def _set_taps(layers: tuple[int, ...]) -> Callable[[Copy], None]:
 
 
 def _blocks(config: DFlashConfig, raw: Mapping[str, Any]) -> Iterator[Repair]:
-    """Who sees whom in a block, how far back, and what its first slot foresees."""
+    """List repairs of blocks: which slots a slot sees, how far back, and whether the first slot predicts a token."""
     is_causal = not all(config.is_causal)
     told = "a slot sees those before it alone" if is_causal else "a slot sees its whole block"
     keys = ["is_causal", *(["causal"] if "causal" in inner(raw, dialects.OWN) or "causal" in raw else [])]

@@ -30,7 +30,8 @@ NAMES = Names(layer="layers.{i}", sinks="attention_sink_bias")  # of the publish
 
 
 def default_block_size(kind: KindName) -> int:
-    """A block of DSpark foresees as many tokens as one of the others: its anchor's slot counts too."""
+    """Return the block size for the usual number of predicted tokens. A block of DSpark needs one slot less, because
+    its anchor's slot predicts too."""
     return BLOCK_SIZE - 1 if kind == "dspark" else BLOCK_SIZE
 
 

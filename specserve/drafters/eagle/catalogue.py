@@ -1,6 +1,6 @@
-"""Everything that the draft doctor can say of an EAGLE-3 head's files, as data. The functions of `checks_files` and
-`checks_meaning` look for it, and `tools/list_checks.py` makes the table in docs/checkpoints.md of it.
-"""
+"""The catalogue of faults that the draft doctor knows in an EAGLE-3 head's files, as data. The functions of
+`checks_files` and `checks_meaning` look for them, and `tools/list_checks.py` makes the table in docs/checkpoints.md of
+it."""
 
 from dataclasses import replace
 from functools import partial

@@ -1,4 +1,4 @@
-"""What can be seen of a head's files without knowing what they mean: keys, names, shapes, dtypes, values."""
+"""Checks of a head's files that need not know what the files mean: keys, names, shapes, dtypes, values."""
 
 import re
 from collections.abc import Iterator
@@ -18,7 +18,7 @@ _BUFFERS = re.compile(r"(.*\.)?rotary_emb\.inv_freq")
 
 
 def check_names(patient: Patient) -> Iterator[Finding]:
-    """Whether the tensors have the names of the layout that the head is in."""
+    """Check that the tensors have the names of the layout that the head is in."""
     odd = {name: name.removeprefix("model.") for name in patient.names if name.startswith("model.")}
     if (stored := patient.rename(D2T)) in patient.names and stored != D2T:
         odd[stored] = D2T
@@ -32,7 +32,7 @@ def check_names(patient: Patient) -> Iterator[Finding]:
 
 
 def check_keys(patient: Patient) -> Iterator[Finding]:
-    """Whether config.json states the shape, and as many layers as there are tensors of."""
+    """Check that config.json states the shape, and as many layers as there are tensors of."""
     flat = patient.flat
     stated = flat.get("draft_vocab_size")
     right = stated or patient.head_rows
@@ -50,7 +50,7 @@ def check_keys(patient: Patient) -> Iterator[Finding]:
 
 
 def check_identity(patient: Patient) -> Iterator[Finding]:
-    """What engines pick the code by that is to read the head."""
+    """Check the keys by which engines choose the code that reads the head."""
     flat, own = patient.flat, patient.family.architectures[patient.dialect]
     stated = flat.get("architectures")
     if not isinstance(stated, list) or not patient.family.known.intersection(map(str, stated)):
@@ -66,7 +66,7 @@ def check_identity(patient: Patient) -> Iterator[Finding]:
 
 
 def check_tensors(patient: Patient) -> Iterator[Finding]:
-    """Whether the tensors are those of the shape and flags that config.json states."""
+    """Check that the tensors are those of the shape and flags that config.json states."""
     if patient.config is None:
         return
     config, names = patient.config, patient.names
@@ -96,7 +96,7 @@ def check_tensors(patient: Patient) -> Iterator[Finding]:
 
 
 def check_dtypes(patient: Patient) -> Iterator[Finding]:
-    """Whether the weights are floats, all of the dtype that config.json states."""
+    """Check that the weights are floats, all of the dtype that config.json states."""
     dtypes = {name: patient.tensors.dtype(name).name for name in sorted(patient.weights)}
     odd = [f"{name} {dtype}" for name, dtype in dtypes.items() if dtype not in FLOATS]
     if odd:
@@ -118,12 +118,13 @@ def check_dtypes(patient: Patient) -> Iterator[Finding]:
 
 
 def check_values(patient: Patient) -> Iterator[Finding]:
-    """Whether the numbers can be weights."""
+    """Check that the numbers can be weights."""
     yield from values.check_values(patient.tensors, patient.weights)
 
 
 def check_layer(patient: Patient) -> Iterator[Finding]:
-    """Whether the layer's activation is the one that engines compute, and its norms add what the target's add."""
+    """Check that the layer's activation is the one that engines compute, and that its norms have the target's
+    epsilon."""
     act, eps = patient.flat.get("hidden_act"), patient.flat.get("rms_norm_eps", 1e-6)
     if act not in (None, dialects.ACTIVATION):
         yield catalogue.HIDDEN_ACT.found(f"{CONFIG}: hidden_act", dialects.ACTIVATION, repr(act))

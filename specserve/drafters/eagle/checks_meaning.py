@@ -1,4 +1,4 @@
-"""Whether a head means what its files say, and fits its target: vocabulary, special tokens, taps, rotary settings."""
+"""Checks of a head's meaning and of its fit to the target: vocabulary, special tokens, taps, rotary settings."""
 
 from collections.abc import Callable, Iterator
 
@@ -16,7 +16,7 @@ from specserve.tokenizer import Tokenizer
 
 
 def check_speculators(patient: Patient) -> Iterator[Finding]:
-    """Whether a head in the layout of speculators states what vLLM reads of that layout."""
+    """Check that a head in the layout of speculators states what vLLM reads of that layout."""
     if patient.dialect != "speculators":
         return
     if "norm_before_residual" not in patient.flat:
@@ -32,7 +32,7 @@ def check_speculators(patient: Patient) -> Iterator[Finding]:
 
 
 def check_fit(patient: Patient) -> Iterator[Finding]:
-    """Whether the head's sizes are those of its target."""
+    """Check that the head's sizes are those of its target."""
     if patient.config is None or patient.target is None:
         return
     config, target = patient.config, patient.target.config
@@ -48,7 +48,7 @@ def check_fit(patient: Patient) -> Iterator[Finding]:
 
 
 def check_vocabulary(patient: Patient) -> Iterator[Finding]:
-    """Whether d2t and t2d say which tokens the draft's rows stand for, and whether the tokens that end turns are among
+    """Check that d2t and t2d say which tokens the draft's rows stand for, and that the tokens that end turns are among
     them."""
     config, vocab = patient.config, patient.vocab
     if config is None or vocab is None:
@@ -133,7 +133,7 @@ def _tokenizer(target: Target | None) -> Tokenizer | None:
 
 
 def check_taps(patient: Patient) -> Iterator[Finding]:
-    """Whether the tapped layers are layers of the target, in order, and counted as this layout counts them."""
+    """Check that the tapped layers are layers of the target, in order, and counted as this layout counts them."""
     ids, target = dialects.tap_ids(patient.raw), patient.target
     named, other = ("outputs", "inputs") if patient.dialect == "sglang" else ("inputs", "outputs")
     where = f"{CONFIG}: {dialects.TAP_IDS}"
@@ -156,7 +156,7 @@ def check_taps(patient: Patient) -> Iterator[Finding]:
 
 
 def check_rope(patient: Patient) -> Iterator[Finding]:
-    """Whether the rotary settings are stated in both spellings, alike, and are the target's."""
+    """Check that the rotary settings are stated in both spellings, alike, and are the target's."""
     if patient.config is None:
         return
     wanted = plain_rope(patient.target.config.rope) if patient.target else None
@@ -197,7 +197,7 @@ def _describe_rope(rope: Rope | None) -> str:
 
 
 def check_positions(patient: Patient) -> Iterator[Finding]:
-    """Whether the head can follow sequences as long as the target's."""
+    """Check that the head can follow sequences as long as the target's."""
     if patient.config is None or patient.target is None:
         return
     stated, wanted = patient.flat.get("max_position_embeddings"), patient.target.config.max_len

@@ -1,4 +1,4 @@
-"""What an EAGLE-3 head is (Li et al. 2025, arXiv 2503.01840), with the switches of version 3.1."""
+"""The config of an EAGLE-3 head (Li et al. 2025, arXiv 2503.01840), with the switches of version 3.1."""
 
 from dataclasses import dataclass, field
 
@@ -34,8 +34,8 @@ class Eagle3Config:
 
 
 def default_taps(target: ModelConfig) -> tuple[int, int, int]:
-    """The outputs of layers 1, L//2-1 and L-4 (0-based), before the final norm. Raises ConfigError where the target has
-    too few layers."""
+    """Return the default taps, the outputs of layers 1, L//2-1 and L-4 (0-based), before the final norm. Raises
+    ConfigError where the target has too few layers."""
     if target.num_layers < 5:
         raise ConfigError(f"a target of {target.num_layers} layers has no default taps; give three layer indices")
     return (1, target.num_layers // 2 - 1, target.num_layers - 4)

@@ -48,12 +48,12 @@ def mask_ids(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def is_input_named(names: frozenset[str]) -> bool:
-    """Whether the layer's tensors are named as vLLM and speculators name them."""
+    """Return whether the layer's tensors are named as vLLM and speculators name them."""
     return any(name.removeprefix("model.").startswith("layers.0.") for name in names)
 
 
 def dialect_of(raw: Mapping[str, Any], names: frozenset[str]) -> Dialect:
-    """Which flavour a head is written in. SGLang's and sglang-jax's are one."""
+    """Return the dialect that a head is written in. SGLang's and sglang-jax's are one."""
     if "transformer_layer_config" in raw or "speculators_model_type" in raw:
         return "speculators"
     return "vllm" if is_input_named(names) else "sglang"
@@ -66,7 +66,7 @@ def count_layers(names: frozenset[str]) -> int:
 
 
 def renamer(names: frozenset[str]) -> Callable[[str], str]:
-    """A function from our tensor names to the folder's, which may put `model.` before all but the head."""
+    """Return a function from our tensor names to the folder's, which may put `model.` before all but the head."""
 
     def rename(name: str) -> str:
         spelled = [name, _as_vllm(name)]

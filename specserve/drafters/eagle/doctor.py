@@ -1,4 +1,4 @@
-"""All that is looked at in the files of an EAGLE-3 head."""
+"""The draft doctor of an EAGLE-3 head's files: the list of its checks."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,14 +26,14 @@ CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
 
 
 def examine(folder: Path, target: Target | None) -> Report:
-    """Look at everything. Without a target, what only it can say is left out. Raises CheckpointError where there is
+    """Make all checks. Without a target, those that need one are left out. Raises CheckpointError where there is
     nothing to look at: no config.json, no whole safetensors file."""
     patient = Patient(folder, target)
     return report(patient, [finding for check in CHECKS for finding in check(patient)], patient.facts())
 
 
 def report(patient: Patient, findings: list[Finding], facts: dict[str, str]) -> Report:
-    """What was found, beside what the head is."""
+    """Make the report of the findings, and of what the head is."""
     tensors = patient.tensors
     rows = [(name, tensors.shape(name), tensors.dtype(name).name) for name in sorted(tensors.names())]
     return Report(tensors.folder, patient.dialect, facts, rows, findings)

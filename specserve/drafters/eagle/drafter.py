@@ -1,4 +1,5 @@
-"""What the drafters on an EAGLE-3 network are alike in behind the door: their sizes, and how they follow sequences."""
+"""The common part of the drafters on an EAGLE-3 network, behind the door: their sizes, and how they follow
+sequences."""
 
 from typing import Any
 
@@ -30,7 +31,7 @@ class OnEagle:
         raise NotImplementedError
 
     def ready(self, weights: Weights) -> Draft:
-        """The network beside what it shares of the target's."""
+        """Return the network beside what it shares of the target's."""
         own = weights.draft
         assert own is not None, "a head proposes, and there is none"
         params = self.network_params(own.params)

@@ -27,7 +27,7 @@ class Draft:
 
 
 def empty_cache(config: Eagle3Config, *, num_pages: int, page_size: int) -> Cache:
-    """Pages for the head's layers."""
+    """Make empty pages for the head's layers."""
     layers = tuple(
         Pages.zeros(num_pages, page_size, config.num_kv_heads, config.head_dim, config.dtype)
         for _ in range(config.num_layers)

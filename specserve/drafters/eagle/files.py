@@ -108,7 +108,7 @@ def read_config(folder: Path, target: ModelConfig, target_name: str, *, dtype: s
 
 
 def has_own_embedding(folder: Path) -> bool:
-    """Whether the head brings a token embedding along."""
+    """Return whether the head brings a token embedding along."""
     names = TensorFolder(folder).names()
     return dialects.renamer(names)(EMBEDDING) in names
 
@@ -116,7 +116,7 @@ def has_own_embedding(folder: Path) -> bool:
 def without_copies(
     config: Eagle3Config, params: Eagle3Params, target: Target, dtype: str
 ) -> tuple[Eagle3Config, Eagle3Params, list[str]]:
-    """Drop an embedding that is the target's own from the head; says what was changed."""
+    """Drop an embedding that is the target's own from the head. Also returns what was changed."""
     shared = target_embedding(target, dtype) if params.embedding is not None else None
     if shared is None or not np.array_equal(np.asarray(params.embedding), shared):
         return config, params, []

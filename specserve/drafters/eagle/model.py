@@ -46,7 +46,7 @@ class Eagle3Params:
 
     @property
     def output(self) -> tuple[jax.Array, Weight]:
-        """What makes logits of states, see `draft_logits`."""
+        """The parameters that make logits of states, see `draft_logits`."""
         return self.norm, self.head
 
 
@@ -69,7 +69,7 @@ def draft_spec(config: Eagle3Config) -> Eagle3Params:
 
 
 def place(config: Eagle3Config, mesh: Mesh) -> Eagle3Params:
-    """Where each parameter lives; what does not divide is whole on every device."""
+    """Return where each parameter lives. A parameter that the mesh does not divide is whole on every device."""
     return shardings(draft_spec(config), mesh, {"heads": config.num_heads, "kv_heads": config.num_kv_heads})
 
 
@@ -88,7 +88,7 @@ def fuse_features(
     config: Eagle3Config,
     aux_hidden_states: jax.Array,  # [batch, n, taps * target_d_model]
 ) -> jax.Array:  # [batch, n, d_model]
-    """The target's tapped states as one feature; applied once, where the target has run."""
+    """Fuse the target's tapped states into one feature. It is done once, where the target has run."""
     x = aux_hidden_states
     if params.fc_input_norm is not None:
         x = rms_norm(x, params.fc_input_norm, config.norm_eps)
@@ -101,7 +101,7 @@ def fuse_features(
 
 @pytree
 class DraftInputs:
-    """What entries bring to a layer."""
+    """The inputs of one layer, for some entries of the draft's sequence."""
 
     x: jax.Array  # [batch, n, d_in], normed; [embedding_normed | hidden_normed] at the first layer
     residual: jax.Array  # [batch, n, d_model]
@@ -116,7 +116,7 @@ def draft_inputs(
     hidden_states: jax.Array,  # [batch, n, d_model], features or recurrent states
     position_ids: jax.Array,  # [batch, n] int32
 ) -> DraftInputs:
-    """What entries bring to the first layer, before anybody attends to anything."""
+    """Compute the inputs of the first layer for some entries, before anything attends."""
     token = rms_norm(embedding[token_ids], params.layers[0].input_norm, config.norm_eps)
     hidden = rms_norm(hidden_states, params.hidden_norm, config.norm_eps)
     return DraftInputs(
@@ -137,8 +137,9 @@ Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
 def draft_entries(
     params: Eagle3Params, config: Eagle3Config, inputs: DraftInputs, attend: Attend
 ) -> tuple[DraftInputs, tuple[KV, ...]]:
-    """Keys and values of the entries in every layer, and what the entries bring to the last layer. That one need run
-    only for entries that predict: of a single layer nothing runs here, and `attend` is never called."""
+    """Compute the keys and values of the entries in every layer, and the entries' inputs to the last layer. That layer
+    need run only for entries that predict. Of a head with a single layer nothing runs here, and `attend` is never
+    called."""
     entries = []
     for i, layer in enumerate(params.layers):
         k, v = project_kv(layer.attention, config, inputs.x, inputs.rope)
@@ -156,7 +157,7 @@ def draft_states(
     inputs: DraftInputs,  # of entries that predict, to the last layer
     attend_to: Callable[[jax.Array], jax.Array],  # q [batch, n, head, head_dim] -> the same shape
 ) -> jax.Array:  # [batch, n, d_model]
-    """The last layer: returns the recurrent hidden states (before the final norm unless `norm_output`)."""
+    """Run the last layer, and return the recurrent hidden states (before the final norm unless `norm_output`)."""
     layer = params.layers[-1]
     out = attend_to(project_q(layer.attention, config, inputs.x, inputs.rope))
     x = _leave(layer, config, inputs.residual, out)
@@ -166,8 +167,8 @@ def draft_states(
 def draft_forward(
     params: Eagle3Params, config: Eagle3Config, inputs: DraftInputs, attend: Attend
 ) -> tuple[jax.Array, tuple[KV, ...]]:
-    """All layers for entries that all predict: their recurrent hidden states [batch, n, d_model], and their keys and
-    values in every layer."""
+    """Run all layers for entries that all predict. Returns their recurrent hidden states [batch, n, d_model], and
+    their keys and values in every layer."""
     inputs, entries = draft_entries(params, config, inputs, attend)
     last = config.num_layers - 1
     return draft_states(params, config, inputs, lambda q: attend(last, q, *entries[last])), entries

@@ -1,4 +1,4 @@
-"""A head's files under examination: what can be made out of them."""
+"""The files of a head under examination, and what can be read from them."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -22,7 +22,7 @@ from specserve.models.rope import Rope, rope_from_hf
 
 @dataclass(frozen=True)
 class Family:
-    """What tells the files of one kind of head on this network from another's."""
+    """The marks by which the files of one kind of head on this network differ from another's."""
 
     architectures: Mapping[Dialect, str]  # the name of its kind in each layout
     known: frozenset[str]  # names that engines know it by
@@ -37,7 +37,7 @@ EAGLE3 = Family(
 
 
 class Patient:
-    """A head's files with what can be made out of them."""
+    """The files of a head under examination, and what can be read from them."""
 
     def __init__(self, folder: Path, target: Target | None, family: Family = EAGLE3) -> None:
         self.target, self.family = target, family
@@ -50,7 +50,7 @@ class Patient:
 
     @property
     def weights(self) -> frozenset[str]:
-        """Names of all tensors but the tables of the vocabulary."""
+        """The names of all tensors but the tables of the vocabulary."""
         return self.names - {self.rename(D2T), self.rename(T2D)}
 
     @cached_property
@@ -65,7 +65,8 @@ class Patient:
 
     @cached_property
     def bad_keys(self) -> list[str]:
-        """Keys that the shapes follow from, and that are wrong; the vocabulary can be counted."""
+        """The keys that the shapes follow from, and that are wrong. The size of the vocabulary is not among them,
+        because it can be counted."""
         rows = self.flat.get("draft_vocab_size") or self.head_rows
         return dialects.bad_keys({**self.flat, "draft_vocab_size": rows, "num_hidden_layers": self.num_layers})
 
@@ -94,7 +95,7 @@ class Patient:
 
     @cached_property
     def ropes(self) -> dict[str, Rope | None]:
-        """What each spelling that is there says; None: nothing that can be read."""
+        """The rotary settings by each spelling that is there; None for one that cannot be read."""
         spellings = {"rope_parameters": ("rope_parameters",), "rope_theta": ("rope_theta", "rope_scaling")}
         other = {"rope_parameters": "rope_scaling", "rope_theta": "rope_parameters"}
         return {
@@ -105,7 +106,7 @@ class Patient:
 
     @cached_property
     def rope(self) -> Rope | None:
-        """What our own loader reads."""
+        """The rotary settings as our own loader reads them."""
         return read_rope(self.flat)
 
     @cached_property
@@ -119,7 +120,7 @@ class Patient:
         return self.tensors.read(stored) if stored in self.names else None
 
     def where(self, name: str) -> str:
-        """File and tensor, by our name for it."""
+        """Return the file and the name of a tensor, given by our name for it."""
         stored = self.rename(name)
         return f"{self.tensors.file(stored).name if stored in self.names else SINGLE_FILE}: {stored}"
 

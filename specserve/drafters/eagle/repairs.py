@@ -1,5 +1,6 @@
-"""What the files of a head on this network might mean instead: slips of exports that no shape and no key tells, each
-as a change of the files that undoes it. Whether one helps is measured by running the head (`eval.trial`)."""
+"""Repairs of the files of a head on this network: other readings of them, for slips of exports that no shape and no
+key tells. Each is a change of the files that undoes a slip. Whether one helps is measured by running the head
+(`eval.trial`)."""
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -25,7 +26,7 @@ _TAPPED = ("low", "middle", "high")
 
 
 def list_repairs(patient: Patient) -> Iterator[Repair]:
-    """Everything that is worth a try; nothing where config.json does not state the head's shape."""
+    """List all repairs that are worth a try. There are none where config.json does not state the head's shape."""
     config = patient.config
     if config is None or patient.target is None:
         return
@@ -44,7 +45,7 @@ def list_repairs(patient: Patient) -> Iterator[Repair]:
 
 
 def _put(**values: object) -> Callable[[Copy], None]:
-    """Write keys of the layer's settings, or of the top where they stand there."""
+    """Make a fix that writes keys of the layer's settings, or of the top where they stand there."""
 
     def fix(mended: Copy) -> None:
         for key, value in values.items():
@@ -66,7 +67,7 @@ def _flags(config: Eagle3Config) -> Iterator[Repair]:
 
 
 def _heads(config: Eagle3Config, target_head_dim: int) -> Iterator[Repair]:
-    """The same matrices as heads of another width."""
+    """List repairs that read the same matrices as heads of another width."""
     queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     for size in dict.fromkeys((target_head_dim, 2 * config.head_dim, config.head_dim // 2)):
         if size < 2 or size % 2 or size == config.head_dim or queries % size or keys % size:
@@ -76,7 +77,7 @@ def _heads(config: Eagle3Config, target_head_dim: int) -> Iterator[Repair]:
 
 
 def _products(config: Eagle3Config) -> Iterator[Repair]:
-    """Matrices of the first layer whose shape does not tell which way they are meant."""
+    """List repairs of the first layer's matrices whose shape does not tell which way they are meant."""
     attention, mlp = "midlayer.self_attn", "midlayer.mlp"
     if config.num_heads * config.head_dim == config.d_model:
         yield Repair(
@@ -97,7 +98,7 @@ def _norms() -> Iterator[Repair]:
 
 
 def _tap_orders(config: Eagle3Config) -> Iterator[Repair]:
-    """fc.weight with the taps in another order; with a norm for each tap, these alone or together."""
+    """List repairs that put the taps of fc.weight in another order, alone, or together with the norms of the taps."""
     taps = range(len(config.aux_layers))
     names = _TAPPED if len(taps) == len(_TAPPED) else [str(i) for i in config.aux_layers]
     for order in itertools.islice(itertools.permutations(taps), 1, 24):
@@ -121,7 +122,8 @@ def _tap_orders(config: Eagle3Config) -> Iterator[Repair]:
 
 
 def _tap_layers(patient: Patient, config: Eagle3Config) -> Iterator[Repair]:
-    """Other layers as taps: the usual ones, and all one layer off, as the other way of counting has them."""
+    """List repairs with other layers as taps: the usual ones, and all one layer off, as the other way of counting has
+    them."""
     assert patient.target is not None, "taps are the target's"
     num_layers = patient.target.config.num_layers
     choices = [tuple(i + by for i in config.aux_layers) for by in (1, -1)]

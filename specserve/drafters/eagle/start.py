@@ -20,7 +20,8 @@ from specserve.models.target import head_columns
 def new_config(
     settings: DraftSettings, config: ModelConfig, draft_vocab_size: int, *, num_layers: int = 1
 ) -> Eagle3Config:
-    """The network's shape: the target's, with so many layers, where the settings say nothing. Raises ConfigError."""
+    """Return the network's shape, which is the target's, with so many layers, where the settings say nothing. Raises
+    ConfigError."""
     num_heads = settings.num_heads or config.num_heads
     # beside latent attention a head is a plain one, with keys as wide as the target's own without position
     head_dim = config.latent.nope_dim if config.latent else config.head_dim
@@ -64,7 +65,7 @@ def first_params(config: Eagle3Config, target: Target, target_ids: np.ndarray, s
 
 
 def _in_width(rows: jax.Array, width: int) -> jax.Array:  # [n, d] -> [n, width]
-    """Rows by their coordinates along the directions in which they are longest together, those of a truncated SVD:
-    products between them change as little as the width allows. Zeros fill a larger width."""
+    """Return rows by their coordinates along the directions in which they are longest together, those of a truncated
+    SVD, so that products between them change as little as the width allows. Zeros fill a larger width."""
     _, directions = jnp.linalg.eigh(rows.T @ rows)  # the shortest first
     return jnp.pad(rows @ directions[:, ::-1][:, :width], ((0, 0), (0, max(0, width - rows.shape[1]))))

@@ -1,4 +1,4 @@
-"""What an EAGLE-3 head's rollout takes, for each position of a row, by the rules of `train.flops`."""
+"""The costs of an EAGLE-3 head's rollout, for each position of a row, by the rules of `train.flops`."""
 
 from jax.sharding import Mesh
 

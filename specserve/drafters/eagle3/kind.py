@@ -1,4 +1,4 @@
-"""How EAGLE-3 heads are made, and their files."""
+"""The kind of EAGLE-3 heads: how they are made, and their files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -16,7 +16,7 @@ from specserve.models.config import ModelConfig
 
 
 class Eagle3Kind(FileKind[Eagle3]):
-    """See `door.Kind`, which says what each of these is for."""
+    """The kind of EAGLE-3 heads. See `door.Kind` for its methods."""
 
     understands = frozenset({"d_model", "norm_output", "fc_norm"})
 

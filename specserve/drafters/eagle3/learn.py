@@ -1,4 +1,4 @@
-"""How an EAGLE-3 head learns: by the rollout of `drafters.unroll`."""
+"""The training of an EAGLE-3 head, by the rollout of `drafters.unroll`."""
 
 import functools
 
@@ -20,8 +20,8 @@ def rollout_states(
     aux_hidden_states: jax.Array,  # [batch, seq, taps * target_d_model]
     rollout: Rollout,
 ) -> list[jax.Array]:  # length x [batch, seq, d_model], what `draft_logits` takes
-    """The head's hidden states in every rollout step. Position t of step k has the state that predicts what follows
-    token t + 1 + k."""
+    """Compute the head's hidden states in every rollout step. The state at position t of step k predicts the token
+    after token t + 1 + k."""
     run = functools.partial(_one_step, config)
     if rollout.remat:
         run = computed_again(run)

@@ -61,7 +61,7 @@ def consume(
 def propose_tree(
     draft: Draft, config: Eagle3Config, state: Following, view: SlotView, tree: Tree
 ) -> tuple[Following, Proposal]:
-    """Catch up with what is pending, then run ahead."""
+    """Consume the pending tokens, then run ahead and propose a tree."""
     pending = pending_of(state, view, tree.depth)
     cache, hidden = consume(draft, config, state.cache, view.page_table, view.read_table, view.seq_lens, pending)
     proposal = propose(draft, config, tree, cache, view.read_table, view.seq_lens, view.root_ids, hidden, view.rows)
@@ -79,7 +79,8 @@ def propose(
     hidden: jax.Array,  # [batch, 1, d_model], from `consume`
     rows: SamplerRows,
 ) -> Proposal:
-    """Grow a tree below the root. Nothing is written: the draft's entries of proposed nodes live and die here."""
+    """Grow a tree below the root. Nothing is written: the draft's entries of proposed nodes are used in this call
+    alone."""
     prefix = Prefix(read_table, seq_lens + 1, FIRST_ENTRY)
     return grow_tree(_Expander(draft, config, pages, prefix, rows), tree, root_ids, _Level.of_root(config, hidden))
 
@@ -94,7 +95,7 @@ class _Level:
 
     @classmethod
     def of_root(cls, config: Eagle3Config, hidden: jax.Array) -> "_Level":
-        """The root alone, [batch, 1, d_model], whose own entry is in the pages."""
+        """Return the level that is the root alone, [batch, 1, d_model], whose own entry is in the pages."""
         batch = hidden.shape[0]
         empty = jnp.zeros((batch, 0, config.num_kv_heads, config.head_dim), config.dtype)
         return cls(hidden, ((empty, empty),) * config.num_layers, jnp.zeros((batch, 1, 0), bool))

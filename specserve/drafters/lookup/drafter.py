@@ -1,5 +1,5 @@
-"""Drafts without a head: what followed the last tokens where they stood before, in the same sequence or in recent
-answers; and the choice between such a draft and a head's.
+"""Drafters without a head: they find the last tokens at an earlier place, in the same sequence or in recent answers,
+and propose what followed there. A mixed drafter chooses between such a draft and a head's.
 
 Prompt lookup (Saxena 2023) searches the sequence itself, suffix matching (after SuffixDecoding, Oliaro et al. 2024,
 arXiv 2411.04975) the answers of finished sequences as well.
@@ -64,7 +64,7 @@ class Lookup:
         return state, _as_proposal(view, self.find(state, view, tree))
 
     def find(self, state: Any, view: SlotView, tree: Tree) -> Match:
-        """The best match of each sequence's end, where the tree's lookup searches."""
+        """Find the best match of each sequence's end, where the tree's lookup searches."""
         return find(view.history, view.seq_lens, tree.depth, state if tree.lookup == ALL_TEXT else None)
 
     def remember(self, state: Any, history: jax.Array, start: jax.Array, last: jax.Array, number: jax.Array) -> Any:
@@ -87,8 +87,8 @@ class MixedState:
 
 @dataclass(frozen=True)
 class Mixed:
-    """A drafter that trains, and a search: for each sequence and step whichever has brought more so far. A tree says by
-    its source who is asked. Its weights are the head's."""
+    """A trained head and a lookup together. For each sequence and step it asks the one that has brought more so far,
+    of those that the tree's source names. Its weights are the head's."""
 
     head: Drafter
     lookup: Lookup
@@ -173,24 +173,25 @@ def _as_proposal(view: SlotView, match: Match) -> Proposal:
 
 
 def _source(match: Match) -> jax.Array:  # [batch] int32
-    """The place of a match's gain; the head's comes before those of all classes."""
+    """Return the index of a match's gain. The head's gain comes before those of all classes of matches."""
     return HEAD + 1 + match_class(match.length)
 
 
 def _first_gains(promise: jax.Array) -> jax.Array:  # [1 + classes] float32
-    """What is expected before anything is known of a sequence but what its head promises."""
+    """Return the accepted tokens per step that are expected of a new sequence: of the head what it promises, and of
+    matches the priors."""
     assert len(PRIOR_GAINS) == 1 + len(MATCH_CLASSES)
     return jnp.concatenate([promise[None], jnp.asarray(PRIOR_GAINS, jnp.float32)])
 
 
 def prefers_match(gains: jax.Array, match: Match) -> jax.Array:  # [batch, 1 + classes] -> [batch] bool
-    """Whether the match promises more accepted tokens than the head."""
+    """Return whether the match promises more accepted tokens than the head."""
     expected = take_each(gains, _source(match)[:, None])[:, 0]
     return (match.length > 0) & (expected > gains[:, HEAD])
 
 
 def update_gains(gains: jax.Array, source: jax.Array, n_accepted: jax.Array) -> jax.Array:
-    """Exponential averages, of the source that proposed in this step only."""
+    """Update the averages (exponential) of the source that proposed in this step."""
     is_source = jnp.arange(gains.shape[1]) == source[:, None]
     moved = GAIN_DECAY * gains + (1 - GAIN_DECAY) * n_accepted[:, None].astype(jnp.float32)
     return jnp.where(is_source, moved, gains)

@@ -1,6 +1,6 @@
-"""The search behind lookup drafts: what followed the last tokens where they stood before.
+"""The search behind lookup drafts: it finds the last tokens at an earlier place, and returns what followed there.
 
-It is a comparison with every place at once, on the device, so a step needs nothing from the host.
+The end of a sequence is compared with every place at once, on the device, so a step needs nothing from the host.
 """
 
 import jax
@@ -16,7 +16,7 @@ RECALL_ROWS, RECALL_LENGTH = 32, 512  # finished answers that are remembered, an
 
 @pytree
 class Match:
-    """The best earlier place of a sequence's end."""
+    """The best earlier place of a sequence's end, and the tokens after it."""
 
     token_ids: jax.Array  # [batch, depth] int32, what followed there
     length: jax.Array  # [batch] int32, tokens that agree, at most MAX_MATCH; 0: none
@@ -28,7 +28,7 @@ def find(
     depth: int,
     recall: jax.Array | None = None,  # [rows, RECALL_LENGTH] int32, finished answers; -1 where there is nothing
 ) -> Match:
-    """The longest match, the most recent among equals; a sequence's own text before that of others."""
+    """Find the longest match, and of equal ones the most recent. A sequence's own text comes before that of others."""
     back = last[:, None] - jnp.arange(MAX_MATCH)
     suffix = jnp.where(back >= 0, take_each(history, jnp.clip(back, 0)), -2)  # newest first
     is_earlier = jnp.arange(history.shape[1]) < last[:, None]
@@ -67,5 +67,5 @@ def _longest(
 
 
 def match_class(length: jax.Array) -> jax.Array:  # [batch] int32 -> [batch] int32, 0 to len(MATCH_CLASSES)
-    """How long a match is, in classes."""
+    """Return the class of a match by its length."""
     return jnp.sum(length[:, None] >= jnp.asarray(MATCH_CLASSES), axis=1, dtype=jnp.int32)

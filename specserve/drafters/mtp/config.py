@@ -1,5 +1,5 @@
-"""What a layer of multi-token prediction is (DeepSeek-V3, arXiv 2412.19437, section 2.2): one more layer of the
-target's own kind, over the target's last hidden state of a token and the embedding of the token after it."""
+"""The config of a layer of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2). It is one more layer
+of the target's own kind, over the target's last hidden state of a token and the embedding of the token after it."""
 
 import dataclasses
 from dataclasses import dataclass

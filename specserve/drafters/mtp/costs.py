@@ -1,4 +1,4 @@
-"""What the rollout of a layer takes, for each position of a row, by the rules of `train.flops`."""
+"""The costs of the layer's rollout, for each position of a row, by the rules of `train.flops`."""
 
 from jax.sharding import Mesh
 
@@ -35,7 +35,8 @@ def rollout_costs(config: MtpConfig, rollout: Rollout, seq_len: int, mesh: Mesh 
 
 
 def _attention_dims(config: MtpConfig) -> tuple[int, int, int]:
-    """Numbers of a position's queries, of its keys and values together, and heads of those. Latents are expanded."""
+    """Return three numbers for a position: the values of its queries, the values of its keys and values together, and
+    the heads of these. Latents are expanded."""
     layer, latent = config.layer, config.layer.latent
     if latent is None or layer.kind(0).mixer != "latent":
         return layer.num_heads * layer.head_dim, 2 * layer.num_kv_heads * layer.head_dim, layer.num_kv_heads

@@ -1,5 +1,5 @@
-"""What is looked at in the files of a layer of multi-token prediction: whether it belongs to the target, and whether
-all of it is there and is numbers."""
+"""The draft doctor of a layer of multi-token prediction: whether it belongs to the target, and whether all of it is
+there and is numbers."""
 
 from functools import partial
 from pathlib import Path
@@ -49,8 +49,8 @@ CHECKS = (UNREADABLE, TENSORS, STRANGE, NUMBERS)
 
 
 def examine(folder: Path, target: Target | None) -> Report:
-    """Look at everything. Without a target, the layer's own config.json stands for it. Raises CheckpointError where
-    there is nothing to look at."""
+    """Make all checks. Without a target, the layer's own config.json stands for it. Raises CheckpointError where there
+    is nothing to look at."""
     tensors, raw = TensorFolder(folder), read_json(folder / CONFIG)
     findings: list[Finding] = []
     facts = {"kind": "a layer of multi-token prediction"}

@@ -32,7 +32,8 @@ _SHAPE += ("latent", "experts", "qk_norm", "qkv_bias", "norm_offset", "out_norms
 
 
 def is_carried(folder: Path, config: MtpConfig) -> bool:
-    """Whether the checkpoint of a target carries the layer. Raises CheckpointError where there is no checkpoint."""
+    """Return whether the checkpoint of a target carries the layer. Raises CheckpointError where there is no
+    checkpoint."""
     names = TensorFolder(folder).names()
     return name_in(names, config.layout)(f"{config.layout.fc}.weight") in names
 
@@ -49,8 +50,8 @@ def load_carried(target: Target, config: MtpConfig) -> MtpParams:
 
 
 def read_config(folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> MtpConfig:
-    """What a folder says of the layer in it. Raises ConfigError or CheckpointError, also where it belongs to another
-    target."""
+    """Read the config of the layer in a folder. Raises ConfigError or CheckpointError, also where it belongs to
+    another target."""
     where, names = folder / CONFIG, TensorFolder(folder).names()
     raw = read_json(where)
     own = model_config(of_target(raw), dtype=dtype, where=str(where))
@@ -150,7 +151,7 @@ def head_files(
 
 
 def has_own_embedding(folder: Path) -> bool:
-    """Whether the layer's folder holds an embedding or an output head, which may be copies of the target's."""
+    """Return whether the layer's folder holds an embedding or an output head, which may be copies of the target's."""
     names, raw = TensorFolder(folder).names(), read_json(folder / CONFIG)
     config = config_of(model_config(of_target(raw), dtype="float32", where=str(folder / CONFIG)), dtype="float32")
     name_of = name_in(names, config.layout)
@@ -160,7 +161,7 @@ def has_own_embedding(folder: Path) -> bool:
 def without_copies(
     config: MtpConfig, params: MtpParams, target: Target, dtype: str
 ) -> tuple[MtpConfig, MtpParams, list[str]]:
-    """Drop an embedding and an output head that are the target's own; says what was changed."""
+    """Drop an embedding and an output head that are the target's own. Also returns what was changed."""
     changes = []
     own = to_numpy(params, draft_spec(config), dtype)
     for name, shared in shared_tables(target.config, config.layout).items():
@@ -173,7 +174,7 @@ def without_copies(
 
 
 def _differences(name: str, own: Any, other: Any) -> list[str]:
-    """In what two configs differ, field by field where both have fields."""
+    """List the differences of two configs, field by field where both have fields."""
     if is_dataclass(own) and is_dataclass(other):
         names = [f"{name}.{field.name}" for field in fields(own)]
         pairs = [(getattr(own, field.name), getattr(other, field.name)) for field in fields(own)]
@@ -190,14 +191,14 @@ def of_target(raw: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def shared_tables(target: ModelConfig, layout: Layout) -> dict[str, str]:
-    """The names under which a layer may have tables of its own, and those of the target's tables."""
+    """Return the names under which a layer may have tables of its own, each with the name of the target's table."""
     head = target.names.embedding if target.tie_embeddings else "lm_head.weight"
     pairs = {layout.embedding: target.names.embedding, layout.head: head}
     return {f"{own}.weight": shared for own, shared in pairs.items() if own}
 
 
 def own_names(names: frozenset[str], config: MtpConfig) -> frozenset[str]:
-    """The tensors of a folder that are the layer's: all of them, unless it holds a whole target."""
+    """Return the tensors of a folder that are the layer's: all of them, unless it holds a whole target."""
     if not is_whole(names, config.layer):
         return names
     name_of = name_in(names, config.layout)
@@ -206,18 +207,18 @@ def own_names(names: frozenset[str], config: MtpConfig) -> frozenset[str]:
 
 
 def is_whole(names: frozenset[str], target: ModelConfig) -> bool:
-    """Whether the tensors are those of a whole target."""
+    """Return whether the tensors are those of a whole target."""
     return renamer(names)(target.names.norm) in names
 
 
 def _is_copy(folder: Path, own: str, shared: str) -> bool:
-    """Whether a table of the layer is the one that stands in the same folder for the target."""
+    """Return whether a table of the layer is the one that stands in the same folder for the target."""
     table = _read(folder, shared)
     return table is not None and np.array_equal(TensorFolder(folder).read(own), table)
 
 
 def _read(folder: Path, name: str) -> np.ndarray | None:
-    """A tensor of a target; None where its weights are not there."""
+    """Read a tensor of a target, or return None where its weights are not there."""
     try:
         tensors = TensorFolder(folder)
     except CheckpointError:
@@ -227,7 +228,7 @@ def _read(folder: Path, name: str) -> np.ndarray | None:
 
 
 def name_in(names: frozenset[str], layout: Layout) -> Callable[[str], str]:
-    """A function from our names, the target checkpoint's, to those of a folder."""
+    """Return a function from our names, the target checkpoint's, to those of a folder."""
     if any(name.startswith(f"{SPECULATORS.layer}.") for name in names):
         return _as_speculators(layout)
     within = renamer(names)

@@ -1,4 +1,4 @@
-"""How layers of multi-token prediction are made, and their files."""
+"""The kind of layers of multi-token prediction: how they are made, and their files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from specserve.models.config import ModelConfig
 
 
 class MtpKind(FileKind[Mtp]):
-    """See `door.Kind`, which says what each of these is for."""
+    """The kind of layers of multi-token prediction. See `door.Kind` for its methods."""
 
     understands = frozenset({"d_model"})
 

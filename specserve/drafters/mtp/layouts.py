@@ -1,5 +1,5 @@
-"""Where checkpoints keep their layer of multi-token prediction: the names of its tensors by family, and what else
-differs between families, as their published code has it."""
+"""The layouts in which checkpoints keep their layer of multi-token prediction: the names of its tensors by family, and
+what else differs between families, as their published code has it."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -33,13 +33,13 @@ class Layout:
 
     @property
     def prefixes(self) -> tuple[str, ...]:
-        """What the names of all its tensors begin with."""
+        """The prefixes of the names of all its tensors."""
         names = (self.layer, self.token_norm, self.hidden_norm, self.fc, self.norm, self.embedding, self.head)
         return tuple(dict.fromkeys(name for name in names if name))
 
 
 def _appended(architecture: str, *, norm: str = "shared_head.norm", embedding: str = "embed_tokens") -> Layout:
-    """As one more entry of `model.layers`, with the names of DeepSeek-V3."""
+    """Make the layout of a layer that is one more entry of `model.layers`, with the names of DeepSeek-V3."""
     prefix = "model.layers.{L}"
     return Layout(
         architecture,
@@ -54,7 +54,7 @@ def _appended(architecture: str, *, norm: str = "shared_head.norm", embedding: s
 
 
 def _of_its_own(architecture: str, prefix: str, *, hidden_first: bool = False, takes_raw: bool = False) -> Layout:
-    """With the names of MiMo, which speculators took over."""
+    """Make the layout of a layer with the names of MiMo, which speculators took over."""
     return Layout(
         architecture,
         layer=prefix,
@@ -93,13 +93,13 @@ ARCHITECTURES = frozenset(layout.architecture for layout in (*LAYOUTS.values(), 
 
 
 def layout_of(target: ModelConfig) -> Layout:
-    """Where a target's checkpoint keeps its layer."""
+    """Return the layout in which a target's checkpoint keeps its layer."""
     return LAYOUTS.get(target.family, OTHERS).at(target.num_layers)
 
 
 def num_carried(raw: Mapping[str, Any]) -> int:
-    """How many layers of multi-token prediction a target's config.json counts; where it does not, Qwen3-Next has
-    one."""
+    """Return how many layers of multi-token prediction a target's config.json counts. Where it counts none, Qwen3-Next
+    and MiMo have one."""
     text = raw.get("text_config")
     raw = text if isinstance(text, Mapping) else raw
     count = raw.get("num_nextn_predict_layers", int(raw.get("model_type") in ("qwen3_next", "mimo")))
@@ -107,7 +107,7 @@ def num_carried(raw: Mapping[str, Any]) -> int:
 
 
 def is_named(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of such a layer, or of a target whose checkpoint carries one."""
+    """Return whether a config.json is of such a layer, or of a target whose checkpoint carries one."""
     stated = raw.get("architectures")
     own = isinstance(stated, list) and not ARCHITECTURES.isdisjoint(map(str, stated))
     return own or raw.get("speculators_model_type") == "mtp" or num_carried(raw) > 0

@@ -1,5 +1,5 @@
-"""How a layer of multi-token prediction learns: by the rollout of `drafters.unroll`, in which it runs again over its
-own states as it does when it serves. FastMTP (arXiv 2509.18362) weighs three depths by .51, .31 and .18, which is
+"""The training of a layer of multi-token prediction, by the rollout of `drafters.unroll`, in which it runs again over
+its own states as it does when it serves. FastMTP (arXiv 2509.18362) weighs three depths by .51, .31 and .18, which is
 `rollout_decay` 0.6."""
 
 import functools
@@ -24,8 +24,8 @@ def rollout_states(
     aux_hidden_states: jax.Array,  # [batch, seq, d_model]
     rollout: Rollout,
 ) -> list[jax.Array]:  # length x [batch, seq, d_model], what `draft_logits` takes
-    """The layer's states in every rollout step. Position t of step k has the state that predicts what follows token
-    t + 1 + k."""
+    """Compute the layer's states in every rollout step. The state at position t of step k predicts the token after
+    token t + 1 + k."""
     run = functools.partial(_one_step, config)
     if rollout.remat:
         run = computed_again(run)

@@ -39,7 +39,7 @@ class MtpParams:
 
     @property
     def output(self) -> tuple[Any, ...]:
-        """What makes logits of states, see `draft_logits`."""
+        """The parameters that make logits of states, see `draft_logits`."""
         return (self.norm,) if self.head is None else (self.norm, self.head)
 
 
@@ -63,13 +63,13 @@ def draft_spec(config: MtpConfig) -> MtpParams:
 
 
 def place(config: MtpConfig, mesh: Mesh) -> MtpParams:
-    """Where each parameter lives; what does not divide is whole on every device."""
+    """Return where each parameter lives. A parameter that the mesh does not divide is whole on every device."""
     return shardings(draft_spec(config), mesh, {"heads": config.layer.num_heads, "kv_heads": config.layer.num_kv_heads})
 
 
 def taken(config: MtpConfig, target: TargetParams, aux_hidden_states: jax.Array) -> jax.Array:
-    """What entries consume of the target's last layer, whose outputs [batch, n, d_model] are tapped: the hidden states
-    that its output head takes."""
+    """Return the hidden states that entries consume: those that the target's output head takes, from the outputs
+    [batch, n, d_model] of its last layer, which are tapped."""
     return aux_hidden_states if config.layout.takes_raw else _norm(config, aux_hidden_states, target.norm)
 
 
@@ -95,13 +95,13 @@ def run(
     mask: Mask,
     seen: PagedPrefix | None = None,
 ) -> tuple[jax.Array, Any]:  # the states [batch, n, d_model] that make logits, and what the entries leave in the cache
-    """Run the layer. Where nobody asks for the states XLA computes nothing of them."""
+    """Run the layer. Where the states are not used, XLA does not compute them."""
     context = make_context(config.layer, position_ids, mask)
     return run_layer(params.layer, config.layer, config.layer.kind(0), x, seen, context)
 
 
 def handed_on(params: MtpParams, config: MtpConfig, states: jax.Array) -> jax.Array:
-    """What the next entry consumes in the place of a hidden state of the target."""
+    """Return the hidden states that the next entries consume in place of the target's."""
     return _norm(config, states, params.norm)
 
 

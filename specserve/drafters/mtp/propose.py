@@ -32,7 +32,7 @@ class Draft:
 
 
 def empty_cache(config: MtpConfig, *, num_pages: int, page_size: int) -> Cache:
-    """Pages for the layer, of its own kind."""
+    """Make empty pages for the layer, of its own kind."""
     return Cache.zeros(config.layer, num_slots=0, num_pages=num_pages, page_size=page_size)
 
 
@@ -46,8 +46,8 @@ def extend(
     index: jax.Array,  # [batch, n], of the entries, consecutive
     is_valid: jax.Array,  # [batch, n] bool, the first so many
 ) -> tuple[Cache, jax.Array]:  # and what the entries bring to the layer [batch, n, d_model]
-    """Write the entries of tokens whose hidden states are known. What one leaves in the pages is made of its own input
-    alone, so nobody asks what the layer computes of it, and nothing attends here."""
+    """Write the entries of tokens whose hidden states are known. An entry in the pages depends on its own input alone,
+    so nothing attends here, and the layer's output is not computed."""
     hidden = model.taken(config, draft.target, aux_hidden_states)
     x = model.inputs(draft.params, config, draft.target, token_ids, hidden)
     see_self = jnp.eye(x.shape[1], dtype=bool)[None]
@@ -73,7 +73,7 @@ def consume(
 def propose_tree(
     draft: Draft, config: MtpConfig, state: Following, view: SlotView, tree: Tree
 ) -> tuple[Following, Proposal]:
-    """Catch up with what is pending, then run ahead."""
+    """Consume the pending tokens, then run ahead and propose a tree."""
     cache, expander, root = at_root(draft, config, state, view, tree.depth)
     return dataclasses.replace(state, cache=cache), grow_tree(expander, tree, view.root_ids, root)
 
@@ -105,7 +105,7 @@ class _Level:
 
     @classmethod
     def of_root(cls, config: MtpConfig, states: jax.Array) -> "_Level":
-        """The root alone, [batch, 1, d_model], whose own entry is in the pages."""
+        """Return the level that is the root alone, [batch, 1, d_model], whose own entry is in the pages."""
         batch = states.shape[0]
         return cls(
             states,

@@ -1,5 +1,5 @@
-"""What the files of a layer of multi-token prediction might mean instead: slips of conversions that no shape tells.
-Whether one helps is measured by running the layer (`eval.trial`)."""
+"""Repairs of the files of a layer of multi-token prediction: other readings of them, for slips of conversions that no
+shape tells. Whether one helps is measured by running the layer (`eval.trial`)."""
 
 import functools
 import itertools
@@ -18,8 +18,8 @@ from specserve.errors import CheckpointError, ConfigError
 
 
 def list_repairs(folder: Path, target: Target) -> Iterator[Repair]:
-    """Everything that is worth a try. Nothing where the folder cannot be read as a layer of this target, nor where it
-    is a whole checkpoint, whose layer nobody has converted."""
+    """List all repairs that are worth a try. There are none where the folder cannot be read as a layer of this target,
+    nor where it is a whole checkpoint, whose layer was not converted."""
     names = TensorFolder(folder).names()
     try:
         config = files.read_config(folder, target.config, str(target.folder), dtype="float32")

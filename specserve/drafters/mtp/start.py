@@ -18,7 +18,8 @@ from specserve.models.target import Layer
 
 
 def new_config(settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> MtpConfig:
-    """The target decides all of a layer's shape. Raises ConfigError where the settings ask for another."""
+    """Return the layer's shape, all of which the target decides. Raises ConfigError where the settings ask for
+    another."""
     if draft_vocab_size < target.vocab_size:
         raise ConfigError(
             f"draft.vocab_size {draft_vocab_size}: a layer of multi-token prediction shares the target's output head, "
@@ -47,8 +48,8 @@ def new_config(settings: DraftSettings, target: ModelConfig, draft_vocab_size: i
 
 
 def first_params(config: MtpConfig, target: Target, seed: int) -> MtpParams:
-    """The layer of the target's checkpoint. Where it has none, a copy of the target's last layer, whose input is the
-    mean of its two normed halves, and whose final norm is the target's. Raises CheckpointError."""
+    """Return the layer of the target's checkpoint. Where it has none, it is a copy of the target's last layer, whose
+    input is the mean of its two normed halves, and whose final norm is the target's. Raises CheckpointError."""
     if files.is_carried(target.folder, config):
         return files.load_carried(target, config)
     spec = draft_spec(config)

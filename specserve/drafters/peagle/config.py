@@ -1,4 +1,4 @@
-"""What a P-EAGLE head is (arXiv 2602.01469): an EAGLE-3 network that foresees several tokens in one pass."""
+"""The config of a P-EAGLE head (arXiv 2602.01469): an EAGLE-3 network that predicts several tokens in one pass."""
 
 from dataclasses import dataclass
 

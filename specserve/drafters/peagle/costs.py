@@ -1,4 +1,4 @@
-"""What learning takes, for each position of a row, by the rules of `train.flops`."""
+"""The costs of training a P-EAGLE head, for each position of a row, by the rules of `train.flops`."""
 
 from jax.sharding import Mesh
 

@@ -46,7 +46,7 @@ _NEUTRAL = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": Fa
 
 
 def is_named(raw: Mapping[str, Any]) -> bool:
-    """Whether a config.json is of a P-EAGLE head; engines also know them as EAGLE-3 heads that have a mask."""
+    """Return whether a config.json is of a P-EAGLE head. Engines also know them as EAGLE-3 heads that have a mask."""
     stated = raw.get("architectures")
     names = set(map(str, stated)) if isinstance(stated, list) else set()
     is_masked = bool(names & EAGLE3.known) and bool(mask_ids(raw))
@@ -54,7 +54,7 @@ def is_named(raw: Mapping[str, Any]) -> bool:
 
 
 def unknown_keys(raw: Mapping[str, Any]) -> list[str]:
-    """Keys that nothing is known of: what they ask for would be left out."""
+    """List the keys that nothing is known of, so that what they ask for would be left out."""
     layer, nested = raw.get("transformer_layer_config"), raw.get("dflash_config")
     found = [key for key in raw if key not in _NETWORK_KEYS | _HEAD_KEYS]
     for name, inner, known in (
@@ -66,7 +66,7 @@ def unknown_keys(raw: Mapping[str, Any]) -> list[str]:
 
 
 def unsupported(raw: Mapping[str, Any]) -> list[str]:
-    """Switches of the network that are not computed, with their values."""
+    """List switches of the network that are not computed, with their values."""
     flat = flat_config(raw)
     found = [f"{key} {flat[key]!r}" for key, value in _NEUTRAL.items() if flat.get(key) not in (None, value)]
     if flat.get("sliding_window") is not None and flat.get("use_sliding_window") is not False:
@@ -77,7 +77,7 @@ def unsupported(raw: Mapping[str, Any]) -> list[str]:
 
 
 def num_slots(raw: Mapping[str, Any]) -> Any:
-    """How many tokens the head says that it foresees; None where it says nothing."""
+    """Return how many tokens the head says that it predicts, or None where it says nothing."""
     speculators = raw.get("speculators_config")
     methods = speculators.get("proposal_methods") if isinstance(speculators, Mapping) else None
     first = methods[0] if isinstance(methods, list) and methods else None

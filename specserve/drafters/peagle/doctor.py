@@ -1,4 +1,5 @@
-"""All that is looked at in the files of a P-EAGLE head: what is looked at in an EAGLE-3 head's, and the mask."""
+"""The draft doctor of a P-EAGLE head's files. It makes the checks of an EAGLE-3 head's files, and those of the
+mask."""
 
 from collections.abc import Iterator
 from functools import partial
@@ -52,7 +53,7 @@ CATALOGUE = (UNKNOWN_KEYS, UNSUPPORTED, MASK_TOKEN, MASK_SPELLING, NUM_SLOTS_UNS
 
 
 def examine(folder: Path, target: Target | None) -> Report:
-    """Look at everything. Without a target, what only it can say is left out. Raises CheckpointError where there is
+    """Make all checks. Without a target, those that need one are left out. Raises CheckpointError where there is
     nothing to look at: no config.json, no whole safetensors file."""
     patient = Patient(folder, target, dialects.FAMILY)
     findings = [finding for check in (*doctor.CHECKS, _check_keys, _check_mask) for finding in check(patient)]
@@ -62,7 +63,7 @@ def examine(folder: Path, target: Target | None) -> Report:
 
 
 def _check_keys(patient: Patient) -> Iterator[Finding]:
-    """Whether every key of config.json is known, and every switch computed."""
+    """Check that every key of config.json is known, and every switch computed."""
     if unknown := dialects.unknown_keys(patient.raw):
         yield UNKNOWN_KEYS.found(CONFIG, "keys of a P-EAGLE head", ", ".join(unknown))
     if wrong := dialects.unsupported(patient.raw):
@@ -70,7 +71,8 @@ def _check_keys(patient: Patient) -> Iterator[Finding]:
 
 
 def _check_mask(patient: Patient) -> Iterator[Finding]:
-    """Whether the mask's token is one, where all engines look for it, and how many slots there are."""
+    """Check that the mask's token is stated once, where all engines look for it, and that the number of slots is
+    stated."""
     ids, vocab_size = mask_ids(patient.raw), patient.flat.get("vocab_size")
     got = ", ".join(f"{key}: {value!r}" for key, value in ids.items()) or "nothing"
     value = next(iter(ids.values()), None)

@@ -56,13 +56,13 @@ def read_config(folder: Path, target: ModelConfig, target_name: str, *, dtype: s
 
 
 def has_own_embedding(folder: Path) -> bool:
-    """Whether the head brings a token embedding along."""
+    """Return whether the head brings a token embedding along."""
     return files.has_own_embedding(folder)
 
 
 def without_copies(
     config: PEagleConfig, params: PEagleParams, target: Target, dtype: str
 ) -> tuple[PEagleConfig, PEagleParams, list[str]]:
-    """Drop an embedding that is the target's own from the head; says what was changed."""
+    """Drop an embedding that is the target's own from the head. Also returns what was changed."""
     network, kept, changes = files.without_copies(config.network, params.network, target, dtype)
     return replace(config, network=network), replace(params, network=kept), changes

@@ -1,4 +1,4 @@
-"""How P-EAGLE heads are made, and their files."""
+"""The kind of P-EAGLE heads: how they are made, and their files."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,7 +15,7 @@ from specserve.models.config import ModelConfig
 
 
 class PEagleKind(FileKind[PEagle]):
-    """See `door.Kind`, which says what each of these is for."""
+    """The kind of P-EAGLE heads. See `door.Kind` for its methods."""
 
     understands = frozenset({"d_model", "fc_norm", "block_size", "mask_token"})
 

@@ -1,10 +1,11 @@
-"""How a P-EAGLE head learns (arXiv 2602.01469, "COD"): at every position of a row without masks, and at some with
+"""The training of a P-EAGLE head (arXiv 2602.01469, "COD"): at every position of a row without masks, and at some with
 masked slots after them, all in one pass.
 
 An anchor is a position t of a row whose next token, t + 1, is the last known one, as the root of a step is. Its slot 0
-is the entry of that token; slot d is masked, stands d further, and foresees token t + 2 + d. All positions have slot 0.
-Of those a share r^d, at least r_min, has slot d too. The shares are of the row's length, so that shapes are static, and
-nested, since a slot sees those before it: positions are drawn in an order, and the first of them have the most slots.
+is the entry of that token. Slot d is masked, stands d further, and predicts token t + 2 + d. All positions have slot
+0. A share of r^d of them, at least r_min, has slot d too. The shares are of the row's length, so that shapes are
+static. They are nested, because a slot sees those before it: positions are drawn in an order, and the first of them
+have the most slots.
 
 Masked slots see the entries of slot 0 up to their anchor and none of other anchors. So slot 0 runs over the row as in
 EAGLE-3, and then the anchors run beside it, in groups of those with as many slots.
@@ -31,7 +32,7 @@ SHARE, LEAST_SHARE = 0.7, 0.2  # r and r_min of published heads
 
 
 def num_anchors(config: PEagleConfig, seq_len: int) -> list[int]:
-    """How many positions of a row have each slot."""
+    """Return how many positions of a row have each slot."""
     shares = [max(SHARE**slot, LEAST_SHARE) for slot in range(config.num_slots)]
     return [max(1, round(seq_len * share)) for share in shares]
 
@@ -48,8 +49,8 @@ def in_order(rows: Rows) -> jax.Array:  # [batch, seq] int32
 
 
 def aims(config: PEagleConfig, rows: Rows) -> Aims:
-    """Column c is the anchor that is drawn as number c, and its slots foresee the tokens after the one that it
-    knows."""
+    """Say what the slots predict. Column c is the anchor that is drawn as number c, and its slots predict the tokens
+    after the one that it knows."""
     anchors, seq_len = in_order(rows), rows.token_ids.shape[1]
     weights = [
         jnp.where(jnp.arange(seq_len) < number, _take(loss_positions(rows, slot), anchors), 0.0)
@@ -67,7 +68,7 @@ def states_of_slots(
     aux_hidden_states: jax.Array,  # [batch, seq, taps * target_d_model]
     rollout: Rollout,
 ) -> list[jax.Array]:  # slot x [batch, anchors, d_model], in the order of the columns of `aims`
-    """The states of every slot, as `propose.look_ahead` has them when it serves."""
+    """Compute the states of every slot, as `propose.look_ahead` has them in serving."""
     embedding = token_embedding(params.network, target.embedding)
     run_row, run_group = functools.partial(_run_row, config), functools.partial(_run_group, config)
     if rollout.remat:
@@ -87,7 +88,8 @@ def states_of_slots(
 
 
 def _groups(numbers: list[int]) -> list[tuple[int, int, int]]:
-    """The first and the end of the anchors, as they are drawn, that have as many masked slots, and how many."""
+    """Group the anchors, in the order in which they are drawn, by their number of masked slots: (first, end, number of
+    slots) of each group."""
     bounds = [(*pair, slot) for slot, pair in enumerate(itertools.pairwise([*numbers, 0]))]
     return [(start, stop, slot) for stop, start, slot in reversed(bounds) if slot and start < stop]
 
@@ -99,8 +101,8 @@ def _run_row(
     rows: Rows,
     aux_hidden_states: jax.Array,
 ) -> tuple[jax.Array, tuple[KV, ...]]:
-    """The states [batch, seq, d_model] of slot 0 of all positions, and what they leave for others to see, layer by
-    layer."""
+    """Run slot 0 of all positions. Returns its states [batch, seq, d_model], and its keys and values, which other
+    slots see, layer by layer."""
     documents = Documents(rows.document_ids)
     features = fuse_features(params.network, config.network, aux_hidden_states)
     inputs = draft_inputs(

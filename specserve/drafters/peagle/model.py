@@ -1,4 +1,4 @@
-"""The P-EAGLE head (arXiv 2602.01469): an EAGLE-3 network and what it reads where nothing is known.
+"""The P-EAGLE head (arXiv 2602.01469): an EAGLE-3 network, and the inputs of its masked slots.
 
 Entry t of a sequence consumes (the target's feature at t-1, the token at t), as in EAGLE-3, and predicts the token at
 t+1. Masked slots after it consume (a learned feature, the mask's token), and slot j predicts the token at t+1+j. A slot
@@ -25,7 +25,7 @@ class PEagleParams:
 
     @property
     def output(self) -> tuple[jax.Array, Weight]:
-        """What makes logits of states, see `eagle.model.draft_logits`."""
+        """The parameters that make logits of states, see `eagle.model.draft_logits`."""
         return self.network.output
 
 
@@ -42,13 +42,13 @@ def head_spec(config: PEagleConfig) -> PEagleParams:
 
 
 def place(config: PEagleConfig, mesh: Mesh) -> PEagleParams:
-    """Where each parameter lives; what does not divide is whole on every device."""
+    """Return where each parameter lives. A parameter that the mesh does not divide is whole on every device."""
     heads = {"heads": config.network.num_heads, "kv_heads": config.network.num_kv_heads}
     return shardings(head_spec(config), mesh, heads)
 
 
 def masked_feature(params: PEagleParams, config: PEagleConfig) -> jax.Array:  # [1, 1, d_model]
-    """What masked slots have in place of the target's feature."""
+    """Return the feature that masked slots have in place of the target's."""
     return fuse_features(params.network, config.network, params.mask_hidden)
 
 
@@ -60,7 +60,7 @@ def inputs_with_masks(
     features: jax.Array,  # [batch, known, d_model], of the positions before them
     position_ids: jax.Array,  # [batch, n] int32; all slots after the known ones are masked
 ) -> DraftInputs:
-    """What entries of known tokens, and masked slots after them, bring to the first layer."""
+    """Compute the inputs of the first layer for entries of known tokens, and for masked slots after them."""
     batch, n = position_ids.shape
     num_masked = n - token_ids.shape[1]
     masks = jnp.full((batch, num_masked), config.mask_token_id, token_ids.dtype)

@@ -1,4 +1,5 @@
-"""The head's side of a step: one pass that consumes what the target accepted and foresees all slots after it."""
+"""The head's side of a step: one pass that consumes the accepted tokens and predicts the tokens of all slots after
+them."""
 
 import dataclasses
 
@@ -21,7 +22,8 @@ from specserve.speculative.tree import Proposal, Tree
 def propose_tree(
     draft: Draft, params: PEagleParams, config: PEagleConfig, state: Following, view: SlotView, tree: Tree
 ) -> tuple[Following, Proposal]:
-    """Catch up with what is pending and look ahead in the same pass, then grow a tree of what the slots foresee."""
+    """Consume the pending tokens and look ahead in the same pass, then grow a tree of the tokens that the slots
+    predict."""
     cache, states = look_ahead(draft, params, config, state, view, tree.depth)
     logits = draft_logits(params.output, config.network, states)
     slots = Marginals(view.rows, draft.vocab, view.seq_lens, logits)
@@ -31,7 +33,8 @@ def propose_tree(
 def look_ahead(
     draft: Draft, params: PEagleParams, config: PEagleConfig, state: Following, view: SlotView, depth: int
 ) -> tuple[Cache, jax.Array]:  # and the states of the root and of depth - 1 masked slots [batch, depth, d_model]
-    """Write the entries of the pending tokens. What masked slots leave lives and dies here."""
+    """Write the entries of the pending tokens, and compute the states of the masked slots, whose own entries are used
+    in this call alone."""
     network, pages = config.network, state.cache
     pending = pending_of(state, view, depth)
     index, is_valid = places(view.seq_lens, pending)

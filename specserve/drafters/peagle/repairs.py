@@ -1,5 +1,5 @@
-"""What the files of a P-EAGLE head might mean instead: what those of its network might, and another token in its masked
-slots. Whether one helps is measured by running the head (`eval.trial`)."""
+"""Repairs of the files of a P-EAGLE head: those of its EAGLE-3 network, and another token in its masked slots. Whether
+one helps is measured by running the head (`eval.trial`)."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,7 +14,8 @@ from specserve.drafters.peagle import dialects
 
 
 def list_repairs(folder: Path, target: Target) -> Iterator[Repair]:
-    """Everything that is worth a try."""
+    """List all repairs that are worth a try: those of the network, and for the masked slots every other token that may
+    be the mask."""
     patient = Patient(folder, target, dialects.FAMILY)
     yield from repairs.list_repairs(patient)
     stated = next((i for i in mask_ids(patient.raw).values() if type(i) is int), -1)

@@ -28,7 +28,7 @@ def new_config(settings: DraftSettings, target: ModelConfig, draft_vocab_size: i
 
 
 def first_params(config: PEagleConfig, target: Target, target_ids: np.ndarray, seed: int) -> PEagleParams:
-    """A fresh network (`eagle.start.first_params`), and masked states drawn with deviation 1."""
+    """Make a fresh network (`eagle.start.first_params`), and masked states drawn with deviation 1."""
     network = start.first_params(config.network, target, target_ids, seed)
     key = jax.random.fold_in(jax.random.key(seed), 1)
     return PEagleParams(network, init_params(mask_spec(config), key, config.network.dtype))

@@ -42,7 +42,7 @@ Result = TypeVar("Result")
 
 
 class _Tracing(threading.local):
-    """Whether this thread is tracing a served step."""
+    """A flag for each thread: whether it is tracing a served step."""
 
     is_serving = False
 
@@ -59,7 +59,8 @@ class Native(NamedTuple):
 
 
 def is_available() -> bool:
-    """Whether the native kernels can be called in programs for the CPU. The first answer that is no is logged."""
+    """Return whether the native kernels can be called in programs for the CPU. The first answer that is no
+    is logged."""
     if _is_left_out or jax.default_backend() != "cpu":
         return False
     native = _native()
@@ -75,7 +76,7 @@ def describe() -> str:
 
 
 def panel_width() -> int:
-    """How many outputs a panel of a packed matrix has. The instruction set decides."""
+    """Return the number of outputs in a panel of a packed matrix. The instruction set decides."""
     library = _native().library
     assert library is not None, "packing is for native kernels"
     function = library.specserve_kernels_panel_width
@@ -126,18 +127,18 @@ def left_out() -> Iterator[None]:
 
 
 def are_left_out() -> bool:
-    """Whether what is traced is to run on XLA's own operations alone (`left_out`)."""
+    """Return whether programs that are traced now must run on XLA's own operations alone (`left_out`)."""
     return _is_left_out
 
 
 def is_serving() -> bool:
-    """Whether what is being traced is a served step on one CPU device, and there are native kernels."""
+    """Return whether what is being traced is a served step on one CPU device, and there are native kernels."""
     return _state.is_serving and traced_mesh() is None and is_available()
 
 
 def serves(*arrays: jax.Array) -> bool:
-    """Whether a kernel may be called for these arrays: a served step is being traced (`is_serving`), and all are
-    float32, in which the kernels compute."""
+    """Return whether a kernel may be called for these arrays: a served step is being traced (`is_serving`), and all
+    are float32, in which the kernels compute."""
     return is_serving() and all(array.dtype == "float32" for array in arrays)
 
 

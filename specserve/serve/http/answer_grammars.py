@@ -1,6 +1,6 @@
-"""Grammars by which an answer must call tools, or be what a response format says, and may reason before: the way in
-which each format of `tool_formats` writes calls, with each tool's own arguments. They are in llguidance's dialect of
-Lark, where <[7]> is the token of id 7."""
+"""Grammars by which an answer must call tools, or be what a response format says, and may reason before. A call is
+written in the way of its format in `tool_formats`, with each tool's own arguments. The grammars are in llguidance's
+dialect of Lark, where <[7]> is the token of id 7."""
 
 import json
 import re
@@ -19,7 +19,8 @@ _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator
 
 @dataclass(frozen=True)
 class _Wording:
-    """What stands around calls and their arguments; NAME and KEY are those of the tool and of the argument."""
+    """The text around calls and their arguments. NAME and KEY are replaced by those of the tool and of the
+    argument."""
 
     begin: str
     end: str
@@ -77,12 +78,14 @@ def answer_grammar(
     think_marks: tuple[str, str] | None = None,
     is_thinking: bool = False,
 ) -> GrammarSpec:
-    """The grammar of answers that call one of the tools, or more where that is allowed, or have such content (any kind
-    but Lark). Raises RequestError for a schema that is no JSON.
+    """Return the grammar of answers that call one of the tools, or more where that is allowed, or have such content
+    (any kind but Lark). Raises RequestError for a schema that is no JSON. Raises RequestError for a schema that is no
+    JSON.
 
     `wording` is that of `ToolFormat.wording_for`, empty where there is no format of calls. `mark_ids` are those marks
     of the format that are tokens of their own. Between `think_marks` the answer may reason before; `is_thinking` says
-    that the prompt has begun to."""
+    that the prompt has begun to.
+    """
     own = _WORDINGS.get(wording, _Wording("", ""))
     rules = _Rules(own, mark_ids)
     is_harmony = wording == "harmony"
@@ -128,18 +131,18 @@ class _Rules:
         return name
 
     def spell(self, text: str) -> str:
-        """The text as grammars have it: strings, and special tokens by their ids."""
+        """Return the text as grammars have it: strings, and special tokens by their ids."""
         pieces = (piece for piece in self._marks.split(text) if piece)
         return " ".join(f"<[{self._mark_ids[each]}]>" if each in self._mark_ids else _quoted(each) for each in pieces)
 
     def text_until(self, name: str, mark: str) -> str:
-        """Any text and the mark behind it."""
+        """Add a rule for any text up to the mark, and the mark itself."""
         if mark in self._mark_ids:
             return self.add(name, f"/(?s:.*)/ {self.spell(mark)}")
         return self.add(f"{name}[suffix={_quoted(mark)}]", "/(?s:.*)/").partition("[")[0]
 
     def thinking(self, is_harmony: bool, marks: tuple[str, str] | None, is_thinking: bool) -> str:
-        """What may come before calls and content."""
+        """Return the rule for the reasoning that may come before calls and content."""
         if is_harmony:
             begin, end, then = _HARMONY_THINKING
             return f"({self.spell(begin)} {self.text_until('thoughts', end)} {self.spell(then)})?"
@@ -167,7 +170,7 @@ class _Rules:
         return " ".join(names)
 
     def _value(self, name: str, schema: Mapping[str, Any], key: str) -> str:
-        """A tagged argument, with the tag behind it: text where that is allowed, else JSON."""
+        """Return the rule for a tagged argument, with the tag behind it: text where that is allowed, else JSON."""
         own, end = schema["properties"][key], self._wording.end_value
         words = own.get("enum") if isinstance(own, dict) else None
         if isinstance(words, list) and words and all(isinstance(word, str) for word in words):

@@ -1,5 +1,5 @@
-"""How the answers of the served model are read: which text is reasoning, which calls tools, and by which grammar a tool
-must be called. Chosen from the chat template, or by name."""
+"""The syntax of the served model's answers: which text is reasoning, which calls tools, and by which grammar a tool
+must be called. It is chosen from the chat template, or by name."""
 
 import dataclasses
 import functools
@@ -32,7 +32,7 @@ _NUM_PROMPT_ENDS = 8  # tokens of a prompt's end that may open the reasoning
 
 @dataclass(frozen=True)
 class Question:
-    """What a chat's body asks of the template, beside its messages."""
+    """The part of a chat's body that the template is asked for, beside its messages."""
 
     tools: Sequence[dict[str, Any]]  # as templates take them
     variables: dict[str, Any]
@@ -40,7 +40,7 @@ class Question:
 
 
 class AnswerSyntax:
-    """How one model's answers are written. Threads may share it."""
+    """The syntax of one model's answers. Threads may share it."""
 
     def __init__(self, tokenizer: TokenizerLike, tool_parser: ToolParser, reasoning_parser: ReasoningParser) -> None:
         self._tokenizer = tokenizer
@@ -52,7 +52,7 @@ class AnswerSyntax:
             logger.info("answers: calls of tools as %s, reasoning as %s", name, self.reasoning)
 
     def question(self, body: ChatBody) -> Question:
-        """What the template is to be told. Raises RequestError for tools or efforts that it does not know."""
+        """Return what the template is to be told. Raises RequestError for tools or efforts that it does not know."""
         chosen = chosen_tools(body.tools, body.tool_choice)
         if chosen and self.tool_format is None and self._template.reads_tools:  # else the prompt is refused
             raise RequestError(
@@ -66,8 +66,8 @@ class AnswerSyntax:
     def reading(
         self, body: ChatBody, question: Question, prompt_ids: Sequence[int], params: SamplingParams
     ) -> tuple[SamplingParams, MakeParser]:
-        """The options under which the answer to a rendered prompt can be read, and what reads it. Raises
-        RequestError."""
+        """Return the sampling options under which the answer to a rendered prompt can be read, and the parser that
+        reads it. Raises RequestError."""
         tools = question.callable_tools
         is_harmony = self.reasoning == "harmony" or (self.tool_format is _HARMONY and bool(tools))
         tool_format = _HARMONY if is_harmony else self.tool_format if tools else None
@@ -138,7 +138,7 @@ class AnswerSyntax:
         return given | wanted
 
     def _ends_with(self, prompt_ids: Sequence[int], mark: str) -> bool:
-        """Whether the prompt has opened the reasoning, as the templates of models that always reason do."""
+        """Return whether the prompt has opened the reasoning, as the templates of models that always reason do."""
         end = self._tokenizer.decode(prompt_ids[-_NUM_PROMPT_ENDS:], skip_special_tokens=False)
         return end.rstrip().endswith(mark)
 

@@ -10,7 +10,7 @@ from specserve.serve.http.parts import Part
 
 @dataclass
 class Block:
-    """One block, with what has come of it so far."""
+    """A block, with its content so far."""
 
     index: int
     kind: Literal["reasoning", "text", "call"]
@@ -35,7 +35,7 @@ class Blocks:
         return any(block.kind == "call" for block in self.blocks)
 
     def push(self, part: Part) -> Iterator[BlockEvent]:
-        """What the next part of the answer does."""
+        """Take the next part of the answer, and yield the changes of the blocks."""
         if part.reasoning:
             yield from self._add("reasoning", part.reasoning)
         if part.content:
@@ -44,7 +44,7 @@ class Blocks:
             yield from self._add("call", call.arguments, call.index, call.call_id, call.name)
 
     def finish(self) -> Iterator[BlockEvent]:
-        """What the end of the answer does."""
+        """End the answer, and yield the changes of the blocks."""
         if self._is_open:
             self._is_open = False
             yield "stop", self.blocks[-1], ""

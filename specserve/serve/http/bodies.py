@@ -27,8 +27,8 @@ MAX_NAMES_LOGGED = 1000
 
 
 class UnknownFields:
-    """Lets fields pass that no body has, where the server was told to: each is counted, and each name is logged once.
-    Threads may share it."""
+    """Counts unknown fields, where the server was told to let them pass. Each name is logged once. Threads may share
+    it."""
 
     def __init__(self, count: Callable[[], None]) -> None:
         self._count = count
@@ -43,7 +43,8 @@ class UnknownFields:
 
 
 def check_num_fields(value: Any) -> Any:
-    """pydantic reports every error of an object; a million wrong members would take it seconds."""
+    """Check that an object has not too many members. pydantic reports every error of an object, and a million wrong
+    members would take it seconds."""
     if isinstance(value, dict) and len(value) > MAX_OBJECT_FIELDS:
         raise PydanticCustomError("fields", "has too many fields")
     return value
@@ -104,15 +105,15 @@ _BodyT = TypeVar("_BodyT", bound=Body)
 
 
 def parse_body(body_type: type[_BodyT], raw: bytes, unknown_fields: UnknownFields | None = None) -> _BodyT:
-    """The checked body that these bytes are. Raises RequestError, whose `param` names the field that is wrong; unknown
-    fields are wrong too, unless there is somebody to take note of them."""
+    """Read a checked body from these bytes. Raises RequestError, whose `param` names the field that is wrong. Unknown
+    fields are wrong too, unless `unknown` counts them."""
     return check_body(body_type, _parse_object(raw), unknown_fields)
 
 
 def check_body(
     body_type: type[_BodyT], value: Mapping[str, Any], unknown_fields: UnknownFields | None = None
 ) -> _BodyT:
-    """The same of an object that has been read, or made."""
+    """Check a body that was read as an object, or made."""
     try:
         return body_type.model_validate(value, context=unknown_fields)
     except ValidationError as error:
@@ -120,7 +121,8 @@ def check_body(
 
 
 def _parse_object(raw: bytes) -> dict[str, Any]:
-    """The strict reader refuses what json.loads lets through: NaN, lone surrogates, a BOM, bad UTF-8, deep nesting."""
+    """Read a JSON object strictly. It refuses what json.loads lets through: NaN, lone surrogates, a BOM, bad UTF-8,
+    deep nesting."""
     try:
         if is_long(raw):
             value = read_json(raw, _refuse_duplicates)

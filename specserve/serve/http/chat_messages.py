@@ -55,7 +55,8 @@ class ToolCall(Body):
     index: Annotated[int, Field(ge=0, le=MAX_CALLS)] | None = None  # as in the pieces of a stream
 
     def for_template(self) -> dict[str, Any]:
-        """Chat templates take arguments as an object; what is none, as a model may have written it, stays text."""
+        """Return the call as chat templates take it, with arguments as an object. Arguments that are no JSON object,
+        as a model may have written them, stay text."""
         arguments = self.function.arguments
         if isinstance(arguments, str):
             try:

@@ -1,5 +1,5 @@
-"""One connection: uvicorn's, with what it lacks: time limits, clients that have closed their half, errors in OpenAI's
-shape, and a bound on how many connections there are."""
+"""A connection of uvicorn's with what uvicorn lacks: time limits, clients that have closed their half, errors in
+OpenAI's shape, and a bound on how many connections there are."""
 
 import asyncio
 import json
@@ -23,7 +23,7 @@ class Connection(H11Protocol):
     interim responses (102 Processing), which clients must skip."""
 
     def __init__(self, *args: Any, most: int, **kwargs: Any) -> None:
-        """Takes at most so many connections, and `RESERVE` more."""
+        """Set the limits: so many connections, and `RESERVE` more."""
         super().__init__(*args, **kwargs)
         self._most = most
         self._head_timer: asyncio.TimerHandle | None = None
@@ -68,7 +68,7 @@ class Connection(H11Protocol):
         self._stall_timer = _cancel(self._stall_timer)
 
     def send_400_response(self, msg: str) -> None:
-        """Called in the handler of what h11 found wrong, which may hint at another status."""
+        """Answer what h11 found wrong, in whose handler it is called, with the status that h11 hints at."""
         error = sys.exception()
         status = error.error_status_hint if isinstance(error, h11.RemoteProtocolError) else 400
         self._refuse(status, f"{msg.rstrip('.')}: {str(error)[:200]}")
@@ -89,7 +89,7 @@ class Connection(H11Protocol):
         self._probe_timer = self.loop.call_later(next_seconds, self._probe, PROBE_SECONDS[1])
 
     def _refuse(self, status: int, message: str) -> None:
-        """Answer what is no request, and close."""
+        """Answer data that is no request, and close."""
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True
             self.cycle.message_event.set()

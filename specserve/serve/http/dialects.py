@@ -1,4 +1,5 @@
-"""What the bodies of other APIs than OpenAI's chat share: each is translated into the fields of a chat body."""
+"""The common part of the bodies of other APIs than OpenAI's chat: each is translated into the fields of a chat
+body."""
 
 from collections.abc import Mapping
 from typing import Any, ClassVar, Literal
@@ -24,11 +25,11 @@ class DialectBody(SamplingBody):
     prompt_logprobs: None = None  # type: ignore[assignment]
 
     def chat_fields(self) -> Json:
-        """This body as the fields of a ChatBody. Raises RequestError."""
+        """Return this body as the fields of a ChatBody. Raises RequestError."""
         raise NotImplementedError
 
     def shared_fields(self) -> Json:
-        """Those that have chat's name and meaning."""
+        """Return the fields that have chat's name and meaning."""
         shared = self.model_fields_set & SamplingBody.model_fields.keys() - {"stream_options", "max_tokens"}
         return {name: getattr(self, name) for name in shared & ChatBody.model_fields.keys()}
 
@@ -45,7 +46,7 @@ class DialectBody(SamplingBody):
 
 
 class Tagged:
-    """Names of the alternatives in a list of objects: error messages leave them out of the path."""
+    """The names of the alternatives in a list of objects, which error messages leave out of the path."""
 
     @staticmethod
     def tag(kind: str) -> str:

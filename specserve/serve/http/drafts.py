@@ -1,5 +1,5 @@
-"""What speculation did for an answer, as replies tell it to a client that asks: where each token comes from, and the
-tree of the last step.
+"""The draft fields of replies, for a client that asks for them: where each token comes from, and the tree of the last
+step.
 
 Knows nothing of HTTP or of the engine.
 """
@@ -23,8 +23,8 @@ class DraftFormat:
         self._pieces: defaultdict[int, TextPieces] = defaultdict(lambda: TextPieces(texts))
 
     def __call__(self, index: int, origins: Sequence[TokenOrigin], tree: DraftTree | None) -> Json:
-        """The fields of the choice `index`, whose next tokens have these origins; none where there is nothing to
-        tell."""
+        """Return the fields of the choice `index`, whose next tokens have these origins. They are empty where there is
+        nothing to report."""
         fields: Json = {}
         if origins:
             tokens = [self._pieces[index].push(token_id) for token_id, _ in origins]

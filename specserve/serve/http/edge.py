@@ -8,9 +8,9 @@ from specserve.serve.http.guard import OPEN_PATHS, RETRY_AFTER_SECONDS, error_re
 
 
 class HostGate:
-    """Only requests whose Host header has an allowed name, whatever the port: a page of another site, whose name was
-    made to point here, cannot ask. `*.example.com` allows every name below example.com. OPEN_PATHS are answered to all,
-    since probes ask by address."""
+    """Refuses requests whose Host header has no allowed name, whatever the port, so that a page of another site, whose
+    name was made to point here, cannot ask. `*.example.com` allows every name below example.com. OPEN_PATHS are
+    answered to all, since probes ask by address."""
 
     def __init__(self, app: ASGIApp, *, allowed: Sequence[str]) -> None:
         self._app, self._allowed = app, tuple(name.lower() for name in allowed)
@@ -31,7 +31,7 @@ class HostGate:
 
 
 class HeadAsGet:
-    """HEAD is answered as GET is. The server drops the body."""
+    """ASGI middleware that answers HEAD as GET. The server drops the body."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -43,7 +43,8 @@ class HeadAsGet:
 
 
 class CrowdGate:
-    """Where there are more connections than there may be, all but OPEN_PATHS are a 503 that closes the connection."""
+    """Refuses requests with a 503 that closes the connection, where there are more connections than there may be.
+    OPEN_PATHS are answered all the same."""
 
     def __init__(self, app: ASGIApp, *, count: Callable[[], int], most: int) -> None:
         self._app, self._count, self._most = app, count, most

@@ -126,12 +126,12 @@ class GenerateBody(Body):
 
     @property
     def is_batch(self) -> bool:
-        """Whether the reply is a list of answers."""
+        """Return whether the reply is a list of answers."""
         one_each = isinstance(self.text, str) if self.input_ids is None else isinstance(self.input_ids[0], int)
         return not one_each or self.sampling_params.n not in (None, 1)
 
     def completion_fields(self) -> Json:
-        """This body as the fields of a CompletionBody. Raises RequestError."""
+        """Return this body as the fields of a CompletionBody. Raises RequestError."""
         if (self.text is None) == (self.input_ids is None):
             raise RequestError("send either text or input_ids", param="text")
         fields = {
@@ -147,7 +147,7 @@ class GenerateBody(Body):
         return self.sampling_params.completion_fields() | fields
 
     def reword(self, error: RequestError) -> RequestError:
-        """An error of the completions body under the name that the client sent."""
+        """Return an error of the completions body under the name that the client sent."""
         whole = error.param or ""
         name = whole.partition("[")[0].partition(".")[0]
         options = self.sampling_params

@@ -14,7 +14,7 @@ from specserve.serve.request import TokenLogprobs
 
 @dataclass
 class _Told:
-    """What has come of one answer."""
+    """The content of one answer so far."""
 
     text: str = ""
     token_ids: list[int] = field(default_factory=list)
@@ -72,7 +72,8 @@ class GenerateFormat:
         return {"text": told.text, "output_ids": list(told.token_ids), "meta_info": meta}
 
     def _logprobs(self, kind: str, items: Sequence[TokenLogprobs], *, has_first: bool = False) -> Json:
-        """Log-probability, token id and text of each token. `has_first`: the first begins the prompt, and has none."""
+        """Return log-probability, token id and text of each token. `has_first`: the first token begins the prompt, and
+        has none."""
         rows = [self._row(item.token_id, item.logprob) for item in items]
         if has_first and rows:
             rows[0][0] = None

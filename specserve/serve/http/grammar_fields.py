@@ -58,7 +58,7 @@ class StructuredOutputs(Body):
 
 
 class GrammarFields(Body):
-    """What the bodies that generate have for structured output. At most one field may ask for something."""
+    """The fields for structured output, for all bodies that generate. At most one of them may ask for something."""
 
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
@@ -69,7 +69,7 @@ class GrammarFields(Body):
 
     @property
     def grammar(self) -> GrammarSpec | None:
-        """What the answers must follow. Raises RequestError."""
+        """The grammar that the answers must follow. Raises RequestError."""
         found = self._grammars()
         if len(found) > 1:
             *_, last = found
@@ -82,7 +82,7 @@ class GrammarFields(Body):
         return next(iter(self._grammars()), "response_format")
 
     def _grammars(self) -> dict[str, GrammarSpec]:
-        """By the field that asks for it."""
+        """Return the grammars that are asked for, each by the field that asks for it."""
         asked: dict[str, GrammarSpec | None] = {
             "response_format": _of_format(self.response_format),
             "guided_json": _text("json_schema", self.guided_json),

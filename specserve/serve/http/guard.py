@@ -1,4 +1,4 @@
-"""What stands between a socket and a route: the API key, the body's limits, and errors in OpenAI's shape.
+"""The layers between a socket and a route: the API key, the body's limits, and errors in OpenAI's shape.
 
 Knows nothing of models, prompts or sampling.
 """
@@ -68,7 +68,7 @@ class ApiKeyGate:
 
 
 def client_of(scope: Scope) -> str:
-    """Who sends a request: by the API key, else by the address."""
+    """Return who sends a request: by the API key, else by the address."""
     return scope.get(_CLIENT) or (scope["client"][0] if scope.get("client") else "")
 
 
@@ -146,7 +146,7 @@ def error_response(
 
 
 def _methods_at(app: FastAPI, path: str) -> set[str]:
-    """What may be asked of a path: HEAD too, where GET may."""
+    """Return the methods that a path allows. HEAD is among them where GET is."""
     routes = [each for each in app.routes if isinstance(each, Route) and each.path_regex.fullmatch(path)]
     methods = {method for each in routes for method in each.methods or ()}
     return methods | {"HEAD"} if "GET" in methods else methods

@@ -27,8 +27,8 @@ _MARKS = (
 
 
 def infill_ids(engine: EngineLike, prompt: str, suffix: str, *, add_special_tokens: bool) -> list[int]:
-    """Token ids that ask for the text between `prompt` and `suffix`. Raises RequestError (param "suffix") where the
-    tokenizer has no tokens for that."""
+    """Return the token ids that ask for the text between `prompt` and `suffix`. Raises RequestError (param "suffix")
+    where the tokenizer has no tokens for that."""
     check_text_length(engine, len(prompt) + len(suffix), "prompt")
     tokenizer = engine.tokenizer
     for marks in _MARKS:

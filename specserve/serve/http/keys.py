@@ -14,7 +14,7 @@ _LOOPBACK = ("127.", "localhost", "::1")
 
 
 def read_api_keys(run: ServeRun) -> tuple[str, ...]:
-    """Every key that is accepted: of `api_key`, of the lines of `api_key_file`, and of the environment variable, where
+    """Read the keys that are accepted: `api_key`, the lines of `api_key_file`, and the environment variable, where
     commas part them. Warns where everyone who reaches the server may use it. Raises ConfigError."""
     keys = [run.api_key] if run.api_key else []
     keys += [key.strip() for key in os.environ.get(VARIABLE, "").split(",") if key.strip()]

@@ -37,13 +37,14 @@ class TokenTexts:
         return text
 
     def shown(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
-        """The text that these tokens add to an answer."""
+        """Return the text that these tokens add to an answer."""
         text = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
         return self[token_ids[0]] if text and len(token_ids) == 1 else text
 
 
 class TextPieces:
-    """Tells what each token of one answer adds to its text. Of the tokens of one character, the last one adds it."""
+    """Turns each token of one answer into the text that it adds. Of the tokens of one character, the last one
+    adds it."""
 
     def __init__(self, texts: TokenTexts, *, skip_special_tokens: bool = True) -> None:
         self._texts = texts
@@ -51,7 +52,7 @@ class TextPieces:
         self._open_ids: list[int] = []  # of a character that is not whole yet
 
     def push(self, token_id: int) -> str:
-        """Take the next token of the answer; the text that it adds."""
+        """Take the next token of the answer, and return the text that it adds."""
         self._open_ids.append(token_id)
         text = self._texts.shown(self._open_ids, skip_special_tokens=self._skip_special_tokens)
         if text.endswith(REPLACEMENT) and len(self._open_ids) < MAX_TOKENS_PER_CHAR:
@@ -61,14 +62,15 @@ class TextPieces:
 
 
 class TextOffsets:
-    """Tells where each token of one answer begins in its text. The tokens of one character all begin where it does."""
+    """Turns each token of one answer into the place where it begins in the text. The tokens of one character all begin
+    where it does."""
 
     def __init__(self, texts: TokenTexts, *, skip_special_tokens: bool = True) -> None:
         self._pieces = TextPieces(texts, skip_special_tokens=skip_special_tokens)
         self._offset = 0
 
     def push(self, token_id: int) -> int:
-        """Take the next token of the answer; its first character's index in the text."""
+        """Take the next token of the answer, and return the index of its first character in the text."""
         offset = self._offset
         self._offset += len(self._pieces.push(token_id))
         return offset
@@ -86,7 +88,8 @@ class CompletionLogprobs:
         as_token_ids: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:
-        """`is_asked`: the body asks for log-probabilities of the answer, and with an echo of the prompt."""
+        """Prepare the lists. `is_asked`: the body asks for log-probabilities of the answer, and with an echo of the
+        prompt."""
         self.texts, self.is_asked = texts, is_asked
         self._as_token_ids = as_token_ids
         self._offsets: defaultdict[int, TextOffsets] = defaultdict(
@@ -94,7 +97,7 @@ class CompletionLogprobs:
         )
 
     def __call__(self, index: int, logprobs: Sequence[TokenLogprobs], prompt: Sequence[PromptToken] = (), /) -> Json:
-        """Of the tokens of an answer, after those of its prompt, whose first has none."""
+        """Spell the log-probabilities of the tokens of an answer, after those of its prompt, whose first has none."""
         token_ids = [item.token_id for item in (*prompt, *logprobs)]
         items = [*(token.logprobs for token in prompt), *logprobs]
         return {
@@ -115,7 +118,7 @@ class CompletionLogprobs:
 
 
 def prompt_logprobs(texts: TokenTexts, prompt: Sequence[PromptToken]) -> list[Json | None]:
-    """The log-probabilities of a prompt as vLLM spells them: null for the first token, then objects by token id, of the
+    """Spell the log-probabilities of a prompt as vLLM does: null for the first token, then objects by token id, of the
     token itself and of the most likely ones."""
 
     def entry(token_id: int, logprob: float, rank: int) -> Json:
@@ -159,5 +162,5 @@ def _name(texts: TokenTexts, token_id: int, as_token_id: bool) -> str:
 
 
 def finite(logprob: float) -> float:
-    """The log-probability as JSON can have it."""
+    """Return the log-probability as JSON can have it."""
     return max(LOWEST_LOGPROB, logprob)

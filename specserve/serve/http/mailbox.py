@@ -1,4 +1,4 @@
-"""From other threads to the event loop: calls are made there in the order in which they were posted."""
+"""A mailbox from other threads to the event loop: calls are made there in the order in which they were posted."""
 
 import asyncio
 from collections import deque
@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 
 class Mailbox:
-    """The calls that wait for one event loop. All that are posted before it gets to them wake it once: a step of the
-    engine has news for every stream, and each wake-up is a system call for which the engine's thread lets go of the
-    interpreter."""
+    """The calls that wait for one event loop. All calls that are posted before the loop gets to them wake it once. A
+    step of the engine has deltas for every stream, and each wake-up is a system call for which the engine's thread
+    lets go of the interpreter."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self.loop = loop

@@ -93,7 +93,7 @@ class Message(Body):
     ]
 
     def for_chat(self) -> list[Json]:
-        """The message in chat's words: what tools have returned comes first, in messages of its own."""
+        """Return the message as messages of chat. Results of tools come first, in messages of their own."""
         results: list[Json] = []
         own: Json = {"role": self.role}
         for block in self.content:
@@ -182,7 +182,7 @@ class OutputConfig(Body):
 
 
 class _Prompt(DialectBody):
-    """What a request of Anthropic's says to the model."""
+    """The prompt of a request in Anthropic's API."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {
         "stop": "stop_sequences",

@@ -106,7 +106,7 @@ def _whole(block: Block) -> Json:
 
 
 def _arguments(text: str) -> Json:
-    """Of a call; a length may have cut it in the middle of its JSON."""
+    """Return the arguments of a call as an object. The length limit may have cut their JSON in the middle."""
     try:
         found = json.loads(text)
     except ValueError:
@@ -115,7 +115,7 @@ def _arguments(text: str) -> Json:
 
 
 def _usage(usage: Usage) -> Json:
-    """Anthropic counts a prompt's cached tokens apart from the others."""
+    """Return the token counts. Anthropic counts a prompt's cached tokens apart from the others."""
     return {
         "input_tokens": usage.num_prompt - usage.num_cached,
         "cache_creation_input_tokens": 0,
@@ -125,7 +125,7 @@ def _usage(usage: Usage) -> Json:
 
 
 class MessagesDoor:
-    """ASGI middleware for Anthropic's clients: their header of the API key counts, and errors have their shape."""
+    """ASGI middleware for Anthropic's clients. Their header of the API key counts, and errors have their shape."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -156,7 +156,7 @@ class MessagesDoor:
 
 
 async def _send_error(start: Message, body: bytes, send: Send) -> None:
-    """An error reply in OpenAI's shape, in Anthropic's."""
+    """Send an error reply of OpenAI's shape in Anthropic's."""
     kind = _KINDS.get(start["status"], "invalid_request_error" if start["status"] < 500 else "api_error")
     if body:
         told = json.loads(body)["error"]

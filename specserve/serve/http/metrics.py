@@ -107,7 +107,7 @@ class Metrics:
         self._num_choices = self._histogram("vllm:request_params_n", "n, as sent.", (1, 2, 5, 10, 20, 50, 100))
 
     def render(self) -> bytes:
-        """The text exposition. Creation times are left out: scrapers that match `num_drafts` by substring, as
+        """Return the text exposition. Creation times are left out: scrapers that match `num_drafts` by substring, as
         `vllm bench serve` does, would add them to the counts."""
         lines = generate_latest(self.registry).splitlines(keepends=True)
         return b"".join(line for line in lines if b"_created" not in line.split(b"{")[0])
@@ -119,7 +119,7 @@ class Metrics:
             self._most_tokens.observe(params.max_tokens)
 
     def start_sequence(self, num_prompt_tokens: int) -> "SequenceMetrics":
-        """Count one submitted sequence. Feed the result every delta of it."""
+        """Count one submitted sequence. Returns the meter that takes every delta of it."""
         self._num_prompt_tokens.inc(num_prompt_tokens)
         self._prompt_sizes.observe(num_prompt_tokens)
         return SequenceMetrics(self)
@@ -167,7 +167,7 @@ class TokenGaps(Collector):
         self._numbers, self._seconds = [0] * (len(_INTER_TOKEN_BUCKETS) + 1), 0.0
 
     def observe(self, seconds: float, num_tokens: int) -> None:
-        """The gap before a delta, divided evenly over its tokens."""
+        """Count the gap before a delta, divided evenly over its tokens."""
         self._numbers[bisect.bisect_left(_INTER_TOKEN_BUCKETS, seconds / num_tokens)] += num_tokens
         self._seconds += seconds
 
@@ -180,7 +180,7 @@ class TokenGaps(Collector):
 def _histogram(
     name: str, text: str, model_name: str, bounds: Sequence[float], numbers: Sequence[int], total: float
 ) -> Metric:
-    """A histogram of the numbers in each bucket; the last one has no bound."""
+    """Make a histogram of the numbers in each bucket; the last one has no bound."""
     family = HistogramMetricFamily(name, text, labels=["model_name"])
     names = map(floatToGoString, (*bounds, math.inf))
     family.add_metric([model_name], list(zip(names, itertools.accumulate(numbers), strict=True)), total)

@@ -1,7 +1,7 @@
-"""Known fields of other servers, and the values of them that change nothing. null always does.
+"""Known fields of other servers, with the values that change nothing. null always is one.
 
-These are what clients of OpenAI, vLLM and SGLang send at their defaults: what a field of another value asks for, this
-server does not do.
+Clients of OpenAI, vLLM and SGLang send these values by default. This server does not do what a field of another value
+asks for, so such a value is an error.
 """
 
 from typing import Any

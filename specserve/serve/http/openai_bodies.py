@@ -46,7 +46,7 @@ _OPTIONS = [field.name for field in dataclasses.fields(SamplingParams) if field.
 
 
 def as_prompts(value: Any) -> list[str | list[int]]:
-    """A string, a list of strings, token ids, or a list of token id lists: always a list of prompts."""
+    """Return a list of prompts, from a string, a list of strings, token ids, or a list of token id lists."""
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -72,7 +72,8 @@ def _check_num_biases(value: Any) -> Any:
 
 
 def _as_token_id(key: str) -> int:
-    """JSON's names are strings. Only the plain spelling: "07" and "7" would be two biases of one token."""
+    """Read a token id from a name of a JSON object, which is a string. Only the plain spelling is read: "07" and "7"
+    would be two biases of one token."""
     if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key):
         raise RequestError(
             f"logit_bias must map token ids in decimal to numbers, got the key {describe(key)}", param="logit_bias"
@@ -115,8 +116,8 @@ _BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "minIte
 
 
 def _bounds(known: JsonSchemaValue, kind: str | None) -> JsonSchemaValue:
-    """The bounds that the schema of an option has for values of one JSON type. Those of items are in the body's types:
-    an error is to name the item."""
+    """Return the bounds that the schema of an option has for values of one JSON type. Those of items are in the body's
+    types, because an error is to name the item."""
     options = [option for option in known.get("anyOf", [known]) if option.get("type") == kind]
     return {name: option[name] for option in options for name in _BOUNDS if name in option}
 
@@ -170,7 +171,7 @@ class SamplingBody(GrammarFields):
 
     @classmethod
     def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
-        """With the ranges that SamplingParams checks."""
+        """Make the schema, with the ranges that SamplingParams checks."""
         found = super().__get_pydantic_json_schema__(schema, handler)
         members = handler.resolve_ref_schema(found)["properties"]
         for name, known in option_schemas().items():
@@ -180,7 +181,7 @@ class SamplingBody(GrammarFields):
 
     @property
     def reply_options(self) -> ReplyOptions:
-        """What the reply is to say besides the answers."""
+        """The options of the reply: what it says besides the answers."""
         stream_options = self.stream_options or StreamOptions()
         return ReplyOptions(
             request_id=self.request_id,
@@ -192,26 +193,27 @@ class SamplingBody(GrammarFields):
 
     @property
     def max_new_tokens(self) -> int | None:
-        """The most tokens that one answer may have; None: as many as fit."""
+        """The most tokens that one answer may have. None means as many as fit."""
         return self.max_tokens
 
     @property
     def num_logprobs(self) -> int | None:
-        """How many most likely tokens to tell at each place besides the one drawn; None: no log-probabilities."""
+        """The number of most likely tokens that are returned at each place besides the one drawn. None means no
+        log-probabilities."""
         raise NotImplementedError
 
     @property
     def num_prompt_logprobs(self) -> int | None:
-        """The same for the tokens of the prompt."""
+        """The number of most likely tokens that are returned for each token of the prompt, or None."""
         return self.prompt_logprobs
 
     def reword(self, error: RequestError) -> RequestError:
-        """An error of SamplingParams or of the engine under the name that the client of this endpoint sent."""
+        """Return an error of SamplingParams or of the engine under the name that the client of this endpoint sent."""
         return RequestError(str(error), param=self.grammar_field) if error.param == "grammar" else error
 
     def sampling_params(self) -> SamplingParams:
-        """The options under the engine's names: fields of one name are the same. Raises RequestError, for values out of
-        range and for what single fields cannot show."""
+        """Return the options under the engine's names, which fields of the same name have already. Raises RequestError
+        for values out of range and for combinations of fields that cannot be."""
         if self.best_of not in (None, self.n):
             raise RequestError(f"best_of is not supported yet: leave it out or send n, {self.n}", param="best_of")
         if self.prompt_logprobs is not None and self.stream:
@@ -245,7 +247,8 @@ class CompletionBody(SamplingBody):
 
     @property
     def is_prompt_only(self) -> bool:
-        """Nothing is to be generated: only the prompt comes back, as some evaluations want it for its logprobs."""
+        """Return whether nothing is to be generated, and only the prompt comes back, as some evaluations want it for
+        its log-probabilities."""
         return self.echo and self.max_tokens == 0
 
     @property
@@ -292,7 +295,8 @@ class ChatBody(SamplingBody):
 
     @property
     def has_generation_prompt(self) -> bool:
-        """Whether the prompt ends where a new answer begins. Raises RequestError where two fields ask for both."""
+        """Return whether the prompt ends where a new answer begins. Raises RequestError where two fields ask
+        for both."""
         if self.continue_final_message and self.add_generation_prompt:
             raise RequestError(
                 "continue_final_message and add_generation_prompt are both true: send one of them",

@@ -70,7 +70,7 @@ _OF_OTHERS = {"/health": (503,), "/ready": (503,), "/v1/models/{model}": (404,)}
 
 
 def openapi(app: FastAPI, *, has_key: bool) -> Json:
-    """The description of an app's routes, by OpenAPI 3.1. `has_key`: they need an API key."""
+    """Return the description of an app's routes, by OpenAPI 3.1. `has_key`: they need an API key."""
     refs, definitions = models_json_schema(
         [(body, "validation") for body in BODIES.values()], ref_template="#/components/schemas/{model}"
     )

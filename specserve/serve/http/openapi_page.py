@@ -16,7 +16,7 @@ td, th { text-align: left; vertical-align: top; padding: .2rem .8rem .2rem 0; bo
 
 
 def page(description: Json) -> str:
-    """The routes, each with the fields of its body."""
+    """Return the page of the routes, each with the fields of its body."""
     info = description["info"]
     title = escape(f"{info['title']} {info['version']}")
     routes = "".join(_route(description, path, methods) for path, methods in description["paths"].items())
@@ -54,7 +54,7 @@ def _resolved(description: Json, schema: Json) -> Json:
 
 
 def _takes(schema: Json) -> str:
-    """The values that a schema allows, in few words."""
+    """Return the values that a schema allows, in few words."""
     if "anyOf" in schema:
         return " | ".join(_takes(option) for option in schema["anyOf"] if option != {"type": "null"})
     if "oneOf" in schema:

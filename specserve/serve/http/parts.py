@@ -1,4 +1,4 @@
-"""What an answer's text is made of, as clients see it: content, reasoning and calls of tools.
+"""The parts of an answer's text, as clients see them: content, reasoning and calls of tools.
 
 A parser splits the text of one answer while it arrives. Formats (`replies`) spell the parts.
 """
@@ -20,7 +20,7 @@ class ToolCallPart:
 
 @dataclass(frozen=True)
 class Part:
-    """What one stretch of text says. Parts of one answer can be added up, in order."""
+    """The meaning of one stretch of text. Parts of one answer can be added up, in order."""
 
     content: str = ""
     reasoning: str = ""
@@ -43,19 +43,21 @@ class Part:
 
 
 class AnswerParser(Protocol):
-    """Splits the text of one answer. What cannot be told apart yet is held back, until more text comes."""
+    """The interface of a parser that splits the text of one answer. Text that may still become one thing or another is
+    held back, until more text comes."""
 
     @property
     def num_reasoning_tokens(self) -> int:
-        """The tokens whose text begins in what has been read as reasoning, its marks left out."""
+        """The number of tokens whose text begins in what has been read as reasoning, its marks left out."""
         ...
 
     def push(self, text: str, num_chars: Sequence[int] = ()) -> Part:
-        """More text, and how many characters each more token has settled of that and of what is to come."""
+        """Take more text, and return the part that is certain. `num_chars` has for each further token the number of
+        characters that it has settled, of this text and of what is to come."""
         ...
 
     def finish(self) -> Part:
-        """The answer has ended: what is still held back."""
+        """End the answer, and return what was still held back."""
         ...
 
 
@@ -63,7 +65,7 @@ MakeParser = Callable[[], AnswerParser]
 
 
 class PlainText:
-    """All text is content."""
+    """A parser for which all text is content."""
 
     num_reasoning_tokens = 0
 
@@ -75,5 +77,5 @@ class PlainText:
 
 
 def joined(parts: Iterable[Part]) -> Part:
-    """All of an answer's parts as one."""
+    """Return all of an answer's parts as one."""
     return sum(parts, Part())

@@ -1,5 +1,5 @@
-"""JSON read in Python, for bodies of many values. The readers in C let no other thread run before they are done, which
-takes seconds for millions of values; and other clients' streams are sent by another thread."""
+"""A reader of JSON in Python, for bodies of many values. The readers in C let no other thread run before they are
+done, which takes seconds for millions of values, and other clients' streams are sent by another thread."""
 
 import json
 import json.scanner
@@ -13,8 +13,8 @@ MAX_AT_ONCE = 2**15  # for readers in C: some milliseconds
 
 
 def is_long(raw: bytes) -> bool:
-    """Whether a text may have more than `MAX_AT_ONCE` values. Raises ValueError where it has more than `MAX_VALUES`, or
-    `MAX_CONTAINERS`."""
+    """Return whether a text may have more than `MAX_AT_ONCE` values. Raises ValueError where it has more than
+    `MAX_VALUES`, or `MAX_CONTAINERS`."""
     num_commas, num_containers = raw.count(b","), raw.count(b"[") + raw.count(b"{")
     if num_commas > MAX_VALUES:
         raise ValueError(f"it has more than {MAX_VALUES} values, by its commas")
@@ -24,7 +24,7 @@ def is_long(raw: bytes) -> bool:
 
 
 def read_json(raw: bytes, refuse_duplicates: Callable[[list[tuple[str, Any]]], None]) -> Any:
-    """What pydantic's strict reader makes of a text. `refuse_duplicates` raises ValueError for the members of an object
+    """Read a text as pydantic's strict reader does. `refuse_duplicates` raises ValueError for the members of an object
     that has two of one name. Raises ValueError for everything that is no strict JSON."""
 
     def as_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

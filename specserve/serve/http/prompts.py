@@ -1,4 +1,4 @@
-"""From what a client sends as a prompt to the token ids that the engine takes. Raises RequestError."""
+"""The way from a client's prompt to the token ids that the engine takes. Errors are RequestErrors."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -13,7 +13,7 @@ MAX_CHARS_PER_TOKEN = 1024
 
 
 class ModelNotFoundError(RequestError):
-    """A request for another model than the one served (HTTP 404)."""
+    """Raised for a request for another model than the one served (HTTP 404)."""
 
 
 def check_model(engine: EngineLike, model: str | None) -> None:
@@ -44,7 +44,7 @@ def render_chat(
     variables: Mapping[str, Any] | None = None,
     continue_final_message: bool = False,
 ) -> list[int]:
-    """The prompt that the chat template makes of messages and tools, with these template variables."""
+    """Return the prompt that the chat template makes of messages and tools, with these template variables."""
     if not engine.tokenizer.has_chat_template:
         raise RequestError(f"{engine.model_name} has no chat template; use /v1/completions", param="messages")
     if tools and not engine.tokenizer.template.reads_tools:
@@ -62,7 +62,7 @@ def render_chat(
 
 
 def truncated(engine: EngineLike, body: SamplingBody, token_ids: list[int]) -> list[int]:
-    """The tokens of a prompt that `truncate_prompt_tokens` leaves. Raises RequestError where it leaves none."""
+    """Return the tokens of a prompt that `truncate_prompt_tokens` leaves. Raises RequestError where it leaves none."""
     most = body.truncate_prompt_tokens
     if most is None:
         return token_ids

@@ -1,8 +1,8 @@
-"""Reads an answer's text while it arrives. A format of answers is a generator over a `Reader`: it takes what it
-understands, says what that means, and yields where it needs more text.
+"""A reader of an answer's text while it arrives. A format of answers is a generator over a `Reader`: it takes the text
+that it understands, says what that means, and yields where it needs more text.
 
-So a format reads like a description of its syntax, and how the text is cut into pieces changes nothing: what may still
-become something else is held back.
+So a format reads like a description of its syntax. The way in which the text is cut into pieces changes nothing: text
+that may still become something else is held back.
 """
 
 import re
@@ -38,12 +38,12 @@ class Shape:
         return self._whole.match(text)
 
     def may_become(self, text: str) -> bool:
-        """Whether the text is a beginning of what matches."""
+        """Return whether the text is a beginning of what matches."""
         return self._beginning.fullmatch(text) is not None
 
 
 class Reader:
-    """The text of one answer that has come and is not taken yet, and what the text before it says."""
+    """The text of one answer that has come and is not taken yet, and the meaning of the text before it."""
 
     def __init__(
         self,
@@ -70,25 +70,25 @@ class Reader:
     # --- what the text says ---
 
     def say(self, text: str) -> None:
-        """It is content."""
+        """Note that the text is content."""
         if said := self._content.push(text):
             self._parts.append(Part(said))
 
     def think(self, text: str) -> None:
-        """What was taken last is reasoning."""
+        """Note that the text, which was taken last, is reasoning."""
         self.thoughts.append((self.num_taken - len(text), self.num_taken))
         said = self._reasoning.push(text)
         if said and self._keeps_reasoning:
             self._parts.append(Part(reasoning=said))
 
     def end_thinking(self) -> None:
-        """The space around reasoning is neither reasoning nor content."""
+        """End the reasoning. The space around it is neither reasoning nor content."""
         self._reasoning = _Trimmed("\n" if self._reasoning.has_said else "", is_at_start=not self._reasoning.has_said)
         self._content.is_at_start = not self._content.has_said
 
     def open_call(self, name: str) -> Say:
-        """A call of a tool begins; what is returned takes its arguments, JSON text in pieces. The space before a call
-        is not content."""
+        """Begin a call of a tool, and return a function that takes its arguments, JSON text in pieces. The space
+        before a call is not content."""
         self._content.space = ""
         index = self._num_calls
         self._num_calls += 1
@@ -103,13 +103,13 @@ class Reader:
         return say
 
     def give_back(self, text: str) -> None:
-        """It looked like a call and is none: it is content."""
+        """Note that a text which looked like a call is none, and is content."""
         for mark in self._hidden:
             text = text.replace(mark, "")
         self.say(text)
 
     def told(self) -> Part:
-        """What has been said since the last time."""
+        """Return the parts that were noted since the last time."""
         if self.is_whole and not self._num_calls and (space := self._content.space):
             self._parts.append(Part(space))
         part = self._parts[0] if len(self._parts) == 1 else joined(self._parts)
@@ -139,7 +139,7 @@ class Reader:
             yield
 
     def text_until(self, marks: Sequence[str], say: Say) -> Reading[str]:
-        """As `until`, with the format's special tokens left out."""
+        """Take text as `until` does, with the format's special tokens left out."""
         while True:
             mark = yield from self.until((*marks, *self._hidden), say)
             if not mark or mark in marks:
@@ -161,8 +161,8 @@ class Reader:
             yield
 
     def json(self, say: Say, depth: int = 0) -> Reading[bool]:
-        """Take a JSON object or list, as it comes, or what is left of one in `depth` brackets. Stops before a character
-        that cannot be in one. Whether it is closed."""
+        """Take a JSON object or list, as it comes, or what is left of one in `depth` brackets. Stops before a
+        character that cannot be in one. Returns whether it is closed."""
         is_text = is_escaped = False
         while True:
             for at, char in enumerate(self.rest):
@@ -241,7 +241,7 @@ class _Trimmed:
 
 
 def _num_held(text: str, marks: Sequence[str]) -> int:
-    """The longest end of the text that begins a mark."""
+    """Return the length of the longest end of the text that begins a mark."""
     longest = min(len(text), max((len(mark) - 1 for mark in marks), default=0))
     if not any(mark[0] in text[-longest:] for mark in marks):  # nearly always, and cheaper than what follows
         return 0

@@ -19,19 +19,19 @@ TOOL_CALLS = "tool_calls"  # the finish_reason of an answer that ends by itself 
 
 
 def error_body(message: str, kind: str, *, param: str | None = None, code: str | None = None) -> Json:
-    """The body of an error reply, in OpenAI's shape. `param` is the field that was wrong."""
+    """Return the body of an error reply, in OpenAI's shape. `param` is the field that was wrong."""
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
 def event(payload: Json | str, name: str | None = None) -> bytes:
-    """One server-sent event. JSON has no line breaks, so it is one line of data."""
+    """Return the bytes of a server-sent event. JSON has no line breaks, so it is one line of data."""
     text = payload if isinstance(payload, str) else _JSON.encode(payload)
     return f"event: {name}\ndata: {text}\n\n".encode() if name else f"data: {text}\n\n".encode()
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What a reply says of one sequence: all of it, or in a stream what has come since the last time."""
+    """The part of a reply about one sequence: all of it, or in a stream the part since the last piece."""
 
     index: int
     part: Part
@@ -48,7 +48,7 @@ class Answer:
 
 @dataclass(frozen=True)
 class ReplyOptions:
-    """What a body asks a reply of OpenAI's shapes to say besides the answers."""
+    """The options of a reply in OpenAI's shapes: what it says besides the answers."""
 
     request_id: str | None = None  # a part of the reply's id; None: drawn
     include_usage: bool = False  # streams end with a chunk of token counts
@@ -59,7 +59,8 @@ class ReplyOptions:
 
 @dataclass(frozen=True)
 class Usage:
-    """Token counts of a reply: every prompt once, all its sequences, and what speculation did for them."""
+    """The token counts of a reply: every prompt once, all its sequences, and how many draft tokens were accepted and
+    rejected."""
 
     num_prompt: int
     num_cached: int
@@ -70,7 +71,7 @@ class Usage:
     metrics: Json | None = None  # how the one sequence of the reply fared, where the server tells (`request_metrics`)
 
     def counts(self) -> Json:
-        """The part that is true in the middle of a stream too."""
+        """The counts that are also true in the middle of a stream."""
         return {
             "prompt_tokens": self.num_prompt,
             "completion_tokens": self.num_completion,
@@ -89,32 +90,32 @@ class Usage:
 
 
 class ReplyFormat(Protocol):
-    """Spells the replies of one endpoint to one request."""
+    """The interface of a format, which spells the replies of one endpoint to one request."""
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
-        """The whole body of a reply that is no stream."""
+        """Return the whole body of a reply that is no stream."""
         ...
 
     def begin(self, start: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
-        """The events of a stream before the first piece of an answer; `start` is the answer without any text yet."""
+        """Yield the events of a stream before the first piece of an answer; `start` is the answer without any text
+        yet."""
         ...
 
     def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:
-        """The events that say what has come of an answer since the last time; `usage()` counts what has come
-        so far."""
+        """Yield the events for the text of an answer since the last piece; `usage()` counts all tokens so far."""
         ...
 
     def end(self, usage: Usage) -> Iterable[bytes]:
-        """The events after the last piece of all answers."""
+        """Yield the events after the last piece of all answers."""
         ...
 
     def failure(self, error: Json) -> Iterable[bytes]:
-        """The events that end a stream after an error, whose body is `error`."""
+        """Yield the events that end a stream after an error, whose body is `error`."""
         ...
 
 
 class OpenAIFormat:
-    """What the formats of completions and chat share."""
+    """The common part of the formats of completions and chat."""
 
     ID_PREFIX: ClassVar[str]
     KIND: ClassVar[str]
@@ -159,7 +160,7 @@ class OpenAIFormat:
         return event(f"{self._chunk_head},{told.removeprefix('{')}")
 
     def _end_of(self, answer: Answer, logprobs: Json | None) -> Json:
-        """What every choice says at its end, and in a stream also before it."""
+        """Return the fields that every choice has at its end, and in a stream also before it."""
         said = {
             "logprobs": logprobs,
             "finish_reason": answer.finish_reason,
@@ -175,7 +176,8 @@ def _with_metrics(usage: Usage) -> Json:
 
 
 class CompletionFormat(OpenAIFormat):
-    """POST /v1/completions. With `echoes`, the text of each choice's prompt, every answer begins with it."""
+    """The format of POST /v1/completions. With `echoes`, the text of each choice's prompt, every answer begins with
+    it."""
 
     ID_PREFIX, KIND, CHUNK_KIND = "cmpl", "text_completion", "text_completion"
 
@@ -188,7 +190,7 @@ class CompletionFormat(OpenAIFormat):
         echoes: Sequence[str] = (),
         is_prompt_only: bool = False,
     ) -> None:
-        """With `is_prompt_only` the answers themselves are left out."""
+        """Prepare the format. With `is_prompt_only` the answers themselves are left out."""
         super().__init__(model_name, logprobs, options)
         self._spell_logprobs, self._echoes, self._is_prompt_only = logprobs, echoes, is_prompt_only
         self._begun: set[int] = set()
@@ -219,7 +221,7 @@ class CompletionFormat(OpenAIFormat):
 
 
 class ChatFormat(OpenAIFormat):
-    """POST /v1/chat/completions. With `texts`, replies tell the log-probabilities of the prompt."""
+    """The format of POST /v1/chat/completions. With `texts`, replies have the log-probabilities of the prompt."""
 
     ID_PREFIX, KIND, CHUNK_KIND = "chatcmpl", "chat.completion", "chat.completion.chunk"
 
@@ -249,7 +251,7 @@ class ChatFormat(OpenAIFormat):
         return (self._chunk(self._delta(answer, said), usage),)
 
     def _prompt(self, answer: Answer) -> Json:
-        """All choices have one prompt."""
+        """Return the fields about the prompt, which all choices share."""
         return {"prompt_token_ids": list(answer.prompt_ids)} if self._options.token_ids else {}
 
     def _choice(self, answer: Answer) -> Json:
@@ -269,12 +271,12 @@ class ChatFormat(OpenAIFormat):
 
 
 def _reasoning(part: Part) -> Json:
-    """The fields of reasoning: DeepSeek's name for it, and the one that vLLM has now."""
+    """Return the fields of reasoning, under DeepSeek's name for it and under the one that vLLM has now."""
     return {"reasoning_content": part.reasoning, "reasoning": part.reasoning} if part.reasoning else {}
 
 
 def _call(call: ToolCallPart) -> Json:
-    """A call, or in a stream a piece of one: the first has id, type and name."""
+    """Return a call, or in a stream a piece of one. The first piece has id, type and name."""
     if not call.call_id:
         return {"function": {"arguments": call.arguments}}
     return {

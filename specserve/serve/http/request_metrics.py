@@ -1,4 +1,5 @@
-"""The `metrics` object of a reply, in vLLM's words: how its one sequence fared. The server's flags say what is told."""
+"""The `metrics` object of a reply, in vLLM's words: the times and the speculation of its one sequence. The server's
+flags say what is in it."""
 
 from collections import Counter
 from dataclasses import dataclass
@@ -12,13 +13,13 @@ Detail = Literal["none", "summary", "detailed"]
 
 @dataclass(frozen=True)
 class RequestMetrics:
-    """What replies tell of their sequence: times, and in how much detail what speculation did."""
+    """The settings of the `metrics` object: whether it has times, and in how much detail it describes speculation."""
 
     has_times: bool = False
     speculation: Detail = "none"
 
     def spell(self, stats: SpeculationStats, num_tokens: int) -> Json | None:
-        """The object for a sequence that has ended, of so many new tokens; None where nothing is to be told."""
+        """Return the object for a sequence that has ended, of so many new tokens, or None where it would be empty."""
         spelled: Json = _times(stats, num_tokens) if self.has_times else {}
         if self.speculation != "none":
             spelled["speculative_decoding"] = _speculation(stats, self.speculation) if stats.max_accepted else None
@@ -26,7 +27,8 @@ class RequestMetrics:
 
 
 def _times(stats: SpeculationStats, num_tokens: int) -> Json:
-    """In milliseconds. As in vLLM, the time to the first token begins where the time in the queue ends."""
+    """Return the times in milliseconds. As in vLLM, the time to the first token begins where the time in the queue
+    ends."""
     inference = stats.prefill_seconds + stats.decode_seconds
     return {
         "queue_time_ms": 1e3 * stats.queue_seconds,

@@ -220,8 +220,8 @@ class ResponsesBody(DialectBody):
 
 
 def _assistant(messages: list[Json], *unless: str) -> Json:
-    """The message that the next item of an answer belongs to: the last one, if that is an answer that has no such
-    parts yet, or a new one. Reasoning, text and calls stand in this order in a message."""
+    """Return the message that the next item of an answer belongs to: the last one, if that is an answer that has no
+    such parts yet, or a new one. Reasoning, text and calls stand in this order in a message."""
     if not messages or messages[-1]["role"] != "assistant" or any(messages[-1].get(name) for name in unless):
         messages.append({"role": "assistant", "content": ""})
     return messages[-1]
@@ -232,7 +232,7 @@ def _text_parts(parts: Sequence[ContentPart]) -> list[Json] | str:
 
 
 def _chat_format(given: Json | None) -> Json | None:
-    """Chat has the schema one level deeper."""
+    """Return the format as chat has it, with the schema one level deeper."""
     if given is None or given.get("type") != "json_schema":
         return given
     return {"type": "json_schema", "json_schema": {name: item for name, item in given.items() if name != "type"}}

@@ -25,7 +25,7 @@ _OTHER_FILES = 200  # that a server may have open besides its connections
 
 
 def bind_listener(host: str, port: int) -> socket.socket:
-    """Take a port (0: any free one), so that a taken one is told before minutes of loading. Raises ConfigError."""
+    """Take a port (0: any free one), so that a taken one is reported before minutes of loading. Raises ConfigError."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     try:
@@ -52,7 +52,8 @@ def check_tls(certfile: str, keyfile: str) -> None:
 
 
 def _allow_files(num_connections: int) -> None:
-    """Each connection is an open file, of which the system lets a process have some, and more on request."""
+    """Allow the process enough open files for so many connections. The system lets a process have some, and more on
+    request."""
     wanted = num_connections + _OTHER_FILES
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -68,7 +69,8 @@ def _allow_files(num_connections: int) -> None:
 
 
 class _Uvicorn(uvicorn.Server):
-    """uvicorn that leaves the meaning of a signal to us. It would stop accepting at once, and die of the signal."""
+    """uvicorn with the meaning of a signal left to us. By itself it would stop accepting at once, and die of the
+    signal."""
 
     def __init__(self, config: uvicorn.Config, on_signal: Callable[[int], None]) -> None:
         super().__init__(config)
@@ -98,7 +100,7 @@ class HttpServer:
         ssl_certfile: str = "",  # with it, TLS
         ssl_keyfile: str = "",  # empty: the key is in the certificate's file
     ) -> None:
-        """Takes the port at once, or a socket from `bind_listener`. Raises ConfigError."""
+        """Take the port at once, or a socket from `bind_listener`. Raises ConfigError."""
         check_tls(ssl_certfile, ssl_keyfile)
         _allow_files(max_connections + RESERVE)
         self._listener = bind_listener(host, port) if listener is None else listener
@@ -160,7 +162,8 @@ class HttpServer:
         return len(self._server.server_state.connections)
 
     def _on_signal(self, number: int) -> None:
-        """Between two bytecodes of the event loop: no logging here, and nothing that waits."""
+        """Handle a signal. It runs between two bytecodes of the event loop, so it must not log, nor do anything that
+        waits."""
         if not self._is_draining:
             self._is_draining = True
             threading.Thread(target=self._drain, name="specserve-drain", daemon=True).start()

@@ -1,4 +1,4 @@
-"""Between the routes and the engine: a checked body becomes work, and work becomes a reply.
+"""The service between the routes and the engine: a checked body becomes work, and work becomes a reply.
 
 Every route that generates makes its body into one of OpenAI's, and has its own format spell the reply.
 """
@@ -45,20 +45,21 @@ _BodyT = TypeVar("_BodyT", bound=Body)
 
 
 class Asked(Protocol):
-    """What every body says of how it is to be answered."""
+    """The interface of a body: its options of how it is to be answered."""
 
     stream: bool
     priority: int
     cache_salt: str
 
     def reword(self, error: RequestError) -> RequestError:
-        """An error of the engine under the name that the client of this endpoint sent."""
+        """Return an error of the engine under the name that the client of this endpoint sent."""
         ...
 
 
 @dataclass(frozen=True)
 class Work:
-    """What one checked body asks of the engine, and how its answers are read and spelled."""
+    """The work of one checked body: the prompts and options for the engine, and how the answers are read and
+    spelled."""
 
     body: Asked
     params: SamplingParams
@@ -82,15 +83,16 @@ class Service:
         self._told = RequestMetrics(run.enable_per_request_metrics, run.per_request_spec_decode_metrics)
 
     def read(self, body_type: type[_BodyT], raw: bytes) -> _BodyT:
-        """The checked body that these bytes are. Raises RequestError."""
+        """Read a checked body from these bytes. Raises RequestError."""
         return parse_body(body_type, raw, self._unknown_fields)
 
     def check(self, body_type: type[_BodyT], value: Mapping[str, Any]) -> _BodyT:
-        """The checked body that this object is. Raises RequestError."""
+        """Read a checked body from this object. Raises RequestError."""
         return check_body(body_type, value, self._unknown_fields)
 
     def completion(self, body: CompletionBody, reply_format: ReplyFormat | None = None) -> Work:
-        """The work of a body of /v1/completions; another route's `reply_format` may spell it. Raises RequestError."""
+        """Make the work of a body of /v1/completions; another route's `reply_format` may spell it. Raises
+        RequestError."""
         engine = self.engine
         check_model(engine, body.model)
         params = body.sampling_params()
@@ -129,7 +131,7 @@ class Service:
         return Work(body, params, prompts, spelled, has_origins=body.return_draft_depths)
 
     def chat(self, body: ChatBody, reply_format: ReplyFormat | None = None) -> Work:
-        """The work of a body of /v1/chat/completions; another route's `reply_format` may spell it. Raises
+        """Make the work of a body of /v1/chat/completions; another route's `reply_format` may spell it. Raises
         RequestError."""
         engine = self.engine
         check_model(engine, body.model)
@@ -193,5 +195,6 @@ class Service:
 
 
 async def off_loop(prepare: Callable[[bytes], _T], raw: bytes) -> _T:
-    """Parsing and tokenizing a large body takes seconds; other requests' streams go on meanwhile."""
+    """Run work off the event loop. Parsing and tokenizing a large body takes seconds, in which other requests' streams
+    go on."""
     return await in_thread(prepare, raw, size=len(raw))

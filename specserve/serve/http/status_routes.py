@@ -1,4 +1,4 @@
-"""What is served, how it fares, and forgetting what is cached."""
+"""The routes that say what is served and how it fares, and the one that empties the prefix cache."""
 
 import time
 
@@ -17,7 +17,7 @@ def add_status_routes(app: FastAPI, engine: EngineLike, metrics: Metrics) -> Non
     created = int(time.time())
 
     def cards() -> list[Json]:
-        """The target, with its tau so far, and its head, with that of its own evaluation."""
+        """Return the models: the target, with its tau so far, and its head, with the tau of its own evaluation."""
         same = {"object": "model", "created": created, "owned_by": "specserve", "max_model_len": engine.max_model_len}
         found = [{"id": engine.model_name} | same | {"tau": metrics.acceptance.tau}]
         if engine.draft is not None:

@@ -1,4 +1,5 @@
-"""From the engine's thread to one HTTP reply: collects the deltas of all sequences of a request, whole or as a stream.
+"""The way from the engine's thread to one HTTP reply: it collects the deltas of all sequences of a request, whole or
+as a stream.
 
 Owns the hop between threads and the rule that a client who goes away takes all its sequences along. Knows nothing of
 bodies and fields (`bodies`), of what text means (`parts`) or of how a reply is spelled (`replies`).
@@ -44,7 +45,7 @@ class ClientGoneError(Exception):
 
 @dataclass(eq=False)
 class _Choice:
-    """One sequence of a reply, and what has come of it so far."""
+    """A sequence of a reply, and its output so far."""
 
     request: Request
     metrics: SequenceMetrics
@@ -57,7 +58,7 @@ class _Choice:
 
 
 class Generation:
-    """All sequences of one HTTP request, `params.n` of each prompt. Make it on the event loop, `submit` it, then
+    """The sequences of one HTTP request, `params.n` of each prompt. Make it on the event loop, `submit` it, then
     consume `reply` or `stream` once. Choices are numbered prompt by prompt."""
 
     def __init__(
@@ -123,7 +124,7 @@ class Generation:
             choice.request.cancel()
 
     async def reply(self, reply_format: ReplyFormat) -> Json:
-        """The whole reply. Raises ClientGoneError, CapacityError or EngineFailureError."""
+        """Return the whole reply. Raises ClientGoneError, CapacityError or EngineFailureError."""
         arrived: list[list[Delta]] = [[] for _ in self._choices]
         async with contextlib.aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
@@ -144,7 +145,7 @@ class Generation:
         return spell()
 
     async def stream(self, reply_format: ReplyFormat) -> AsyncIterator[bytes]:
-        """The reply as server-sent events. An error after the start becomes an event."""
+        """Yield the reply as server-sent events. An error after the start becomes an event."""
         try:
             async with contextlib.aclosing(self._events(reply_format)) as events:
                 async for each in events:
@@ -193,7 +194,7 @@ class Generation:
                     choice.waiting_ids = answer.token_ids
 
     def _piece(self, index: int, delta: Delta) -> Answer:
-        """What a delta says of its choice."""
+        """Return a delta as a piece of its choice's answer."""
         choice = self._choices[index]
         part = choice.parser.push(delta.text, delta.num_chars)
         if delta.finish_reason is not None:
@@ -222,7 +223,7 @@ class Generation:
         return [origin for delta in deltas for origin in zip(delta.token_ids, delta.draft_depths, strict=True)]
 
     def _whole(self, index: int, deltas: Sequence[Delta]) -> Answer:
-        """What all deltas of a choice say."""
+        """Return all deltas of a choice as one answer."""
         text = "".join(delta.text for delta in deltas)
         logprobs = tuple(item for delta in deltas for item in delta.logprobs)
         token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
@@ -234,8 +235,8 @@ class Generation:
         return dataclasses.replace(self._piece(index, everything), origins=self._origins(deltas))
 
     async def _deltas(self, *, is_idle_reported: bool = False) -> AsyncGenerator[tuple[int, Delta], None]:
-        """(choice, delta) until every sequence has ended. With `is_idle_reported` also (-1, empty delta), about once a
-        second."""
+        """Yield (choice, delta) until every sequence has ended. With `is_idle_reported` also (-1, empty delta), about
+        once a second."""
         num_open = len(self._choices)
         try:
             while num_open:
@@ -261,7 +262,7 @@ class Generation:
             self._ticker.cancel()
 
     def _usage(self) -> Usage:
-        """What has come so far."""
+        """Return the token counts so far."""
         first = [choice for choice in self._choices if choice.is_first]
         total = sum((choice.stats for choice in self._choices if choice.stats is not None), Acceptance())
         return Usage(
@@ -275,12 +276,13 @@ class Generation:
         )
 
     def _metrics_of_one(self) -> Json | None:
-        """What `metrics` tells at the end; several sequences would have to share it, so then there is none."""
+        """Return the `metrics` object at the end. There is none for several sequences, because they would have to
+        share it."""
         [first, *others] = self._choices
         return None if others or first.stats is None else self._told.spell(first.stats, first.num_tokens)
 
     def _on_delta(self, index: int, delta: Delta) -> None:
-        """Called on the engine's thread."""
+        """Take a delta, on the engine's thread."""
         try:
             self._mailbox.post(partial(self._receive, index, delta))
         except RuntimeError:  # the event loop is closed: the server has stopped, nobody waits
@@ -302,7 +304,7 @@ class Generation:
         self._arrivals.put_nowait((index, delta))
 
     def _tick(self) -> None:
-        """Tell the reader, now and then, to look at the engine's health: a dead one sends nothing."""
+        """Wake the reader now and then to look at the engine's health, because a dead engine sends nothing."""
         self._arrivals.put_nowait(_TICK)
         self._ticker = self._loop.call_later(HEALTH_CHECK_SECONDS, self._tick)
 

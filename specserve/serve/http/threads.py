@@ -1,4 +1,4 @@
-"""Work that would hold the event loop, and with it every other client's stream, on a few threads of its own."""
+"""A few threads of their own for work that would hold the event loop, and with it every other client's stream."""
 
 import asyncio
 import contextvars
@@ -16,7 +16,7 @@ _T = TypeVar("_T")
 
 
 async def in_thread(work: Callable[..., _T], *args: object, size: int) -> _T:
-    """Call `work` with these arguments on another thread. `size` is that of what it works on, in bytes or tokens."""
+    """Call `work` with these arguments on another thread. `size` is that of its input, in bytes or tokens."""
     pool = _large if size >= LARGE else _small
     call = partial(contextvars.copy_context().run, work, *args)
     return await asyncio.get_running_loop().run_in_executor(pool, call)

@@ -1,4 +1,4 @@
-"""What a chat's body says of tools: which there are, and whether one must be called."""
+"""The fields of a chat's body about tools: which there are, and whether one must be called."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,7 +23,8 @@ def _check_num_tools(value: Any) -> Any:
 
 
 def _check_parameters(value: Any) -> Any:
-    """Only what reading a call needs; whether it is a JSON schema is found out where it becomes a grammar."""
+    """Check only what reading a call needs. Whether the value is a JSON schema is found out where it becomes a
+    grammar."""
     if isinstance(value, dict) and value.get("type", "object") != "object":
         raise PydanticCustomError(
             "parameters",
@@ -88,7 +89,7 @@ ToolChoice = Annotated[
 
 
 def chosen_tools(tools: Sequence[FunctionTool], choice: str | NamedTool) -> Sequence[FunctionTool]:
-    """The tools that an answer may call. Raises RequestError where the choice does not fit the tools."""
+    """Return the tools that an answer may call. Raises RequestError where the choice does not fit the tools."""
     names = [tool.function.name for tool in tools]
     for i, name in enumerate(names):
         if name in names[:i]:

@@ -1,5 +1,6 @@
-"""How models write calls of tools into their answers, one format for each family, and which of them a chat template is
-of. Each reads answers (see `reader`); `answer_grammars` has the grammars by which a model must write it.
+"""The formats in which models write calls of tools into their answers, one for each family, and the choice of one by
+the chat template. Each reads answers (see `reader`); `answer_grammars` has the grammars by which a model must write
+it.
 
 A call counts where it is whole enough to have the name of a tool that the request has, and arguments that begin. All
 else is content, as it was written.
@@ -29,8 +30,9 @@ _OBJECT_HEADS = [
 
 
 def _object_call(reader: Reader, before: str, *, is_certain: bool = True) -> Reading[bool]:
-    """Take an object that is a call, or give it back, with the text `before` it that promised a call. Where that is not
-    certain, only an object whose first members are a call's is one, and all else is left. Whether it was a call."""
+    """Take an object that is a call, or give it back, with the text `before` it that promised a call. Where that is
+    not certain, only an object whose first members are a call's is one, and all else is left. Returns whether it was a
+    call."""
     head = yield from reader.match(*_OBJECT_HEADS)
     if head and head["name"] in reader.tools:
         yield from reader.json(reader.open_call(head["name"]))
@@ -55,8 +57,8 @@ def _object_call(reader: Reader, before: str, *, is_certain: bool = True) -> Rea
 
 
 def _is_tail(text: str) -> bool:
-    """Whether a call's object may end so behind its arguments: with further members (Mistral's have an id), or with the
-    last bracket forgotten."""
+    """Return whether a call's object may end like this behind its arguments: with further members (Mistral's have an
+    id), or with the last bracket forgotten."""
     if text.strip() in ("", "}"):
         return True
     try:
@@ -67,7 +69,8 @@ def _is_tail(text: str) -> bool:
 
 
 def _as_call(text: str, reader: Reader) -> tuple[str, dict[str, Any]] | None:
-    """The name and arguments in the text of an object whose members stand in another order, or in OpenAI's nesting."""
+    """Return the name and arguments in the text of an object whose members stand in another order, or in OpenAI's
+    nesting."""
     try:
         call = json.loads(text)
         call = call.get("function", call)
@@ -249,7 +252,7 @@ _AS_JSON = {"True": "true", "False": "false", "None": "null"}  # as templates wr
 
 
 def _typed(schema: Mapping[str, Any], name: str, text: str) -> str:
-    """A tagged value as JSON. Its tool's schema tells whether `1` is a number or text."""
+    """Return a tagged value as JSON. Its tool's schema tells whether `1` is a number or text."""
     text = text.removeprefix("\n").removesuffix("\n")
     types = argument_types(schema, name)
     if "string" not in types or (text.strip() == "null" and "null" in types):
@@ -261,7 +264,7 @@ def _typed(schema: Mapping[str, Any], name: str, text: str) -> str:
 
 
 def argument_types(schema: Mapping[str, Any], name: str) -> set[str]:
-    """The JSON types that a tool's schema lets an argument have; empty where it says nothing."""
+    """Return the JSON types that a tool's schema lets an argument have. They are empty where it says nothing."""
     properties = schema.get("properties")
     return _types(properties.get(name) if isinstance(properties, dict) else None, schema, 0)
 
@@ -293,7 +296,7 @@ def new_call_id() -> str:
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """One way of writing calls."""
+    """A format in which calls are written."""
 
     name: ToolParser
     signs: tuple[str, ...]  # a chat template with one of these writes calls so
@@ -304,7 +307,7 @@ class ToolFormat:
     other_wording: str = ""
 
     def wording_for(self, template: TemplateLike) -> str:
-        """Which wording of the format `answer_grammars` takes for this template."""
+        """Return which wording of the format `answer_grammars` takes for this template."""
         return self.name if template.mentions(self.usual_sign) else self.other_wording
 
 
@@ -341,7 +344,8 @@ TOOL_FORMATS: tuple[ToolFormat, ...] = (
 
 
 def choose_tool_format(name: ToolParser, template: TemplateLike) -> ToolFormat | None:
-    """The format of that name; with "auto" that of the chat template, None where it has none that is known."""
+    """Return the format of that name; with "auto" that of the chat template, or None where it has none that is
+    known."""
     for each in TOOL_FORMATS:
         if name == each.name or (name == "auto" and any(template.mentions(sign) for sign in each.signs)):
             return each

@@ -18,11 +18,12 @@ _NANOSECONDS = 1e9
 
 
 class Tracing:
-    """Tells a collector of every sequence that ends. It is a context manager that sends what is left at its end."""
+    """Sends a span to a collector for every sequence that ends. It is a context manager that sends what is left at its
+    end."""
 
     def __init__(self, endpoint: str) -> None:
-        """`endpoint` is the collector's address, such as http://localhost:4318. Raises ConfigError where it is none,
-        or where OpenTelemetry is not installed."""
+        """Connect with the collector at `endpoint`, such as http://localhost:4318. Raises ConfigError where that is no
+        address, or where OpenTelemetry is not installed."""
         parts = urlsplit(endpoint)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise ConfigError(f"--otlp-endpoint {endpoint!r}: expected an address such as http://localhost:4318")
@@ -53,7 +54,7 @@ class Tracing:
     def end(
         self, parent: Context, request_id: str, request: Request, delta: Delta, num_tokens: int, model: str
     ) -> None:
-        """Tell of a sequence whose last delta has come: of so many new tokens, for the client's request of that id."""
+        """Report a sequence whose last delta has come: of so many new tokens, for the client's request of that id."""
         from opentelemetry.trace import SpanKind, Status, StatusCode
 
         seconds = time.monotonic() - request.submit_time
@@ -70,7 +71,7 @@ class Tracing:
 
 
 def _attributes(request: Request, delta: Delta, num_tokens: int) -> dict[str, Any]:
-    """Under vLLM's names, and what speculation did."""
+    """Return the attributes of a span under vLLM's names, with the acceptance of the draft tokens."""
     params, stats = request.params, delta.stats
     found: dict[str, Any] = {
         "gen_ai.response.finish_reasons": (str(delta.finish_reason),),
