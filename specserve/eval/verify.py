@@ -23,7 +23,6 @@ from specserve.eval.verify_report import Mismatch, Report, Row, Test
 from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.interface import EngineStats
-from specserve.serve.pages import PagePool
 from specserve.serve.request import Delta, SamplingParams
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.controller import Controller, Estimate
@@ -145,7 +144,7 @@ class Prover:
         *,
         is_caching: bool,
         is_alone: bool = False,  # one after the other
-        num_pages: int | None = None,  # that the engine believes to have; None: enough
+        num_pages: int | None = None,  # see `EngineOptions`
     ) -> _Answers:
         runner = self._runner
         runner.reset()
@@ -155,10 +154,8 @@ class Prover:
             model_name="",
             eos_ids=self.bench.target.eos_ids,
             controller=_Scripted(script),
-            options=EngineOptions(is_caching=is_caching, max_queue=len(asks)),
+            options=EngineOptions(is_caching=is_caching, max_queue=len(asks), num_pages=num_pages),
         )
-        if num_pages is not None:
-            engine.rounds.scheduler.pool = PagePool(num_pages, runner.shapes.page_size)
         answers, drafts = [], []
         with engine:
             for some in [[ask] for ask in asks] if is_alone else [asks]:

@@ -75,7 +75,7 @@ class EngineReplica:
 
     def record_routing_stats(self) -> dict[str, Any]:
         """What the router is told of this replica."""
-        return {"version": self._version, "pages": self._engine.rounds.scheduler.pool.newest_digests(REPORTED_PAGES)}
+        return {"version": self._version, "pages": self._engine.newest_digests(REPORTED_PAGES)}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """What `routing.scale` is told of this replica."""
