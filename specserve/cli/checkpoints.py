@@ -18,7 +18,7 @@ from specserve.checkpoints.source import resolve_target
 from specserve.checkpoints.tensors import read_json
 from specserve.drafters import doctor, exchange
 from specserve.drafters.exchange import describe_target
-from specserve.drafters.findings import CONFIG, Finding, Report
+from specserve.drafters.findings import CONFIG, DoctorReport, Finding
 from specserve.drafters.notes import read_notes
 from specserve.drafters.registry import KINDS, kind_of
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
@@ -146,7 +146,7 @@ def inspect(
     if prompts:
         sizes = limit or RUN_LIMIT, max_tokens or RUN_TOKENS
         report, running = _run(folder, target or noted, report, prompts, *sizes)
-    after: Report | None = None
+    after: DoctorReport | None = None
     if fix is not None:
         exchange.check_output(folder, fix, is_forced=force)
         tensors, raw = report.mended()
@@ -169,8 +169,8 @@ def inspect(
 
 
 def _run(
-    folder: Path, target: str, report: Report, prompts: str, limit: int, max_tokens: int
-) -> tuple[Report, dict[str, Any]]:
+    folder: Path, target: str, report: DoctorReport, prompts: str, limit: int, max_tokens: int
+) -> tuple[DoctorReport, dict[str, Any]]:
     """Run the head over prompts, and add what that says to the report. Where its files cannot be loaded, that is said
     instead: their findings tell why."""
     if not target:
@@ -229,7 +229,7 @@ def _console() -> Console:
     return Console(soft_wrap=True)
 
 
-def _show(report: Report, unchecked: str) -> None:
+def _show(report: DoctorReport, unchecked: str) -> None:
     """Print the facts, tensors and findings. `unchecked` says why nothing was compared with a target; empty: it was."""
     console = Console(highlight=False)
     console.print(f"[bold]{escape(str(report.folder))}[/]")
@@ -274,7 +274,7 @@ def _show_finding(console: Console, finding: Finding) -> None:
     console.print(Padding(grid, (0, 0, 1, 2)))
 
 
-def _show_mended(report: Report, after: Report) -> None:
+def _show_mended(report: DoctorReport, after: DoctorReport) -> None:
     console = Console(highlight=False)
     console.print()
     console.print(f"[bold]{escape(str(after.folder))}[/]: a mended copy")

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.findings import Repair, Report
+from specserve.drafters.findings import DoctorReport, Repair
 from specserve.drafters.settings import DraftSettings
 from specserve.drafters.words import KindName
 from specserve.mesh import put
@@ -255,7 +255,7 @@ class Kind(Protocol):
         """What a head's files might mean instead of what they say, to be tried by running it."""
         ...
 
-    def examine(self, folder: Path, target: Target | None) -> Report:
+    def examine(self, folder: Path, target: Target | None) -> DoctorReport:
         """What is wrong with a head's files. Raises CheckpointError where there is nothing to look at."""
         ...
 

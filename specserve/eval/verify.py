@@ -18,8 +18,8 @@ from specserve.drafters.speculation import describe
 from specserve.errors import SpecServeError
 from specserve.eval.verify_asks import Ask, base_asks, follow_ups, option_asks
 from specserve.eval.verify_draws import COUNTED_TOKENS, NUM_DRAWS, chi_square, num_answers, places
-from specserve.eval.verify_judge import Bench, Judge, bug, log_sum_exp
-from specserve.eval.verify_report import Mismatch, Report, Row, Test
+from specserve.eval.verify_judge import Judge, ProofSubject, bug, log_sum_exp
+from specserve.eval.verify_report import Mismatch, ProofReport, Row, Test
 from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.interface import EngineStats
@@ -34,7 +34,7 @@ Script = Callable[[], Tree | None]  # the tree of the next step; None: a plain o
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProofPlan:
     """How much is asked."""
 
     max_tokens: int = 32
@@ -100,10 +100,10 @@ class Prover:
 
     def __init__(
         self,
-        bench: Bench,
+        bench: ProofSubject,
         prompts: Sequence[Sequence[int]],
-        plan: Plan,
-        report: Report,
+        plan: ProofPlan,
+        report: ProofReport,
         on_progress: Callable[[str, int, int | None], None] = lambda _what, _done, _total: None,
     ) -> None:
         self.bench, self.prompts, self.plan, self.report = bench, prompts, plan, report

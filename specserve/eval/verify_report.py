@@ -56,7 +56,7 @@ class Test:
 
 
 @dataclass
-class Report:
+class ProofReport:
     """All that a run of the proof found."""
 
     rows: list[Row] = field(default_factory=list)

@@ -10,7 +10,7 @@ from specserve.drafters.dflash import dialects, doctor, files, start
 from specserve.drafters.dflash.drafter import DFlash
 from specserve.drafters.dflash.repairs import list_repairs
 from specserve.drafters.door import Dialect, FileKind, TrainedDrafter
-from specserve.drafters.findings import Repair, Report
+from specserve.drafters.findings import DoctorReport, Repair
 from specserve.drafters.settings import ALL_TOKENS, DraftSettings
 from specserve.drafters.words import KindName
 from specserve.models.config import ModelConfig
@@ -46,7 +46,7 @@ class DFlashKind(FileKind[DFlash]):
     def repairs(self, folder: Path, target: Target) -> list[Repair]:
         return list(list_repairs(folder, target))
 
-    def examine(self, folder: Path, target: Target | None) -> Report:
+    def examine(self, folder: Path, target: Target | None) -> DoctorReport:
         return doctor.examine(folder, target)
 
 

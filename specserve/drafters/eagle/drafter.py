@@ -6,7 +6,7 @@ import jax
 
 from specserve.drafters import follow
 from specserve.drafters.eagle.config import Eagle3Config
-from specserve.drafters.eagle.entries import Draft, empty_cache, extend
+from specserve.drafters.eagle.entries import ReadyHead, empty_cache, extend
 from specserve.drafters.eagle.model import Eagle3Params, token_embedding
 from specserve.drafters.follow import Following
 from specserve.models.cache import Cache
@@ -29,12 +29,12 @@ class OnEagle:
         """The network's part of the drafter's parameters."""
         raise NotImplementedError
 
-    def ready(self, weights: Weights) -> Draft:
+    def ready(self, weights: Weights) -> ReadyHead:
         """The network beside what it shares of the target's."""
         own = weights.draft
         assert own is not None, "a head proposes, and there is none"
         params = self.network_params(own.params)
-        return Draft(params, own.vocab, token_embedding(params, weights.target.embedding))
+        return ReadyHead(params, own.vocab, token_embedding(params, weights.target.embedding))
 
     @property
     def aux_layers(self) -> tuple[int, ...]:

@@ -10,7 +10,7 @@ from specserve.drafters.eagle import dialects, doctor, files, start
 from specserve.drafters.eagle.patient import EAGLE3, Patient
 from specserve.drafters.eagle.repairs import list_repairs
 from specserve.drafters.eagle3.drafter import Eagle3
-from specserve.drafters.findings import Repair, Report
+from specserve.drafters.findings import DoctorReport, Repair
 from specserve.drafters.settings import DraftSettings
 from specserve.models.config import ModelConfig
 
@@ -41,5 +41,5 @@ class Eagle3Kind(FileKind[Eagle3]):
     def repairs(self, folder: Path, target: Target) -> list[Repair]:
         return list(list_repairs(Patient(folder, target)))
 
-    def examine(self, folder: Path, target: Target | None) -> Report:
+    def examine(self, folder: Path, target: Target | None) -> DoctorReport:
         return doctor.examine(folder, target)

@@ -17,7 +17,7 @@ from specserve.drafters.follow import Following
 from specserve.drafters.mtp import costs, learn, model, propose, start
 from specserve.drafters.mtp.config import MtpConfig
 from specserve.drafters.mtp.model import MtpParams
-from specserve.drafters.mtp.propose import Draft
+from specserve.drafters.mtp.propose import ReadyLayer
 from specserve.drafters.words import KindName
 from specserve.models.cache import Cache
 from specserve.models.config import ModelConfig
@@ -26,11 +26,11 @@ from specserve.speculative.drafter import After, Committed, Sizes, SlotView, Wei
 from specserve.speculative.tree import Proposal, Tree
 
 
-def ready(weights: Weights) -> Draft:
+def ready(weights: Weights) -> ReadyLayer:
     """The layer beside the target that it continues."""
     own = weights.draft
     assert own is not None, "a layer proposes, and there is none"
-    return Draft(own.params, own.vocab, weights.target)
+    return ReadyLayer(own.params, own.vocab, weights.target)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,7 @@ from typing import Any
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Dialect, FileKind, TrainedDrafter
-from specserve.drafters.findings import Repair, Report
+from specserve.drafters.findings import DoctorReport, Repair
 from specserve.drafters.mtp import doctor, files, layouts, start
 from specserve.drafters.mtp.drafter import Mtp
 from specserve.drafters.mtp.repairs import list_repairs
@@ -41,5 +41,5 @@ class MtpKind(FileKind[Mtp]):
     def repairs(self, folder: Path, target: Target) -> list[Repair]:
         return list(list_repairs(folder, target))
 
-    def examine(self, folder: Path, target: Target | None) -> Report:
+    def examine(self, folder: Path, target: Target | None) -> DoctorReport:
         return doctor.examine(folder, target)

@@ -6,7 +6,7 @@ from typing import Any
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Dialect, FileKind, TrainedDrafter
-from specserve.drafters.findings import Repair, Report
+from specserve.drafters.findings import DoctorReport, Repair
 from specserve.drafters.peagle import dialects, doctor, files, learn, start
 from specserve.drafters.peagle.drafter import PEagle
 from specserve.drafters.peagle.repairs import list_repairs
@@ -40,5 +40,5 @@ class PEagleKind(FileKind[PEagle]):
     def repairs(self, folder: Path, target: Target) -> list[Repair]:
         return list(list_repairs(folder, target))
 
-    def examine(self, folder: Path, target: Target | None) -> Report:
+    def examine(self, folder: Path, target: Target | None) -> DoctorReport:
         return doctor.examine(folder, target)

@@ -5,7 +5,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specserve.drafters.eagle.entries import Draft
+from specserve.drafters.eagle.entries import ReadyHead
 from specserve.drafters.eagle.model import draft_entries, draft_logits, draft_states, fuse_features
 from specserve.drafters.follow import FIRST_ENTRY, Following, pending_of, places
 from specserve.drafters.grow import Marginals, grow_tree
@@ -19,7 +19,7 @@ from specserve.speculative.tree import Proposal, Tree
 
 
 def propose_tree(
-    draft: Draft, params: PEagleParams, config: PEagleConfig, state: Following, view: SlotView, tree: Tree
+    draft: ReadyHead, params: PEagleParams, config: PEagleConfig, state: Following, view: SlotView, tree: Tree
 ) -> tuple[Following, Proposal]:
     """Catch up with what is pending and look ahead in the same pass, then grow a tree of what the slots foresee."""
     cache, states = look_ahead(draft, params, config, state, view, tree.depth)
@@ -29,7 +29,7 @@ def propose_tree(
 
 
 def look_ahead(
-    draft: Draft, params: PEagleParams, config: PEagleConfig, state: Following, view: SlotView, depth: int
+    draft: ReadyHead, params: PEagleParams, config: PEagleConfig, state: Following, view: SlotView, depth: int
 ) -> tuple[Cache, jax.Array]:  # and the states of the root and of depth - 1 masked slots [batch, depth, d_model]
     """Write the entries of the pending tokens. What masked slots leave lives and dies here."""
     network, pages = config.network, state.cache
