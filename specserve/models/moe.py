@@ -279,7 +279,6 @@ def by_kernel_tpu(
 
 
 Form = Callable[[Moe, Activation, jax.Array, jax.Array, jax.Array], jax.Array]
-FORMS: tuple[Form, ...] = (all_experts, sorted_by_expert, by_blocks)  # that every backend computes, with a gradient
 
 
 def choose_form(experts: Experts, num_tokens: int, platform: str, *, has_kernel: bool = True) -> Form:

@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import seeded
 import tiny
+from experts import FORMS
 from rounding import assert_same, assert_within, of_product, tolerance
 
 from specserve import mesh
@@ -346,7 +347,7 @@ def test_every_product_takes_a_quantised_weight(tmp_path: Path, family: str, to:
     assert_same(got, run(plain), tolerance(run, plain))
 
 
-@pytest.mark.parametrize("form", moe.FORMS)
+@pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_the_experts_takes_quantised_weights(rng: np.random.Generator, form: moe.Form) -> None:
     def draw(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape), jnp.float32)
