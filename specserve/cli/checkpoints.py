@@ -73,9 +73,9 @@ def export(
     if stablehlo is not None:
         if output or dtype or force:
             raise ConfigError("--stablehlo FOLDER is the output; --output, --dtype and --force are of --to")
-        from specserve.cli.stablehlo import Sizes, export_stablehlo  # imports the server, which --to does not wait for
+        from specserve.cli.stablehlo import ExportSizes, export_stablehlo  # imports the server, which --to does not wait for
 
-        sizes = Sizes(batch, max_model_len, page_size, chunk, width)
+        sizes = ExportSizes(batch, max_model_len, page_size, chunk, width)
         head = _existing(folder) if folder else None
         export_stablehlo(head, stablehlo, target=target, speculation=speculation, platforms=platforms, sizes=sizes)
         return

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from specserve.errors import SpecServeError
+from specserve.eval.arrivals import gaps, seconds_per_token
 from specserve.serve.engine import Engine
 from specserve.serve.interface import EngineStats
 from specserve.serve.request import Delta, FinishReason, SamplingParams
@@ -79,14 +80,13 @@ class TimedAnswer:
 
     @property
     def gaps(self) -> list[float]:
-        """The seconds between one arrival and the next."""
-        return [late - early for early, late in itertools.pairwise(self.arrivals)]
+        """See `arrivals.gaps`."""
+        return gaps(self.arrivals)
 
     @property
     def seconds_per_token(self) -> float | None:
-        """The mean seconds for each token after the first, which is vLLM's TPOT; None for an answer of one token."""
-        span = self.arrivals[-1] - self.arrivals[0]
-        return span / (self.num_tokens - 1) if self.num_tokens > 1 else None
+        """See `arrivals.seconds_per_token`."""
+        return seconds_per_token(self.arrivals, self.num_tokens)
 
 
 def steady(answers: Sequence[TimedAnswer]) -> tuple[int, float]:
