@@ -7,6 +7,7 @@ from typing import Any
 
 from specserve.eval.acceptance import SpeculationReport
 from specserve.eval.evaluation import Evaluation, TauVerdict
+from specserve.host import whole_file
 from specserve.train.charts import Chart, ChartLine, line_chart
 from specserve.train.pages import template
 
@@ -34,7 +35,8 @@ def write(
         settings=[(name, _text(value)) for name, value in settings.items()],
         provenance=[(name.replace("_", " "), _text(value)) for name, value in provenance.items()],
     )
-    path.write_text(page, encoding="utf-8")
+    with whole_file(path) as partial:
+        partial.write_text(page, encoding="utf-8")
 
 
 def _text(value: Any) -> str:

@@ -13,6 +13,7 @@ import numpy as np
 from specserve import config
 from specserve.data.dataset import Dataset
 from specserve.drafters.speculation import parse_speculation
+from specserve.host import whole_file
 from specserve.speculative.vocab import coverage
 from specserve.train import forecast
 from specserve.train.charts import Chart, ChartLine, line_chart, number
@@ -41,7 +42,9 @@ class RunReport:
 
 def write(path: Path, report: RunReport) -> None:
     """Write the report's page."""
-    path.write_text(render(report), encoding="utf-8")
+    page = render(report)
+    with whole_file(path) as partial:
+        partial.write_text(page, encoding="utf-8")
 
 
 def render(report: RunReport) -> str:
