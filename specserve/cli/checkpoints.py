@@ -73,7 +73,8 @@ def export(
     if stablehlo is not None:
         if output or dtype or force:
             raise ConfigError("--stablehlo FOLDER is the output; --output, --dtype and --force are of --to")
-        from specserve.cli.stablehlo import ExportSizes, export_stablehlo  # imports the server, which --to does not wait for
+        # imports the server, which --to does not wait for
+        from specserve.cli.stablehlo import ExportSizes, export_stablehlo
 
         sizes = ExportSizes(batch, max_model_len, page_size, chunk, width)
         head = _existing(folder) if folder else None
