@@ -20,7 +20,7 @@ from specserve.drafters.door import Aims, Rollout, Rows, shift
 Result = TypeVar("Result")
 
 
-class Unrolled:
+class UnrolledDrafter:
     """The part of `door.TrainedDrafter` that is alike in all drafters that are trained on their own outputs."""
 
     @property

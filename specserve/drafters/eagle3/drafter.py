@@ -18,7 +18,7 @@ from specserve.drafters.eagle.drafter import OnEagle
 from specserve.drafters.eagle.model import Eagle3Params
 from specserve.drafters.eagle3 import costs, learn, propose
 from specserve.drafters.follow import Following
-from specserve.drafters.unroll import Unrolled, by_position
+from specserve.drafters.unroll import UnrolledDrafter, by_position
 from specserve.drafters.words import KindName
 from specserve.kernels.matmul import Weight
 from specserve.models.target import TargetParams
@@ -27,7 +27,7 @@ from specserve.speculative.tree import Proposal, Tree
 
 
 @dataclass(frozen=True)
-class Eagle3(Unrolled, OnEagle):
+class Eagle3(UnrolledDrafter, OnEagle):
     """See `door.TrainedDrafter`, which says what each of these is for."""
 
     config: Eagle3Config

@@ -17,7 +17,7 @@ from specserve.drafters.mtp import costs, learn, model, propose, start
 from specserve.drafters.mtp.config import MtpConfig
 from specserve.drafters.mtp.model import MtpParams
 from specserve.drafters.mtp.propose import ReadyLayer
-from specserve.drafters.unroll import Unrolled, by_position
+from specserve.drafters.unroll import UnrolledDrafter, by_position
 from specserve.drafters.words import KindName
 from specserve.models.cache import Cache
 from specserve.models.target import TargetParams
@@ -33,7 +33,7 @@ def ready(weights: Weights) -> ReadyLayer:
 
 
 @dataclass(frozen=True)
-class Mtp(Unrolled, FollowingDrafter):
+class Mtp(UnrolledDrafter, FollowingDrafter):
     """See `door.TrainedDrafter`, which says what each of these is for."""
 
     config: MtpConfig
