@@ -27,7 +27,7 @@ import typer
 from test_docs import PAGES, ROOT
 
 from specserve import config
-from specserve.cli.main import Bench, Data, Plan, Root
+from specserve.cli.main import BenchCommands, DataCommands, PlanCommands, Root
 from specserve.cli.options import flags_from
 from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 
@@ -98,7 +98,7 @@ def simple_commands(text: str) -> Iterator[list[str]]:
 
 def find(words: list[str]) -> tuple[Any, str, list[str]]:
     """Find the click command that `specserve` runs for these words: it, its settings, and the words that are left."""
-    group: Any = {"bench": Bench, "data": Data, "plan": Plan}.get(words[0])
+    group: Any = {"bench": BenchCommands, "data": DataCommands, "plan": PlanCommands}.get(words[0])
     if group is None and " ".join(words[:2]) in Root.lazy:
         words = [" ".join(words[:2]), *words[2:]]
     name, rest = (words[1], words[2:]) if group else (words[0], words[1:])

@@ -34,12 +34,12 @@ from specserve.drafters.eagle.model import Eagle3Params
 from specserve.mesh import parse_mesh
 from specserve.speculative.acceptance import Acceptance
 from specserve.train import trainer
-from specserve.train.acceptance import Arm, Measured
-from specserve.train.evaluation import Evaluation, HeldOutEvaluator
+from specserve.train.acceptance import Arm, ArmAcceptance
+from specserve.train.evaluation import HeldOutEvaluator, Measurement
 from specserve.train.features import FeatureSource
 from specserve.train.head import new_drafter
 from specserve.train.optimizer import make_optimizer
-from specserve.train.run_folder import Metrics, RunFolder
+from specserve.train.run_folder import MetricsFile, RunFolder
 from specserve.train.settings import DraftSettings, EvalSettings, TrainRun, TrainSettings
 from specserve.train.speed import Speed
 from specserve.train.step import make_step, place_rows
@@ -70,11 +70,11 @@ class NormEvaluator:
     def __init__(self, taus: Sequence[float] = (), identity: str = "norm") -> None:
         self._taus, self.identity = list(taus), identity
 
-    def measure(self, params: Eagle3Params, *, is_last: bool) -> Evaluation:
+    def measure(self, params: Eagle3Params, *, is_last: bool) -> Measurement:
         norm = float(jnp.linalg.norm(jax.tree.leaves(params)[0]))
         accepted = round((self._taus.pop(0) - 1 if self._taus else norm) * NUM_STEPS)
         found = Acceptance(NUM_STEPS, NUM_STEPS, (accepted,))
-        return Evaluation((Measured(Arm("chain:1"), found, {"a": found}),), 0, self.identity)
+        return Measurement((ArmAcceptance(Arm("chain:1"), found, {"a": found}),), 0, self.identity)
 
 
 # what bounds a run and watches it, but is no part of its step
@@ -194,9 +194,9 @@ def _arrange(death: str) -> None:
     """Let the process kill itself where `start` says."""
     where, _, step = death.partition(" ")
     if where == "line":
-        write = Metrics.write
+        write = MetricsFile.write
 
-        def write_half(self: Metrics, row: dict[str, Any]) -> None:
+        def write_half(self: MetricsFile, row: dict[str, Any]) -> None:
             if row["step"] != int(step):
                 return write(self, row)
             assert self._file
@@ -204,7 +204,7 @@ def _arrange(death: str) -> None:
             self._file.flush()
             return _die()
 
-        Metrics.write = write_half  # type: ignore[method-assign]
+        MetricsFile.write = write_half  # type: ignore[method-assign]
     if where == "step":
         look = Trainer._look_around
 

@@ -13,7 +13,7 @@ from specserve.checkpoints.tensors import write_json
 from specserve.cli.progress import Bars, console
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import DataError
-from specserve.eval.bench_cells import Arm, Cell, Plan
+from specserve.eval.bench_cells import BenchArm, BenchPlan, Cell
 from specserve.eval.bench_engine import BenchReport, run_bench
 from specserve.eval.bench_kernels import measure_bounds, measure_kernels
 from specserve.eval.engines import load
@@ -52,13 +52,13 @@ def kernels(run: KernelsRun) -> None:
         console.print(f"report written to {escape(run.output)}")
 
 
-def measure_engine(run: BenchRun, others: Callable[[Path], Mapping[str, Arm]] | None = None) -> None:
+def measure_engine(run: BenchRun, others: Callable[[Path], Mapping[str, BenchArm]] | None = None) -> None:
     """Run the benchmark, print its tables and write its report. `others` makes further arms of the target's folder, by
     name. Raises ConfigError, CheckpointError or DataError."""
     for name in run.arms:
         if name != "auto":
             parse_speculation(name)  # a wrong one is said before minutes of work
-    plan = Plan(run.concurrency, run.temperature, run.rounds, run.requests, run.max_tokens, run.seed)
+    plan = BenchPlan(run.concurrency, run.temperature, run.rounds, run.requests, run.max_tokens, run.seed)
     models = load(run, run.draft)
     further = others(resolve_target(models.name).folder) if others else {}
     report = _measure(run, models, _prompts(run, models, plan), plan, further)
@@ -69,7 +69,7 @@ def measure_engine(run: BenchRun, others: Callable[[Path], Mapping[str, Arm]] | 
         console.print(f"report written to {escape(run.output)}")
 
 
-def _prompts(run: BenchRun, models: Models, plan: Plan) -> list[list[int]]:
+def _prompts(run: BenchRun, models: Models, plan: BenchPlan) -> list[list[int]]:
     assert models.tokenizer is not None
     chats = load_chats(run.bench, plan.num_prompts, run.history)
     rendered = [models.tokenizer.render_chat(chat) for chat in chats]
@@ -85,7 +85,7 @@ def _prompts(run: BenchRun, models: Models, plan: Plan) -> list[list[int]]:
 
 
 def _measure(
-    run: BenchRun, models: Models, prompts: list[list[int]], plan: Plan, others: Mapping[str, Arm]
+    run: BenchRun, models: Models, prompts: list[list[int]], plan: BenchPlan, others: Mapping[str, BenchArm]
 ) -> BenchReport:
     with Bars() as progress:
         compiling = progress.add("compiling")

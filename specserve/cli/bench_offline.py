@@ -51,14 +51,9 @@ def _measure(run: LatencyRun | ThroughputRun) -> Measured:
         parse_speculation(run.speculation)  # a wrong one is said before minutes of work
     models = load(run, run.draft, has_tokenizer=run.bench != bench_offline.RANDOM)
     with Bars() as progress:
-        task = progress.add("")
-
-        def on_progress(what: str, done: int, total: int) -> None:
-            progress.update(task, description=what, completed=done, total=total)
-
         if isinstance(run, LatencyRun):
-            return bench_offline.latency(models, run, on_progress)
-        return bench_offline.throughput(models, run, on_progress)
+            return bench_offline.latency(models, run, progress.reporter())
+        return bench_offline.throughput(models, run, progress.reporter())
 
 
 def _show(run: LatencyRun | ThroughputRun, found: Measured) -> None:

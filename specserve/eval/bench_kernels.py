@@ -1,7 +1,7 @@
 """The benchmark of this backend's kernels. Each runs beside XLA's own operations for the same function, shape by
 shape, with the share that it reaches of what this machine can do.
 
-`CATALOGUE` is all there is to measure. A kernel is added as a function that makes its `Work`.
+`CATALOGUE` is all there is to measure. A kernel is added as a function that makes its `KernelWork`.
 """
 
 import contextlib
@@ -36,7 +36,7 @@ COMPILERS = {"gpu": "Triton", "tpu": "Mosaic"}  # of the kernels of accelerators
 
 
 @dataclass(frozen=True)
-class Work:
+class KernelWork:
     """A function for one shape. While it is traced it calls the backend's kernel, or XLA's operations where these are
     left out."""
 
@@ -56,7 +56,7 @@ class Bounds:
     bytes_per_second: float
     flops_per_second: float
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: KernelWork) -> float:
         """Return the least seconds that the work can take."""
         return max(work.num_bytes / self.bytes_per_second, work.num_flops / self.flops_per_second)
 
@@ -65,7 +65,7 @@ class Bounds:
 class KernelTimes:
     """The median times of a kernel and of XLA's operations, in milliseconds."""
 
-    work: Work
+    work: KernelWork
     own_ms: float | None  # of the backend's kernel; None: there is none
     xla_ms: float
     bound_ms: float
@@ -91,7 +91,7 @@ def measure_kernels(run: KernelsRun, bounds: Bounds) -> Iterator[KernelTimes]:
             yield _time(work, bounds, run.seconds)
 
 
-def _time(work: Work, bounds: Bounds, seconds: float) -> KernelTimes:
+def _time(work: KernelWork, bounds: Bounds, seconds: float) -> KernelTimes:
     arguments = work.make()
     with native.left_out():
         programs = {"xla": _compile(work, arguments)}
@@ -108,14 +108,14 @@ def _time(work: Work, bounds: Bounds, seconds: float) -> KernelTimes:
     return KernelTimes(work, medians.get("own"), medians["xla"], 1e3 * bounds.seconds(work))
 
 
-def _compile(work: Work, arguments: tuple[Any, ...]) -> Any:
+def _compile(work: KernelWork, arguments: tuple[Any, ...]) -> Any:
     # a function object of its own: what JAX traced with other kernels must not be found again
     program = jax.jit(native.serving(lambda *own: work.function(*own))).lower(*arguments).compile()
     jax.block_until_ready(program(*arguments))
     return program
 
 
-def _attention(run: KernelsRun) -> Iterator[Work]:
+def _attention(run: KernelsRun) -> Iterator[KernelWork]:
     """Yield the shapes of attention over pages: queries of a tree or a chunk, over committed entries and
     themselves."""
     if run.heads % run.kv_heads:
@@ -132,7 +132,7 @@ def _attention(run: KernelsRun) -> Iterator[Work]:
                 "free; leave the largest out"
             )
         rows = batch * n * run.heads * run.head_dim
-        yield Work(
+        yield KernelWork(
             kernel="attention",
             shape={"batch": batch, "queries": n, "entries": entries},
             path=_attention_path(run, stored),
@@ -179,7 +179,7 @@ def _attention_arguments(run: KernelsRun, stored: str, batch: int, entries: int,
     return new(run.heads), new(run.kv_heads), new(run.kv_heads), mask, prefix
 
 
-def _experts(run: KernelsRun) -> Iterator[Work]:
+def _experts(run: KernelsRun) -> Iterator[KernelWork]:
     """A mixture of experts, routing included, over all query tokens of the batch. On CPU a server packs its experts for
     a native kernel, whose products `benchmarks/products.py` times; here they are plain, and XLA multiplies them."""
     if run.top_k > run.num_experts:
@@ -199,7 +199,7 @@ def _experts(run: KernelsRun) -> Iterator[Work]:
     for num_rows in sorted({batch * n for batch, n in itertools.product(run.batch, run.queries)}):
         form, xla = (_form(shapes, experts, num_rows, left_out) for left_out in (False, True))
         counted = cost(shapes, run.top_k, jax.ShapeDtypeStruct((num_rows, run.d_model), dtype))
-        yield Work(
+        yield KernelWork(
             kernel="experts",
             shape={"rows": num_rows, "experts": run.num_experts},
             path="" if form is xla else COMPILERS[jax.default_backend()],
@@ -215,4 +215,4 @@ def _form(params: Any, experts: Experts, num_rows: int, is_left_out: bool) -> Fo
         return best_form(params, experts, num_rows)
 
 
-CATALOGUE: dict[str, Callable[[KernelsRun], Iterator[Work]]] = {"attention": _attention, "experts": _experts}
+CATALOGUE: dict[str, Callable[[KernelsRun], Iterator[KernelWork]]] = {"attention": _attention, "experts": _experts}

@@ -12,7 +12,7 @@ import numpy as np
 
 from specserve.drafters.speculation import describe
 from specserve.errors import ConfigError, DataError
-from specserve.eval.bench_cells import Answer, EngineArm
+from specserve.eval.bench_cells import EngineArm, TimedAnswer
 from specserve.eval.engines import measured_engine
 from specserve.eval.prompts import load_prompts
 from specserve.eval.roofline import Roofline, measure_peaks, step_work
@@ -44,7 +44,7 @@ class Measured:
 class _Run:
     """The part of a benchmark that is timed."""
 
-    answers: Sequence[Answer]
+    answers: Sequence[TimedAnswer]
     seconds: float
     before: EngineStats
     after: EngineStats
@@ -58,7 +58,7 @@ def latency(models: Models, run: LatencyRun, on_progress: OnProgress = lambda _w
     longest = run.input_len + run.output_len + steps_timed(REPEATS) + 32  # room for the steps that are timed
     engine = _engine(models, run, run.batch_size, longest, on_progress)
     seconds: list[float] = []
-    answers: list[Answer] = []
+    answers: list[TimedAnswer] = []
     with engine:
         arm = EngineArm(engine)
         for number in range(run.num_iters_warmup):

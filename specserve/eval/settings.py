@@ -6,7 +6,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, setting
-from specserve.drafters.words import DEFAULT_KIND, KindName
+from specserve.drafters.words import ALL_TEXT, DEFAULT_KIND, KindName
 from specserve.speculative.ranges import Temperature, TopK, TopP
 
 
@@ -242,7 +242,7 @@ class VerifyRun(HeadRun):
     """The settings of `specserve verify`."""
 
     speculation: tuple[str, ...] = setting(
-        ("auto", "suffix:3"), help="ways to put to the proof, as for serve; auto: all that it would choose from"
+        ("auto", f"{ALL_TEXT}:3"), help="ways to put to the proof, as for serve; auto: all that it would choose from"
     )
     bench: str = setting("pydoc", help="what is asked, as of `eval`")
     limit: int = setting(4, help="questions that are asked, evenly spread", ge=1)

@@ -18,12 +18,11 @@ from specserve.drafters.speculation import describe
 from specserve.errors import SpecServeError
 from specserve.eval.verify_asks import Ask, base_asks, follow_ups, option_asks
 from specserve.eval.verify_draws import COUNTED_TOKENS, NUM_DRAWS, chi_square, num_answers, places
-from specserve.eval.verify_judge import Bench, Judge, bug, log_sum_exp
-from specserve.eval.verify_report import Mismatch, Report, Row, Test
+from specserve.eval.verify_judge import Judge, ProofSubject, bug, log_sum_exp
+from specserve.eval.verify_report import Mismatch, ProofReport, Row, Test
 from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.interface import EngineStats
-from specserve.serve.pages import PagePool
 from specserve.serve.request import Delta, SamplingParams
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.controller import Controller, Estimate
@@ -35,7 +34,7 @@ Script = Callable[[], Tree | None]  # the tree of the next step; None: a plain o
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProofPlan:
     """The size of a proof: the tokens of an answer, and the draws of a statistical test."""
 
     max_tokens: int = 32
@@ -101,10 +100,10 @@ class Prover:
 
     def __init__(
         self,
-        bench: Bench,
+        bench: ProofSubject,
         prompts: Sequence[Sequence[int]],
-        plan: Plan,
-        report: Report,
+        plan: ProofPlan,
+        report: ProofReport,
         on_progress: Callable[[str, int, int | None], None] = lambda _what, _done, _total: None,
     ) -> None:
         self.bench, self.prompts, self.plan, self.report = bench, prompts, plan, report
@@ -145,7 +144,7 @@ class Prover:
         *,
         is_caching: bool,
         is_alone: bool = False,  # one after the other
-        num_pages: int | None = None,  # that the engine believes to have; None: enough
+        num_pages: int | None = None,  # see `EngineOptions`
     ) -> _Answers:
         runner = self._runner
         runner.reset()
@@ -155,10 +154,8 @@ class Prover:
             model_name="",
             eos_ids=self.bench.target.eos_ids,
             controller=_Scripted(script),
-            options=EngineOptions(is_caching=is_caching, max_queue=len(asks)),
+            options=EngineOptions(is_caching=is_caching, max_queue=len(asks), num_pages=num_pages),
         )
-        if num_pages is not None:
-            engine.rounds.scheduler.pool = PagePool(num_pages, runner.shapes.page_size)
         answers, drafts = [], []
         with engine:
             for some in [[ask] for ask in asks] if is_alone else [asks]:

@@ -11,7 +11,7 @@ import numpy as np
 from specserve.kernels.matmul import Weight, matmul
 from specserve.kernels.rowwise import Activation, gated
 from specserve.models.config import HeadShape, ModelConfig
-from specserve.models.params import Part, matrix, vector
+from specserve.models.params import TensorPart, matrix, vector
 from specserve.pytree import pytree
 
 
@@ -31,7 +31,11 @@ def mlp_spec(
     """The parameters of one MLP as `ParamSpec`s. `d_ff` is the config's unless given. `fused` names a checkpoint's
     tensor that holds gate and up together."""
     d_ff = d_ff or config.d_ff
-    parts = (Part(0, d_ff, 2 * d_ff, 2 * d_ff), Part(d_ff, 2 * d_ff, 2 * d_ff, 2 * d_ff)) if fused else (None, None)
+    parts = (
+        (TensorPart(0, d_ff, 2 * d_ff, 2 * d_ff), TensorPart(d_ff, 2 * d_ff, 2 * d_ff, 2 * d_ff))
+        if fused
+        else (None, None)
+    )
     gate, up = (f"{prefix}.{fused or name}" for name in ("gate_proj", "up_proj"))
     axes = ("embed", "mlp")
     return Mlp(

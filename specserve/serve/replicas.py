@@ -75,7 +75,7 @@ class EngineReplica:
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Return the facts about this replica that the router uses."""
-        return {"version": self._version, "pages": self._engine.rounds.scheduler.pool.newest_digests(REPORTED_PAGES)}
+        return {"version": self._version, "pages": self._engine.newest_digests(REPORTED_PAGES)}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the facts about this replica that `routing.scale` uses."""

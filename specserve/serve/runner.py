@@ -30,7 +30,7 @@ from specserve.serve.ledger import Ledger
 from specserve.serve.options import blank_token_rows, sampler_rows
 from specserve.serve.placement import Placement, reads_by_page
 from specserve.serve.plans import MAKERS, Plan, told
-from specserve.serve.programs import Call, Program, Programs, RoomForMore, compile_all
+from specserve.serve.programs import Call, Program, Programs, RoomForMore
 from specserve.serve.ranks import Follower, Leader
 from specserve.serve.request import SamplingParams
 from specserve.serve.shapes import Shapes, make_shapes
@@ -284,10 +284,18 @@ class Runner:
         """The first half of a step with constrained sequences: token ids and parents of the proposed nodes, [batch,
         node], on the host; and the proposal for `verify`, which takes none with scores. A proposal changes nothing that
         a later step depends on, so that several trees may be proposed one after another."""
-        padded = self._pad(slots)
         self._prepare(slots, tree)
-        proposal = self._run(self._proposal(padded, tree, has_scores))
+        proposal = self._run(self._proposal(self._pad(slots), tree, has_scores))
         return np.asarray(proposal.token_ids)[: len(slots)], np.asarray(proposal.parents)[: len(slots)], proposal
+
+    def draft_alone(self, slots: Sequence[int], tree: Tree) -> None:
+        """Run the drafter's share of a step by itself and wait for it, so that it can be timed. As with every proposal,
+        no later step depends on it."""
+        padded, width = self._pad(slots), self.width_of(slots)
+        layout = self.layout_for(len(padded), tree)
+        call = self.calls.propose(layout, self.state, self.place.slots(padded), tree=tree, width=width)
+        self.compiled.compile(call)  # so that it is not counted as a program that a step missed
+        jax.block_until_ready(self._run(call))
 
     def verify(
         self,
@@ -300,8 +308,7 @@ class Runner:
         has_tree: bool = False,
     ) -> StepHandle:
         """The second half: only allowed tokens are drawn."""
-        padded = self._pad(slots)
-        result = self._run(self._verification(padded, tree, proposal, allowed))
+        result = self._run(self._verification(self._pad(slots), tree, proposal, allowed))
         return self._handle(slots, tree, result, has_logprobs=has_logprobs, has_tree=has_tree)
 
     def remember(self, slot: int, num_prompt: int) -> None:
@@ -478,10 +485,6 @@ class Runner:
     def _shape(self, *shape: int, dtype: Any = np.int32) -> Any:
         """The shape of an array that is whole on every device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.place.whole)
-
-    def warmup(self) -> None:
-        """Compile every program, side by side."""
-        compile_all(self.compiled, self.programs(), is_wanted=self.has_room_for)
 
     def is_compiled(self, batch_size: int, width: int, tree: Tree | None) -> bool:
         """Return whether such a step runs at once, also where the drafter must catch up before it."""

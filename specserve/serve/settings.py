@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, setting
-from specserve.drafters.words import WAYS
+from specserve.drafters.words import CARRIED, WAYS
 
 ToolParser = Literal["auto", "none", "hermes", "qwen3-coder", "llama3", "mistral", "glm", "deepseek", "harmony"]
 ReasoningParser = Literal["auto", "none", "think", "mistral", "harmony"]
@@ -17,7 +17,7 @@ class ServeRun:
 
     target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
     draft: str = setting(
-        "", help="folder of a draft head; mtp: the layer that the target carries; empty: the bundled one or none"
+        "", help=f"folder of a draft head; {CARRIED}: the layer that the target carries; empty: the bundled one or none"
     )
     quantization: Literal["", "none", "stored", "int8", "fp8"] = setting(
         "",

@@ -143,7 +143,7 @@ class RunFolder:
             )
 
 
-class Metrics:
+class MetricsFile:
     """`metrics.jsonl`: one JSON object per line. Of several processes only the first writes."""
 
     def __init__(self, folder: RunFolder) -> None:

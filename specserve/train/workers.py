@@ -68,7 +68,7 @@ class Bell:
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
+class TrainTask:
     """The message that every worker gets."""
 
     run: TrainRun
@@ -148,7 +148,7 @@ def _trainer(run: TrainRun, work: Work, bell: Any, scaling: Mapping[str, Any]) -
 
     return OurTrainer(
         _work,
-        train_loop_config={"told": Told(run, cluster.Driver.here(), bell), "work": work},
+        train_loop_config={"told": TrainTask(run, cluster.Driver.here(), bell), "work": work},
         jax_config=cluster.load("ray.train.v2.jax.config").JaxConfig(),  # joins nothing: `processes.join` does
         scaling_config=ray_train.ScalingConfig(**scaling),
         run_config=ray_train.RunConfig(

@@ -78,7 +78,7 @@ def test_anchors_and_their_weights_are_those_of_a_loop(shallow_target: Target, r
     rows = dataclasses.replace(rows, loss_mask=rows.loss_mask.at[2, 2].set(True))
 
     @jax.jit
-    def choose(rows: Rows) -> tuple[learn.Blocks, Aims]:
+    def choose(rows: Rows) -> tuple[learn.TrainingBlocks, Aims]:
         return learn.choose_blocks(config, rows, rollout), learn.aims(config, rows, rollout)
 
     blocks, aims = jax.tree.map(np.asarray, choose(rows))

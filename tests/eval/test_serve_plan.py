@@ -20,7 +20,7 @@ from specserve.errors import ConfigError
 from specserve.eval.roofline import step_work
 from specserve.eval.serve_plan import fit_into, make_serve_plan
 from specserve.eval.settings import PlanServeRun
-from specserve.eval.step_costs import Roofline
+from specserve.eval.step_costs import RooflineCosts
 from specserve.mesh import make_mesh
 from specserve.serve.runner import Runner
 from specserve.serve.tuned import Entry, Profile, machine_facts
@@ -88,7 +88,7 @@ def test_on_one_device_the_roofline_is_that_of_the_benchmarks(
     for batch, context in ((1, 7), (4, 64)):
         work = step_work(target, head, tree, batch=batch, context=context)
         read, computed = (
-            Roofline(target.config, head, mesh, device, context).costs(tree, (batch,)).step[0]
+            RooflineCosts(target.config, head, mesh, device, context).costs(tree, (batch,)).step[0]
             for device in (fast, wide)
         )
         assert read * SHARE_OF_BANDWIDTH == pytest.approx(work.num_bytes)

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from engines import MAX_LEN, Ask, Reference, make_engine, make_runner, run, serving
+from engines import MAX_LEN, Ask, Reference, compile_programs, make_engine, make_runner, run, serving
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
@@ -61,7 +61,7 @@ def scripted_head(tiny_target: Target) -> Head:
 
 def test_each_row_is_heard_and_no_token_changes(tiny_target: Target, scripted_head: Head) -> None:
     runner = make_runner(tiny_target, scripted_head, "chain:1", "chain:3", num_slots=2, has_constrained=False)
-    runner.warmup()
+    compile_programs(runner)
     reference, rng, controller = Reference(tiny_target), np.random.default_rng(0), Listener()
     # hot, where the shared noise decides, so that a random head is accepted often
     hot = [SamplingParams(seed=i, temperature=4.0, max_tokens=MAX_LEN // 2, ignore_eos=True) for i in range(20)]
