@@ -3,6 +3,7 @@ a run (see `start`)."""
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import shlex
@@ -21,6 +22,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 from quick_compile import compile_without_emitters
+from rounding import tolerance
 
 from specserve import config, processes
 from specserve.checkpoints.load import Target, load_target
@@ -46,7 +48,7 @@ from specserve.train.step import make_step, place_rows
 from specserve.train.target_service import open_service
 from specserve.train.trainer import Trainer, TrainingData
 
-JOINING = {"coordinator": "", "num_processes": 1, "process_id": 0}
+JOINING = {"coordinator": "", "num_processes": 1, "process_id": 0, "join_seconds": 300}
 MEASURED = {"seconds", *(field.name for field in dataclasses.fields(Speed))}
 SETTINGS = TrainSettings(
     max_steps=10,
@@ -156,6 +158,25 @@ def resolved(command: str) -> TrainRun:
 
 def metrics(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+
+
+def noise_of(run: Callable[[Target, Path], Any], target: Target, folder: Path) -> Any:
+    """What rounding may do to the numbers that such a run gives: how far they move with the target's weights (see
+    `rounding.tolerance`), whose noise goes through every step's gradient into the head. Each run has a folder of its
+    own in this one."""
+    number = itertools.count()
+    return tolerance(
+        lambda params: run(dataclasses.replace(target, params=params), folder / f"moved{next(number)}"), target.params
+    )
+
+
+def numbers(output: Path) -> dict[str, np.ndarray]:
+    """The losses of a run, [step, rollout step], and its taus."""
+    rows = metrics(output)
+    return {
+        "losses": np.array([row["rollout_loss"] for row in rows if row["loss"]]),
+        "taus": np.array([row["tau"] for row in rows if not row["loss"]]),
+    }
 
 
 def curve(output: Path) -> list[tuple[Any, ...]]:

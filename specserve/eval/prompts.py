@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specserve import hub
 from specserve.data import pydoc
 from specserve.data.conversations import Conversation
@@ -15,6 +17,7 @@ from specserve.data.sources import SUFFIXES, HubDataset, download, file_rows
 from specserve.errors import ConfigError, DataError
 
 PYDOC, SPEED_BENCH = "pydoc", "speed-bench"
+RANDOM = "random"  # prompts of random token ids, for benchmarks alone
 MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # of SPEED-Bench, instead of most of its questions
 ROW = '{"question_id": 1, "category": "writing", "turns": ["..."]}'
 
@@ -141,6 +144,11 @@ def load_prompts(
         if len(found) >= count or len(chats) < limit:
             return [found[i * len(found) // count] for i in range(count)] if len(found) > count else found
         limit *= 4
+
+
+def random_prompts(vocab_size: int, count: int, length: int, seed: int) -> list[list[int]]:
+    """So many prompts of so many random token ids."""
+    return np.random.default_rng(seed).integers(1, vocab_size, (count, length)).tolist()
 
 
 def _of_bench(name: str, path: str) -> Iterator[Question]:

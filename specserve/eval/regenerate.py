@@ -1,8 +1,8 @@
 """Training data in the target's own words: every question of a data set, answered by the target through the engine.
 
-A head learns to predict what the target says, not what a data set's authors wrote, so this is the largest quality
-lever there is (docs/log). A row depends on its question and the settings alone, never on batch mates, order or
-speculation; so a run that was killed goes on where it stopped and ends with the same rows.
+A head learns to predict what the target says, not what a data set's authors wrote. A row depends on its question and
+the settings alone, never on batch mates, order or speculation; so a run that was killed goes on where it stopped and
+ends with the same rows.
 """
 
 import dataclasses

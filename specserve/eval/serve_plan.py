@@ -18,6 +18,7 @@ from specserve import config, host
 from specserve.devices import Device, parse_devices
 from specserve.drafters.door import TrainedDrafter
 from specserve.drafters.speculation import describe, drafter_for, parse_speculation
+from specserve.drafters.words import KindName
 from specserve.errors import ConfigError
 from specserve.eval.settings import PlanServeRun
 from specserve.eval.simulate import Replica, SimulationReport, poisson, simulate
@@ -211,7 +212,8 @@ class _Planner:
             self.device, self.num_devices = parse_devices(run.devices)
         self.profile, self.profile_name = self._profile()
         self.tree = parse_speculation(run.speculation)
-        self.head = _head(run, target) if self.tree is not None and self.tree.uses_head else None
+        has_head = self.tree is not None and self.tree.uses_head
+        self.head = planned_head(run.target, run.drafter, target) if has_head else None
         depth = self.tree.depth if self.tree else 0
         self.step = StepConfig(target, drafter_for([self.tree], self.head), depth)
         self.tau, self.reached = self._tau()
@@ -365,9 +367,10 @@ class _Planner:
         return tau, reached
 
 
-def _head(run: PlanServeRun, target: ModelConfig) -> TrainedDrafter:
-    """The head that `specserve train` would make for the target. Raises ConfigError or CheckpointError."""
-    flags = {"target": run.target, "drafter": run.drafter, "dry_run": True}
+def planned_head(name: str, kind: KindName, target: ModelConfig) -> TrainedDrafter:
+    """The head of this kind that `specserve train` would make for the target of this name. Raises ConfigError or
+    CheckpointError."""
+    flags = {"target": name, "drafter": kind, "dry_run": True}
     return plan_drafter(config.resolve(TrainRun, flags=flags, fill=fill), target).with_dtype(target.dtype)
 
 

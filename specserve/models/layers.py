@@ -76,8 +76,7 @@ def mlp(
 
 
 def fuse_mlp(params: Mlp) -> Mlp:
-    """Join gate and up into one matrix. On CPU the one product saves a tenth of the time of a decoded token
-    (docs/log)."""
+    """Join gate and up into one matrix: on CPU one product has less to dispatch and to wait for than two."""
     gate_up, bias = side_by_side(params.gate, params.up), side_by_side(params.gate_bias, params.up_bias)
     return Mlp(gate_up, None, params.down, bias, None, params.down_bias)
 

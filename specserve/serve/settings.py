@@ -37,6 +37,7 @@ class ServeRun:
     )
     num_processes: int = setting(1, help="processes of the server, with a coordinator's address", ge=1)
     process_id: int = setting(0, help="which of them this is; the first one, 0, answers requests", ge=0)
+    join_seconds: int = setting(300, help="to wait for all of them to come; who is missing is logged", ge=1)
     ray: bool = setting(False, help="serve with replicas on Ray Serve, which needs the extra `scale`")
     ray_address: str = setting(
         "", help="host:port of a running Ray cluster, or auto; empty: one on this machine that ends with the command"

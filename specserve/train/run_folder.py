@@ -33,6 +33,7 @@ MAY_CHANGE = frozenset(
         "coordinator",
         "num_processes",
         "process_id",
+        "join_seconds",
         "ray",
         "ray_address",
         "num_workers",

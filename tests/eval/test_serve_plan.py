@@ -118,6 +118,15 @@ def test_too_much_load_is_an_error_whose_fix_works() -> None:
     assert not plan.fleet.best.is_full
 
 
+def test_the_load_that_the_documents_call_too_much_is() -> None:
+    text = " ".join((Path(__file__).parents[2] / "docs" / "scale.md").read_text().split())
+    run = PlanServeRun(target="deepseek-v3", devices="tpu-v7x-64", qps=200.0, prompt=2000, answer=500)
+    assert "--target deepseek-v3 --devices tpu-v7x-64 --qps 200 --prompt 2000 --answer 500 ```" in text
+    with pytest.raises(ConfigError) as raised:
+        make_serve_plan(run)
+    assert f"`error: {raised.value}`" in text
+
+
 @pytest.mark.parametrize(
     ("changes", "said"),
     [
