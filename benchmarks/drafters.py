@@ -3,12 +3,17 @@
 Each head is trained by `specserve train` in a process of its own, one after the other, and measured by `specserve eval`
 on the same prompts, plain decoding taking turns with it. Equal time is so many steps as fit into it at the pace that a
 few steps of each kind have while nothing else runs; so only `--only paces`, which takes a minute or two a kind, needs a
-quiet machine, and heads may be trained over several days. What is in the output folder already is not done again.
+quiet machine, and heads may be trained over several days. What is in the output folder already is not done again;
+reports of other questions than the default ones stand beside those, under names that say which.
+
+The two kinds with the best trees are named at the end. They go on as a second run, into a folder of its own:
+`--kinds A,B --seeds 1 --minutes 120 --output longer --train=--source=ANSWERS`, of answers by the target itself.
 """
 
 import argparse
 import json
 import math
+import re
 import statistics
 import sys
 from collections.abc import Mapping, Sequence
@@ -24,6 +29,7 @@ KINDS = ("eagle3", "p-eagle", "mtp", "dflash", "dspark", "dflash2")
 CHAIN, TREE = "chain:5", "tree:5x3x15"
 METRICS, NOTES, SETTINGS = "metrics.jsonl", "specserve.json", "run.yaml"
 PACE_STEPS = 12
+DEFAULTS = {"bench": "pydoc", "limit": 24, "max_tokens": 200, "clients": [1, 4, 16]}  # of what is measured
 
 
 @dataclass(frozen=True)
@@ -45,7 +51,7 @@ class Row:
     tokens_per_second: float  # of training, loss-bearing, while the pace was taken
     draft_ms: float  # of the chain's step, one sequence
     taus: Mapping[tuple[str, float], tuple[float, float, float]]  # by speculation and temperature: mean, least, most
-    gains: Mapping[int, float]  # of `auto`, greedy, by clients
+    gains: Mapping[int, tuple[float, float]]  # of `auto`, greedy, by clients: over plain decoding; tokens/s
 
 
 def main() -> int:
@@ -63,6 +69,7 @@ def main() -> int:
         say(f"error: {error}")
         return 2
     print(table(rows, options.clients))
+    say(f"the best two, by tau of {TREE}: {','.join(best_of(rows))}")
     return 0
 
 
@@ -74,12 +81,13 @@ def parse() -> argparse.Namespace:
     add("--minutes", type=float, default=30.0, help="training of each head (%(default)s)")
     add("--only", choices=["paces"], help="measure what needs a quiet machine, and end")
     add("--seeds", type=int, default=3, help="heads of each kind (%(default)s)")
-    add("--bench", default="pydoc", help="as `specserve eval` takes it (%(default)s)")
-    add("--limit", type=int, default=24, help="questions (%(default)s)")
-    add("--max-tokens", type=int, default=200, help="of an answer (%(default)s)")
-    add("--clients", type=lambda text: [int(each) for each in text.split(",")], default=[1, 4, 16], metavar="A,B")
+    add("--bench", help="as `specserve eval` takes it (%(default)s)")
+    add("--limit", type=int, help="questions (%(default)s)")
+    add("--max-tokens", type=int, help="of an answer (%(default)s)")
+    add("--clients", type=lambda text: [int(each) for each in text.split(",")], metavar="A,B")
     add("--train", action="append", default=[], metavar="FLAGS", help="more flags of every `specserve train`, one each")
     add("--output", type=Path, default=Path("drafters"), help="folder of the heads and reports (%(default)s)")
+    parser.set_defaults(**DEFAULTS)
     return parser.parse_args()
 
 
@@ -127,7 +135,7 @@ def measure(options: argparse.Namespace, arm: Arm) -> list[dict[str, Any]]:
         asked["gains"] = ["--speculation", "auto", "--concurrency", ",".join(map(str, options.clients))]
     found = []
     for name, flags in asked.items():
-        file = arm.folder.with_name(f"{arm.folder.name}-{name}.json")
+        file = report_file(options, arm, name)
         if not file.is_file():
             say(f"measuring {name} of {arm.kind}, seed {arm.seed}")
             command = [sys.executable, "-m", "specserve.cli.main", "eval", *common, *flags, "--output", str(file)]
@@ -136,13 +144,21 @@ def measure(options: argparse.Namespace, arm: Arm) -> list[dict[str, Any]]:
     return found
 
 
+def report_file(options: argparse.Namespace, arm: Arm, name: str) -> Path:
+    """Where a head's report is kept: one file for each way to measure it, whose name says what is not the default."""
+    asked = {option: getattr(options, option) for option in DEFAULTS if name == "gains" or option != "clients"}
+    others = [f"{option}-{value}" for option, value in asked.items() if value != DEFAULTS[option]]
+    said = [re.sub(r"[^A-Za-z0-9.]+", "-", other).strip("-") for other in others]
+    return arm.folder.with_name("-".join([arm.folder.name, *said, f"{name}.json"]))
+
+
 def row_of(kind: str, steps: int, arms: Sequence[Arm], found: Sequence[Mapping[str, Any]]) -> Row:
     """The figures of one kind, from what was found of its heads."""
     taus: dict[tuple[str, float], list[float]] = {}
-    gains: dict[int, float] = {}
+    gains: dict[int, tuple[float, float]] = {}
     for report in (report for each in found for report in each["reports"]):
         if report["speculation"] == "auto":
-            gains[report["concurrency"]] = report["gain"]
+            gains[report["concurrency"]] = report["gain"], report["tokens_per_second"]
         else:
             taus.setdefault((report["speculation"], report["temperature"]), []).append(report["tau"])
     drafts = [steps["draft_ms"] for each in found for steps in each["steps"].values()]
@@ -155,6 +171,12 @@ def row_of(kind: str, steps: int, arms: Sequence[Arm], found: Sequence[Mapping[s
         {way: (statistics.mean(each), min(each), max(each)) for way, each in taus.items()},
         gains,
     )
+
+
+def best_of(rows: Sequence[Row], number: int = 2) -> list[str]:
+    """The kinds that accept most with a tree, greedy, the best first."""
+    told = [row for row in rows if (TREE, 0.0) in row.taus]
+    return [row.kind for row in sorted(told, key=lambda row: -row.taus[TREE, 0.0][0])[:number]]
 
 
 def num_parameters(folder: Path) -> int:
@@ -176,14 +198,15 @@ def table(rows: Sequence[Row], clients: Sequence[int]) -> str:
     ways = [(CHAIN, 0.0), (CHAIN, 1.0), (TREE, 0.0), (TREE, 1.0)]
     titles = ["drafter", "parameters", "steps", "tokens/s of training", "ms of a draft"]
     titles += [f"tau {way}, T={temperature:g}" for way, temperature in ways]
-    titles += [f"gain of auto, {number} at once" for number in clients]
+    titles += [f"tokens/s and gain of auto, {number} at once" for number in clients]
     lines = ["| " + " | ".join(titles) + " |", "|" + "---|" * len(titles)]
     for row in rows:
         taus = [row.taus.get(way) for way in ways]
         cells = [row.kind, f"{row.parameters / 1e6:.1f}M", str(row.steps), f"{row.tokens_per_second:,.0f}"]
         cells += [f"{row.draft_ms:.1f}"]
         cells += ["-" if tau is None else f"{tau[0]:.2f} ({tau[1]:.2f}-{tau[2]:.2f})" for tau in taus]
-        cells += [f"{row.gains[number]:.2f}x" if number in row.gains else "-" for number in clients]
+        told = {number: f"{pace:.0f}, {gain:.2f}x" for number, (gain, pace) in row.gains.items()}
+        cells += [told.get(number, "-") for number in clients]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines)
 

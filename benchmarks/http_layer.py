@@ -16,6 +16,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
 
 from specserve import LLM, SamplingParams
 from specserve.eval.prompts import load_chats
@@ -102,6 +103,23 @@ class LoopWatch:
         return asyncio.run_coroutine_threadsafe(read(), self._loop).result()
 
 
+@dataclass
+class Measured:
+    """Seconds of each round, for the same answers."""
+
+    num_tokens: int  # of a round
+    num_events: int = 0  # of a streamed round
+    direct: list[float] = field(default_factory=list)  # straight from the engine
+    streamed: list[float] = field(default_factory=list)
+    cpu: list[float] = field(default_factory=list)  # of the event loop's thread, while it streams
+    lags: list[float] = field(default_factory=list)  # of the event loop, sorted
+    tiny_direct: list[float] = field(default_factory=list)  # `TINY` requests of one token
+    tiny: list[float] = field(default_factory=list)  # the same over HTTP
+
+
+OverHttp = Callable[[list[dict]], tuple[float, int]]  # the bodies; seconds, and events that came
+
+
 def main() -> None:
     """Print both tables."""
     parser = argparse.ArgumentParser(description=__doc__)
@@ -126,44 +144,57 @@ def main() -> None:
             other.stdin.flush()
             return json.loads(other.stdout.readline())
 
-        chats = load_chats("pydoc", slots, history=0)
-        prompts = [llm.tokenizer.render_chat(chat) for chat in chats]
-        params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True)
-        asked = {"temperature": 0, "max_tokens": options.max_tokens, "ignore_eos": True, "stream": True}
-        bodies = [{"prompt": prompt, **asked} for prompt in prompts]
-        num_tokens, direct, streamed, cpu, num_events = slots * options.max_tokens, [], [], [], 0
-        over_http(bodies)  # warms up, and fills the prefix cache
-        llm.generate(prompts, params)
-        watch.lags.clear()
-        for _ in range(options.rounds):
-            start = time.perf_counter()
-            llm.generate(prompts, params)
-            direct.append(time.perf_counter() - start)
-            before = watch.cpu_seconds()
-            seconds, num_events = over_http(bodies)
-            streamed.append(seconds)
-            cpu.append(watch.cpu_seconds() - before)
-        lags = sorted(watch.lags)
-        one = SamplingParams(temperature=0.0, max_tokens=1)
-        tiny, tiny_direct = [], []
-        for _ in range(3):
-            start = time.perf_counter()
-            llm.generate([prompts[0]] * TINY, one)
-            tiny_direct.append(time.perf_counter() - start)
-            tiny.append(over_http([{"prompt": prompts[0], "max_tokens": 1, "stream": True}] * TINY)[0])
+        found = measure(llm, watch, over_http, options)
         other.stdin.close() if other.stdin else None
         server.stop()
-    ratio = statistics.median(b / a for a, b in zip(direct, streamed, strict=True))
-    print(f"| {slots} clients, {options.speculation} | tokens/s | microseconds for each token |\n|---|---|---|")
-    for name, seconds in (("engine", direct), ("over HTTP, streamed", streamed)):
+    show(found, options)
+
+
+def measure(llm: LLM, watch: LoopWatch, over_http: OverHttp, options: argparse.Namespace) -> Measured:
+    """Ask the engine and the server in turns, first for whole answers and then for one token each."""
+    slots = options.clients
+    chats = load_chats("pydoc", slots, history=0)
+    prompts = [llm.tokenizer.render_chat(chat) for chat in chats]
+    params = SamplingParams(temperature=0.0, max_tokens=options.max_tokens, ignore_eos=True)
+    asked = {"temperature": 0, "max_tokens": options.max_tokens, "ignore_eos": True, "stream": True}
+    bodies = [{"prompt": prompt, **asked} for prompt in prompts]
+    found = Measured(slots * options.max_tokens)
+    over_http(bodies)  # warms up, and fills the prefix cache
+    llm.generate(prompts, params)
+    watch.lags.clear()
+    for _ in range(options.rounds):
+        start = time.perf_counter()
+        llm.generate(prompts, params)
+        found.direct.append(time.perf_counter() - start)
+        before = watch.cpu_seconds()
+        seconds, found.num_events = over_http(bodies)
+        found.streamed.append(seconds)
+        found.cpu.append(watch.cpu_seconds() - before)
+    found.lags = sorted(watch.lags)
+    one = SamplingParams(temperature=0.0, max_tokens=1)
+    for _ in range(3):
+        start = time.perf_counter()
+        llm.generate([prompts[0]] * TINY, one)
+        found.tiny_direct.append(time.perf_counter() - start)
+        found.tiny.append(over_http([{"prompt": prompts[0], "max_tokens": 1, "stream": True}] * TINY)[0])
+    return found
+
+
+def show(found: Measured, options: argparse.Namespace) -> None:
+    """Print what was measured."""
+    ratio = statistics.median(b / a for a, b in zip(found.direct, found.streamed, strict=True))
+    what = f"{options.clients} clients, {options.speculation}"
+    print(f"| {what} | tokens/s | microseconds for each token |\n|---|---|---|")
+    for name, seconds in (("engine", found.direct), ("over HTTP, streamed", found.streamed)):
         middle = statistics.median(seconds)
-        print(f"| {name} | {num_tokens / middle:.0f} | {1e6 * middle / num_tokens:.0f} |")
+        print(f"| {name} | {found.num_tokens / middle:.0f} | {1e6 * middle / found.num_tokens:.0f} |")
     print(f"\nHTTP adds {100 * (ratio - 1):.1f}% to a token.")
-    each = statistics.median(cpu) / num_events
-    per_event = num_tokens / num_events
+    each = statistics.median(found.cpu) / found.num_events
+    per_event = found.num_tokens / found.num_events
     print(f"The event loop computes {1e6 * each:.0f} microseconds for each event of {per_event:.2f} tokens.")
-    print(f"The loop was late by {1e3 * lags[len(lags) // 2]:.1f} ms (median), {1e3 * lags[-1]:.1f} ms (worst).")
-    rates = [TINY / statistics.median(seconds) for seconds in (tiny_direct, tiny)]
+    middle, worst = statistics.median_high(found.lags), found.lags[-1]
+    print(f"The loop was late by {1e3 * middle:.1f} ms (median), {1e3 * worst:.1f} ms (worst).")
+    rates = [TINY / statistics.median(seconds) for seconds in (found.tiny_direct, found.tiny)]
     print(f"Requests of one token: {rates[0]:.0f} a second from the engine, {rates[1]:.0f} over HTTP.")
 
 

@@ -134,6 +134,15 @@ def _attend_all(q: jax.Array, kv: Sequence[KV], mask: jax.Array) -> jax.Array:
     return out
 
 
+def naive_gradient(config: LossConfig) -> Any:
+    """The jitted gradient of `naive_loss` by the parameters, called with (params, target, vocab, rows)."""
+
+    def gradient(params: Eagle3Params, target: TargetParams, vocab: DraftVocab, rows: Rows) -> Any:
+        return jax.value_and_grad(naive_loss, has_aux=True)(params, config, target, vocab, rows)
+
+    return jax.jit(gradient)
+
+
 class NaiveTrainer:
     """A head that is trained in the naive way, step by step."""
 
@@ -145,10 +154,7 @@ class NaiveTrainer:
         target: TargetParams,
         vocab: DraftVocab,
     ) -> None:
-        def gradient(params: Eagle3Params, target: TargetParams, vocab: DraftVocab, rows: Rows) -> Any:
-            return jax.value_and_grad(naive_loss, has_aux=True)(params, config, target, vocab, rows)
-
-        self.gradient = jax.jit(gradient)
+        self.gradient = naive_gradient(config)
         self._optimizer, self._target, self._vocab = optimizer, target, vocab
         tree: Any = params
         self.params, self._state = tree, optimizer.init(tree)

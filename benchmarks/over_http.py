@@ -106,14 +106,19 @@ def assignment(text: str) -> tuple[str, str]:
     return name, value
 
 
-def compare(options: argparse.Namespace, make_peer: Callable[[Path], Peer], cache_name: str) -> dict[str, Any]:
-    """Start every server, ask them in turns and print the table; returns what was measured, ready for JSON."""
+def take_cores(number: int) -> None:
+    """Keep this process, and the servers that it starts, to so many cores. Raises BenchmarkError."""
     if sys.platform != "linux":
         raise BenchmarkError(f"this runs on Linux (cores and peak memory are the kernel's to tell), not {sys.platform}")
     cores = sorted(os.sched_getaffinity(0))
-    if len(cores) < options.threads:
-        raise BenchmarkError(f"--threads {options.threads}: this process may use {len(cores)} cores")
-    os.sched_setaffinity(0, cores[: options.threads])  # the servers inherit it
+    if len(cores) < number:
+        raise BenchmarkError(f"--threads {number}: this process may use {len(cores)} cores")
+    os.sched_setaffinity(0, cores[:number])
+
+
+def compare(options: argparse.Namespace, make_peer: Callable[[Path], Peer], cache_name: str) -> dict[str, Any]:
+    """Start every server, ask them in turns and print the table; returns what was measured, ready for JSON."""
+    take_cores(options.threads)
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path.insert(0, str(ROOT))
     from specserve.checkpoints.source import BUNDLED_FOLDER

@@ -36,7 +36,7 @@ from specserve.eval.client import Client  # noqa: E402
 from specserve.eval.prompts import load_chats  # noqa: E402
 from specserve.eval.series import DRAFTS, TOKENS, Series  # noqa: E402
 from specserve.eval.server_process import ServerProcess  # noqa: E402
-from specserve.eval.simulate import NANO, Arrival, Replica, Report, Router, simulate  # noqa: E402
+from specserve.eval.simulate import NANO, Arrival, Replica, Router, SimulationReport, simulate  # noqa: E402
 from specserve.eval.step_costs import StepCosts  # noqa: E402
 from specserve.eval.streams import Reply, Streams, stream_body  # noqa: E402
 from specserve.serve.shapes import CPU_CHUNKS  # noqa: E402
@@ -391,7 +391,7 @@ def _run(
     return Measured(tokens / (0.75 * seconds), _middle(ttft), _middle(tpot), hits / max(1.0, asked), tau)
 
 
-def _of_report(report: Report, seconds: float, tau: float) -> Measured:
+def _of_report(report: SimulationReport, seconds: float, tau: float) -> Measured:
     done = [answer for answer in report.answers if answer.last <= seconds * NANO]
     cached, asked = sum(a.cached for a in done), sum(a.arrival.prompt for a in done)
     return Measured(

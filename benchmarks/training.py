@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pydantic.dataclasses
 import typer
-from naive_training import NaiveTrainer, batches_of_every_length, naive_loss, padded_batches
+from naive_training import NaiveTrainer, batches_of_every_length, naive_gradient, padded_batches
 from rich.table import Table
 
 from specserve.checkpoints.load import Target, load_target
@@ -268,11 +268,7 @@ def step_memory(config: LossConfig, settings: TrainSettings, *, batch: int, seq:
     rows = Rows(ids, loss_mask, ids, ids)
     vocab = DraftVocab(jax.ShapeDtypeStruct((config.drafter.draft_vocab_size,), jnp.int32))  # type: ignore[arg-type]
     if is_naive:
-
-        def gradient(params: Any, target: Any, vocab: DraftVocab, rows: Rows) -> Any:
-            return jax.value_and_grad(naive_loss, has_aux=True)(params, config, target, vocab, rows)
-
-        lowered = jax.jit(gradient).lower(params, target, vocab, rows)
+        lowered = naive_gradient(config).lower(params, target, vocab, rows)
     else:
         optimizer = make_optimizer(settings)
         counter: Any = jax.ShapeDtypeStruct((), jnp.int32)

@@ -19,7 +19,7 @@ from environments import environment
 
 from specserve.cli.bench import BenchRun, measure_engine
 from specserve.cli.options import command
-from specserve.eval.bench_cells import Answer
+from specserve.eval.bench_cells import TimedAnswer
 from specserve.host import cache_folder
 from specserve.mesh import default_dtype
 from specserve.serve.interface import EngineStats
@@ -30,7 +30,7 @@ from specserve.speculative.acceptance import Acceptance
 class _Streamer:
     """Takes down tokens as transformers makes them; the prompt comes first."""
 
-    def __init__(self, answer: Answer) -> None:
+    def __init__(self, answer: TimedAnswer) -> None:
         self._answer, self._is_prompt = answer, True
 
     def put(self, value: Any) -> None:
@@ -62,14 +62,14 @@ class TransformersArm:
 
     def ask(
         self, prompts: Sequence[Sequence[int]], params: Sequence[SamplingParams], concurrency: int
-    ) -> tuple[list[Answer], float]:
+    ) -> tuple[list[TimedAnswer], float]:
         import torch  # pyright: ignore[reportMissingImports]
 
         assert self.can_run(params[0].temperature, concurrency)
         begin = time.perf_counter()
         answers = []
         for prompt, own in zip(prompts, params, strict=True):
-            answer = Answer(begin=time.perf_counter())
+            answer = TimedAnswer(begin=time.perf_counter())
             token_ids = torch.tensor([list(prompt)])
             options: dict[str, Any] = {"prompt_lookup_num_tokens": self._lookup} if self._lookup else {}
             self._model.generate(
@@ -85,7 +85,7 @@ class TransformersArm:
         return answers, time.perf_counter() - begin
 
 
-def _acceptance(answer: Answer) -> Acceptance:
+def _acceptance(answer: TimedAnswer) -> Acceptance:
     """Tell the acceptance from how many forwards an answer took: where in a draft each stopped is not known."""
     num_steps = len(answer.arrivals) - 1
     return Acceptance(num_steps, accepted_per_depth=(len(answer.token_ids) - 1 - num_steps,))

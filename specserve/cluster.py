@@ -14,13 +14,15 @@ from typing import Any
 from packaging.version import Version
 
 import specserve
+from specserve import log
 from specserve.errors import CapacityError, ConfigError
 
 logger = logging.getLogger(__name__)
 
 OLDEST, BEYOND = Version("2.60"), Version("3")  # of Ray; what `serve` and `train` ask of it is of 2.60
 JOIN_SECONDS = 20  # to reach a cluster that is there
-START_SECONDS = 120  # for one of our own to start; Ray's 30 are too few where other programs run
+START_SECONDS = 120  # for one of our own to start; Ray's 30 are too few where other programs run, and it is said
+START_VARIABLE = "RAY_raylet_start_wait_time_s"  # Ray's own, of other seconds
 KINDS = {"cpu": "CPU", "cuda": "GPU", "gpu": "GPU", "rocm": "GPU", "tpu": "TPU"}  # JAX's platforms, as Ray's resources
 COMPUTING = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "SPECSERVE_")  # what workers find in their environment as we did
 _INSTALL = "pip install 'specserve[scale]'"
@@ -38,17 +40,19 @@ def connect(address: str = "") -> Any:
     that is attached already, stays where it is. Raises ConfigError where Ray is missing, of another version, or not
     there."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
-    os.environ.setdefault("RAY_raylet_start_wait_time_s", str(JOIN_SECONDS if address else START_SECONDS))
+    seconds = float(os.environ.setdefault(START_VARIABLE, str(JOIN_SECONDS if address else START_SECONDS)))
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines of several workers that differ in numbers alone
     ray = load("ray")
     if not OLDEST <= (found := Version(ray.__version__)) < BEYOND:
         raise ConfigError(f"Ray {found} is installed, needed is {OLDEST} to before {BEYOND}: {_INSTALL}")
     if ray.is_initialized():
         return ray
-    logger.info("attaching to Ray: %s", address or "a cluster of its own on this machine")
+    where = address or "a cluster of its own on this machine"
+    logger.info("attaching to Ray: %s", where)
     try:
         _knock(address)
-        ray.init(address=address or "local", log_to_driver=True, include_dashboard=None if address else False)
+        with log.waiting(logger.info, f"Ray: {where}", seconds):
+            ray.init(address=address or "local", log_to_driver=True, include_dashboard=None if address else False)
     except Exception as error:  # Ray raises a bare one where its processes take too long to start
         what = str(error).splitlines()[0]
         if not address:

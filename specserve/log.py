@@ -3,12 +3,40 @@
 A library user who never calls `setup` keeps their own logging as it is.
 """
 
+import contextlib
 import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
 
 from specserve.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
 HANDLER_NAME = "specserve"
+SAY_SECONDS = 10.0  # between two lines that say what is waited for
+
+
+@contextlib.contextmanager
+def waiting(say: Callable[[str], None], what: str, seconds: float) -> Iterator[None]:
+    """Say again and again, while the body waits, what it waits for, and for how many seconds more it may."""
+    is_over, end = threading.Event(), time.monotonic() + seconds
+
+    def run() -> None:
+        while not is_over.wait(SAY_SECONDS):
+            say(still_waiting(what, end - time.monotonic()))
+
+    thread = threading.Thread(target=run, name="waiting", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def still_waiting(what: str, seconds: float) -> str:
+    """The line that says so."""
+    return f"waiting for {what}, {max(0.0, seconds):.0f} seconds more at most"
 
 
 def setup(level: str = "info") -> None:

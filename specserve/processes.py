@@ -5,12 +5,13 @@ does.
 """
 
 import contextlib
+import logging
 import re
 import socket
 import threading
 import time
 import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -18,13 +19,18 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 
+from specserve import log
 from specserve.errors import ConfigError, SpecServeError
 
-START_SECONDS = 300  # to wait for all to come
-SILENCE_SECONDS = 100  # after which a process that no longer answers is taken for dead, and all end
+logger = logging.getLogger(__name__)
+
+INITIALIZE_SECONDS = 30  # for JAX to connect those that have come
+# After which a process that no longer answers is taken for dead, and all end. JAX's threads that say that a process
+# lives are native, so neither compiling nor Python's lock delays them. JAX's own 100 would let the others hang so long.
+SILENCE_SECONDS = 25
 HELLO_SECONDS = 5.0  # in which who connects says who it is
 STATUS = re.compile("(UNKNOWN|UNAVAILABLE|INTERNAL|ABORTED|CANCELLED|DEADLINE_EXCEEDED|FAILED_PRECONDITION): ")
-_HELLO, _COME = re.compile(r"specserve (\d{1,9}) (\d{1,9})"), "all have come"
+_HELLO, _COME, _WAIT = re.compile(r"specserve (\d{1,9}) (\d{1,9})"), "all have come", "waiting for "
 _LONGEST_LINE = 500
 
 
@@ -47,20 +53,22 @@ def check(coordinator: str, num_processes: int, process_id: int) -> None:
         raise ConfigError(f"process_id is {process_id}, of {num_processes} processes it is 0 to {num_processes - 1}")
 
 
-def join(coordinator: str, num_processes: int, process_id: int) -> None:
+def join(coordinator: str, num_processes: int, process_id: int, seconds: int) -> None:
     """Make this process one of several; call it before anything asks for devices. Without a coordinator's address
-    nothing is done. Raises ConfigError, in all processes that have come, where they are not all there in time."""
+    nothing is done. Raises ConfigError, in all processes that have come, where they are not all there after so many
+    seconds; until then they log every ten seconds who is missing."""
     check(coordinator, num_processes, process_id)
     if not coordinator:
         return
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # between CPUs; accelerators have their own
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM, which we answer ourselves
     if coordinator == "auto":
-        _initialize()
+        _initialize(seconds)
         return
     try:
-        meet(coordinator, num_processes, process_id)
-        _initialize(coordinator_address=coordinator, num_processes=num_processes, process_id=process_id)
+        meet(coordinator, num_processes, process_id, seconds)
+        told = {"coordinator_address": coordinator, "num_processes": num_processes, "process_id": process_id}
+        _initialize(INITIALIZE_SECONDS, **told)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"coordinator {coordinator}: process {process_id} of {num_processes} could not join ({_line(error)}); "
@@ -68,16 +76,16 @@ def join(coordinator: str, num_processes: int, process_id: int) -> None:
         ) from error
 
 
-def _initialize(**told: Any) -> None:
-    """Join by JAX's own means, which abort a process that has waited too long, so nobody waits for it that long.
-    Without arguments JAX asks the launcher. Raises ConfigError, or what JAX raises."""
+def _initialize(seconds: int, **told: Any) -> None:
+    """JAX's own joining, which aborts a process that has waited too long, so nobody waits for it that long. Where it is
+    told nothing JAX asks the launcher. Raises ConfigError, or what JAX raises."""
     outcome: list[Exception] = []
 
     def run() -> None:
         try:
             jax.distributed.initialize(
                 **told,
-                initialization_timeout=START_SECONDS + 60,
+                initialization_timeout=seconds + 60,
                 heartbeat_timeout_seconds=SILENCE_SECONDS,
             )
         except Exception as error:
@@ -85,9 +93,10 @@ def _initialize(**told: Any) -> None:
 
     thread = threading.Thread(target=run, name="joining", daemon=True)
     thread.start()
-    thread.join(START_SECONDS)
+    with log.waiting(logger.info, "the other processes", seconds):
+        thread.join(seconds)
     if thread.is_alive():
-        raise ConfigError(f"not all processes have come within {START_SECONDS} seconds; start all of them again")
+        raise ConfigError(f"not all processes have come within {seconds} seconds; start all of them again")
     if outcome and told:
         raise outcome[0]
     if outcome:
@@ -98,40 +107,55 @@ def _initialize(**told: Any) -> None:
         )
 
 
-def meet(coordinator: str, num_processes: int, process_id: int) -> None:
+def meet(coordinator: str, num_processes: int, process_id: int, seconds: int) -> None:
     """Wait until all processes have come, at the address where JAX will be. Raises RuntimeError, with the same words in
     all that have come, or OSError where the first process cannot listen there."""
     if process_id:
-        _report(coordinator, num_processes, process_id)
+        _report(coordinator, num_processes, process_id, seconds)
         return
     with contextlib.ExitStack() as stack:
         came: dict[int, socket.socket] = {}
-        wrong = _gather(stack, stack.enter_context(_listen(coordinator)), num_processes, came)
-        for connection in came.values():
-            with contextlib.suppress(OSError):
-                connection.settimeout(HELLO_SECONDS)
-                connection.sendall(f"{wrong or _COME}\n".encode())
+        wrong = _gather(stack, stack.enter_context(_listen(coordinator)), num_processes, came, seconds)
+        _tell(came, wrong or _COME)
     if wrong:
         raise RuntimeError(wrong)
 
 
+def _tell(came: Mapping[int, socket.socket], line: str) -> None:
+    for connection in came.values():
+        with contextlib.suppress(OSError):
+            connection.settimeout(HELLO_SECONDS)
+            connection.sendall(f"{line}\n".encode())
+
+
 def _gather(
-    stack: contextlib.ExitStack, listener: socket.socket, num_processes: int, came: dict[int, socket.socket]
+    stack: contextlib.ExitStack,
+    listener: socket.socket,
+    num_processes: int,
+    came: dict[int, socket.socket],
+    seconds: int,
 ) -> str:
-    """Wait, as the first process, for the others, whose connections end with the stack. Returns what is wrong, or an
-    empty text."""
-    deadline = time.monotonic() + START_SECONDS
+    """As the first process: wait for the others, whose connections end with the stack, and let them know again and
+    again who is missing. What is wrong, or nothing."""
+    deadline, word = time.monotonic() + seconds, time.monotonic() + log.SAY_SECONDS
     while True:
         for number in [number for number, connection in came.items() if _has_gone(connection)]:
             del came[number]  # it may be started again
         if len(came) == num_processes - 1:
             return ""
-        listener.settimeout(max(0.01, deadline - time.monotonic()))
+        missing = _listed(sorted(set(range(1, num_processes)) - set(came)))
+        if (now := time.monotonic()) >= deadline:
+            return f"of {num_processes} processes {missing} did not come within {seconds} seconds"
+        if now >= word:
+            word = now + log.SAY_SECONDS
+            line = log.still_waiting(f"{missing} of {num_processes} processes", deadline - now)
+            logger.info(line)
+            _tell(came, line)
+        listener.settimeout(max(0.01, min(deadline, word) - now))
         try:
             connection = stack.enter_context(listener.accept()[0])
         except TimeoutError:
-            missing = _listed(sorted(set(range(1, num_processes)) - set(came)))
-            return f"of {num_processes} processes {missing} did not come within {START_SECONDS} seconds"
+            continue
         hello = _HELLO.fullmatch(_read_line(connection, HELLO_SECONDS))
         if hello is None:
             continue  # somebody else
@@ -145,23 +169,28 @@ def _gather(
         return f"two processes have the number {number}"
 
 
-def _report(coordinator: str, num_processes: int, process_id: int) -> None:
-    """Tell the first process, as any other one, that this one is here, and wait until all are. Raises RuntimeError
-    with what the first one says is wrong, or OSError where it cannot be reached."""
-    deadline, reason = time.monotonic() + START_SECONDS, "it said nothing"
+def _report(coordinator: str, num_processes: int, process_id: int, seconds: int) -> None:
+    """As any other process: tell the first one that this one is here, and wait until all are. Raises RuntimeError with
+    what the first one says is wrong, or that it cannot be reached."""
+    deadline, word, reason = time.monotonic() + seconds, time.monotonic() + log.SAY_SECONDS, "it said nothing"
     while (left := deadline - time.monotonic()) > 0:
         try:
-            with socket.create_connection(_address(coordinator), timeout=left) as connection:
+            with socket.create_connection(_address(coordinator), timeout=min(left, log.SAY_SECONDS)) as connection:
                 connection.sendall(f"specserve {process_id} {num_processes}\n".encode())
-                said = _read_line(connection, left + HELLO_SECONDS)
+                while (said := _read_line(connection, 3 * log.SAY_SECONDS)).startswith(_WAIT):
+                    logger.info(said)
+                    word = time.monotonic() + log.SAY_SECONDS
         except OSError as error:  # it is not there yet
             reason, said = _line(error), ""
         if said == _COME:
             return
         if said.isprintable() and said:
             raise RuntimeError(said)
+        if (now := time.monotonic()) >= word:
+            word = now + log.SAY_SECONDS
+            logger.info("%s (%s)", log.still_waiting(f"process 0 at {coordinator}", deadline - now), reason)
         time.sleep(0.1)  # whoever closed the connection is not the first process, or not yet
-    raise RuntimeError(f"process 0 did not answer within {START_SECONDS} seconds: {reason}")
+    raise RuntimeError(f"process 0 did not answer within {seconds} seconds: {reason}")
 
 
 def _address(coordinator: str) -> tuple[str, int]:
@@ -176,11 +205,15 @@ def _listen(coordinator: str) -> socket.socket:
 
 
 def _read_line(connection: socket.socket, seconds: float) -> str:
-    """Return the line that comes within this time; empty where none does."""
-    connection.settimeout(seconds)
-    with contextlib.suppress(OSError), connection.makefile("rb") as stream:
-        line = stream.readline(_LONGEST_LINE).decode(errors="replace")
-        return line[:-1] if line.endswith("\n") else ""
+    """The next line, where all of it comes within this time; empty where it does not. What comes after it stays."""
+    line, end = b"", time.monotonic() + seconds
+    with contextlib.suppress(OSError):
+        while len(line) < _LONGEST_LINE and (left := end - time.monotonic()) > 0:
+            connection.settimeout(left)
+            byte = connection.recv(1)
+            if byte in (b"", b"\n"):
+                return line.decode(errors="replace") if byte else ""
+            line += byte
     return ""
 
 

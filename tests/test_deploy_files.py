@@ -142,7 +142,8 @@ def commands() -> Iterator[tuple[str, list[str]]]:
                 continue
             words = [*container["command"], *container.get("args", ())]
             yield name, _words(words[2], name) if words[:2] == ["sh", "-c"] else words
-    yield "skypilot", _words(yaml.safe_load((DEPLOY / "skypilot.yaml").read_text())["run"], "skypilot")
+    for file in sorted(DEPLOY.glob("skypilot*.yaml")):
+        yield file.name, _words(yaml.safe_load(file.read_text())["run"], file.name)
     docker = (DEPLOY / "Dockerfile").read_text()
     yield (
         "Dockerfile",
@@ -151,6 +152,9 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 
 def _words(script: str, name: str) -> list[str]:
+    """Of a script, its last command. A run goes on where there is one, and begins where there is none."""
+    script, count = re.subn(r"\$\(test -f (\S+)/run\.yaml && echo --resume\)", "--resume", script)
+    assert count == ("specserve train" in script), "a first start has nothing to resume"
     script = script.replace("$((SKYPILOT_NUM_NODES * SKYPILOT_NUM_GPUS_PER_NODE))", "16")
     for variable, value in VARIABLES[re.split(r"\W", name)[0]].items():
         script = script.replace(f"${variable}", value)
@@ -233,6 +237,15 @@ def test_a_group_has_as_many_devices_as_its_mesh() -> None:
         assert size * int(chips) == math.prod(sizes), file.name
         if processes := re.search(r"--num-processes (\d+)", text):
             assert int(processes[1]) == size
+
+
+def test_hosted_checks_look_at_every_file_of_the_operators() -> None:
+    text = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    jobs = yaml.safe_load(text)["jobs"]
+    assert any(step.get("run", "").startswith(".ci/run ") for step in jobs["checks"]["steps"])
+    named = set(re.findall(r"deploy/\S+\.yaml", text))
+    kinds = {str(file.relative_to(ROOT)) for file in DEPLOY.glob("*.yaml") if "apiVersion: " in file.read_text()}
+    assert named == kinds
 
 
 def test_an_image_has_an_extra_for_each_backend() -> None:

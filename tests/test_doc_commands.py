@@ -27,7 +27,7 @@ import typer
 from test_docs import PAGES, ROOT
 
 from specserve import config
-from specserve.cli.main import Bench, Data, Plan, Root
+from specserve.cli.main import BenchCommands, DataCommands, PlanCommands, Root
 from specserve.cli.options import flags_from
 from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 
@@ -36,7 +36,7 @@ MARK = re.compile(
     r"run|tested: (?P<test>tests/\S+\.py)|not run: (?P<why>hub|device|long|network|synopsis)(: \S.*)?", re.ASCII
 )
 OTHERS = {"pip", "git", "cd", "curl", "pytest", "ruff", "pyright", ".ci/run", "mkdocs", "done"}  # not looked into
-OTHERS |= {"docker", "helm", "kubectl", "sky", "guidellm", "aiperf"}
+OTHERS |= {"docker", "helm", "kubectl", "ray", "sky", "guidellm", "aiperf"}
 HISTORY = {"log.md", "CHANGELOG.md"}  # which tell of commands that are no more
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
@@ -98,7 +98,7 @@ def simple_commands(text: str) -> Iterator[list[str]]:
 
 def find(words: list[str]) -> tuple[Any, str, list[str]]:
     """Find the click command that `specserve` runs for these words: it, its settings, and the words that are left."""
-    group: Any = {"bench": Bench, "data": Data, "plan": Plan}.get(words[0])
+    group: Any = {"bench": BenchCommands, "data": DataCommands, "plan": PlanCommands}.get(words[0])
     if group is None and " ".join(words[:2]) in Root.lazy:
         words = [" ".join(words[:2]), *words[2:]]
     name, rest = (words[1], words[2:]) if group else (words[0], words[1:])

@@ -1,10 +1,10 @@
 """What the forms of the experts cost is measured for each, and for the one that is chosen."""
 
 import jax
-from experts import measure_moe
+from experts import FORMS, measure_moe
 
 from specserve.models.config import Experts
-from specserve.models.moe import FORMS, choose_form
+from specserve.models.moe import choose_form
 
 
 def test_every_form_is_timed() -> None:

@@ -1,4 +1,5 @@
-"""tools/train_target.py: from nothing to a folder that the package loads, resumable on the way."""
+"""What lies in tools/. `train_target.py`: from nothing to a folder that the package loads, resumable on the way;
+`draw_pictures.py`: the pictures of the documents."""
 
 import importlib.util
 import json
@@ -15,7 +16,7 @@ from specserve.data.chat_masks import encode_chat
 from specserve.errors import CheckpointError, ConfigError
 from specserve.tokenizer import Tokenizer
 
-TOOL = Path(__file__).parent.parent / "tools" / "train_target.py"
+ROOT = Path(__file__).parent.parent
 TINY = {
     "vocab_size": 320,
     "layers": 1,
@@ -37,15 +38,25 @@ def _dtype_promotion():
         yield
 
 
-@pytest.fixture(scope="module")
-def tool() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("train_target", TOOL)
+def _load(name: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(name, ROOT / "tools" / f"{name}.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    sys.modules["train_target"] = module  # dataclasses and type hints look their module up
+    sys.modules[name] = module  # dataclasses and type hints look their module up
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def tool() -> ModuleType:
+    return _load("train_target")
+
+
+def test_the_pictures_are_those_that_the_tool_draws() -> None:
+    drawn = _load("draw_pictures")
+    for name, draw in drawn.PICTURES.items():
+        assert (drawn.FOLDER / name).read_text() == draw().svg(), f"{name}: run `python tools/draw_pictures.py`"
 
 
 @pytest.fixture(scope="module")

@@ -3,6 +3,7 @@ a run (see `start`)."""
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import shlex
@@ -21,6 +22,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh
 from quick_compile import compile_without_emitters
+from rounding import tolerance
 
 from specserve import config, processes
 from specserve.checkpoints.load import Target, load_target
@@ -34,19 +36,19 @@ from specserve.drafters.eagle.model import Eagle3Params
 from specserve.mesh import parse_mesh
 from specserve.speculative.acceptance import Acceptance
 from specserve.train import trainer
-from specserve.train.acceptance import Arm, Measured
-from specserve.train.evaluation import Evaluation, HeldOutEvaluator
+from specserve.train.acceptance import Arm, ArmAcceptance
+from specserve.train.evaluation import HeldOutEvaluator, Measurement
 from specserve.train.features import FeatureSource
 from specserve.train.head import new_drafter
 from specserve.train.optimizer import make_optimizer
-from specserve.train.run_folder import Metrics, RunFolder
+from specserve.train.run_folder import MetricsFile, RunFolder
 from specserve.train.settings import DraftSettings, EvalSettings, TrainRun, TrainSettings
 from specserve.train.speed import Speed
 from specserve.train.step import make_step, place_rows
 from specserve.train.target_service import open_service
 from specserve.train.trainer import Trainer, TrainingData
 
-JOINING = {"coordinator": "", "num_processes": 1, "process_id": 0}
+JOINING = {"coordinator": "", "num_processes": 1, "process_id": 0, "join_seconds": 300}
 MEASURED = {"seconds", *(field.name for field in dataclasses.fields(Speed))}
 SETTINGS = TrainSettings(
     max_steps=10,
@@ -70,11 +72,11 @@ class NormEvaluator:
     def __init__(self, taus: Sequence[float] = (), identity: str = "norm") -> None:
         self._taus, self.identity = list(taus), identity
 
-    def measure(self, params: Eagle3Params, *, is_last: bool) -> Evaluation:
+    def measure(self, params: Eagle3Params, *, is_last: bool) -> Measurement:
         norm = float(jnp.linalg.norm(jax.tree.leaves(params)[0]))
         accepted = round((self._taus.pop(0) - 1 if self._taus else norm) * NUM_STEPS)
         found = Acceptance(NUM_STEPS, NUM_STEPS, (accepted,))
-        return Evaluation((Measured(Arm("chain:1"), found, {"a": found}),), 0, self.identity)
+        return Measurement((ArmAcceptance(Arm("chain:1"), found, {"a": found}),), 0, self.identity)
 
 
 # what bounds a run and watches it, but is no part of its step
@@ -158,6 +160,25 @@ def metrics(output: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
 
 
+def noise_of(run: Callable[[Target, Path], Any], target: Target, folder: Path) -> Any:
+    """What rounding may do to the numbers that such a run gives: how far they move with the target's weights (see
+    `rounding.tolerance`), whose noise goes through every step's gradient into the head. Each run has a folder of its
+    own in this one."""
+    number = itertools.count()
+    return tolerance(
+        lambda params: run(dataclasses.replace(target, params=params), folder / f"moved{next(number)}"), target.params
+    )
+
+
+def numbers(output: Path) -> dict[str, np.ndarray]:
+    """The losses of a run, [step, rollout step], and its taus."""
+    rows = metrics(output)
+    return {
+        "losses": np.array([row["rollout_loss"] for row in rows if row["loss"]]),
+        "taus": np.array([row["tau"] for row in rows if not row["loss"]]),
+    }
+
+
 def curve(output: Path) -> list[tuple[Any, ...]]:
     """What must be equal between two runs: all but the time and the memory."""
     return [tuple(value for key, value in sorted(row.items()) if key not in MEASURED) for row in metrics(output)]
@@ -194,9 +215,9 @@ def _arrange(death: str) -> None:
     """Let the process kill itself where `start` says."""
     where, _, step = death.partition(" ")
     if where == "line":
-        write = Metrics.write
+        write = MetricsFile.write
 
-        def write_half(self: Metrics, row: dict[str, Any]) -> None:
+        def write_half(self: MetricsFile, row: dict[str, Any]) -> None:
             if row["step"] != int(step):
                 return write(self, row)
             assert self._file
@@ -204,7 +225,7 @@ def _arrange(death: str) -> None:
             self._file.flush()
             return _die()
 
-        Metrics.write = write_half  # type: ignore[method-assign]
+        MetricsFile.write = write_half  # type: ignore[method-assign]
     if where == "step":
         look = Trainer._look_around
 

@@ -67,8 +67,8 @@ class Picture:
     def cell(self, x: float, y: float, width: float, height: float, fill: str) -> None:
         self.parts.append(f'<rect x="{x}" y="{y}" width="{width}" height="{height}" fill="{fill}" stroke="#e3e6ec"/>')
 
-    def write(self, path: Path) -> None:
-        path.write_text("\n".join([*self.parts, "</svg>"]) + "\n", encoding="utf-8")
+    def svg(self) -> str:
+        return "\n".join([*self.parts, "</svg>"]) + "\n"
 
 
 def chain_of_boxes(picture: Picture, y: float, boxes: Sequence[tuple[str, str]], x: float, width: float) -> None:
@@ -103,6 +103,13 @@ def draw_request() -> Picture:
     picture.arrow((804, 176), (836, 176), (836, 200))
     picture.text(856, 216, "counts and tokens → text → stream", colour=PALE, anchor="end", size=12)
 
+    _draw_tree(picture)
+    _draw_mask(picture)
+    return picture
+
+
+def _draw_tree(picture: Picture) -> None:
+    """What the drafter proposes, with the accepted path and the bonus token."""
     picture.text(24, 240, "propose: the drafter grows a tree below the root", bold=True)
 
     def place(node: int) -> tuple[float, float]:
@@ -131,6 +138,9 @@ def draw_request() -> Picture:
         ),
     )
 
+
+def _draw_mask(picture: Picture) -> None:
+    """Which node of the tree sees which, and that all see the prefix."""
     left, top, size = 560, 292, 22
     picture.text(left - 70, 240, "forward: one pass over all nodes", bold=True)
     picture.text(left - 70, 262, "who sees whom: every node sees the committed", colour=PALE, size=12)
@@ -154,7 +164,6 @@ def draw_request() -> Picture:
             "never touch a page.",
         ),
     )
-    return picture
 
 
 def draw_batch() -> Picture:
@@ -166,6 +175,33 @@ def draw_batch() -> Picture:
     picture.text(630, 70, "the host: shuffled, resumable,", colour=PALE, size=12)
     picture.text(630, 86, "the target's template and tokenizer", colour=PALE, size=12)
 
+    _draw_row(picture)
+    picture.box(24, 216, 250, 96, TARGET, "", "#eff6ff")
+    picture.text(36, 238, "frozen target, one forward", bold=True)
+    picture.lines(
+        36, 258, ("taps: outputs of three layers", "last hidden states: what the target", "says about every position")
+    )
+    _draw_rollout(picture)
+    picture.arrow((274, 264), (326, 264))
+    picture.box(24, 388, 480, 56, ACCEPTED, "", "#ecfdf3")
+    picture.text(36, 410, "loss, a chunk of positions at a time", bold=True)
+    picture.text(
+        36, 430, "the target's distribution against every step that foresees the position", colour=PALE, size=12
+    )
+    picture.arrow((149, 312), (149, 384))
+    picture.arrow((420, 366), (420, 384))
+    picture.box(560, 388, 130, 56, PALE, "optimiser")
+    picture.arrow((504, 416), (556, 416))
+    picture.arrow((625, 388), (625, 370))
+    picture.text(
+        24, 478, "Now and then the head answers held-out prompts through the step that serves:", colour=INK, size=13
+    )
+    picture.text(24, 497, "the tau in the training log is the tau in production.", colour=INK, size=13)
+    return picture
+
+
+def _draw_row(picture: Picture) -> None:
+    """A packed row: documents side by side, and which of their tokens bear loss."""
     picture.text(24, 134, "a packed row", bold=True)
     left, width, top = 24, 26, 146
     documents = ((11, 5), (7, 3), (9, 5), (4, 0))  # tokens, and how many of them are the prompt's; the last is padding
@@ -185,11 +221,9 @@ def draw_batch() -> Picture:
         size=12,
     )
 
-    picture.box(24, 216, 250, 96, TARGET, "", "#eff6ff")
-    picture.text(36, 238, "frozen target, one forward", bold=True)
-    picture.lines(
-        36, 258, ("taps: outputs of three layers", "last hidden states: what the target", "says about every position")
-    )
+
+def _draw_rollout(picture: Picture) -> None:
+    """The steps of a rollout, each over the states of the one before."""
     picture.box(330, 216, 526, 150, DRAFT, "", "#fff7ed")
     picture.text(342, 238, "the drafter learns to run ahead (rollout)", bold=True)
     for step in range(4):
@@ -211,25 +245,11 @@ def draw_batch() -> Picture:
             "see when it is served",
         ),
     )
-    picture.arrow((274, 264), (326, 264))
-    picture.box(24, 388, 480, 56, ACCEPTED, "", "#ecfdf3")
-    picture.text(36, 410, "loss, a chunk of positions at a time", bold=True)
-    picture.text(
-        36, 430, "the target's distribution against every step that foresees the position", colour=PALE, size=12
-    )
-    picture.arrow((149, 312), (149, 384))
-    picture.arrow((420, 366), (420, 384))
-    picture.box(560, 388, 130, 56, PALE, "optimiser")
-    picture.arrow((504, 416), (556, 416))
-    picture.arrow((625, 388), (625, 370))
-    picture.text(
-        24, 478, "Now and then the head answers held-out prompts through the step that serves:", colour=INK, size=13
-    )
-    picture.text(24, 497, "the tau in the training log is the tau in production.", colour=INK, size=13)
-    return picture
 
+
+PICTURES = {"request.svg": draw_request, "batch.svg": draw_batch}  # by their file's name
 
 if __name__ == "__main__":
     FOLDER.mkdir(exist_ok=True)
-    draw_request().write(FOLDER / "request.svg")
-    draw_batch().write(FOLDER / "batch.svg")
+    for name, draw in PICTURES.items():
+        (FOLDER / name).write_text(draw().svg(), encoding="utf-8")

@@ -31,7 +31,7 @@ from specserve.errors import CheckpointError
 from specserve.kernels.matmul import QuantizedMatrix, dequantize, quantize
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
-from specserve.models.params import ParamSpec, Part, is_product, is_spec, specs
+from specserve.models.params import ParamSpec, TensorPart, is_product, is_spec, specs
 from specserve.models.sharding import check_fits, place_target
 from specserve.models.target import TargetParams, target_spec
 from specserve.tokenizer import read_end_ids
@@ -266,7 +266,7 @@ def in_memory(spec: ParamSpec, stored: Sequence[LazyTensor]) -> LazyTensor:
     return LazyTensor(spec.shape, stored[0].dtype, read)
 
 
-def _places(part: Part, outputs: slice) -> slice | np.ndarray:
+def _places(part: TensorPart, outputs: slice) -> slice | np.ndarray:
     """Return the places of some of a parameter's outputs among those of the stored tensor."""
     width = part.stop - part.start
     numbers = np.arange(outputs.start, outputs.stop)

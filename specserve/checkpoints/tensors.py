@@ -50,7 +50,7 @@ Index = tuple[Any, ...]
 
 
 @dataclass(frozen=True)
-class Entry:
+class TensorEntry:
     """The place of a tensor: its file, its bytes, its shape and its dtype."""
 
     file: Path
@@ -99,7 +99,7 @@ def listed(problems: Sequence[str], limit: int = 8) -> str:
     return "; ".join(problems[:limit]) + more
 
 
-def _read_shards(folder: Path) -> dict[str, Entry]:
+def _read_shards(folder: Path) -> dict[str, TensorEntry]:
     """The tensors that the index names, each where the index says that it is, and no others."""
     stated = read_json(folder / INDEX_FILE).get("weight_map")
     if not isinstance(stated, dict) or not all(isinstance(file, str) for file in stated.values()):
@@ -129,7 +129,7 @@ class _Unsound(Exception):
     """The reason why a file is no whole safetensors file."""
 
 
-def _read_header(path: Path) -> dict[str, Entry]:
+def _read_header(path: Path) -> dict[str, TensorEntry]:
     try:
         with path.open("rb") as stream:
             size = os.fstat(stream.fileno()).st_size
@@ -153,12 +153,12 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _entries(path: Path, header: Mapping[str, Any], begin: int, size: int) -> dict[str, Entry]:
+def _entries(path: Path, header: Mapping[str, Any], begin: int, size: int) -> dict[str, TensorEntry]:
     """The tensors of a file with `size` bytes of data, which they must fill without overlap or hole."""
     spans = []
     for name, stated in header.items():
         dtype, shape, (first, end) = _parse(name, stated)
-        spans.append((first, end, name, Entry(path, dtype, shape, begin + first)))
+        spans.append((first, end, name, TensorEntry(path, dtype, shape, begin + first)))
     expected, before = 0, "the header"
     for first, end, name, _ in sorted(spans, key=lambda span: span[:3]):
         if first != expected:

@@ -8,18 +8,17 @@ from pathlib import Path
 import jax
 from rich.markup import escape
 
-from specserve.checkpoints.source import resolve_target
 from specserve.checkpoints.tensors import write_json
 from specserve.cli.progress import Bars, console
 from specserve.drafters.speculation import parse_speculation
-from specserve.errors import DataError
-from specserve.eval.bench_cells import Arm, Cell, Plan
+from specserve.errors import ConfigError, DataError
+from specserve.eval.bench_cells import BenchArm, BenchPlan, Cell
 from specserve.eval.bench_engine import BenchReport, run_bench
 from specserve.eval.bench_kernels import measure_bounds, measure_kernels
-from specserve.eval.engines import load
-from specserve.eval.prompts import load_chats
+from specserve.eval.prompts import RANDOM, load_chats, random_prompts
 from specserve.eval.report import bench_lines, bench_table, coupling_table, kernels_table
 from specserve.eval.settings import BenchRun, KernelsRun
+from specserve.eval.synthetic import bench_models
 from specserve.provenance import collect
 from specserve.serve.launch import Models
 
@@ -52,15 +51,15 @@ def kernels(run: KernelsRun) -> None:
         console.print(f"report written to {escape(run.output)}")
 
 
-def measure_engine(run: BenchRun, others: Callable[[Path], Mapping[str, Arm]] | None = None) -> None:
+def measure_engine(run: BenchRun, others: Callable[[Path], Mapping[str, BenchArm]] | None = None) -> None:
     """Run the benchmark, print its tables and write its report. `others` makes further arms of the target's folder, by
     name. Raises ConfigError, CheckpointError or DataError."""
     for name in run.arms:
         if name != "auto":
             parse_speculation(name)  # a wrong one is said before minutes of work
-    plan = Plan(run.concurrency, run.temperature, run.rounds, run.requests, run.max_tokens, run.seed)
-    models = load(run, run.draft)
-    further = others(resolve_target(models.name).folder) if others else {}
+    plan = BenchPlan(run.concurrency, run.temperature, run.rounds, run.requests, run.max_tokens, run.seed)
+    models = bench_models(run)
+    further = others(models.target.folder) if others else {}
     report = _measure(run, models, _prompts(run, models, plan), plan, further)
     _show(report)
     if run.output:
@@ -69,7 +68,19 @@ def measure_engine(run: BenchRun, others: Callable[[Path], Mapping[str, Arm]] | 
         console.print(f"report written to {escape(run.output)}")
 
 
-def _prompts(run: BenchRun, models: Models, plan: Plan) -> list[list[int]]:
+def _prompts(run: BenchRun, models: Models, plan: BenchPlan) -> list[list[int]]:
+    if run.bench == RANDOM:
+        if run.input_len + run.max_tokens > run.max_model_len:
+            raise ConfigError(
+                f"--input-len {run.input_len} and --max-tokens {run.max_tokens} take more than --max-model-len "
+                f"{run.max_model_len}; raise it"
+            )
+        return random_prompts(models.target.config.vocab_size, plan.num_prompts, run.input_len, run.seed)
+    if run.input_len != BenchRun().input_len:
+        raise ConfigError(
+            f"--input-len is the length of random prompts, and --bench is {run.bench}: leave it out, or give --bench "
+            f"{RANDOM}"
+        )
     assert models.tokenizer is not None
     chats = load_chats(run.bench, plan.num_prompts, run.history)
     rendered = [models.tokenizer.render_chat(chat) for chat in chats]
@@ -85,7 +96,7 @@ def _prompts(run: BenchRun, models: Models, plan: Plan) -> list[list[int]]:
 
 
 def _measure(
-    run: BenchRun, models: Models, prompts: list[list[int]], plan: Plan, others: Mapping[str, Arm]
+    run: BenchRun, models: Models, prompts: list[list[int]], plan: BenchPlan, others: Mapping[str, BenchArm]
 ) -> BenchReport:
     with Bars() as progress:
         compiling = progress.add("compiling")

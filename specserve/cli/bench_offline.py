@@ -10,9 +10,9 @@ from specserve.cli.progress import Bars, console
 from specserve.drafters.speculation import parse_speculation
 from specserve.eval import bench_offline
 from specserve.eval.bench_offline import Measured
-from specserve.eval.engines import load
 from specserve.eval.report import table
 from specserve.eval.settings import LatencyRun, ThroughputRun
+from specserve.eval.synthetic import bench_models
 from specserve.eval.trace import newest_trace, read_operations
 from specserve.provenance import collect
 from specserve.serve.tuned import TUNED
@@ -49,16 +49,11 @@ def throughput(run: ThroughputRun) -> None:
 def _measure(run: LatencyRun | ThroughputRun) -> Measured:
     if run.speculation not in ("auto", TUNED):
         parse_speculation(run.speculation)  # a wrong one is said before minutes of work
-    models = load(run, run.draft, has_tokenizer=run.bench != bench_offline.RANDOM)
+    models = bench_models(run)
     with Bars() as progress:
-        task = progress.add("")
-
-        def on_progress(what: str, done: int, total: int) -> None:
-            progress.update(task, description=what, completed=done, total=total)
-
         if isinstance(run, LatencyRun):
-            return bench_offline.latency(models, run, on_progress)
-        return bench_offline.throughput(models, run, on_progress)
+            return bench_offline.latency(models, run, progress.reporter())
+        return bench_offline.throughput(models, run, progress.reporter())
 
 
 def _show(run: LatencyRun | ThroughputRun, found: Measured) -> None:

@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 
 from specserve.cli.chat_view import AnswerView
-from specserve.cli.conversation import Conversation
+from specserve.cli.conversation import ServerChat
 from specserve.cli.options import show_error, start
 from specserve.errors import ConfigError, SpecServeError
 from specserve.eval.client import Client
@@ -54,14 +54,14 @@ def chat(
         client = stack.enter_context(
             Client(url, api_key) if url else _own_server(target, draft, speculation or SPECULATION)
         )
-        talk = Conversation(client, system=system, max_tokens=max_tokens, temperature=temperature)
+        talk = ServerChat(client, system=system, max_tokens=max_tokens, temperature=temperature)
         if sys.stdin.isatty():
             converse(talk, Console(), input)
         else:
             _filter(talk, sys.stdin.read())
 
 
-def converse(talk: Conversation, console: Console, read: Callable[[str], str]) -> None:
+def converse(talk: ServerChat, console: Console, read: Callable[[str], str]) -> None:
     """Ask for messages and answer them, until `read` raises EOFError. An interrupt ends an answer and nothing else."""
     with contextlib.suppress(ImportError):  # line editing and history for `input`, where Python has it
         importlib.import_module("readline")
@@ -88,7 +88,7 @@ def converse(talk: Conversation, console: Console, read: Callable[[str], str]) -
             show_error(error)
 
 
-def answer(talk: Conversation, console: Console, message: str) -> None:
+def answer(talk: ServerChat, console: Console, message: str) -> None:
     """Show one answer as it comes."""
     with AnswerView(console) as view:
         try:
@@ -99,7 +99,7 @@ def answer(talk: Conversation, console: Console, message: str) -> None:
         view.finish(talk.told)
 
 
-def _obey(talk: Conversation, line: str) -> str:
+def _obey(talk: ServerChat, line: str) -> str:
     """Do what a line with a slash says, and return the text to answer."""
     name, _, rest = line.partition(" ")
     if name == "/reset":
@@ -114,7 +114,7 @@ def _obey(talk: Conversation, line: str) -> str:
     raise ConfigError(f"{name}: no such command; /help lists them")
 
 
-def _filter(talk: Conversation, message: str) -> None:
+def _filter(talk: ServerChat, message: str) -> None:
     if not message.strip():
         raise ConfigError("there is no message: standard input is empty")
     for token in talk.ask(message.rstrip("\n")):

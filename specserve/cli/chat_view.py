@@ -7,7 +7,7 @@ from rich.console import Console, Group
 from rich.live import Live
 from rich.text import Text
 
-from specserve.cli.conversation import Token, Told
+from specserve.cli.conversation import AnswerSoFar, Token
 
 # as the page at / has them in the dark: the deeper, the brighter; the colour of the text goes with it, whatever the
 # terminal's own is
@@ -41,7 +41,7 @@ class AnswerView:
             self._print(self._line)
             self._line = Text()
 
-    def push(self, token: Token, told: Told) -> None:
+    def push(self, token: Token, told: AnswerSoFar) -> None:
         """Add a token."""
         style = DEPTH_STYLES[min(token.depth, len(DEPTH_STYLES) - 1)]
         self._line.append(token.text.replace("\t", "    "), f"{REASONING} {style}" if token.is_reasoning else style)
@@ -53,7 +53,7 @@ class AnswerView:
             self._drawn_time = now
             self._live.update(Group(self._line, Text(status(told), "dim")), refresh=True)
 
-    def finish(self, told: Told) -> None:
+    def finish(self, told: AnswerSoFar) -> None:
         """Print what is left of the answer, and what is known of it."""
         if self._live:
             self._live.update(Text(), refresh=True)
@@ -73,7 +73,7 @@ class AnswerView:
         self._console.print(line, soft_wrap=not self._live, highlight=False)
 
 
-def status(told: Told) -> str:
+def status(told: AnswerSoFar) -> str:
     """Return one line of status: tokens, how many of them were the draft's, tau and speed."""
     if not told.depths:
         return f"{told.num_pieces} pieces; this server does not tell where tokens come from"
@@ -84,5 +84,5 @@ def status(told: Told) -> str:
     return ", ".join(parts)
 
 
-def _ending(told: Told) -> str:
+def _ending(told: AnswerSoFar) -> str:
     return "cut at --max-tokens or the context" if told.finish == "length" else ""

@@ -18,7 +18,7 @@ from specserve.checkpoints.source import resolve_target
 from specserve.checkpoints.tensors import read_json
 from specserve.drafters import doctor, exchange
 from specserve.drafters.exchange import describe_target
-from specserve.drafters.findings import CONFIG, Finding, Report
+from specserve.drafters.findings import CONFIG, DoctorReport, Finding
 from specserve.drafters.notes import read_notes
 from specserve.drafters.registry import KINDS, kind_of
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
@@ -73,9 +73,10 @@ def export(
     if stablehlo is not None:
         if output or dtype or force:
             raise ConfigError("--stablehlo FOLDER is the output; --output, --dtype and --force are of --to")
-        from specserve.cli.stablehlo import Sizes, export_stablehlo  # imports the server, which --to does not wait for
+        # imports the server, which --to does not wait for
+        from specserve.cli.stablehlo import ExportSizes, export_stablehlo
 
-        sizes = Sizes(batch, max_model_len, page_size, chunk, width)
+        sizes = ExportSizes(batch, max_model_len, page_size, chunk, width)
         head = _existing(folder) if folder else None
         export_stablehlo(head, stablehlo, target=target, speculation=speculation, platforms=platforms, sizes=sizes)
         return
@@ -146,7 +147,7 @@ def inspect(
     if prompts:
         sizes = limit or RUN_LIMIT, max_tokens or RUN_TOKENS
         report, running = _run(folder, target or noted, report, prompts, *sizes)
-    after: Report | None = None
+    after: DoctorReport | None = None
     if fix is not None:
         exchange.check_output(folder, fix, is_forced=force)
         tensors, raw = report.mended()
@@ -169,8 +170,8 @@ def inspect(
 
 
 def _run(
-    folder: Path, target: str, report: Report, prompts: str, limit: int, max_tokens: int
-) -> tuple[Report, dict[str, Any]]:
+    folder: Path, target: str, report: DoctorReport, prompts: str, limit: int, max_tokens: int
+) -> tuple[DoctorReport, dict[str, Any]]:
     """Run the head over prompts, and add what that says to the report. Where its files cannot be loaded, that is said
     instead: their findings tell why."""
     if not target:
@@ -230,7 +231,7 @@ def _console() -> Console:
     return Console(soft_wrap=True)
 
 
-def _show(report: Report, unchecked: str) -> None:
+def _show(report: DoctorReport, unchecked: str) -> None:
     """Print the facts, tensors and findings. `unchecked` says why nothing was compared with a target; empty: it was."""
     console = Console(highlight=False)
     console.print(f"[bold]{escape(str(report.folder))}[/]")
@@ -275,7 +276,7 @@ def _show_finding(console: Console, finding: Finding) -> None:
     console.print(Padding(grid, (0, 0, 1, 2)))
 
 
-def _show_mended(report: Report, after: Report) -> None:
+def _show_mended(report: DoctorReport, after: DoctorReport) -> None:
     console = Console(highlight=False)
     console.print()
     console.print(f"[bold]{escape(str(after.folder))}[/]: a mended copy")

@@ -21,7 +21,7 @@ class Token:
 
 
 @dataclass
-class Told:
+class AnswerSoFar:
     """The facts about an answer so far: its tokens, their depths, and its acceptance."""
 
     depths: list[int] = field(default_factory=list)  # of its tokens; empty where the server does not tell
@@ -63,7 +63,7 @@ class Told:
         return (len(self.depths) - 1) / seconds if len(self.depths) > 1 and seconds > 0 else None
 
 
-class Conversation:
+class ServerChat:
     """Messages with one server, which is asked for tokens and their depths where it is one of ours."""
 
     def __init__(self, client: Client, *, system: str = "", max_tokens: int = 512, temperature: float = 0.0) -> None:
@@ -75,7 +75,7 @@ class Conversation:
         self._bound: int | None = None  # draft tokens that a step may accept for us
         self._is_ours = self._told_speculation() is not None
         self.messages: list[dict[str, str]] = list(self._start)
-        self.told = Told()
+        self.told = AnswerSoFar()
 
     @property
     def speculation(self) -> str | None:
@@ -109,7 +109,7 @@ class Conversation:
     def ask(self, message: str) -> Iterator[Token]:
         """Send a message and yield the answer as it comes. Both become part of the conversation with the first piece
         of the answer, and stay part of it where the iteration is given up later."""
-        self.told = Told()
+        self.told = AnswerSoFar()
         asked = {"role": "user", "content": message}
         body: dict[str, Any] = {
             **self._options,

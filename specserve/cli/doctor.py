@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.padding import Padding
 from rich.table import Table
 
-from specserve.eval.installation import Check, examine, summary
+from specserve.eval.installation import MachineCheck, examine, summary
 
 
 def doctor(
@@ -18,7 +18,7 @@ def doctor(
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
 ) -> None:
     """Print what every check found, then each finding with its fix. Errors exit with 1."""
-    checks: list[Check] = []
+    checks: list[MachineCheck] = []
     console = Console(highlight=False)
     for check in examine((host, port)):
         checks.append(check)
@@ -35,7 +35,7 @@ def doctor(
         raise typer.Exit(1)
 
 
-def _show(console: Console, check: Check) -> None:
+def _show(console: Console, check: MachineCheck) -> None:
     levels = {finding.level for finding in check.findings}
     mark, color = ("x", "red") if "error" in levels else ("!", "yellow") if levels else ("+", "green")
     line = Table.grid(padding=(0, 1))

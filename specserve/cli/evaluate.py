@@ -14,10 +14,10 @@ from specserve.cli.progress import Bars, console
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
 from specserve.eval import evaluation_page, report
-from specserve.eval.acceptance import Read, Report, converse, reader, warm_up
-from specserve.eval.bench_cells import PLAIN, Arm, EngineArm
+from specserve.eval.acceptance import Read, SpeculationReport, converse, reader, warm_up
+from specserve.eval.bench_cells import PLAIN, BenchArm, EngineArm
 from specserve.eval.engines import load, measured_engine, with_draft
-from specserve.eval.evaluation import Evaluation, Verdict, verdicts
+from specserve.eval.evaluation import Evaluation, TauVerdict, verdicts
 from specserve.eval.prompts import Question, load_questions
 from specserve.eval.remote import ServerArm, read_chats
 from specserve.eval.settings import EvalRun
@@ -97,16 +97,16 @@ def _evaluate_servers(run: EvalRun, questions: Sequence[Question]) -> Evaluation
     with contextlib.ExitStack() as stack:
         arms = {url: stack.enter_context(contextlib.closing(ServerArm(url, run.api_key))) for url in run.server}
 
-        def report_of(name: str, temperature: float, concurrency: int) -> Report:
-            return Report(run.bench, "", temperature, concurrency, draft=name)
+        def report_of(name: str, temperature: float, concurrency: int) -> SpeculationReport:
+            return SpeculationReport(run.bench, "", temperature, concurrency, draft=name)
 
         read = read_chats(run.max_tokens)
         found = _converse_all(run, questions, arms, list(arms), report_of, read, before_notes=_describe(arms))
     return Evaluation(run.bench, len(questions), " and ".join(arm.model for arm in arms.values()), found, {})
 
 
-def _describe(arms: Mapping[str, ServerArm]) -> Callable[[Sequence[Report]], None]:
-    def describe(reports: Sequence[Report]) -> None:
+def _describe(arms: Mapping[str, ServerArm]) -> Callable[[Sequence[SpeculationReport]], None]:
+    def describe(reports: Sequence[SpeculationReport]) -> None:
         for each in reports:
             arms[each.name].describe(each)
 
@@ -129,8 +129,8 @@ def _evaluate_heads(run: EvalRun, questions: Sequence[Question]) -> Evaluation:
     with contextlib.ExitStack() as stack:
         arms = {name: EngineArm(stack.enter_context(engine)) for name, engine in engines.items()}
 
-        def report_of(name: str, temperature: float, concurrency: int) -> Report:
-            return Report(run.bench, wanted[name].way, temperature, concurrency, draft=wanted[name].head)
+        def report_of(name: str, temperature: float, concurrency: int) -> SpeculationReport:
+            return SpeculationReport(run.bench, wanted[name].way, temperature, concurrency, draft=wanted[name].head)
 
         read = reader(engines[PLAIN], run.max_tokens)
         warm_up(arms.values(), questions[0], read)
@@ -174,15 +174,15 @@ def _engines(run: EvalRun, wanted: Mapping[str, _Wanted]) -> tuple[dict[str, Eng
 def _converse_all(
     run: EvalRun,
     questions: Sequence[Question],
-    arms: Mapping[str, Arm],
+    arms: Mapping[str, BenchArm],
     names: Sequence[str],
-    report_of: Callable[[str, float, int], Report],
+    report_of: Callable[[str, float, int], SpeculationReport],
     read: Read,
     *,
-    before_notes: Callable[[Sequence[Report]], None] = lambda _reports: None,
-) -> list[Report]:
+    before_notes: Callable[[Sequence[SpeculationReport]], None] = lambda _reports: None,
+) -> list[SpeculationReport]:
     """Have every conversation at every temperature and concurrency."""
-    found: list[Report] = []
+    found: list[SpeculationReport] = []
     with Bars() as progress:
         for temperature, concurrency in _cells(run):
             reports = [report_of(name, temperature, concurrency) for name in names]
@@ -190,7 +190,7 @@ def _converse_all(
             total = sum(len(question.turns) for question in questions)
             task = progress.add(f"T={temperature:g}, {concurrency} at once: answering", total=total)
 
-            def on_answer(task: object = task, reports: Sequence[Report] = reports) -> None:
+            def on_answer(task: object = task, reports: Sequence[SpeculationReport] = reports) -> None:
                 before_notes(reports)
                 done = reports[0].speculative.num_answers + reports[0].num_skipped
                 told = [f"{each.tau:.2f}" for each in reports if each.tau is not None]
@@ -221,7 +221,7 @@ def _show(found: Evaluation, limit: int) -> None:
         console.print(f"[yellow]{skipped} prompts did not fit the context and were not asked[/]")
 
 
-def _write(run: EvalRun, found: Evaluation, judged: Sequence[Verdict]) -> None:
+def _write(run: EvalRun, found: Evaluation, judged: Sequence[TauVerdict]) -> None:
     """Write the report and the page beside it, without the secrets among the settings."""
     settings = {name: value for name, value in dataclasses.asdict(run).items() if name != "api_key"}
     provenance = collect()

@@ -83,7 +83,7 @@ class Root(LazyGroup):
     }
 
 
-class Bench(LazyGroup):
+class BenchCommands(LazyGroup):
     """The commands of `specserve bench`."""
 
     lazy: ClassVar[Mapping[str, Lazy]] = {
@@ -121,7 +121,7 @@ class Bench(LazyGroup):
     }
 
 
-class Plan(LazyGroup):
+class PlanCommands(LazyGroup):
     """The commands of `specserve plan`."""
 
     lazy: ClassVar[Mapping[str, Lazy]] = {
@@ -137,7 +137,7 @@ class Plan(LazyGroup):
     }
 
 
-class Data(LazyGroup):
+class DataCommands(LazyGroup):
     """The commands of `specserve data`."""
 
     lazy: ClassVar[Mapping[str, Lazy]] = {
@@ -175,9 +175,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(typer.Typer(cls=Bench, help="Measurements of speed.", no_args_is_help=True), name="bench")
-app.add_typer(typer.Typer(cls=Plan, help="Fleets of servers on paper.", no_args_is_help=True), name="plan")
-app.add_typer(typer.Typer(cls=Data, help="Training data.", no_args_is_help=True), name="data")
+app.add_typer(typer.Typer(cls=BenchCommands, help="Measurements of speed.", no_args_is_help=True), name="bench")
+app.add_typer(typer.Typer(cls=PlanCommands, help="Fleets of servers on paper.", no_args_is_help=True), name="plan")
+app.add_typer(typer.Typer(cls=DataCommands, help="Training data.", no_args_is_help=True), name="data")
 
 
 @app.callback(invoke_without_command=True)

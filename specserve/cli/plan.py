@@ -14,9 +14,9 @@ from specserve.cli.plan_view import in_bytes, make_table
 from specserve.cli.targets import short
 from specserve.devices import DEVICES
 from specserve.drafters.speculation import describe
-from specserve.eval.serve_plan import Fleet, ServePlan, make_serve_plan
+from specserve.eval.serve_plan import PlannedFleet, ServePlan, make_serve_plan
 from specserve.eval.settings import PlanServeRun
-from specserve.eval.simulate import Report
+from specserve.eval.simulate import SimulationReport
 from specserve.models.presets import target_size
 
 SHARES = (50, 90, 99)  # percentiles of what is simulated
@@ -131,13 +131,13 @@ def _others(plan: ServePlan) -> tuple[Table]:
     return (shown,)
 
 
-def _row(fleet: Fleet) -> Sequence[str]:
+def _row(fleet: PlannedFleet) -> Sequence[str]:
     best = fleet.best
     numbers = f"{fleet.most_requests:,.1f}", f"{best.batch:,.1f}", f"{1e3 * best.token_seconds:.2f}"
     return str(fleet.replicas), *numbers
 
 
-def _summary(plan: ServePlan, report: Report) -> dict[str, Any]:
+def _summary(plan: ServePlan, report: SimulationReport) -> dict[str, Any]:
     """Summarise a simulation."""
     late = plan.run.seconds / 4  # the fleet begins empty
     pages = plan.fleet.fit.num_pages
@@ -158,7 +158,7 @@ def _summary(plan: ServePlan, report: Report) -> dict[str, Any]:
     }
 
 
-def _simulated(plan: ServePlan, reports: dict[str, Report]) -> Table:
+def _simulated(plan: ServePlan, reports: dict[str, SimulationReport]) -> Table:
     run = plan.run
     columns = ("tokens/s", "TTFT ms 50, 90, 99 %", "ms per token 50, 90, 99 %", "cached", "busy", "pages, most")
     shown = make_table(f"Simulated: {run.seconds:g} s of load, {run.routing}, seed {run.seed}", "", *columns)

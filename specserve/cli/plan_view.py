@@ -14,7 +14,7 @@ from specserve.devices import DEVICES
 from specserve.train.exchange import span
 from specserve.train.flops import Flops
 from specserve.train.outline import SHARE_OF_PEAK, Outline, answer_tokens, outline
-from specserve.train.plan import Plan, make_plan
+from specserve.train.plan import RunPlan, make_plan
 from specserve.train.settings import TrainRun
 
 
@@ -73,7 +73,7 @@ def _hours(hours: float) -> str:
     return f"{hours:,.1f} h" if hours >= 0.95 else f"{60 * hours:,.0f} min" if hours > 1 / 60 else "1 min"
 
 
-def _sizes(plan: Plan) -> Table:
+def _sizes(plan: RunPlan) -> Table:
     target, drafter, size = plan.target, plan.drafter, plan.target_size
     active = f", {size.active:,} active" if size.active < size.total else ""
     table = make_table("Models", "", "parameters", "")
@@ -86,7 +86,7 @@ def _sizes(plan: Plan) -> Table:
     return table
 
 
-def _memory(plan: Plan) -> Table:
+def _memory(plan: RunPlan) -> Table:
     title, footers = f"Memory of each device ({_mesh(plan)})", ("sum", in_bytes(plan.device_bytes), "")
     table = make_table(title, "", "bytes", "", footers=footers)
     for part in plan.memory:
@@ -107,11 +107,11 @@ def _memory(plan: Plan) -> Table:
     return table
 
 
-def _mesh(plan: Plan) -> str:
+def _mesh(plan: RunPlan) -> str:
     return ", ".join(f"{axis}={size}" for axis, size in plan.mesh.items()) or "one device"
 
 
-def _operations(plan: Plan) -> Table:
+def _operations(plan: RunPlan) -> Table:
     flops = plan.flops
     table = make_table("Operations of a step", "", "useful", "executed", "", footers=("sum", *_flops(flops.total), ""))
     rows = (
@@ -129,7 +129,7 @@ def _operations(plan: Plan) -> Table:
     return table
 
 
-def _exchanges(plan: Plan) -> Table:
+def _exchanges(plan: RunPlan) -> Table:
     whole = in_bytes(sum(each.num_bytes for each in plan.exchanges))
     table = make_table(
         f"Sent by each device in a step ({_mesh(plan)})", "", "bytes", "along", "within", footers=("sum", whole, "", "")
@@ -141,7 +141,7 @@ def _exchanges(plan: Plan) -> Table:
     return table
 
 
-def _devices(plan: Plan) -> Table:
+def _devices(plan: RunPlan) -> Table:
     sending = ("sending",) if plan.exchanges else ()
     columns = ("memory", "", *sending, "positions/s at peak", f"at {SHARE_OF_PEAK:.0%}", "the run")
     table = make_table(f"On {plan.num_devices} of", "", *columns)

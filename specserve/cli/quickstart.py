@@ -17,8 +17,8 @@ from specserve.cli.options import start
 from specserve.cli.progress import bar_columns, console
 from specserve.cli.training_bar import TrainingBar
 from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
-from specserve.eval.acceptance import Report
-from specserve.eval.bench_cells import PLAIN, Answer, ArmResult, Cell, EngineArm, run_round
+from specserve.eval.acceptance import SpeculationReport
+from specserve.eval.bench_cells import PLAIN, ArmResult, Cell, EngineArm, TimedAnswer, run_round
 from specserve.eval.client import Client
 from specserve.eval.engines import measured_engine
 from specserve.eval.prompts import load_questions
@@ -56,7 +56,7 @@ def quickstart(
     console.rule("2. evaluate it on held-out questions, plain and speculative side by side")
     questions = [question.turns[0] for question in load_questions("pydoc", NUM_QUESTIONS)]
     heads = [("just trained", output)] + ([("shipped", BUNDLED_HEAD_FOLDER)] if BUNDLED_HEAD_FOLDER.is_dir() else [])
-    rows: list[tuple[str, Report]] = []
+    rows: list[tuple[str, SpeculationReport]] = []
     plain, times, answer = None, None, ""
     with Progress(*bar_columns(), console=console, transient=True) as progress:
         for name, folder in heads:
@@ -153,14 +153,14 @@ class _Way(EngineArm):
         params: Sequence[SamplingParams],
         concurrency: int,
         on_done: Callable[[int], None] = lambda _number: None,
-    ) -> tuple[list[Answer], float]:
+    ) -> tuple[list[TimedAnswer], float]:
         self.forget()
         return super().ask(prompts, params, concurrency, on_done)
 
 
 def compare(
     engines: dict[str, Engine], questions: Sequence[str], on_question: Callable[[str], None] = lambda _taus: None
-) -> dict[str, Report]:
+) -> dict[str, SpeculationReport]:
     """Ask every running engine the questions, in turns, one at a time; a report of each that speculates, beside the one
     named "off". `on_question` hears the tau of each so far. Raises SpecServeError where an engine fails."""
     arms = {name: _Way(engine) for name, engine in engines.items()}
@@ -174,13 +174,13 @@ def compare(
         spoken = itertools.islice(cell.arms.items(), 1, None)
         on_question(", ".join(f"{name} tau {result.acceptance.tau:.2f}" for name, result in spoken))
     return {
-        name: Report("pydoc", name, 0.0, 1, cell.arms[PLAIN], result)
+        name: SpeculationReport("pydoc", name, 0.0, 1, cell.arms[PLAIN], result)
         for name, result in cell.arms.items()
         if name != PLAIN
     }
 
 
-def explain(report: Report, times: StepTimes) -> str:
+def explain(report: SpeculationReport, times: StepTimes) -> str:
     """Say where a gain comes from, or why there is none: the tokens of a step, and what it costs beside a plain one."""
     tau, cost = report.speculative.acceptance.tau, times.step / times.plain
     said = (

@@ -42,7 +42,7 @@ class Histogram:
 
 
 @dataclass(frozen=True)
-class Sample:
+class ServerReading:
     """A reading of /metrics. Counts are since the server's start, over all models and engines that it has."""
 
     time: float = 0.0
@@ -62,7 +62,7 @@ class Sample:
     latencies: Mapping[str, Histogram] = field(default_factory=dict)  # seconds
 
 
-def parse(text: str, time: float) -> Sample:
+def parse(text: str, time: float) -> ServerReading:
     """Read the exposition of a server. Raises ConfigError where it is none of a server of this kind."""
     try:
         series = Series.parse(text)
@@ -75,7 +75,7 @@ def parse(text: str, time: float) -> Sample:
     for name, series_names in LATENCIES.items():
         known = next((f"{each}_bucket" for each in series_names if f"{each}_bucket" in series.samples), "")
         histograms[name] = Histogram({float(bound): count for bound, count in series.by(known, "le").items()})
-    return Sample(
+    return ServerReading(
         time=time,
         model=running[0][0].get("model_name", ""),
         running=total("vllm:num_requests_running") or 0,
@@ -98,7 +98,7 @@ def parse(text: str, time: float) -> Sample:
 class Span:
     """The counts between two readings, or since the server's start where nothing ended in between."""
 
-    last: Sample
+    last: ServerReading
     tokens_per_second: float
     prompt_tokens_per_second: float
     name: str  # of the time that the counts below are of
@@ -108,13 +108,13 @@ class Span:
     latencies: Mapping[str, Histogram]
 
 
-class Watch:
+class Readings:
     """The readings of the last minute."""
 
     def __init__(self) -> None:
-        self._samples: deque[Sample] = deque()
+        self._samples: deque[ServerReading] = deque()
 
-    def push(self, sample: Sample) -> None:
+    def push(self, sample: ServerReading) -> None:
         """Add a reading. One with fewer tokens is of a server that has begun anew, and forgets the others."""
         if self._samples and sample.num_tokens < self._samples[-1].num_tokens:
             self._samples.clear()
@@ -132,9 +132,9 @@ class Watch:
         before = self._samples[-2] if len(self._samples) > 1 else last
         first = self._samples[0]
         is_recent = last.num_ended > first.num_ended
-        start = first if is_recent else Sample()
+        start = first if is_recent else ServerReading()
 
-        def rate(read: Callable[[Sample], float]) -> float:
+        def rate(read: Callable[[ServerReading], float]) -> float:
             seconds = last.time - before.time
             return (read(last) - read(before)) / seconds if seconds > 0 else 0.0
 

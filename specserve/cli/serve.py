@@ -37,7 +37,7 @@ def serve(run: ServeRun) -> None:
         _serve_replicas(run)
         return
     replicas.check_none(run)
-    processes.join(run.coordinator, run.num_processes, run.process_id)
+    processes.join(run.coordinator, run.num_processes, run.process_id, run.join_seconds)
     if not run.coordinator:
         _serve(run, None)
         return

@@ -9,11 +9,11 @@ from rich.markup import escape
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
 from specserve.serve.launch import load_models
-from specserve.serve.stablehlo import RUNNER, Sizes, export_step
+from specserve.serve.stablehlo import RUNNER, ExportSizes, export_step
 
 
 def export_stablehlo(
-    head: Path | None, output: Path, *, target: str, speculation: str, platforms: str, sizes: Sizes
+    head: Path | None, output: Path, *, target: str, speculation: str, platforms: str, sizes: ExportSizes
 ) -> None:
     """Load target and head, write the folder, and say how to run what is in it. Raises ConfigError."""
     if speculation == "auto":

@@ -21,7 +21,7 @@ from specserve.train.recipe import recipe
 
 
 @dataclass(frozen=True)
-class Row:
+class TargetRow:
     """A line of the list of targets. Sizes are in parameters and bytes."""
 
     name: str
@@ -83,10 +83,10 @@ def targets(
     )
 
 
-def _rows() -> list[Row]:
-    def row(name: str, hub_id: str | None, config: ModelConfig, head: HeadSize) -> Row:
+def _rows() -> list[TargetRow]:
+    def row(name: str, hub_id: str | None, config: ModelConfig, head: HeadSize) -> TargetRow:
         size = target_size(config)
-        return Row(name, hub_id, config.family, size.total, size.active, size.bf16_bytes, head)
+        return TargetRow(name, hub_id, config.family, size.total, size.active, size.bf16_bytes, head)
 
     bundled = model_config(read_json(BUNDLED_FOLDER / "config.json"), dtype="bfloat16")
     head = read_json(BUNDLED_HEAD_FOLDER / "config.json")
@@ -95,14 +95,14 @@ def _rows() -> list[Row]:
     return [row(BUNDLED, None, bundled, bundled_head), *presets]
 
 
-def _wide_table(rows: Sequence[Row]) -> Table:
+def _wide_table(rows: Sequence[TargetRow]) -> Table:
     table = _table("target", "from", "family", "parameters", "", "bf16", "head", "", right=(3, 4, 5, 6, 7))
     for row in rows:
         table.add_row(row.name, row.origin, row.family, *row.size, row.memory, *row.head_shape)
     return table
 
 
-def _narrow_table(rows: Sequence[Row]) -> Table:
+def _narrow_table(rows: Sequence[TargetRow]) -> Table:
     """The table with two lines for each target."""
     table = _table("target, family\nfrom", "parameters", "bf16", "head", right=(1, 2, 3))
     for row in rows:

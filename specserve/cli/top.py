@@ -12,7 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from rich.text import Text
 
-from specserve.cli.scrape import Span, Watch, parse
+from specserve.cli.scrape import Readings, Span, parse
 from specserve.errors import ConfigError
 from specserve.eval.client import Client, RefusedError, UnreachableError
 
@@ -33,7 +33,7 @@ def top(
 
 
 def _watch(client: Client, interval: float, once: bool) -> None:
-    watch, console = Watch(), Console(highlight=False)
+    watch, console = Readings(), Console(highlight=False)
     if once:
         for wait in (interval, 0.0):
             watch.push(parse(_read(client), time.monotonic()))
@@ -65,7 +65,7 @@ def _read(client: Client) -> str:
         ) from None
 
 
-def picture(url: str, watch: Watch, seconds_gone: float | None = None) -> RenderableType:
+def picture(url: str, watch: Readings, seconds_gone: float | None = None) -> RenderableType:
     """Draw what is known of the server now. `seconds_gone`: for how long it has not answered."""
     gone = Text()
     if seconds_gone is not None:

@@ -49,7 +49,7 @@ def train(run: TrainRun) -> None:
         workers.fit(run, _train)
         return
 
-    processes.join(run.coordinator, run.num_processes, run.process_id)
+    processes.join(run.coordinator, run.num_processes, run.process_id, run.join_seconds)
     try:
         _train(run)
     except Exception as error:

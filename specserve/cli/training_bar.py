@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from specserve.cli.progress import console
-from specserve.train.evaluation import Evaluation
+from specserve.train.evaluation import Measurement
 from specserve.train.observers import read_metrics
 from specserve.train.report import REPORT_FILE, duration, gigabytes, outlook, tau_curve
 from specserve.train.speed import Speed
@@ -32,7 +32,7 @@ class TrainingBar:
         )
         self._task = self._bar.add_task("", total=1.0, left="")
         self._live = Live(console=console, auto_refresh=False) if console.is_terminal else None
-        self._evaluation: Evaluation | None = None
+        self._evaluation: Measurement | None = None
         self._loss: float | None = None
         self._speed: Speed | None = None
         self._first: tuple[float, float] | None = None  # seconds and share of the first moment: what compiled is past

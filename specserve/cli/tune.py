@@ -24,11 +24,7 @@ def search(run: TuneRun) -> None:
     models = load(run, run.draft)
     prompts = _prompts(run, models)
     with Bars() as progress:
-        task = progress.add("")
-
-        def on_progress(what: str, done: int, total: int) -> None:
-            progress.update(task, description=what, completed=done, total=total)
-
+        on_progress = progress.reporter()
         found = tune(models, run, prompts, on_progress)
         details = {**found.profile.details, "settings": asdict(run), "provenance": collect()}
         profile = replace(found.profile, details=details)

@@ -15,9 +15,9 @@ from specserve.drafters.speculation import describe
 from specserve.eval.engines import load
 from specserve.eval.report import table
 from specserve.eval.settings import VerifyRun
-from specserve.eval.verify import Plan, Prover
+from specserve.eval.verify import ProofPlan, Prover
 from specserve.eval.verify_bench import load_prompts, make_bench, ways_to_prove
-from specserve.eval.verify_report import FALSE_ALARMS, Mismatch, Report
+from specserve.eval.verify_report import FALSE_ALARMS, Mismatch, ProofReport
 from specserve.provenance import collect
 from specserve.serve.launch import Models
 from specserve.speculative.tree import Tree
@@ -50,10 +50,10 @@ def verify(run: VerifyRun) -> None:
         raise typer.Exit(1)
 
 
-def _prove(run: VerifyRun, models: Models, trees: list[Tree], prompts: list[list[int]]) -> Report:
-    report = Report()
+def _prove(run: VerifyRun, models: Models, trees: list[Tree], prompts: list[list[int]]) -> ProofReport:
+    report = ProofReport()
     longest = max(map(len, prompts)) + 2 * run.max_tokens + 1
-    plan = Plan(run.max_tokens, run.draws, run.seed)
+    plan = ProofPlan(run.max_tokens, run.draws, run.seed)
     with Bars() as bars:
         compiling, asking = bars.add("compiling programs"), bars.add("answering, tokens")
 
@@ -68,7 +68,7 @@ def _prove(run: VerifyRun, models: Models, trees: list[Tree], prompts: list[list
     return report
 
 
-def _show(report: Report) -> None:
+def _show(report: ProofReport) -> None:
     console.print(_rows_table(report))
     console.print(_tests_table(report))
     for verdict, most in (("bug", SHOWN_BUGS), ("tie", SHOWN_TIES)):
@@ -88,7 +88,7 @@ def _show(report: Report) -> None:
         console.print(f"[bold green]speculation changes nothing here[/]{ties}", highlight=False)
 
 
-def _rows_table(report: Report) -> Table:
+def _rows_table(report: ProofReport) -> Table:
     shown = table(
         "answers, against plain decoding", ("speculation", "check"), ("answers", "tokens", "tau", "ties", "bugs", "")
     )
@@ -106,7 +106,7 @@ def _rows_table(report: Report) -> Table:
     return shown
 
 
-def _tests_table(report: Report) -> Table:
+def _tests_table(report: ProofReport) -> Table:
     title = f"tests; together they fail where nothing is wrong in {FALSE_ALARMS:g} of all runs (p < {report.limit:.1e})"
     shown = table(title, ("speculation", "test"), ("found", "p", ""))
     for test in report.tests:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import read_json
-from specserve.drafters.findings import CONFIG, Check, Report
+from specserve.drafters.findings import CONFIG, Check, DoctorReport
 from specserve.drafters.registry import kind_of
 
 _running = partial(Check, "the head as it runs (`--prompts`)")
@@ -39,7 +39,7 @@ BELOW_NOTES = _running(
 RUNNING = (MISREAD, KNOWS_NOTHING, BELOW_NOTES)
 
 
-def examine(folder: Path, target: Target | None) -> Report:
+def examine(folder: Path, target: Target | None) -> DoctorReport:
     """Make all checks. Without a target, those that need one are left out. Raises CheckpointError where there is
     nothing to look at: no config.json, no whole safetensors file."""
     return kind_of(read_json(folder / CONFIG)).examine(folder, target)

@@ -2,7 +2,7 @@
 learns, what that costs, and how it lies on disk. A new drafter is a folder beside `eagle3` that implements it, and a
 line in `registry`."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Generic, Literal, Protocol, TypeVar
@@ -13,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, Sharding
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.findings import Repair, Report
+from specserve.drafters.findings import DoctorReport, Repair
 from specserve.drafters.settings import DraftSettings
 from specserve.drafters.words import KindName
 from specserve.mesh import put
@@ -23,8 +23,8 @@ from specserve.pytree import pytree
 from specserve.speculative.drafter import Drafter, DraftWeights
 from specserve.speculative.vocab import DraftVocab
 
+State = TypeVar("State")
 Dialect = Literal["sglang", "vllm", "speculators", "sglang-jax"]  # engines whose layouts heads are written in
-DIALECTS: tuple[Dialect, ...] = ("sglang", "vllm", "speculators", "sglang-jax")
 
 
 @pytree
@@ -192,6 +192,19 @@ class TrainedDrafter(Drafter, Protocol):
         ...
 
 
+class Forgetful:
+    """The part of `speculative.drafter.Drafter` that is alike in all drafters which keep no finished answers."""
+
+    remembers = False
+
+    def remember(self, state: State, history: jax.Array, start: jax.Array, last: jax.Array, number: jax.Array) -> State:
+        del history, start, last, number
+        return state
+
+    def forget(self, state: State) -> State:
+        return state
+
+
 @dataclass(frozen=True)
 class Head:
     """A drafter with its weights, for one target."""
@@ -259,7 +272,7 @@ class Kind(Protocol):
         """List other readings of a head's files, which are tried by running the head."""
         ...
 
-    def examine(self, folder: Path, target: Target | None) -> Report:
+    def examine(self, folder: Path, target: Target | None) -> DoctorReport:
         """Check a head's files. Raises CheckpointError where there is nothing to look at."""
         ...
 
@@ -307,8 +320,16 @@ Own = TypeVar("Own", bound=Configured)
 class FileKind(Generic[Own]):
     """The part of a `Kind` that is about files, where its drafters are made of a config alone."""
 
-    def __init__(self, drafter: type[Own], files: HeadFiles) -> None:
+    def __init__(
+        self,
+        drafter: type[Own],
+        files: HeadFiles,
+        examine: Callable[[Path, Target | None], DoctorReport],
+        list_repairs: Callable[[Path, Target], Iterable[Repair]],
+        unknown_to: Callable[[Dialect, Any], list[str]],  # with the config of a drafter
+    ) -> None:
         self._drafter, self._files = drafter, files
+        self._examine, self._list_repairs, self._unknown_to = examine, list_repairs, unknown_to
 
     def own(self, drafter: TrainedDrafter) -> Own:
         """A drafter of this kind."""
@@ -335,6 +356,15 @@ class FileKind(Generic[Own]):
         config = self.own(head.drafter).config
         config, params, changes = self._files.without_copies(config, head.params, target, dtype)
         return Head(self._drafter(config), params, head.target_ids), changes
+
+    def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
+        return self._unknown_to(dialect, self.own(drafter).config)
+
+    def repairs(self, folder: Path, target: Target) -> list[Repair]:
+        return list(self._list_repairs(folder, target))
+
+    def examine(self, folder: Path, target: Target | None) -> DoctorReport:
+        return self._examine(folder, target)
 
 
 def shift(x: jax.Array, by: int) -> jax.Array:

@@ -78,7 +78,7 @@ class Repair:
 
 
 @dataclass(frozen=True)
-class Report:
+class DoctorReport:
     """The report of the doctor on a head's folder: what the head is, and what is wrong with it."""
 
     folder: Path

@@ -8,19 +8,24 @@ there is no more room.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from specserve.drafters.door import Forgetful
 from specserve.kernels.gather import take_each, take_rows
 from specserve.kernels.pages import PageRows
 from specserve.models.cache import Cache
 from specserve.models.config import ModelConfig
+from specserve.models.target import TargetParams
 from specserve.pytree import pytree
-from specserve.speculative.drafter import After, Committed, Sizes, SlotView
+from specserve.speculative.drafter import After, Committed, Sizes, SlotView, Weights
 
 FIRST_ENTRY = 1  # entry 0 has no aux hidden states to consume; it is never visible
+Tables = tuple[jax.Array, jax.Array]  # of pages [batch, max_pages]: for writing, and the part that is read
 MIN_PENDING = 8  # tokens that plain steps may leave to the drafter before it must catch up
 
 
@@ -40,6 +45,52 @@ class Following:
     pending: Pending  # [slot, max_pending, ...]
     cache: Cache  # the drafter's layers, under the target's page table
     page_aux: PageRows  # [page, taps * target_d_model], aux hidden states of each page's last entry
+
+
+class FollowingDrafter(Forgetful):
+    """The part of `door.TrainedDrafter` that is alike in all drafters whose state is `Following`."""
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """See `door.TrainedDrafter`."""
+        raise NotImplementedError
+
+    def empty_cache(self, sizes: Sizes) -> Cache:
+        """Pages for the drafter's layers."""
+        raise NotImplementedError
+
+    def write(self, weights: Weights, cache: Cache, tables: Tables, *entries: jax.Array) -> Cache:
+        """The pages with the drafter's entries of known tokens; `entries` are what `Extend` takes."""
+        raise NotImplementedError
+
+    def max_pending(self, max_depth: int) -> int:
+        return max_pending(max_depth)
+
+    def init_state(self, target: ModelConfig, sizes: Sizes) -> Following:
+        return init_state(self.empty_cache(sizes), len(self.aux_layers), target, sizes)
+
+    def admit(
+        self, state: Following, slot: jax.Array, page_row: jax.Array, num_cached: jax.Array, promise: jax.Array
+    ) -> Following:
+        del promise
+        return admit(state, slot, page_row, num_cached)
+
+    def observe(
+        self, weights: Weights, state: Following, view: SlotView, committed: Committed, after: After
+    ) -> Following:
+        tables = view.page_table, view.read_table
+        return observe(state, view, committed, after, functools.partial(self.write, weights, state.cache, tables))
+
+    def catch_up(self, weights: Weights, state: Following, view: SlotView) -> Following:
+        pending, tables = pending_of(state, view), (view.page_table, view.page_table)
+        index, is_valid = places(view.seq_lens, pending)
+        entries = pending.token_ids, pending.aux_hidden_states, index, is_valid
+        return caught_up(state, view, self.write(weights, state.cache, tables, *entries))
+
+    def also_learned(
+        self, output: Any, target: TargetParams, hidden_states: jax.Array, logits: jax.Array, p: jax.Array
+    ) -> None:
+        del output, target, hidden_states, logits, p
 
 
 # (token_ids [batch, n], aux hidden states before each [batch, n, taps * target_d_model], index of the entries

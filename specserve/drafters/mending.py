@@ -1,7 +1,7 @@
 """Changes of a head's files that undo slips, as far as they are the same for the `repairs` of all kinds."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -30,6 +30,15 @@ def exchange(rename: Rename, one: str, other: str) -> Callable[[Copy], None]:
         mended.tensors[first], mended.tensors[second] = mended.tensors[second], mended.tensors[first]
 
     return fix
+
+
+def tap_order(order: Sequence[int]) -> Callable[[np.ndarray], np.ndarray]:
+    """What puts the inputs of a matrix [out, taps * target_d_model] into another order of the taps."""
+
+    def reorder(weight: np.ndarray) -> np.ndarray:
+        return weight.reshape(len(weight), len(order), -1)[:, list(order)].reshape(weight.shape)
+
+    return reorder
 
 
 def masks(target: Target, stated: int) -> list[int]:

@@ -27,11 +27,15 @@ class DraftSettings:
     num_heads: int = setting(0, help="attention heads; 0: the target's", ge=0)
     num_kv_heads: int = setting(0, help="key/value heads; 0: the target's", ge=0)
     aux_layers: tuple[int, ...] = setting((), help="tapped target layers, 0-based; empty: 1, L//2-1, L-4")
-    block_size: int = setting(0, help="of a block drafter: slots of a block, its anchor included; 0: 8", ge=0, le=64)
-    window: int = setting(0, help="of a block drafter: committed tokens that a slot sees; 0: all", ge=0)
-    causal: bool = setting(False, help="of a block drafter: a slot sees those before it alone; windows imply it")
+    block_size: int = setting(
+        0, help="of a block drafter: positions of a block, its anchor included; 0: 8", ge=0, le=64
+    )
+    window: int = setting(0, help="of a block drafter: committed tokens that a masked position sees; 0: all", ge=0)
+    causal: bool = setting(
+        False, help="of a block drafter: a masked position sees those before it alone; windows imply it"
+    )
     mask_token: int = setting(
-        -1, help="of a block drafter: id of the token in its masked slots; -1: the last one", ge=-1
+        -1, help="of a block drafter: id of the token in its masked positions; -1: the last one", ge=-1
     )
     rank: int = setting(0, help="of a block drafter's joint head; 0: half the target's width, at most 256", ge=0)
     norm_output: bool = setting(False, help="hand the normed state to the next draft step (version 3.1)")

@@ -15,9 +15,23 @@ from typing import Any, TypeVar
 import jax
 import jax.numpy as jnp
 
-from specserve.drafters.door import Rows, shift
+from specserve.drafters.door import Aims, Rollout, Rows, shift
 
 Result = TypeVar("Result")
+
+
+class UnrolledDrafter:
+    """The part of `door.TrainedDrafter` that is alike in all drafters that are trained on their own outputs."""
+
+    @property
+    def max_tree_depth(self) -> int | None:
+        return None
+
+    def num_steps(self, rollout: int) -> int:
+        return rollout
+
+    def aims(self, rows: Rows, rollout: Rollout) -> Aims:
+        return Aims(all_weights(rows, rollout.length))
 
 
 def computed_again(step: Callable[..., Result]) -> Callable[..., Result]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specserve.errors import DataError, RequestError
-from specserve.eval.bench_cells import PLAIN, Arm, ArmResult, Cell, EngineArm, run_round
+from specserve.eval.bench_cells import PLAIN, ArmResult, BenchArm, Cell, EngineArm, run_round
 from specserve.eval.intervals import Interval, median_interval, tau_difference, tau_interval
 from specserve.eval.prompts import Question
 from specserve.serve.engine import Engine
@@ -25,7 +25,7 @@ Unit = tuple[int, ...]  # questions, by number, of which acceptance is known tog
 
 
 @dataclass
-class Report:
+class SpeculationReport:
     """The measurement of one way to speculate, at one temperature and concurrency, beside plain decoding."""
 
     bench: str
@@ -167,8 +167,8 @@ class CategoryReport:
 class Difference:
     """The difference between the taus of two heads, which answered the same questions in the same way."""
 
-    of: Report
-    to: Report
+    of: SpeculationReport
+    to: SpeculationReport
 
     @property
     def value(self) -> float:
@@ -186,10 +186,10 @@ class Difference:
         return {**names, **cell, "difference": self.value, "interval": _json(self.interval)}
 
 
-def differences(reports: Sequence[Report]) -> list[Difference]:
+def differences(reports: Sequence[SpeculationReport]) -> list[Difference]:
     """Compare every head with the first one that was measured with the same speculation, temperature and
     concurrency."""
-    first: dict[tuple[str, float, int], Report] = {}
+    first: dict[tuple[str, float, int], SpeculationReport] = {}
     found = []
     for report in reports:
         to = first.setdefault((report.speculation, report.temperature, report.concurrency), report)
@@ -202,16 +202,16 @@ def evaluate(
     plain: Engine,
     speculative: Engine,
     questions: Sequence[Question],
-    report: Report,
+    report: SpeculationReport,
     *,
     max_tokens: int,
     seed: int = 0,
-    on_answer: Callable[[Report], None] = lambda _report: None,
-) -> Report:
+    on_answer: Callable[[SpeculationReport], None] = lambda _report: None,
+) -> SpeculationReport:
     """Have every conversation twice, through two engines that run over the same target. Fills and returns `report`,
     and calls `on_answer` with it after every group of questions. Raises DataError where the target has no chat
     template, or no prompt fits its context, and SpecServeError where an engine fails on an answer."""
-    arms: dict[str, Arm] = {PLAIN: EngineArm(plain), report.name: EngineArm(speculative)}
+    arms: dict[str, BenchArm] = {PLAIN: EngineArm(plain), report.name: EngineArm(speculative)}
     read = reader(plain, max_tokens)
     converse(arms, questions, [report], read, seed=seed, on_answer=lambda: on_answer(report))
     return report
@@ -233,9 +233,9 @@ def reader(engine: Engine, max_tokens: int) -> Read:
 
 
 def converse(
-    arms: Mapping[str, Arm],  # the first is the yardstick, whose answers the conversations go on with
+    arms: Mapping[str, BenchArm],  # the first is the yardstick, whose answers the conversations go on with
     questions: Sequence[Question],
-    reports: Sequence[Report],  # at one temperature and concurrency; of the arms that they name, the others' are none
+    reports: Sequence[SpeculationReport],  # at one temperature and concurrency; each of an arm that it names
     read: Read,
     *,
     seed: int = 0,
@@ -282,7 +282,7 @@ def warm_up(arms: Iterable[EngineArm], question: Question, read: Read) -> None:
             arm.ask([found[0]], [SamplingParams(max_tokens=min(8, found[1]), temperature=0.0)], 1)
 
 
-def _cell(yardstick: str, reports: Sequence[Report]) -> Cell:
+def _cell(yardstick: str, reports: Sequence[SpeculationReport]) -> Cell:
     own = {report.name: report.speculative for report in reports}
     results = {yardstick: own.get(yardstick, reports[0].plain), **own}
     for report in reports:
@@ -301,7 +301,7 @@ def _groups(chats: Sequence["_Chat"], size: int) -> "itertools.chain[list[_Chat]
     return itertools.chain.from_iterable(map(groups, range(turns)))
 
 
-def _note(report: Report, chats: Sequence["_Chat"], found: Sequence[Acceptance]) -> None:
+def _note(report: SpeculationReport, chats: Sequence["_Chat"], found: Sequence[Acceptance]) -> None:
     """Count the accepted draft tokens of one group of questions. The counts are kept for each question, or for the
     whole group where the arm reports no more."""
     units = [[chat] for chat in chats] if report.tells_each else [chats]

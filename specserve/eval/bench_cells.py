@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import numpy as np
 
 from specserve.errors import SpecServeError
+from specserve.eval.arrivals import gaps, seconds_per_token
 from specserve.serve.engine import Engine
 from specserve.serve.interface import EngineStats
 from specserve.serve.request import Delta, FinishReason, SamplingParams
@@ -26,7 +27,7 @@ PLAIN = "off"
 
 
 @dataclass(frozen=True)
-class Plan:
+class BenchPlan:
     """The questions that a benchmark asks, and how often it asks."""
 
     concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
@@ -48,7 +49,7 @@ class Plan:
 
 
 @dataclass(eq=False)
-class Answer:
+class TimedAnswer:
     """An answer as its client saw it arrive. Seconds count from its submission."""
 
     begin: float = 0.0
@@ -64,7 +65,7 @@ class Answer:
     def num_tokens(self) -> int:
         return len(self.token_ids) if self.num_told is None else self.num_told
 
-    def agrees(self, other: "Answer") -> bool:
+    def agrees(self, other: "TimedAnswer") -> bool:
         """Return whether both answers are the same: token for token, or letter for letter where token ids are not
         known."""
         if self.num_told is None and other.num_told is None:
@@ -80,17 +81,16 @@ class Answer:
 
     @property
     def gaps(self) -> list[float]:
-        """The seconds between one arrival and the next."""
-        return [late - early for early, late in itertools.pairwise(self.arrivals)]
+        """See `arrivals.gaps`."""
+        return gaps(self.arrivals)
 
     @property
     def seconds_per_token(self) -> float | None:
-        """The mean seconds for each token after the first, which is vLLM's TPOT; None for an answer of one token."""
-        span = self.arrivals[-1] - self.arrivals[0]
-        return span / (self.num_tokens - 1) if self.num_tokens > 1 else None
+        """See `arrivals.seconds_per_token`."""
+        return seconds_per_token(self.arrivals, self.num_tokens)
 
 
-def steady(answers: Sequence[Answer]) -> tuple[int, float]:
+def steady(answers: Sequence[TimedAnswer]) -> tuple[int, float]:
     """The tokens that came while all of these answers were being made, after the last of them had begun and before the
     first had ended, and the seconds of that time. Prompts do not count, nor steps of fewer sequences."""
     start = max(answer.begin + answer.arrivals[0] for answer in answers)
@@ -104,7 +104,7 @@ def steady(answers: Sequence[Answer]) -> tuple[int, float]:
     return sum(arrived), max(0.0, end - start)
 
 
-class Arm(Protocol):
+class BenchArm(Protocol):
     """A way of decoding that a benchmark measures."""
 
     def can_run(self, temperature: float, concurrency: int, /) -> bool:
@@ -122,7 +122,7 @@ class Arm(Protocol):
 
     def ask(
         self, prompts: Sequence[Any], params: Sequence[SamplingParams], concurrency: int, /
-    ) -> tuple[list[Answer], float]:
+    ) -> tuple[list[TimedAnswer], float]:
         """Answer the prompts (token ids, or chats where the arm is a server), `concurrency` of them at a time; also
         returns the seconds that all of them took."""
         ...
@@ -150,12 +150,12 @@ class EngineArm:
         params: Sequence[SamplingParams],
         concurrency: int,
         on_done: Callable[[int], None] = lambda _number: None,  # how many answers have ended
-    ) -> tuple[list[Answer], float]:
+    ) -> tuple[list[TimedAnswer], float]:
         window, finished = threading.Semaphore(concurrency), threading.Semaphore(0)
-        answers = [Answer() for _ in prompts]
+        answers = [TimedAnswer() for _ in prompts]
         requests = []
 
-        def listener(answer: Answer) -> Callable[[Delta], None]:
+        def listener(answer: TimedAnswer) -> Callable[[Delta], None]:
             def on_delta(delta: Delta) -> None:
                 answer.take(delta.token_ids)
                 answer.text += delta.text
@@ -264,9 +264,9 @@ class Cell:
 
 
 def run_cells(
-    arms: Mapping[str, Arm],
+    arms: Mapping[str, BenchArm],
     prompts: Sequence[Sequence[int]],
-    plan: Plan,
+    plan: BenchPlan,
     on_round: Callable[[Cell], None] = lambda _cell: None,
 ) -> list[Cell]:
     """Measure every cell of the plan. The arm named "off" is the yardstick; every prompt must leave room for
@@ -292,15 +292,15 @@ def run_cells(
 
 
 def run_round(
-    arms: Mapping[str, Arm],
+    arms: Mapping[str, BenchArm],
     prompts: Sequence[Any],  # as the arms take them
     params: Sequence[SamplingParams],
     cell: Cell,
     number: int = 0,
-) -> dict[str, list[Answer]]:
+) -> dict[str, list[TimedAnswer]]:
     """Ask every arm the same, and record the results in the cell. In round `number` the arm with that index, counted
     around, goes first, so no arm always does. Returns the answers of each arm."""
-    answers: dict[str, list[Answer]] = {}
+    answers: dict[str, list[TimedAnswer]] = {}
     names = list(arms)
     for i in range(len(names)):
         name = names[(i + number) % len(names)]
@@ -317,13 +317,13 @@ def run_round(
     return answers
 
 
-def params_of(plan: Plan, temperature: float, i: int) -> SamplingParams:
+def params_of(plan: BenchPlan, temperature: float, i: int) -> SamplingParams:
     """Return the sampling parameters of question `i` of a round, which are the same for every arm."""
     return SamplingParams(max_tokens=plan.max_tokens, temperature=temperature, seed=plan.seed + i)
 
 
 def _record(
-    result: ArmResult, answers: Sequence[Answer], seconds: float, before: EngineStats, after: EngineStats
+    result: ArmResult, answers: Sequence[TimedAnswer], seconds: float, before: EngineStats, after: EngineStats
 ) -> None:
     answers = [answer for answer in answers if not answer.error]  # refused questions, of which nothing is measured
     num_tokens = sum(answer.num_tokens for answer in answers)

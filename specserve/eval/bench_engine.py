@@ -13,7 +13,17 @@ import jax
 
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
-from specserve.eval.bench_cells import PLAIN, Arm, ArmResult, Cell, EngineArm, Plan, params_of, run_cells, run_round
+from specserve.eval.bench_cells import (
+    PLAIN,
+    ArmResult,
+    BenchArm,
+    BenchPlan,
+    Cell,
+    EngineArm,
+    params_of,
+    run_cells,
+    run_round,
+)
 from specserve.eval.engines import measured_engine
 from specserve.eval.step_times import StepTimes, measure_steps, read_bandwidth
 from specserve.serve.engine import Engine
@@ -49,7 +59,12 @@ class Coupling:
 
 
 def measure_coupling(
-    name: str, coupled: Arm, uncoupled: Arm, prompts: Sequence[Sequence[int]], plan: Plan, temperature: float
+    name: str,
+    coupled: BenchArm,
+    uncoupled: BenchArm,
+    prompts: Sequence[Sequence[int]],
+    plan: BenchPlan,
+    temperature: float,
 ) -> Coupling:
     """Measure both arms on the same questions and seeds, one answer at a time. They take turns in being the first."""
     found = Coupling(name, temperature)
@@ -71,7 +86,7 @@ def measure_coupling(
 class BenchReport:
     """The results of the benchmark of the engine."""
 
-    plan: Plan
+    plan: BenchPlan
     cells: list[Cell] = field(default_factory=list)
     couplings: list[Coupling] = field(default_factory=list)
     steps: dict[str, StepTimes] = field(default_factory=dict)  # by arm
@@ -108,10 +123,10 @@ def run_bench(
     models: Models,
     names: Sequence[str],
     prompts: Sequence[Sequence[int]],
-    plan: Plan,
+    plan: BenchPlan,
     *,
     max_model_len: int,
-    others: Mapping[str, Arm] | None = None,
+    others: Mapping[str, BenchArm] | None = None,
     has_coupling: bool = True,
     on_warmup: OnWarmup = lambda _arm, _done, _total, _name: None,
     on_round: Callable[[Cell], None] = lambda _cell: None,
@@ -145,7 +160,7 @@ def run_bench(
                 bandwidth=report.read_bandwidth,
             )
     with ExitStack() as stack:
-        arms: dict[str, Arm] = {name: EngineArm(stack.enter_context(engine)) for name, engine in engines.items()}
+        arms: dict[str, BenchArm] = {name: EngineArm(stack.enter_context(engine)) for name, engine in engines.items()}
         report.cells = run_cells({**arms, **(others or {})}, prompts, plan, on_round)
         report.memory = _memory(models, engines.values())  # before further engines are made
         report.num_late_compiles = sum(engine.stats().num_late_compiles for engine in engines.values())

@@ -1,7 +1,7 @@
 """The benchmark of this backend's kernels. Each runs beside XLA's own operations for the same function, shape by
 shape, with the share that it reaches of what this machine can do.
 
-`CATALOGUE` is all there is to measure. A kernel is added as a function that makes its `Work`.
+`CATALOGUE` is all there is to measure. A kernel is added as a function that makes its `KernelWork`.
 """
 
 import contextlib
@@ -23,27 +23,30 @@ from specserve.eval.step_times import read_bandwidth
 from specserve.kernels import native
 from specserve.kernels.attention import attend
 from specserve.kernels.grouped import cost
+from specserve.kernels.matmul import Weight, matmul, pack, quantize
 from specserve.kernels.paged import PagedPrefix, kernel_for
 from specserve.kernels.pages import LARGEST, Pages
 from specserve.mesh import default_dtype, free_memory
 from specserve.models.config import Experts, ModelConfig
 from specserve.models.moe import Form, best_form, moe, moe_spec
-from specserve.models.params import init_params
+from specserve.models.params import init_params, is_product, num_params
+from specserve.models.target import fuse_for_cpu, target_spec
 from specserve.serve.launch import CACHE_DTYPES
+from specserve.train.plan import find_config
 from specserve.train.speed import matmul_peak
 
 COMPILERS = {"gpu": "Triton", "tpu": "Mosaic"}  # of the kernels of accelerators
 
 
 @dataclass(frozen=True)
-class Work:
-    """A function for one shape. While it is traced it calls the backend's kernel, or XLA's operations where these are
-    left out."""
+class KernelWork:
+    """A function for one shape, once by the backend's kernel and once by XLA's operations."""
 
     kernel: str  # its name in the catalogue
     shape: dict[str, int]
     path: str  # what runs on this backend: the kernel's name; empty: there is none, XLA runs alone
     function: Callable[..., Any]
+    xla: Callable[..., Any]  # the same of the same arguments, by XLA's operations alone
     make: Callable[[], tuple[Any, ...]]  # the arguments, so that no two shapes are in memory together
     num_bytes: int  # that must be read and written, each once
     num_flops: int
@@ -56,7 +59,7 @@ class Bounds:
     bytes_per_second: float
     flops_per_second: float
 
-    def seconds(self, work: Work) -> float:
+    def seconds(self, work: KernelWork) -> float:
         """Return the least seconds that the work can take."""
         return max(work.num_bytes / self.bytes_per_second, work.num_flops / self.flops_per_second)
 
@@ -65,7 +68,7 @@ class Bounds:
 class KernelTimes:
     """The median times of a kernel and of XLA's operations, in milliseconds."""
 
-    work: Work
+    work: KernelWork
     own_ms: float | None  # of the backend's kernel; None: there is none
     xla_ms: float
     bound_ms: float
@@ -91,12 +94,12 @@ def measure_kernels(run: KernelsRun, bounds: Bounds) -> Iterator[KernelTimes]:
             yield _time(work, bounds, run.seconds)
 
 
-def _time(work: Work, bounds: Bounds, seconds: float) -> KernelTimes:
+def _time(work: KernelWork, bounds: Bounds, seconds: float) -> KernelTimes:
     arguments = work.make()
     with native.left_out():
-        programs = {"xla": _compile(work, arguments)}
+        programs = {"xla": _compile(work.xla, arguments)}
     if work.path:
-        programs["own"] = _compile(work, arguments)
+        programs["own"] = _compile(work.function, arguments)
     found: dict[str, list[float]] = {name: [] for name in programs}
     begin = time.perf_counter()
     while not found["xla"] or time.perf_counter() - begin < seconds * len(programs):
@@ -108,14 +111,14 @@ def _time(work: Work, bounds: Bounds, seconds: float) -> KernelTimes:
     return KernelTimes(work, medians.get("own"), medians["xla"], 1e3 * bounds.seconds(work))
 
 
-def _compile(work: Work, arguments: tuple[Any, ...]) -> Any:
+def _compile(function: Callable[..., Any], arguments: tuple[Any, ...]) -> Any:
     # a function object of its own: what JAX traced with other kernels must not be found again
-    program = jax.jit(native.serving(lambda *own: work.function(*own))).lower(*arguments).compile()
+    program = jax.jit(native.serving(lambda *own: function(*own))).lower(*arguments).compile()
     jax.block_until_ready(program(*arguments))
     return program
 
 
-def _attention(run: KernelsRun) -> Iterator[Work]:
+def _attention(run: KernelsRun) -> Iterator[KernelWork]:
     """Yield the shapes of attention over pages: queries of a tree or a chunk, over committed entries and
     themselves."""
     if run.heads % run.kv_heads:
@@ -132,11 +135,12 @@ def _attention(run: KernelsRun) -> Iterator[Work]:
                 "free; leave the largest out"
             )
         rows = batch * n * run.heads * run.head_dim
-        yield Work(
+        yield KernelWork(
             kernel="attention",
             shape={"batch": batch, "queries": n, "entries": entries},
             path=_attention_path(run, stored),
-            function=lambda q, k, v, mask, prefix: attend(q, k, v, mask, prefix),
+            function=attend,
+            xla=attend,  # where kernels are left out
             make=lambda batch=batch, entries=entries, n=n: _attention_arguments(run, stored, batch, entries, n),
             num_bytes=batch * entries * token + 2 * rows * np.dtype(dtype).itemsize,
             num_flops=4 * rows * (entries + n),
@@ -179,9 +183,9 @@ def _attention_arguments(run: KernelsRun, stored: str, batch: int, entries: int,
     return new(run.heads), new(run.kv_heads), new(run.kv_heads), mask, prefix
 
 
-def _experts(run: KernelsRun) -> Iterator[Work]:
+def _experts(run: KernelsRun) -> Iterator[KernelWork]:
     """A mixture of experts, routing included, over all query tokens of the batch. On CPU a server packs its experts for
-    a native kernel, whose products `benchmarks/products.py` times; here they are plain, and XLA multiplies them."""
+    the native kernel of `products`; here they are plain, and XLA multiplies them."""
     if run.top_k > run.num_experts:
         raise ConfigError(f"--top-k {run.top_k}: there are --num-experts {run.num_experts}")
     experts, dtype, d_model = Experts(run.num_experts, run.top_k, run.expert_d_ff), default_dtype(), run.d_model
@@ -196,14 +200,18 @@ def _experts(run: KernelsRun) -> Iterator[Work]:
         rows = jax.random.normal(jax.random.key(1), (num_rows, run.d_model), dtype)
         return init_params(spec, jax.random.key(0), dtype), rows
 
+    def function(params: Any, x: jax.Array) -> jax.Array:
+        return moe(params, config, x)
+
     for num_rows in sorted({batch * n for batch, n in itertools.product(run.batch, run.queries)}):
         form, xla = (_form(shapes, experts, num_rows, left_out) for left_out in (False, True))
         counted = cost(shapes, run.top_k, jax.ShapeDtypeStruct((num_rows, run.d_model), dtype))
-        yield Work(
+        yield KernelWork(
             kernel="experts",
             shape={"rows": num_rows, "experts": run.num_experts},
             path="" if form is xla else COMPILERS[jax.default_backend()],
-            function=lambda params, x: moe(params, config, x),
+            function=function,
+            xla=function,
             make=functools.partial(make, num_rows),
             num_bytes=counted.num_bytes,
             num_flops=counted.flops,
@@ -215,4 +223,75 @@ def _form(params: Any, experts: Experts, num_rows: int, is_left_out: bool) -> Fo
         return best_form(params, experts, num_rows)
 
 
-CATALOGUE: dict[str, Callable[[KernelsRun], Iterator[Work]]] = {"attention": _attention, "experts": _experts}
+@dataclass(frozen=True)
+class _Format:
+    """How matrices are kept that are drawn in bfloat16."""
+
+    plain: Callable[[jax.Array], Any]  # for XLA
+    num_bytes: int  # of an element
+
+
+FORMATS = {
+    "float32": _Format(lambda matrix: matrix * (1 + 2**-20), 4),  # numbers that need all of float32
+    "bfloat16": _Format(lambda matrix: matrix, 2),
+    "int8": _Format(lambda matrix: quantize(matrix, "int8"), 1),
+}
+
+
+def _products(run: KernelsRun) -> Iterator[KernelWork]:
+    """All products of one step of the target, one after another, by rows: of one sequence's plain step to a prompt's
+    chunk. XLA multiplies plain float32 matrices where weights are bfloat16 numbers, since it widens others first."""
+    config = find_config(run.target)[0]
+    if (needed := 3 * 4 * num_params(target_spec(config))) > free_memory():  # what is drawn, and both layouts
+        raise ConfigError(
+            f"--target {run.target}: its products need about {needed / 1e9:.1f} GB, {free_memory() / 1e9:.1f} GB are "
+            "free; give a smaller one"
+        )
+    on_cpu = jax.default_backend() == "cpu"
+    has_kernel = on_cpu and native.is_available()
+    for name in FORMATS if on_cpu else ("bfloat16",):
+        shapes = [matrix.shape for matrix in _matrices(run.target, name, has_kernel)[0]]
+        elements, ends = sum(d_in * d_out for d_in, d_out in shapes), sum(d_in + d_out for d_in, d_out in shapes)
+        for num_rows in run.rows:
+            yield KernelWork(
+                kernel=f"products, {name} weights",
+                shape={"rows": num_rows, "matrices": len(shapes)},
+                path="native" if has_kernel else "",
+                function=lambda x, _plain, packed: _in_a_row(x, packed),
+                xla=lambda x, plain, _packed: _in_a_row(x, plain),
+                make=functools.partial(_product_arguments, run.target, name, has_kernel, num_rows),
+                num_bytes=FORMATS[name].num_bytes * elements + num_rows * ends * np.dtype(default_dtype()).itemsize,
+                num_flops=2 * num_rows * elements,
+            )
+    _matrices.cache_clear()
+
+
+@functools.lru_cache(maxsize=1)  # for all rows of a format, and not longer
+def _matrices(target: str, name: str, has_kernel: bool) -> tuple[list[Any], list[Any]]:
+    """A target's matrices in a format, of random numbers: for XLA, and for the kernel, where there is one."""
+    params = init_params(target_spec(find_config(target)[0]), jax.random.key(0), "bfloat16")
+    params = jax.tree.map(lambda leaf: leaf.astype(default_dtype()), params)
+    if jax.default_backend() == "cpu":
+        params = fuse_for_cpu(params)
+    drawn = [leaf for path, leaf in jax.tree_util.tree_leaves_with_path(params) if is_product(path)]
+    plain = [FORMATS[name].plain(matrix) for matrix in drawn if matrix.ndim == 2]
+    return plain, [pack(matrix) for matrix in plain] if has_kernel else plain
+
+
+def _product_arguments(target: str, name: str, has_kernel: bool, num_rows: int) -> tuple[Any, ...]:
+    return jnp.ones((num_rows, find_config(target)[0].d_model), default_dtype()), *_matrices(target, name, has_kernel)
+
+
+def _in_a_row(x: jax.Array, weights: list[Weight]) -> jax.Array:
+    """One product after another, as a step does: each waits for the one before."""
+    for weight in weights:
+        inputs = jnp.resize(x, (x.shape[0], weight.shape[0]))
+        x = x + matmul(inputs, weight)[:, :1] * 1e-3
+    return x
+
+
+CATALOGUE: dict[str, Callable[[KernelsRun], Iterator[KernelWork]]] = {
+    "attention": _attention,
+    "experts": _experts,
+    "products": _products,
+}

@@ -12,9 +12,9 @@ import numpy as np
 
 from specserve.drafters.speculation import describe
 from specserve.errors import ConfigError, DataError
-from specserve.eval.bench_cells import Answer, EngineArm
+from specserve.eval.bench_cells import EngineArm, TimedAnswer
 from specserve.eval.engines import measured_engine
-from specserve.eval.prompts import load_prompts
+from specserve.eval.prompts import RANDOM, load_prompts, random_prompts
 from specserve.eval.roofline import Roofline, measure_peaks, step_work
 from specserve.eval.settings import LatencyRun, ThroughputRun
 from specserve.eval.step_times import steps_timed, time_step
@@ -25,7 +25,6 @@ from specserve.serve.request import SamplingParams
 from specserve.serve.settings import ServeRun
 from specserve.speculative.acceptance import Acceptance
 
-RANDOM = "random"  # a bench: prompts of random token ids
 PERCENTILES = (10, 25, 50, 75, 90, 99)
 MOST_WAYS = 4  # of stepping that are timed, those that the run took most often
 REPEATS = 7
@@ -44,7 +43,7 @@ class Measured:
 class _Run:
     """The part of a benchmark that is timed."""
 
-    answers: Sequence[Answer]
+    answers: Sequence[TimedAnswer]
     seconds: float
     before: EngineStats
     after: EngineStats
@@ -58,7 +57,7 @@ def latency(models: Models, run: LatencyRun, on_progress: OnProgress = lambda _w
     longest = run.input_len + run.output_len + steps_timed(REPEATS) + 32  # room for the steps that are timed
     engine = _engine(models, run, run.batch_size, longest, on_progress)
     seconds: list[float] = []
-    answers: list[Answer] = []
+    answers: list[TimedAnswer] = []
     with engine:
         arm = EngineArm(engine)
         for number in range(run.num_iters_warmup):
@@ -126,7 +125,7 @@ def _params(run: LatencyRun | ThroughputRun, i: int, *, ignore_eos: bool) -> Sam
 def latency_prompts(models: Models, run: LatencyRun) -> list[list[int]]:
     """Make `batch_size` prompts of one length, which are the last tokens of longer ones. Raises DataError."""
     if run.bench == RANDOM:
-        return _random(models, run, run.batch_size)
+        return random_prompts(models.target.config.vocab_size, run.batch_size, run.input_len, run.seed)
     assert models.tokenizer is not None
     fits = lambda length: length >= run.input_len  # noqa: E731
     prompts = load_prompts(run.bench, run.batch_size, models.tokenizer.render_chat, fits)
@@ -141,7 +140,8 @@ def throughput_prompts(models: Models, run: ThroughputRun) -> list[list[int]]:
     """Make the benchmark's prompts, which all leave room for their answers. Raises ConfigError or DataError."""
     room = run.max_model_len - run.output_len
     if run.bench == RANDOM:
-        prompts = _random(models, run, run.num_prompts) if run.input_len <= room else []
+        vocab_size, count = models.target.config.vocab_size, run.num_prompts if run.input_len <= room else 0
+        prompts = random_prompts(vocab_size, count, run.input_len, run.seed)
     else:
         assert models.tokenizer is not None
         if run.input_len != ThroughputRun().input_len:
@@ -156,11 +156,6 @@ def throughput_prompts(models: Models, run: ThroughputRun) -> list[list[int]]:
             f"{run.max_model_len}"
         )
     return [prompts[i % len(prompts)] for i in range(run.num_prompts)]
-
-
-def _random(models: Models, run: LatencyRun | ThroughputRun, count: int) -> list[list[int]]:
-    rng = np.random.default_rng(run.seed)
-    return rng.integers(1, models.target.config.vocab_size, (count, run.input_len)).tolist()
 
 
 def _engine(

@@ -1,22 +1,14 @@
 """Engines for measurements: over models that are loaded once, and without programs that no measurement runs."""
 
-import dataclasses
-import logging
 from collections.abc import Callable
 
 from specserve.checkpoints.source import resolve_head
-from specserve.drafters.head import load_head
-from specserve.drafters.notes import read_notes
 from specserve.drafters.words import CARRIED
 from specserve.eval.settings import TargetRun
-from specserve.mesh import SERVING_AXES, default_dtype, parse_mesh
-from specserve.provenance import fingerprint
+from specserve.mesh import SERVING_AXES, parse_mesh
 from specserve.serve.engine import Engine
-from specserve.serve.interface import DraftInfo
-from specserve.serve.launch import Models, load_models, make_engine
+from specserve.serve.launch import Models, load_beside, load_models, make_engine
 from specserve.serve.settings import ServeRun
-
-logger = logging.getLogger(__name__)
 
 
 def load(run: TargetRun, draft: str, *, has_tokenizer: bool = True) -> Models:
@@ -28,20 +20,7 @@ def load(run: TargetRun, draft: str, *, has_tokenizer: bool = True) -> Models:
 
 def with_draft(models: Models, draft: str) -> Models:
     """Return the same loaded target with another head. Raises ConfigError or CheckpointError."""
-    is_carried = draft == CARRIED
-    folder, kind = (models.target.folder, CARRIED) if is_carried else (resolve_head(draft, "--draft"), None)
-    head = load_head(folder, models.target, dtype=default_dtype(), mesh=models.mesh, kind=kind)
-    notes = read_notes(folder)
-    trained_on, found = notes.get("target_fingerprint"), notes.get("acceptance", {})
-    if trained_on and trained_on != models.fingerprint:
-        logger.warning("%s was trained on other weights than those of %s", folder, models.name)
-    return dataclasses.replace(
-        models,
-        head=head,
-        head_fingerprint=fingerprint(folder),
-        head_acceptance=found.get("accept_rate", ()),
-        draft=DraftInfo(draft if is_carried else folder.name, found.get("tau")),
-    )
+    return load_beside(models, draft, models.target.folder if draft == CARRIED else resolve_head(draft, "--draft"))
 
 
 def measured_engine(

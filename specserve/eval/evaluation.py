@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specserve.eval.acceptance import Difference, Report, differences
+from specserve.eval.acceptance import Difference, SpeculationReport, differences
 from specserve.eval.intervals import Interval
 from specserve.eval.step_times import StepTimes
 
@@ -16,7 +16,7 @@ class Evaluation:
     bench: str
     num_questions: int
     target: str
-    reports: Sequence[Report]
+    reports: Sequence[SpeculationReport]
     steps: Mapping[str, StepTimes]  # of ways in which a head proposes one tree, by name
 
     @property
@@ -36,7 +36,7 @@ class Evaluation:
 
 
 @dataclass(frozen=True)
-class Verdict:
+class TauVerdict:
     """A published tau beside the measured one, and whether it is within the interval of the measurement."""
 
     name: str
@@ -71,12 +71,12 @@ class Verdict:
         }
 
 
-def verdicts(reports: Sequence[Report], expected: Sequence[float]) -> list[Verdict]:
+def verdicts(reports: Sequence[SpeculationReport], expected: Sequence[float]) -> list[TauVerdict]:
     """Compare each report with its own published tau. The list is empty where no taus are given."""
     pairs = zip(reports, expected, strict=True) if expected else ()
-    return [Verdict(full_name(report), value, report.tau, report.tau_interval) for report, value in pairs]
+    return [TauVerdict(full_name(report), value, report.tau, report.tau_interval) for report, value in pairs]
 
 
-def full_name(report: Report) -> str:
+def full_name(report: SpeculationReport) -> str:
     """Return a name that tells a report from all others of its evaluation."""
     return f"{report.name}, T={report.temperature:g}, {report.concurrency} at once"

@@ -5,9 +5,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from specserve.eval.acceptance import Report
-from specserve.eval.evaluation import Evaluation, Verdict
-from specserve.train.charts import Chart, Series, line_chart
+from specserve.eval.acceptance import SpeculationReport
+from specserve.eval.evaluation import Evaluation, TauVerdict
+from specserve.host import whole_file
+from specserve.train.charts import Chart, ChartLine, line_chart
 from specserve.train.pages import template
 
 TEMPLATE = "evaluation.html.j2"
@@ -16,7 +17,7 @@ TEMPLATE = "evaluation.html.j2"
 def write(
     path: Path,
     found: Evaluation,
-    verdicts: Sequence[Verdict],
+    verdicts: Sequence[TauVerdict],
     settings: Mapping[str, Any],
     provenance: Mapping[str, Any],
 ) -> None:
@@ -34,14 +35,15 @@ def write(
         settings=[(name, _text(value)) for name, value in settings.items()],
         provenance=[(name.replace("_", " "), _text(value)) for name, value in provenance.items()],
     )
-    path.write_text(page, encoding="utf-8")
+    with whole_file(path) as partial:
+        partial.write_text(page, encoding="utf-8")
 
 
 def _text(value: Any) -> str:
     return shlex.join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
-def _tiles(reports: Sequence[Report]) -> list[tuple[str, str, str]]:
+def _tiles(reports: Sequence[SpeculationReport]) -> list[tuple[str, str, str]]:
     """List the large figures on top, each as its name, its value, and the head or server that it belongs to."""
     tiles = []
     if told := [report for report in reports if report.tau is not None]:
@@ -57,12 +59,12 @@ def _tiles(reports: Sequence[Report]) -> list[tuple[str, str, str]]:
     return tiles
 
 
-def _charts(reports: Sequence[Report]) -> list[Chart]:
+def _charts(reports: Sequence[SpeculationReport]) -> list[Chart]:
     """Lay out the charts: acceptance over depth, and the effects of temperature and concurrency where several were
     measured."""
     first = reports[0].temperature, reports[0].concurrency
     own = [report for report in reports if (report.temperature, report.concurrency) == first]
-    by_depth = [Series(r.name, [*enumerate(r.accept_rate, start=1)], is_dotted=True) for r in own if r.accept_rate]
+    by_depth = [ChartLine(r.name, [*enumerate(r.accept_rate, start=1)], is_dotted=True) for r in own if r.accept_rate]
     charts = [line_chart("Acceptance by depth", "depth", by_depth, y_from_zero=True, note="given acceptance above")]
     at_once = [report for report in reports if report.temperature == first[0] and not report.is_yardstick]
     charts.append(_over(at_once, "Gain by concurrency", "at once", lambda r: (r.concurrency, r.gain)))
@@ -71,10 +73,10 @@ def _charts(reports: Sequence[Report]) -> list[Chart]:
     return [chart for chart in charts if chart]
 
 
-def _over(reports: Sequence[Report], title: str, axis: str, point: Any) -> Chart | None:
+def _over(reports: Sequence[SpeculationReport], title: str, axis: str, point: Any) -> Chart | None:
     """Make a line for each head and way to speculate. There are none where the axis has one value only."""
     lines: dict[str, list[tuple[float, float]]] = {}
     for report in reports:
         lines.setdefault(report.name, []).append(point(report))
-    series = [Series(name, points, is_dotted=True) for name, points in lines.items() if len(points) > 1]
+    series = [ChartLine(name, points, is_dotted=True) for name, points in lines.items() if len(points) > 1]
     return line_chart(title, axis, series)

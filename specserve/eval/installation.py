@@ -63,7 +63,7 @@ REPLY_SECONDS = 3.0
 
 
 @dataclass(frozen=True)
-class Finding:
+class MachineFinding:
     """A problem that a check has found. An error keeps specserve from working, or makes it wrong; a warning costs
     something."""
 
@@ -73,28 +73,28 @@ class Finding:
 
 
 @dataclass
-class Check:
+class MachineCheck:
     """The result of one check: facts as one line and as JSON, and the problems."""
 
     name: str
     text: str = ""
     facts: dict[str, Any] = field(default_factory=dict)
-    findings: list[Finding] = field(default_factory=list)
+    findings: list[MachineFinding] = field(default_factory=list)
 
     def warn(self, what: str, fix: str) -> None:
-        self.findings.append(Finding("warning", what, fix))
+        self.findings.append(MachineFinding("warning", what, fix))
 
     def fail(self, what: str, fix: str) -> None:
-        self.findings.append(Finding("error", what, fix))
+        self.findings.append(MachineFinding("error", what, fix))
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)
 
 
-def examine(address: tuple[str, int]) -> Iterator[Check]:
+def examine(address: tuple[str, int]) -> Iterator[MachineCheck]:
     """Make every check, one after another. `address` is the host and the port that a server would listen on. A check
     that raises is itself a finding."""
-    checks: dict[str, Callable[[Check], None]] = {
+    checks: dict[str, Callable[[MachineCheck], None]] = {
         "names": check_names,
         "versions": check_versions,
         "devices": check_devices,
@@ -105,7 +105,7 @@ def examine(address: tuple[str, int]) -> Iterator[Check]:
         "hub": check_hub,
     }
     for name, run in checks.items():
-        check = Check(name)
+        check = MachineCheck(name)
         try:
             run(check)
         except Exception as error:  # whatever a broken installation raises
@@ -117,7 +117,7 @@ def examine(address: tuple[str, int]) -> Iterator[Check]:
         yield check
 
 
-def check_names(check: Check) -> None:
+def check_names(check: MachineCheck) -> None:
     """Check that no file shadows a module. Python takes a module from the first place that has one of its name: the
     working directory, as `python -m` and notebooks have it, and PYTHONPATH come before what is installed."""
     given = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -160,7 +160,7 @@ def _where(name: str) -> str:
     return str(_home(name, distributions.get(name, "")) or "no place: it is not installed")
 
 
-def check_versions(check: Check) -> None:
+def check_versions(check: MachineCheck) -> None:
     """Check the versions of Python, of specserve and of its requirements against what specserve's metadata asks
     for."""
     from packaging.requirements import Requirement
@@ -204,7 +204,7 @@ def _version(distribution: str) -> str | None:
         return None
 
 
-def check_devices(check: Check) -> None:
+def check_devices(check: MachineCheck) -> None:
     """Check which devices JAX computes on, and that it does not leave an accelerator of this machine unused."""
     import jax
 
@@ -230,7 +230,7 @@ def _processor() -> str:
     return platform.processor() or platform.machine()
 
 
-def check_memory(check: Check) -> None:
+def check_memory(check: MachineCheck) -> None:
     """Check the free memory of the host and of a device, and the memory maps that compiled programs take."""
     import jax
     import psutil
@@ -255,7 +255,7 @@ def check_memory(check: Check) -> None:
         )
 
 
-def check_kernels(check: Check) -> None:
+def check_kernels(check: MachineCheck) -> None:
     """Check that the kernels of this backend are there, and compute what XLA's operations do."""
     import jax
 
@@ -293,7 +293,7 @@ def _kernels_fix(reason: str) -> str:
     return build.AGAIN if has_sources and "`" not in reason else reason.rpartition("; ")[2]
 
 
-def check_cache(check: Check) -> None:
+def check_cache(check: MachineCheck) -> None:
     """Check the user's folder of compiled programs and measured costs, without which every start compiles."""
     folder = host.cache_folder()
     sizes = {
@@ -323,7 +323,7 @@ def _is_writable(folder: Path) -> tuple[bool, str]:
     return True, ""
 
 
-def check_port(check: Check, name: str, port: int) -> None:
+def check_port(check: MachineCheck, name: str, port: int) -> None:
     """Check whether a server could listen at this address."""
     from specserve.errors import ConfigError
     from specserve.serve.http.server import bind_listener
@@ -347,7 +347,7 @@ def _who_answers(name: str, port: int) -> str:
         return ""
 
 
-def check_hub(check: Check) -> None:
+def check_hub(check: MachineCheck) -> None:
     """Check the cache of models, and whether the hub can be reached. Neither is needed for the bundled target or for
     folders."""
     from huggingface_hub import constants
@@ -361,7 +361,7 @@ def check_hub(check: Check) -> None:
         check.text += "; the bundled target and folders need no hub"
 
 
-def summary(checks: Sequence[Check]) -> dict[str, Any]:
+def summary(checks: Sequence[MachineCheck]) -> dict[str, Any]:
     """Return all findings as JSON."""
     return {
         "is_sound": not any(finding.level == "error" for check in checks for finding in check.findings),

@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from specserve import hub
 from specserve.data import pydoc
 from specserve.data.conversations import Conversation
@@ -15,6 +17,7 @@ from specserve.data.sources import SUFFIXES, HubDataset, download, file_rows
 from specserve.errors import ConfigError, DataError
 
 PYDOC, SPEED_BENCH = "pydoc", "speed-bench"
+RANDOM = "random"  # prompts of random token ids, for benchmarks alone
 MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # of SPEED-Bench, instead of most of its questions
 ROW = '{"question_id": 1, "category": "writing", "turns": ["..."]}'
 
@@ -31,7 +34,7 @@ class Question:
 
 
 @dataclass(frozen=True)
-class Bench:
+class QuestionSet:
     """A published set of questions: where it is, and what the target is asked of one of its rows."""
 
     dataset: HubDataset
@@ -48,38 +51,38 @@ def _alpaca(row: Raw) -> list[str]:
 # A bench is asked as those who publish heads ask it: the row's own text as the user's turn, without a system prompt and
 # without examples. Where they do not agree, docs/evaluation.md says what is done here.
 BENCHES = {
-    "mt-bench": Bench(
+    "mt-bench": QuestionSet(
         HubDataset("HuggingFaceH4/mt_bench_prompts", "apache-2.0"),
         lambda row: row["prompt"],
         lambda row: row["category"],
     ),
-    "gsm8k": Bench(
+    "gsm8k": QuestionSet(
         HubDataset("openai/gsm8k", "mit", config="main", split="test"),
         lambda row: [row["question"]],
         lambda _: "gsm8k",
     ),
-    "humaneval": Bench(
+    "humaneval": QuestionSet(
         HubDataset("openai/openai_humaneval", "mit", split="test"),
         lambda row: [row["prompt"]],
         lambda _: "humaneval",
     ),
-    "math-500": Bench(
+    "math-500": QuestionSet(
         HubDataset("HuggingFaceH4/MATH-500", "mit", split="test"),
         lambda row: [row["problem"]],
         lambda row: row["subject"],
     ),
-    "alpaca": Bench(HubDataset("tatsu-lab/alpaca", "cc-by-nc-4.0"), _alpaca, lambda _: "alpaca"),
-    "cnn-dm": Bench(
+    "alpaca": QuestionSet(HubDataset("tatsu-lab/alpaca", "cc-by-nc-4.0"), _alpaca, lambda _: "alpaca"),
+    "cnn-dm": QuestionSet(
         HubDataset("abisee/cnn_dailymail", "apache-2.0", config="3.0.0", split="test"),
         lambda row: [f"Summarize: {row['article']}"],
         lambda _: "cnn-dm",
     ),
-    "spec-bench": Bench(
+    "spec-bench": QuestionSet(
         # in no repository of the hub: `datasets` reads the authors' file where it lies
         HubDataset(
             "json",
             "apache-2.0",
-            files="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
+            files="https://raw.githubusercontent.com/hemingkx/Spec-QuestionSet/main/data/spec_bench/question.jsonl",
         ),
         lambda row: row["turns"],
         lambda row: row["category"],
@@ -141,6 +144,11 @@ def load_prompts(
         if len(found) >= count or len(chats) < limit:
             return [found[i * len(found) // count] for i in range(count)] if len(found) > count else found
         limit *= 4
+
+
+def random_prompts(vocab_size: int, count: int, length: int, seed: int) -> list[list[int]]:
+    """So many prompts of so many random token ids."""
+    return np.random.default_rng(seed).integers(1, vocab_size, (count, length)).tolist()
 
 
 def _of_bench(name: str, path: str) -> Iterator[Question]:

@@ -18,7 +18,7 @@ from specserve.checkpoints.source import resolve_target
 from specserve.data.conversations import Row
 from specserve.errors import ConfigError, SpecServeError
 from specserve.eval.engines import answering_engine, load
-from specserve.eval.regenerate import Account, Asked, Job, Manner, Write, answer, regenerate_by
+from specserve.eval.regenerate import Account, AnswerSource, Job, Manner, Write, answer, regenerate_by
 from specserve.eval.settings import RegenerateRun
 from specserve.mesh import SERVING_AXES, num_devices
 from specserve.provenance import fingerprint
@@ -30,7 +30,7 @@ CALLS = 2  # batches at once in an engine: one fills the slots that the other's 
 
 
 @dataclass(frozen=True)
-class Told:
+class EngineTask:
     """The message that every worker gets."""
 
     run: RegenerateRun
@@ -48,8 +48,8 @@ def regenerate(
         raise ConfigError("--ray needs to know who answers: give --target")
     folder = resolve_target(run.target).folder
     config, _ = find_config(str(folder))
-    told = Told(run, manner, cluster.Driver.here(), fingerprint(folder))
-    asked = Asked(told.target, longest_sequence(config, run.max_model_len), Tokenizer.load(folder))
+    told = EngineTask(run, manner, cluster.Driver.here(), fingerprint(folder))
+    asked = AnswerSource(told.target, longest_sequence(config, run.max_model_len), Tokenizer.load(folder))
 
     def ask(jobs: Sequence[Job], write: Write, account: Account) -> None:
         if not jobs:
@@ -68,7 +68,7 @@ def regenerate(
 
 
 @dataclass(frozen=True)
-class Found:
+class AnsweredRows:
     """The rows of a batch of questions, and the account of them."""
 
     rows: list[dict[str, Any]]
@@ -79,7 +79,7 @@ class Answerer:
     """A worker with one engine, as an actor of Ray Data. An error is returned as a result, because Ray would try again
     if it were raised."""
 
-    def __init__(self, told: Told) -> None:
+    def __init__(self, told: EngineTask) -> None:
         self._manner, self._error = told.manner, None
         try:
             told.driver.enter()
@@ -105,8 +105,8 @@ class Answerer:
     def __call__(self, batch: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
         return {"found": np.array([pickle.dumps(self._error or self._answer(batch))], object)}
 
-    def _answer(self, batch: dict[str, np.ndarray]) -> Found | SpecServeError:
-        found = Found([], Account())
+    def _answer(self, batch: dict[str, np.ndarray]) -> AnsweredRows | SpecServeError:
+        found = AnsweredRows([], Account())
         try:
             jobs = [pickle.loads(job) for job in batch["item"]]
             answer(self._engine, jobs, self._manner, found.rows.append, found.account)
@@ -115,7 +115,7 @@ class Answerer:
         return found
 
 
-def _answers(ray: Any, told: Told, jobs: Sequence[Job]) -> Iterator[Found]:
+def _answers(ray: Any, told: EngineTask, jobs: Sequence[Job]) -> Iterator[AnsweredRows]:
     """Yield the answers of all jobs, batch by batch, as they come."""
     run = told.run
     size = max(1, min(run.max_slots, -(-len(jobs) // (2 * CALLS * run.num_workers))))

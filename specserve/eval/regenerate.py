@@ -1,8 +1,8 @@
 """Training data in the target's own words: every question of a data set, answered by the target through the engine.
 
-A head learns to predict what the target says, not what a data set's authors wrote, so this is the largest quality
-lever there is (docs/log). A row depends on its question and the settings alone, never on batch mates, order or
-speculation; so a run that was killed goes on where it stopped and ends with the same rows.
+A head learns to predict what the target says, not what a data set's authors wrote. A row depends on its question and
+the settings alone, never on batch mates, order or speculation; so a run that was killed goes on where it stopped and
+ends with the same rows.
 """
 
 import dataclasses
@@ -147,12 +147,12 @@ def regenerate(
     def ask(jobs: Sequence[Job], write: Write, account: Account) -> None:
         answer(engine, jobs, manner, write, account, on_answer)
 
-    source = Asked(target, engine.max_model_len, engine.tokenizer)
+    source = AnswerSource(target, engine.max_model_len, engine.tokenizer)
     return regenerate_by(ask, source, rows, output, manner, samples=samples)
 
 
 @dataclass(frozen=True)
-class Asked:
+class AnswerSource:
     """The properties of the answering target in which the rows of different targets differ."""
 
     target: str  # a name or fingerprint, kept with the settings
@@ -165,7 +165,7 @@ Write = Callable[[dict[str, Any]], None]
 
 def regenerate_by(
     ask: Callable[[Sequence[Job], Write, Account], None],  # has all of them answered, by one engine or by many
-    asked: Asked,
+    asked: AnswerSource,
     rows: Iterable[Row],
     output: Path,
     manner: Manner,

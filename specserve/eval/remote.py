@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specserve.errors import ConfigError, SpecServeError
-from specserve.eval.acceptance import Messages, Read, Report
-from specserve.eval.bench_cells import Answer
+from specserve.eval.acceptance import Messages, Read, SpeculationReport
+from specserve.eval.bench_cells import TimedAnswer
 from specserve.eval.client import Client, RefusedError, UnreachableError
 from specserve.eval.series import DRAFTS, OWN_STEPS, TOKENS, Series
 from specserve.serve.interface import EngineStats
@@ -73,7 +73,7 @@ class ServerArm:
 
     def ask(
         self, prompts: Sequence[Messages], params: Sequence[SamplingParams], concurrency: int, /
-    ) -> tuple[list[Answer], float]:
+    ) -> tuple[list[TimedAnswer], float]:
         """Answer the chats, `concurrency` of them at a time, and return the answers with the seconds that all
         took. A server's counters count all answers together, so their difference over the call is noted in the
         first answer."""
@@ -94,7 +94,7 @@ class ServerArm:
             self._look_for_mean()
         return answers, seconds
 
-    def describe(self, report: Report) -> None:
+    def describe(self, report: SpeculationReport) -> None:
         """Describe in the report what acceptance figures the server gives."""
         report.tells = {"counters": "all", "timings": "no depths"}.get(self.kind, self.kind)
         report.tells_each = self.kind == "timings"
@@ -111,7 +111,7 @@ class ServerArm:
         if self.num_refused:
             report.notes.append(f"{self.num_refused} questions were refused, the last with: {self.refusal}")
 
-    def _answer(self, messages: Messages, params: SamplingParams) -> Answer:
+    def _answer(self, messages: Messages, params: SamplingParams) -> TimedAnswer:
         body = {
             "model": self.model,
             "messages": messages,
@@ -121,7 +121,7 @@ class ServerArm:
             "stream": True,
             "stream_options": {"include_usage": True},
         }
-        answer = Answer(begin=time.perf_counter(), num_told=0)
+        answer = TimedAnswer(begin=time.perf_counter(), num_told=0)
         try:
             for chunk in self._client.events("/v1/chat/completions", body):
                 self._take(answer, chunk)
@@ -136,7 +136,7 @@ class ServerArm:
         answer.arrivals = answer.arrivals or [time.perf_counter() - answer.begin]
         return answer
 
-    def _take(self, answer: Answer, chunk: dict[str, Any]) -> None:
+    def _take(self, answer: TimedAnswer, chunk: dict[str, Any]) -> None:
         """Read one event of a stream."""
         for choice in chunk.get("choices") or ():
             delta = choice.get("delta") or {}

@@ -6,7 +6,7 @@ from rich.box import SIMPLE_HEAD
 from rich.markup import escape
 from rich.table import Table
 
-from specserve.eval.acceptance import Difference, Report
+from specserve.eval.acceptance import Difference, SpeculationReport
 from specserve.eval.bench_cells import ArmResult, Cell
 from specserve.eval.bench_engine import AUTO, BenchReport, Coupling
 from specserve.eval.bench_kernels import KernelTimes
@@ -15,7 +15,7 @@ from specserve.eval.step_times import StepTimes
 from specserve.speculative.acceptance import Acceptance
 
 
-def summary_table(rows: Sequence[tuple[str, Report]], title: str) -> Table:
+def summary_table(rows: Sequence[tuple[str, SpeculationReport]], title: str) -> Table:
     """Make a table with a row for each head and way to speculate: tau, acceptance by depth, the speed of both arms and
     the gain, and below tau and the gain their 95% intervals. Temperature and concurrency are shown where there are
     several."""
@@ -48,7 +48,7 @@ def _by_depth(found: Acceptance) -> str:
     return " ".join(f"{rate:.2f}" for rate in found.accept_rate)
 
 
-def category_table(report: Report) -> Table:
+def category_table(report: SpeculationReport) -> Table:
     """Make a table with a row for each category of questions, with its gain where whole rounds consisted of it."""
     title = f"by category: {report.name}, T={report.temperature:g}, {report.concurrency} at once"
     shown = table(title, ("category",), ("tau", "acceptance by depth", "gain", "steps"))

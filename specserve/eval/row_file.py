@@ -25,7 +25,8 @@ class RowFile:
                 self._check_settings(settings)
                 self._read_done()
             else:
-                self._notes.write_text(json.dumps(settings, indent=2) + "\n")
+                with whole_file(self._notes) as partial:
+                    partial.write_text(json.dumps(settings, indent=2) + "\n")
             self._file: IO[str] = path.open("a", encoding="utf-8")
         except OSError as error:
             raise DataError(f"{path}: cannot write the rows: {error.strerror}") from error

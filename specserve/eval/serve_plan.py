@@ -18,11 +18,12 @@ from specserve import config, host
 from specserve.devices import Device, parse_devices
 from specserve.drafters.door import TrainedDrafter
 from specserve.drafters.speculation import describe, drafter_for, parse_speculation
+from specserve.drafters.words import KindName
 from specserve.errors import ConfigError
 from specserve.eval.settings import PlanServeRun
-from specserve.eval.simulate import Replica, Report, poisson, simulate
+from specserve.eval.simulate import Replica, SimulationReport, poisson, simulate
 from specserve.eval.steady_state import Load, Way, acceptance, break_even_tau, solve, tau_of
-from specserve.eval.step_costs import Roofline, StepCosts, measured_costs
+from specserve.eval.step_costs import RooflineCosts, StepCosts, measured_costs
 from specserve.mesh import SERVING_AXES, default_dtype, free_memory, mesh_sizes, num_parts
 from specserve.models.config import ModelConfig
 from specserve.models.params import specs
@@ -35,7 +36,7 @@ from specserve.serve.tuned import Profile, machine_facts, read_profile
 from specserve.speculative.step import StepConfig
 from specserve.speculative.tree import Tree
 from specserve.train.outline import Reached, expected
-from specserve.train.plan import Part, abstract_mesh, find_config, held_by_each, plan_drafter
+from specserve.train.plan import MemoryPart, abstract_mesh, find_config, held_by_each, plan_drafter
 from specserve.train.recipe import fill
 from specserve.train.settings import TrainRun
 
@@ -49,14 +50,14 @@ OF_CHAIN = re.compile(r"chain(?::| of )(\d+)")  # in what a source says of its t
 class Fit:
     """The memory of each device of a replica by its uses, and the slots and pages that it has room for."""
 
-    memory: tuple[Part, ...]
+    memory: tuple[MemoryPart, ...]
     num_slots: int
     num_pages: int
     num_ranks: int = 1  # data ranks, each of which has an equal part of both
 
 
 @dataclass(frozen=True)
-class Fleet:
+class PlannedFleet:
     """Replicas on one kind of mesh, which share a load evenly."""
 
     mesh: str  # of a replica, as `serve --mesh` takes it; empty: one device
@@ -129,8 +130,8 @@ class ServePlan:
     reached: Reached | None  # where the expected tau is from; None: it was given, or nothing speculates
     device: str  # what the devices are called
     num_devices: int
-    fleet: Fleet
-    others: tuple[Fleet, ...]  # on other meshes, the best first
+    fleet: PlannedFleet
+    others: tuple[PlannedFleet, ...]  # on other meshes, the best first
 
     def to_json(self) -> dict[str, Any]:
         """Return everything that was found, in units as the names say."""
@@ -148,7 +149,7 @@ class ServePlan:
             "others": [fleet.to_json() for fleet in self.others],
         }
 
-    def simulate(self, *, is_speculative: bool) -> Report:
+    def simulate(self, *, is_speculative: bool) -> SimulationReport:
         """Play the load through the fleet, all replicas of which decode one way."""
         fleet, run = self.fleet, self.run
         depth = self.tree.depth if self.tree and is_speculative else 0
@@ -213,7 +214,8 @@ class _Planner:
             self.device, self.num_devices = parse_devices(run.devices)
         self.profile, self.profile_name = self._profile()
         self.tree = parse_speculation(run.speculation)
-        self.head = _head(run, target) if self.tree is not None and self.tree.uses_head else None
+        has_head = self.tree is not None and self.tree.uses_head
+        self.head = planned_head(run.target, run.drafter, target) if has_head else None
         depth = self.tree.depth if self.tree else 0
         self.step = StepConfig(target, drafter_for([self.tree], self.head), depth)
         self.tau, self.reached = self._tau()
@@ -222,7 +224,7 @@ class _Planner:
     def device_name(self) -> str:
         return self.device.name if self.device else jax.devices()[0].device_kind
 
-    def fleets(self) -> list[Fleet]:
+    def fleets(self) -> list[PlannedFleet]:
         """A fleet for each mesh that the target fits on. Raises ConfigError where there is none."""
         found, reason = [], ""
         for text in self._meshes():
@@ -248,7 +250,7 @@ class _Planner:
             f"{'' if is_quantized else ', or 8-bit weights (--quantization int8)'}"
         )
 
-    def too_much(self, fleets: list[Fleet]) -> str:
+    def too_much(self, fleets: list[PlannedFleet]) -> str:
         """Make the error for a load that is too large: what the devices can do, and how many would do."""
         best = max(fleets, key=lambda fleet: fleet.most_requests)
         each = best.most_requests / best.replicas
@@ -306,7 +308,7 @@ class _Planner:
         """Prompt tokens that are found in the cache: whole pages."""
         return self.run.shared_prompt // self.run.page_size * self.run.page_size
 
-    def _fleet(self, text: str, fit: Fit) -> Fleet:
+    def _fleet(self, text: str, fit: Fit) -> PlannedFleet:
         """The fleet on such meshes."""
         run, sizes = self.run, mesh_sizes(text, SERVING_AXES)
         devices = math.prod(sizes.values())
@@ -318,12 +320,12 @@ class _Planner:
             assert self.device is not None, "without a profile there are figures"
             context = run.prompt + run.answer // 2
             is_quantized = run.quantization != "none"
-            roofline = Roofline(self.target, self.head, abstract_mesh(sizes), self.device, context, is_quantized)
+            roofline = RooflineCosts(self.target, self.head, abstract_mesh(sizes), self.device, context, is_quantized)
             costs = roofline.costs(self.tree, make_batch_sizes(fit.num_slots, fit.num_ranks))
         load = Load(run.qps / replicas, run.prompt - self._shared, run.answer)
         plain = solve(costs, load, 1.0, is_speculative=False)
         speculative = solve(costs, load, self.tau, is_speculative=True) if self.tree else None
-        return Fleet(text, devices, replicas, fit, costs, plain, speculative)
+        return PlannedFleet(text, devices, replicas, fit, costs, plain, speculative)
 
     def _profile(self) -> tuple[Profile | None, str]:
         """The profile that holds for the devices: the one given, or one that was kept on this machine for this target
@@ -368,9 +370,10 @@ class _Planner:
         return tau, reached
 
 
-def _head(run: PlanServeRun, target: ModelConfig) -> TrainedDrafter:
-    """The head that `specserve train` would make for the target. Raises ConfigError or CheckpointError."""
-    flags = {"target": run.target, "drafter": run.drafter, "dry_run": True}
+def planned_head(name: str, kind: KindName, target: ModelConfig) -> TrainedDrafter:
+    """The head of this kind that `specserve train` would make for the target of this name. Raises ConfigError or
+    CheckpointError."""
+    flags = {"target": name, "drafter": kind, "dry_run": True}
     return plan_drafter(config.resolve(TrainRun, flags=flags, fill=fill), target).with_dtype(target.dtype)
 
 
@@ -405,10 +408,10 @@ def fit_into(
     else:
         return None
     parts = (
-        Part("target's weights", weights, "8-bit matrices" if is_quantized else step.target.dtype),
-        Part("head", of_head, head.dtype if head else "none"),
-        Part("pages", pages * per_page, f"{pages:,} of {page_size} tokens"),
-        Part("slots", of_slots, f"{each * ranks} of up to {longest:,} tokens"),
+        MemoryPart("target's weights", weights, "8-bit matrices" if is_quantized else step.target.dtype),
+        MemoryPart("head", of_head, head.dtype if head else "none"),
+        MemoryPart("pages", pages * per_page, f"{pages:,} of {page_size} tokens"),
+        MemoryPart("slots", of_slots, f"{each * ranks} of up to {longest:,} tokens"),
     )
     return Fit(parts, each * ranks, pages * ranks, ranks)
 

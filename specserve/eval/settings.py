@@ -6,7 +6,7 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, setting
-from specserve.drafters.words import DEFAULT_KIND, KindName
+from specserve.drafters.words import ALL_TEXT, DEFAULT_KIND, KindName
 from specserve.speculative.ranges import Temperature, TopK, TopP
 
 
@@ -57,6 +57,12 @@ class EvalRun(TargetRun):
     output: str = setting("", help="write the JSON report here, and a page for people beside it (.html)")
 
 
+RANDOM_WEIGHTS = (
+    "draw the weights of the target, and of a new head without --draft, in place of loading them: a preset or a folder "
+    "with a config.json is enough, and no hub is asked; with --bench random"
+)
+
+
 @dataclass(frozen=True, config=RULES)
 class BenchRun(HeadRun):
     """The settings of `specserve bench engine`."""
@@ -66,7 +72,9 @@ class BenchRun(HeadRun):
     )
     concurrency: tuple[PositiveInt, ...] = setting((1, 2, 4, 8, 16, 32), help="clients at once")
     temperature: tuple[Temperature, ...] = setting((0.0, 1.0), help="0 is greedy")
-    bench: str = setting("pydoc", help="what is asked, as of `eval`")
+    bench: str = setting("pydoc", help="what is asked, as of `eval`; or random token ids")
+    input_len: int = setting(128, help="tokens of a random prompt", ge=1)
+    random_weights: bool = setting(False, help=RANDOM_WEIGHTS)
     history: int = setting(2, help="answered questions that a chat of pydoc brings along, at most", ge=0)
     rounds: int = setting(3, help="how often the arms take turns at each concurrency", ge=1)
     requests: int = setting(8, help="questions per round and arm, or as many as there are clients", ge=1)
@@ -144,6 +152,7 @@ class _OfflineRun(HeadRun):
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting("auto", help="of the pages, as of `serve`")
     speculation: str = setting("auto", help="anything that serve takes")
     bench: str = setting("pydoc", help="what is asked, as of `eval`; or random token ids")
+    random_weights: bool = setting(False, help=RANDOM_WEIGHTS)
     temperature: Temperature = setting(0.0, help="0 is greedy")
     seed: int = setting(0, help="of random prompts and of the sampling", ge=0)
     profile: str = setting("", help="run once more under JAX's profiler, and write its trace into this folder")
@@ -181,7 +190,7 @@ class ThroughputRun(_OfflineRun):
 class KernelsRun:
     """The settings of `specserve bench kernels`."""
 
-    kernels: tuple[str, ...] = setting((), help="which kernels to time: attention, experts; none named: all")
+    kernels: tuple[str, ...] = setting((), help="which kernels to time: attention, experts, products; none named: all")
     batch: tuple[PositiveInt, ...] = setting((1, 8, 32), help="sequences")
     queries: tuple[PositiveInt, ...] = setting((1, 4, 16, 64), help="query tokens of each sequence")
     entries: tuple[PositiveInt, ...] = setting((256, 2048), help="committed entries of each sequence")
@@ -194,6 +203,8 @@ class KernelsRun:
     top_k: int = setting(8, help="experts that a token chooses", ge=1)
     d_model: int = setting(2048, help="channels that experts read and write", ge=1)
     expert_d_ff: int = setting(768, help="hidden channels of an expert", ge=1)
+    target: str = setting("pydoc", help="preset, or folder of a config.json: whose matrices `products` multiplies by")
+    rows: tuple[PositiveInt, ...] = setting((1, 2, 4, 8, 16, 64, 256), help="rows of these products")
     seconds: float = setting(0.3, help="how long each kernel and shape is timed, after it was compiled", gt=0)
     output: str = setting("", help="write the JSON report here")
 
@@ -242,7 +253,7 @@ class VerifyRun(HeadRun):
     """The settings of `specserve verify`."""
 
     speculation: tuple[str, ...] = setting(
-        ("auto", "suffix:3"), help="ways to put to the proof, as for serve; auto: all that it would choose from"
+        ("auto", f"{ALL_TEXT}:3"), help="ways to put to the proof, as for serve; auto: all that it would choose from"
     )
     bench: str = setting("pydoc", help="what is asked, as of `eval`")
     limit: int = setting(4, help="questions that are asked, evenly spread", ge=1)

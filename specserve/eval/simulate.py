@@ -60,7 +60,7 @@ class Replica:
 
 
 @dataclass(frozen=True)
-class Answer:
+class SimulatedAnswer:
     """The answer to a request. Times are nanoseconds from the beginning."""
 
     arrival: Arrival
@@ -82,10 +82,10 @@ class Answer:
 
 
 @dataclass(frozen=True)
-class Report:
+class SimulationReport:
     """A whole simulation."""
 
-    answers: tuple[Answer, ...]  # in the order of their ends
+    answers: tuple[SimulatedAnswer, ...]  # in the order of their ends
     end: int  # nanoseconds
     busy: tuple[int, ...]  # of each replica, nanoseconds in rounds
     most_pages: tuple[int, ...]  # of each replica, that sequences held at once
@@ -116,7 +116,7 @@ class Report:
                 total += (answer.arrival.answer - 1) * inside / (answer.last - answer.first)
         return total / (end - start)
 
-    def percentiles(self, what: Callable[[Answer], float], shares: Sequence[float]) -> list[float]:
+    def percentiles(self, what: Callable[[SimulatedAnswer], float], shares: Sequence[float]) -> list[float]:
         """Compute percentiles over the answers of a number that they have."""
         return np.percentile([what(answer) for answer in self.answers] or [0.0], shares).tolist()
 
@@ -134,7 +134,7 @@ def poisson(
 
 def simulate(
     replica: Replica, num_replicas: int, arrivals: Sequence[Arrival], *, routing: Routing, seed: int
-) -> Report:
+) -> SimulationReport:
     """Answer all requests. They may come in any order."""
     ordered = sorted(arrivals, key=lambda arrival: arrival.time)
     replicas = [_Replica(replica, number, seed) for number in range(num_replicas)]
@@ -158,7 +158,7 @@ def simulate(
     answers = sorted(
         (answer for each in replicas for answer in each.answers), key=lambda answer: (answer.last, answer.replica)
     )
-    return Report(
+    return SimulationReport(
         tuple(answers),
         max((answer.last for answer in answers), default=0),
         tuple(each.busy for each in replicas),
@@ -210,7 +210,7 @@ class _Replica:
         self._current: _Round | None = None
         self._next: _Round | None = None
         self._now = 0
-        self.answers: list[Answer] = []
+        self.answers: list[SimulatedAnswer] = []
         self.busy = self.page_time = self.most_pages = self.num_steps = self.num_tokens = 0
 
     @property
@@ -291,7 +291,7 @@ class _Replica:
             self.scheduler.finish(sequence)
             del self._asked[sequence]
             self.answers.append(
-                Answer(
+                SimulatedAnswer(
                     asked.arrival,
                     self.number,
                     asked.first,

@@ -72,7 +72,7 @@ class StepCosts:
 
 
 @dataclass(frozen=True)
-class Roofline:
+class RooflineCosts:
     """A device's share of a step, from figures alone."""
 
     target: ModelConfig

@@ -15,12 +15,10 @@ import numpy as np
 
 from specserve.errors import ConfigError
 from specserve.host import num_cores
-from specserve.mesh import on_mesh
 from specserve.serve.options import sampler_rows
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
 from specserve.speculative.sampling import SamplerRows
-from specserve.speculative.step import propose_tree
 from specserve.speculative.tree import Tree
 
 BUFFER_BYTES = 256 << 20
@@ -75,34 +73,16 @@ def measure_steps(
         raise ConfigError(f"timing steps takes {steps_timed(repeats)} tokens; --max-model-len {longest} is too little")
     for runner in (plain, speculative):
         fill(runner, context, context + longest - room + steps_timed(repeats))
-    run_draft = _drafting(speculative, tree, 1)
     times: dict[str, list[float]] = {"plain": [], "step": [], "draft": []}
     for _ in range(repeats + 1):  # the first compiles, or touches memory
         times["plain"].append(_run_ahead(plain, None, 1))
-        times["draft"].append(_run_drafts(run_draft))
+        times["draft"].append(_run_drafts(speculative, tree, 1))
         times["step"].append(_run_ahead(speculative, tree, 1))
     for runner in (plain, speculative):
         runner.reset()
     bound = bytes_per_plain_step(plain) / (bandwidth or read_bandwidth())
     warm = {name: statistics.median(values[1:]) * 1e3 for name, values in times.items()}
     return StepTimes(bound=bound * 1e3, step=warm["step"], draft=warm["draft"], plain=warm["plain"])
-
-
-def _drafting(runner: Runner, tree: Tree, batch: int) -> Callable[[], None]:
-    """Return a function that runs the draft's share of a step over the tree for the first slots: it catches up and
-    proposes."""
-    own = runner.shapes.spread(batch)
-    width, weights = runner.width_of(own), runner.layout_for(batch, tree)
-    propose = on_mesh(runner.place.mesh, propose_tree)
-    draft = jax.jit(functools.partial(propose, runner.config, tree=tree, width=width), donate_argnums=1)
-    ranks = runner.shapes.num_ranks
-    slots = runner.place.slots(runner.shapes.pad(own, -(-batch // ranks) * ranks))
-
-    def run() -> None:
-        runner.state, proposal = draft(weights, runner.state, slots)
-        jax.block_until_ready(proposal)
-
-    return run
 
 
 def time_step(runner: Runner, tree: Tree | None, *, context: int, batch: int, repeats: int = 15) -> tuple[float, float]:
@@ -114,8 +94,7 @@ def time_step(runner: Runner, tree: Tree | None, *, context: int, batch: int, re
     drafts = [0.0]
     if tree is not None:
         fill(runner, context, context + 2 + tree.depth, batch)
-        run_draft = _drafting(runner, tree, batch)
-        drafts = [_run_drafts(run_draft) for _ in range(repeats + 1)][1:]
+        drafts = [_run_drafts(runner, tree, batch) for _ in range(repeats + 1)][1:]
     runner.reset()
     return statistics.median(steps), statistics.median(drafts)
 
@@ -157,8 +136,9 @@ def _run_ahead(runner: Runner, tree: Tree | None, batch: int) -> float:
     return (time.perf_counter() - begin) / (STEPS_AT_ONCE - LEAD)
 
 
-def _run_drafts(run_draft: Callable[[], None]) -> float:
-    """Seconds of a draft, in a stretch of them."""
+def _run_drafts(runner: Runner, tree: Tree, batch: int) -> float:
+    """Seconds of a draft for the first slots, in a stretch of them."""
+    run_draft = functools.partial(runner.draft_alone, runner.shapes.spread(batch), tree)
     return statistics.mean([_timed(run_draft) for _ in range(STEPS_AT_ONCE)][LEAD:])
 
 

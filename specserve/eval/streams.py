@@ -4,7 +4,6 @@ piece costs twice the time."""
 
 import contextlib
 import http.client
-import itertools
 import json
 import socket
 import ssl
@@ -14,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from urllib.parse import urlsplit
 
+from specserve.eval.arrivals import gaps, seconds_per_token
 from specserve.eval.client import SECONDS, Client
 
 
@@ -35,8 +35,8 @@ class Reply:
 
     @property
     def itl(self) -> list[float]:
-        """Seconds between one piece and the next. With speculation a piece may hold several tokens."""
-        return [late - early for early, late in itertools.pairwise(self.arrivals)]
+        """See `arrivals.gaps`."""
+        return gaps(self.arrivals)
 
     @property
     def latency(self) -> float:
@@ -45,8 +45,8 @@ class Reply:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per token after the first; None for an answer of one token."""
-        return (self.latency - self.ttft) / (self.num_tokens - 1) if self.num_tokens > 1 else None
+        """See `arrivals.seconds_per_token`."""
+        return seconds_per_token(self.arrivals, self.num_tokens)
 
 
 class Streams:

@@ -18,8 +18,8 @@ from specserve.drafters.speculation import describe
 from specserve.errors import SpecServeError
 from specserve.eval.verify_asks import Ask, base_asks, follow_ups, option_asks
 from specserve.eval.verify_draws import COUNTED_TOKENS, NUM_DRAWS, chi_square, num_answers, places
-from specserve.eval.verify_judge import Bench, Judge, bug, log_sum_exp
-from specserve.eval.verify_report import Mismatch, Report, Row, Test
+from specserve.eval.verify_judge import Judge, ProofSubject, bug, log_sum_exp
+from specserve.eval.verify_report import Mismatch, ProofReport, Row, Test
 from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.interface import EngineStats
@@ -34,7 +34,7 @@ Script = Callable[[], Tree | None]  # the tree of the next step; None: a plain o
 
 
 @dataclass(frozen=True)
-class Plan:
+class ProofPlan:
     """The size of a proof: the tokens of an answer, and the draws of a statistical test."""
 
     max_tokens: int = 32
@@ -100,10 +100,10 @@ class Prover:
 
     def __init__(
         self,
-        bench: Bench,
+        bench: ProofSubject,
         prompts: Sequence[Sequence[int]],
-        plan: Plan,
-        report: Report,
+        plan: ProofPlan,
+        report: ProofReport,
         on_progress: Callable[[str, int, int | None], None] = lambda _what, _done, _total: None,
     ) -> None:
         self.bench, self.prompts, self.plan, self.report = bench, prompts, plan, report
@@ -144,7 +144,7 @@ class Prover:
         *,
         is_caching: bool,
         is_alone: bool = False,  # one after the other
-        num_pages: int | None = None,  # that each data rank may use; None: enough
+        num_pages: int | None = None,  # see `EngineOptions`
     ) -> _Answers:
         runner = self._runner
         runner.reset()
@@ -154,12 +154,8 @@ class Prover:
             model_name="",
             eos_ids=self.bench.target.eos_ids,
             controller=_Scripted(script),
-            options=EngineOptions(is_caching=is_caching, max_queue=len(asks)),
+            options=EngineOptions(is_caching=is_caching, max_queue=len(asks), num_pages=num_pages),
         )
-        pool = engine.rounds.scheduler.pool
-        for rank in range(pool.num_ranks):
-            free = pool.available(rank)
-            pool.allocate(0 if num_pages is None else max(0, free - num_pages), rank=rank)  # for nobody
         answers, drafts = [], []
         with engine:
             for some in [[ask] for ask in asks] if is_alone else [asks]:

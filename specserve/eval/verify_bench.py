@@ -10,7 +10,7 @@ from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError, DataError
 from specserve.eval.prompts import load_questions
 from specserve.eval.rule import WholeText
-from specserve.eval.verify_judge import Bench, Group
+from specserve.eval.verify_judge import Group, ProofSubject
 from specserve.mesh import num_parts
 from specserve.serve.launch import Models, choose_trees
 from specserve.serve.programs import Program, compile_all
@@ -66,13 +66,13 @@ def make_bench(
     *,
     max_model_len: int,
     on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None,
-) -> Bench:
+) -> ProofSubject:
     """Make a bench with one group of the ways that a head proposes, and one of those that need no head, because no
     runner has both. Nothing is compiled yet."""
     opened = functools.partial(_open, models, max_model_len=max_model_len, on_warmup=on_warmup)
     ways = [[tree for tree in trees if tree.uses_head == uses_head] for uses_head in (True, False)]
     groups = [Group(some, functools.partial(opened, some)) for some in ways if some]
-    return Bench(models.target, models.tokenizer, WholeText(models.target, models.mesh), groups)
+    return ProofSubject(models.target, models.tokenizer, WholeText(models.target, models.mesh), groups)
 
 
 def _open(

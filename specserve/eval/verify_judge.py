@@ -11,7 +11,7 @@ from specserve.checkpoints.load import Target
 from specserve.eval.rule import WholeText, rule_scores
 from specserve.eval.verify_asks import NUM_LOGPROBS, Ask
 from specserve.eval.verify_draws import cells_of
-from specserve.eval.verify_report import Kind, Mismatch, Report
+from specserve.eval.verify_report import Kind, Mismatch, ProofReport
 from specserve.serve.completion import CompletionOutput
 from specserve.serve.grammars import Grammars
 from specserve.serve.options import bad_sequences
@@ -25,7 +25,7 @@ TEXTS_AT_ONCE = 8
 
 
 @dataclass(frozen=True)
-class Bench:
+class ProofSubject:
     """The target and the groups of ways to speculate that are put to the proof, and the forward by which answers are
     judged."""
 
@@ -47,7 +47,7 @@ class Group:
 class Judge:
     """Judges answers. The noise is that of the report, so it is measured before anything is judged."""
 
-    def __init__(self, bench: Bench, report: Report) -> None:
+    def __init__(self, bench: ProofSubject, report: ProofReport) -> None:
         self.bench, self.report = bench, report
         self._cells: dict[tuple[int, ...], np.ndarray] = {}  # by answer to the prompt of the draws
 

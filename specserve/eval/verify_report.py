@@ -56,7 +56,7 @@ class Test:
 
 
 @dataclass
-class Report:
+class ProofReport:
     """The findings of a run of the proof."""
 
     rows: list[Row] = field(default_factory=list)

@@ -37,8 +37,8 @@ def attend(
     takes part in the softmax and has no value (GPT-OSS). With a `window` a query sees only the last so many tokens,
     itself included. A query that sees no key at all returns finite values, which callers must treat as padding.
     """
-    batch, n, num_heads, head_dim = q.shape
-    num_kv_heads, v_dim = v.shape[2:]
+    _, n, num_heads, head_dim = q.shape
+    num_kv_heads = v.shape[2]
     assert num_heads % num_kv_heads == 0, f"{num_heads} heads cannot share {num_kv_heads} KV heads"
     if isinstance(mask, Unrolled):
         assert prefix is None, "packed rows follow nothing"
@@ -49,9 +49,27 @@ def attend(
     assert mask.shape[-2:] == (n, k.shape[1]), f"mask {mask.shape} for {n} queries and {k.shape[1]} new keys"
     if prefix is not None and native.serves(q, k, prefix.pages.k):
         return _native(q, k, v, mask, prefix, scale or head_dim**-0.5, softcap, sinks, window, position_ids)
+    return _by_products(q, k, v, mask, prefix, scale or head_dim**-0.5, softcap, sinks, window, position_ids)
+
+
+def _by_products(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    mask: jax.Array,
+    prefix: PagedPrefix | None,
+    scale: float,
+    softcap: float,
+    sinks: jax.Array | None,
+    window: int,
+    position_ids: jax.Array | None,
+) -> jax.Array:  # [batch, n, head, v_dim]
+    """Attention by XLA's operations over the new keys, merged with what the backend's kernel makes of the prefix."""
+    batch, n, num_heads, head_dim = q.shape
+    num_kv_heads, v_dim = v.shape[2:]
     # the query heads of a KV head are rows of one product: [batch, kv_head, group * n, head_dim]
     group = num_heads // num_kv_heads
-    q = (q * (scale or head_dim**-0.5)).reshape(batch, n, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+    q = (q * scale).reshape(batch, n, num_kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
     q = q.reshape(batch, num_kv_heads, group * n, head_dim)
     if sinks is not None:
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, group), n, axis=1)

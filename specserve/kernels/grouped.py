@@ -64,7 +64,7 @@ def scale_block(weight: Matrices) -> int:
     return weight.block if isinstance(weight, QuantizedMatrix) and weight.scale.shape[-2] > 1 else 0
 
 
-class Blocks(NamedTuple):
+class ExpertBlocks(NamedTuple):
     """The pairs of a token and one of its experts, sorted by expert, in blocks of one expert each. Pair i belongs to
     token i // top_k. The number of blocks is enough for every routing."""
 
@@ -73,7 +73,7 @@ class Blocks(NamedTuple):
     expert_of_block: jax.Array  # [block] int32: the number of experts in a block without pairs
 
 
-def into_blocks(expert_ids: jax.Array, num_experts: int, size: int) -> Blocks:
+def into_blocks(expert_ids: jax.Array, num_experts: int, size: int) -> ExpertBlocks:
     """Sort the pairs of expert_ids [token, top_k] into blocks of `size` places. An id of `num_experts` stands for an
     expert that is elsewhere, whose pairs have no place.
 
@@ -91,7 +91,7 @@ def into_blocks(expert_ids: jax.Array, num_experts: int, size: int) -> Blocks:
     slots = first_slots.at[sorted_ids].get(mode="fill", fill_value=num_blocks * size)
     slots = slots + jnp.arange(num_pairs) - first_pairs[sorted_ids]
     slots = jnp.where(sorted_ids < num_experts, slots, num_blocks * size)
-    return Blocks(
+    return ExpertBlocks(
         slots[jnp.argsort(order)],
         jnp.full(num_blocks * size, num_pairs, jnp.int32).at[slots].set(order.astype(jnp.int32), mode="drop"),
         jnp.searchsorted(ends, jnp.arange(num_blocks), side="right").astype(jnp.int32),

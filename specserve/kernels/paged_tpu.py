@@ -91,35 +91,28 @@ def attend_pages(
     if reason is not None:
         raise ConfigError(f"attention over pages on TPU: {reason}")
     assert v_pages is not None or v_scale is None, "values that are keys have the keys' scale"
-    if not window:
-        positions = None
-    else:
-        assert positions is not None, "a window goes by positions"
-    if q.dtype != jnp.bfloat16:
-        q = q.astype(jnp.float32)
+    assert positions is not None or not window, "a window goes by positions"
+    positions = positions if window else None
+    q = q if q.dtype == jnp.bfloat16 else q.astype(jnp.float32)
     blocks = _plan(q, k_pages, v_pages, v_dim, page_table.shape[1])
     assert blocks is not None, "what `takes` promises"
-    row_blocks = -(-q.shape[2] // blocks.rows)
-    most = _SMEM // (4 * (page_table.shape[1] + 1 + 3 * row_blocks))  # sequences whose pages the scalar memory can name
-    if most == 0:
-        raise ConfigError(f"attention over pages on TPU: a table of {page_table.shape[1]} pages; use larger pages")
     pages = {"k": k_pages} if v_pages is None else {"k": k_pages, "v": v_pages}
     scales = {name: scale for name, scale in (("k", k_scale), ("v", v_scale)) if scale is not None}
-    run = functools.partial(
-        _attend_pages,
-        pages=pages,
-        scales=scales,
-        blocks=blocks,
-        v_dim=v_dim,
-        first=first,
-        window=window,
-        softcap=softcap,
-        interpret=interpret,
-    )
-    parts = [slice(i, i + most) for i in range(0, len(q), most)]
+    run = functools.partial(_attend_pages, pages=pages, scales=scales, blocks=blocks, v_dim=v_dim)
+    run = functools.partial(run, first=first, window=window, softcap=softcap, interpret=interpret)
+    parts = _parts(len(q), page_table.shape[1], row_blocks=-(-q.shape[2] // blocks.rows))
     results = [run(q[i], page_table[i], lens[i], None if positions is None else positions[i]) for i in parts]
     out, lse = results[0] if len(results) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *results)
     return out, lse
+
+
+def _parts(batch: int, num_pages: int, row_blocks: int) -> list[slice]:
+    """The batch in parts of as many sequences as the scalar memory can name the pages of. Raises ConfigError where it
+    is none."""
+    most = _SMEM // (4 * (num_pages + 1 + 3 * row_blocks))
+    if most == 0:
+        raise ConfigError(f"attention over pages on TPU: a table of {num_pages} pages; use larger pages")
+    return [slice(i, i + most) for i in range(0, batch, most)]
 
 
 def takes(k_pages: jax.Array, v_pages: jax.Array | None) -> bool:

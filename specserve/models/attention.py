@@ -12,7 +12,7 @@ from specserve.kernels.rowwise import as_heads, split_as_heads
 from specserve.models.config import HeadShape, LayerKind, ModelConfig, Names
 from specserve.models.context import Context, Tables
 from specserve.models.layers import by_head, linear, norm_spec, side_by_side
-from specserve.models.params import Part, matrix, vector
+from specserve.models.params import TensorPart, matrix, vector
 from specserve.pytree import pytree
 
 KV = tuple[jax.Array, jax.Array]  # keys, values: [batch, n, kv_head, head_dim]
@@ -48,14 +48,14 @@ def attention_spec(config: ModelConfig | HeadShape, prefix: str, d_in: int) -> A
         total = q_size + 2 * kv_size
         q, k, v = [f"{prefix}.{names.qkv}"] * 3
         q_part, k_part, v_part = (
-            Part(start, stop, total, total)
+            TensorPart(start, stop, total, total)
             for start, stop in ((0, q_size), (q_size, q_size + kv_size), (q_size + kv_size, total))
         )
     else:
         q, k, v = (f"{prefix}.{name}_proj" for name in "qkv")
         # with a gate, each head has its query and then its gate in one tensor
-        q_part, k_part, v_part = Part(0, head_dim, 2 * head_dim, 2 * q_size) if has_gate else None, None, None
-    gate_part = Part(head_dim, 2 * head_dim, 2 * head_dim, 2 * q_size)
+        q_part, k_part, v_part = TensorPart(0, head_dim, 2 * head_dim, 2 * q_size) if has_gate else None, None, None
+    gate_part = TensorPart(head_dim, 2 * head_dim, 2 * head_dim, 2 * q_size)
     has_bias = flags is not None and flags.qkv_bias
     offset = flags is not None and flags.norm_offset
     norm_sizes = None

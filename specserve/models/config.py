@@ -64,7 +64,7 @@ class Experts:
 
 
 @dataclass(frozen=True)
-class Delta:
+class DeltaSizes:
     """The sizes of gated delta-net layers (Yang et al. 2024, arXiv 2412.06464), or of Kimi's, which have a decay for
     each channel (arXiv 2510.26692)."""
 
@@ -151,7 +151,7 @@ class ModelConfig:
     tie_embeddings: bool = False
     latent: Latent | None = None
     experts: Experts | None = None
-    delta: Delta | None = None
+    delta: DeltaSizes | None = None
     lightning: Lightning | None = None
     names: Names = field(default=Names(), repr=False)
     dtype: str = "float32"

@@ -9,9 +9,9 @@ from specserve.kernels.matmul import Weight
 from specserve.kernels.recurrence import New, State, convolve, recur
 from specserve.kernels.rows import Documents
 from specserve.kernels.rowwise import rms_norm
-from specserve.models.config import Delta, ModelConfig
+from specserve.models.config import DeltaSizes, ModelConfig
 from specserve.models.layers import by_head, linear, norm_spec
-from specserve.models.params import ParamSpec, Part, matrix, vector
+from specserve.models.params import ParamSpec, TensorPart, matrix, vector
 from specserve.pytree import pytree
 
 NORM_EPS = 1e-6  # of the norm of queries and keys, whatever the config says
@@ -32,11 +32,11 @@ class DeltaNet:
     o: Weight  # [head * v_dim, d_model]
 
 
-def delta_spec(config: ModelConfig, delta: Delta, prefix: str) -> DeltaNet:
+def delta_spec(config: ModelConfig, delta: DeltaSizes, prefix: str) -> DeltaNet:
     return _kimi_spec(config, delta, prefix) if delta.by_channel else _qwen_spec(config, delta, prefix)
 
 
-def _qwen_spec(config: ModelConfig, delta: Delta, prefix: str) -> DeltaNet:
+def _qwen_spec(config: ModelConfig, delta: DeltaSizes, prefix: str) -> DeltaNet:
     """The parameters of Qwen3-Next's layers. Its checkpoints keep six projections in two tensors, ordered by key head.
     One holds for each key head q, k, and the v and z of the value heads that share it; the other holds the b and a of
     these value heads."""
@@ -47,11 +47,11 @@ def _qwen_spec(config: ModelConfig, delta: Delta, prefix: str) -> DeltaNet:
     period = bounds[-1] + share * delta.v_dim
 
     def wide(i: int, size: int) -> Any:
-        part = Part(bounds[i], (*bounds, period)[i + 1], period, delta.num_k_heads * period)
+        part = TensorPart(bounds[i], (*bounds, period)[i + 1], period, delta.num_k_heads * period)
         return matrix(f"{prefix}.in_proj_qkvz.weight", config.d_model, size, axes, part=part)
 
     def narrow(i: int) -> Any:
-        part = Part(i * share, (i + 1) * share, 2 * share, 2 * heads)
+        part = TensorPart(i * share, (i + 1) * share, 2 * share, 2 * heads)
         return matrix(f"{prefix}.in_proj_ba.weight", config.d_model, heads, axes, part=part)
 
     return DeltaNet(
@@ -69,7 +69,7 @@ def _qwen_spec(config: ModelConfig, delta: Delta, prefix: str) -> DeltaNet:
     )
 
 
-def _kimi_spec(config: ModelConfig, delta: Delta, prefix: str) -> DeltaNet:
+def _kimi_spec(config: ModelConfig, delta: DeltaSizes, prefix: str) -> DeltaNet:
     heads, axes = delta.num_v_heads, ("embed", "heads")
     k_size, v_size = heads * delta.k_dim, heads * delta.v_dim
 
@@ -98,7 +98,7 @@ def _conv_spec(name: str, size: int, width: int, axis: str | None) -> Any:
     return ParamSpec((size, 1, width), (axis, None, None), f"{name}.weight", is_float32=True)
 
 
-def init_state(config: ModelConfig, delta: Delta, batch: int) -> State:
+def init_state(config: ModelConfig, delta: DeltaSizes, batch: int) -> State:
     k_size, v_size = delta.num_k_heads * delta.k_dim, delta.num_v_heads * delta.v_dim
     matrix = jnp.zeros((batch, delta.num_v_heads, delta.k_dim, delta.v_dim), jnp.float32)
     inputs = (jnp.zeros((batch, delta.conv_width - 1, size), config.dtype) for size in (k_size, k_size, v_size))
@@ -108,7 +108,7 @@ def init_state(config: ModelConfig, delta: Delta, batch: int) -> State:
 def mix(
     params: DeltaNet,
     config: ModelConfig,
-    delta: Delta,
+    delta: DeltaSizes,
     x: jax.Array,  # [batch, n, d_model], normed
     seen: State,
     mask: jax.Array | Documents,  # [batch or 1, n, n] bool
@@ -136,7 +136,7 @@ def mix(
     return linear(out, params.o), New(k, u, log_decay, inputs)
 
 
-def _log_decay(params: DeltaNet, delta: Delta, raw: jax.Array) -> jax.Array:  # -> [batch, n, head, 1 or k_dim]
+def _log_decay(params: DeltaNet, delta: DeltaSizes, raw: jax.Array) -> jax.Array:  # -> [batch, n, head, 1 or k_dim]
     """The logarithm of each token's decay: -rate * softplus(raw + bias) (arXiv 2412.06464, as in Mamba-2). With a
     `decay_bound` (Ling 3) it is bound * sigmoid(rate * (raw + bias)), which lies between the bound and 0."""
     rate = jnp.exp(params.log_rate.astype(jnp.float32))[:, None]

@@ -9,7 +9,7 @@ from typing import Any
 
 from specserve.errors import ConfigError
 from specserve.models import families_latent
-from specserve.models.config import Delta, Experts, LayerKind, ModelConfig, Names
+from specserve.models.config import DeltaSizes, Experts, LayerKind, ModelConfig, Names
 from specserve.models.family_keys import Flags, Keys
 
 
@@ -275,7 +275,7 @@ def _qwen3_next(keys: Keys) -> Flags:
         "norm_offset": True,
         "has_attention_gate": True,
         "layers": families_latent.with_delta(keys, layers, interval, full="attention"),
-        "delta": Delta(
+        "delta": DeltaSizes(
             num_k_heads=keys.integer("linear_num_key_heads"),
             num_v_heads=keys.integer("linear_num_value_heads"),
             k_dim=keys.integer("linear_key_head_dim"),

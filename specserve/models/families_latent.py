@@ -5,7 +5,7 @@ import dataclasses
 from typing import Literal
 
 from specserve.errors import ConfigError
-from specserve.models.config import Delta, Experts, Latent, LayerKind, Lightning, Mixer, Names
+from specserve.models.config import DeltaSizes, Experts, Latent, LayerKind, Lightning, Mixer, Names
 from specserve.models.family_keys import Flags, Keys
 from specserve.models.rope import yarn_magnitude
 
@@ -238,7 +238,7 @@ def _ling_3(keys: Keys) -> Flags:
         "max_len": keys.integer("max_position_embeddings", 2048),
         "latent": dataclasses.replace(flags["latent"], has_gate=True),
         "experts": routed(keys, scoring="sigmoid", group_score="top2"),
-        "delta": Delta(
+        "delta": DeltaSizes(
             num_heads,
             num_heads,
             width,

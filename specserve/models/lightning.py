@@ -15,7 +15,7 @@ from specserve.kernels.rowwise import apply_rope, rms_norm
 from specserve.models.config import Lightning, ModelConfig
 from specserve.models.context import Context
 from specserve.models.layers import by_head, linear, norm_spec
-from specserve.models.params import Part, matrix, vector
+from specserve.models.params import TensorPart, matrix, vector
 from specserve.pytree import pytree
 
 
@@ -37,7 +37,7 @@ class LightningAttention:
 
 def lightning_spec(config: ModelConfig, lightning: Lightning, prefix: str) -> LightningAttention:
     names, d_model, size = config.names, config.d_model, lightning.num_heads * lightning.head_dim
-    parts = [Part(i * size, (i + 1) * size, 3 * size, 3 * size) for i in range(3)]
+    parts = [TensorPart(i * size, (i + 1) * size, 3 * size, 3 * size) for i in range(3)]
     qkv = f"{prefix}.{names.qkv}"
     q, k, v = (matrix(f"{qkv}.weight", d_model, size, ("embed", "heads"), part=part) for part in parts)
     q_bias, k_bias, v_bias = (

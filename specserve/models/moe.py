@@ -26,7 +26,7 @@ from specserve.mesh import is_on_one_device, traced_platform
 from specserve.models.config import Experts, ModelConfig
 from specserve.models.expert_parts import in_parts
 from specserve.models.layers import Mlp, linear, mlp, mlp_spec
-from specserve.models.params import ParamSpec, Part, matrix, vector
+from specserve.models.params import ParamSpec, TensorPart, matrix, vector
 from specserve.pytree import pytree
 
 ALL_EXPERTS_TOKENS = 128  # on accelerators without a kernel: up to so many tokens every expert computes all of them
@@ -56,13 +56,13 @@ def moe_spec(config: ModelConfig, prefix_of_layer: str) -> Moe:
     parts = (None, None)
     if is_stacked:
         gate = up = names.gate_up
-        parts = (Part(0, 1, 2, 2 * d_ff), Part(1, 2, 2, 2 * d_ff))
+        parts = (TensorPart(0, 1, 2, 2 * d_ff), TensorPart(1, 2, 2, 2 * d_ff))
 
-    def weight(name: str, d_in: int, d_out: int, axes: tuple[str, str], part: Part | None = None) -> Any:
+    def weight(name: str, d_in: int, d_out: int, axes: tuple[str, str], part: TensorPart | None = None) -> Any:
         name = f"{prefix}.{name}" if is_stacked else f"{prefix}.{name}.weight"
         return ParamSpec((n, d_in, d_out), ("experts", *axes), name, transpose=not is_stacked, part=part)
 
-    def bias(name: str, size: int, axis: str | None, part: Part | None = None) -> Any:
+    def bias(name: str, size: int, axis: str | None, part: TensorPart | None = None) -> Any:
         name = f"{prefix}.{name}_bias" if is_stacked else f"{prefix}.{name}.bias"
         return ParamSpec((n, size), ("experts", axis), name, init="zeros", part=part) if experts.has_bias else None
 
@@ -280,7 +280,6 @@ def by_kernel_tpu(
 
 
 Form = Callable[[Moe, Activation, jax.Array, jax.Array, jax.Array], jax.Array]
-FORMS: tuple[Form, ...] = (all_experts, sorted_by_expert, by_blocks)  # that every backend computes, with a gradient
 
 
 def choose_form(experts: Experts, num_tokens: int, platform: str, *, has_kernel: bool = True) -> Form:

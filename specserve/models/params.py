@@ -10,14 +10,14 @@ from jax.sharding import Sharding
 
 
 @dataclass(frozen=True)
-class Part:
-    """The outputs of a stored tensor that make up one parameter, where a checkpoint keeps several parameters in one
+class TensorPart:
+    """Says which outputs of a stored tensor make up a parameter, where a checkpoint keeps several parameters in one
     tensor.
 
-    Output j belongs to the parameter if start <= j % period < stop. A period of the whole tensor gives one block of
-    outputs (q, k and v side by side). A period of 2 gives every other output (gate and up in turns). The period of a
-    head gives a block within each head (a head's query, then its gate). For example Part(2, 4, 4, 8) takes outputs 2,
-    3, 6 and 7 of eight.
+    Output j belongs to it if start <= j % period < stop. A period of the whole tensor gives one block of outputs (q, k
+    and v side by side). A period of 2 gives every other output (gate and up in turns). The period of a head gives a
+    block within each head (a head's query, then its gate). For example TensorPart(2, 4, 4, 8) takes outputs 2, 3, 6
+    and 7 of eight.
     """
 
     start: int
@@ -39,7 +39,7 @@ class ParamSpec:
     name: str  # in the checkpoint; with {e} for an expert's number where each expert is a tensor of its own
     transpose: bool = False  # the last two axes
     init: str = "normal"  # normal (std fan_in ** -0.5) | embedding (std 0.02) | ones | zeros
-    part: Part | None = None  # where the tensor holds the outputs of other parameters too
+    part: TensorPart | None = None  # where the tensor holds the outputs of other parameters too
     is_float32: bool = False  # whatever the model is computed in: few numbers that decide much
 
     def dtype(self, model_dtype: str) -> str:
@@ -73,7 +73,7 @@ def matrix(
     d_out: int,
     axes: tuple[str | None, str | None],
     *,
-    part: Part | None = None,
+    part: TensorPart | None = None,
 ) -> Any:
     return ParamSpec((d_in, d_out), axes, name, transpose=True, part=part)
 
@@ -84,7 +84,7 @@ def vector(
     axis: str | None = None,
     *,
     init: str = "ones",
-    part: Part | None = None,
+    part: TensorPart | None = None,
     is_float32: bool = False,
 ) -> Any:
     return ParamSpec((size,), (axis,), name, init=init, part=part, is_float32=is_float32)

@@ -24,7 +24,7 @@ from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.grammars import Grammars
 from specserve.serve.interface import DraftInfo, EngineStats
 from specserve.serve.options import bad_sequences, check_prompt, check_some_token, check_token_ids
-from specserve.serve.pages import Watcher
+from specserve.serve.pages import PagePool, Watcher
 from specserve.serve.programs import Announcer, Compiler, Program
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, TokenMask
 from specserve.serve.rounds import Rounds
@@ -52,6 +52,7 @@ class EngineOptions:
     is_caching: bool = True
     prefers_cached: bool = False
     watchdog_seconds: float = 0.0
+    num_pages: int | None = None  # of the runner's, that sequences may hold together; None: all
 
 
 class Engine:
@@ -121,6 +122,10 @@ class Engine:
         return self.runner.config.target.vocab_size
 
     @property
+    def _num_pages(self) -> int:  # that a sequence may hold at most: its data rank's
+        return self.options.num_pages or self.runner.shapes.pages_of_rank
+
+    @property
     def max_model_len(self) -> int:
         return self.runner.shapes.max_model_len
 
@@ -134,8 +139,9 @@ class Engine:
 
     @property
     def speculation(self) -> str:
-        if self.rounds.only is not None:
-            return describe(*self.rounds.only)
+        only = self.rounds.only
+        if only is not None:
+            return describe(*only)
         return self._choice if self.rounds.is_choosing else describe(self.runner.shapes.trees[0])
 
     @property
@@ -148,9 +154,9 @@ class Engine:
         programs were compiled for."""
         ways = {describe(tree): tree for tree in self.runner.shapes.trees}
         if speculation in ways:
-            self.rounds.only = (ways[speculation],)
+            self.rounds.step_only(ways[speculation])
         elif speculation == self._choice and self.rounds.is_choosing:
-            self.rounds.only = None
+            self.rounds.step_only()
         else:
             known = ", ".join([*([self._choice] if self.rounds.is_choosing else []), *ways])
             raise ConfigError(f"no programs are compiled for speculation {speculation[:100]!r}; there are: {known}")
@@ -183,6 +189,10 @@ class Engine:
         deadline = time.monotonic() + seconds
         while self._queue.num_open and self.is_healthy and time.monotonic() < deadline:
             time.sleep(0.02)
+
+    def newest_digests(self, most: int) -> list[bytes]:
+        """What the prefix cache has of late (`PagePool.newest_digests`). It may be called from any thread."""
+        return self.rounds.scheduler.pool.newest_digests(most)
 
     def flush_cache(self) -> None:
         """Forget every cached prefix and recalled answer, at the engine's next round."""
@@ -291,10 +301,10 @@ class Engine:
         check_some_token(params, self._stop_ids(params), self._bad_sequences(params.bad_words), self.vocab_size)
         max_new_tokens = room if params.max_tokens is None else params.max_tokens
         pages = -(-(len(prompt_ids) + max_new_tokens - 1) // self.runner.shapes.page_size)
-        if pages > self.runner.shapes.pages_of_rank:
+        if pages > self._num_pages:
             raise RequestError(
-                f"prompt and answer need {pages} cache pages, the server has {self.runner.shapes.pages_of_rank} for a "
-                "sequence; lower max_tokens or start the server with a larger cache",
+                f"prompt and answer need {pages} cache pages, the server has {self._num_pages} for a sequence; lower "
+                "max_tokens or start the server with a larger cache",
                 param="max_tokens",
             )
         return max_new_tokens
@@ -352,7 +362,7 @@ class Engine:
             is_caching = False
         return Scheduler(
             runner.shapes.num_slots,
-            runner.shapes.page_pool(watcher),
+            self._page_pool(watcher),
             chunks=runner.shapes.chunks,
             max_step=runner.shapes.max_step,
             cache_lag=runner.cache_lag,
@@ -361,6 +371,12 @@ class Engine:
             prefers_cached=options.prefers_cached,
             is_deterministic=runner.shapes.is_deterministic,
         )
+
+    def _page_pool(self, watcher: Watcher | None) -> PagePool:
+        pool = self.runner.shapes.page_pool(watcher)
+        for rank in range(pool.num_ranks):
+            pool.allocate(pool.available(rank) - self._num_pages, rank=rank)  # for nobody
+        return pool
 
     def _run(self) -> None:
         try:
@@ -478,10 +494,11 @@ class Engine:
 
     def _watch(self) -> None:
         """Report a step that does not end. No more can be done, because a device cannot be interrupted from here."""
-        reported = 0.0
+        is_reported = False
         while self._thread.is_alive():
-            start = self.rounds.wait_start
-            if start and start != reported and time.monotonic() - start > self.options.watchdog_seconds:
-                reported = start
-                logger.error("a step has taken more than %.0f seconds; is the device stuck?", time.monotonic() - start)
+            seconds = self.rounds.stats().seconds_in_step
+            is_late = seconds > self.options.watchdog_seconds
+            if is_late and not is_reported:
+                logger.error("a step has taken more than %.0f seconds; is the device stuck?", seconds)
+            is_reported = is_late
             time.sleep(min(1.0, self.options.watchdog_seconds / 4))

@@ -100,29 +100,33 @@ def load_models(
             stated,
             own_quantization,
         )
+    read = functools.partial(Tokenizer.load, source.folder) if has_tokenizer else None
+    models = Models(source.name, loaded, None, read, fingerprint(source.folder), mesh=mesh)
     if is_carried:
         folder = source.folder
-    kind = CARRIED if is_carried else None
-    head = load_head(folder, loaded, dtype=dtype, mesh=mesh, kind=kind) if folder else None
-    own = fingerprint(source.folder)
-    trained_on = notes.get("target_fingerprint")
-    if trained_on and trained_on != own:
+    return load_beside(models, draft, folder) if folder else models
+
+
+def load_beside(models: Models, draft: str, folder: Path) -> Models:
+    """The same loaded target with the head in a folder, which is the target's own where `draft` says that it carries
+    one. A head that was trained on other weights is warned of. Raises ConfigError or CheckpointError."""
+    is_carried = draft == CARRIED
+    kind, notes = (CARRIED, {}) if is_carried else (None, read_notes(folder))
+    head = load_head(folder, models.target, dtype=default_dtype(), mesh=models.mesh, kind=kind)
+    trained_on, found = notes.get("target_fingerprint"), notes.get("acceptance", {})
+    if trained_on and trained_on != models.fingerprint:
         logger.warning(
             "%s was trained on other weights than those in %s; its acceptance will be lower, its output is right "
             "all the same",
             folder,
-            source.folder,
+            models.target.folder,
         )
-    return Models(
-        source.name,
-        loaded,
-        head,
-        functools.partial(Tokenizer.load, source.folder) if has_tokenizer else None,
-        own,
-        fingerprint(folder) if folder else "",
-        notes.get("acceptance", {}).get("accept_rate", ()),
-        mesh,
-        DraftInfo(draft if is_carried else folder.name, notes.get("acceptance", {}).get("tau")) if folder else None,
+    return dataclasses.replace(
+        models,
+        head=head,
+        head_fingerprint=fingerprint(folder),
+        head_acceptance=found.get("accept_rate", ()),
+        draft=DraftInfo(draft if is_carried else folder.name, found.get("tau")),
     )
 
 
@@ -268,20 +272,18 @@ def _head_loader(models: Models, run: ServeRun) -> Callable[[str], LoadedHead]:
     kept = dataclasses.replace(models, target=target, head=None)
 
     def load(draft: str) -> LoadedHead:
-        is_carried = draft == CARRIED
-        folder = target.folder if is_carried else Path(draft).expanduser()
+        folder = target.folder if draft == CARRIED else Path(draft).expanduser()
         if not folder.is_dir():
             raise ConfigError(f"{folder}: no such folder on the server; give one that `specserve train` has written")
-        kind = CARRIED if is_carried else None
-        head = load_head(folder, target, dtype=default_dtype(), mesh=kept.mesh, kind=kind)
-        found = {} if is_carried else read_notes(folder).get("acceptance", {})
-        acceptance = found.get("accept_rate", ())
+        found = load_beside(kept, draft, folder)
+        assert found.head is not None
+        assert found.draft is not None
         return LoadedHead(
-            head,
-            acceptance,
-            DraftInfo(draft if is_carried else folder.name, found.get("tau")),
-            () if run.speculation == TUNED else choose_trees(dataclasses.replace(kept, head=head), run),
-            _controller_maker(run, kept.fingerprint, fingerprint(folder), acceptance),
+            found.head,
+            found.head_acceptance,
+            found.draft,
+            () if run.speculation == TUNED else choose_trees(found, run),
+            _controller_maker(run, found.fingerprint, found.head_fingerprint, found.head_acceptance),
         )
 
     return load

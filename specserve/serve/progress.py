@@ -53,6 +53,16 @@ class Bars(Progress):
         """Make a bar that is not begun: it has no note yet."""
         return self.add_task(description, total=total, note="")
 
+    def reporter(self) -> Callable[[str, int, int], None]:
+        """Add a bar that has nothing to say yet. The function sets it: (what is being done, how much of it is done, of
+        how much)."""
+        task = self.add("")
+
+        def report(what: str, done: int, total: int) -> None:
+            self.update(task, description=what, completed=done, total=total)
+
+        return report
+
     def update(self, task_id: TaskID, **changes: object) -> None:  # type: ignore[override]
         """Change a bar, as rich's own does; without a terminal perhaps with a line."""
         super().update(task_id, **changes)  # type: ignore[arg-type]

@@ -75,7 +75,7 @@ class EngineReplica:
 
     def record_routing_stats(self) -> dict[str, Any]:
         """Return the facts about this replica that the router uses."""
-        return {"version": self._version, "pages": self._engine.rounds.scheduler.pool.newest_digests(REPORTED_PAGES)}
+        return {"version": self._version, "pages": self._engine.newest_digests(REPORTED_PAGES)}
 
     def record_autoscaling_stats(self) -> dict[str, float]:
         """Return the facts about this replica that `routing.scale` uses."""
@@ -232,7 +232,7 @@ def _number(run: ServeRun) -> dict[str, Any]:
 
 def check(run: ServeRun) -> None:
     """Check that these settings are possible for replicas. Raises ConfigError."""
-    for name in ("coordinator", "num_processes", "process_id", "warmup_only"):
+    for name in ("coordinator", "num_processes", "process_id", "join_seconds", "warmup_only"):
         if getattr(run, name) != getattr(ServeRun(), name):
             raise ConfigError(f"--{name.replace('_', '-')} does not go with --ray, which starts processes of its own")
     for name in ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic"):

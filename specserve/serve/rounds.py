@@ -99,7 +99,7 @@ class Rounds:
         self.only: tuple[Tree | None] | None = None  # the one way to step that the operator wants; None: any
         self.is_partial = is_partial  # not every program is compiled, so that steps are made of those that are
         self.flights: deque[list[Flight]] = deque()
-        self.wait_start = 0.0  # when the thread began to wait for a step; 0: it does not
+        self._wait_start = 0.0  # when the thread began to wait for a step; 0: it does not
         self._counters = _Counters()
         self._num_missed = runner.compiled.num_missed
         self._last_landing = 0.0  # when the step before was read, if the device went on without a pause; 0: it did not
@@ -118,6 +118,10 @@ class Rounds:
     def running(self) -> Seq[Sequence]:
         """The sequences in a slot. It may be called from any thread."""
         return tuple(self.scheduler.running)
+
+    def step_only(self, *way: Tree | None) -> None:
+        """Make every step in this one way from now on (None: plainly); without a way, as the server chooses."""
+        self.only = (way[0],) if way else None
 
     def add(self, request: Request) -> None:
         """Put a request into the queue."""
@@ -146,7 +150,7 @@ class Rounds:
         self.scheduler.pool.flush()
         self.runner.reset()
         self._counters.num_rebuilds += 1
-        self.wait_start = 0.0
+        self._wait_start = 0.0
 
     def flush_cache(self) -> None:
         """Forget every cached prefix and every answer that a lookup may find."""
@@ -180,7 +184,7 @@ class Rounds:
 
     def stats(self) -> EngineStats:
         """Return the counts of the rounds; the engine knows the rest. It may be called from any thread."""
-        counters, scheduler, start = self._counters, self.scheduler, self.wait_start
+        counters, scheduler, start = self._counters, self.scheduler, self._wait_start
         pool, steps = scheduler.pool, counters.steps.copy()
         return EngineStats(
             num_running=len(self.running),
@@ -377,12 +381,12 @@ class Rounds:
         flights = self.flights.popleft()
         num_tokens = sum(flight.num_prompt for flight in flights)
         for flight in flights:
-            self.wait_start = time.monotonic()
+            self._wait_start = time.monotonic()
             start = time.perf_counter()
             result = flight.handle.read()
             now = time.perf_counter()
             self._counters.wait_seconds += now - start
-            self.wait_start = 0.0
+            self._wait_start = 0.0
             if flight.shape and len(flights) == 1 and self._last_landing:
                 self.controller.observe_seconds(*flight.shape, flight.tree, now - self._last_landing)
             # the next step began when this one ended, if it was on its way already

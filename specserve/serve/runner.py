@@ -31,7 +31,7 @@ from specserve.serve.ledger import Ledger
 from specserve.serve.options import blank_token_rows, sampler_rows
 from specserve.serve.placement import Placement, reads_by_page
 from specserve.serve.plans import MAKERS, Plan, told
-from specserve.serve.programs import Call, Program, Programs, RoomForMore, compile_all
+from specserve.serve.programs import Call, Program, Programs, RoomForMore
 from specserve.serve.ranks import Follower, Leader
 from specserve.serve.request import SamplingParams
 from specserve.serve.shapes import Shapes, make_shapes
@@ -295,6 +295,15 @@ class Runner:
         rows = self.shapes.rows_of(slots, len(padded))
         return np.asarray(proposal.token_ids)[rows], np.asarray(proposal.parents)[rows], proposal
 
+    def draft_alone(self, slots: Sequence[int], tree: Tree) -> None:
+        """Run the drafter's share of a step by itself and wait for it, so that it can be timed. As with every proposal,
+        no later step depends on it."""
+        padded, width = self.shapes.pad(slots), self.width_of(slots)
+        layout = self.layout_for(len(padded), tree)
+        call = self.calls.propose(layout, self.state, self.place.slots(padded), tree=tree, width=width)
+        self.compiled.compile(call)  # so that it is not counted as a program that a step missed
+        jax.block_until_ready(self._run(call))
+
     def verify(
         self,
         slots: Sequence[int],
@@ -481,10 +490,6 @@ class Runner:
     def _shape(self, *shape: int, dtype: Any = np.int32) -> Any:
         """The shape of an array that is whole on every device."""
         return jax.ShapeDtypeStruct(shape, dtype, sharding=self.place.whole)
-
-    def warmup(self) -> None:
-        """Compile every program, side by side."""
-        compile_all(self.compiled, self.programs(), is_wanted=self.has_room_for)
 
     def is_compiled(self, batch_size: int, width: int, tree: Tree | None) -> bool:
         """Return whether such a step runs at once, also where the drafter must catch up before it."""

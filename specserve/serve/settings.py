@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, setting
-from specserve.drafters.words import WAYS
+from specserve.drafters.words import CARRIED, WAYS
 
 ToolParser = Literal["auto", "none", "hermes", "qwen3-coder", "llama3", "mistral", "glm", "deepseek", "harmony"]
 ReasoningParser = Literal["auto", "none", "think", "mistral", "harmony"]
@@ -17,7 +17,7 @@ class ServeRun:
 
     target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
     draft: str = setting(
-        "", help="folder of a draft head; mtp: the layer that the target carries; empty: the bundled one or none"
+        "", help=f"folder of a draft head; {CARRIED}: the layer that the target carries; empty: the bundled one or none"
     )
     quantization: Literal["", "none", "stored", "int8", "fp8"] = setting(
         "",
@@ -37,6 +37,7 @@ class ServeRun:
     )
     num_processes: int = setting(1, help="processes of the server, with a coordinator's address", ge=1)
     process_id: int = setting(0, help="which of them this is; the first one, 0, answers requests", ge=0)
+    join_seconds: int = setting(300, help="to wait for all of them to come; who is missing is logged", ge=1)
     ray: bool = setting(False, help="serve with replicas on Ray Serve, which needs the extra `scale`")
     ray_address: str = setting(
         "", help="host:port of a running Ray cluster, or auto; empty: one on this machine that ends with the command"

@@ -47,7 +47,7 @@ WHAT = {  # of the arguments that are neither weights nor state
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ExportSizes:
     """The shapes that programs are exported for."""
 
     batch: int = 1  # slots, and sequences of a step
@@ -60,7 +60,7 @@ class Sizes:
     def max_pages(self) -> int:
         return -(-self.max_len // self.page_size)
 
-    def check(self, context: int) -> "Sizes":
+    def check(self, context: int) -> "ExportSizes":
         """Return the sizes with the width that runs. Raises ConfigError for sizes that make no server."""
         if min(self.batch, self.page_size, self.chunk) < 1 or not 2 <= self.max_len <= context:
             raise ConfigError(
@@ -75,7 +75,9 @@ class Sizes:
         return dataclasses.replace(self, width=self.width or self.max_pages)
 
 
-def export_step(models: Models, tree: Tree | None, sizes: Sizes, platforms: Sequence[str], folder: Path) -> list[str]:
+def export_step(
+    models: Models, tree: Tree | None, sizes: ExportSizes, platforms: Sequence[str], folder: Path
+) -> list[str]:
     """Write the programs of one way to speculate (None: of plain decoding alone) into an empty folder, and return their
     names. Raises ConfigError."""
     unknown = sorted(set(platforms) - set(PLATFORMS))
@@ -110,7 +112,7 @@ def export_step(models: Models, tree: Tree | None, sizes: Sizes, platforms: Sequ
     return [*files]
 
 
-def _calls(config: StepConfig, weights: Any, tree: Tree | None, sizes: Sizes) -> dict[str, Call]:
+def _calls(config: StepConfig, weights: Any, tree: Tree | None, sizes: ExportSizes) -> dict[str, Call]:
     """Make every call, over shapes alone."""
     calls = Calls(config, Placement(None), None)
     pages = {"num_pages": sizes.batch * sizes.max_pages, "page_size": sizes.page_size, "max_pages": sizes.max_pages}
@@ -143,7 +145,7 @@ def _export(call: Call, platforms: Sequence[str]) -> jax.export.Exported:
     return jax.export.export(flat.function, platforms=tuple(platforms))(*map(shape_of, flat.arguments))
 
 
-def _admission(config: StepConfig, sizes: Sizes) -> Admission:
+def _admission(config: StepConfig, sizes: ExportSizes) -> Admission:
     """Make the arrays that the slot of a greedy request starts with, without a prompt."""
     rows = sampler_rows(SamplingParams(temperature=0.0), 0)
     history: Any = np.zeros(sizes.max_pages * sizes.page_size, np.int32)
@@ -157,7 +159,7 @@ def _manifest(
     models: Models,
     config: StepConfig,
     tree: Tree | None,
-    sizes: Sizes,
+    sizes: ExportSizes,
     platforms: Sequence[str],
     calls: Mapping[str, Call],
     weights: Any,

@@ -1,9 +1,9 @@
 """The controller chooses the tree of the next step: the one that promises the most tokens per second for the whole
 batch.
 
-The promise is (expected tokens) / (measured cost). Costs are measured when the server starts, and corrected by what
-steps take in service, where the host works beside the device. A start on a busy machine may have measured anything, so
-nothing bounds the correction, and now and then one step looks at another way than the best.
+The promise is (expected tokens) / (cost). Costs are measured when the server starts, and corrected by what steps take
+in service (`costs`). Now and then one step looks at another way than the best: soon after a change from plain decoding
+to speculation or back, since that may have been a mistake, and then more and more rarely.
 
 A chain of length K is expected to emit 1 + sum over d <= K of p_1 ... p_d tokens, where p_d is the sequence's
 acceptance at depth d, estimated while serving. A tree's acceptance at each depth is 1 - (1 - p)^lift, with a lift of
@@ -14,25 +14,22 @@ looks.
 The controller is host code. It knows nothing of requests or devices.
 """
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from specserve.speculative.confidence import Calibration, Surety
+from specserve.speculative.costs import ServedCosts, Shape
 from specserve.speculative.tree import StaticTree, Tree
 
 MAX_DEPTH = 16  # acceptance beyond is taken for that at this depth
 UNKNOWN_PRIOR = 0.5  # acceptance where a head says nothing of its own
 SLOT_RATE, PRIOR_RATE, LIFT_RATE = 0.08, 0.01, 0.02  # how fast estimates follow what is seen
 LOOK_STEPS = 64  # after so many steps, one looks whether another way would pay more by now
-COST_RATE, WORST_RATIO = 0.1, 2.0  # how fast costs follow what is seen; no step counts as further off than this ratio
-FIRST_WORST_RATIO = 4.0  # the same for the first step of its kind
+FIRST_LOOK_STEPS = 8  # the same after speculation has begun or ended; then twice as many, up to that
 NEAR = 0.95  # speculation that promises less than this much of what plain decoding does is far from paying
 LOYALTY = 1.02  # another way must promise more than this much of what the current one does
-
-Shape = tuple[int, int, Tree | None]  # batch size, page-table width, tree: what a step's cost depends on
 
 
 @dataclass(eq=False)
@@ -42,6 +39,16 @@ class Estimate:
     accept_rate: np.ndarray  # [MAX_DEPTH] float64
     max_depth: int = MAX_DEPTH  # draft tokens that its request lets a step accept
     surety: Surety | None = None  # how sure the draft is of it; None where it says nothing
+
+
+@dataclass(eq=False)
+class _Way:
+    """The way that steps of one batch size go at present, and when they look at another."""
+
+    tree: Tree | None
+    num_looks: int = 0
+    num_steps: int = 0  # since the last look
+    patience: int = FIRST_LOOK_STEPS  # steps from one look to the next
 
 
 @dataclass(eq=False)
@@ -57,13 +64,10 @@ class Controller:
     calibration: Calibration = field(default_factory=Calibration)
     is_following: bool = True  # whether speculation may pay soon, so that the draft should keep up with plain steps
     _lift: dict[Tree, float] = field(default_factory=dict)
-    # log(seconds in service / cost), and how many steps it was learnt from
-    _overhead: dict[tuple[int, Tree | None], tuple[float, int]] = field(default_factory=dict)
-    _current: Tree | None = None
-    _num_steps: int = 0  # since the last look
-    _num_looks: int = 0
+    _ways: dict[int, _Way] = field(default_factory=dict)  # by batch size
 
     def __post_init__(self) -> None:
+        self._served = ServedCosts(self.costs)
         self.expect(self.prior)
 
     def expect(self, prior: Sequence[float]) -> None:
@@ -100,14 +104,17 @@ class Controller:
         promises = {tree: self._promise(estimates, batch_size, width, tree) for tree in known}
         best = max(known, key=promises.__getitem__)
         self.is_following = any(promises[tree] > NEAR * promises[best] for tree in speculative)
-        self._num_steps += bool(speculative) and any(estimate.max_depth for estimate in estimates)
-        if self._num_steps >= LOOK_STEPS:
-            self._num_steps = 0
-            self._num_looks += 1
-            look = self._look(estimates, known, best, batch_size, width)
+        way = self._ways.setdefault(batch_size, _Way(best))
+        if (best is None) != (way.tree is None):
+            way.num_steps, way.patience = 0, FIRST_LOOK_STEPS
+        way.tree = best
+        way.num_steps += bool(speculative) and any(estimate.max_depth for estimate in estimates)
+        if way.num_steps >= way.patience:
+            way.num_steps, way.patience = 0, min(2 * way.patience, LOOK_STEPS)
+            way.num_looks += 1
+            look = self._look(estimates, known, way, batch_size, width)
             if look != best:
                 return look
-        self._current = best
         for estimate in estimates if best is None else ():
             if estimate.surety is not None:
                 estimate.surety.fade()
@@ -117,22 +124,21 @@ class Controller:
         self,
         estimates: Sequence[Estimate],
         known: Sequence[Tree | None],
-        best: Tree | None,
+        way: _Way,
         batch_size: int,
         width: int,
     ) -> Tree | None:
         """Return a way to try once. It is the one that would promise most, of those that speculate, if it were off its
         measured cost no more than others are, whatever its own steps seemed to take. Every second time it is plain
         decoding."""
-        if best is not None and self._num_looks % 2 and None in known:
+        if way.tree is not None and way.num_looks % 2 and None in known:
             return None
 
         def hope(tree: Tree) -> float:
             tokens = sum(self.expected_tokens(estimate, tree) for estimate in estimates)
-            overhead = min(self._overhead_of(batch_size, tree), self._usual_overhead(batch_size, tree))
-            return tokens / (self.costs[batch_size, width, tree] * math.exp(overhead))
+            return tokens / self._served.hoped_seconds(batch_size, width, tree)
 
-        return max((tree for tree in known if tree not in (None, best)), key=hope, default=best)
+        return max((tree for tree in known if tree not in (None, way.tree)), key=hope, default=way.tree)
 
     def speedup(self, estimates: Sequence[Estimate], batch_size: int, width: int, tree: Tree | None) -> float:
         """The tokens per second that the step promises, over those of a plain step. 1 where either cost is unknown."""
@@ -140,7 +146,8 @@ class Controller:
         if not known or not estimates:
             return 1.0
         tokens = sum(self.expected_tokens(estimate, tree) for estimate in estimates)
-        return tokens / len(estimates) * self._cost(batch_size, width, None) / self._cost(batch_size, width, tree)
+        plain, seconds = (self._served.seconds(batch_size, width, each) for each in (None, tree))
+        return tokens / len(estimates) * plain / seconds
 
     def observe(self, estimate: Estimate, tree: Tree, n_accepted: int, confidence: np.ndarray | None = None) -> None:
         """Learn that a step of this tree accepted `n_accepted` draft tokens of the sequence, of which the draft was so
@@ -168,38 +175,13 @@ class Controller:
 
     def observe_seconds(self, batch_size: int, width: int, tree: Tree | None, seconds: float) -> None:
         """Learn that a step of this shape took so many seconds in service."""
-        cost = self.costs.get((batch_size, width, tree))
-        if cost is None or seconds <= 0:
-            return
-        overhead = self._overhead_of(batch_size, tree)
-        num_seen = self._overhead.get((batch_size, tree), (0.0, 0))[1]
-        bound = math.log(WORST_RATIO if num_seen else FIRST_WORST_RATIO)
-        surprise = min(max(math.log(seconds / cost) - overhead, -bound), bound)
-        rate = max(COST_RATE, 1 / (num_seen + 1.5))  # nearly the mean of the first steps
-        self._overhead[batch_size, tree] = overhead + rate * surprise, num_seen + 1
-
-    def _cost(self, batch_size: int, width: int, tree: Tree | None) -> float:
-        """The seconds of a step in service."""
-        return self.costs[batch_size, width, tree] * math.exp(self._overhead_of(batch_size, tree))
-
-    def _overhead_of(self, batch_size: int, tree: Tree | None) -> float:
-        """Return log(seconds in service / measured cost) of a step."""
-        seen = self._overhead.get((batch_size, tree))
-        return seen[0] if seen else self._usual_overhead(batch_size, tree)
-
-    def _usual_overhead(self, batch_size: int, tree: Tree | None) -> float:
-        """Return the overhead that is expected of a step that has not run in service: the mean of similar steps where
-        they were faster than measured, or half of it where they were slower, so that the step is tried before one that
-        has proved expensive. Similar steps are those of the same kind, plain or speculative, or else all."""
-        seen = {other: value for (size, other), (value, _) in self._overhead.items() if size == batch_size}
-        alike = [value for other, value in seen.items() if (other is None) == (tree is None)] or [*seen.values()]
-        mean = sum(alike) / len(alike) if alike else 0.0
-        return min(mean, 0.5 * mean)
+        self._served.observe(batch_size, width, tree, seconds)
 
     def _promise(self, estimates: Sequence[Estimate], batch_size: int, width: int, tree: Tree | None) -> float:
         tokens = sum(self.expected_tokens(estimate, tree) for estimate in estimates)
-        loyalty = LOYALTY if tree == self._current else 1.0
-        return loyalty * tokens / self._cost(batch_size, width, tree)
+        way = self._ways.get(batch_size)
+        loyalty = LOYALTY if way and tree == way.tree else 1.0
+        return loyalty * tokens / self._served.seconds(batch_size, width, tree)
 
     def _foreseen(self, estimate: Estimate, tree: Tree) -> np.ndarray:  # [depth]
         return self.calibration.moved(estimate.accept_rate[: tree.depth], estimate.surety)

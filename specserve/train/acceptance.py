@@ -71,7 +71,7 @@ def arms(speculations: Sequence[str], temperatures: Sequence[float]) -> tuple[Ar
 
 
 @dataclass(frozen=True)
-class Measured:
+class ArmAcceptance:
     """The acceptance of one arm, over all prompts and by the source of the prompts."""
 
     arm: Arm
@@ -131,7 +131,7 @@ class AcceptanceMeter:
             for name, tree in trees.items()
         }
 
-    def measure(self, params: Any, target_ids: np.ndarray, arm: Arm) -> Measured:
+    def measure(self, params: Any, target_ids: np.ndarray, arm: Arm) -> ArmAcceptance:
         """Answer every prompt with at most `max_new_tokens` tokens, or fewer where the context ends, and count."""
         target = self._target.params
         weights = Weights(target, DraftWeights(params, DraftVocab(jnp.asarray(target_ids))))
@@ -142,7 +142,9 @@ class AcceptanceMeter:
             for i, (found, said) in zip(group, self._answer(weights, group, arm), strict=True):
                 by_source[self._prompts[i].source] += found
                 answers[i] = tuple(said)
-        return Measured(arm, sum(by_source.values(), Acceptance()), dict(sorted(by_source.items())), tuple(answers))
+        return ArmAcceptance(
+            arm, sum(by_source.values(), Acceptance()), dict(sorted(by_source.items())), tuple(answers)
+        )
 
     def _num_pages(self, i: int) -> int:
         longest = min(len(self._prompts[i].token_ids) + self._max_new_tokens, self._context)

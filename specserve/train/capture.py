@@ -28,12 +28,10 @@ from specserve.data.loader import Loader
 from specserve.data.packing import PackedRows
 from specserve.drafters.door import Rows, TrainedDrafter
 from specserve.errors import CheckpointError, ConfigError
-from specserve.kernels.rows import Documents
 from specserve.mesh import default_dtype, on_mesh, whole
-from specserve.models import target as target_model
 from specserve.models.config import ModelConfig
 from specserve.speculative.vocab import DraftVocab
-from specserve.train.features import Features, Format, TopK, bytes_per_position, make_features
+from specserve.train.features import Features, Format, TopK, bytes_per_position, make_features, states_of_rows
 from specserve.train.settings import TrainRun
 from specserve.train.step import place_rows
 
@@ -245,17 +243,8 @@ def make_capture(manifest: Manifest, config: ModelConfig, mesh: Mesh | None = No
     """Return the jitted program that captures: (target's parameters, draft vocabulary, rows) -> Features."""
 
     def run(params: Any, vocab: DraftVocab, rows: Rows) -> Features:
-        out = target_model.forward(
-            params,
-            config,
-            rows.token_ids,
-            rows.position_ids,
-            Documents(rows.document_ids),
-            aux_layers=manifest.aux_layers,
-        )
-        assert out.aux_hidden_states is not None
-        how, top_k = manifest.format, manifest.top_k
-        return make_features(params, config, vocab, out.aux_hidden_states, out.hidden_states, how, top_k)
+        states = states_of_rows(params, config, rows, manifest.aux_layers)
+        return make_features(params, config, vocab, *states, manifest.format, manifest.top_k)
 
     return jax.jit(on_mesh(mesh, run), out_shardings=whole(mesh))
 

@@ -19,7 +19,7 @@ Tick = tuple[float, str]  # where it stands, in SVG units, and its label
 
 
 @dataclass(frozen=True)
-class Series:
+class ChartLine:
     """A line to draw. Points that are not finite are left out."""
 
     name: str
@@ -58,7 +58,7 @@ class Chart:
 def line_chart(
     title: str,
     x_name: str,
-    series: Sequence[Series],
+    series: Sequence[ChartLine],
     *,
     band: Sequence[tuple[float, float, float]] = (),  # x, low, high
     y_from_zero: bool = False,
@@ -128,7 +128,7 @@ def _thin(points: np.ndarray) -> np.ndarray:
     return np.array([group.mean(axis=0) for group in groups])
 
 
-def _table(series: Sequence[Series]) -> tuple[list[str], list[list[str]]]:
+def _table(series: Sequence[ChartLine]) -> tuple[list[str], list[list[str]]]:
     """Tabulate series: their names, and evenly spread rows of values, the last one among them."""
     found = [dict(map(tuple, _finite(each.points))) for each in series]
     xs = sorted({x for values in found for x in values}, reverse=True)

@@ -12,16 +12,16 @@ from specserve.checkpoints.load import Target
 from specserve.data.dataset import Prompt
 from specserve.drafters.door import TrainedDrafter
 from specserve.speculative.acceptance import Acceptance
-from specserve.train.acceptance import AcceptanceMeter, Measured, arms
+from specserve.train.acceptance import AcceptanceMeter, ArmAcceptance, arms
 from specserve.train.settings import EvalSettings
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class Measurement:
     """The results of measuring a head, by arm. The run's own arm, which is the first speculation at the first
     temperature, comes first."""
 
-    arms: tuple[Measured, ...]
+    arms: tuple[ArmAcceptance, ...]
     num_skipped: int  # prompts that do not fit the context
     identity: str  # of the evaluator
 
@@ -67,13 +67,13 @@ class HeldOutEvaluator:
             target, drafter, self._arms, prompts, max_new_tokens=settings.eval_tokens, seed=seed, mesh=mesh
         )
 
-    def measure(self, params: Any, *, is_last: bool) -> Evaluation:
+    def measure(self, params: Any, *, is_last: bool) -> Measurement:
         chosen = self._arms if is_last else self._arms[:1]
         found = tuple(self._meter.measure(params, self._target_ids, arm) for arm in chosen)
-        return Evaluation(found, self._meter.num_skipped, self.identity)
+        return Measurement(found, self._meter.num_skipped, self.identity)
 
 
-def _arm_json(found: Measured) -> dict[str, Any]:
+def _arm_json(found: ArmAcceptance) -> dict[str, Any]:
     return {
         "speculation": found.arm.speculation,
         "temperature": found.arm.temperature,

@@ -8,9 +8,10 @@ import jax
 import jax.numpy as jnp
 
 from specserve.data.loader import Loader
-from specserve.drafters.door import TrainedDrafter
+from specserve.drafters.door import Rows, TrainedDrafter
+from specserve.kernels.rows import Documents
 from specserve.models.config import ModelConfig
-from specserve.models.target import TargetParams
+from specserve.models.target import TargetParams, forward
 from specserve.pytree import pytree, static
 from specserve.speculative.vocab import DraftVocab
 from specserve.train.chunked_loss import HiddenStates, chunk_length, cut_positions, join_positions
@@ -18,6 +19,16 @@ from specserve.train.chunked_loss import HiddenStates, chunk_length, cut_positio
 Format = Literal["int8", "int4", "fp8"]
 Transport = Literal["exact", "int8", "fp8"]
 LARGEST = {"int8": 127.0, "int4": 7.0, "fp8": 448.0}  # of a code
+
+
+def states_of_rows(
+    params: TargetParams, config: ModelConfig, rows: Rows, aux_layers: tuple[int, ...]
+) -> tuple[jax.Array, jax.Array]:  # [batch, seq, taps * d_model] and [batch, seq, d_model]
+    """Run the frozen target over packed rows: its taps at these layers, and its last hidden states."""
+    documents = Documents(rows.document_ids)
+    out = forward(params, config, rows.token_ids, rows.position_ids, documents, aux_layers=aux_layers)
+    assert out.aux_hidden_states is not None
+    return out.aux_hidden_states, out.hidden_states
 
 
 class FeatureSource(Protocol):

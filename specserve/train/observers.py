@@ -13,7 +13,7 @@ from specserve import provenance
 from specserve.drafters.notes import read_notes
 from specserve.train import report, trackers
 from specserve.train.budget import decided
-from specserve.train.report import REPORT_FILE, Report
+from specserve.train.report import REPORT_FILE, RunReport
 from specserve.train.run_folder import METRICS_FILE
 from specserve.train.settings import TrainRun
 from specserve.train.trainer import Observer, Progress
@@ -35,7 +35,7 @@ def observing(run: TrainRun) -> Iterator[Sequence[Observer]]:
 
     def write_report(progress: Progress) -> None:
         if progress.ending:
-            found = Report(
+            found = RunReport(
                 decided(run), read_notes(folder), read_metrics(folder), progress.ending, provenance.collect()
             )
             try:

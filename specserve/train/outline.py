@@ -12,7 +12,7 @@ from specserve.checkpoints.source import BUNDLED
 from specserve.devices import DEVICES, Device
 from specserve.drafters.words import DEFAULT_KIND, KindName
 from specserve.models.presets import PRESETS, PRESETS_FILE, target_size
-from specserve.train.plan import Plan
+from specserve.train.plan import RunPlan
 
 TAUS_FILE = PRESETS_FILE.with_name("taus.json")
 SHARE_OF_PEAK = 0.4  # a good one for training in bfloat16
@@ -38,7 +38,7 @@ class Reached:
 class Outline:
     """The stages of a run in numbers. Hours are estimates from a device's data sheet; disk is in bytes."""
 
-    plan: Plan
+    plan: RunPlan
     device: Device
     is_found: bool  # the device is that of this machine
     answer_hours: float  # 0: the target answers nothing
@@ -47,7 +47,7 @@ class Outline:
     expected: Reached  # of this target, or of the one nearest in size
 
 
-def outline(plan: Plan, device_kind: str) -> Outline:
+def outline(plan: RunPlan, device_kind: str) -> Outline:
     """Work the numbers out for the devices that JAX calls `device_kind`."""
     found = next((device for device in DEVICES if re.search(device.kind, device_kind)), None)
     device = found or next(device for device in DEVICES if device.name == REFERENCE)
@@ -76,21 +76,21 @@ def expected(target: str, num_params: int) -> Reached:
     return min(others, key=lambda row: abs(math.log(target_size(PRESETS[row.target].config()).total / num_params)))
 
 
-def answer_tokens(plan: Plan) -> int:
+def answer_tokens(plan: RunPlan) -> int:
     """Estimate how many tokens the target will have written, in all or in one conversation where the number of
     conversations is not known yet."""
     longest = plan.run.data.answer_tokens or plan.run.train.seq_len
     return max(1, plan.run.data.max_conversations) * min(ANSWER_TOKENS, longest)
 
 
-def _answer_hours(plan: Plan, device: Device) -> float:
+def _answer_hours(plan: RunPlan, device: Device) -> float:
     """Estimate the hours of answering: a step reads the weights once and brings one token for each of the sequences."""
     weights = plan.memory[0].num_bytes
     steps = answer_tokens(plan) / plan.run.data.answer_slots
     return steps * weights / (device.bandwidth * SHARE_OF_BANDWIDTH) / 3600
 
 
-def _disk(plan: Plan) -> tuple[tuple[str, float], ...]:
+def _disk(plan: RunPlan) -> tuple[tuple[str, float], ...]:
     run = plan.run
     is_here = run.target == BUNDLED or Path(run.target).expanduser().is_dir()
     itemsize = 2 if run.draft.export_dtype == "bfloat16" else 4

@@ -41,7 +41,7 @@ DTYPE, BACKEND = "bfloat16", "gpu"  # a plan is for accelerators, wherever it is
 
 
 @dataclass(frozen=True)
-class Part:
+class MemoryPart:
     """A part of the memory that a run takes on each device."""
 
     name: str
@@ -50,7 +50,7 @@ class Part:
 
 
 @dataclass(frozen=True)
-class Plan:
+class RunPlan:
     """The memory and the operations that a run would take, if it began."""
 
     run: TrainRun
@@ -60,7 +60,7 @@ class Plan:
     mesh: dict[str, int]  # devices by axis, of those with more than one
     target_size: TargetSize
     head_size: int  # parameters of the head, all of them trained
-    memory: tuple[Part, ...]  # what stays, then what a step needs besides
+    memory: tuple[MemoryPart, ...]  # what stays, then what a step needs besides
     without_remat: int  # bytes on each device more, if no rollout step were computed again
     host_bytes: int  # of each device's moments, in the host's memory
     captured_bytes: tuple[int, int]  # of a position, were it captured, and of the same states in bfloat16
@@ -92,7 +92,7 @@ class Plan:
         return self.positions / (computing + self.sending_seconds(device))
 
 
-def make_plan(run: TrainRun) -> Plan:
+def make_plan(run: TrainRun) -> RunPlan:
     """Work out what a run would take. Raises ConfigError or CheckpointError where the run itself would."""
     check_settings(run)
     processes.check(run.coordinator, run.num_processes, run.process_id)
@@ -108,7 +108,7 @@ def make_plan(run: TrainRun) -> Plan:
     left = left if run.has_layers or is_captured else tuple(name for name in left if name != "layers")
     state, host_bytes = _state(run, drafter, mesh)
     activations = _Activations(run, target, drafter, mesh)
-    return Plan(
+    return RunPlan(
         run,
         config_from,
         target,
@@ -198,12 +198,14 @@ def abstract_mesh(sizes: Mapping[str, int]) -> Mesh:
     return AbstractMesh(axes, MESH_AXES, axis_types=(AxisType.Auto,) * len(axes))  # type: ignore[return-value]
 
 
-def _weights(run: TrainRun, config: ModelConfig, spec: TargetParams, mesh: Mesh, left: tuple[str, ...]) -> Part:
+def _weights(run: TrainRun, config: ModelConfig, spec: TargetParams, mesh: Mesh, left: tuple[str, ...]) -> MemoryPart:
     """Count the bytes of the target's weights that each device holds, of which these fields are left."""
     sizes = held_by_each(config, spec, mesh, is_quantized=run.quantization != "none")
     total = sum(held.num_bytes for held in sizes if held.field in left)
     what = f"{config.dtype}" if run.quantization == "none" else f"{run.quantization} matrices, the rest {config.dtype}"
-    return Part("target's weights", total, f"the {' and '.join(left)} alone, {what}" if not run.has_layers else what)
+    return MemoryPart(
+        "target's weights", total, f"the {' and '.join(left)} alone, {what}" if not run.has_layers else what
+    )
 
 
 @dataclass(frozen=True)
@@ -235,7 +237,7 @@ def held_by_each(
         yield Held(jax.tree_util.keystr(path[:1], simple=True), leaf, size, num_bytes)
 
 
-def _state(run: TrainRun, drafter: TrainedDrafter, mesh: Mesh) -> tuple[tuple[Part, ...], int]:
+def _state(run: TrainRun, drafter: TrainedDrafter, mesh: Mesh) -> tuple[tuple[MemoryPart, ...], int]:
     """Count what training the head keeps on each device, and the bytes of it that are in the host's memory."""
     params = abstract(drafter.spec(), "float32")
     places = drafter.place(mesh)
@@ -246,9 +248,9 @@ def _state(run: TrainRun, drafter: TrainedDrafter, mesh: Mesh) -> tuple[tuple[Pa
     on_host = _bytes(kept, kept_places, lambda place: place.memory_kind == moments.HOST)
     what = {"float32": "float32", "int8": "8 bits, a scale for each 256", "host": "in the host's memory"}
     parts = (
-        Part("head", masters, "float32"),
-        Part("gradient", masters, "float32"),
-        Part("moments", _bytes(kept, kept_places) - on_host, f"{run.train.optimizer}, {what[run.train.moments]}"),
+        MemoryPart("head", masters, "float32"),
+        MemoryPart("gradient", masters, "float32"),
+        MemoryPart("moments", _bytes(kept, kept_places) - on_host, f"{run.train.optimizer}, {what[run.train.moments]}"),
     )
     return parts, on_host
 
@@ -284,15 +286,15 @@ class _Activations:
         rows = -(-train.batch_size // (train.accumulate * num_parts(self.mesh, "batch")))
         return rows * -(-train.seq_len // num_parts(self.mesh, "sequence"))
 
-    def parts(self) -> tuple[Part, ...]:
+    def parts(self) -> tuple[MemoryPart, ...]:
         """The estimate in parts whose sum it is."""
         train = self.run.train
         again = "computed again backward" if train.remat else "all kept"
         return (
-            Part("target's features", self.features(), self.source()),
-            Part("rollout", self.kept(train.remat), f"{self.drafter.num_steps(train.rollout)} steps, {again}"),
-            Part("loss", self.chunk(), "logits of a chunk of positions"),
-            Part("workspace", max(self.target_layer(), self.draft_layer()), "of one layer"),
+            MemoryPart("target's features", self.features(), self.source()),
+            MemoryPart("rollout", self.kept(train.remat), f"{self.drafter.num_steps(train.rollout)} steps, {again}"),
+            MemoryPart("loss", self.chunk(), "logits of a chunk of positions"),
+            MemoryPart("workspace", max(self.target_layer(), self.draft_layer()), "of one layer"),
         )
 
     def source(self) -> str:

@@ -13,11 +13,9 @@ from specserve.checkpoints.load import load_target
 from specserve.checkpoints.source import resolve_target
 from specserve.drafters.door import Rows
 from specserve.errors import CheckpointError
-from specserve.kernels.rows import Documents
 from specserve.mesh import on_mesh, parse_mesh, use_compilation_cache, whole
-from specserve.models import target as target_model
 from specserve.models.config import ModelConfig
-from specserve.train.features import States
+from specserve.train.features import States, states_of_rows
 from specserve.train.step import cut_rows, join_rows, place_rows
 from specserve.train.target_actor import Wanted
 
@@ -57,16 +55,7 @@ def make_prefill(config: ModelConfig, wanted: Wanted, mesh: Mesh | None) -> Any:
     how: Any = wanted.transport
 
     def of_part(params: Any, rows: Rows) -> States:
-        out = target_model.forward(
-            params,
-            config,
-            rows.token_ids,
-            rows.position_ids,
-            Documents(rows.document_ids),
-            aux_layers=wanted.aux_layers,
-        )
-        assert out.aux_hidden_states is not None
-        return States.of(out.aux_hidden_states, out.hidden_states, how)
+        return States.of(*states_of_rows(params, config, rows, wanted.aux_layers), how)
 
     def run(params: Any, rows: Rows) -> States:
         if wanted.accumulate == 1:

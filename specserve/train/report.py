@@ -13,9 +13,10 @@ import numpy as np
 from specserve import config
 from specserve.data.dataset import Dataset
 from specserve.drafters.speculation import parse_speculation
+from specserve.host import whole_file
 from specserve.speculative.vocab import coverage
 from specserve.train import forecast
-from specserve.train.charts import Chart, Series, line_chart, number
+from specserve.train.charts import Chart, ChartLine, line_chart, number
 from specserve.train.forecast import PowerLaw
 from specserve.train.pages import template
 from specserve.train.run_folder import SETTINGS_FILE
@@ -29,7 +30,7 @@ Row = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
-class Report:
+class RunReport:
     """The data that the report is made of."""
 
     run: TrainRun
@@ -39,12 +40,14 @@ class Report:
     provenance: Mapping[str, Any]
 
 
-def write(path: Path, report: Report) -> None:
+def write(path: Path, report: RunReport) -> None:
     """Write the report's page."""
-    path.write_text(render(report), encoding="utf-8")
+    page = render(report)
+    with whole_file(path) as partial:
+        partial.write_text(page, encoding="utf-8")
 
 
-def render(report: Report) -> str:
+def render(report: RunReport) -> str:
     """Make the report's page, in HTML."""
     steps = [row for row in report.rows if row["loss"] is not None]
     all_measured = [row for row in report.rows if row["tau"] is not None]
@@ -183,7 +186,7 @@ def _charts(steps: Sequence[Row], measured: Sequence[Row], curve: PowerLaw | Non
     for title, key, note in CHARTS:
         values = [(row["step"], np.atleast_1d(row[key])) for row in steps if row.get(key) is not None]
         series = [
-            Series(name, [(x, y[k]) for x, y in values if len(y) > k])
+            ChartLine(name, [(x, y[k]) for x, y in values if len(y) > k])
             for k in range(max((len(y) for _, y in values), default=0))
             for name in [f"step {k}" if key.startswith("rollout") else title.lower()]
         ]
@@ -194,12 +197,12 @@ def _charts(steps: Sequence[Row], measured: Sequence[Row], curve: PowerLaw | Non
 def _tau_chart(measured: Sequence[Row], curve: PowerLaw | None, num_others: int) -> Chart | None:
     """Lay out what was measured over loss-bearing tokens, with the forecast where there is one."""
     points = [(row["tokens"], row["tau"]) for row in measured]
-    series, band = [Series("tau", points, is_dotted=True)], []
+    series, band = [ChartLine("tau", points, is_dotted=True)], []
     if curve is not None:
         last = points[-1][0]
         ahead = np.linspace(last, AHEAD * last, 24).tolist()
         fitted = np.linspace(min(x for x, _ in points if x), AHEAD * last, 60).tolist()
-        series.append(Series("forecast", tuple((x, curve.at(x).expected) for x in fitted), is_dashed=True))
+        series.append(ChartLine("forecast", tuple((x, curve.at(x).expected) for x in fitted), is_dashed=True))
         band = [(x, at.low, at.high) for x in ahead for at in [curve.at(x)]]
     note = "tokens per target forward on held-out prompts"
     if num_others:
@@ -217,7 +220,7 @@ def _settings(run: TrainRun) -> tuple[list[tuple[str, str]], list[tuple[str, str
     return chosen, others
 
 
-def _shown(report: Report) -> list[tuple[str, str]]:
+def _shown(report: RunReport) -> list[tuple[str, str]]:
     known = {
         "target": report.notes.get("target", ""),
         "target_fingerprint": report.notes.get("target_fingerprint", ""),

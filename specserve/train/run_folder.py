@@ -33,6 +33,7 @@ MAY_CHANGE = frozenset(
         "coordinator",
         "num_processes",
         "process_id",
+        "join_seconds",
         "ray",
         "ray_address",
         "num_workers",
@@ -143,7 +144,7 @@ class RunFolder:
             )
 
 
-class Metrics:
+class MetricsFile:
     """`metrics.jsonl`: one JSON object per line. Of several processes only the first writes."""
 
     def __init__(self, folder: RunFolder) -> None:

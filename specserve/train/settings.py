@@ -148,6 +148,9 @@ class TrainRun:
     )
     num_processes: int = setting(1, help="processes of the run, with a coordinator's address", ge=1)
     process_id: int = setting(0, help="which of them this is", ge=0)
+    join_seconds: int = setting(
+        300, help="to wait for all of them to come, or for room on Ray; what is missing is logged", ge=1
+    )
     ray: bool = setting(False, help="train in workers of a Ray cluster, which are started again where one dies")
     ray_address: str = setting(
         "", help="host:port of the cluster; auto: the one on this machine; empty: one of its own, on this machine alone"

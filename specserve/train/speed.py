@@ -53,7 +53,10 @@ class Stopwatch:
         if before is None:
             return None
         seconds, steps = max(now - before[0], 1e-9), step - before[1]
-        mfu = self._flops * steps / seconds / self._peak if self._flops and self._peak else None
+        rate = self._flops * steps / seconds
+        if self._peak:  # a lap above it tells that it was measured in a slow moment of the machine
+            self._peak = max(self._peak, rate)
+        mfu = rate / self._peak if self._flops and self._peak else None
         return Speed(
             (tokens - before[2]) / seconds, self._positions * steps / seconds, mfu, device_bytes(), host_bytes()
         )

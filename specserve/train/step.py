@@ -11,15 +11,14 @@ import optax
 from jax.sharding import Mesh, SingleDeviceSharding
 
 from specserve.drafters.door import Rollout, Rows, TrainedDrafter
-from specserve.kernels.rows import Documents
 from specserve.mesh import fitting, on_mesh, whole
-from specserve.models import target as target_model
 from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams
 from specserve.pytree import pytree
 from specserve.speculative.vocab import DraftVocab
 from specserve.train import moments
 from specserve.train.chunked_loss import HiddenStates, RolloutMetrics, Sums, Teacher, sum_losses
+from specserve.train.features import states_of_rows
 from specserve.train.losses import LossName, Weighting, expected_length, make_loss
 from specserve.train.settings import TrainSettings
 from specserve.train.teachers import TeacherName, make_teacher
@@ -91,16 +90,8 @@ def teach(params: TargetParams, config: LossConfig, rows: Rows) -> Lesson:
     if rows.features is not None:
         teacher = make_teacher(config.teacher, rows.features.teacher, rows)
         return Lesson(rows.features.aux_hidden_states(), teacher)
-    out = target_model.forward(
-        params,
-        config.target,
-        rows.token_ids,
-        rows.position_ids,
-        Documents(rows.document_ids),
-        aux_layers=config.drafter.aux_layers,
-    )
-    assert out.aux_hidden_states is not None
-    return Lesson(out.aux_hidden_states, make_teacher(config.teacher, HiddenStates(out.hidden_states), rows))
+    taps, hidden_states = states_of_rows(params, config.target, rows, config.drafter.aux_layers)
+    return Lesson(taps, make_teacher(config.teacher, HiddenStates(hidden_states), rows))
 
 
 def rollout_loss(

@@ -18,7 +18,7 @@ from typing import Any
 import jax
 import numpy as np
 
-from specserve import cluster, provenance
+from specserve import cluster, log, provenance
 from specserve.checkpoints.source import TargetSource
 from specserve.data.loader import Batch, Loader
 from specserve.drafters.door import TrainedDrafter
@@ -100,8 +100,10 @@ class TargetService:
         """Wait for an answer, good or bad, as long as the process that was asked gives signs of life."""
         while not self._ray.wait([lease.answer], timeout=ASK_SECONDS)[0]:
             beat = self._actors[lease.actor].beat.options(concurrency_group=LIFE).remote()
-            if not self._ray.wait([beat, lease.answer], timeout=self._patience(lease.actor))[0]:
-                return False
+            seconds = self._patience(lease.actor)
+            with log.waiting(logger.info, f"target process {lease.actor}", seconds):
+                if not self._ray.wait([beat, lease.answer], timeout=seconds)[0]:
+                    return False
         return True
 
     def _patience(self, actor: int) -> int:

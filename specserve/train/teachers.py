@@ -20,7 +20,7 @@ TeacherName = Literal["soft", "greedy", "data"]
 
 
 @pytree
-class Best:
+class BestTokens:
     """The target's best token at each position: what a greedy step emits."""
 
     of: Teacher
@@ -48,4 +48,4 @@ def make_teacher(name: TeacherName, target: Teacher, rows: Rows) -> Teacher:
     """The teacher that the setting names. `target` is the target's whole distribution."""
     if name == "data":
         return Written(shift(rows.token_ids, 1))
-    return Best(target) if name == "greedy" else target
+    return BestTokens(target) if name == "greedy" else target

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from specserve.errors import ConfigError
+from specserve.host import whole_file
 
 WANDB_ID_FILE = "wandb-id.txt"
 TENSORBOARD_FOLDER = "tensorboard"
@@ -57,7 +58,8 @@ class WandbTracker:
         wandb = _load("wandb", "wandb", "wandb")
         id_file = folder / WANDB_ID_FILE
         if not id_file.is_file():
-            id_file.write_text(uuid.uuid4().hex[:8])
+            with whole_file(id_file) as partial:
+                partial.write_text(uuid.uuid4().hex[:8])
         # its terminal capture and the live bar would overwrite each other
         quiet = wandb.Settings(console="off")
         try:

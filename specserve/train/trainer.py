@@ -3,7 +3,7 @@
 What plugs in:
 
 * An `Evaluator` measures a head: `measure(params, is_last=...)`, called by every process alike, the last one after the
-  last step. By the `tau` of the `Evaluation` that it returns the best head is chosen and the run ends early
+  last step. By the `tau` of the `Measurement` that it returns the best head is chosen and the run ends early
   (`train.patience`); the entries of its `to_json` stand in `metrics.jsonl` and in the notes of the exported head. Only
   taus of one `identity` are compared.
 * An `Observer` is called with a `Progress`, on the first process alone: for every logged step (`loss` and its
@@ -44,11 +44,11 @@ from specserve.drafters.head import save_head
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.mesh import whole
 from specserve.speculative.vocab import DraftVocab
-from specserve.train.evaluation import Evaluation
+from specserve.train.evaluation import Measurement
 from specserve.train.features import FeatureSource
 from specserve.train.head import new_drafter
 from specserve.train.optimizer import learning_rate_scale, make_optimizer
-from specserve.train.run_folder import SETTINGS_FILE, Metrics, RunFolder
+from specserve.train.run_folder import SETTINGS_FILE, MetricsFile, RunFolder
 from specserve.train.settings import TrainRun, TrainSettings
 from specserve.train.speed import Speed, Stopwatch
 from specserve.train.step import StepMetrics, TrainState, loss_config, make_step, place_rows, place_state
@@ -64,7 +64,7 @@ class Evaluator(Protocol):
         """The thing that is measured, in words. Measurements whose taus cannot be compared differ in them."""
         ...
 
-    def measure(self, params: Any, *, is_last: bool) -> Evaluation:
+    def measure(self, params: Any, *, is_last: bool) -> Measurement:
         """Measure a head's parameters. The last measurement of a run (`is_last`) may take more time than the others."""
         ...
 
@@ -84,7 +84,7 @@ class Progress:
     gradient_norm: float | None = None
     learning_rate: float | None = None  # of AdamW's parameters
     speed: Speed | None = None  # where the last logged step was training too
-    evaluation: Evaluation | None = None
+    evaluation: Measurement | None = None
     is_last: bool = False  # the measurement after the last step
     ending: str = ""  # why the run ended
 
@@ -178,7 +178,7 @@ class Trainer:
             self.target = dataclasses.replace(target, params=dataclasses.replace(target.params, head=None))
         self._vocab = jax.device_put(DraftVocab(jnp.asarray(data.target_ids)), whole(mesh))
         self._store = StateStore(folder.state, keep=self.settings.keep)
-        self._metrics = Metrics(folder)
+        self._metrics = MetricsFile(folder)
         self._observers: Sequence[Observer] = ()
         # metrics are read a step late, so the device never waits: (step, scale of the learning rate, metrics)
         self._unread: deque[tuple[int, float, StepMetrics]] = deque()
@@ -444,7 +444,7 @@ class Trainer:
         self._store.save(self.step, self.state, extra, best_step=self.best.step)
         self._stopwatch.skip(self.step, self._tokens)
 
-    def _export(self, evaluation: Evaluation | None) -> None:
+    def _export(self, evaluation: Measurement | None) -> None:
         """Write the head in the SGLang layout, with its notes."""
         # parts of it may live where only other processes reach them
         params = jax.device_put(self.state.params, whole(self._mesh)) if jax.process_count() > 1 else self.state.params

@@ -30,14 +30,14 @@ from specserve.train.trainer import Stopping, Trainer
 logger = logging.getLogger(__name__)
 
 RAY_FOLDER = ".ray"  # in the output folder: what Ray Train writes of its own
+PLACE_SECONDS = 30  # for Ray to find room for the workers; it tries as often as `join_seconds` takes
 PATIENCE = {  # of Ray Train, as it reads it from the environment
-    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": "30",  # to find room for the workers, after which it says that it waits
+    "RAY_TRAIN_WORKER_GROUP_START_TIMEOUT_S": str(PLACE_SECONDS),
     "RAY_TRAIN_HEALTH_CHECK_INTERVAL_S": "1",
     "RAY_CHDIR_TO_TRIAL_DIR": "0",  # workers are where the command is
     "RAY_TRAIN_ENABLE_CONTROLLER_STRUCTURED_LOGGING": "0",  # else every library's log reaches the terminal
     "RAY_TRAIN_ENABLE_WORKER_STRUCTURED_LOGGING": "0",
 }
-PLACE_TRIES = 10  # to find room
 DEATH_SECONDS = 30.0  # for a worker that was killed to be gone
 LOOK_SECONDS = 1.0  # between two looks at the bell
 LOG_SECONDS = 1.0  # for the last lines of the workers to come
@@ -56,6 +56,10 @@ class Bell:
         self._attempts, self._is_training = self._attempts + 1, False
         return self._attempts - 1
 
+    def has_begun(self) -> bool:
+        """Whether a group of workers has begun."""
+        return self._attempts > 0
+
     def listen(self) -> int:
         """Note that signals are heard from now on. Returns the number of the one that came, or 0."""
         self._is_training = True
@@ -68,7 +72,7 @@ class Bell:
 
 
 @dataclasses.dataclass(frozen=True)
-class Told:
+class TrainTask:
     """The message that every worker gets."""
 
     run: TrainRun
@@ -101,7 +105,7 @@ def fit(run: TrainRun, work: Work) -> None:
             reserve_targets(ray, run, {name: number * run.num_workers for name, number in each.items()})
         bell = ray.remote(num_cpus=0)(Bell).remote()
         trainer = _trainer(run, work, bell, scaling(run.num_workers, each, ray.nodes()))
-        _wait(ray, bell, trainer.fit)
+        _wait(ray, bell, trainer.fit, Room(ray, bell, each, run.num_workers, run.join_seconds))
     finally:
         time.sleep(LOG_SECONDS)
         ray.shutdown()
@@ -148,13 +152,15 @@ def _trainer(run: TrainRun, work: Work, bell: Any, scaling: Mapping[str, Any]) -
 
     return OurTrainer(
         _work,
-        train_loop_config={"told": Told(run, cluster.Driver.here(), bell), "work": work},
+        train_loop_config={"told": TrainTask(run, cluster.Driver.here(), bell), "work": work},
         jax_config=cluster.load("ray.train.v2.jax.config").JaxConfig(),  # joins nothing: `processes.join` does
         scaling_config=ray_train.ScalingConfig(**scaling),
         run_config=ray_train.RunConfig(
             name="run",
             storage_path=str((Path(run.output) / RAY_FOLDER).resolve()),
-            failure_config=ray_train.FailureConfig(max_failures=run.max_failures, controller_failure_limit=PLACE_TRIES),
+            failure_config=ray_train.FailureConfig(
+                max_failures=run.max_failures, controller_failure_limit=-(-run.join_seconds // PLACE_SECONDS)
+            ),
             worker_runtime_env=cluster.environment(),
             callbacks=[Verdict()],
         ),
@@ -175,7 +181,27 @@ def lasting_error(failures: Mapping[int, Exception]) -> Exception | None:
     return None if any(isinstance(error, ray_errors.RayTrainError) for error in own) else next(iter(own), None)
 
 
-def _wait(ray: Any, bell: Any, fit: Callable[[], Any]) -> None:
+class Room:
+    """What the workers wait for until they begin, said every ten seconds."""
+
+    def __init__(self, ray: Any, bell: Any, each: Mapping[str, float], num_workers: int, seconds: int) -> None:
+        self._ray, self._bell, self._each, self._num_workers = ray, bell, each, num_workers
+        begin = time.monotonic()
+        self._end, self._word, self._is_found = begin + seconds, begin + log.SAY_SECONDS, False
+
+    def look(self) -> None:
+        """Say it, where it is time to."""
+        if self._is_found or (now := time.monotonic()) < self._word:
+            return
+        self._word = now + log.SAY_SECONDS
+        self._is_found = self._ray.get(self._bell.has_begun.remote())
+        if not self._is_found:
+            free = self._ray.available_resources()
+            needed = ", ".join(f"{number:g} {name} ({free.get(name, 0):g} free)" for name, number in self._each.items())
+            logger.info(log.still_waiting(f"{self._num_workers} workers on Ray of {needed} each", self._end - now))
+
+
+def _wait(ray: Any, bell: Any, fit: Callable[[], Any], room: Room) -> None:
     """Wait on a thread of its own, since the main one alone hears signals, and Ray would end the workers at once."""
     failed: list[Exception] = []
 
@@ -190,6 +216,7 @@ def _wait(ray: Any, bell: Any, fit: Callable[[], Any]) -> None:
         thread.start()
         while thread.is_alive():
             thread.join(0.2)
+            room.look()
             if stopping.number and not is_told:
                 is_told = True
                 if not ray.get(bell.ring.remote(stopping.number)):
@@ -238,7 +265,7 @@ def _work(config: Mapping[str, Any]) -> None:
         run = dataclasses.replace(run, train=dataclasses.replace(run.train, resume=True))
     try:
         if number > 1:
-            processes.join(address, number, rank)
+            processes.join(address, number, rank, run.join_seconds)
         config["work"](run, lambda trainer: _listen(ray, told.bell, trainer))
     except Exception as error:
         if lost := processes.as_lost(error):

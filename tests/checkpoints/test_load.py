@@ -18,7 +18,7 @@ from specserve.checkpoints.load import check_weights, load_params, load_target, 
 from specserve.checkpoints.tensors import TensorFolder, write_json, write_tensors
 from specserve.errors import CheckpointError
 from specserve.models.families import model_config
-from specserve.models.params import ParamSpec, Part, embedding_table, matrix, specs, vector
+from specserve.models.params import ParamSpec, TensorPart, embedding_table, matrix, specs, vector
 from specserve.models.target import target_spec
 
 Tensors = dict[str, np.ndarray]
@@ -27,15 +27,19 @@ SPEC = {
     "embedding": embedding_table("embed", 16, D_IN),
     "norm": vector("norm", D_IN),
     "plain": matrix("plain", D_IN, D_OUT, ("embed", "mlp")),
-    "gate": matrix("gate_up", D_IN, D_OUT, ("embed", "mlp"), part=Part(0, D_OUT, 2 * D_OUT, 2 * D_OUT)),
-    "up": matrix("gate_up", D_IN, D_OUT, ("embed", "mlp"), part=Part(D_OUT, 2 * D_OUT, 2 * D_OUT, 2 * D_OUT)),
-    "gate_bias": vector("gate_up_bias", D_OUT, "mlp", part=Part(0, 1, 2, 2 * D_OUT)),
-    "up_bias": vector("gate_up_bias", D_OUT, "mlp", part=Part(1, 2, 2, 2 * D_OUT)),
-    "nope": matrix("heads", D_IN, D_OUT, ("embed", "heads"), part=Part(0, 3, 5, 20)),
-    "rope": matrix("heads", D_IN, 8, ("embed", "heads"), part=Part(3, 5, 5, 20)),
+    "gate": matrix("gate_up", D_IN, D_OUT, ("embed", "mlp"), part=TensorPart(0, D_OUT, 2 * D_OUT, 2 * D_OUT)),
+    "up": matrix("gate_up", D_IN, D_OUT, ("embed", "mlp"), part=TensorPart(D_OUT, 2 * D_OUT, 2 * D_OUT, 2 * D_OUT)),
+    "gate_bias": vector("gate_up_bias", D_OUT, "mlp", part=TensorPart(0, 1, 2, 2 * D_OUT)),
+    "up_bias": vector("gate_up_bias", D_OUT, "mlp", part=TensorPart(1, 2, 2, 2 * D_OUT)),
+    "nope": matrix("heads", D_IN, D_OUT, ("embed", "heads"), part=TensorPart(0, 3, 5, 20)),
+    "rope": matrix("heads", D_IN, 8, ("embed", "heads"), part=TensorPart(3, 5, 5, 20)),
     "experts": ParamSpec((EXPERTS, D_IN, D_OUT), ("experts", "embed", "mlp"), "experts.{e}.up", transpose=True),
-    "stacked": ParamSpec((EXPERTS, D_IN, D_OUT), ("experts", "embed", "mlp"), "stacked", part=Part(1, 2, 2, 2 * D_OUT)),
-    "rest": ParamSpec((EXPERTS, D_IN, D_OUT), ("experts", "embed", "mlp"), "stacked", part=Part(0, 1, 2, 2 * D_OUT)),
+    "stacked": ParamSpec(
+        (EXPERTS, D_IN, D_OUT), ("experts", "embed", "mlp"), "stacked", part=TensorPart(1, 2, 2, 2 * D_OUT)
+    ),
+    "rest": ParamSpec(
+        (EXPERTS, D_IN, D_OUT), ("experts", "embed", "mlp"), "stacked", part=TensorPart(0, 1, 2, 2 * D_OUT)
+    ),
 }
 
 

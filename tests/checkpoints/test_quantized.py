@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import seeded
 import tiny
+from experts import FORMS
 from rounding import assert_same, assert_within, of_product, tolerance
 
 from specserve import mesh
@@ -26,7 +27,7 @@ from specserve.kernels.matmul import EightBits, QuantizedMatrix, dequantize, mat
 from specserve.models import moe
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
-from specserve.models.params import ParamSpec, Part, is_product, matrix, specs, vector
+from specserve.models.params import ParamSpec, TensorPart, is_product, matrix, specs, vector
 from specserve.models.target import TargetParams, forward, fuse_for_cpu, logits, target_spec
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -122,8 +123,8 @@ def _fp4(rng: np.random.Generator, *rows: int, groups: int) -> tuple[np.ndarray,
 
 
 FP4_SPEC = {  # of GPT-OSS: gate and up in alternate outputs
-    "gate": ParamSpec((3, 64, 5), ("experts", "embed", "mlp"), "experts.gate_up", part=Part(0, 1, 2, 10)),
-    "up": ParamSpec((3, 64, 5), ("experts", "embed", "mlp"), "experts.gate_up", part=Part(1, 2, 2, 10)),
+    "gate": ParamSpec((3, 64, 5), ("experts", "embed", "mlp"), "experts.gate_up", part=TensorPart(0, 1, 2, 10)),
+    "up": ParamSpec((3, 64, 5), ("experts", "embed", "mlp"), "experts.gate_up", part=TensorPart(1, 2, 2, 10)),
     "down": ParamSpec((3, 32, 64), ("experts", "mlp", "embed"), "experts.down"),
 }
 
@@ -161,7 +162,7 @@ def test_a_spread_load_is_the_whole_one(
     blocks, scales, _ = _fp4(rng, 4, 8, groups=2)
     spec = {
         "o": matrix("o.weight", D_IN, D_OUT, ("heads", "embed")),
-        "q": matrix("q.weight", D_IN, 16, ("embed", "heads"), part=Part(1, 5, 6, D_OUT)),
+        "q": matrix("q.weight", D_IN, 16, ("embed", "heads"), part=TensorPart(1, 5, 6, D_OUT)),
         "up": ParamSpec((4, D_IN, D_OUT), ("experts", "embed", "mlp"), "{e}.up", transpose=True),
         "down": ParamSpec((4, 64, 8), ("experts", "mlp", "embed"), "down"),
     }
@@ -346,7 +347,7 @@ def test_every_product_takes_a_quantised_weight(tmp_path: Path, family: str, to:
     assert_same(got, run(plain), tolerance(run, plain))
 
 
-@pytest.mark.parametrize("form", moe.FORMS)
+@pytest.mark.parametrize("form", FORMS)
 def test_every_form_of_the_experts_takes_quantised_weights(rng: np.random.Generator, form: moe.Form) -> None:
     def draw(*shape: int) -> jax.Array:
         return jnp.asarray(rng.standard_normal(shape), jnp.float32)

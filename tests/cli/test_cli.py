@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 from specserve import host
 from specserve.cli import serve, train
 from specserve.cli.lazy import LazyGroup
-from specserve.cli.main import Bench, Data, Plan, Root, main
+from specserve.cli.main import BenchCommands, DataCommands, PlanCommands, Root, main
 from specserve.cli.options import show_error
 from specserve.errors import CheckpointError, ConfigError, DataError
 from specserve.eval import engines
@@ -81,7 +81,7 @@ def test_the_options_of_train_that_people_use_first_come_first() -> None:
     assert first[:10] == wanted.split()
 
 
-@pytest.mark.parametrize("group", [Root, Bench, Plan, Data])
+@pytest.mark.parametrize("group", [Root, BenchCommands, PlanCommands, DataCommands])
 def test_every_command_is_where_the_table_says(group: type[LazyGroup]) -> None:
     for name, lazy in group.lazy.items():
         assert lazy.load(name).name == name

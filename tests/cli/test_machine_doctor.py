@@ -17,7 +17,7 @@ from typer.testing import CliRunner
 
 from specserve.cli.main import app
 from specserve.eval import installation
-from specserve.eval.installation import Check
+from specserve.eval.installation import MachineCheck
 from specserve.kernels import check, native, paged, paged_gpu
 from specserve.kernels.paged import PagedPrefix
 
@@ -32,8 +32,8 @@ def _elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation.hub, "absence", lambda: "no network in tests")
 
 
-def found(run: Callable[[Check], None], *arguments: Any) -> Check:
-    checked = Check("one")
+def found(run: Callable[[MachineCheck], None], *arguments: Any) -> MachineCheck:
+    checked = MachineCheck("one")
     run(checked, *arguments)
     return checked
 
@@ -144,7 +144,7 @@ def test_without_native_kernels_the_fix_is_said() -> None:
 
 
 def test_a_check_that_fails_is_a_finding_and_the_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(_check: Check) -> None:
+    def fail(_check: MachineCheck) -> None:
         raise ImportError("cannot import name 'x' from 'jax'\nmore")
 
     for name in ("versions", "devices", "memory", "kernels", "hub"):

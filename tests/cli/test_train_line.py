@@ -63,7 +63,7 @@ def run(line: list[str], output: Path, cache: Path, *more: str) -> str:
 
 def start(line: list[str], output: Path, cache: Path, death: str, *more: str) -> None:
     """The line as a process of its own, which kills itself: `answer 5` within the writing of the fifth answer, `step 2`
-    after the second step."""
+    after the second step, `report` before what was measured at the end is written."""
     told = {"line": [*line, "--output", str(output), *more], "death": death}
     kept = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
     environment = {"XDG_CACHE_HOME": str(cache), "JAX_COMPILATION_CACHE_DIR": f"{kept}-runs"}
@@ -96,10 +96,19 @@ def test_a_line_killed_in_each_stage_ends_with_the_same_head(
     start(line, killed, cache, "answer 5", "--bench", "")
     assert not (killed / "model.safetensors").exists()
     start(line, killed, cache, "step 2", "--resume")
-    run(line, killed, cache, "--resume")
+    start(line, killed, cache, "report", "--resume", "--bench", str(asked))
+    assert (killed / "model.safetensors").exists()
+    assert not (killed / "eval-asked.json").exists()
+    run(line, killed, cache, "--resume", "--bench", str(asked))
+    assert _taus(killed) == _taus(whole)
     assert curve(killed) == curve(whole)
     heads = [(folder / "model.safetensors").read_bytes() for folder in (killed, whole)]
     assert heads[0] == heads[1]
+
+
+def _taus(output: Path) -> list[tuple[str, float]]:
+    """What was measured at the end, by way."""
+    return [(each["name"], each["tau"]) for each in json.loads((output / "eval-asked.json").read_text())["reports"]]
 
 
 def _die() -> None:
@@ -120,6 +129,9 @@ def _arrange(death: str) -> None:
             return _die()
 
         regenerate._RowFile.write = write_half  # type: ignore[method-assign]
+    elif where == "report":
+        for name in ("rename", "replace"):
+            setattr(os, name, tiny_run._dying(getattr(os, name), "eval-asked.json"))
     else:
         tiny_run._arrange(death)
 

@@ -4,6 +4,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import jax
 import numpy as np
@@ -15,7 +16,7 @@ from safetensors.numpy import load_file, save_file
 
 from specserve.checkpoints.load import Target
 from specserve.drafters import published
-from specserve.drafters.door import DIALECTS, Dialect, Head
+from specserve.drafters.door import Dialect, Head
 from specserve.drafters.eagle import dialects
 from specserve.drafters.eagle.config import default_taps
 from specserve.drafters.exchange import describe_target, export_head, import_head
@@ -52,7 +53,7 @@ def assert_same(head: Head, other: Head) -> None:
         ({"num_layers": 2, "d_model": 24, "has_embedding": True, "fc_norm": True}, "float32"),
     ],
 )
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", get_args(Dialect))
 def test_export_then_import_changes_no_bit(
     tmp_path: Path, described: Target, dialect: Dialect, changes: dict[str, object], dtype: str
 ) -> None:
@@ -74,7 +75,7 @@ def _exported(tmp_path: Path, target: Target, dialect: Dialect, **changes: objec
     return raw, load_file(tmp_path / "theirs" / "model.safetensors")
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", get_args(Dialect))
 @pytest.mark.parametrize("taps", [(1, 2, 2), (0, 2, 4)], ids=["default", "chosen"])
 def test_each_flavour_says_what_its_engine_reads(
     tmp_path: Path, described: Target, dialect: Dialect, taps: tuple[int, ...]
@@ -110,7 +111,7 @@ def test_each_flavour_says_what_its_engine_reads(
         assert raw.get("eagle_aux_hidden_state_layer_ids") == (inputs if dialect == "vllm" and not is_default else None)
 
 
-@pytest.mark.parametrize("dialect", DIALECTS)
+@pytest.mark.parametrize("dialect", get_args(Dialect))
 def test_further_layers_have_the_norm_that_each_engine_looks_for(
     tmp_path: Path, described: Target, dialect: Dialect
 ) -> None:

@@ -14,7 +14,7 @@ from scipy.special import log_softmax
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
 from specserve.drafters.eagle.config import Eagle3Config
-from specserve.drafters.eagle.entries import Draft, empty_cache
+from specserve.drafters.eagle.entries import ReadyHead, empty_cache
 from specserve.drafters.eagle.model import draft_logits
 from specserve.drafters.eagle3.propose import _Expander, _Level, consume, propose
 from specserve.drafters.follow import FIRST_ENTRY, Pending
@@ -31,7 +31,7 @@ LENGTHS = (7, 10, 4)  # of the sequences; the last token is the root
 class World:
     """A batch of sequences that the draft has caught up with."""
 
-    draft: Draft
+    draft: ReadyHead
     head: Head
     pages: Cache
     table: jax.Array
@@ -192,7 +192,7 @@ def test_catching_up_in_pieces_equals_catching_up_at_once(tiny_target: Target, n
     aux = jnp.asarray(rng.standard_normal((1, 9, _aux_size(config))), jnp.float32)
     table = jnp.arange(MAX_PAGES, dtype=jnp.int32)[None]
 
-    def run(draft: Draft, cuts: list[int]) -> jax.Array:
+    def run(draft: ReadyHead, cuts: list[int]) -> jax.Array:
         pages = empty_cache(config, num_pages=MAX_PAGES, page_size=PAGE_SIZE)
         hidden = jnp.zeros(())
         for start, stop in zip([0, *cuts], [*cuts, 9], strict=True):

@@ -10,7 +10,7 @@ from rich.console import Console
 from specserve.checkpoints.load import Target
 from specserve.data.conversations import Conversation, Message
 from specserve.drafters.door import Head
-from specserve.eval.acceptance import Report, evaluate
+from specserve.eval.acceptance import SpeculationReport, evaluate
 from specserve.eval.bench_cells import ArmResult
 from specserve.eval.engines import measured_engine
 from specserve.eval.prompts import Question
@@ -51,8 +51,8 @@ def test_arms_agree_and_the_books_balance(pair: tuple[Engine, Engine], tmp_path:
     """One test for one pair of engines: an engine starts once."""
     plain, speculative = pair
     with plain, speculative:
-        report = evaluate(plain, speculative, QUESTIONS, Report("x", "chain:2", 0.0, 2), max_tokens=24)
-        sampled = evaluate(plain, speculative, QUESTIONS, Report("x", "chain:2", 1.0, 1), max_tokens=24)
+        report = evaluate(plain, speculative, QUESTIONS, SpeculationReport("x", "chain:2", 0.0, 2), max_tokens=24)
+        sampled = evaluate(plain, speculative, QUESTIONS, SpeculationReport("x", "chain:2", 1.0, 1), max_tokens=24)
         _regeneration_is_the_same_with_speculation(plain, speculative, tmp_path)
     for found in (report, sampled):
         assert found.speculative.num_answers == found.speculative.num_identical == 3
@@ -91,7 +91,7 @@ def test_no_number_of_a_table_is_cut_off_in_a_narrow_terminal() -> None:
     speculative = ArmResult(
         ratios=[1.23], acceptance=total, num_tokens=6_000, seconds=48.0, num_answers=24, num_identical=24
     )
-    report = Report("pydoc", "chain:7", 0.0, 1, plain, speculative)
+    report = SpeculationReport("pydoc", "chain:7", 0.0, 1, plain, speculative)
     console = Console(width=80)
     folder = "/home/someone/experiments/heads/pydoc-muon-1.5e-3-rollout-3"
     with console.capture() as capture:

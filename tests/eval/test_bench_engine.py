@@ -8,7 +8,7 @@ import pytest
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
 from specserve.errors import ConfigError
-from specserve.eval.bench_cells import Plan
+from specserve.eval.bench_cells import BenchPlan
 from specserve.eval.bench_engine import BenchReport, run_bench
 from specserve.eval.prompts import load_chats
 from specserve.eval.report import bench_lines, bench_table, coupling_table
@@ -16,7 +16,7 @@ from specserve.eval.step_times import read_bandwidth
 from specserve.serve import launch
 from specserve.serve.launch import Models
 
-PLAN = Plan(concurrencies=(1, 2), temperatures=(0.0, 1.0), num_rounds=2, num_requests=3, max_tokens=12)
+PLAN = BenchPlan(concurrencies=(1, 2), temperatures=(0.0, 1.0), num_rounds=2, num_requests=3, max_tokens=12)
 ARMS = ("chain:2", "auto")
 PROMPTS = [[1 + (7 * i + j) % 60 for j in range(5 + i)] for i in range(PLAN.num_prompts)]
 

@@ -4,6 +4,7 @@ import jax
 import pytest
 from rounding import assert_same, tolerance
 
+from specserve.checkpoints.load import Target
 from specserve.errors import ConfigError
 from specserve.eval.bench_kernels import CATALOGUE, Bounds, measure_kernels
 from specserve.eval.report import kernels_table
@@ -38,16 +39,30 @@ def test_experts_are_timed_over_all_rows_of_a_batch() -> None:
         assert row.work.num_bytes < 5 * 3 * 16 * 8 * 4 + 6 * 16 * 8, "no expert is counted twice"
 
 
+def test_products_are_timed_in_every_format_and_for_all_rows(shallow_target: Target) -> None:
+    run = KernelsRun(target=str(shallow_target.folder), rows=(1, 3), seconds=1e-3, kernels=("products",))
+    rows = list(measure_kernels(run, Bounds(1e9, 1e12)))
+    assert [row.work.shape["rows"] for row in rows] == [1, 3] * (3 if jax.default_backend() == "cpu" else 1)
+    layer = 32 * (4 + 2 + 2) * 8 + 4 * 8 * 32 + 3 * 32 * 48  # as a server multiplies: q|k|v and gate|up at once
+    elements, ends = 2 * layer + 32 * 64, 2 * (32 + 64 + 32 + 32 + 32 + 96 + 48 + 32) + 32 + 64
+    for row, size in zip(rows, (4, 4, 2, 2, 1, 1), strict=False):
+        num_rows = row.work.shape["rows"]
+        assert row.work.num_flops == 2 * num_rows * elements
+        if jax.default_backend() == "cpu":
+            assert row.work.num_bytes == size * elements + 4 * num_rows * ends
+        assert (row.own_ms is not None) == bool(row.work.path) == native.is_available()
+
+
 @pytest.mark.parametrize("name", CATALOGUE)
-def test_the_kernel_computes_what_xla_does(name: str) -> None:
-    for work in CATALOGUE[name](KernelsRun(**SMALL)):
+def test_the_kernel_computes_what_xla_does(name: str, shallow_target: Target) -> None:
+    for work in CATALOGUE[name](KernelsRun(**SMALL, target=str(shallow_target.folder), rows=(1, 3))):
         arguments = work.make()
-        own, xla = (jax.jit(function) for function in (native.serving(work.function), work.function))
+        own, xla = (jax.jit(function) for function in (native.serving(work.function), work.xla))
         assert_same(own(*arguments), xla(*arguments), tolerance(xla, *arguments))
 
 
 def test_what_is_not_there_is_named() -> None:
-    with pytest.raises(ConfigError, match="--kernels softmax: there are attention, experts"):
+    with pytest.raises(ConfigError, match="--kernels softmax: there are attention, experts, products"):
         list(measure_kernels(KernelsRun(kernels=("softmax",)), Bounds(1, 1)))
     with pytest.raises(ConfigError, match="--top-k 9: there are --num-experts 8"):
         list(measure_kernels(KernelsRun(kernels=("experts",), num_experts=8, top_k=9), Bounds(1, 1)))

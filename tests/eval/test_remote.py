@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from specserve.errors import ConfigError, DataError, SpecServeError
-from specserve.eval.acceptance import Report, converse
+from specserve.eval.acceptance import SpeculationReport, converse
 from specserve.eval.prompts import Question
 from specserve.eval.remote import ServerArm, parse_counts, read_chats
 
@@ -75,8 +75,8 @@ def connect(monkeypatch: pytest.MonkeyPatch) -> Callable[[Handler], ServerArm]:
     return arm
 
 
-def _measure(arm: ServerArm, concurrency: int = 1) -> Report:
-    report = Report("x", "", 0.0, concurrency, draft=arm.url)
+def _measure(arm: ServerArm, concurrency: int = 1) -> SpeculationReport:
+    report = SpeculationReport("x", "", 0.0, concurrency, draft=arm.url)
     arm.describe(report)
     converse({arm.url: arm}, QUESTIONS, [report], read_chats(9), on_answer=lambda: arm.describe(report))
     return report
@@ -115,7 +115,7 @@ def test_with_several_clients_what_is_known_of_groups_is_drawn_in_groups(
 def test_a_second_turn_is_asked_after_the_first_and_its_answer(connect: Callable[[Handler], ServerArm]) -> None:
     engine = Engine("vllm")
     arm = connect(engine)
-    report = Report("x", "", 0.0, 2, draft=arm.url)
+    report = SpeculationReport("x", "", 0.0, 2, draft=arm.url)
     questions = [Question("1", "a", ("one", "two", "three")), Question("2", "a", ("alone",))]
     converse({arm.url: arm}, questions, [report], read_chats(9))
     assert sorted(engine.asked) == [
@@ -138,7 +138,7 @@ def test_of_several_servers_the_first_is_what_the_others_are_compared_with(
     connect: Callable[[Handler], ServerArm],
 ) -> None:
     arms = {"plain": connect(Engine("plain")), "fast": connect(Engine("llama.cpp"))}
-    reports = [Report("x", "", 0.0, 1, draft=name) for name in arms]
+    reports = [SpeculationReport("x", "", 0.0, 1, draft=name) for name in arms]
     for report in reports:
         arms[report.name].describe(report)
     converse(arms, QUESTIONS, reports, read_chats(9))

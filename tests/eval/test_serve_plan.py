@@ -20,7 +20,7 @@ from specserve.errors import ConfigError
 from specserve.eval.roofline import step_work
 from specserve.eval.serve_plan import fit_into, make_serve_plan
 from specserve.eval.settings import PlanServeRun
-from specserve.eval.step_costs import Roofline
+from specserve.eval.step_costs import RooflineCosts
 from specserve.mesh import make_mesh
 from specserve.serve.runner import Runner
 from specserve.serve.tuned import Entry, Profile, machine_facts
@@ -88,7 +88,7 @@ def test_on_one_device_the_roofline_is_that_of_the_benchmarks(
     for batch, context in ((1, 7), (4, 64)):
         work = step_work(target, head, tree, batch=batch, context=context)
         read, computed = (
-            Roofline(target.config, head, mesh, device, context).costs(tree, (batch,)).step[0]
+            RooflineCosts(target.config, head, mesh, device, context).costs(tree, (batch,)).step[0]
             for device in (fast, wide)
         )
         assert read * SHARE_OF_BANDWIDTH == pytest.approx(work.num_bytes)
@@ -116,6 +116,15 @@ def test_too_much_load_is_an_error_whose_fix_works() -> None:
     assert found is not None
     plan = make_serve_plan(dataclasses.replace(QWEN, qps=5000.0, devices=found[1]))
     assert not plan.fleet.best.is_full
+
+
+def test_the_load_that_the_documents_call_too_much_is() -> None:
+    text = " ".join((Path(__file__).parents[2] / "docs" / "scale.md").read_text().split())
+    run = PlanServeRun(target="deepseek-v3", devices="tpu-v7x-64", qps=200.0, prompt=2000, answer=500)
+    assert "--target deepseek-v3 --devices tpu-v7x-64 --qps 200 --prompt 2000 --answer 500 ```" in text
+    with pytest.raises(ConfigError) as raised:
+        make_serve_plan(run)
+    assert f"`error: {raised.value}`" in text
 
 
 @pytest.mark.parametrize(

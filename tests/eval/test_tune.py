@@ -15,7 +15,7 @@ from specserve.cli.tune import pays_line, profile_table
 from specserve.drafters.speculation import describe, parse_speculation
 from specserve.errors import ConfigError
 from specserve.eval import tune as tuning
-from specserve.eval.bench_cells import Answer, steady
+from specserve.eval.bench_cells import TimedAnswer, steady
 from specserve.eval.replay import Replayed
 from specserve.eval.settings import TuneRun
 from specserve.eval.tune import Timed, can_win, is_near, measure_live, parse_trees, sensible_trees, tune, undominated
@@ -202,8 +202,8 @@ def test_trees_that_bring_no_more_than_smaller_ones_are_left_out() -> None:
 
 
 def test_the_steady_part_of_answers_is_when_all_of_them_run() -> None:
-    early = Answer(begin=0.0, arrivals=[1.0, 2.0, 3.0], sizes=[1, 2, 2])
-    late = Answer(begin=1.0, arrivals=[0.5, 1.25, 3.0], sizes=[1, 3, 1])  # at 1.5, 2.25 and 4
+    early = TimedAnswer(begin=0.0, arrivals=[1.0, 2.0, 3.0], sizes=[1, 2, 2])
+    late = TimedAnswer(begin=1.0, arrivals=[0.5, 1.25, 3.0], sizes=[1, 3, 1])  # at 1.5, 2.25 and 4
     assert steady([early, late]) == (2 + 2 + 3, 1.5)
     assert steady([early]) == (4, 2.0)
 

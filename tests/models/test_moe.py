@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from experts import FORMS
 from rounding import assert_same, tolerance
 
 from specserve.models.config import Experts, ModelConfig, Names
-from specserve.models.moe import FORMS, Moe, moe, moe_spec, route
+from specserve.models.moe import Moe, moe, moe_spec, route
 from specserve.models.params import init_params, specs
 
 D_MODEL = 12

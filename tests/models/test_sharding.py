@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
+from experts import FORMS
 from jax.sharding import NamedSharding, PartitionSpec
 from rounding import assert_same, tolerance
 from spread import CASES, MODELS, mesh_of, spread_target, target_of
@@ -23,7 +24,7 @@ from specserve.kernels.rowwise import Activation
 from specserve.mesh import is_on_one_device, on_mesh, shardings, whole
 from specserve.models import sharding
 from specserve.models.config import Experts, ModelConfig, Names
-from specserve.models.moe import FORMS, Moe, by_blocks, moe, moe_spec
+from specserve.models.moe import Moe, by_blocks, moe, moe_spec
 from specserve.models.params import init_params, num_params, specs
 from specserve.models.sharding import place_target
 from specserve.models.target import TargetParams, forward, logits, target_spec

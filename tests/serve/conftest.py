@@ -6,7 +6,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
-from engines import Reference, make_runner
+from engines import Reference, compile_programs, make_runner
 from fakes import FakeEngine
 
 from specserve.checkpoints.load import Target
@@ -64,7 +64,7 @@ def runner(tiny_target: Target, tiny_head: Head, kept: Path | None) -> Runner:
     """Every kind of tree that a head proposes, and plain decoding; all compiled. A test makes an engine of its own."""
     ways = "tree:3x3x8", "chain:3", "static:2x1", "head+suffix:3", "off"
     runner = make_runner(tiny_target, tiny_head, *ways, folder=kept)
-    runner.warmup()
+    compile_programs(runner)
     return runner
 
 
@@ -72,7 +72,7 @@ def runner(tiny_target: Target, tiny_head: Head, kept: Path | None) -> Runner:
 def lookup_runner(tiny_target: Target, kept: Path | None) -> Runner:
     """Drafts without a head."""
     runner = make_runner(tiny_target, None, "ngram:3", "off", has_constrained=False, folder=kept)
-    runner.warmup()
+    compile_programs(runner)
     return runner
 
 

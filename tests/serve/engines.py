@@ -25,7 +25,8 @@ from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.grammars import Grammars
 from specserve.serve.layouts import make_layouts
 from specserve.serve.options import Encoder, bad_sequences
-from specserve.serve.pages import PagePool, Watcher
+from specserve.serve.pages import Watcher
+from specserve.serve.programs import compile_all
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, TokenLogprobs
 from specserve.serve.runner import Runner
 from specserve.speculative.controller import Controller, Estimate
@@ -204,18 +205,21 @@ def make_runner(
     return runner
 
 
+def compile_programs(runner: Runner) -> None:
+    """Compile every program of it, side by side."""
+    compile_all(runner.compiled, runner.programs(), is_wanted=runner.has_room_for)
+
+
 def make_engine(
     runner: Runner,
     controller: Controller | None = None,
     *,
-    num_pages: int | None = None,
     watcher: Watcher | None = None,
     **options: object,
 ) -> Engine:
-    """A fresh engine, not started, on a runner that other tests have used. `num_pages` is how many it believes to
-    have: the device's array keeps its size, so nothing compiles."""
+    """A fresh engine with these `EngineOptions`, not started, on a runner that other tests have used."""
     runner.reset()
-    engine = Engine(
+    return Engine(
         runner,
         Letters(),  # type: ignore[arg-type]
         model_name="tiny",
@@ -224,9 +228,6 @@ def make_engine(
         options=EngineOptions(**options),  # type: ignore[arg-type]
         watcher=watcher,
     )
-    if num_pages is not None:
-        engine.rounds.scheduler.pool = PagePool(num_pages, runner.shapes.page_size, watcher)
-    return engine
 
 
 def submit(engine: Engine, ask: Ask) -> tuple[Request, Inbox]:

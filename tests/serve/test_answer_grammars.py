@@ -17,6 +17,7 @@ from specserve.serve.http.openai_bodies import ChatBody
 from specserve.serve.http.tool_bodies import FunctionDefinition
 from specserve.serve.http.tool_formats import TOOL_FORMATS
 from specserve.serve.request import GrammarSpec, SamplingParams
+from specserve.tokenizer import Tokenizer
 
 TOKENIZER = load("qwen3")
 END = min(TOKENIZER.end_ids)
@@ -36,10 +37,10 @@ WRONG: list[tuple[str, dict[str, Any]]] = [
 ]
 
 
-def allows(spec: GrammarSpec, text: str) -> bool:
+def allows(spec: GrammarSpec, text: str, end: int = END, grammars: Grammars = GRAMMARS) -> bool:
     """Whether the mask lets each token come, and then the end."""
-    mask = GRAMMARS.compile(spec)()
-    for token_id in [*TOKENIZER.encode(text, add_special_tokens=False), END]:
+    mask = grammars.compile(spec)()
+    for token_id in [*TOKENIZER.encode(text, add_special_tokens=False), end]:
         row = mask.masks([0], [0])[0]
         if not row[token_id // 8] >> token_id % 8 & 1:
             return False
@@ -89,6 +90,31 @@ def test_other_wordings_of_a_format():
         name = wording.split()[0]
         assert allows(answer_grammar(wording, FUNCTIONS, None, IDS), text)
         assert [name for name, _ in calls_of(parse(make_reader(name), text))][:1] == ["no_args"]
+
+
+SIGNS = "<｜tool▁calls▁begin｜>", "[TOOL_CALLS]", "<tool_call>", '{"name": "weather", "parameters"'
+FAMILIES = "deepseek-r1", "deepseek-v3.1", "glm-4.5", "llama-3", "mistral", "mistral-nemo", "qwen3", "qwen3-coder"
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_the_grammar_for_a_template_allows_what_that_template_writes(name):
+    """So the wording that is asked of a model is the one that it was taught."""
+    tokenizer = load(name)
+    arguments = {"city": "Genève", "days": 2}
+    call = {"type": "function", "function": {"name": "weather", "arguments": arguments}}
+    turns = [*USER, {"role": "assistant", "content": "", "tool_calls": [call]}]
+    asked = {"messages": USER, "tools": [WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+    body, syntax = check_body(ChatBody, asked), AnswerSyntax(tokenizer, "auto", "auto")
+    params, _ = syntax.reading(body, syntax.question(body), tokenizer.encode("x"), SamplingParams())
+    text = tokenizer.template.render(turns, add_generation_prompt=False).rstrip()
+    end = next((i for i in tokenizer.end_ids if text.endswith(spelled(tokenizer, i))), min(tokenizer.end_ids))
+    text = text.removesuffix(spelled(tokenizer, end)).replace(', "id": "call00001"', "")  # only histories have ids
+    said = text[max(text.find(sign) for sign in SIGNS) :]
+    assert allows(params.grammar, said, end, Grammars(tokenizer, tokenizer.vocab_size, sorted(tokenizer.end_ids))), said
+
+
+def spelled(tokenizer: Tokenizer, token_id: int) -> str:
+    return tokenizer.decode([token_id], skip_special_tokens=False)
 
 
 CONTENTS = [

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import tiny
-from engines import VOCAB, Ask, Dice, Reference, make_engine, make_runner, run, serving
+from engines import VOCAB, Ask, Dice, Reference, compile_programs, make_engine, make_runner, run, serving
 
 from specserve.checkpoints.load import Target
 from specserve.models.families import model_config
@@ -108,7 +108,7 @@ def test_speculation_changes_no_token_of(case: str, rng: np.random.Generator) ->
     target = make_target(case, 2 if case == "delta nets" else 3)
     head = tiny.random_head(target.config, seed=1, num_kv_heads=2, head_dim=8, rope=tiny.PLAIN_ROPE)
     runner = make_runner(target, head, "off", "tree:3x3x9", num_slots=3, has_constrained=False)
-    runner.warmup()
+    compile_programs(runner)
     reference = Reference(target)
     with serving(make_engine(runner, Dice(0), num_pages=18)) as engine, reference.engine:
         asks = [reference.any_ask(rng, length, i % 2 == 1) for i, length in enumerate((1, 16, 37, 20, 9))]

@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 from specserve.cli import chat_view
 from specserve.cli.chat import converse
 from specserve.cli.chat_view import AnswerView
-from specserve.cli.conversation import Conversation, Token, Told
+from specserve.cli.conversation import AnswerSoFar, ServerChat, Token
 from specserve.cli.main import app
 from specserve.errors import ConfigError
 from specserve.eval.client import Client, RefusedError, UnreachableError
@@ -43,19 +43,19 @@ def terminal(width: int = 80) -> Console:
 
 
 @pytest.fixture
-def talk(server: HttpServer) -> Iterator[Conversation]:
+def talk(server: HttpServer) -> Iterator[ServerChat]:
     with Client(server.url) as client:
-        yield Conversation(client, max_tokens=64)
+        yield ServerChat(client, max_tokens=64)
 
 
 @pytest.fixture
-def changeable(fake_engine: FakeEngine) -> Iterator[Conversation]:
+def changeable(fake_engine: FakeEngine) -> Iterator[ServerChat]:
     """With a server that lets clients change how it speculates, and wants a key."""
     run = ServeRun(allow_load_draft=True)
     server = HttpServer(create_app(fake_engine, run=run, api_keys=["secret"]), port=0)
     server.start()
     with Client(f"{server.url}/v1/", "secret") as client:
-        yield Conversation(client)
+        yield ServerChat(client)
     server.stop()
     fake_engine.speculation = "chain:3"
 
@@ -63,7 +63,7 @@ def changeable(fake_engine: FakeEngine) -> Iterator[Conversation]:
 @given(st.lists(st.lists(st.integers(0, 4), max_size=4), max_size=6))
 def test_steps_are_counted_as_they_were_made(steps: list[list[int]]) -> None:
     """Whatever pieces the depths of an answer come in: those of a step are 1, 2, ..., 0, after the first token's 0."""
-    expected, told = Acceptance(), Told()
+    expected, told = Acceptance(), AnswerSoFar()
     told.take([0], 1)
     for chunk in steps:
         depths = []
@@ -87,13 +87,13 @@ def test_what_is_shown_is_what_was_said(pieces: Sequence[tuple[str, int]]) -> No
     for console in (narrow, no_terminal):
         with AnswerView(console) as view:
             for text, depth in pieces:
-                view.push(Token(text, depth), Told())
+                view.push(Token(text, depth), AnswerSoFar())
     assert "".join(narrow.export_text().split()) == "".join(said.split())
     assert no_terminal.export_text().rstrip("\n") == said.rstrip("\n")
 
 
 def test_accepted_tokens_have_the_colour_of_their_depth() -> None:
-    console, told = terminal(), Told()
+    console, told = terminal(), AnswerSoFar()
     with AnswerView(console) as view:
         for depth in range(8):
             told.take([depth], 1)
@@ -104,7 +104,7 @@ def test_accepted_tokens_have_the_colour_of_their_depth() -> None:
     assert len({colour for colour, _ in colours}) == len({colour for colour, _ in colours[:5]}) == 5
 
 
-def test_a_conversation_sends_what_was_said_before(talk: Conversation, fake_engine: FakeEngine) -> None:
+def test_a_conversation_sends_what_was_said_before(talk: ServerChat, fake_engine: FakeEngine) -> None:
     assert "".join(token.text for token in talk.ask("one")) == STORY
     assert talk.told.finish == "stop"
     assert [token.depth for token in talk.ask("two")][:2] == [1, 0]
@@ -121,12 +121,12 @@ def test_a_conversation_sends_what_was_said_before(talk: Conversation, fake_engi
 
 
 def test_an_interrupt_ends_an_answer_and_its_request_alone(
-    talk: Conversation, fake_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+    talk: ServerChat, fake_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And what had come of it stays in the conversation. Ctrl-C at the prompt does nothing, the end of input leaves."""
     push, console = AnswerView.push, terminal()
 
-    def interrupted(self: AnswerView, token: Token, told: Told) -> None:
+    def interrupted(self: AnswerView, token: Token, told: AnswerSoFar) -> None:
         push(self, token, told)
         if told.num_pieces >= 3:
             raise KeyboardInterrupt
@@ -146,9 +146,7 @@ def test_an_interrupt_ends_an_answer_and_its_request_alone(
     wait_for(lambda: not fake_engine.num_active)  # the server does not go on with what nobody reads
 
 
-def test_speculation_is_changed_or_bounded(
-    talk: Conversation, changeable: Conversation, fake_engine: FakeEngine
-) -> None:
+def test_speculation_is_changed_or_bounded(talk: ServerChat, changeable: ServerChat, fake_engine: FakeEngine) -> None:
     """Changed on a server that allows it; on another our own requests are bounded, which no token depends on."""
     changeable.speculate("off")
     assert changeable.speculation == fake_engine.speculation == "off"
@@ -191,7 +189,7 @@ def test_counts_are_those_of_the_engine(runner: Runner) -> None:
     with serving(make_engine(runner, Dice(1))) as engine:
         inboxes = run(engine, [Ask((5, 6, 7 + i), params) for i in range(6)])
     for inbox in inboxes:
-        told, stats = Told(), inbox.wait().stats
+        told, stats = AnswerSoFar(), inbox.wait().stats
         for delta in inbox.deltas:
             told.take(delta.draft_depths, len(delta.token_ids))
         told.end()

@@ -6,7 +6,7 @@ import re
 
 import jax
 import pytest
-from engines import Reference, greedy, make_engine, make_runner
+from engines import Reference, compile_programs, greedy, make_engine, make_runner
 from jax.sharding import Mesh
 from spread import mesh_of, spread_head, spread_target, target_of
 from storms import storm
@@ -48,7 +48,7 @@ def _runner(model: str, mesh: Mesh, *ways: str, pages_of_rank: int, has_constrai
 def test_data_ranks_change_no_token(model: str, text: str, way: str) -> None:
     """Plain steps, chains and trees, greedy and sampled, with hits, preemptions, cancellations and grammars."""
     runner = _runner(model, mesh_of(text), "off", way, pages_of_rank=FEW_PAGES, has_constrained=True)
-    runner.warmup()
+    compile_programs(runner)
     reference = Reference(target_of(model))
     with reference.engine:
         stats, _ = storm(runner, reference, 60, 24)

@@ -5,7 +5,19 @@ import random
 
 import pytest
 import tiny
-from engines import SEEDS, VOCAB, Ask, Fixed, Reference, make_engine, make_runner, moved_weights, run, serving
+from engines import (
+    SEEDS,
+    VOCAB,
+    Ask,
+    Fixed,
+    Reference,
+    compile_programs,
+    make_engine,
+    make_runner,
+    moved_weights,
+    run,
+    serving,
+)
 
 from specserve.checkpoints.load import Target
 from specserve.data.dataset import Prompt
@@ -30,7 +42,7 @@ def deep_head(tiny_target: Target) -> Head:
 @pytest.fixture(scope="module")
 def deep_runner(tiny_target: Target, deep_head: Head) -> Runner:
     runner = make_runner(tiny_target, deep_head, TREE, has_constrained=False)
-    runner.warmup()
+    compile_programs(runner)
     return runner
 
 

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 import jax
 import numpy as np
 import pytest
-from engines import Ask, Inbox, Reference, check_idle, greedy, run, submit
+from engines import Ask, Inbox, Reference, check_idle, compile_programs, greedy, run, submit
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
@@ -34,7 +34,7 @@ def runner(tiny_target: Target, tiny_head: Head) -> Runner:
     sizes = {"num_slots": 2, "max_model_len": MAX_LEN, "page_size": PAGE_SIZE, "num_pages": NUM_PAGES}
     runner = Runner(tiny_target, tiny_head, [TREE], **sizes)
     runner.shapes = dataclasses.replace(runner.shapes, chunks=(16, 64))
-    runner.warmup()
+    compile_programs(runner)
     assert len(runner.compiled) == len(runner.programs())
     return runner
 

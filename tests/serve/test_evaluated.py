@@ -19,7 +19,7 @@ from specserve.data.dataset import Prompt
 from specserve.drafters.door import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
-from specserve.eval.acceptance import Report, converse, reader
+from specserve.eval.acceptance import SpeculationReport, converse, reader
 from specserve.eval.bench_cells import EngineArm
 from specserve.eval.prompts import Question
 from specserve.eval.remote import ServerArm, read_chats
@@ -79,7 +79,10 @@ def test_tau_is_the_same_in_process_over_http_on_the_server_and_in_training(
     tiny_head: Head,
 ) -> None:
     engine, server, metrics = served
-    inside, outside = Report("x", WAY, 0.0, concurrency), Report("x", "", 0.0, concurrency, draft=server.url)
+    inside, outside = (
+        SpeculationReport("x", WAY, 0.0, concurrency),
+        SpeculationReport("x", "", 0.0, concurrency, draft=server.url),
+    )
     prompts: list[Prompt] = []
     read = reader(engine, MAX_TOKENS)
 

@@ -22,6 +22,7 @@ from engines import (
     Inbox,
     Reference,
     check_idle,
+    compile_programs,
     greedy,
     make_engine,
     run,
@@ -103,7 +104,7 @@ def test_heads_of_other_shapes_and_kinds_are_put_in_place_under_load(
     expected: dict[str, list[object]] = {}
     for name, (head, way) in others.items():
         fresh = runner.with_head(head, (parse_speculation(way), None))
-        fresh.warmup()
+        compile_programs(fresh)
         with serving(make_engine(fresh)) as engine:
             expected[name] = _acceptances(run(engine, asks))
     engine = make_engine(runner)

@@ -6,7 +6,19 @@ from typing import Any
 
 import carried
 import pytest
-from engines import SEEDS, VOCAB, Ask, Fixed, Reference, make_engine, make_runner, moved_weights, run, serving
+from engines import (
+    SEEDS,
+    VOCAB,
+    Ask,
+    Fixed,
+    Reference,
+    compile_programs,
+    make_engine,
+    make_runner,
+    moved_weights,
+    run,
+    serving,
+)
 
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.request import SamplingParams
@@ -33,7 +45,7 @@ def test_speculation_changes_no_token_and_a_hit_no_acceptance(
     """Prompts of one chunk and of three, asked twice: the second time all but a rest is in the cache."""
     target, head = carried.models(tmp_path, raw)
     runner = make_runner(target, head, speculation, has_constrained=False)
-    runner.warmup()
+    compile_programs(runner)
     reference, accepted = Reference(target), 0
     with reference.engine, serving(make_engine(runner, Fixed(parse_speculation(speculation)))) as engine:
         asks = reference.firm(Ask(PROMPT[: 41 - 13 * i], params) for i, params in enumerate(PARAMS))

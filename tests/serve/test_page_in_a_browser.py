@@ -2,13 +2,17 @@
 without a Chromium on the path."""
 
 import dataclasses
+import os
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from fakes import STORY, FakeEngine, wait_for
+from described import check_events
+from fakes import STORY, UNICODE_STORY, FakeEngine, wait_for
 from sayings import CALL, THOUGHT, serving
 
 from specserve.serve.http.app import create_app
@@ -325,17 +329,100 @@ def test_what_the_server_refuses_is_said(open_page) -> None:
     expect(page.get_by_role("alert")).to_have_count(0)
 
 
+@pytest.mark.parametrize("key", ["", "secret"])
 @pytest.mark.parametrize("language", ["curl", "Python"])
-def test_the_request_in_code_is_the_request(open_page, language: str) -> None:
+def test_the_request_in_code_is_the_request(open_page, fake_engine: FakeEngine, language: str, key: str) -> None:
+    """Run as it stands, it asks the engine for what the page asks, and prints what the page shows."""
+    server = HttpServer(create_app(fake_engine, api_keys=[key] if key else []), port=0)
+    server.start()
+    try:
+        page = open_page(url=server.url)
+        if key:
+            page.get_by_label("API key").fill(key)
+            page.keyboard.press("Enter")
+            expect(page.locator("#state")).to_have_text("Ready")
+        page.get_by_label("Seed").fill("0")
+        page.get_by_label("Prompt").fill('it\'s a "test" of true, $HOME and \\n: unicode')
+        page.get_by_text("This request in code").click()
+        page.get_by_role("tab", name=language).click()
+        code = page.locator("#code").text_content() or ""
+        page.get_by_label("Prompt").focus()
+        page.keyboard.press("Enter")
+        expect(page.locator(".assistant:not([aria-busy])")).to_have_count(1)
+        shown = page.locator(".assistant .content").text_content()
+        command = [sys.executable, "-c", code] if language == "Python" else ["bash", "-euc", code]
+        environment = os.environ | {"SPECSERVE_API_KEY": key}
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False, env=environment)
+        page.close()
+    finally:
+        server.stop()
+    assert done.returncode == 0, done.stderr
+    said = done.stdout
+    if language == "curl":
+        choices = [choice for event in check_events("/v1/chat/completions", said) for choice in event["choices"]]
+        said = "".join(choice["delta"].get("content", "") for choice in choices)
+    assert said == shown == UNICODE_STORY
+    of_page, of_code = fake_engine.requests[-2:]
+    assert of_code.params == of_page.params
+    assert of_code.prompt_ids == of_page.prompt_ids
+    assert key not in code or not key
+
+
+SAMPLES = """async () => {
+  const { Live } = await import("./page/live.js");
+  const live = new Live(document.querySelector("#live"));
+  const same = { running: 2, waiting: 1, usage: 0.25, pages: 64, cached: 8 };
+  live.push({ time: 0, tokens: 0, steps: 0, accepted: 0, perDepth: [], ...same });
+  live.push({ time: 30, tokens: 300, steps: 100, accepted: 100, perDepth: [70, 30], ...same });
+  live.push({ time: 60, tokens: 900, steps: 200, accepted: 400, perDepth: [180, 150, 70], ...same });
+  return live.element.innerHTML;
+}"""
+
+
+def test_charts_draw_what_was_measured(open_page, browser) -> None:
+    """20 tokens/s behind 10; tau 4 behind 2, and 3 of all; of 200 steps, 180, 150 and 70 accept at depths 1 to 3."""
     page = open_page()
-    page.get_by_label("Prompt").fill('it\'s a "test" of true')
-    page.get_by_text("This request in code").click()
-    page.get_by_role("tab", name=language).click()
-    code = page.locator("#code").text_content() or ""
-    if language == "Python":
-        compile(code, "page", "exec")
-        assert 'it\'s a \\"test\\" of true' in code
-        assert '"return_tree": True' in code
-    else:
-        assert "it'\\''s a" in code
-        assert "/v1/chat/completions" in code
+    drawn = page.evaluate(SAMPLES)
+    page.close()
+    still = browser.new_page()  # where no new sample comes
+    still.set_content(drawn)
+    chart = {each.locator("h3").text_content(): each for each in still.locator(".chart").all()}
+    for name, value, note, line in [
+        ("Tokens per second", "20", "peak 20", "M80.0 19.0L160.0 4.0"),
+        ("Tokens per forward, tau", "3.00", "last minute", "M80.0 19.0L160.0 4.0"),
+        ("Pages held", "16 / 64", "8 cached", "M0.0 26.5L80.0 26.5L160.0 26.5"),
+    ]:
+        assert chart[name].locator(".value b").text_content() == value
+        assert chart[name].locator(".value .note").text_content() == note
+        assert chart[name].locator("path.line").get_attribute("d") == line
+    bars = chart["Acceptance by depth"]
+    assert bars.locator(".value b").text_content() == "90%"
+    assert bars.locator(".share").all_text_contents() == ["90%", "75%", "35%"]
+    widths = [fill.evaluate("e => e.style.width") for fill in bars.locator(".track i").all()]
+    assert widths == ["90%", "75%", "35%"]
+    still.close()
+
+
+def test_charts_tell_what_the_server_counts(open_page, fake_engine: FakeEngine) -> None:
+    """Every answer of the fake engine takes 3 steps, of which 3 accept a token at depth 1, and one at depth 2."""
+    server = HttpServer(create_app(fake_engine), port=0)
+    server.start()
+    try:
+        page = open_page(url=server.url)
+        live = page.locator("#live")
+        expect(live).to_contain_text("after the first answer")
+        _ask(page, "hi")
+        tau = live.locator(".chart", has_text="tau").locator(".value b")
+        expect(tau).to_have_text(f"{1 + 4 / 3:.2f}")
+        bars = live.locator(".chart", has_text="Acceptance by depth")
+        expect(bars.locator(".share")).to_have_text(["100%", "33%"])
+        full, track = (bars.locator(".bars li").first.locator(part).bounding_box() for part in (".track i", ".track"))
+        assert full
+        assert track
+        assert full["width"] == pytest.approx(track["width"], abs=1.0)
+        rate = live.locator(".chart", has_text="Tokens per second")
+        expect(rate.locator(".value .note")).to_have_text(re.compile(r"peak [1-9]"))
+        expect(rate.locator("path.line")).to_have_count(1)
+        page.close()
+    finally:
+        server.stop()

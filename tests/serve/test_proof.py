@@ -15,20 +15,20 @@ from specserve.drafters.door import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.eval import rule
 from specserve.eval.rule import WholeText
-from specserve.eval.verify import Plan, Prover
-from specserve.eval.verify_judge import Bench, Group
-from specserve.eval.verify_report import Report
+from specserve.eval.verify import ProofPlan, Prover
+from specserve.eval.verify_judge import Group, ProofSubject
+from specserve.eval.verify_report import ProofReport
 from specserve.serve.runner import Runner
 from specserve.speculative import sampling, step
 
 PROMPTS = [tuple(random.Random(i).choices(range(3, VOCAB), k=9 + 5 * i)) for i in range(5)]
-PLAN = Plan(max_tokens=15, draws=80)
+PLAN = ProofPlan(max_tokens=15, draws=80)
 
 
-def prove(runner: Runner, target: Target, *ways: str, plan: Plan = PLAN, num_prompts: int = 2) -> Report:
-    report = Report()
+def prove(runner: Runner, target: Target, *ways: str, plan: ProofPlan = PLAN, num_prompts: int = 2) -> ProofReport:
+    report = ProofReport()
     trees = [tree for way in ways if (tree := parse_speculation(way))]
-    bench = Bench(target, Letters(), WholeText(target), [Group(trees, lambda: runner)])  # type: ignore[arg-type]
+    bench = ProofSubject(target, Letters(), WholeText(target), [Group(trees, lambda: runner)])  # type: ignore[arg-type]
     Prover(bench, PROMPTS[:num_prompts], plan, report).run()
     return report
 
@@ -55,7 +55,7 @@ def test_a_draft_that_did_not_catch_up_is_found(
     run = runner.compiled.run
     monkeypatch.setattr(Runner, "_catching_up", lambda *_args: None)
     monkeypatch.setattr(runner.compiled, "run", lambda call: run(call) if call else runner.state)
-    report = prove(runner, tiny_target, "chain:3", plan=Plan(max_tokens=21, draws=80), num_prompts=5)
+    report = prove(runner, tiny_target, "chain:3", plan=ProofPlan(max_tokens=21, draws=80), num_prompts=5)
     assert [test.what for test in report.failed] == ["other drafts after plain steps"], report.tests
     assert not sum(row.num_bugs for row in report.rows)
 
@@ -69,7 +69,7 @@ def test_a_rule_that_draws_too_coldly_is_found_by_its_distribution(
     monkeypatch.setattr(sampling, "noise", lambda *args: right(*args) / 2)
     monkeypatch.setattr(rule, "_scores", jax.jit(lambda *args: scores(*args)))  # traced anew
     runner = make_runner(tiny_target, None, "off", "ngram:2", has_constrained=False)
-    report = prove(runner, tiny_target, "ngram:2", plan=Plan(max_tokens=9))
+    report = prove(runner, tiny_target, "ngram:2", plan=ProofPlan(max_tokens=9))
     assert not report.mismatches
     assert {(test.way, test.what) for test in report.failed} == {
         (way, f"distribution of {what}")

@@ -5,7 +5,7 @@ from fakes import STORY, FakeEngine
 from rich.console import Console
 
 from specserve.cli import quickstart
-from specserve.eval.acceptance import Report
+from specserve.eval.acceptance import SpeculationReport
 from specserve.eval.bench_cells import ArmResult
 from specserve.eval.report import summary_table
 from specserve.eval.step_times import StepTimes
@@ -16,7 +16,7 @@ from specserve.speculative.acceptance import Acceptance
     ("accepted", "gain", "ending"), [((60, 40), 1.33, "larger target"), ((10, 0), 0.73, "above tau")]
 )
 def test_a_gain_is_explained_by_tau_and_the_costs_of_steps(accepted: tuple[int, ...], gain: float, ending: str) -> None:
-    report = Report("pydoc", "chain:2", 0.0, 1)
+    report = SpeculationReport("pydoc", "chain:2", 0.0, 1)
     report.speculative = ArmResult(ratios=[1.2], acceptance=Acceptance(100, 200, accepted))
     said = quickstart.explain(report, StepTimes(bound=4.0, step=12.0, draft=3.0, plain=8.0))
     tau = report.speculative.acceptance.tau

@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -19,11 +20,13 @@ import httpx
 import jax
 import numpy as np
 import pytest
+import tiny
 from engines import PATIENCE, Ask, Dice, Reference, make_engine, make_runner, submit, wait_until
 from served import SCRIPT, environment, free_ports, write_folder
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
+from specserve.drafters.head import save_head
 from specserve.errors import ConfigError
 from specserve.processes import ProcessError
 from specserve.serve import plans, ranks
@@ -187,7 +190,7 @@ def test_all_hear_which_process_has_ended() -> None:
 
 
 class Several:
-    """`specserve serve` as several processes with Gloo between them."""
+    """`specserve serve` as several processes with Gloo between them; `more` are flags of all of them."""
 
     def __init__(
         self,
@@ -199,16 +202,16 @@ class Several:
         ids: Sequence[int] | None = None,  # of those that are started; None: all
         host: str = "127.0.0.1",  # of the first one
         changes: Sequence[str] = (),  # further flags of the last one
-        prelude: str = "",
+        more: Sequence[str] = (),
         inside: Callable[[int], list[str]] = lambda _number: [],  # the command that each is started by
     ) -> None:
         ports = free_ports(2)
         self.url = f"http://{host}:{ports[0]}"
         flags = ["--target", str(folder), "--speculation", "ngram:3", "--max-slots", "2", "--mesh", mesh]
         flags += ["--max-model-len", "64", "--no-constrained", "--host", host, "--port", str(ports[0])]
-        flags += ["--coordinator", f"{host}:{ports[1]}", "--num-processes", str(count), "--drain-seconds", "60"]
+        flags += ["--coordinator", f"{host}:{ports[1]}", "--num-processes", str(count), "--drain-seconds", "60", *more]
         self.ids = list(range(count)) if ids is None else list(ids)
-        command = [sys.executable, "-c", prelude + SCRIPT, "serve", *flags]
+        command = [sys.executable, "-c", SCRIPT, "serve", *flags]
         self.processes = [
             subprocess.Popen(
                 [*inside(i), *command, "--process-id", str(i), *(changes if i == self.ids[-1] else ())],
@@ -363,6 +366,26 @@ def test_two_processes_serve_as_one(folder: Path, cache: Path, plain: Reference,
 
 
 @pytest.mark.slow
+def test_two_processes_share_a_head(
+    folder: Path, cache: Path, shallow_target: Target, plain: Reference, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """It is cut over both, and what it drafts is accepted now and then: tokens are those of plain decoding."""
+    head = tmp_path / "head"
+    save_head(head, tiny.random_head(shallow_target.config, seed=1), shallow_target, dtype="float32", notes={})
+    with Several(folder, cache, more=["--draft", str(head), "--speculation", "chain:2"]) as two:
+        two.wait_until_ready()
+        _storm(two, plain, rng)
+        told = httpx.get(two.url + "/metrics", timeout=PATIENCE).text
+        drafted, accepted = (
+            float(re.search(rf"^vllm:spec_decode_num_{name}_tokens_total\S* (\S+)$", told, re.M)[1])  # type: ignore[index]
+            for name in ("draft", "accepted")
+        )
+        assert drafted > accepted > 0
+        two.processes[0].send_signal(signal.SIGTERM)
+        assert [code for code, _ in two.end()] == [0, 0]
+
+
+@pytest.mark.slow
 def test_four_processes_serve_as_one_until_one_is_killed(
     folder: Path, cache: Path, plain: Reference, rng: np.random.Generator
 ) -> None:
@@ -380,8 +403,7 @@ def test_four_processes_serve_as_one_until_one_is_killed(
 def test_a_wrong_number_of_processes_is_one_error_in_each(folder: Path, cache: Path, ids: list[int]) -> None:
     """tests/train/test_processes.py has what the errors say."""
     seconds = 60 if ids == [0, 1, 1] else 15  # so long that all come, however busy the machine is
-    prelude = f"from specserve import processes; processes.START_SECONDS = {seconds}; "
-    with Several(folder, cache, mesh="tensor=3", count=3, ids=ids, prelude=prelude) as wrong:
+    with Several(folder, cache, mesh="tensor=3", count=3, ids=ids, more=["--join-seconds", str(seconds)]) as wrong:
         for code, said in wrong.end():
             assert (code, said.count("error: coordinator"), "Traceback" in said) == (2, 1, False), said
 

@@ -2,7 +2,7 @@
 
 import numpy as np
 import pytest
-from engines import Dice, Reference, make_engine, make_runner, run, serving
+from engines import Dice, Reference, compile_programs, make_engine, make_runner, run, serving
 from spread import CASES, head_of, mesh_of, spread_head, spread_target, target_of
 
 from specserve.kernels import native
@@ -24,7 +24,7 @@ def test_a_mesh_changes_no_token(model: str, text: str, ways: str, rng: np.rando
     mesh = mesh_of(text)
     target, head = spread_target(model, mesh), spread_head(model, mesh)
     runner = make_runner(target, head, *ways.split(), has_constrained=False, mesh=mesh)
-    runner.warmup()
+    compile_programs(runner)
     reference = Reference(target_of(model))
     with serving(make_engine(runner, Dice(0))) as engine, reference.engine:
         asks = [reference.any_ask(rng, length, i % 2 == 1) for i, length in enumerate((1, 16, 37, 20, 9))]

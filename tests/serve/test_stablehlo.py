@@ -18,9 +18,9 @@ from specserve.drafters.door import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
 from specserve.serve.launch import Models
-from specserve.serve.stablehlo import MANIFEST, RUNNER, WEIGHTS, Sizes, export_step
+from specserve.serve.stablehlo import MANIFEST, RUNNER, WEIGHTS, ExportSizes, export_step
 
-SIZES = Sizes(batch=2, max_len=MAX_LEN, page_size=PAGE_SIZE, chunk=16)
+SIZES = ExportSizes(batch=2, max_len=MAX_LEN, page_size=PAGE_SIZE, chunk=16)
 ELSEWHERE = """
 import json, pathlib, runpy, sys
 sys.modules["specserve"] = None  # to import it is an error

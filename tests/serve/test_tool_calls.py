@@ -298,13 +298,17 @@ def test_a_model_that_knows_no_tools_says_so():
 
 CHOSEN = {
     "deepseek-r1": ("deepseek", "think"),
+    "deepseek-v3.1": ("deepseek", "think"),
     "gemma-3": (None, "none"),
     "glm-4": (None, "none"),
-    "glm-4.5": (None, "think"),
+    "glm-4.5": ("glm", "think"),
     "gpt-oss": ("harmony", "harmony"),
     "llama-3": ("llama3", "none"),
+    "mistral": ("mistral", "none"),
+    "mistral-nemo": ("mistral", "none"),
     "qwen2.5": ("hermes", "none"),
     "qwen3": ("hermes", "think"),
+    "qwen3-coder": ("qwen3-coder", "none"),
     "tagged": (None, "none"),
 }
 
@@ -340,7 +344,10 @@ def _answered(name: str, text: str, stop: str = "never") -> tuple[Any, int]:
     return part, parser.num_reasoning_tokens
 
 
-@pytest.mark.parametrize("name", ["deepseek-r1", "gpt-oss", "llama-3", "qwen2.5", "qwen3"])
+CALLING = [name for name, (tools, _) in CHOSEN.items() if tools]
+
+
+@pytest.mark.parametrize("name", CALLING)
 def test_what_a_template_writes_is_read_back(name):
     """Special tokens come to the parser, and never to the client."""
     tokenizer = load(name)

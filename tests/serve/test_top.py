@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 
 from specserve.cli import top
 from specserve.cli.main import app
-from specserve.cli.scrape import Histogram, Sample, Watch, parse
+from specserve.cli.scrape import Histogram, Readings, ServerReading, parse
 from specserve.cli.top import picture
 from specserve.errors import ConfigError
 from specserve.eval.client import Client, UnreachableError
@@ -42,7 +42,7 @@ vllm:spec_decode_num_accepted_tokens_per_pos_total{engine="0",model_name="m",pos
 """
 
 
-def shown(url: str, watch: Watch, gone: float | None = None) -> str:
+def shown(url: str, watch: Readings, gone: float | None = None) -> str:
     console = Console(file=io.StringIO(), record=True, width=100)
     console.print(picture(url, watch, gone))
     return console.export_text()
@@ -62,7 +62,7 @@ def test_a_server_says_what_it_did(server: HttpServer, http: httpx.Client, fake_
         fake_engine.state = EngineStats()
         client.close()
     assert (after.model, after.usage, after.pages) == (MODEL, 0.25, 40)
-    watch = Watch()
+    watch = Readings()
     watch.push(before)
     watch.push(after)
     span = watch.span()
@@ -80,7 +80,7 @@ def test_vllm_is_read_too() -> None:
     found = parse(VLLM, 0.0)
     assert (found.running, found.usage, found.pages) == (3, 0.375, None)
     assert found.acceptance == Acceptance(10, 0, (6, 3))
-    watch = Watch()
+    watch = Readings()
     watch.push(replace(found, num_ended=1))
     assert "of steps with draft tokens" in shown("url", watch)
     for text in ("# nothing", "<html>", "a 1\nb{"):
@@ -105,13 +105,15 @@ def test_a_quantile_lies_in_its_bucket(values: Sequence[float], share: float) ->
 
 
 def test_a_watch_looks_back_a_minute_and_forgets_a_server_that_began_anew() -> None:
-    watch = Watch()
+    watch = Readings()
     for second in range(0, 200, 10):
-        watch.push(Sample(time=second, num_tokens=5 * second, num_ended=second, acceptance=Acceptance(second, 0, (1,))))
+        watch.push(
+            ServerReading(time=second, num_tokens=5 * second, num_ended=second, acceptance=Acceptance(second, 0, (1,)))
+        )
     span = watch.span()
     assert span.tokens_per_second == 5
     assert span.acceptance.num_steps == 60
-    watch.push(Sample(time=200, num_tokens=3))
+    watch.push(ServerReading(time=200, num_tokens=3))
     assert (watch.span().name, watch.span().tokens_per_second) == ("since its start", 0)
 
 
@@ -126,7 +128,7 @@ def test_a_server_that_goes_away_is_said_and_waited_for(monkeypatch: pytest.Monk
             raise answer
         return answer
 
-    def note(url: str, watch: Watch, seconds: float | None = None) -> RenderableType:
+    def note(url: str, watch: Readings, seconds: float | None = None) -> RenderableType:
         seen.append(shown(url, watch, seconds))
         return seen[-1]
 

@@ -39,7 +39,7 @@ from specserve.train import chunked_loss
 from specserve.train.exchange import span, step_exchanges
 from specserve.train.flops import step_flops
 from specserve.train.optimizer import make_optimizer
-from specserve.train.plan import Plan, find_config, make_plan
+from specserve.train.plan import RunPlan, find_config, make_plan
 from specserve.train.recipe import recipe
 from specserve.train.settings import CaptureSettings, DraftSettings, TrainRun, TrainSettings
 from specserve.train.step import LossConfig, TrainState, make_step, place_rows, place_state
@@ -308,11 +308,11 @@ def test_every_recipe_has_a_plan_that_fits(tmp_path: Path) -> None:
         assert 2 * plan.target_size.active * plan.positions < plan.flops.total.executed * 1.5, name
 
 
-def _plan(run: TrainRun, **changes: Any) -> Plan:
+def _plan(run: TrainRun, **changes: Any) -> RunPlan:
     return make_plan(dataclasses.replace(run, **changes))
 
 
-def _part(plan: Plan, name: str) -> int:
+def _part(plan: RunPlan, name: str) -> int:
     return next(part.num_bytes for part in plan.memory if part.name == name)
 
 

@@ -16,8 +16,8 @@ from specserve.data.dataset import SourceTokens, build
 from specserve.data.documents import Document, TokenizedDocuments
 from specserve.data.sources import SourceRows
 from specserve.train import charts
-from specserve.train.charts import Series, line_chart, nice, number
-from specserve.train.report import Report, duration, outlook, render, summarize, tau_curve
+from specserve.train.charts import ChartLine, line_chart, nice, number
+from specserve.train.report import RunReport, duration, outlook, render, summarize, tau_curve
 from specserve.train.settings import EvalSettings, TrainRun, TrainSettings
 
 HOSTILE = "<script>alert('x')</script>\"&{{ 7*7 }}"
@@ -102,7 +102,7 @@ def data_summary() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def report(data_summary: dict[str, Any]) -> Report:
+def report(data_summary: dict[str, Any]) -> RunReport:
     run = TrainRun(
         target="my-target",
         output="my head",
@@ -113,10 +113,10 @@ def report(data_summary: dict[str, Any]) -> Report:
     rows = [_step(step) for step in range(1, 101)]
     rows += [_measurement(step, tau, step == 100) for step, tau in zip(measured, _taus(measured), strict=True)]
     notes = {"target": HOSTILE, "target_fingerprint": "abcdef0123456789", "data_summary": data_summary}
-    return Report(run, notes, rows, "finished", {"jax": "9.8.7", "argv": ["specserve", "train", "a b"]})
+    return RunReport(run, notes, rows, "finished", {"jax": "9.8.7", "argv": ["specserve", "train", "a b"]})
 
 
-def test_the_report_says_what_was_measured(report: Report) -> None:
+def test_the_report_says_what_was_measured(report: RunReport) -> None:
     html = render(report)
     json.dumps(report.notes)  # stands in the exported head too
     text = " ".join(" ".join(Page(html).text).split())
@@ -145,7 +145,7 @@ def test_the_report_says_what_was_measured(report: Report) -> None:
     assert html.count("<svg") == 6
 
 
-def test_the_report_needs_no_network_and_no_script(report: Report) -> None:
+def test_the_report_needs_no_network_and_no_script(report: RunReport) -> None:
     page = Page(html := render(report))
     assert "script" not in page.tags
     assert not {"link", "img", "iframe", "object", "embed", "use", "image"} & set(page.tags)
@@ -153,7 +153,7 @@ def test_the_report_needs_no_network_and_no_script(report: Report) -> None:
     assert not [name for _, name, _ in page.attributes if name.startswith("on")]
 
 
-def test_users_data_stays_text(report: Report) -> None:
+def test_users_data_stays_text(report: RunReport) -> None:
     """A name of a source or of a target is shown as it is, and is neither markup nor a template."""
     html = render(report)
     assert "<script" not in html
@@ -161,20 +161,20 @@ def test_users_data_stays_text(report: Report) -> None:
 
 
 @pytest.mark.parametrize("kept", ["nothing", "one step", "no measurement", "one measurement", "no data"])
-def test_a_report_of_a_run_that_hardly_began(report: Report, kept: str) -> None:
+def test_a_report_of_a_run_that_hardly_began(report: RunReport, kept: str) -> None:
     rows = {"nothing": [], "one step": [_step(1)], "no measurement": [_step(1), _step(2)]}.get(
         kept, [_step(1), _measurement(1, 1.5)]
     )
     notes = {"target": "x", "target_fingerprint": "y"} if kept == "no data" else report.notes
-    page = Page(render(Report(report.run, notes, rows, "stopped by SIGTERM", {})))
+    page = Page(render(RunReport(report.run, notes, rows, "stopped by SIGTERM", {})))
     text = " ".join(page.text)
     assert "stopped by SIGTERM" in text
     assert "specserve train --config 'my head/run.yaml' --resume" in text
     assert "forecast" not in page.text
 
 
-def test_a_run_that_ends_between_two_logged_steps_is_reported_to_its_end(report: Report) -> None:
-    page = Page(render(Report(report.run, report.notes, [_step(1), _measurement(4, 1.5, True)], "finished", {})))
+def test_a_run_that_ends_between_two_logged_steps_is_reported_to_its_end(report: RunReport) -> None:
+    page = Page(render(RunReport(report.run, report.notes, [_step(1), _measurement(4, 1.5, True)], "finished", {})))
     assert f"{number(4000)} tokens learned from" in " ".join(page.text)
 
 
@@ -188,7 +188,7 @@ def test_sources_add_up_to_the_whole(data_summary: dict[str, Any]) -> None:
     assert data_summary["loss_tokens"] == 18 + 6
 
 
-def test_the_forecast_speaks_only_of_a_curve(report: Report) -> None:
+def test_the_forecast_speaks_only_of_a_curve(report: RunReport) -> None:
     measured = [row for row in report.rows if row["tau"] is not None]
     double, tenfold = outlook(tau_curve(report.run, measured))
     assert double.startswith("With as many samples again (200k tokens), tau 2.23 is expected")
@@ -196,7 +196,7 @@ def test_the_forecast_speaks_only_of_a_curve(report: Report) -> None:
     assert outlook(tau_curve(report.run, measured[:3])) == []
 
 
-def test_what_was_measured_otherwise_is_left_out_and_counted(report: Report) -> None:
+def test_what_was_measured_otherwise_is_left_out_and_counted(report: RunReport) -> None:
     """A resumed run may measure with other prompts or another arm: those taus are no points of the same curve."""
     others = [_measurement(step, 2.9) | {"measurement": "chain:7"} for step in (5, 10)]
     measured = [row for row in report.rows if row["tau"] is not None]
@@ -211,7 +211,7 @@ def test_charts_fit_their_frame_and_keep_their_values() -> None:
     rng = np.random.default_rng(0)
     for count, scale in ((1, 1.0), (2, 1e-7), (50, 1e6), (5000, 3.0)):
         points = tuple((float(x), float(y)) for x, y in enumerate(scale * rng.normal(size=count)))
-        chart = line_chart("t", "step", [Series("a", points), Series("b", (*points, (0.0, float("nan"))))])
+        chart = line_chart("t", "step", [ChartLine("a", points), ChartLine("b", (*points, (0.0, float("nan"))))])
         assert chart is not None
         for line in chart.lines:
             at = [tuple(map(float, part.split())) for part in line.path[1:].split("L")]
@@ -223,7 +223,7 @@ def test_charts_fit_their_frame_and_keep_their_values() -> None:
         assert chart.columns == ["step", "a", "b"]
         assert len(chart.rows) <= 40
         assert chart.rows[-1] == [f"{count - 1:,.0f}", f"{points[-1][1]:.4g}", f"{points[-1][1]:.4g}"]
-    assert line_chart("t", "step", [Series("a", ((0.0, float("nan")),))]) is None
+    assert line_chart("t", "step", [ChartLine("a", ((0.0, float("nan")),))]) is None
 
 
 def test_numbers_for_people() -> None:

@@ -13,7 +13,7 @@ from tiny_run import resolved, tiny_run
 from specserve import config
 from specserve.errors import CheckpointError, ConfigError
 from specserve.train.report import commands
-from specserve.train.run_folder import MAY_CHANGE, Metrics, RunFolder
+from specserve.train.run_folder import MAY_CHANGE, MetricsFile, RunFolder
 from specserve.train.settings import DataSettings, TrainRun
 
 STEPS = [{"step": 1, "tau": None}, {"step": 2, "tau": None}, {"step": 2, "tau": 1.5}, {"step": 3, "tau": None}]
@@ -47,7 +47,7 @@ time.sleep(600)
 
 def test_only_the_first_process_locks_and_writes(tmp_path: Path) -> None:
     with RunFolder(tiny_run(tmp_path)), RunFolder(tiny_run(tmp_path), is_first=False) as other:
-        metrics = Metrics(other)
+        metrics = MetricsFile(other)
         metrics.open(0, is_measured=False)
         metrics.write({"step": 1})
         metrics.close()
@@ -112,7 +112,7 @@ def test_settings_may_change_or_are_refused(tmp_path: Path) -> None:
 def test_metrics_go_on_after_the_state(tmp_path: Path) -> None:
     """Whatever is behind it, a line that was cut off by death, and an ending that is none."""
     with RunFolder(tiny_run(tmp_path)) as folder:
-        metrics = Metrics(folder)
+        metrics = MetricsFile(folder)
         metrics.open(0, is_measured=False)
         for row in STEPS:
             metrics.write(row)
@@ -135,7 +135,7 @@ def test_metrics_go_on_after_the_state(tmp_path: Path) -> None:
 
 def test_metrics_on_a_full_disk_are_said(tmp_path: Path) -> None:
     with RunFolder(tiny_run(tmp_path)) as folder, Path("/dev/full").open("w") as full:
-        metrics = Metrics(folder)
+        metrics = MetricsFile(folder)
         metrics.open(0, is_measured=False)
         metrics.close()
         metrics._file = full

@@ -19,8 +19,8 @@ from specserve.drafters.head import load_head
 from specserve.drafters.notes import read_notes
 from specserve.mesh import make_mesh
 from specserve.speculative.acceptance import Acceptance
-from specserve.train.acceptance import AcceptanceMeter, Arm, Measured
-from specserve.train.evaluation import Evaluation, HeldOutEvaluator
+from specserve.train.acceptance import AcceptanceMeter, Arm, ArmAcceptance
+from specserve.train.evaluation import HeldOutEvaluator, Measurement
 from specserve.train.observers import observing, read_metrics
 from specserve.train.settings import EvalSettings, TrainRun
 from specserve.train.speed import Speed, Stopwatch
@@ -150,10 +150,16 @@ def test_laps_leave_out_what_is_no_training(monkeypatch: pytest.MonkeyPatch) -> 
     assert (speed.tokens_per_second, speed.positions_per_second, speed.mfu) == (160.0, 200.0, 0.5)
     now = 60.0  # measures
     watch.skip(5, 400)
-    now = 61.0
-    speed = watch.lap(6, 480)
+    now, step = 61.0, 6
+    speed = watch.lap(step, 480)
     assert speed is not None
     assert (speed.tokens_per_second, speed.positions_per_second, speed.mfu) == (80.0, 100.0, 0.25)
+    for seconds, share in ((0.125, 1.0), (0.25, 0.5)):  # eight times the steps of a second: the peak was too low
+        now += seconds
+        step += 1
+        speed = watch.lap(step, 480)
+        assert speed is not None
+        assert speed.mfu == share, "of the most that was reached"
 
 
 @dataclass
@@ -171,8 +177,8 @@ def test_the_bar_tells_what_happens(finished: Path, monkeypatch: pytest.MonkeyPa
     screen = io.StringIO()
     monkeypatch.setattr(training_bar, "console", Console(file=screen, force_terminal=is_terminal, width=120))
     found = Acceptance(100, 200, (50, 25))
-    measured = Evaluation(
-        tuple(Measured(Arm(*name), found, {"a": found, "b[i]": found}) for name in PAIRS), 0, "chain:2"
+    measured = Measurement(
+        tuple(ArmAcceptance(Arm(*name), found, {"a": found, "b[i]": found}) for name in PAIRS), 0, "chain:2"
     )
     speed = Speed(1234.0, 2345.0, 0.42, 3_200_000_000, 1_500_000_000)
     told = Told(tiny_run(finished, eval=EVAL), finished, Best(4, 2.5))

@@ -1,6 +1,8 @@
 """What is decided before Ray is asked for anything, and needs no Ray."""
 
+import logging
 import os
+import re
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -8,10 +10,10 @@ from typing import Any
 import pytest
 from tiny_run import tiny_run
 
-from specserve import cluster
+from specserve import cluster, log
 from specserve.errors import ConfigError
 from specserve.train.checks import check_settings
-from specserve.train.workers import fit, scaling
+from specserve.train.workers import Room, fit, scaling
 
 
 @pytest.mark.parametrize(
@@ -34,6 +36,20 @@ def test_devices_are_shared_evenly(tmp_path: Path) -> None:
         fit(tiny_run(tmp_path, ray=True, num_workers=3, mesh="data=2"), lambda _run, _listen: None)
 
 
+def test_a_ray_that_does_not_fit_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before anything is asked of it; one that fits, and is attached already, stays where it is."""
+    ray = SimpleNamespace(is_initialized=lambda: True)
+    monkeypatch.setattr(cluster, "load", lambda _module: ray)
+    monkeypatch.setattr(os, "environ", dict(os.environ))  # which Ray is told by
+    for version in ("2.59.1", "3.0.0", "3.1"):
+        ray.__version__ = version
+        with pytest.raises(ConfigError, match=rf"Ray {version} is installed, needed is 2\.60 to before 3: pip install"):
+            cluster.connect()
+    for version in ("2.60.0", "2.99"):
+        ray.__version__ = version
+        assert cluster.connect() is ray
+
+
 def test_workers_get_the_devices_of_the_mesh(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the kind that JAX is told to use, else of the best that there is; too few are refused."""
     ray = SimpleNamespace(cluster_resources=lambda: {"CPU": 8.0, "GPU": 8.0, "memory": 1e9})
@@ -46,6 +62,21 @@ def test_workers_get_the_devices_of_the_mesh(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setenv("JAX_PLATFORMS", "tpu")
     with pytest.raises(ConfigError, match=r"1 workers need 4 TPU, 4 each, and the Ray cluster has 0"):
         cluster.reserve(ray, 4, 1)
+
+
+def test_what_workers_wait_for_is_said_until_they_begin(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    caplog.set_level(logging.INFO, "specserve")
+    monkeypatch.setattr(log, "SAY_SECONDS", 0.0)
+    answers = iter((False, False, True))  # each asked for once
+    ray = SimpleNamespace(get=next, available_resources=lambda: {"CPU": 8.0, "GPU": 3.0})
+    bell = SimpleNamespace(has_begun=SimpleNamespace(remote=lambda: answers))
+    room = Room(ray, bell, {"CPU": 1.0, "GPU": 4.0}, 2, 60)
+    for _ in range(5):
+        room.look()
+    line = r"waiting for 2 workers on Ray of 1 CPU \(8 free\), 4 GPU \(3 free\) each, (60|59) seconds more at most"
+    assert [bool(re.fullmatch(line, said)) for said in caplog.messages] == [True, True]
 
 
 def test_workers_with_tpus_are_those_of_one_slice() -> None:

@@ -6,6 +6,7 @@ from specserve.drafters.dflash.config import DFlashConfig
 from specserve.drafters.dflash.learn import block_mask, num_anchors
 from specserve.drafters.dflash.model import head_spec, place
 from specserve.drafters.door import Costs, Flops, Rollout
+from specserve.drafters.layer_costs import kept_by_layer, workspace_of_layer
 from specserve.kernels import rows
 from specserve.mesh import on_each_device
 from specserve.models.attention import Attention
@@ -19,12 +20,12 @@ def block_costs(config: DFlashConfig, rollout: Rollout, seq_len: int, mesh: Mesh
     slots = anchors * config.block_size  # computed for each position of the row
     heads, kv = backbone.num_heads * backbone.head_dim, 2 * backbone.num_kv_heads * backbone.head_dim
     context = 2 * backbone.d_model + 2 * backbone.num_layers * kv  # what is fused; keys and values, their gradients
-    of_slot = backbone.num_layers * (4 * backbone.d_model + 2 * heads + kv + 4 * backbone.d_ff)
+    of_slot = backbone.num_layers * (kept_by_layer(backbone.d_model, heads, backbone.d_ff) + kv)
     states = 3 * anchors * config.num_slots * backbone.d_model  # of all slots together, their gradients, those stacked
     return Costs(
         _flops(config, rollout, seq_len, slots, mesh),
         kept=round(context + states + (0 if rollout.remat else slots * of_slot)),
-        workspace=round(slots * (6 * backbone.d_model + 2 * heads + kv + 6 * backbone.d_ff)),
+        workspace=round(slots * (workspace_of_layer(backbone.d_model, heads, backbone.d_ff) + kv)),
         num_heads=backbone.num_heads,
         num_kv_heads=backbone.num_kv_heads,
         states=anchors,

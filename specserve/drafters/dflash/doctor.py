@@ -15,7 +15,7 @@ from specserve.drafters.dflash import catalogue, dialects, files
 from specserve.drafters.dflash.config import DFlashConfig
 from specserve.drafters.dflash.model import head_spec
 from specserve.drafters.dflash.start import default_taps
-from specserve.drafters.findings import CONFIG, Copy, Finding, Report, describe, put
+from specserve.drafters.findings import CONFIG, Copy, DoctorReport, Finding, describe, put
 from specserve.drafters.published import D2T, T2D, read_vocab, rope_keys, vocab_to_tensors
 from specserve.drafters.values import check_values
 from specserve.errors import ConfigError
@@ -25,7 +25,7 @@ from specserve.models.rope import plain_rope
 _SINKS = re.compile(r".*\.attention_sink_bias")
 
 
-class Patient:
+class BlockPatient:
     """The files of a head under examination, and what can be read from them."""
 
     def __init__(self, folder: Path, target: Target | None) -> None:
@@ -91,7 +91,7 @@ class Patient:
         return "independent"
 
 
-def check_keys(patient: Patient) -> Iterator[Finding]:
+def check_keys(patient: BlockPatient) -> Iterator[Finding]:
     """Check that every key is known, stated once, and computed here."""
     stated = patient.stated
     if wrong := dialects.bad_sizes(stated):
@@ -123,7 +123,7 @@ def _value(raw: dict[str, Any], key: str) -> Any:
     return raw.get(key, "stated")
 
 
-def check_masks(patient: Patient) -> Iterator[Finding]:
+def check_masks(patient: BlockPatient) -> Iterator[Finding]:
     """Check that every engine reads the same windows and causality from the config."""
     stated = patient.stated
     if not patient.has_sizes:
@@ -162,7 +162,7 @@ def check_masks(patient: Patient) -> Iterator[Finding]:
         yield catalogue.SINKS.found(f"{CONFIG}: {dialects.OWN}.attention_sink_bias", "true", "nothing", say)
 
 
-def check_target(patient: Patient) -> Iterator[Finding]:
+def check_target(patient: BlockPatient) -> Iterator[Finding]:
     """Check that the head's sizes are those of its target, and that it can follow sequences as long."""
     stated = patient.stated
     if patient.target is None or not patient.has_sizes:
@@ -184,7 +184,7 @@ def check_target(patient: Patient) -> Iterator[Finding]:
         yield catalogue.BLOCK_POSITIONS.found(where, expected, "nothing" if length is None else f"{length:,}", fix)
 
 
-def check_rope(patient: Patient) -> Iterator[Finding]:
+def check_rope(patient: BlockPatient) -> Iterator[Finding]:
     """Check that rotary settings are stated."""
     if any(patient.stated.get(key) is not None for key in ("rope_theta", "rope_scaling", "rope_parameters")):
         return
@@ -198,7 +198,7 @@ def check_rope(patient: Patient) -> Iterator[Finding]:
     yield catalogue.BLOCK_ROPE.found(f"{CONFIG}: rope_parameters", expected, "nothing", fix if rope else None)
 
 
-def check_taps(patient: Patient) -> Iterator[Finding]:
+def check_taps(patient: BlockPatient) -> Iterator[Finding]:
     """Check that the taps are stated, are layers of the target, and are counted as their key counts them."""
     stated, num_layers = patient.stated, patient.num_target_layers
     if not patient.has_sizes:
@@ -237,7 +237,7 @@ def check_taps(patient: Patient) -> Iterator[Finding]:
         yield catalogue.TAPS_SLIPPED.found(f"{CONFIG}: {key}", f"{list(usual)} are the usual ones", got)
 
 
-def check_tensors(patient: Patient) -> Iterator[Finding]:
+def check_tensors(patient: BlockPatient) -> Iterator[Finding]:
     """Check that the tensors are those that config.json asks for, and hold weights."""
     used = {patient.rename(name) for name in (D2T, T2D)}
     if patient.config is not None:
@@ -258,7 +258,7 @@ def check_tensors(patient: Patient) -> Iterator[Finding]:
     yield from check_values(patient.tensors, patient.names - tables)
 
 
-def check_vocabulary(patient: Patient) -> Iterator[Finding]:
+def check_vocabulary(patient: BlockPatient) -> Iterator[Finding]:
     """Check that d2t and t2d say which tokens the rows are for."""
     config = patient.config
     if config is None or not dialects.is_partial(config):
@@ -282,7 +282,7 @@ def check_vocabulary(patient: Patient) -> Iterator[Finding]:
     yield catalogue.DRAFT_VOCABULARY.found(SINGLE_FILE, expected, got, fix if target_ids is not None else None)
 
 
-_CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
+_CHECKS: tuple[Callable[[BlockPatient], Iterator[Finding]], ...] = (
     check_keys,
     check_masks,
     check_target,
@@ -293,13 +293,13 @@ _CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
 )
 
 
-def examine(folder: Path, target: Target | None) -> Report:
+def examine(folder: Path, target: Target | None) -> DoctorReport:
     """Make all checks. Without a target, those that need one are left out. Raises CheckpointError where there is
     nothing to look at: no config.json, no whole safetensors file."""
-    patient = Patient(folder, target)
+    patient = BlockPatient(folder, target)
     findings = [finding for check in _CHECKS for finding in check(patient)]
     if patient.unread and not any(finding.level == "error" for finding in findings):
         findings.append(catalogue.SIZES.found(CONFIG, "a head that can be made", patient.unread))
     tensors = patient.tensors
     rows = [(name, tensors.shape(name), tensors.dtype(name).name) for name in sorted(tensors.names())]
-    return Report(folder, patient.stated.layout, patient.facts(), rows, findings)
+    return DoctorReport(folder, patient.stated.layout, patient.facts(), rows, findings)

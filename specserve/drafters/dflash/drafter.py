@@ -14,7 +14,7 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.dflash import costs, learn, model, propose, start
 from specserve.drafters.dflash.config import DFlashConfig
 from specserve.drafters.dflash.model import DFlashParams, Taught
-from specserve.drafters.door import Aims, Costs, Rollout, Rows
+from specserve.drafters.door import Aims, Costs, Forgetful, Rollout, Rows
 from specserve.drafters.words import KindName
 from specserve.models.cache import Cache, Pages
 from specserve.models.config import ModelConfig
@@ -24,12 +24,11 @@ from specserve.speculative.tree import Proposal, Tree
 
 
 @dataclass(frozen=True)
-class DFlash:
+class DFlash(Forgetful):
     """See `door.TrainedDrafter`, which says what each of these is for. Its state is a `Cache`: keys and values of every
     layer, written for each committed token at once, so that it is never behind."""
 
     config: DFlashConfig
-    remembers = False
 
     @property
     def name(self) -> KindName:
@@ -117,13 +116,6 @@ class DFlash:
         own = weights.draft
         assert own is not None, "a head proposes, and there is none"
         return state, propose.propose_tree(own, weights.target, self.config, state, view, tree)
-
-    def remember(self, state: Cache, history: jax.Array, start: jax.Array, last: jax.Array, number: jax.Array) -> Cache:
-        del history, start, last, number
-        return state
-
-    def forget(self, state: Cache) -> Cache:
-        return state
 
     # its parameters
 

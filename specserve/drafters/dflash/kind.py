@@ -2,15 +2,12 @@
 
 import math
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from specserve.checkpoints.load import Target
 from specserve.drafters.dflash import dialects, doctor, files, start
 from specserve.drafters.dflash.drafter import DFlash
 from specserve.drafters.dflash.repairs import list_repairs
-from specserve.drafters.door import Dialect, FileKind, TrainedDrafter
-from specserve.drafters.findings import Repair, Report
+from specserve.drafters.door import FileKind
 from specserve.drafters.settings import ALL_TOKENS, DraftSettings
 from specserve.drafters.words import KindName
 from specserve.models.config import ModelConfig
@@ -22,7 +19,7 @@ class DFlashKind(FileKind[DFlash]):
     understands = frozenset({"block_size", "window", "causal", "mask_token"})
 
     def __init__(self, name: KindName) -> None:
-        super().__init__(DFlash, files)
+        super().__init__(DFlash, files, doctor.examine, list_repairs, dialects.unknown_to)
         self.name: KindName = name
         if name != "dflash":
             self.understands |= {"rank"}
@@ -39,15 +36,6 @@ class DFlashKind(FileKind[DFlash]):
 
     def new(self, settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> DFlash:
         return DFlash(start.new_config(self.name, settings, target, draft_vocab_size))
-
-    def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
-        return dialects.unknown_to(dialect, self.own(drafter).config)
-
-    def repairs(self, folder: Path, target: Target) -> list[Repair]:
-        return list(list_repairs(folder, target))
-
-    def examine(self, folder: Path, target: Target | None) -> Report:
-        return doctor.examine(folder, target)
 
 
 def slot_decay(num_slots: int) -> float:

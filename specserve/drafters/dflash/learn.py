@@ -28,7 +28,7 @@ SLOTS_AT_ONCE = 1 << 13  # of all anchors and rows that a device has, where bloc
 
 
 @pytree
-class Blocks:
+class TrainingBlocks:
     """The blocks of a batch of rows."""
 
     index: jax.Array  # [batch, anchor] int32, of their anchors in the rows
@@ -41,7 +41,7 @@ def num_anchors(config: DFlashConfig, rollout: Rollout, seq_len: int) -> int:
     return min(rollout.anchors or -(-seq_len // config.num_slots), seq_len)
 
 
-def choose_blocks(config: DFlashConfig, rows: Rows, rollout: Rollout) -> Blocks:
+def choose_blocks(config: DFlashConfig, rows: Rows, rollout: Rollout) -> TrainingBlocks:
     """Draw the anchors of each row by its seed, uniformly and each at most once. The first token of a document cannot
     be an anchor, because serving has at least one committed token."""
     assert rows.seeds is not None, "anchors are drawn at random, and rows have no seeds"
@@ -49,10 +49,10 @@ def choose_blocks(config: DFlashConfig, rows: Rows, rollout: Rollout) -> Blocks:
     is_possible = is_same & shift(rows.loss_mask, 1) & (rows.position_ids > 0)
     number = num_anchors(config, rollout, rows.token_ids.shape[1])
 
-    def of_row(seed: jax.Array, is_possible: jax.Array) -> Blocks:
+    def of_row(seed: jax.Array, is_possible: jax.Array) -> TrainingBlocks:
         lot = jax.random.uniform(jax.random.key(seed), is_possible.shape)
         drawn, index = jax.lax.top_k(jnp.where(is_possible, lot, -1.0), number)
-        return Blocks(index, drawn >= 0)
+        return TrainingBlocks(index, drawn >= 0)
 
     return jax.vmap(of_row)(rows.seeds, is_possible)
 

@@ -14,7 +14,7 @@ from specserve.drafters.dflash import dialects
 from specserve.drafters.dflash.config import DFlashConfig
 from specserve.drafters.dflash.start import FEWEST_MORE, default_taps
 from specserve.drafters.findings import CONFIG, Copy, Repair
-from specserve.drafters.mending import change, exchange, masks
+from specserve.drafters.mending import change, exchange, masks, tap_order
 from specserve.drafters.published import inner, rope_keys
 from specserve.errors import ConfigError
 from specserve.models.rope import plain_rope
@@ -75,12 +75,9 @@ def _taps(config: DFlashConfig, num_layers: int) -> Iterator[Repair]:
     for order in orders:
         if order == tuple(taps):
             continue
-
-        def reorder(weight: np.ndarray, order: tuple[int, ...] = order) -> np.ndarray:
-            return weight.reshape(len(weight), len(order), -1)[:, order].reshape(weight.shape)
-
         told = ", ".join(str(config.aux_layers[i]) for i in order)
-        yield Repair(f"fc.weight takes the taps in the order {told}", change(dialects.renamer, reorder, "fc.weight"))
+        fix = change(dialects.renamer, tap_order(order), "fc.weight")
+        yield Repair(f"fc.weight takes the taps in the order {told}", fix)
 
 
 def _set_taps(layers: tuple[int, ...]) -> Callable[[Copy], None]:

@@ -6,7 +6,7 @@ from pathlib import Path
 from specserve.checkpoints.load import Target
 from specserve.drafters.eagle import checks_files, checks_meaning
 from specserve.drafters.eagle.patient import Patient
-from specserve.drafters.findings import Finding, Report
+from specserve.drafters.findings import DoctorReport, Finding
 
 CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
     checks_files.check_names,  # first: what follows writes the right names
@@ -25,15 +25,15 @@ CHECKS: tuple[Callable[[Patient], Iterator[Finding]], ...] = (
 )
 
 
-def examine(folder: Path, target: Target | None) -> Report:
+def examine(folder: Path, target: Target | None) -> DoctorReport:
     """Make all checks. Without a target, those that need one are left out. Raises CheckpointError where there is
     nothing to look at: no config.json, no whole safetensors file."""
     patient = Patient(folder, target)
     return report(patient, [finding for check in CHECKS for finding in check(patient)], patient.facts())
 
 
-def report(patient: Patient, findings: list[Finding], facts: dict[str, str]) -> Report:
+def report(patient: Patient, findings: list[Finding], facts: dict[str, str]) -> DoctorReport:
     """Make the report of the findings, and of what the head is."""
     tensors = patient.tensors
     rows = [(name, tensors.shape(name), tensors.dtype(name).name) for name in sorted(tensors.names())]
-    return Report(tensors.folder, patient.dialect, facts, rows, findings)
+    return DoctorReport(tensors.folder, patient.dialect, facts, rows, findings)

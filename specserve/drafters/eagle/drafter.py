@@ -5,21 +5,16 @@ from typing import Any
 
 import jax
 
-from specserve.drafters import follow
 from specserve.drafters.eagle.config import Eagle3Config
-from specserve.drafters.eagle.entries import Draft, empty_cache, extend
+from specserve.drafters.eagle.entries import ReadyHead, empty_cache, extend
 from specserve.drafters.eagle.model import Eagle3Params, token_embedding
-from specserve.drafters.follow import Following
+from specserve.drafters.follow import FollowingDrafter, Tables
 from specserve.models.cache import Cache
-from specserve.models.config import ModelConfig
-from specserve.models.target import TargetParams
-from specserve.speculative.drafter import After, Committed, Sizes, SlotView, Weights
+from specserve.speculative.drafter import Sizes, Weights
 
 
-class OnEagle:
+class OnEagle(FollowingDrafter):
     """The part of `door.TrainedDrafter` that follows from the network alone. Its state is `follow.Following`."""
-
-    remembers = False
 
     @property
     def network(self) -> Eagle3Config:
@@ -30,12 +25,12 @@ class OnEagle:
         """The network's part of the drafter's parameters."""
         raise NotImplementedError
 
-    def ready(self, weights: Weights) -> Draft:
+    def ready(self, weights: Weights) -> ReadyHead:
         """Return the network beside what it shares of the target's."""
         own = weights.draft
         assert own is not None, "a head proposes, and there is none"
         params = self.network_params(own.params)
-        return Draft(params, own.vocab, token_embedding(params, weights.target.embedding))
+        return ReadyHead(params, own.vocab, token_embedding(params, weights.target.embedding))
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
@@ -61,59 +56,8 @@ class OnEagle:
     def draft_vocab_size(self) -> int:
         return self.network.draft_vocab_size
 
-    def max_pending(self, max_depth: int) -> int:
-        return follow.max_pending(max_depth)
+    def empty_cache(self, sizes: Sizes) -> Cache:
+        return empty_cache(self.network, num_pages=sizes.num_pages, page_size=sizes.page_size)
 
-    def init_state(self, target: ModelConfig, sizes: Sizes) -> Following:
-        cache = empty_cache(self.network, num_pages=sizes.num_pages, page_size=sizes.page_size)
-        return follow.init_state(cache, len(self.aux_layers), target, sizes)
-
-    def admit(
-        self,
-        state: Following,
-        slot: jax.Array,
-        page_row: jax.Array,
-        num_cached: jax.Array,
-        promise: jax.Array,
-    ) -> Following:
-        del promise
-        return follow.admit(state, slot, page_row, num_cached)
-
-    def observe(
-        self, weights: Weights, state: Following, view: SlotView, committed: Committed, after: After
-    ) -> Following:
-        def write(token_ids: jax.Array, aux: jax.Array, index: jax.Array, is_valid: jax.Array) -> Cache:
-            tables = view.page_table, view.read_table
-            return extend(self.ready(weights), self.network, state.cache, *tables, token_ids, aux, index, is_valid)[0]
-
-        return follow.observe(state, view, committed, after, write)
-
-    def catch_up(self, weights: Weights, state: Following, view: SlotView) -> Following:
-        pending = follow.pending_of(state, view)
-        index, is_valid = follow.places(view.seq_lens, pending)
-        cache, *_ = extend(
-            self.ready(weights),
-            self.network,
-            state.cache,
-            view.page_table,
-            view.page_table,
-            pending.token_ids,
-            pending.aux_hidden_states,
-            index,
-            is_valid,
-        )
-        return follow.caught_up(state, view, cache)
-
-    def remember(
-        self, state: Following, history: jax.Array, start: jax.Array, last: jax.Array, number: jax.Array
-    ) -> Following:
-        del history, start, last, number
-        return state
-
-    def forget(self, state: Following) -> Following:
-        return state
-
-    def also_learned(
-        self, output: Any, target: TargetParams, hidden_states: jax.Array, logits: jax.Array, p: jax.Array
-    ) -> None:
-        del output, target, hidden_states, logits, p
+    def write(self, weights: Weights, cache: Cache, tables: Tables, *entries: jax.Array) -> Cache:
+        return extend(self.ready(weights), self.network, cache, *tables, *entries)[0]

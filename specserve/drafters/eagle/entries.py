@@ -18,7 +18,7 @@ from specserve.speculative.vocab import DraftVocab
 
 
 @pytree
-class Draft:
+class ReadyHead:
     """A head ready to propose."""
 
     params: Eagle3Params
@@ -36,7 +36,7 @@ def empty_cache(config: Eagle3Config, *, num_pages: int, page_size: int) -> Cach
 
 
 def extend(
-    draft: Draft,
+    draft: ReadyHead,
     config: Eagle3Config,
     pages: Cache,
     page_table: jax.Array,  # [batch, max_pages], for writing

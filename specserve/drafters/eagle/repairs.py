@@ -11,7 +11,7 @@ from specserve.drafters.eagle import dialects
 from specserve.drafters.eagle.config import Eagle3Config, default_taps
 from specserve.drafters.eagle.patient import Patient
 from specserve.drafters.findings import Copy, Repair
-from specserve.drafters.mending import change, exchange
+from specserve.drafters.mending import change, exchange, tap_order
 from specserve.drafters.published import rope_keys
 from specserve.models.rope import plain_rope
 
@@ -103,11 +103,7 @@ def _tap_orders(config: Eagle3Config) -> Iterator[Repair]:
     names = _TAPPED if len(taps) == len(_TAPPED) else [str(i) for i in config.aux_layers]
     for order in itertools.islice(itertools.permutations(taps), 1, 24):
         told = ", ".join(names[i] for i in order)
-
-        def reorder(weight: np.ndarray, order: tuple[int, ...] = order) -> np.ndarray:
-            return weight.reshape(len(weight), len(order), -1)[:, order].reshape(weight.shape)
-
-        blocks = change(dialects.renamer, reorder, "fc.weight")
+        blocks = change(dialects.renamer, tap_order(order), "fc.weight")
         yield Repair(f"fc.weight takes the taps in the order {told}", blocks)
         if config.fc_norm:
 

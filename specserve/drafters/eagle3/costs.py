@@ -5,6 +5,7 @@ from jax.sharding import Mesh
 from specserve.drafters.door import Costs, Flops, Rollout
 from specserve.drafters.eagle.config import Eagle3Config
 from specserve.drafters.eagle.model import draft_spec, place
+from specserve.drafters.layer_costs import attention_flops, kept_by_layer, workspace_of_layer
 from specserve.kernels import rows
 from specserve.mesh import on_each_device
 from specserve.models.params import is_matrix, num_params, on_device, specs
@@ -15,11 +16,11 @@ def rollout_costs(config: Eagle3Config, rollout: Rollout, seq_len: int, mesh: Me
     again = 1 if rollout.remat else 0
     each = 3 * config.d_model + config.num_layers * kv  # a step's state, its gradient and its shifted copy
     if not rollout.remat:
-        each += 2 * config.d_model + config.num_layers * (4 * config.d_model + 2 * heads + 4 * config.d_ff)
+        each += 2 * config.d_model + config.num_layers * kept_by_layer(config.d_model, heads, config.d_ff)
     return Costs(
         _flops(config, rollout, seq_len, mesh),
         kept=rollout.length * each,
-        workspace=6 * config.d_model + 2 * heads + 6 * config.d_ff,
+        workspace=workspace_of_layer(config.d_model, heads, config.d_ff),
         num_heads=config.num_heads,
         num_kv_heads=config.num_kv_heads,
         kv=config.num_layers * kv,
@@ -39,7 +40,5 @@ def _flops(config: Eagle3Config, rollout: Rollout, seq_len: int, mesh: Mesh | No
     num_heads = on_each_device(mesh, "heads", config.num_heads)
     width = config.num_layers * num_heads * 2 * config.head_dim
     seen, computed = rows.mean_keys(seq_len, 0, mesh)
-    # a block of attention is computed again from queries and keys, and its backward pass has four products
-    times = 2 + 2 + (1 if rollout.remat else 0)
-    attention = Flops(3 * 2 * width * seen, times * 2 * width * computed)
+    attention = attention_flops(width, seen, computed, remat=rollout.remat)
     return Flops(once, once) + (Flops(6 * layers, 6 * layers + 2 * again) + attention) * rollout.length

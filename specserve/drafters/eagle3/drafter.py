@@ -11,14 +11,14 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
-from specserve.drafters import unroll
-from specserve.drafters.door import Aims, Costs, Rollout, Rows
+from specserve.drafters.door import Costs, Rollout, Rows
 from specserve.drafters.eagle import model, start
 from specserve.drafters.eagle.config import Eagle3Config
 from specserve.drafters.eagle.drafter import OnEagle
 from specserve.drafters.eagle.model import Eagle3Params
 from specserve.drafters.eagle3 import costs, learn, propose
 from specserve.drafters.follow import Following
+from specserve.drafters.unroll import UnrolledDrafter, by_position
 from specserve.drafters.words import KindName
 from specserve.kernels.matmul import Weight
 from specserve.models.target import TargetParams
@@ -27,7 +27,7 @@ from specserve.speculative.tree import Proposal, Tree
 
 
 @dataclass(frozen=True)
-class Eagle3(OnEagle):
+class Eagle3(UnrolledDrafter, OnEagle):
     """See `door.TrainedDrafter`, which says what each of these is for."""
 
     config: Eagle3Config
@@ -42,10 +42,6 @@ class Eagle3(OnEagle):
 
     def network_params(self, params: Eagle3Params) -> Eagle3Params:
         return params
-
-    @property
-    def max_tree_depth(self) -> int | None:
-        return None
 
     def with_dtype(self, dtype: str) -> "Eagle3":
         return Eagle3(dataclasses.replace(self.config, dtype=dtype))
@@ -69,12 +65,6 @@ class Eagle3(OnEagle):
 
     # how it learns
 
-    def num_steps(self, rollout: int) -> int:
-        return rollout
-
-    def aims(self, rows: Rows, rollout: Rollout) -> Aims:
-        return Aims(unroll.all_weights(rows, rollout.length))
-
     def learn(
         self,
         params: Eagle3Params,
@@ -85,7 +75,7 @@ class Eagle3(OnEagle):
     ) -> list[jax.Array]:
         embedding = model.token_embedding(params, target.embedding)
         states = learn.rollout_states(params, self.config, embedding, rows, aux_hidden_states, rollout)
-        return unroll.by_position(states)
+        return by_position(states)
 
     def output(self, params: Eagle3Params) -> tuple[jax.Array, Weight]:
         return params.output

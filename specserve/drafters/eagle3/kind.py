@@ -1,16 +1,16 @@
 """The kind of EAGLE-3 heads: how they are made, and their files."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Dialect, FileKind, TrainedDrafter
+from specserve.drafters.door import FileKind
 from specserve.drafters.eagle import dialects, doctor, files, start
 from specserve.drafters.eagle.patient import EAGLE3, Patient
 from specserve.drafters.eagle.repairs import list_repairs
 from specserve.drafters.eagle3.drafter import Eagle3
-from specserve.drafters.findings import Repair, Report
+from specserve.drafters.findings import Repair
 from specserve.drafters.settings import DraftSettings
 from specserve.models.config import ModelConfig
 
@@ -21,7 +21,7 @@ class Eagle3Kind(FileKind[Eagle3]):
     understands = frozenset({"d_model", "norm_output", "fc_norm"})
 
     def __init__(self) -> None:
-        super().__init__(Eagle3, files)
+        super().__init__(Eagle3, files, doctor.examine, _repairs, dialects.unknown_to)
 
     def suits(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         del given
@@ -35,11 +35,6 @@ class Eagle3Kind(FileKind[Eagle3]):
     def new(self, settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> Eagle3:
         return Eagle3(start.new_config(settings, target, draft_vocab_size))
 
-    def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
-        return dialects.unknown_to(dialect, self.own(drafter).config)
 
-    def repairs(self, folder: Path, target: Target) -> list[Repair]:
-        return list(list_repairs(Patient(folder, target)))
-
-    def examine(self, folder: Path, target: Target | None) -> Report:
-        return doctor.examine(folder, target)
+def _repairs(folder: Path, target: Target) -> Iterable[Repair]:
+    return list_repairs(Patient(folder, target))

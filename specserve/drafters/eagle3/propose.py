@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from specserve.drafters.eagle.config import Eagle3Config
-from specserve.drafters.eagle.entries import Draft, extend
+from specserve.drafters.eagle.entries import ReadyHead, extend
 from specserve.drafters.eagle.model import (
     draft_forward,
     draft_inputs,
@@ -29,7 +29,7 @@ from specserve.speculative.tree import Proposal, Tree
 
 
 def consume(
-    draft: Draft,
+    draft: ReadyHead,
     config: Eagle3Config,
     pages: Cache,
     page_table: jax.Array,  # [batch, max_pages], for writing
@@ -59,7 +59,7 @@ def consume(
 
 
 def propose_tree(
-    draft: Draft, config: Eagle3Config, state: Following, view: SlotView, tree: Tree
+    draft: ReadyHead, config: Eagle3Config, state: Following, view: SlotView, tree: Tree
 ) -> tuple[Following, Proposal]:
     """Consume the pending tokens, then run ahead and propose a tree."""
     pending = pending_of(state, view, tree.depth)
@@ -69,7 +69,7 @@ def propose_tree(
 
 
 def propose(
-    draft: Draft,
+    draft: ReadyHead,
     config: Eagle3Config,
     tree: Tree,
     pages: Cache,
@@ -104,7 +104,7 @@ class _Level:
 class _Expander:
     """See `grow.Expander`. Every level is one pass of the head."""
 
-    def __init__(self, draft: Draft, config: Eagle3Config, pages: Cache, prefix: Prefix, rows: SamplerRows) -> None:
+    def __init__(self, draft: ReadyHead, config: Eagle3Config, pages: Cache, prefix: Prefix, rows: SamplerRows) -> None:
         self.draft, self.config, self.pages, self.prefix, self.rows = draft, config, pages, prefix, rows
 
     def candidates(self, level: _Level, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:

@@ -3,6 +3,7 @@
 from jax.sharding import Mesh
 
 from specserve.drafters.door import Costs, Flops, Rollout
+from specserve.drafters.layer_costs import attention_flops, kept_by_layer, workspace_of_layer
 from specserve.drafters.mtp.config import MtpConfig
 from specserve.drafters.mtp.model import draft_spec, place
 from specserve.kernels import rows
@@ -19,11 +20,11 @@ def rollout_costs(config: MtpConfig, rollout: Rollout, seq_len: int, mesh: Mesh 
         d_ff = layer.experts.top_k * layer.experts.d_ff + layer.experts.shared_d_ff
     each = 3 * layer.d_model + kv_dim  # a step's state, its gradient and its shifted copy
     if not rollout.remat:
-        each += 6 * layer.d_model + 2 * q_dim + 4 * d_ff
+        each += 2 * layer.d_model + kept_by_layer(layer.d_model, q_dim, d_ff)
     return Costs(
         _flops(config, rollout, seq_len, mesh),
         kept=rollout.length * each,
-        workspace=6 * layer.d_model + 2 * q_dim + 6 * d_ff,
+        workspace=workspace_of_layer(layer.d_model, q_dim, d_ff),
         num_heads=layer.num_heads,
         num_kv_heads=num_kv_heads,
         kv=kv_dim,
@@ -53,6 +54,5 @@ def _flops(config: MtpConfig, rollout: Rollout, seq_len: int, mesh: Mesh | None)
     each = num_params(matrices, top_k)
     again = each if rollout.remat else 0
     seen, computed = rows.mean_keys(seq_len, layer.kind(0).window, mesh)
-    times = 2 + 2 + (1 if rollout.remat else 0)  # as for every rollout: see `train.flops`
-    attention = Flops(3 * 2 * 2 * q_dim * seen, times * 2 * 2 * q_dim * computed)
+    attention = attention_flops(2 * q_dim, seen, computed, remat=rollout.remat)
     return (Flops(6 * each, 6 * each + 2 * again) + attention) * rollout.length

@@ -8,7 +8,7 @@ import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import TensorFolder, listed, read_json
-from specserve.drafters.findings import CONFIG, Check, Finding, Report
+from specserve.drafters.findings import CONFIG, Check, DoctorReport, Finding
 from specserve.drafters.mtp import files
 from specserve.drafters.mtp.config import MtpConfig
 from specserve.drafters.mtp.model import draft_spec
@@ -48,7 +48,7 @@ NUMBERS = _layer(
 CHECKS = (UNREADABLE, TENSORS, STRANGE, NUMBERS)
 
 
-def examine(folder: Path, target: Target | None) -> Report:
+def examine(folder: Path, target: Target | None) -> DoctorReport:
     """Make all checks. Without a target, the layer's own config.json stands for it. Raises CheckpointError where there
     is nothing to look at."""
     tensors, raw = TensorFolder(folder), read_json(folder / CONFIG)
@@ -66,7 +66,7 @@ def examine(folder: Path, target: Target | None) -> Report:
         findings += _look(tensors, config)
         names = files.own_names(names, config)
     rows = [(name, tensors.shape(name), tensors.dtype(name).name) for name in sorted(names)]
-    return Report(folder, "speculators" if files.LAYER_CONFIG in raw else "checkpoint", facts, rows, findings)
+    return DoctorReport(folder, "speculators" if files.LAYER_CONFIG in raw else "checkpoint", facts, rows, findings)
 
 
 def _look(tensors: TensorFolder, config: MtpConfig) -> list[Finding]:

@@ -1,13 +1,11 @@
 """The kind of layers of multi-token prediction: how they are made, and their files."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from specserve.checkpoints.load import Target
-from specserve.drafters.door import Dialect, FileKind, TrainedDrafter
-from specserve.drafters.findings import Repair, Report
+from specserve.drafters.door import Dialect, FileKind
 from specserve.drafters.mtp import doctor, files, layouts, start
+from specserve.drafters.mtp.config import MtpConfig
 from specserve.drafters.mtp.drafter import Mtp
 from specserve.drafters.mtp.repairs import list_repairs
 from specserve.drafters.settings import ALL_TOKENS, DraftSettings
@@ -20,7 +18,7 @@ class MtpKind(FileKind[Mtp]):
     understands = frozenset({"d_model"})
 
     def __init__(self) -> None:
-        super().__init__(Mtp, files)
+        super().__init__(Mtp, files, doctor.examine, list_repairs, _unknown_to)
 
     def suits(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         del given
@@ -32,14 +30,8 @@ class MtpKind(FileKind[Mtp]):
     def new(self, settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> Mtp:
         return Mtp(start.new_config(settings, target, draft_vocab_size))
 
-    def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
-        del dialect
-        config = self.own(drafter).config
-        tables = [what for what in ("embedding", "head") if getattr(config, f"has_{what}")]
-        return [f"an {what} of its own" if what == "embedding" else f"a {what} of its own" for what in tables]
 
-    def repairs(self, folder: Path, target: Target) -> list[Repair]:
-        return list(list_repairs(folder, target))
-
-    def examine(self, folder: Path, target: Target | None) -> Report:
-        return doctor.examine(folder, target)
+def _unknown_to(dialect: Dialect, config: MtpConfig) -> list[str]:
+    del dialect  # no engine computes either
+    tables = [what for what in ("embedding", "head") if getattr(config, f"has_{what}")]
+    return [f"an {what} of its own" if what == "embedding" else f"a {what} of its own" for what in tables]

@@ -23,7 +23,7 @@ from specserve.speculative.vocab import DraftVocab
 
 
 @pytree
-class Draft:
+class ReadyLayer:
     """A layer ready to propose, beside the target whose norm, embedding and head it shares."""
 
     params: model.MtpParams
@@ -37,7 +37,7 @@ def empty_cache(config: MtpConfig, *, num_pages: int, page_size: int) -> Cache:
 
 
 def extend(
-    draft: Draft,
+    draft: ReadyLayer,
     config: MtpConfig,
     pages: Cache,
     page_table: jax.Array,  # [batch, max_pages], for writing
@@ -57,7 +57,7 @@ def extend(
 
 
 def consume(
-    draft: Draft,
+    draft: ReadyLayer,
     config: MtpConfig,
     pages: Cache,
     page_table: jax.Array,  # [batch, max_pages], for writing
@@ -71,7 +71,7 @@ def consume(
 
 
 def propose_tree(
-    draft: Draft, config: MtpConfig, state: Following, view: SlotView, tree: Tree
+    draft: ReadyLayer, config: MtpConfig, state: Following, view: SlotView, tree: Tree
 ) -> tuple[Following, Proposal]:
     """Consume the pending tokens, then run ahead and propose a tree."""
     cache, expander, root = at_root(draft, config, state, view, tree.depth)
@@ -79,7 +79,7 @@ def propose_tree(
 
 
 def at_root(
-    draft: Draft, config: MtpConfig, state: Following, view: SlotView, depth: int
+    draft: ReadyLayer, config: MtpConfig, state: Following, view: SlotView, depth: int
 ) -> tuple[Cache, "_Expander", "_Level"]:
     """Consume what is pending before a tree of this depth, and run the layer for the root."""
     # Write first and attend to the written pages: reading the old ones as well would make XLA copy them.
@@ -119,7 +119,7 @@ class _Level:
 class _Expander:
     """See `grow.Expander`. Every level is one pass of the layer."""
 
-    def __init__(self, draft: Draft, config: MtpConfig, seen: PagedPrefix, view: SlotView) -> None:
+    def __init__(self, draft: ReadyLayer, config: MtpConfig, seen: PagedPrefix, view: SlotView) -> None:
         self.draft, self.config, self.seen, self.view = draft, config, seen, view
 
     def candidates(self, level: _Level, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:

@@ -4,6 +4,7 @@ from jax.sharding import Mesh
 
 from specserve.drafters.door import Costs, Flops, Rollout
 from specserve.drafters.eagle.model import draft_spec
+from specserve.drafters.layer_costs import attention_flops, kept_by_layer, workspace_of_layer
 from specserve.drafters.peagle.config import PEagleConfig
 from specserve.drafters.peagle.learn import num_anchors
 from specserve.drafters.peagle.model import place
@@ -20,11 +21,11 @@ def slot_costs(config: PEagleConfig, rollout: Rollout, seq_len: int, mesh: Mesh 
     again = 1 if rollout.remat else 0
     each = 2 * network.d_model + network.num_layers * kv  # a slot's state, its gradient, and what others see of it
     if not rollout.remat:
-        each += 2 * network.d_model + network.num_layers * (4 * network.d_model + 2 * heads + 4 * network.d_ff)
+        each += 2 * network.d_model + network.num_layers * kept_by_layer(network.d_model, heads, network.d_ff)
     return Costs(
         _flops(config, rollout, seq_len, slots, mesh),
         kept=round(slots * each),
-        workspace=6 * network.d_model + 2 * heads + 6 * network.d_ff,
+        workspace=workspace_of_layer(network.d_model, heads, network.d_ff),
         num_heads=network.num_heads,
         num_kv_heads=network.num_kv_heads,
         states=slots / config.num_slots,
@@ -49,6 +50,6 @@ def _flops(config: PEagleConfig, rollout: Rollout, seq_len: int, slots: float, m
     width = network.num_layers * num_heads * 2 * network.head_dim
     seen, computed = rows.mean_keys(seq_len, 0, mesh)
     # a slot sees those of its anchor too; masked ones are compared with the whole row
-    per_row = Flops(3 * 2 * width * seen, (2 + 2 + again) * 2 * width * computed)
-    masked = Flops(3 * 2 * width * seen, (2 + 2 + again) * 2 * width * seq_len) * (slots - 1)
+    per_row = attention_flops(width, seen, computed, remat=rollout.remat)
+    masked = attention_flops(width, seen, seq_len, remat=rollout.remat) * (slots - 1)
     return once + Flops(6 * layers, (6 + 2 * again) * layers) * slots + per_row + masked

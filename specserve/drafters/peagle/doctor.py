@@ -9,7 +9,7 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.eagle import doctor
 from specserve.drafters.eagle.dialects import mask_ids
 from specserve.drafters.eagle.patient import Patient
-from specserve.drafters.findings import CONFIG, Check, Copy, Finding, Report
+from specserve.drafters.findings import CONFIG, Check, Copy, DoctorReport, Finding
 from specserve.drafters.peagle import dialects
 from specserve.drafters.peagle.config import NUM_SLOTS
 
@@ -52,7 +52,7 @@ NUM_SLOTS_UNSTATED = _masks(
 CATALOGUE = (UNKNOWN_KEYS, UNSUPPORTED, MASK_TOKEN, MASK_SPELLING, NUM_SLOTS_UNSTATED)
 
 
-def examine(folder: Path, target: Target | None) -> Report:
+def examine(folder: Path, target: Target | None) -> DoctorReport:
     """Make all checks. Without a target, those that need one are left out. Raises CheckpointError where there is
     nothing to look at: no config.json, no whole safetensors file."""
     patient = Patient(folder, target, dialects.FAMILY)

@@ -1,12 +1,9 @@
 """The kind of P-EAGLE heads: how they are made, and their files."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
-from specserve.checkpoints.load import Target
-from specserve.drafters.door import Dialect, FileKind, TrainedDrafter
-from specserve.drafters.findings import Repair, Report
+from specserve.drafters.door import FileKind
 from specserve.drafters.peagle import dialects, doctor, files, learn, start
 from specserve.drafters.peagle.drafter import PEagle
 from specserve.drafters.peagle.repairs import list_repairs
@@ -20,7 +17,7 @@ class PEagleKind(FileKind[PEagle]):
     understands = frozenset({"d_model", "fc_norm", "block_size", "mask_token"})
 
     def __init__(self) -> None:
-        super().__init__(PEagle, files)
+        super().__init__(PEagle, files, doctor.examine, list_repairs, dialects.unknown_to)
 
     def suits(self, given: Mapping[str, Any]) -> Mapping[str, Any]:
         del given
@@ -32,13 +29,3 @@ class PEagleKind(FileKind[PEagle]):
 
     def new(self, settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> PEagle:
         return PEagle(start.new_config(settings, target, draft_vocab_size))
-
-    def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
-        del drafter
-        return dialects.unknown_to(dialect)
-
-    def repairs(self, folder: Path, target: Target) -> list[Repair]:
-        return list(list_repairs(folder, target))
-
-    def examine(self, folder: Path, target: Target | None) -> Report:
-        return doctor.examine(folder, target)

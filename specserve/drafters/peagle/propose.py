@@ -6,7 +6,7 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specserve.drafters.eagle.entries import Draft
+from specserve.drafters.eagle.entries import ReadyHead
 from specserve.drafters.eagle.model import draft_entries, draft_logits, draft_states, fuse_features
 from specserve.drafters.follow import FIRST_ENTRY, Following, pending_of, places
 from specserve.drafters.grow import Marginals, grow_tree
@@ -20,7 +20,7 @@ from specserve.speculative.tree import Proposal, Tree
 
 
 def propose_tree(
-    draft: Draft, params: PEagleParams, config: PEagleConfig, state: Following, view: SlotView, tree: Tree
+    draft: ReadyHead, params: PEagleParams, config: PEagleConfig, state: Following, view: SlotView, tree: Tree
 ) -> tuple[Following, Proposal]:
     """Consume the pending tokens and look ahead in the same pass, then grow a tree of the tokens that the slots
     predict."""
@@ -31,7 +31,7 @@ def propose_tree(
 
 
 def look_ahead(
-    draft: Draft, params: PEagleParams, config: PEagleConfig, state: Following, view: SlotView, depth: int
+    draft: ReadyHead, params: PEagleParams, config: PEagleConfig, state: Following, view: SlotView, depth: int
 ) -> tuple[Cache, jax.Array]:  # and the states of the root and of depth - 1 masked slots [batch, depth, d_model]
     """Write the entries of the pending tokens, and compute the states of the masked slots, whose own entries are used
     in this call alone."""

@@ -84,20 +84,6 @@ def panel_width() -> int:
     return function()
 
 
-@contextlib.contextmanager
-def instruction_set(name: str) -> Iterator[None]:
-    """Run the kernels of this instruction set within the context, so that tests can reach those that the processor
-    would not choose. Matrices must be packed anew. Raises ValueError where the processor cannot run them, or they were
-    not built."""
-    library = _native().library
-    if library is None or not library.specserve_kernels_use(name.encode()):
-        raise ValueError(f"{name}: not an instruction set of this processor that was built")
-    try:
-        yield
-    finally:
-        library.specserve_kernels_use(_native().text.encode())
-
-
 def serving(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
     """Mark a function of a served step: while it is traced, native kernels stand in for XLA's operations
     (`is_serving`)."""

@@ -35,7 +35,6 @@ _AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", *_AVX2)
 VARIANTS = {
     "avx2": ("x86_64", _AVX2),
     "avx512": ("x86_64", _AVX512),
-    "avx512vnni": ("x86_64", (*_AVX512, "-mavx512vnni")),
     "neon": ("aarch64", ()),
 }
 

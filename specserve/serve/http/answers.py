@@ -31,7 +31,7 @@ _NUM_PROMPT_ENDS = 8  # tokens of a prompt's end that may open the reasoning
 
 
 @dataclass(frozen=True)
-class Question:
+class TemplateRequest:
     """The part of a chat's body that the template is asked for, beside its messages."""
 
     tools: Sequence[dict[str, Any]]  # as templates take them
@@ -51,7 +51,7 @@ class AnswerSyntax:
             name = self.tool_format.name if self.tool_format else "none"
             logger.info("answers: calls of tools as %s, reasoning as %s", name, self.reasoning)
 
-    def question(self, body: ChatBody) -> Question:
+    def question(self, body: ChatBody) -> TemplateRequest:
         """Return what the template is to be told. Raises RequestError for tools or efforts that it does not know."""
         chosen = chosen_tools(body.tools, body.tool_choice)
         if chosen and self.tool_format is None and self._template.reads_tools:  # else the prompt is refused
@@ -61,10 +61,10 @@ class AnswerSyntax:
                 param="tools",
             )
         tools = [tool.for_template() for tool in body.tools] if chosen else []
-        return Question(tools, self._variables(body), chosen)
+        return TemplateRequest(tools, self._variables(body), chosen)
 
     def reading(
-        self, body: ChatBody, question: Question, prompt_ids: Sequence[int], params: SamplingParams
+        self, body: ChatBody, question: TemplateRequest, prompt_ids: Sequence[int], params: SamplingParams
     ) -> tuple[SamplingParams, MakeParser]:
         """Return the sampling options under which the answer to a rendered prompt can be read, and the parser that
         reads it. Raises RequestError."""

@@ -9,9 +9,17 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, TypeVar, cast
+from typing import Any, ClassVar, LiteralString, TypeVar, cast
 
-from pydantic import BaseModel, ConfigDict, GetJsonSchemaHandler, ValidationError, ValidationInfo, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, from_json
 
@@ -48,6 +56,17 @@ def check_num_fields(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MAX_OBJECT_FIELDS:
         raise PydanticCustomError("fields", "has too many fields")
     return value
+
+
+def at_most(most: int, kind: LiteralString, what: LiteralString) -> BeforeValidator:
+    """A validator of lists and objects that refuses longer ones before pydantic looks at what is in them."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > most:
+            raise PydanticCustomError(kind, "should have at most {most} " + what, {"most": most})
+        return value
+
+    return BeforeValidator(check)
 
 
 class Body(BaseModel):

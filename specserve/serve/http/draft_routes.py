@@ -17,7 +17,8 @@ from specserve.serve.http.threads import in_thread
 
 
 class LoadDraftBody(Body):
-    """POST /v1/load_draft: a folder on the server, as `specserve train` writes it; or "mtp", as for `--draft`."""
+    """POST /v1/load_draft: a folder on the server, as `specserve train` writes it, or the other value of `--draft`, by
+    which the target's own checkpoint brings the head."""
 
     draft: Annotated[str, Field(min_length=1, max_length=4096)]
 

@@ -4,7 +4,7 @@ Owns the text of single tokens. Knows nothing of HTTP or of the engine.
 """
 
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from specserve.serve.decoder import REPLACEMENT
@@ -15,9 +15,6 @@ Json = dict[str, Any]
 
 LOWEST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's floor
 MAX_TOKENS_PER_CHAR = 4  # UTF-8 has at most four bytes a character
-
-# How one endpoint spells the log-probabilities of the next tokens of a choice, which is named by its index.
-LogprobsFormat = Callable[[int, Sequence[TokenLogprobs]], Json]
 
 
 class TokenTexts:

@@ -82,7 +82,7 @@ ContentBlock = Annotated[
 ]
 
 
-class Message(Body):
+class MessageBody(Body):
     """One message. What the assistant says last is continued."""
 
     role: Literal["user", "assistant", "system"]
@@ -201,7 +201,7 @@ class _Prompt(DialectBody):
         "workspace_id": (),
     }
 
-    messages: Annotated[list[Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
+    messages: Annotated[list[MessageBody], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     system: Texts = Field(default_factory=list)
     stop_sequences: Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
     tools: Annotated[list[Tool], Field(fail_fast=True)] = Field(default_factory=list)

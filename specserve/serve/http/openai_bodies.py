@@ -11,7 +11,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from specserve.errors import RequestError
 from specserve.serve.http import neutral
-from specserve.serve.http.bodies import Body, check_num_fields
+from specserve.serve.http.bodies import Body, at_most, check_num_fields
 from specserve.serve.http.chat_messages import Messages
 from specserve.serve.http.grammar_fields import GrammarFields
 from specserve.serve.http.replies import ReplyOptions
@@ -65,12 +65,6 @@ def _is_token_ids(items: Sequence[Any]) -> bool:
     return all(type(item) is int for item in items)
 
 
-def _check_num_biases(value: Any) -> Any:
-    if isinstance(value, dict) and len(value) > MAX_TOKEN_IDS:
-        raise PydanticCustomError("biases", "should have at most {most} token ids", {"most": MAX_TOKEN_IDS})
-    return value
-
-
 def _as_token_id(key: str) -> int:
     """Read a token id from a name of a JSON object, which is a string. Only the plain spelling is read: "07" and "7"
     would be two biases of one token."""
@@ -96,7 +90,7 @@ def _as_speculation(value: Any) -> int | None:
 
 
 CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
-Biases = Annotated[dict[str, Bias], BeforeValidator(_check_num_biases)]
+Biases = Annotated[dict[str, Bias], at_most(MAX_TOKEN_IDS, "biases", "token ids")]
 Stops = Annotated[
     list[str], Field(fail_fast=True), BeforeValidator(_as_strings, json_schema_input_type=str | list[str])
 ]

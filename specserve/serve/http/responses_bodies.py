@@ -118,7 +118,7 @@ class TextOptions(Body):
     verbosity: Any = None
 
 
-class FunctionTool(Body):
+class ResponsesTool(Body):
     """A function that the model may call. Chat's `tools` checks the schema of its parameters."""
 
     UNSUPPORTED: ClassVar[Neutral] = {"defer_loading": (False,)}
@@ -176,7 +176,7 @@ class ResponsesBody(DialectBody):
     )
     reasoning: ReasoningOptions | None = None
     text: TextOptions | None = None
-    tools: Annotated[list[FunctionTool], Field(fail_fast=True)] = Field(default_factory=list)
+    tools: Annotated[list[ResponsesTool], Field(fail_fast=True)] = Field(default_factory=list)
     tool_choice: str | dict[str, Any] | None = None  # chat checks it
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # chat checks them

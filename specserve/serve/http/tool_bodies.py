@@ -8,18 +8,12 @@ from pydantic import BeforeValidator, Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from specserve.errors import RequestError
-from specserve.serve.http.bodies import Body
+from specserve.serve.http.bodies import Body, at_most
 from specserve.serve.request import describe
 
 MAX_TOOLS = 128  # OpenAI's bound
 MAX_NAME_CHARS = 128
 NO_ARGUMENTS = {"type": "object", "properties": {}, "additionalProperties": False}
-
-
-def _check_num_tools(value: Any) -> Any:
-    if isinstance(value, list) and len(value) > MAX_TOOLS:
-        raise PydanticCustomError("tools", "should have at most {most} tools", {"most": MAX_TOOLS})
-    return value
 
 
 def _check_parameters(value: Any) -> Any:
@@ -61,7 +55,7 @@ class FunctionTool(Body):
         return {"type": "function", "function": function | {"parameters": self.function.schema_of_arguments}}
 
 
-Tools = Annotated[list[FunctionTool], Field(fail_fast=True), BeforeValidator(_check_num_tools)]
+Tools = Annotated[list[FunctionTool], Field(fail_fast=True), at_most(MAX_TOOLS, "tools", "tools")]
 
 
 @dataclasses.dataclass(frozen=True)

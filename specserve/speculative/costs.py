@@ -1,0 +1,88 @@
+"""The seconds that steps take in service: costs that were measured once, corrected by what is seen while serving.
+
+The seconds of a step are modelled as (cost measured at start) x (the moment) x (its own factor). The moment is one
+factor for all steps: a machine that others use, or that is hot, is slower for all of them alike, and changes within
+seconds. The factor of each batch size and tree hardly changes: in service the host works beside the device, and a start
+on a busy machine may have measured anything. Both logarithms are followed by a Kalman filter that keeps a variance for
+each of them, but no covariances. So a step that runs all the time says much about the moment and little about itself,
+one that has not been seen for long says much about itself, and ways to speculate stay comparable when they are seen at
+different moments. The noises below are shares of a step's time, and so the same for fast and slow machines.
+
+This is host code, like the controller that asks it.
+"""
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from specserve.speculative.tree import Tree
+
+Shape = tuple[int, int, Tree | None]  # batch size, page-table width, tree: what a step's cost depends on
+
+# standard deviations of logarithms
+UNKNOWN = 0.7  # of a factor before anything is seen: half or twice the cost is common, four times is rare
+STEP_NOISE = 0.15  # of a step's seconds around what is expected of it
+MOMENT_DRIFT = 0.05  # of the moment, from one step to the next
+OWN_DRIFT = 0.01  # of a step's own factor, for each step of any kind
+MOST_SIGMAS = 3.0  # a step that is further off counts as if it were so far off
+
+
+@dataclass(eq=False)
+class _Factor:
+    """The logarithm of a factor, as far as it is known."""
+
+    mean: float = 0.0
+    variance: float = UNKNOWN**2
+    last_seen: int = 0  # the number of steps that had been seen by then
+
+
+@dataclass(eq=False)
+class ServedCosts:
+    """Seconds of steps in service, by what they cost when they were measured."""
+
+    measured: Mapping[Shape, float]
+    _moment: _Factor = field(default_factory=_Factor)
+    _own: dict[tuple[int, Tree | None], _Factor] = field(default_factory=dict)  # by batch size and tree
+    _num_seen: int = 0
+
+    def seconds(self, batch_size: int, width: int, tree: Tree | None) -> float:
+        """Return what such a step takes by all that is known. KeyError where it was never measured."""
+        own = self._own.get((batch_size, tree))
+        off = own.mean if own else self._usual(batch_size, tree)
+        return self.measured[batch_size, width, tree] * math.exp(self._moment.mean + off)
+
+    def hoped_seconds(self, batch_size: int, width: int, tree: Tree | None) -> float:
+        """Return what such a step would take if it were off its measured cost no more than others are, whatever its own
+        steps seemed to take."""
+        own, off = self._own.get((batch_size, tree)), self._usual(batch_size, tree)
+        off = min(own.mean, off) if own else off
+        return self.measured[batch_size, width, tree] * math.exp(self._moment.mean + off)
+
+    def observe(self, batch_size: int, width: int, tree: Tree | None, seconds: float) -> None:
+        """Learn that a step of this shape took so many seconds. Steps that were never measured say nothing."""
+        cost = self.measured.get((batch_size, width, tree))
+        if cost is None or seconds <= 0:
+            return
+        own = self._own.setdefault((batch_size, tree), _Factor(self._usual(batch_size, tree)))
+        self._num_seen += 1
+        own.variance = min(own.variance + OWN_DRIFT**2 * (self._num_seen - own.last_seen), UNKNOWN**2)
+        own.last_seen = self._num_seen
+        moment = self._moment
+        moment.variance = min(moment.variance + MOMENT_DRIFT**2, UNKNOWN**2)
+        variance = moment.variance + own.variance + STEP_NOISE**2
+        bound = MOST_SIGMAS * math.sqrt(variance)
+        surprise = min(max(math.log(seconds / cost) - moment.mean - own.mean, -bound), bound)
+        for factor in (moment, own):
+            gain = factor.variance / variance
+            factor.mean += gain * surprise
+            factor.variance *= 1.0 - gain
+
+    def _usual(self, batch_size: int, tree: Tree | None) -> float:
+        """Return the logarithm of the factor that is expected of a step that has not run in service: the mean of
+        similar steps where they were faster than measured, or half of it where they were slower, so that the step is
+        tried before one that has proved expensive. Similar steps are those of the same kind, plain or speculative, or
+        else all."""
+        seen = {other: factor.mean for (size, other), factor in self._own.items() if size == batch_size}
+        alike = [mean for other, mean in seen.items() if (other is None) == (tree is None)] or [*seen.values()]
+        mean = sum(alike) / len(alike) if alike else 0.0
+        return min(mean, 0.5 * mean)

@@ -1,0 +1,142 @@
+// Runs the NEON kernel's product beside a plain loop in double precision (see check_neon.py).
+
+#include <math.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <string.h>
+
+#include <random>
+#include <vector>
+
+#include "kernels.h"
+
+namespace specserve {
+
+float* scratch(int64_t floats) {
+  static std::vector<float> kept;
+  if (static_cast<int64_t>(kept.size()) < floats) kept.resize(floats);
+  return kept.data();
+}
+
+}  // namespace specserve
+
+using specserve::Format;
+using specserve::Kernels;
+using specserve::Matmul;
+
+namespace {
+
+constexpr double kUnit = 1.0 / (1 << 24);  // the unit roundoff of float32
+
+uint16_t upper_half(float value) {
+  uint32_t bits;
+  memcpy(&bits, &value, 4);
+  return static_cast<uint16_t>(bits >> 16);
+}
+
+float widened(uint16_t half) {
+  const uint32_t bits = static_cast<uint32_t>(half) << 16;
+  float value;
+  memcpy(&value, &bits, 4);
+  return value;
+}
+
+// A weight in panels, as kernels.h says that it lies, and what it is in float32.
+struct Weight {
+  std::vector<uint8_t> panels;
+  std::vector<float> plain;  // [d_in, d_out]
+};
+
+Weight make(Format format, int64_t d_in, int64_t d_out, int64_t width, std::mt19937& random) {
+  std::normal_distribution<float> normal;
+  const int64_t num_panels = (d_out + width - 1) / width;
+  const int64_t size = format == Format::kFloat32 ? 4 : format == Format::kBfloat16 ? 2 : 1, lanes = 4 / size;
+  Weight made{std::vector<uint8_t>(num_panels * d_in * width * size), std::vector<float>(d_in * d_out)};
+  for (int64_t i = 0; i < d_in; ++i) {
+    for (int64_t j = 0; j < d_out; ++j) {
+      float value = normal(random);
+      const int64_t panel = j / width, place = j % width, part = width / lanes;
+      // outputs j and j + part share a lane of 32 bits, the first in its lowest bits
+      const int64_t element = ((panel * d_in + i) * part + place % part) * lanes + place / part;
+      if (format == Format::kFloat32) {
+        memcpy(&made.panels[element * 4], &value, 4);
+      } else if (format == Format::kBfloat16) {
+        const uint16_t half = upper_half(value);
+        memcpy(&made.panels[element * 2], &half, 2);
+        value = widened(half);
+      } else {
+        value = fmaxf(-127.0f, fminf(127.0f, roundf(40.0f * value)));
+        made.panels[element] = static_cast<uint8_t>(static_cast<int8_t>(value));
+      }
+      made.plain[i * d_out + j] = value;
+    }
+  }
+  return made;
+}
+
+std::vector<float> multiply(const Kernels& kernels, Format format, const Weight& weight, const std::vector<float>& x,
+                            int64_t rows, int64_t d_in, int64_t d_out) {
+  std::vector<float> y(rows * d_out);
+  std::vector<int32_t> order(rows);
+  for (int64_t row = 0; row < rows; ++row) order[row] = static_cast<int32_t>(row);
+  const int64_t start[] = {0, rows};
+  Matmul call = {x.data(), nullptr, weight.panels.data(), nullptr, nullptr, y.data(), rows, 1, d_in, d_out, d_in,
+                 format, order.data(), start};
+  const int64_t width = kernels.panel_width;
+  for (int64_t panel = 0; panel < (d_out + width - 1) / width; ++panel) {
+    for (int64_t begin = 0; begin < rows; begin += kernels.row_block) {
+      const int64_t end = begin + kernels.row_block < rows ? begin + kernels.row_block : rows;
+      kernels.matmul(call, 0, panel, begin, end);
+    }
+  }
+  return y;
+}
+
+}  // namespace
+
+int main() {
+  const Kernels& kernels = *specserve::kernels_neon();
+  std::mt19937 random(0);
+  std::normal_distribution<float> normal;
+  int64_t checked = 0;
+  for (Format format : {Format::kFloat32, Format::kBfloat16, Format::kInt8}) {
+    for (int64_t d_in : {1, 5, 33, 512, 2100}) {
+      for (int64_t d_out : {1, 15, 16, 17, 65, 200}) {
+        const Weight weight = make(format, d_in, d_out, kernels.panel_width, random);
+        for (int64_t rows : {1, 2, 3, 4, 5, 6, 7, 12, 13, 49}) {
+          std::vector<float> x(rows * d_in);
+          for (float& value : x) value = normal(random);
+          const std::vector<float> y = multiply(kernels, format, weight, x, rows, d_in, d_out);
+          for (int64_t row = 0; row < rows; ++row) {
+            const std::vector<float> own(x.begin() + row * d_in, x.begin() + (row + 1) * d_in);
+            const std::vector<float> alone = multiply(kernels, format, weight, own, 1, d_in, d_out);
+            if (memcmp(alone.data(), &y[row * d_out], d_out * sizeof(float))) {
+              printf("format %d, %ld x %ld, %ld rows: row %ld depends on its neighbours\n", static_cast<int>(format),
+                     long(d_in), long(d_out), long(rows), long(row));
+              return 1;
+            }
+            for (int64_t j = 0; j < d_out; ++j, ++checked) {
+              double sum = 0, magnitudes = 0;
+              for (int64_t i = 0; i < d_in; ++i) {
+                const double term = double(own[i]) * weight.plain[i * d_out + j];
+                sum += term;
+                magnitudes += fabs(term);
+              }
+              // of d_in terms in any order, fused or not (Higham, section 3.1)
+              const double bound = d_in * kUnit / (1 - d_in * kUnit) * magnitudes;
+              if (!(fabs(y[row * d_out + j] - sum) <= bound)) {
+                printf("format %d, %ld x %ld, %ld rows: [%ld, %ld] is %g and not %g, rounding explains %g\n",
+                       static_cast<int>(format), long(d_in), long(d_out), long(rows), long(row), long(j),
+                       y[row * d_out + j], sum, bound);
+                return 1;
+              }
+            }
+          }
+        }
+      }
+    }
+  }
+  printf("%s: %ld numbers are x @ w within what rounding explains, and no row depends on its neighbours\n",
+         kernels.name, long(checked));
+  return 0;
+}
