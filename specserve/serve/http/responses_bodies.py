@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from specserve.serve.http.bodies import Body, Neutral
+from specserve.serve.http.bodies import Body, Neutral, No
 from specserve.serve.http.chat_messages import MAX_MESSAGES
 from specserve.serve.http.dialects import DialectBody, Json, Tagged
 from specserve.serve.http.openai_bodies import Int64
@@ -180,7 +180,7 @@ class ResponsesBody(DialectBody):
     tool_choice: str | dict[str, Any] | None = None  # chat checks it
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # chat checks them
-    store: Literal[False] = False  # type: ignore[assignment]
+    store: No = False  # type: ignore[assignment]
 
     def chat_fields(self) -> Json:
         fields = self.shared_fields() | {"messages": self._messages(), "max_tokens": self.max_output_tokens}
