@@ -203,6 +203,28 @@ def test_no_body_holds_the_event_loop(
     assert_serves(http)
 
 
+def test_slow_grammars_keep_other_grammars_waiting_alone(
+    http: httpx.Client, fake_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_compiled, submit = threading.Event(), fake_engine.submit
+
+    def compile_and_submit(prompt_ids: Any, params: Any, *args: Any, **options: Any) -> Any:
+        assert params.grammar is None or is_compiled.wait(60)
+        return submit(prompt_ids, params, *args, **options)
+
+    monkeypatch.setattr(fake_engine, "submit", compile_and_submit)
+    with ThreadPoolExecutor(8) as pool:
+        body = {"prompt": "x", "guided_regex": "a"}
+        slow = [pool.submit(http.post, "/v1/completions", json=body, timeout=60) for _ in range(8)]
+        try:
+            for _ in range(20):
+                assert_serves(http)
+            assert not any(each.done() for each in slow)
+        finally:
+            is_compiled.set()
+        assert [each.result().status_code for each in slow] == [200] * 8
+
+
 def test_bodies_of_many_values_are_read_patiently(monkeypatch: pytest.MonkeyPatch) -> None:
     """The reader in C sees no more than it may, as it lets nobody else run."""
     sizes: list[int] = []
