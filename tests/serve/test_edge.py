@@ -261,6 +261,7 @@ def test_a_connection_that_asks_nothing_more_is_closed(http: httpx.Client, monke
     with _socket(http, COMPLETION) as raw:
         assert raw.recv(65536).startswith(b"HTTP/1.1 200")
         raw.sendall(COMPLETION)  # in time
+        raw.settimeout(3)
         assert b"HTTP/1.1 200" in _read(raw)
     monkeypatch.setattr(connections, "KEEP_ALIVE_SECONDS", 60.0)
     with _socket(http, COMPLETION) as raw:
