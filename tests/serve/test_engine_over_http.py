@@ -95,6 +95,7 @@ def test_who_is_cancelled_holds_no_page_after_the_next_step(
         request.cancel()
         engine._round()
         assert engine.stats().num_steps - num_steps <= 1
+        assert inbox.is_done
         assert inbox.wait().finish_reason == FinishReason.CANCELLED
         assert _held(engine) == sum(len(sequence.pages) for sequence in engine.rounds.running)
         assert [sequence.request.prompt_ids for sequence in engine.rounds.running] == [ask.prompt for ask in mates]

@@ -89,7 +89,7 @@ class Connection(H11Protocol):
         if not self.cycle.response_started:  # of HTTP/1.0 there are no interim responses
             interim = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
             return interim if self.scope["http_version"] == "1.1" else None
-        probe = self.scope["state"].get("probe")
+        probe = self.scope.get("state", {}).get("probe")
         return None if probe is None else h11.Data(data=probe)
 
     def _probe(self, next_seconds: float) -> None:
