@@ -53,6 +53,7 @@ class StructuredOutputs(Body):
     # of vLLM's backends: only at the values that change nothing here
     disable_any_whitespace: No | None = None
     whitespace_pattern: None = None
+    structural_tag: None = None
     disable_fallback: bool | None = None
     disable_additional_properties: No | None = None
 

@@ -182,9 +182,14 @@ class ResponsesBody(DialectBody):
     chat_template_kwargs: dict[str, Any] | None = None  # chat checks them
     store: No = False  # type: ignore[assignment]
 
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the reply is to have log-probabilities."""
+        return "message.output_text.logprobs" in self.include or self.top_logprobs > 0
+
     def chat_fields(self) -> Json:
         fields = self.shared_fields() | {"messages": self._messages(), "max_tokens": self.max_output_tokens}
-        if "message.output_text.logprobs" in self.include or self.top_logprobs:
+        if self.has_logprobs:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.reasoning is not None:
             fields["reasoning_effort"] = self.reasoning.effort
