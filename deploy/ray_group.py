@@ -82,8 +82,8 @@ def main() -> None:
     parser.add_argument("words", nargs="+", help="flags of specserve serve, after --")
     asked = parser.parse_args()
     log.setup()
-    signal.signal(signal.SIGTERM, _interrupt)
     ray = cluster.connect(asked.ray_address)
+    signal.signal(signal.SIGTERM, _interrupt)  # after Ray has put its own there
     others = {name: number for name, number in asked.each.items() if name not in ("CPU", "GPU")}
     made = ray.remote(Host).options(
         num_cpus=asked.each.get("CPU", 1.0),

@@ -6,6 +6,7 @@ from typing import Any
 
 import jax
 import tiny
+from dflash_case import MARKOV, SELECTOR
 from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
@@ -71,8 +72,21 @@ def target_of(model: str) -> Target:
 
 
 @functools.cache
-def head_of(model: str) -> Head:
-    return tiny.random_head(target_of(model).config, seed=1, num_kv_heads=2, head_dim=8, rope=tiny.PLAIN_ROPE)
+def head_of(model: str, kind: str = "eagle3") -> Head:
+    """Beside that target, of whatever kind, with sizes of its own unless it is a layer like the target's."""
+    target = target_of(model).config
+    sizes: dict[str, Any] = {"num_kv_heads": 2, "head_dim": 8}
+    blocks: dict[str, Any] = {"num_layers": 2, "block_size": 4, "aux_layers": (0, 1), "num_heads": 4, "num_kv_heads": 2}
+    if kind == "mtp":
+        return tiny.random_carried_layer(target, seed=1)
+    if kind == "p-eagle":
+        return tiny.random_masked_head(target, seed=1, rope=tiny.PLAIN_ROPE, **sizes)
+    if kind == "dspark":
+        return tiny.random_joint_head(target, 1, MARKOV | {"foresees_anchor": True}, **blocks)
+    if kind == "dflash2":
+        return tiny.random_joint_head(target, 1, SELECTOR, vocab_size=target.vocab_size, **blocks)
+    assert kind == "eagle3", kind
+    return tiny.random_head(target, seed=1, rope=tiny.PLAIN_ROPE, **sizes)
 
 
 def spread_target(model: str, mesh: Mesh) -> Target:
@@ -81,7 +95,7 @@ def spread_target(model: str, mesh: Mesh) -> Target:
     return Target(target.config, params, target.eos_ids, target.folder)
 
 
-def spread_head(model: str, mesh: Mesh) -> Head:
-    head = head_of(model)
+def spread_head(model: str, mesh: Mesh, kind: str = "eagle3") -> Head:
+    head = head_of(model, kind)
     params = jax.device_put(head.params, head.drafter.place(mesh))
     return Head(head.drafter, params, head.target_ids)

@@ -1,17 +1,19 @@
 """Hold draft heads against the PyPI package `speculators`, an independent implementation in torch, and write
-tests/goldens/speculators and tests/goldens/peagle: heads as it saves them, with the draft logits that it computes.
+tests/goldens/speculators, peagle and mtp: heads as it saves them, with the draft logits that it computes.
 
 Each head that we write, plain, with norm flags, with several layers, is exported with `--to speculators`, loaded by
 its `Eagle3DraftModel`, run over two packed documents for three steps, and saved again; one head is its own from the
-start. P-EAGLE heads are run by its `PEagleDraftModel` over one row, with masked slots where we draw them. Draft logits
-must agree to 1e-4. It needs both packages in one environment:
+start. P-EAGLE heads are run by its `PEagleDraftModel` over one row, with masked slots where we draw them. A layer of
+multi-token prediction is run by its `MTPDraftModel` for one step: further ones see other positions there than when
+drafts are served, where those before the root have run once. Draft logits must agree to 1e-4. It needs both packages
+in one environment:
 
     python -m venv /tmp/speculators
     /tmp/speculators/bin/pip install torch==2.13.0 speculators -e .
     /tmp/speculators/bin/python tools/compare_speculators.py [--write]
 
 `--write` replaces the golden files, which the suite checks without torch (tests/drafters/test_speculators.py,
-test_peagle_published.py).
+test_peagle_published.py, test_mtp_published.py).
 """
 
 import argparse
@@ -33,6 +35,10 @@ from speculators.models.eagle3 import (  # pyright: ignore[reportMissingImports]
     Eagle3DraftModel,
     Eagle3SpeculatorConfig,
 )
+from speculators.models.mtp import (  # pyright: ignore[reportMissingImports]
+    MTPDraftModel,
+    MTPSpeculatorConfig,
+)
 from speculators.models.peagle import (  # pyright: ignore[reportMissingImports]
     PEagleDraftModel,
     PEagleSpeculatorConfig,
@@ -46,6 +52,7 @@ from transformers import LlamaConfig
 TESTS = Path(__file__).parent.parent / "tests"
 sys.path.insert(0, str(TESTS))
 
+import mtp_case  # noqa: E402  # pyright: ignore[reportMissingImports]
 import peagle_case  # noqa: E402  # pyright: ignore[reportMissingImports]
 import tiny  # noqa: E402  # pyright: ignore[reportMissingImports]
 from speculators_case import (  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -59,17 +66,18 @@ from speculators_case import (  # noqa: E402  # pyright: ignore[reportMissingImp
     our_logits,
 )
 
+from specserve.checkpoints.tensors import TensorFolder  # noqa: E402
 from specserve.drafters.exchange import describe_target, export_head, import_head  # noqa: E402
 from specserve.drafters.head import load_head, save_head  # noqa: E402
 from specserve.drafters.published import vocab_to_tensors  # noqa: E402
 
-GOLDENS, MASKED_GOLDENS = TESTS / "goldens" / "speculators", TESTS / "goldens" / "peagle"
+GOLDENS = TESTS / "goldens"
 TOLERANCE = 1e-4
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="replace tests/goldens/speculators and peagle")
+    parser.add_argument("--write", action="store_true", help="replace tests/goldens/speculators, peagle and mtp")
     is_writing = parser.parse_args().write
     print(f"speculators {version('speculators')}, torch {torch.__version__}")
     is_equal = True
@@ -88,15 +96,14 @@ def main() -> int:
             case.save(folder / "saved" / "case.npz", logits)
         for name in peagle_case.CASES:
             is_equal &= compare_masked(Path("masked", name), name)
+        is_equal &= compare_carried(Path("carried"))
         if is_writing and is_equal:
             code = shutil.ignore_patterns("*.py")  # which it saves along with a config
-            for goldens, names, made in (
-                (GOLDENS, (*CASES, "theirs"), Path()),
-                (MASKED_GOLDENS, peagle_case.CASES, Path("masked")),
-            ):
-                shutil.rmtree(goldens, ignore_errors=True)
-                for name in names:
-                    shutil.copytree(made / name / "saved", goldens / name, ignore=code)
+            made = {Path("speculators", name): Path(name) for name in (*CASES, "theirs")}
+            made |= {Path("peagle", name): Path("masked", name) for name in peagle_case.CASES}
+            for goldens, folder in (made | {Path("mtp"): Path("carried")}).items():
+                shutil.rmtree(GOLDENS / goldens, ignore_errors=True)
+                shutil.copytree(folder / "saved", GOLDENS / goldens, ignore=code)
     return 0 if is_equal else 1
 
 
@@ -142,6 +149,31 @@ def masked_logits(
         )
     model.save_pretrained(saved)
     return found[0][0].numpy()
+
+
+def compare_carried(folder: Path) -> bool:
+    """A layer of multi-token prediction of ours by both; it is left under `folder` as speculators saves it."""
+    (folder / "tiny").mkdir(parents=True)
+    tiny.write_target(folder / "tiny", mtp_case.TARGET, seed=0)
+    target, tensors = describe_target(folder / "tiny"), TensorFolder(folder / "tiny")
+    tables = (tensors.read(f"{name}.weight") for name in ("model.embed_tokens", "lm_head"))
+    case = mtp_case.Case.random(2, *tables)
+    save_head(folder / "ours", mtp_case.random_layer(target), target, dtype="float32", notes={})
+    verifier = str(folder / "tiny")
+    export_head(folder / "ours", folder / "exported", target, target_name=verifier, dialect="speculators")
+    config = MTPSpeculatorConfig.from_pretrained(folder / "exported")
+    config.transformer_layer_config._attn_implementation = "eager"
+    model = MTPDraftModel.from_pretrained(folder / "exported", config=config, dtype=torch.float32).eval()
+    with torch.no_grad():
+        found, _, _ = model(torch.from_numpy(case.token_ids)[None], torch.from_numpy(case.normed)[None])
+    model.save_pretrained(folder / "saved")
+    logits = found[0][0].numpy()
+    import_head(folder / "saved", folder / "back", target, target_name="tiny")
+    back = load_head(folder / "back", target, dtype="float32")
+    difference = np.abs(logits - mtp_case.our_logits(back, case)[: len(logits)]).max()
+    print(f"MTP largest difference of draft logits {difference:.1e} of {np.abs(logits).max():.1f}")
+    case.save(folder / "saved" / "case.npz", logits)
+    return bool(difference <= TOLERANCE)
 
 
 def export_ours(folder: Path, name: str) -> Path:

@@ -5,7 +5,6 @@ client can make it do, and walks a proposed tree with it. Knows nothing of HTTP.
 """
 
 import functools
-import json
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -14,13 +13,14 @@ from typing import Any
 import numpy as np
 
 from specserve.errors import RequestError
+from specserve.serve.grammar_trial import Trial, compiled, words
 from specserve.serve.request import GrammarSpec, TokenMask
 from specserve.tokenizer import Tokenizer
 
 MAX_GRAMMAR_CHARS = 256 * 1024
 NUM_KEPT = 64  # grammars that are compiled and kept, those used last
 MAX_KEPT_CHARS = 2 * 2**20  # of their texts together
-_WHITESPACE = r"[ \n\r\t]{1,20}"  # between the parts of JSON: room to indent, and no answer of nothing but spaces
+_trial = functools.lru_cache(maxsize=4)(Trial)  # of a tokenizer, for all engines that have it
 
 
 class Grammars:
@@ -50,19 +50,18 @@ class Grammars:
     def _compile(self, spec: GrammarSpec) -> Any:
         if len(spec.text) > MAX_GRAMMAR_CHARS:
             raise _refused(f"has {len(spec.text)} characters, at most {MAX_GRAMMAR_CHARS} are taken")
-        matcher = _llguidance().LLMatcher(self._words, _grammar(spec), log_level=0)
-        if matcher.is_error():
-            raise _refused(f"cannot be used: {_shortened(matcher.get_error())}")
-        if not any(matcher.compute_bitmask()):
-            raise _refused("cannot be used: no answer follows it")
-        return matcher
+        tokenizer, trial = self._words
+        if error := trial.check(spec.kind, spec.text):
+            raise _refused(f"cannot be used: {_shortened(error)}")
+        return compiled(tokenizer, spec.kind, spec.text)
 
     @functools.cached_property
-    def _words(self) -> Any:
-        """The tokenizer as llguidance takes it: made at the first grammar, for it takes up to a second."""
+    def _words(self) -> tuple[Any, Trial]:
+        """The tokenizer as llguidance takes it, here and where grammars are tried: made at the first grammar, for it
+        takes up to a second."""
         try:
-            text = self._tokenizer.as_json()
-            return _llguidance().LLTokenizer(text, n_vocab=self._vocab_size, eos_token=self._eos_ids)
+            asked = self._tokenizer.as_json(), self._vocab_size, tuple(self._eos_ids)
+            return words(*asked), _trial(*asked)
         except ValueError as error:
             raise _refused(f"cannot be used with this model's tokenizer: {error}") from error
 
@@ -103,33 +102,6 @@ class GrammarMask:
         return np.frombuffer(bits, np.uint8, self._num_bytes)
 
 
-def _grammar(spec: GrammarSpec) -> str:
-    matcher = _llguidance().LLMatcher
-    match spec.kind:
-        case "json_schema":
-            try:
-                return matcher.grammar_from_json_schema(spec.text, {"whitespace_pattern": _WHITESPACE})
-            except ValueError as error:
-                raise _refused(f"cannot be used: {error}") from error
-        case "regex":
-            return matcher.grammar_from_regex(spec.text)
-        case "choice":
-            return matcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, json.loads(spec.text))))
-        case "lark" if "::=" in spec.text:  # GBNF, as llama.cpp and xgrammar write it
-            return matcher.grammar_from_lark(_from_gbnf(spec.text))
-        case "lark":
-            return matcher.grammar_from_lark(spec.text)
-
-
-def _from_gbnf(text: str) -> str:
-    from llguidance.gbnf_to_lark import any_to_lark
-
-    try:
-        return any_to_lark(text)
-    except Exception as error:  # its parser raises what it likes
-        raise _refused(f"cannot be used: {_shortened(str(error))}") from error
-
-
 def _refused(why: str) -> RequestError:
     return RequestError(f"the grammar {why}", param="grammar")
 
@@ -137,9 +109,3 @@ def _refused(why: str) -> RequestError:
 def _shortened(message: str) -> str:
     text = " ".join(message.split())
     return text if len(text) <= 300 else text[:300] + "..."
-
-
-def _llguidance() -> Any:
-    import llguidance  # when the first grammar comes: a server that meets none does not hold it
-
-    return llguidance

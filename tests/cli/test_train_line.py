@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from specserve.cli.main import app
 from specserve.drafters.notes import read_notes
-from specserve.eval import regenerate
+from specserve.eval.row_file import RowFile
 from specserve.train import budget as budgets
 
 pytestmark = pytest.mark.slow
@@ -108,7 +108,8 @@ def test_a_line_killed_in_each_stage_ends_with_the_same_head(
 
 def _taus(output: Path) -> list[tuple[str, float]]:
     """What was measured at the end, by way."""
-    return [(each["name"], each["tau"]) for each in json.loads((output / "eval-asked.json").read_text())["reports"]]
+    found = json.loads((output / "eval-asked.json").read_text())
+    return [(each["speculation"], each["tau"]) for each in found["reports"]]
 
 
 def _die() -> None:
@@ -118,7 +119,7 @@ def _die() -> None:
 def _arrange(death: str) -> None:
     where, _, number = death.partition(" ")
     if where == "answer":
-        write, left = regenerate._RowFile.write, [int(number)]
+        write, left = RowFile.write, [int(number)]
 
         def write_half(self: Any, row: dict[str, Any]) -> None:
             left[0] -= 1
@@ -128,7 +129,7 @@ def _arrange(death: str) -> None:
             self._file.flush()
             return _die()
 
-        regenerate._RowFile.write = write_half  # type: ignore[method-assign]
+        RowFile.write = write_half  # type: ignore[method-assign]
     elif where == "report":
         for name in ("rename", "replace"):
             setattr(os, name, tiny_run._dying(getattr(os, name), "eval-asked.json"))

@@ -183,6 +183,8 @@ def test_the_forward_equals_transformers_layer(tmp_path: Path, rng: np.random.Ge
         pytest.param(carried.LATENT, id="latents and experts"),
         pytest.param(carried.WINDOWED, id="windows", marks=pytest.mark.slow),
         pytest.param(carried.SMALL | {"model_type": "mimo"}, id="mimo", marks=pytest.mark.slow),
+        pytest.param(carried.GLM, id="biases and experts", marks=pytest.mark.slow),
+        pytest.param(carried.NEXT, id="beside recurrent layers", marks=pytest.mark.slow),
     ],
 )
 def test_rollout_step_k_equals_servings_kth_draft_step(

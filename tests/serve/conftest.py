@@ -6,6 +6,7 @@ from pathlib import Path
 import httpx
 import openai
 import pytest
+from described import check_reply
 from engines import Reference, compile_programs, make_runner
 from fakes import FakeEngine
 
@@ -42,7 +43,8 @@ def server(fake_engine: FakeEngine) -> Iterator[HttpServer]:
 
 @pytest.fixture(scope="module")
 def http(server: HttpServer) -> Iterator[httpx.Client]:
-    with httpx.Client(base_url=server.url, timeout=10) as client:
+    """Each reply to it, in every test, is one of those that are described."""
+    with httpx.Client(base_url=server.url, timeout=10, event_hooks={"response": [check_reply]}) as client:
         yield client
 
 

@@ -1,6 +1,7 @@
 """A server whose model says what a test tells it to, in the format that a chat template shows."""
 
 import itertools
+import json
 import operator
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -36,7 +37,8 @@ THOUGHT = "<think>\nThey want weather.\n</think>\n\n"
 
 
 class SayingEngine(FakeEngine):
-    """Writes `says`, three bytes a step; with `answers`, a call where there are tools and no result of one yet."""
+    """Writes `says`, three bytes a step; with `answers`, a call where there are tools and no result of one yet, and an
+    object where the answer must follow a grammar."""
 
     def __init__(self, template: str = HERMES) -> None:
         self.says = ""
@@ -50,7 +52,8 @@ class SayingEngine(FakeEngine):
             return super()._step(request, num_emitted)
         prompt = bytes(request.prompt_ids)
         is_call = b'"function"' in prompt and b"<tool>" not in prompt
-        text = (THOUGHT + (CALL if is_call else ANSWER) if self.answers else self.says).encode()
+        answer = CALL if is_call else json.dumps(ARGUMENTS) if request.params.grammar else ANSWER
+        text = (THOUGHT + answer if self.answers else self.says).encode()
         end = min(num_emitted + STEP, len(text), request.max_new_tokens)
         reason = FinishReason.STOP if end == len(text) else None
         reason = FinishReason.LENGTH if end == request.max_new_tokens and end < len(text) else reason

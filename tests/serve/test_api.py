@@ -240,6 +240,9 @@ def test_neutral_values_of_unsupported_fields_and_harmless_fields_are_accepted(h
         "best_of": 2,
         "response_format": {"type": "text"},
         "length_penalty": 1.0,
+        "structural_tag": None,
+        "logits_processors": None,
+        "structured_outputs": {"json_object": True, "structural_tag": None},
         "stream_options": {"include_usage": False},
     }
     reply = http.post("/v1/completions", json=shared | {"prompt": "x", "suffix": ""})

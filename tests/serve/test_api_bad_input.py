@@ -232,6 +232,9 @@ BAD_FIELDS: list[Case] = [
     *[(*_chat(speculation=s), "speculation") for s in (-1, 2**31, "chain:3", "", "OFF")],
     # numbers that are nearly of the right type
     *[(*_completion(seed=seed), "seed") for seed in (1e18, 1.0)],
+    (*_chat(structured_outputs={"disable_any_whitespace": 0}), "structured_outputs.disable_any_whitespace"),
+    (*_chat(stream=True, stream_options={"include_obfuscation": 0}), "stream_options.include_obfuscation"),
+    *[("/v1/responses", {"input": "x", name: value}, name) for name, value in (("store", 0), ("n", True))],
     # many mistakes at once: only the first is told, and soon
     (*_chat(messages=[{"role": 1}] * 5000), "messages[0].role"),
     (*_chat(chat_template_kwargs=dict.fromkeys(map(str, range(100_000)))), "chat_template_kwargs.0"),

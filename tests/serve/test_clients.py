@@ -10,27 +10,35 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import client_page
 import pytest
+from client_page import EXAMPLES, commands
 from fakes import MODEL
 from sayings import serving
 
 from specserve.checkpoints.source import BUNDLED_FOLDER
 
 ROOT = Path(__file__).parent.parent.parent
-PAGE = (ROOT / "docs" / "clients.md").read_text()
-EXAMPLES = re.findall(r"<!-- run: (.+?) -->\n```(\w+)\n(.*?)```", PAGE, re.DOTALL)
-LOADS = {name: name + rest for name, rest in re.findall(r"<!-- tested: .+? -->\n```sh\n(\w+)(.*?)```", PAGE, re.DOTALL)}
+LOADS = {text.split()[0]: text for text in commands("test_clients")}
 NODE_MODULES = Path(os.environ.get("NODE_MODULES", ROOT / "node_modules"))
 PYTHON = os.environ.get("CLIENTS_PYTHON", sys.executable)
 ARGUMENTS = '{"city": "Genève", "days": 2}'
+FORECAST = "city='Genève' days=2"
 PRINTS = {
     "openai 0": "It will be fine.",
     "openai 1": "It will be fine.",
-    "openai 2": "They want weather. It will be fine.",
-    "litellm 3": ARGUMENTS,
-    "langchain_openai 4": "['2 days of sun in Genève']",
-    "node openai 5": ARGUMENTS,
-    "node ai 6": "They want weather. 2 days of sun in Genève",
+    "openai 2": FORECAST,
+    "openai 3": f"It will be fine. {FORECAST}",
+    "openai 4": "200 mine It will be fine.",
+    "openai 5": "They want weather. It will be fine.",
+    "anthropic 6": "It will be fine.\n[{'city': 'Genève', 'days': 2}]",
+    "litellm 7": ARGUMENTS,
+    "langchain_openai 8": "['2 days of sun in Genève']",
+    "langchain_openai 9": FORECAST,
+    "node openai 10": ARGUMENTS,
+    "node openai 11": "It will be fine. 200 mine",
+    "node ai 12": "They want weather. 2 days of sun in Genève",
+    "node ai 13": "Genève 2",
 }
 
 
@@ -43,12 +51,15 @@ def url() -> Iterator[str]:
 
 def test_each_example_is_run():
     assert [f"{package} {i}" for i, (package, _, _) in enumerate(EXAMPLES)] == list(PRINTS)
-    assert PAGE.count("```") == 2 * (len(EXAMPLES) + len(LOADS))
+    assert client_page.is_complete()
+    tests = set(re.findall(r"`(test_\w+\.py)`", client_page.PAGE))
+    assert tests
+    assert all((Path(__file__).parent / test).is_file() for test in tests)
 
 
 @pytest.mark.parametrize("name", [name for name in PRINTS if name.startswith("openai")])
 def test_example_of_openai(name, url):
-    _, _, code = EXAMPLES[int(name[-1])]
+    _, _, code = EXAMPLES[int(name.split()[-1])]
     out, names = io.StringIO(), {"BASE_URL": url, "MODEL": MODEL, "__name__": "example"}
     with contextlib.redirect_stdout(out):
         exec(code, names)
@@ -62,7 +73,7 @@ def test_example_of_openai(name, url):
 def test_example_of_another_client(name, url, tmp_path):
     """With the packages of the interpreter CLIENTS_PYTHON and of the folder NODE_MODULES, by default this one's and
     node_modules here."""
-    package, language, code = EXAMPLES[int(name[-1])]
+    package, language, code = EXAMPLES[int(name.split()[-1])]
     given = f'const BASE_URL = "{url}", MODEL = "{MODEL}";\n' if language == "javascript" else ""
     if language == "python":
         version = f"import importlib.metadata; importlib.metadata.version({package!r})"

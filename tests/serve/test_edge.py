@@ -15,6 +15,7 @@ import httpx
 import pytest
 from fakes import STORY, USER, FakeEngine, assert_refused, assert_serves, wait_for
 from fastapi.routing import APIRoute
+from fastapi.sse import KEEPALIVE_COMMENT
 
 from specserve.errors import ConfigError
 from specserve.serve.http import connections, guard
@@ -168,6 +169,106 @@ def test_a_client_that_has_closed_its_half_is_answered(http: httpx.Client, fake_
         assert STORY.encode() in reply
         assert all(each.startswith(b"102 ") for each in interim)
     assert interim, "the paced one took a while"
+    assert_serves(http)
+
+
+def test_a_client_that_closes_its_half_of_a_stream_is_told_all_of_it(
+    http: httpx.Client, fake_engine: FakeEngine
+) -> None:
+    """Whenever it does; and one that closes all of it is noticed, also where nothing is said."""
+    body = json.dumps({"prompt": "paced", "stream": True}).encode()
+    with _socket(http, POST % len(body) + body) as raw:
+        head = raw.recv(65536)
+        assert head.startswith(b"HTTP/1.1 200")
+        raw.shutdown(socket.SHUT_WR)
+        told = head + _read(raw)
+    events = [line.removeprefix(b"data: ") for line in told.split(b"\n") if line.startswith(b"data: {")]
+    assert "".join(json.loads(event)["choices"][0]["text"] for event in events) == STORY
+    assert b"data: [DONE]\n" in told
+    assert KEEPALIVE_COMMENT.strip() in told, "a probe, which clients skip"
+    for prompt in ("slow", "slow and silent"):
+        body = json.dumps({"prompt": prompt, "stream": True}).encode()
+        with _socket(http, POST % len(body) + body) as raw:
+            wait_for(lambda: fake_engine.num_active == 1)
+            raw.shutdown(socket.SHUT_WR)
+            assert raw.recv(65536)
+            assert fake_engine.num_active == 1
+        wait_for(lambda: fake_engine.num_active == 0, 5.0)
+    assert_serves(http)
+
+
+def test_requests_that_are_sent_at_once_are_answered_in_turn(http: httpx.Client) -> None:
+    asked = [b"x", b"unicode", b"x" * 3000, b"", b"paced"] * 3
+    bodies = [b'{"prompt": "%s", "echo": true}' % prompt for prompt in asked]
+    with _socket(http, b"".join(POST % len(body) + body for body in bodies), b"GET /no HTTP/1.0\r\n\r\n") as raw:
+        replies = _read(raw).split(b"HTTP/1.1 ")[1:]
+    assert len(replies) == len(asked) + 1
+    for prompt, reply in zip(asked, replies[:-1], strict=True):
+        told = json.loads(reply.partition(b"\r\n\r\n")[2])
+        if prompt:
+            assert told["choices"][0]["text"].startswith(prompt.decode())
+        else:
+            assert told["error"]["param"] == "prompt"
+    assert replies[-1].startswith(b"404")
+    assert_serves(http)
+
+
+@pytest.mark.parametrize(
+    ("head", "status"),
+    [
+        (b"X: y\r\n" * 10_000, 431),
+        (b"".join(b"X-%d: y\r\n" % i for i in range(10_000)), 431),
+        (b"X: " + b"y" * 100_000 + b"\r\n", 431),
+        *[(b"Content-Length: %s\r\n" % wrong, 400) for wrong in (b"-1", b"+5", b"1e3", b"5, 6", b"", b"9" * 30)],
+        (b"Content-Length: 5\r\nContent-Length: 6\r\n", 400),
+        (b"Transfer-Encoding: gzip, chunked\r\n", 501),
+    ],
+)
+def test_a_head_that_says_too_much_or_nothing_sound_is_refused(http: httpx.Client, head: bytes, status: int) -> None:
+    start = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    with _socket(http) as raw:
+        try:
+            raw.sendall(start + head + b"\r\n" + BODY)
+            told = _read(raw)
+        except ConnectionError:  # closed while it was still written to
+            told = b""
+    if told:
+        head, _, body = told.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 %d" % status)
+        assert json.loads(body)["error"]["type"] == "invalid_request_error"
+    assert_serves(http)
+
+
+def test_a_length_that_is_not_the_bodys_is_an_error_and_no_other_request(
+    http: httpx.Client, fake_engine: FakeEngine
+) -> None:
+    """Too short: the body is no JSON, and what is left of it no request. Too long: it never comes."""
+    num_before = len(fake_engine.requests)
+    with _socket(http, POST % (len(BODY) - 1) + BODY + b"\r\n\r\n") as raw:
+        replies = _read(raw).split(b"HTTP/1.1 ")[1:]
+    assert [reply[:3] for reply in replies] == [b"400", b"400"]
+    for reply in replies:
+        assert json.loads(reply.partition(b"\r\n\r\n")[2])["error"]["type"] == "invalid_request_error"
+    with _socket(http, POST % (len(BODY) + 1) + BODY) as raw:
+        raw.shutdown(socket.SHUT_WR)
+        assert _read(raw) == b""
+    assert len(fake_engine.requests) == num_before
+    assert_serves(http)
+
+
+def test_a_connection_that_asks_nothing_more_is_closed(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "KEEP_ALIVE_SECONDS", 0.2)
+    with _socket(http, COMPLETION) as raw:
+        assert raw.recv(65536).startswith(b"HTTP/1.1 200")
+        raw.sendall(COMPLETION)  # in time
+        raw.settimeout(3)
+        assert b"HTTP/1.1 200" in _read(raw)
+    monkeypatch.setattr(connections, "KEEP_ALIVE_SECONDS", 60.0)
+    with _socket(http, COMPLETION) as raw:
+        assert raw.recv(65536).startswith(b"HTTP/1.1 200")
+        raw.settimeout(0.5)
+        with pytest.raises(TimeoutError):
+            raw.recv(65536)
     assert_serves(http)
 
 

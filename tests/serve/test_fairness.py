@@ -19,7 +19,7 @@ from pydantic_core import from_json
 from specserve.errors import CapacityError, RequestError
 from specserve.serve import engine as engine_module
 from specserve.serve.admission import Queue
-from specserve.serve.http import bodies, service
+from specserve.serve.http import bodies, replies, service, streaming
 from specserve.serve.http.app import create_app
 from specserve.serve.http.patient_json import MAX_AT_ONCE, MAX_CONTAINERS, MAX_VALUES, read_json
 from specserve.serve.http.server import HttpServer
@@ -176,7 +176,8 @@ def _hostile() -> Iterator[Any]:
 def test_no_body_holds_the_event_loop(
     http: httpx.Client, server: HttpServer, fake_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The loop's thread neither reads bodies, nor tokenizes, nor submits: it counts no such call in a storm."""
+    """The loop's thread neither reads bodies, nor tokenizes, nor submits, nor spells replies: it counts no such call in
+    a storm. What is left to it is measured in test_event_loop."""
     callers: set[str] = set()
 
     def watch(owner: Any, name: str) -> None:
@@ -184,16 +185,44 @@ def test_no_body_holds_the_event_loop(
         watched = lambda *args, **kw: (callers.add(threading.current_thread().name), call(*args, **kw))[1]  # noqa: E731
         monkeypatch.setattr(owner, name, watched)
 
-    for owner, name in [(service, "parse_body"), (fake_engine.tokenizer, "encode"), (fake_engine, "submit")]:
+    for owner, name in [
+        *[(service, "parse_body"), (service, "write_json"), (streaming, "write_json"), (replies, "write_json")],
+        *[(fake_engine.tokenizer, "encode"), (fake_engine, "submit")],
+    ]:
         watch(owner, name)
     raw = [json.dumps(body).encode() for body in _hostile()]
     send = {"headers": {"content-type": "application/json"}, "timeout": 100}
     with ThreadPoolExecutor(6) as pool:
         storm = [pool.submit(httpx.post, f"{server.url}/v1/completions", content=each, **send) for each in raw * 2]
         assert {each.result().status_code for each in storm} == {200, 400}
+    told = {"prompt": "x", "stream": True, "logprobs": 1, "echo": True}
+    for path, body in (("/v1/completions", told), ("/tokenize", {"prompt": "x"}), ("/v1/speculation", {})):
+        assert httpx.post(server.url + path, json=body).status_code == (403 if "spec" in path else 200)
     assert callers
     assert all(re.fullmatch(r"specserve-http(-large)?_\d+", name) for name in callers), callers
     assert_serves(http)
+
+
+def test_slow_grammars_keep_other_grammars_waiting_alone(
+    http: httpx.Client, fake_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    is_compiled, submit = threading.Event(), fake_engine.submit
+
+    def compile_and_submit(prompt_ids: Any, params: Any, *args: Any, **options: Any) -> Any:
+        assert params.grammar is None or is_compiled.wait(60)
+        return submit(prompt_ids, params, *args, **options)
+
+    monkeypatch.setattr(fake_engine, "submit", compile_and_submit)
+    with ThreadPoolExecutor(8) as pool:
+        body = {"prompt": "x", "guided_regex": "a"}
+        slow = [pool.submit(http.post, "/v1/completions", json=body, timeout=60) for _ in range(8)]
+        try:
+            for _ in range(20):
+                assert_serves(http)
+            assert not any(each.done() for each in slow)
+        finally:
+            is_compiled.set()
+        assert [each.result().status_code for each in slow] == [200] * 8
 
 
 def test_bodies_of_many_values_are_read_patiently(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -145,6 +145,56 @@ def test_what_cannot_be_used_is_refused(grammars: Grammars, spec: GrammarSpec, s
     assert len(str(error.value)) < 500
 
 
+BLOWUPS: dict[str, GrammarSpec] = {
+    # deeper than a thread's stack, which would end the server
+    "rules": GrammarSpec(
+        "lark", "start: r0\n" + "".join(f'r{i}: "x" r{i + 1} | "y"\n' for i in range(9000)) + 'r9000: "z"'
+    ),
+    # hours, or gigabytes
+    "patterns": GrammarSpec(
+        "json_schema",
+        json.dumps({"allOf": [{"type": "string", "pattern": f".*a.{{{i % 20}}}b.*"} for i in range(200)]}),
+    ),
+    "options": GrammarSpec("regex", "a?" * 20_000 + "a" * 20_000),
+    "gbnf": GrammarSpec(
+        "lark", "root ::= r0\n" + "".join(f'r{i} ::= "x" r{i + 1}\n' for i in range(9000)) + 'r9000 ::= "z"'
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[pytest.mark.slow] * (n != "rules")) for n in BLOWUPS])
+def test_what_cannot_be_compiled_within_the_bounds_is_refused(grammars: Grammars, name: str) -> None:
+    """Another process has tried it, and has not survived; the next grammar finds a new one."""
+    for _ in range(2):
+        with pytest.raises(RequestError, match="compiling it takes more than") as error:
+            grammars.compile(BLOWUPS[name])
+        assert error.value.param == "grammar"
+        grammars.compile(GrammarSpec("choice", json.dumps([name])))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        GrammarSpec("lark", 'start: start "a" | "a"'),
+        GrammarSpec("lark", 'start: start start | "a" |'),
+        GrammarSpec("lark", 'start: (("ab" | "c"){1,1000} "d"?){1,1000}'),
+        GrammarSpec("regex", "(a|b)*a(a|b){25}"),
+        GrammarSpec("regex", "((a{1,1000}){1,1000}){1,1000}"),
+        GrammarSpec("json_schema", '{"properties": {"x": {"$ref": "#"}}, "required": ["x"]}'),
+        GrammarSpec("json_schema", json.dumps({"enum": [f"w{i}" for i in range(10_000)]})),
+        GrammarSpec("json_schema", '{"type": "string", "maxLength": 1000000000}'),
+        GrammarSpec("json_schema", json.dumps({"properties": {f"p{i}": {"type": "string"} for i in range(300)}})),
+    ],
+    ids=lambda spec: spec.text[:40],
+)
+def test_what_looks_endless_is_compiled(grammars: Grammars, spec: GrammarSpec) -> None:
+    """Recursion on the left and on both sides, of a schema, and repetitions of repetitions."""
+    mask = grammars.compile(spec)()
+    for _ in range(5):
+        [allowed] = _allowed(mask, [0], [0])
+        mask.accept(np.flatnonzero(allowed)[:1].tolist())
+
+
 def test_what_is_kept_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
     grammars = Grammars(tokenizer, tokenizer.vocab_size, sorted(tokenizer.end_ids))
     monkeypatch.setattr(room, "NUM_KEPT", 3)

@@ -22,12 +22,22 @@ from spread import mesh_of
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import write_json
 from specserve.drafters.door import Head
+from specserve.drafters.head import save_head
 from specserve.drafters.speculation import describe, parse_speculation
 from specserve.errors import ConfigError
+from specserve.eval.engines import with_draft
 from specserve.serve import calibrate, launch
 from specserve.serve.calibrate import AGAIN_ROUNDS, IN_A_ROW, ROUNDS, cost_file, describe_costs, finish, step_costs
 from specserve.serve.interface import DraftInfo
-from specserve.serve.launch import AUTO_CHAINS, Models, choose_trees, load_models, make_engine, with_cache_dtype
+from specserve.serve.launch import (
+    AUTO_CHAINS,
+    Models,
+    choose_trees,
+    load_beside,
+    load_models,
+    make_engine,
+    with_cache_dtype,
+)
 from specserve.serve.placement import bytes_per_token, state_bytes
 from specserve.serve.programs import Program
 from specserve.serve.request import SamplingParams
@@ -45,6 +55,24 @@ def models(tiny_target: Target, tiny_head: Head) -> Models:
 @pytest.fixture
 def headless(tiny_target: Target) -> Models:
     return Models("tiny", tiny_target, None, None)
+
+
+@pytest.mark.parametrize("trained_on", ["these", "others", ""])
+def test_a_head_of_other_weights_is_warned_of(
+    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture, trained_on: str
+) -> None:
+    """However it comes beside the target: at the start, in an evaluation, or in another head's place."""
+    assert models.head is not None
+    notes = {"target_fingerprint": trained_on, "acceptance": {"accept_rate": [0.5], "tau": 1.5}}
+    save_head(tmp_path / "head", models.head, models.target, dtype="float32", notes=notes if trained_on else {})
+    own = dataclasses.replace(models, fingerprint="these")
+    found = (
+        load_beside(own, "", tmp_path / "head").head_acceptance,
+        with_draft(own, str(tmp_path / "head")).head_acceptance,
+        launch._head_loader(own, ServeRun(speculation="chain:1"))(str(tmp_path / "head")).acceptance,
+    )
+    assert [tuple(each) for each in found] == [(0.5,) if trained_on else ()] * 3
+    assert caplog.text.count("was trained on other weights") == 3 * (trained_on == "others")
 
 
 def test_sequences_are_shared_out_evenly() -> None:

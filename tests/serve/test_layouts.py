@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="not an i
 
 
 class Clock:
-    """Runs of a cut take what this says, by the rows; they come in turns. One run of each is disturbed for long."""
+    """Runs of a cut take what this says, by the rows; they come in turns. In the last the fastest is disturbed."""
 
     def __init__(self, fastest: dict[int, int]) -> None:
         self._fastest, self._now, self._runs = fastest, 0.0, {rows: itertools.count() for rows in fastest}
@@ -34,7 +34,7 @@ class Clock:
         num_rows, count = len(results[0]), len(layouts._CANDIDATES)
         turn, place = divmod(next(self._runs[num_rows]), count)
         is_fastest = layouts._CANDIDATES[place] == self._fastest[num_rows]
-        self._now += (1.0 if is_fastest else 2.0 + place) + (100.0 if turn == 1 + place else 0.0)
+        self._now += (100.0 if turn == layouts.TIMED_ROUNDS else 1.0) if is_fastest else 2.0 + place
         return results
 
 

@@ -1,5 +1,5 @@
-"""lm-evaluation-harness against a real server, where it is installed: what it calls the likelihood of an answer is what
-the engine says of the same tokens."""
+"""lm-evaluation-harness against a real server, where it is installed, by the commands of docs/clients.md: what it calls
+the likelihood of an answer is what the engine says of the same tokens, and the answers are the engine's."""
 
 import json
 import os
@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import tiny
+from client_page import commands
 from rounding import assert_within
 
 from specserve import LLM, SamplingParams
@@ -43,14 +44,18 @@ def test_likelihoods_and_answers_are_the_engines(tmp_path: Path, pydoc_target: T
     rows.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     for name, asked in ASKED.items():
         (tmp_path / f"{name}.yaml").write_text(TASK.format(name=name, rows=rows) + asked)
+    by_completions, by_chat = commands("test_lm_eval")
+    greedy = SamplingParams(temperature=0.0, max_tokens=12, stop=["\n"])
     with LLM(speculation="off", max_slots=2, max_model_len=256, progress=False) as llm:
         server = HttpServer(create_app(llm.engine), port=0)
         server.start()
+        given = {"BASE_URL": f"{server.url}/v1", "MODEL": llm.engine.model_name}
         try:
-            _evaluate(server.url, llm.engine.model_name, tmp_path)
+            _evaluate(by_completions, tmp_path, given | {"TASKS": ",".join(ASKED), "OUT": "completions"})
+            _evaluate(by_chat, tmp_path, given | {"TASKS": "until", "OUT": "chat"})
         finally:
             server.stop()
-        for sample in _samples(tmp_path, "choice"):
+        for sample in _samples(tmp_path / "completions", "choice"):
             question, choices = sample["doc"]["q"], sample["doc"]["choices"]
             for choice, [[told, _]] in zip(choices, sample["resps"], strict=True):
                 token_ids, likelihoods = _likelihoods(llm, question, choice)
@@ -58,24 +63,28 @@ def test_likelihoods_and_answers_are_the_engines(tmp_path: Path, pydoc_target: T
                 bound = 2 * len(likelihoods) * tiny.tolerance(pydoc_target, token_ids).max()
                 assert_within(float(told), sum(likelihoods), bound)
             assert sample["acc"] == 1.0, "a document string ends like one"
-        greedy = SamplingParams(temperature=0.0, max_tokens=12, stop=["\n"])
-        for sample in _samples(tmp_path, "until"):
-            [answer] = llm.generate([sample["doc"]["q"]], greedy)
-            assert sample["resps"] == [[answer.outputs[0].text]]
+        for out in ("completions", "chat"):
+            for sample in _samples(tmp_path / out, "until"):
+                question = sample["doc"]["q"]
+                chat = llm.tokenizer.render_chat([{"role": "user", "content": question}])
+                [answer] = llm.generate([chat if out == "chat" else question], greedy)
+                assert sample["resps"] == [[answer.outputs[0].text]]
 
 
-def _evaluate(url: str, model: str, folder: Path) -> None:
-    """Run both tasks. Its tokenizer is the server's own, which it asks for."""
-    options = f"model={model},base_url={url}/v1/completions,tokenizer_backend=remote,max_retries=1"
-    command = [str(LM_EVAL), "--model", "local-completions", "--model_args", options, "--include_path", str(folder)]
-    command += ["--tasks", ",".join(ASKED), "--log_samples", "--output_path", str(folder / "out")]
+def _evaluate(command: str, folder: Path, given: dict[str, str]) -> None:
+    """Run tasks of the folder. Their tokenizer is the server's own."""
+    command = f"{command.rstrip()} --include_path . --log_samples --output_path $OUT"
     offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": str(folder / "cache")}
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False, env=os.environ | offline)
+    path = {"PATH": f"{Path(str(LM_EVAL)).parent}{os.pathsep}{os.environ['PATH']}"}
+    environment = os.environ | offline | given | path
+    done = subprocess.run(
+        ["bash", "-euc", command], cwd=folder, capture_output=True, text=True, timeout=300, check=False, env=environment
+    )
     assert done.returncode == 0, done.stderr[-3000:]
 
 
 def _samples(folder: Path, task: str) -> list[dict]:
-    [file] = (folder / "out").rglob(f"samples_{task}_*.jsonl")
+    [file] = folder.rglob(f"samples_{task}_*.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]
 
 

@@ -118,6 +118,18 @@ def test_tools_their_calls_and_results_become_those_of_chat():
     assert fields["chat_template_kwargs"] == {"enable_thinking": False}
 
 
+def test_a_budget_of_thinking_that_never_ends_it_is_taken(http, fake_engine):
+    """It means what adaptive thinking means: the answer's own length comes first."""
+    prompts = []
+    for thinking in ({"type": "adaptive"}, {"type": "enabled", "budget_tokens": 50}):
+        _post(http, thinking=thinking)
+        prompts.append(bytes(fake_engine.requests[-1].prompt_ids))
+    assert prompts[0] == prompts[1]
+    assert b"'enable_thinking': True" in prompts[0]
+    counted = {"messages": ASKED["messages"], "thinking": {"type": "enabled", "budget_tokens": 1024}}
+    assert http.post("/v1/messages/count_tokens", json=counted).json() == {"input_tokens": len(prompts[0])}
+
+
 def test_a_schema_holds_for_a_message(http, fake_engine):
     _post(http, output_config={"format": {"type": "json_schema", "schema": {"type": "object"}}})
     assert json.loads(fake_engine.requests[-1].params.grammar.text) == {"type": "object"}
@@ -155,7 +167,10 @@ def _assert_error(reply: httpx.Response, status: int, kind: str, named: str = ""
         ({"messages": [{"role": "user", "content": "forbidden"}]}, "refuses"),
         ({"stop_sequences": [""]}, "stop_sequences"),
         ({"tool_choice": {"type": "tool"}}, "tool_choice.name"),
-        ({"thinking": {"type": "enabled", "budget_tokens": 9}}, "thinking"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 49}}, "thinking.budget_tokens must be at least max_tokens"),
+        ({"thinking": {"type": "enabled"}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "adaptive", "budget_tokens": 99}}, "thinking.budget_tokens"),
+        ({"thinking": {"type": "enabled", "budget_tokens": 0}}, "thinking.budget_tokens"),
         ({"mcp_servers": [{}]}, "mcp_servers"),
         ({"surprise": 1}, "surprise"),
     ],

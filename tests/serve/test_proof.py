@@ -18,6 +18,7 @@ from specserve.eval.rule import WholeText
 from specserve.eval.verify import ProofPlan, Prover
 from specserve.eval.verify_judge import Group, ProofSubject
 from specserve.eval.verify_report import ProofReport
+from specserve.serve.handles import HostResult
 from specserve.serve.runner import Runner
 from specserve.speculative import sampling, step
 
@@ -45,6 +46,23 @@ def test_a_right_engine_passes(runner: Runner, tiny_target: Target) -> None:
     notes = {row.check: row.note for row in report.rows}
     assert not notes["preemption"].startswith("0 "), "a preemption was to be tested"
     assert not notes["prefix hits"].startswith("0 ")
+
+
+def test_a_wrong_bonus_token_is_found_and_called_a_bug(
+    runner: Runner, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted where results are read, so that nothing compiles; the slow tests below plant faults in the step."""
+    right = HostResult.emitted
+
+    def wrong(self: HostResult, row: int) -> list[int]:
+        *accepted, bonus = right(self, row)
+        return [*accepted, (bonus + 1) % VOCAB if accepted else bonus]
+
+    monkeypatch.setattr(HostResult, "emitted", wrong)
+    report = prove(runner, tiny_target, "static:2x1", plan=dataclasses.replace(PLAN, draws=40), num_prompts=1)
+    found = [each for each in report.mismatches if each.verdict == "bug"]
+    assert {each.kind for each in found} == {"token"}, report.rows
+    assert "static:2x1" in {each.way for each in found} <= {"static:2x1", "static:2x1 or off at each step"}
 
 
 @pytest.mark.slow

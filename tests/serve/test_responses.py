@@ -79,18 +79,20 @@ PARTS = [
     Part(content="call", tool_calls=[ToolCallPart(0, "", "c0", "f")]),
     Part(tool_calls=[ToolCallPart(0, '{"a":'), ToolCallPart(0, "1}"), ToolCallPart(1, "{}", "c1", "g")]),
 ]
+LATE = Part(content=" or not")  # behind the calls, as models should not say it
 
 
 def test_parts_become_blocks_however_they_are_cut():
     whole, cut = Blocks(), Blocks()
-    list(whole.push(sum(PARTS, Part())))
-    events = [event for part in PARTS for event in cut.push(part)] + list(cut.finish())
+    list(whole.push(sum([*PARTS, LATE], Part())))
+    events = [event for part in [*PARTS, LATE] for event in cut.push(part)] + list(cut.finish())
     assert whole.blocks == cut.blocks
     assert [(block.kind, block.text) for block in cut.blocks] == [
         ("reasoning", "so be it"),
         ("text", "I call"),
         ("call", '{"a":1}'),
         ("call", "{}"),
+        ("text", " or not"),
     ]
     for block in cut.blocks:
         own = [(kind, text) for kind, each, text in events if each is block]

@@ -11,18 +11,29 @@ QUICK = ("latents", "data=2,tensor=2,expert=2", "chain:2")
 DENSE = ("dense", "data=2,tensor=4", "tree:2x2x4")
 
 
+ALL_WAYS = "off chain:2 tree:2x3x6"
+KINDS = [
+    ("dense", "data=2,tensor=4", "dspark"),
+    ("experts", "data=2,tensor=2,expert=2", "dflash2"),
+    ("experts", "data=2,tensor=2,expert=2", "p-eagle"),
+    ("latents", "data=2,tensor=2,expert=2", "mtp"),
+]
+
+
 @pytest.mark.parametrize(
-    ("model", "text", "ways"),
+    ("model", "text", "ways", "kind"),
     [
-        QUICK,
-        pytest.param(*DENSE, marks=pytest.mark.slow),
-        *(pytest.param(*case, "off chain:2 tree:2x3x6", marks=pytest.mark.slow) for case in CASES),
+        (*QUICK, "eagle3"),
+        pytest.param(*DENSE, "eagle3", marks=pytest.mark.slow),
+        *(pytest.param(*case, ALL_WAYS, "eagle3", marks=pytest.mark.slow) for case in CASES),
+        *(pytest.param(model, text, ALL_WAYS, kind, marks=pytest.mark.slow) for model, text, kind in KINDS),
     ],
 )
-def test_a_mesh_changes_no_token(model: str, text: str, ways: str, rng: np.random.Generator) -> None:
-    """Of plain steps, chains and trees in any order, greedy and sampled, in mixed batches. Nothing compiles late."""
+def test_a_mesh_changes_no_token(model: str, text: str, ways: str, kind: str, rng: np.random.Generator) -> None:
+    """Of plain steps, chains and trees of any kind of head, in any order, greedy and sampled, in mixed batches. Nothing
+    compiles late."""
     mesh = mesh_of(text)
-    target, head = spread_target(model, mesh), spread_head(model, mesh)
+    target, head = spread_target(model, mesh), spread_head(model, mesh, kind)
     runner = make_runner(target, head, *ways.split(), has_constrained=False, mesh=mesh)
     compile_programs(runner)
     reference = Reference(target_of(model))

@@ -186,9 +186,14 @@ def test_capture_then_train_is_training(
 
 
 @pytest.mark.slow
-def test_a_block_drafter_learns_from_what_is_captured(tmp_path: Path, tiny_target: Target, rows: PackedRows) -> None:
-    """As above, where the head shares the target's output head, and learns the target's best tokens at its anchors."""
-    changes, ids = {"drafter": "dflash", "teacher": "greedy", "max_steps": 3}, np.arange(64, dtype=np.int32)
+@pytest.mark.parametrize("kind", ["p-eagle", "mtp", "dflash", "dspark", "dflash2"])
+def test_every_kind_learns_from_what_is_captured(
+    tmp_path: Path, tiny_target: Target, rows: PackedRows, kind: str
+) -> None:
+    """As above, of the target's best tokens; but for P-EAGLE where the head shares the target's output head. A carried
+    layer begins with the target's last one, which is not in memory."""
+    changes: dict[str, Any] = {"drafter": kind, "teacher": "greedy", "max_steps": 3}
+    ids = IDS if kind == "p-eagle" else np.arange(64, dtype=np.int32)
     run = _run(tmp_path, **changes)
     features = _capture(run, tiny_target, rows, ids=ids)
     alone = load_target(tiny_target.folder, dtype="float32", has_layers=False)

@@ -162,11 +162,13 @@ def test_who_is_missing_is_said_while_it_is_waited_for(
     monkeypatch.setattr(log, "SAY_SECONDS", 0.1)
     caplog.set_level(logging.INFO, "specserve")
     _meet((0, 4), (2, 4), seconds=1)
-    said = [record.message for record in caplog.records]
     line = re.compile(r"waiting for 1, 3 of 4 processes, (\d) seconds more at most")
-    seconds = [int(found[1]) for found in map(line.fullmatch, said) if found]
-    assert len(seconds) >= 4, "in both processes, more than once"
-    assert seconds == sorted(seconds, reverse=True)
+    found = [(record.thread, line.fullmatch(record.message)) for record in caplog.records]
+    for thread in {thread for thread, _ in found}:
+        seconds = [int(match[1]) for each, match in found if each == thread and match]
+        assert len(seconds) > 1
+        assert seconds == sorted(seconds, reverse=True)
+    assert len({thread for thread, match in found if match}) == 2, "in both processes"
     caplog.clear()
     _meet((1, 2), seconds=1)
     assert re.fullmatch(

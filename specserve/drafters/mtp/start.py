@@ -5,7 +5,10 @@ import dataclasses
 import jax
 import jax.numpy as jnp
 
-from specserve.checkpoints.load import Target
+from specserve.checkpoints.load import Target, load_params, renamer
+from specserve.checkpoints.quantized import stored_block
+from specserve.checkpoints.tensors import TensorFolder, read_json
+from specserve.drafters.findings import CONFIG
 from specserve.drafters.mtp import files
 from specserve.drafters.mtp.config import MtpConfig, config_of
 from specserve.drafters.mtp.model import MtpParams, draft_spec
@@ -14,7 +17,7 @@ from specserve.errors import ConfigError
 from specserve.kernels.matmul import dequantize
 from specserve.models.config import ModelConfig
 from specserve.models.params import init_params
-from specserve.models.target import Layer
+from specserve.models.target import Layer, target_spec
 
 
 def new_config(settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> MtpConfig:
@@ -58,9 +61,22 @@ def first_params(config: MtpConfig, target: Target, seed: int) -> MtpParams:
     params = dataclasses.replace(
         params, fc=jnp.concatenate([half, half]), norm=jnp.array(target.params.norm, config.layer.dtype)
     )
-    if not target.params.layers:  # the states are captured, and nothing of the layers is loaded
-        return params
-    return dataclasses.replace(params, layer=_copy(target.params.layers[-1], params.layer))
+    last = target.params.layers[-1] if target.params.layers else _read_last(target, config.layer.dtype)
+    return dataclasses.replace(params, layer=_copy(last, params.layer))
+
+
+def _read_last(target: Target, dtype: str) -> Layer:
+    """The target's last layer out of its checkpoint: where states are captured, or come from elsewhere, no layer is
+    loaded."""
+    tensors, where = TensorFolder(target.folder), target.folder / CONFIG
+    return load_params(
+        target_spec(target.config).layers[-1],
+        tensors,
+        dtype,
+        skipped={".*": "layers below the last, whose outputs are not needed"},
+        rename=renamer(tensors.names()),
+        block=stored_block(read_json(where), str(where)),
+    )
 
 
 def _copy(layer: Layer, like: Layer) -> Layer:

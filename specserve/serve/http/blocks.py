@@ -36,12 +36,13 @@ class Blocks:
 
     def push(self, part: Part) -> Iterator[BlockEvent]:
         """Take the next part of the answer, and yield the changes of the blocks."""
-        if part.reasoning:
-            yield from self._add("reasoning", part.reasoning)
-        if part.content:
-            yield from self._add("text", part.content)
-        for call in part.tool_calls:
-            yield from self._add("call", call.arguments, call.index, call.call_id, call.name)
+        for piece in part.in_order:
+            if piece.reasoning:
+                yield from self._add("reasoning", piece.reasoning)
+            if piece.content:
+                yield from self._add("text", piece.content)
+            for call in piece.tool_calls:
+                yield from self._add("call", call.arguments, call.index, call.call_id, call.name)
 
     def finish(self) -> Iterator[BlockEvent]:
         """End the answer, and yield the changes of the blocks."""

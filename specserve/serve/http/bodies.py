@@ -9,7 +9,7 @@ import functools
 import json
 import logging
 from collections.abc import Callable, Mapping
-from typing import Any, ClassVar, LiteralString, TypeVar, cast
+from typing import Annotated, Any, ClassVar, Literal, LiteralString, TypeVar, cast
 
 from pydantic import (
     BaseModel,
@@ -32,6 +32,21 @@ logger = logging.getLogger(__name__)
 MAX_OBJECT_FIELDS = 100
 Neutral = Mapping[str, tuple[Any, ...]]  # field -> the values that change nothing; null never does
 MAX_NAMES_LOGGED = 1000
+
+
+def _only(expected: bool | int) -> BeforeValidator:
+    """For literals, which take 0 for false and true for 1, as Python does."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, bool) != isinstance(expected, bool):
+            raise PydanticCustomError("literal_error", "should be {expected}", {"expected": json.dumps(expected)})
+        return value
+
+    return BeforeValidator(check)
+
+
+No = Annotated[Literal[False], _only(False)]
+One = Annotated[Literal[1], _only(1)]
 
 
 class UnknownFields:

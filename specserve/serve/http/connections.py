@@ -1,5 +1,6 @@
 """A connection of uvicorn's with what uvicorn lacks: time limits, clients that have closed their half, errors in
-OpenAI's shape, and a bound on how many connections there are."""
+OpenAI's shape, and bounds: on how many connections there are, and on what is read of one before others have their turn.
+"""
 
 import asyncio
 import json
@@ -11,21 +12,25 @@ from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from specserve.serve.http.replies import error_body
 
+KEEP_ALIVE_SECONDS = 5.0  # between two requests
 HEAD_SECONDS = 20.0  # in which the head of a request must be there, once its connection or its first byte is
 STALL_SECONDS = 60.0  # that a client may not read while there is more to send
 PROBE_SECONDS = (0.1, 1.0)  # between the first two probes, and between later ones
 RESERVE = 32  # connections beyond the bound, for those who ask how the server is
+READ_BYTES = 2**13  # at once: chunks of one byte, or lines of a head, take some microseconds each
 
 
 class Connection(H11Protocol):
     """A client that has shut down its half of the connection after its request is answered, as one that reads. One that
     has closed all of it looks the same, and tells itself apart only when something is sent to it. So it is sent
-    interim responses (102 Processing), which clients must skip."""
+    interim responses (102 Processing), which clients must skip; and once a stream has begun, the comments that it may
+    have: what the app keeps as `probe` in the request's state."""
 
     def __init__(self, *args: Any, most: int, **kwargs: Any) -> None:
         """Set the limits: so many connections, and `RESERVE` more."""
         super().__init__(*args, **kwargs)
         self._most = most
+        self.timeout_keep_alive = KEEP_ALIVE_SECONDS  # type: ignore[assignment] (uvicorn's setting is an integer)
         self._head_timer: asyncio.TimerHandle | None = None
         self._stall_timer: asyncio.TimerHandle | None = None
         self._probe_timer: asyncio.TimerHandle | None = None
@@ -47,9 +52,9 @@ class Connection(H11Protocol):
 
     def eof_received(self) -> bool | None:  # type: ignore[override]
         cycle = self.cycle
-        is_waiting = cycle is not None and not cycle.more_body and not cycle.response_started
-        if not is_waiting or self.scheme != "http" or self.scope["http_version"] != "1.1":
-            return None  # a client that leaves; TLS has no halves, and HTTP/1.0 no interim responses
+        is_waiting = cycle is not None and not cycle.more_body and not cycle.response_complete
+        if not is_waiting or self.scheme != "http" or self._probing() is None:
+            return None  # a client that leaves, or needs nothing more; and TLS has no halves
         cycle.keep_alive = False
         self._probe(PROBE_SECONDS[0])
         return True
@@ -80,12 +85,19 @@ class Connection(H11Protocol):
         else:
             self.transport.close()
 
+    def _probing(self) -> h11.Event | None:
+        """What may be sent to see whether anybody reads; None where nothing may."""
+        if not self.cycle.response_started:  # of HTTP/1.0 there are no interim responses
+            interim = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
+            return interim if self.scope["http_version"] == "1.1" else None
+        probe = self.scope.get("state", {}).get("probe")
+        return None if probe is None else h11.Data(data=probe)
+
     def _probe(self, next_seconds: float) -> None:
-        if self.cycle.response_started or self.transport.is_closing():
+        event = None if self.cycle.response_complete or self.transport.is_closing() else self._probing()
+        if event is None:
             return
-        self.transport.write(
-            self.conn.send(h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing"))
-        )
+        self.transport.write(self.conn.send(event) or b"")
         self._probe_timer = self.loop.call_later(next_seconds, self._probe, PROBE_SECONDS[1])
 
     def _refuse(self, status: int, message: str) -> None:
@@ -101,6 +113,25 @@ class Connection(H11Protocol):
             for each in (head, h11.Data(data=body), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(each) or b"")
         self.transport.close()
+
+
+class Sips(asyncio.BufferedProtocol):
+    """Gives a protocol what its client sends, `READ_BYTES` at a time, between which other clients have their turn."""
+
+    def __init__(self, protocol: asyncio.Protocol) -> None:
+        self.connection_made, self.connection_lost = protocol.connection_made, protocol.connection_lost
+        self.pause_writing, self.resume_writing = protocol.pause_writing, protocol.resume_writing
+        self.eof_received = protocol.eof_received
+        self._data_received = protocol.data_received
+        self._buffer = memoryview(b"")
+
+    def get_buffer(self, sizehint: int) -> memoryview:  # noqa: ARG002 (asyncio's signature)
+        self._buffer = memoryview(bytearray(READ_BYTES))  # kept no longer than it is read into, for there are many
+        return self._buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        data, self._buffer = bytes(self._buffer[:nbytes]), memoryview(b"")
+        self._data_received(data)
 
 
 def _cancel(timer: asyncio.TimerHandle | None) -> None:

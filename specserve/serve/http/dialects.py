@@ -2,9 +2,10 @@
 body."""
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from specserve.errors import RequestError
+from specserve.serve.http.bodies import No, One
 from specserve.serve.http.openai_bodies import ChatBody, SamplingBody
 
 Json = dict[str, Any]
@@ -16,12 +17,12 @@ class DialectBody(SamplingBody):
 
     RENAMED: ClassVar[Mapping[str, str]] = {}
 
-    n: Literal[1] = 1  # type: ignore[assignment]
-    best_of: Literal[1] | None = None  # type: ignore[assignment]
-    return_tokens_as_token_ids: Literal[False] = False  # type: ignore[assignment]
-    return_token_ids: Literal[False] = False  # type: ignore[assignment]
-    return_draft_depths: Literal[False] = False  # type: ignore[assignment]
-    return_tree: Literal[False] = False  # type: ignore[assignment]
+    n: One = 1  # type: ignore[assignment]
+    best_of: One | None = None  # type: ignore[assignment]
+    return_tokens_as_token_ids: No = False  # type: ignore[assignment]
+    return_token_ids: No = False  # type: ignore[assignment]
+    return_draft_depths: No = False  # type: ignore[assignment]
+    return_tree: No = False  # type: ignore[assignment]
     prompt_logprobs: None = None  # type: ignore[assignment]
 
     def chat_fields(self) -> Json:

@@ -12,8 +12,7 @@ from specserve.errors import CheckpointError, ConfigError, RequestError
 from specserve.serve.http.bodies import Body
 from specserve.serve.http.guard import read_body
 from specserve.serve.http.replies import Json
-from specserve.serve.http.service import Service
-from specserve.serve.http.threads import in_thread
+from specserve.serve.http.service import Service, off_loop
 
 
 class LoadDraftBody(Body):
@@ -36,8 +35,10 @@ def add_draft_routes(app: FastAPI, service: Service, *, is_allowed: bool) -> Non
         if not is_allowed:
             raise HTTPException(403, "only the operator changes how it speculates; --allow-load-draft lets clients")
 
-    def load(raw: bytes) -> Json:
-        body = service.read(LoadDraftBody, raw)
+    def read_load(raw: bytes) -> LoadDraftBody:
+        return service.read(LoadDraftBody, raw)
+
+    def load(body: LoadDraftBody) -> Json:
         try:
             draft = service.engine.load_draft(body.draft)
         except (ConfigError, CheckpointError) as error:
@@ -47,8 +48,17 @@ def add_draft_routes(app: FastAPI, service: Service, *, is_allowed: bool) -> Non
     @app.post("/v1/load_draft")
     async def load_draft(http: Request) -> Json:
         check_permission()
+        body = await off_loop(read_load, await read_body(http))
         # a thread of its own: where programs are compiled it takes minutes, and nobody else may wait for them
-        return await asyncio.to_thread(load, await read_body(http))
+        return await asyncio.to_thread(load, body)
+
+    def choose(raw: bytes) -> Json:
+        body = service.read(SpeculationBody, raw)
+        try:
+            service.engine.set_speculation(body.speculation)
+        except ConfigError as error:
+            raise RequestError(str(error), param="speculation") from error
+        return {"speculation": service.engine.speculation}
 
     @app.get("/v1/speculation")
     async def get_speculation() -> Json:
@@ -57,9 +67,4 @@ def add_draft_routes(app: FastAPI, service: Service, *, is_allowed: bool) -> Non
     @app.post("/v1/speculation")
     async def set_speculation(http: Request) -> Json:
         check_permission()
-        body = service.read(SpeculationBody, await read_body(http))
-        try:
-            await in_thread(service.engine.set_speculation, body.speculation, size=0)
-        except ConfigError as error:
-            raise RequestError(str(error), param="speculation") from error
-        return {"speculation": service.engine.speculation}
+        return await off_loop(choose, await read_body(http))

@@ -30,6 +30,7 @@ class GenerateFormat:
         self._id = body.rid or uuid.uuid4().hex
         self._start_time = time.monotonic()
         self._told: dict[int, _Told] = {}
+        self.is_long = body.return_logprob  # every event tells all of them
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Any:  # noqa: ARG002
         spelled = [self._spell(answer) for answer in answers]
@@ -40,7 +41,7 @@ class GenerateFormat:
 
     def piece(self, answer: Answer, usage: Callable[[], Usage]) -> Iterable[bytes]:  # noqa: ARG002
         index = {"index": answer.index} if self._body.is_batch else {}
-        yield event(self._spell(answer) | index)
+        yield event(self._spell(answer) | index, is_long=self.is_long)
 
     def end(self, usage: Usage) -> Iterable[bytes]:  # noqa: ARG002
         yield event("[DONE]")

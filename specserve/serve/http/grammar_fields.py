@@ -8,7 +8,7 @@ from pydantic import Field, PlainValidator
 from pydantic_core import PydanticCustomError
 
 from specserve.errors import RequestError
-from specserve.serve.http.bodies import Body
+from specserve.serve.http.bodies import Body, No
 from specserve.serve.request import GrammarSpec
 
 MAX_CHOICES = 10_000
@@ -51,10 +51,11 @@ class StructuredOutputs(Body):
     grammar: str | None = None
     json_object: bool | None = None
     # of vLLM's backends: only at the values that change nothing here
-    disable_any_whitespace: Literal[False] | None = None
+    disable_any_whitespace: No | None = None
     whitespace_pattern: None = None
+    structural_tag: None = None
     disable_fallback: bool | None = None
-    disable_additional_properties: Literal[False] | None = None
+    disable_additional_properties: No | None = None
 
 
 class GrammarFields(Body):

@@ -156,7 +156,23 @@ class Thinking(Body):
 
     UNSUPPORTED: ClassVar[Neutral] = {"display": ("summarized",)}
 
-    type: Literal["adaptive", "disabled"]
+    type: Literal["adaptive", "enabled", "disabled"]
+    budget_tokens: Annotated[Int64, Field(ge=1)] | None = None
+
+    def check(self, max_tokens: int | None) -> None:
+        """Raises RequestError where the budget belongs to another type, or could end the thinking before `max_tokens`
+        ends the answer. None: there is no answer, only its prompt."""
+        if (self.type == "enabled") != (self.budget_tokens is not None):
+            raise RequestError(
+                'thinking.budget_tokens goes with {"type": "enabled"} and with no other type',
+                param="thinking.budget_tokens",
+            )
+        if self.budget_tokens is not None and self.budget_tokens < (max_tokens or 0):
+            raise RequestError(
+                f"thinking.budget_tokens must be at least max_tokens, {max_tokens}, where it changes nothing, got "
+                f'{self.budget_tokens}: thinking has no budget of its own here; send {{"type": "adaptive"}}',
+                param="thinking.budget_tokens",
+            )
 
 
 class Metadata(Body):
@@ -227,7 +243,8 @@ class _Prompt(DialectBody):
         if self.messages[-1].role == "assistant":
             fields["continue_final_message"] = True
         if self.thinking is not None:
-            fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.type == "adaptive"}
+            self.thinking.check(self.max_tokens)
+            fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
         if self.output_config is not None:
             fields |= self.output_config.for_chat()
         if self.tools:

@@ -32,6 +32,8 @@ _DELTA = {
 class MessagesFormat:
     """Spells the one answer to a body of /v1/messages as content blocks."""
 
+    is_long = False
+
     def __init__(self, model_name: str, request_id: str | None) -> None:
         self._blocks = Blocks()
         self._end: Json = {"stop_reason": None, "stop_sequence": None}

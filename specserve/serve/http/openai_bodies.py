@@ -11,7 +11,7 @@ from pydantic_core import CoreSchema, PydanticCustomError
 
 from specserve.errors import RequestError
 from specserve.serve.http import neutral
-from specserve.serve.http.bodies import Body, at_most, check_num_fields
+from specserve.serve.http.bodies import Body, No, at_most, check_num_fields
 from specserve.serve.http.chat_messages import Messages
 from specserve.serve.http.grammar_fields import GrammarFields
 from specserve.serve.http.replies import ReplyOptions
@@ -102,7 +102,7 @@ class StreamOptions(Body):
 
     include_usage: bool = False
     continuous_usage_stats: bool = False  # with include_usage: every chunk counts tokens
-    include_obfuscation: Literal[False] = False
+    include_obfuscation: No = False
 
 
 _BOUND_ELSEWHERE = ("logprobs", "prompt_logprobs", "max_tokens", "speculation")  # they differ between endpoints

@@ -4,7 +4,7 @@ A parser splits the text of one answer while it arrives. Formats (`replies`) spe
 """
 
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -25,6 +25,12 @@ class Part:
     content: str = ""
     reasoning: str = ""
     tool_calls: Sequence[ToolCallPart] = ()
+    pieces: Sequence["Part"] = field(default=(), compare=False)  # what it is the sum of; none: it was said at once
+
+    @property
+    def in_order(self) -> Sequence["Part"]:
+        """What it was said in: also text behind a call stands behind it."""
+        return self.pieces or ((self,) if self else ())
 
     def __bool__(self) -> bool:
         return bool(self.content or self.reasoning or self.tool_calls)
@@ -39,7 +45,8 @@ class Part:
                 before.call_id or call.call_id,
                 before.name or call.name,
             )
-        return Part(self.content + other.content, self.reasoning + other.reasoning, tuple(calls.values()))
+        pieces = (*self.in_order, *other.in_order)
+        return Part(self.content + other.content, self.reasoning + other.reasoning, tuple(calls.values()), pieces)
 
 
 class AnswerParser(Protocol):

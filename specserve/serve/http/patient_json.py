@@ -1,6 +1,8 @@
-"""A reader of JSON in Python, for bodies of many values. The readers in C let no other thread run before they are
-done, which takes seconds for millions of values, and other clients' streams are sent by another thread."""
+"""A reader and a writer of JSON in Python, for bodies and replies of many values. Those in C let no other thread run
+before they are done, which takes seconds for millions of values, and other clients' streams are sent by another
+thread."""
 
+import itertools
 import json
 import json.scanner
 from collections.abc import Callable
@@ -9,7 +11,8 @@ from typing import Any
 
 MAX_VALUES = 2**19  # about; more are refused, as making and freeing them holds all threads as well
 MAX_CONTAINERS = 2**17  # lists and objects, all of which Python's garbage collector may have to walk at once
-MAX_AT_ONCE = 2**15  # for readers in C: some milliseconds
+MAX_AT_ONCE = 2**15  # for what is done in C: some milliseconds
+ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))  # of all that is sent
 
 
 def is_long(raw: bytes) -> bool:
@@ -39,6 +42,14 @@ def read_json(raw: bytes, refuse_duplicates: Callable[[list[tuple[str, Any]]], N
         return decoder.decode(text)
     except RecursionError:
         raise ValueError("it is nested too deeply") from None
+
+
+def write_json(value: Any) -> str:
+    """What `ENCODER` makes of a value, which other threads need not wait for."""
+    pieces, parts = ENCODER.iterencode(value), []
+    while part := "".join(itertools.islice(pieces, MAX_AT_ONCE)):
+        parts.append(part)
+    return "".join(parts)
 
 
 def _parse_string(text: str, end: int, strict: bool = True) -> tuple[str, int]:

@@ -1,6 +1,5 @@
 """The reply bodies that the server sends, in OpenAI's shapes. Knows nothing of HTTP or of the engine."""
 
-import json
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
@@ -10,11 +9,11 @@ from typing import Any, ClassVar, Protocol
 from specserve.serve.http.drafts import DraftFormat, TokenOrigin
 from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, prompt_logprobs
 from specserve.serve.http.parts import Part, ToolCallPart
+from specserve.serve.http.patient_json import ENCODER, write_json
 from specserve.serve.request import DraftTree, PromptToken, SpeculationStats, TokenLogprobs
 
 Json = dict[str, Any]
 
-_JSON = json.JSONEncoder(ensure_ascii=False, separators=(",", ":"))  # one for all events, of which there are many
 TOOL_CALLS = "tool_calls"  # the finish_reason of an answer that ends by itself and calls tools
 
 
@@ -23,10 +22,16 @@ def error_body(message: str, kind: str, *, param: str | None = None, code: str |
     return {"error": {"message": message, "type": kind, "param": param, "code": code}}
 
 
-def event(payload: Json | str, name: str | None = None) -> bytes:
-    """Return the bytes of a server-sent event. JSON has no line breaks, so it is one line of data."""
-    text = payload if isinstance(payload, str) else _JSON.encode(payload)
+def event(payload: Json | str, name: str | None = None, *, is_long: bool = False) -> bytes:
+    """Return the bytes of a server-sent event. JSON has no line breaks, so it is one line of data. `is_long`: it may
+    have many values, so a thread spells it that others must not wait for."""
+    text = payload if isinstance(payload, str) else encoded(payload, is_long=is_long)
     return f"event: {name}\ndata: {text}\n\n".encode() if name else f"data: {text}\n\n".encode()
+
+
+def encoded(value: Json, *, is_long: bool) -> str:
+    """A part of a stream as JSON."""
+    return write_json(value) if is_long else ENCODER.encode(value)  # in C, for there are many
 
 
 @dataclass(frozen=True)
@@ -92,6 +97,12 @@ class Usage:
 class ReplyFormat(Protocol):
     """The interface of a format, which spells the replies of one endpoint to one request."""
 
+    @property
+    def is_long(self) -> bool:
+        """Whether pieces of a stream may tell all log-probabilities of a prompt or of an answer, so that a thread is to
+        spell them, as it does the beginning and the end."""
+        ...
+
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
         """Return the whole body of a reply that is no stream."""
         ...
@@ -120,6 +131,7 @@ class OpenAIFormat:
     ID_PREFIX: ClassVar[str]
     KIND: ClassVar[str]
     CHUNK_KIND: ClassVar[str]
+    is_long = False
 
     def __init__(
         self, model_name: str, logprobs: ChatLogprobs | CompletionLogprobs, options: ReplyOptions | None = None
@@ -128,7 +140,7 @@ class OpenAIFormat:
         name = self._options.request_id or uuid.uuid4().hex
         self._head = {"id": f"{self.ID_PREFIX}-{name}", "created": int(time.time()), "model": model_name}
         # what all chunks of a stream begin with, encoded once
-        self._chunk_head = _JSON.encode(self._head | {"object": self.CHUNK_KIND}).removesuffix("}")
+        self._chunk_head = ENCODER.encode(self._head | {"object": self.CHUNK_KIND}).removesuffix("}")
         self._drafts_format = DraftFormat(logprobs.texts)
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:
@@ -152,11 +164,13 @@ class OpenAIFormat:
     def _choice(self, answer: Answer) -> Json:
         raise NotImplementedError
 
-    def _chunk(self, choice: Json, usage: Callable[[], Usage], more: Json | None = None) -> bytes:
+    def _chunk(self, choice: Json, usage: Callable[[], Usage], start: Json | None = None) -> bytes:
+        """A chunk that tells of one choice, and as the first one of a stream what that begins with."""
         counts: Json = {}
         if self._options.include_usage:
             counts = {"usage": usage().counts() if self._options.continuous_usage else None}
-        told = _JSON.encode({"choices": [choice]} | counts | (more or {}))
+        is_long = self.is_long or start is not None
+        told = encoded({"choices": [choice]} | counts | (start or {}), is_long=is_long)
         return event(f"{self._chunk_head},{told.removeprefix('{')}")
 
     def _end_of(self, answer: Answer, logprobs: Json | None) -> Json:
@@ -193,6 +207,7 @@ class CompletionFormat(OpenAIFormat):
         """Prepare the format. With `is_prompt_only` the answers themselves are left out."""
         super().__init__(model_name, logprobs, options)
         self._spell_logprobs, self._echoes, self._is_prompt_only = logprobs, echoes, is_prompt_only
+        self.is_long = bool(echoes) and logprobs.is_asked
         self._begun: set[int] = set()
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
-from specserve.serve.http.bodies import Body, Neutral
+from specserve.serve.http.bodies import Body, Neutral, No
 from specserve.serve.http.chat_messages import MAX_MESSAGES
 from specserve.serve.http.dialects import DialectBody, Json, Tagged
 from specserve.serve.http.openai_bodies import Int64
@@ -180,11 +180,16 @@ class ResponsesBody(DialectBody):
     tool_choice: str | dict[str, Any] | None = None  # chat checks it
     parallel_tool_calls: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None  # chat checks them
-    store: Literal[False] = False  # type: ignore[assignment]
+    store: No = False  # type: ignore[assignment]
+
+    @property
+    def has_logprobs(self) -> bool:
+        """Whether the reply is to have log-probabilities."""
+        return "message.output_text.logprobs" in self.include or self.top_logprobs > 0
 
     def chat_fields(self) -> Json:
         fields = self.shared_fields() | {"messages": self._messages(), "max_tokens": self.max_output_tokens}
-        if "message.output_text.logprobs" in self.include or self.top_logprobs:
+        if self.has_logprobs:
             fields |= {"logprobs": True, "top_logprobs": self.top_logprobs}
         if self.reasoning is not None:
             fields["reasoning_effort"] = self.reasoning.effort

@@ -29,6 +29,7 @@ class ResponsesFormat:
         self._logprobs: list[Any] = []  # of the text
         self._is_cut = False  # by a length
         self._num_events = 0
+        self.is_long = body.has_logprobs  # the events of the end tell all of them
         self._head = {
             "id": f"resp_{body.request_id or uuid.uuid4().hex}",
             "object": "response",
@@ -105,7 +106,7 @@ class ResponsesFormat:
     def _event(self, name: str, **members: Any) -> bytes:
         payload = {"type": name, "sequence_number": self._num_events} | members
         self._num_events += 1
-        return event(payload, name)
+        return event(payload, name, is_long=self.is_long or "response" in members)  # which tells the request back
 
     def _part(self, block: Block) -> Json:
         if block.kind == "reasoning":

@@ -8,14 +8,13 @@ import ssl
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
 from specserve.errors import ConfigError
-from specserve.serve.http.connections import RESERVE, Connection
+from specserve.serve.http.connections import RESERVE, Connection, Sips
 from specserve.serve.http.edge import CrowdGate
 
 logger = logging.getLogger(__name__)
@@ -115,7 +114,7 @@ class HttpServer:
         )
         self._config = uvicorn.Config(
             CrowdGate(app, count=self._num_connections, most=max_connections),
-            http=partial(Connection, most=max_connections),  # type: ignore[arg-type] (called like a class)
+            http=lambda **given: Sips(Connection(**given, most=max_connections)),  # type: ignore[arg-type] (any call)
             ws="none",
             lifespan="off",
             log_config=None,

@@ -9,8 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from fastapi import Request, Response
-from fastapi.responses import JSONResponse
-from fastapi.sse import EventSourceResponse
+from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
 
 from specserve.errors import RequestError
 from specserve.serve.http.answers import AnswerSyntax
@@ -21,6 +20,7 @@ from specserve.serve.http.mailbox import Mailbox
 from specserve.serve.http.metrics import Metrics
 from specserve.serve.http.openai_bodies import ChatBody, CompletionBody
 from specserve.serve.http.parts import MakeParser, PlainText
+from specserve.serve.http.patient_json import write_json
 from specserve.serve.http.prompts import (
     check_model,
     check_num_tokens,
@@ -30,7 +30,7 @@ from specserve.serve.http.prompts import (
     render_chat,
     truncated,
 )
-from specserve.serve.http.replies import ChatFormat, CompletionFormat, ReplyFormat
+from specserve.serve.http.replies import ChatFormat, CompletionFormat, Json, ReplyFormat
 from specserve.serve.http.request_metrics import RequestMetrics
 from specserve.serve.http.streaming import ClientGoneError, Generation
 from specserve.serve.http.threads import in_thread
@@ -39,6 +39,7 @@ from specserve.serve.interface import EngineLike
 from specserve.serve.request import MAX_CHOICES, SamplingParams
 from specserve.serve.settings import ServeRun
 
+_JSON = "application/json"
 _SSE_HEADERS = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}  # proxies must not hold events back
 _T = TypeVar("_T")
 _BodyT = TypeVar("_BodyT", bound=Body)
@@ -187,9 +188,10 @@ class Service:
         except RequestError as error:
             raise body.reword(error) from None
         if body.stream:
+            http.state.probe = KEEPALIVE_COMMENT
             return EventSourceResponse(generation.stream(work.reply_format), headers=_SSE_HEADERS)
         try:
-            return JSONResponse(await generation.reply(work.reply_format))
+            return Response(await generation.reply(work.reply_format), media_type=_JSON)
         except ClientGoneError:
             return Response(status_code=499)  # nobody reads it
 
@@ -198,3 +200,8 @@ async def off_loop(prepare: Callable[[bytes], _T], raw: bytes) -> _T:
     """Run work off the event loop. Parsing and tokenizing a large body takes seconds, in which other requests' streams
     go on."""
     return await in_thread(prepare, raw, size=len(raw))
+
+
+async def reply_off_loop(answer: Callable[[bytes], Json], raw: bytes) -> Response:
+    """The reply that this makes of a body, which is spelled there too."""
+    return Response(await off_loop(lambda body: write_json(answer(body)).encode(), raw), media_type=_JSON)

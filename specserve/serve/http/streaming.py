@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import itertools
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -23,6 +23,7 @@ from specserve.serve.http.guard import INTERNAL_ERROR, EngineFailureError, clien
 from specserve.serve.http.mailbox import Mailbox
 from specserve.serve.http.metrics import Metrics, SequenceMetrics
 from specserve.serve.http.parts import AnswerParser, MakeParser, Part, PlainText
+from specserve.serve.http.patient_json import write_json
 from specserve.serve.http.replies import TOOL_CALLS, Answer, Json, ReplyFormat, Usage, error_body
 from specserve.serve.http.request_ids import current_request_id
 from specserve.serve.http.request_metrics import RequestMetrics
@@ -37,6 +38,7 @@ logger = logging.getLogger(__name__)
 HEALTH_CHECK_SECONDS = 1.0
 _TICK = (-1, Delta())  # among the arrivals
 KEEPALIVE_SECONDS = 15.0
+ARRIVALS_AT_ONCE = 16  # that are spelled on the event loop, some tenths of a millisecond each
 
 
 class ClientGoneError(Exception):
@@ -96,7 +98,8 @@ class Generation:
         left behind."""
         self._metrics.count_request(self._params)
         try:
-            await in_thread(self._submit_all, size=sum(map(len, self._prompts)))
+            has_grammar = self._params.grammar is not None
+            await in_thread(self._submit_all, size=sum(map(len, self._prompts)), has_grammar=has_grammar)
         except BaseException:
             self.cancel()
             raise
@@ -123,8 +126,8 @@ class Generation:
         for choice in self._choices:
             choice.request.cancel()
 
-    async def reply(self, reply_format: ReplyFormat) -> Json:
-        """Return the whole reply. Raises ClientGoneError, CapacityError or EngineFailureError."""
+    async def reply(self, reply_format: ReplyFormat) -> bytes:
+        """Return the whole reply, as JSON. Raises ClientGoneError, CapacityError or EngineFailureError."""
         arrived: list[list[Delta]] = [[] for _ in self._choices]
         async with contextlib.aclosing(self._deltas()) as deltas:
             async for index, delta in deltas:
@@ -133,16 +136,13 @@ class Generation:
                     before[-1] = dataclasses.replace(before[-1], tree=None)
                 before.append(delta)
 
-        def spell() -> Json:
+        def spell() -> bytes:
             answers = [self._whole(index, deltas) for index, deltas in enumerate(arrived)]
-            return reply_format.reply(answers, self._usage())
+            return write_json(reply_format.reply(answers, self._usage())).encode()
 
-        # parsing and log-probabilities of a long answer take a while; other requests' streams go on meanwhile
-        if self._make_parser is not PlainText or any(
-            delta.logprobs or delta.prompt for deltas in arrived for delta in deltas
-        ):
-            return await in_thread(spell, size=sum(choice.num_tokens for choice in self._choices))
-        return spell()
+        # Always: what it takes depends on texts, calls and log-probabilities; and one hop to a thread is little beside
+        # the two by which the request was read and submitted.
+        return await in_thread(spell, size=self._num_tokens() + sum(map(len, self._prompts)))
 
     async def stream(self, reply_format: ReplyFormat) -> AsyncIterator[bytes]:
         """Yield the reply as server-sent events. An error after the start becomes an event."""
@@ -150,7 +150,7 @@ class Generation:
             async with contextlib.aclosing(self._events(reply_format)) as events:
                 async for each in events:
                     yield each
-            for each in reply_format.end(self._usage()):
+            for each in await _spelled(lambda: reply_format.end(self._usage()), self._num_tokens()):
                 yield each
             return
         except ClientGoneError:
@@ -179,7 +179,8 @@ class Generation:
                 if index not in started:
                     started.add(index)
                     start = Answer(index, Part(), None, prompt_ids=self._choices[index].request.prompt_ids)
-                    for each in reply_format.begin(start, self._usage):
+                    begin = partial(reply_format.begin, start, self._usage)
+                    for each in await _spelled(begin, len(start.prompt_ids)):
                         yield each
                 answer = self._piece(index, delta)
                 # A step may add tokens and no text yet: in the middle of a character, or of what may be a stop string.
@@ -188,10 +189,16 @@ class Generation:
                 told = answer.part or answer.logprobs or answer.prompt or answer.origins or answer.tree
                 if told or answer.finish_reason is not None:
                     choice.waiting_ids = ()
-                    for each in reply_format.piece(answer, self._usage):
+                    spell = partial(reply_format.piece, answer, self._usage)
+                    size = len(answer.prompt) + choice.num_tokens
+                    for each in await _spelled(spell, size) if reply_format.is_long else spell():
                         yield each
                 else:
                     choice.waiting_ids = answer.token_ids
+
+    def _num_tokens(self) -> int:
+        """What has come so far."""
+        return sum(choice.num_tokens for choice in self._choices)
 
     def _piece(self, index: int, delta: Delta) -> Answer:
         """Return a delta as a piece of its choice's answer."""
@@ -237,10 +244,13 @@ class Generation:
     async def _deltas(self, *, is_idle_reported: bool = False) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (choice, delta) until every sequence has ended. With `is_idle_reported` also (-1, empty delta), about
         once a second."""
-        num_open = len(self._choices)
+        num_open, num_taken = len(self._choices), 0
         try:
             while num_open:
                 arrival = await self._arrivals.get()
+                num_taken += 1
+                if num_taken % ARRIVALS_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # other requests' turn, which a queue that is not empty does not give them
                 if arrival is None:
                     raise ClientGoneError
                 index, delta = arrival
@@ -268,7 +278,7 @@ class Generation:
         return Usage(
             num_prompt=sum(len(choice.request.prompt_ids) for choice in first),
             num_cached=sum(choice.stats.num_cached_tokens for choice in first if choice.stats is not None),
-            num_completion=sum(choice.num_tokens for choice in self._choices),
+            num_completion=self._num_tokens(),
             num_accepted=total.num_accepted,
             num_rejected=total.num_draft_tokens - total.num_accepted,
             num_reasoning=sum(choice.parser.num_reasoning_tokens for choice in self._choices),
@@ -314,6 +324,12 @@ class Generation:
         self.cancel()
         self._ticker.cancel()  # nobody may ever read what comes
         self._arrivals.put_nowait(None)
+
+
+async def _spelled(spell: Callable[[], Iterable[bytes]], size: int) -> list[bytes]:
+    """The events of a part of a stream that may be long: the beginning and the end tell the request back, or all that
+    was said."""
+    return await in_thread(lambda: list(spell()), size=size)
 
 
 def _check(request: Request, delta: Delta) -> None:

@@ -1,30 +1,34 @@
 """/tokenize and /detokenize, as vLLM's."""
 
-from functools import partial
-
-from fastapi import FastAPI, Request
+from fastapi import FastAPI, Request, Response
 
 from specserve.errors import RequestError
 from specserve.serve.http.guard import read_body
 from specserve.serve.http.openai_bodies import DetokenizeBody, TokenizeBody
 from specserve.serve.http.prompts import check_model, check_text_length, check_token_ids, decode, render_chat
 from specserve.serve.http.replies import Json
-from specserve.serve.http.service import Service, off_loop
+from specserve.serve.http.service import Service, reply_off_loop
 
 
 def add_tokenizer_routes(app: FastAPI, service: Service) -> None:
-    @app.post("/tokenize")
-    async def tokenize(http: Request) -> Json:
-        token_ids = await off_loop(partial(_tokenize, service), await read_body(http))
+    def tokens(raw: bytes) -> Json:
+        token_ids = _tokenize(service, raw)
         return {"count": len(token_ids), "max_model_len": service.engine.max_model_len, "tokens": token_ids}
+
+    def text(raw: bytes) -> Json:
+        return {"prompt": _detokenize(service, raw)}
+
+    @app.post("/tokenize", response_model=None)
+    async def tokenize(http: Request) -> Response:
+        return await reply_off_loop(tokens, await read_body(http))
 
     @app.get("/tokenizer_info")
     async def tokenizer_info() -> Json:
         return {"vocab_size": service.engine.vocab_size} | dict(service.engine.tokenizer.info())
 
-    @app.post("/detokenize")
-    async def detokenize(http: Request) -> Json:
-        return {"prompt": await off_loop(partial(_detokenize, service), await read_body(http))}
+    @app.post("/detokenize", response_model=None)
+    async def detokenize(http: Request) -> Response:
+        return await reply_off_loop(text, await read_body(http))
 
 
 def _tokenize(service: Service, raw: bytes) -> list[int]:
