@@ -135,8 +135,8 @@ def _gather(
     came: dict[int, socket.socket],
     seconds: int,
 ) -> str:
-    """As the first process: wait for the others, whose connections end with the stack, and let them know again and
-    again who is missing. What is wrong, or nothing."""
+    """Wait, in the first process, for the others, whose connections end with the stack, and tell them again and again
+    who is missing. Return what is wrong, or nothing."""
     deadline, word = time.monotonic() + seconds, time.monotonic() + log.SAY_SECONDS
     while True:
         for number in [number for number, connection in came.items() if _has_gone(connection)]:
@@ -170,7 +170,7 @@ def _gather(
 
 
 def _report(coordinator: str, num_processes: int, process_id: int, seconds: int) -> None:
-    """As any other process: tell the first one that this one is here, and wait until all are. Raises RuntimeError with
+    """Tell, in any other process, the first one that this one is here, and wait until all are. Raises RuntimeError with
     what the first one says is wrong, or that it cannot be reached."""
     deadline, word, reason = time.monotonic() + seconds, time.monotonic() + log.SAY_SECONDS, "it said nothing"
     while (left := deadline - time.monotonic()) > 0:

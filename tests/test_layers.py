@@ -192,6 +192,7 @@ OF_LIBRARIES = {
     ("serve/http/server.py", "self._config"),
     ("serve/http/server.py", "self._server"),
     ("serve/kv_events.py", "self._pub"),
+    ("serve/http/service.py", "http.state"),
     ("serve/routing.py", "pending_request.routing_context"),
 }
 

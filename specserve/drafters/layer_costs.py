@@ -1,4 +1,4 @@
-"""What one transformer layer of a drafter costs while it learns, for each position: the terms that `costs.py` of every
+"""The cost of one transformer layer of a drafter while it learns, for each position: the terms that `costs.py` of every
 kind adds up, by the rules of `train.flops`. Numbers are array elements; `num_queries` of them are a position's queries,
 all heads together."""
 

@@ -33,7 +33,7 @@ def exchange(rename: Rename, one: str, other: str) -> Callable[[Copy], None]:
 
 
 def tap_order(order: Sequence[int]) -> Callable[[np.ndarray], np.ndarray]:
-    """What puts the inputs of a matrix [out, taps * target_d_model] into another order of the taps."""
+    """Return a function that puts the inputs of a matrix [out, taps * target_d_model] into another order of taps."""
 
     def reorder(weight: np.ndarray) -> np.ndarray:
         return weight.reshape(len(weight), len(order), -1)[:, list(order)].reshape(weight.shape)

@@ -1,5 +1,5 @@
-"""What a client makes of the moments, in seconds, at which the pieces of an answer arrived. With speculation a piece
-may hold several tokens."""
+"""Latencies of an answer, from the moments, in seconds, at which its pieces arrived. With speculation a piece may
+hold several tokens."""
 
 import itertools
 from collections.abc import Sequence

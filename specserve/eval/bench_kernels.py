@@ -225,7 +225,7 @@ def _form(params: Any, experts: Experts, num_rows: int, is_left_out: bool) -> Fo
 
 @dataclass(frozen=True)
 class _Format:
-    """How matrices are kept that are drawn in bfloat16."""
+    """A format in which matrices are kept that are drawn in bfloat16."""
 
     plain: Callable[[jax.Array], Any]  # for XLA
     num_bytes: int  # of an element

@@ -389,9 +389,9 @@ def fit_into(
     page_size: int,
     is_quantized: bool = False,
 ) -> Fit | None:
-    """What each device of a mesh holds, or one alone: the weights, the head, the state of so many slots as there is
-    room for, and its data rank's pages in all that is left. None where there is not room for a sequence of each rank,
-    or `slots` are fewer than ranks. Raises ConfigError where the mesh does not divide the target."""
+    """Return what each device of a mesh holds, or one alone: the weights, the head, the state of so many slots as there
+    is room for, and its data rank's pages in all that is left. Return None where there is not room for a sequence of
+    each rank, or `slots` are fewer than ranks. Raises ConfigError where the mesh does not divide the target."""
     held = held_by_each(step.target, target_spec(step.target), mesh, is_quantized=is_quantized)
     weights, of_head = sum(each.num_bytes for each in held), _head_bytes(head, mesh) if head else 0
     whole, part = (-(-tokens // page_size) for tokens in (longest, own))

@@ -1,4 +1,4 @@
-"""What a load makes of a replica, in the steady state.
+"""The steady state of a replica under a load.
 
 A replica that gets r requests a second, each with a prompt that takes P seconds and an answer of A tokens, spends r P
 of each second on prompts. In the rest it makes steps of T(b) seconds, each of which brings tau tokens to b sequences.

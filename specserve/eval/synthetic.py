@@ -35,8 +35,8 @@ _quantize = jax.jit(quantize, static_argnames="to")
 
 
 def bench_models(run: BenchRun | LatencyRun | ThroughputRun) -> Models:
-    """What a benchmark in this process runs: target and head as they are loaded, or drawn at random. Raises ConfigError
-    or CheckpointError."""
+    """Return the models that a benchmark in this process runs: target and head as they are loaded, or drawn at random.
+    Raises ConfigError or CheckpointError."""
     if not run.random_weights:
         return load(run, run.draft, has_tokenizer=run.bench != RANDOM)
     if run.bench != RANDOM:

@@ -80,7 +80,7 @@ class Pages:
 
 @pytree
 class PageRows:
-    """What is kept of each page beside its entries: a row, under the page table that all layers share."""
+    """A row for each page beside its entries, under the page table that all layers share."""
 
     rows: jax.Array  # [page, n]
     num_ranks: int = static(default=1)  # data ranks that share them out
@@ -124,8 +124,8 @@ def in_ranks(function: Callable[..., Result], num_ranks: int) -> Callable[..., R
 
 
 def own_pages(page: jax.Array, num_own: int) -> jax.Array:
-    """Within `over_parts`, page ids as they count from the first of a data rank's `num_own` pages; `num_own`, which is
-    out of range, for those of other ranks."""
+    """Return page ids as they count from the first of a data rank's `num_own` pages; `num_own`, which is out of range,
+    for those of other ranks. Call it within `over_parts`."""
     local = page - part_index("pages") * num_own
     return jnp.where((local >= 0) & (local < num_own), local, num_own)
 
@@ -140,7 +140,7 @@ def share_out(tree: Any, num_ranks: int) -> Any:
 
 
 def is_by_page(leaf: Any) -> bool:
-    """Whether this is of arrays that begin with an axis of pages."""
+    """Return whether this is of arrays that begin with an axis of pages."""
     return isinstance(leaf, Pages | PageRows)
 
 

@@ -24,7 +24,7 @@ from specserve.serve.completion import Collector, CompletionOutput
 from specserve.serve.grammars import Grammars
 from specserve.serve.interface import DraftInfo, EngineStats
 from specserve.serve.options import bad_sequences, check_prompt, check_some_token, check_token_ids
-from specserve.serve.pages import PagePool, Watcher
+from specserve.serve.pages import Watcher
 from specserve.serve.programs import Announcer, Compiler, Program
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, TokenMask
 from specserve.serve.rounds import Rounds
@@ -52,7 +52,7 @@ class EngineOptions:
     is_caching: bool = True
     prefers_cached: bool = False
     watchdog_seconds: float = 0.0
-    num_pages: int | None = None  # of the runner's, that sequences may hold together; None: all
+    num_pages: int | None = None  # of each data rank, that its sequences may hold together; None: all
 
 
 class Engine:
@@ -191,7 +191,7 @@ class Engine:
             time.sleep(0.02)
 
     def newest_digests(self, most: int) -> list[bytes]:
-        """What the prefix cache has of late (`PagePool.newest_digests`). It may be called from any thread."""
+        """Return what the prefix cache has of late (`PagePool.newest_digests`). It may be called from any thread."""
         return self.rounds.scheduler.pool.newest_digests(most)
 
     def flush_cache(self) -> None:
@@ -362,7 +362,7 @@ class Engine:
             is_caching = False
         return Scheduler(
             runner.shapes.num_slots,
-            self._page_pool(watcher),
+            runner.shapes.page_pool(watcher, self._num_pages),
             chunks=runner.shapes.chunks,
             max_step=runner.shapes.max_step,
             cache_lag=runner.cache_lag,
@@ -371,12 +371,6 @@ class Engine:
             prefers_cached=options.prefers_cached,
             is_deterministic=runner.shapes.is_deterministic,
         )
-
-    def _page_pool(self, watcher: Watcher | None) -> PagePool:
-        pool = self.runner.shapes.page_pool(watcher)
-        for rank in range(pool.num_ranks):
-            pool.allocate(pool.available(rank) - self._num_pages, rank=rank)  # for nobody
-        return pool
 
     def _run(self) -> None:
         try:

@@ -67,7 +67,7 @@ def _from_gbnf(text: str) -> str:
         raise ValueError(str(error)) from error
 
 
-class Trial:
+class GrammarTrial:
     """The other process, for one tokenizer. It is started anew after a grammar that it did not survive, and ends with
     this process. Threads may share it."""
 
@@ -77,7 +77,8 @@ class Trial:
         self._start()
 
     def check(self, kind: str, text: str) -> str:
-        """Why a grammar cannot be used; empty where it can. Raises RuntimeError where the process cannot be started."""
+        """Return why a grammar cannot be used, or nothing where it can. Raises RuntimeError where the process cannot
+        be started."""
         with self._lock:
             if not self._is_ready:
                 self._is_ready = self._ask(None) is not None
@@ -101,7 +102,7 @@ class Trial:
         self._is_ready = False
 
     def _ask(self, question: list[str] | None) -> str | None:
-        """What the process answers; None where it has died. None asks whether it has read the tokenizer."""
+        """Return what the process answers, or None where it has died. None asks whether it has read the tokenizer."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None

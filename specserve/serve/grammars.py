@@ -13,14 +13,14 @@ from typing import Any
 import numpy as np
 
 from specserve.errors import RequestError
-from specserve.serve.grammar_trial import Trial, compiled, words
+from specserve.serve.grammar_trial import GrammarTrial, compiled, words
 from specserve.serve.request import GrammarSpec, TokenMask
 from specserve.tokenizer import Tokenizer
 
 MAX_GRAMMAR_CHARS = 256 * 1024
 NUM_KEPT = 64  # grammars that are compiled and kept, those used last
 MAX_KEPT_CHARS = 2 * 2**20  # of their texts together
-_trial = functools.lru_cache(maxsize=4)(Trial)  # of a tokenizer, for all engines that have it
+_trial = functools.lru_cache(maxsize=4)(GrammarTrial)  # of a tokenizer, for all engines that have it
 
 
 class Grammars:
@@ -56,7 +56,7 @@ class Grammars:
         return compiled(tokenizer, spec.kind, spec.text)
 
     @functools.cached_property
-    def _words(self) -> tuple[Any, Trial]:
+    def _words(self) -> tuple[Any, GrammarTrial]:
         """The tokenizer as llguidance takes it, here and where grammars are tried: made at the first grammar, for it
         takes up to a second."""
         try:

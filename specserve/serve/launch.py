@@ -421,7 +421,7 @@ def _is_early(run: ServeRun) -> bool:
 
 
 def _num_pages(models: Models, run: ServeRun, longest: int) -> int:
-    """Of all data ranks together, each of which has the same number."""
+    """Return the pages of all data ranks together, each of which has the same number."""
     ranks = num_parts(models.mesh, "batch")
     if run.cache_tokens or not (run.cache_gb or run.cache_fraction):
         return -(-(run.cache_tokens or run.max_slots * longest) // (run.page_size * ranks)) * ranks

@@ -105,11 +105,11 @@ class PagePool:
 
     @property
     def num_available(self) -> int:
-        """How many pages `allocate` can give, of all data ranks together."""
+        """The number of pages that `allocate` can give, of all data ranks together."""
         return sum(map(self.available, range(self.num_ranks)))
 
     def available(self, rank: int) -> int:
-        """How many pages of a data rank `allocate` can give."""
+        """Return how many pages of a data rank `allocate` can give."""
         return len(self._free[rank]) + len(self._idle[rank])
 
     @property

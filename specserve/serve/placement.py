@@ -45,6 +45,10 @@ class Placement:
         """A pytree of NumPy arrays, whole."""
         return put(host, self.whole)
 
+    def shape(self, *shape: int, dtype: Any = np.int32) -> Any:
+        """Return the shape of an array that is whole on every device."""
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.whole)
+
     def scalar(self, value: int) -> jax.Array:
         return _put(value, np.int32, self.whole)
 
@@ -52,7 +56,7 @@ class Placement:
         return _put(values, np.bool_, self.whole)
 
     def slots(self, slots: tuple[int, ...]) -> jax.Array:
-        """What a step computes for its slots follows them: each device has a part of the batch."""
+        """Return the slots of a step. What it computes for them follows them: each device has a part of the batch."""
         return _put(slots, np.int32, None if self.mesh is None else fitting(self.mesh, ("batch",), (len(slots),)))
 
     def shapes(self, make: Callable[[], SlotState]) -> SlotState:
@@ -89,14 +93,15 @@ def _put(value: Any, dtype: type, place: NamedSharding | None) -> jax.Array:
 
 
 def bytes_per_token(target: ModelConfig, drafter: Drafter | None, mesh: Mesh | None = None) -> int:
-    """What a token takes in the paged caches of both, on each device of its data rank. Recurrent layers take
+    """Return what a token takes in the paged caches of both, on each device of its data rank. Recurrent layers take
     nothing."""
     shapes = state_shapes(StepConfig(target, drafter, max_depth=0), num_parts(mesh, "batch"), 0, 1, 1, 1)
     return num_bytes([cache for cache in shapes[0] if isinstance(cache, Cache)], mesh)
 
 
 def bytes_per_page(target: ModelConfig, drafter: Drafter | None, page_size: int, mesh: Mesh | None = None) -> int:
-    """What a page takes on each device of its data rank, with what a drafter keeps of each page beside its entries."""
+    """Return what a page takes on each device of its data rank, with what a drafter keeps of each page beside its
+    entries."""
     config, sizes = StepConfig(target, drafter, max_depth=0), {"page_size": page_size, "max_pages": 1}
     return state_bytes(config, mesh, 0, 1, **sizes) - state_bytes(config, mesh, 0, 0, **sizes)
 

@@ -1,4 +1,4 @@
-"""What there is to say of one sequence besides its tokens, for requests that want to know."""
+"""Facts about one sequence besides its tokens, for requests that want to know."""
 
 import time
 
@@ -53,7 +53,7 @@ def draft_tree(tree: Tree, result: HostResult, row: int, delta: Delta) -> DraftT
 
 
 def stats_of(sequence: Sequence, max_accepted: int) -> SpeculationStats:
-    """What there is to say of a sequence that ends now."""
+    """Return the statistics of a sequence that ends now."""
     now = time.monotonic()
     admitted = sequence.admit_time or now
     first = sequence.first_time or now

@@ -352,7 +352,7 @@ class Rounds:
         )
 
     def _masks_of_prompts(self, lasts: dict[int, Sequence], batch: int) -> np.ndarray | None:
-        """What may follow prompts that end in these rows of so many, [batch, 1, bytes] uint8; None: anything."""
+        """Return what may follow prompts that end in these rows of so many, [batch, 1, bytes] uint8; None: anything."""
         if not any(sequence.request.token_mask for sequence in lasts.values()):
             return None
         sequences = list(lasts.values())

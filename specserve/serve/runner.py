@@ -393,8 +393,7 @@ class Runner:
 
     @told
     def _catching_up(self, padded: tuple[int, ...], number: int) -> Call:
-        layout = self.layouts.distinct[number]
-        return self.calls.catch_up(layout, self.state, self.place.slots(padded), number=number)
+        return self.calls.catch_up(self.layouts.distinct[number], self.state, self.place.slots(padded), number=number)
 
     @told
     def _step(self, padded: tuple[int, ...], tree: Tree | None, width: int, allowed: np.ndarray | None = None) -> Call:
@@ -479,17 +478,13 @@ class Runner:
     def _constrained_calls(self, size: int, tree: Tree) -> tuple[tuple[str, Callable[[], Call]], ...]:
         """The two parts of a step of so many sequences, over nothing but padding."""
         padded, nodes = (self.shapes.num_slots,) * size, self.shapes.num_nodes(tree)
-        bits = self._shape(size, nodes, -(-self.config.target.vocab_size // 8), dtype=np.uint8)
-        of_nodes = self._shape(size, 1 + tree.num_nodes)
-        proposal = Proposal(of_nodes, of_nodes, of_nodes, self._shape(size))
+        bits = self.place.shape(size, nodes, -(-self.config.target.vocab_size // 8), dtype=np.uint8)
+        of_nodes = self.place.shape(size, 1 + tree.num_nodes)
+        proposal = Proposal(of_nodes, of_nodes, of_nodes, self.place.shape(size))
         return (
             ("proposal", functools.partial(self._proposal, padded, tree)),
             ("verification", functools.partial(self._verification, padded, tree, proposal, bits)),
         )
-
-    def _shape(self, *shape: int, dtype: Any = np.int32) -> Any:
-        """The shape of an array that is whole on every device."""
-        return jax.ShapeDtypeStruct(shape, dtype, sharding=self.place.whole)
 
     def is_compiled(self, batch_size: int, width: int, tree: Tree | None) -> bool:
         """Return whether such a step runs at once, also where the drafter must catch up before it."""

@@ -1,4 +1,4 @@
-"""Who runs next. It knows lengths, slots, pages and token ids; it never sees an array.
+"""The scheduler decides which sequence runs next. It knows lengths, slots, pages and token ids; it never sees an array.
 
 Requests run by priority, then first come first served. A sequence is admitted when a slot and the pages of its prompt
 are free; the prompt's beginning may be in the prefix cache. It prefills in chunks, a bounded number of tokens between
@@ -110,7 +110,7 @@ class Round:
 
     @property
     def chunks(self) -> list[Chunk]:
-        """Those of all prefill programs."""
+        """The chunks of all prefill programs."""
         return [chunk for chunks in self.prefills for chunk in chunks]
 
     @property
@@ -134,9 +134,9 @@ class Scheduler:
         prefers_cached: bool = False,  # among equal priorities, the longest cached prefix first
         is_deterministic: bool = False,
     ) -> None:
-        """With `is_deterministic` pages are reserved for the whole answer, so nothing is ever computed again in another
-        way, and only prompts are cached, which one program has computed. The data ranks are the pool's; their number
-        must divide `num_slots`."""
+        """Make an empty scheduler. With `is_deterministic` pages are reserved for the whole answer, so nothing is ever
+        computed again in another way, and only prompts are cached, which one program has computed. The data ranks are
+        the pool's; their number must divide `num_slots`."""
         assert num_slots % pool.num_ranks == 0, f"{num_slots} slots for {pool.num_ranks} data ranks"
         self.pool = pool
         self._num_slots = num_slots
@@ -226,8 +226,8 @@ class Scheduler:
         return prefills
 
     def _prompts(self, *, can_admit: bool) -> list[tuple[Sequence, bool]]:
-        """What prefills next, and whether it has just been admitted: one prompt at a time in each data rank, as the
-        next one finds in the cache what this one computes."""
+        """Return what prefills next, and whether it has just been admitted: one prompt at a time in each data rank, as
+        the next one finds in the cache what this one computes."""
         prompts = {self._rank_of(each.slot): (each, False) for each in self.running if each.is_prefilling}
         while can_admit and len(prompts) < self.pool.num_ranks:
             sequence = self._admit(prompts)

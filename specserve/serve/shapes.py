@@ -66,9 +66,13 @@ class Shapes:
         """Pages of each data rank, and so of all sequences that are bound to it together."""
         return self.num_pages // self.num_ranks
 
-    def page_pool(self, watcher: Watcher | None = None) -> PagePool:
-        """A pool of all pages, which are free."""
-        return PagePool(self.num_pages, self.page_size, watcher, num_ranks=self.num_ranks)
+    def page_pool(self, watcher: Watcher | None = None, most: int | None = None) -> PagePool:
+        """Return a pool of all pages, of which `most` are free in each data rank; None: all are."""
+        pool = PagePool(self.num_pages, self.page_size, watcher, num_ranks=self.num_ranks)
+        if most is not None:
+            for rank in range(self.num_ranks):
+                pool.allocate(self.pages_of_rank - most, rank=rank)  # for nobody
+        return pool
 
     @property
     def max_depth(self) -> int:
@@ -116,7 +120,7 @@ class Shapes:
         return rows
 
     def in_rows(self, slots: Sequence[int], values: Any, batch_size: int, rest: int) -> np.ndarray:
-        """What is of slots, [slot, ...], in the rows of a batch, whose other rows are `rest`."""
+        """Return values of slots, [slot, ...], in the rows of a batch, whose other rows are `rest`."""
         values = np.asarray(values)
         found = np.full((batch_size, *values.shape[1:]), rest, values.dtype)
         found[self.rows_of(slots, batch_size)] = values
@@ -130,7 +134,7 @@ class Shapes:
     def masks_in_rows(
         self, slots: Sequence[int], allowed: np.ndarray | None, batch_size: int
     ) -> np.ndarray | None:  # [batch, node, bytes] uint8
-        """What slots may draw, [slot, node, bytes] uint8, in the rows of a batch; padding may draw anything."""
+        """Return what slots may draw, [slot, node, bytes] uint8, in the rows of a batch; padding may draw anything."""
         return None if allowed is None else self.in_rows(slots, allowed, batch_size, 255)
 
     def prompts_in_rows(

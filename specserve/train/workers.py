@@ -57,7 +57,7 @@ class Bell:
         return self._attempts - 1
 
     def has_begun(self) -> bool:
-        """Whether a group of workers has begun."""
+        """Return whether a group of workers has begun."""
         return self._attempts > 0
 
     def listen(self) -> int:
@@ -182,7 +182,7 @@ def lasting_error(failures: Mapping[int, Exception]) -> Exception | None:
 
 
 class Room:
-    """What the workers wait for until they begin, said every ten seconds."""
+    """A wait for what the workers need until they begin, said every ten seconds."""
 
     def __init__(self, ray: Any, bell: Any, each: Mapping[str, float], num_workers: int, seconds: int) -> None:
         self._ray, self._bell, self._each, self._num_workers = ray, bell, each, num_workers

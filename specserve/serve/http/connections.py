@@ -86,7 +86,7 @@ class Connection(H11Protocol):
             self.transport.close()
 
     def _probing(self) -> h11.Event | None:
-        """What may be sent to see whether anybody reads; None where nothing may."""
+        """Return what may be sent to see whether anybody reads, or None where nothing may."""
         if not self.cycle.response_started:  # of HTTP/1.0 there are no interim responses
             interim = h11.InformationalResponse(status_code=102, headers=[], reason=b"Processing")
             return interim if self.scope["http_version"] == "1.1" else None

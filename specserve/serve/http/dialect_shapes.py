@@ -5,12 +5,12 @@ from typing import Annotated, Literal
 from pydantic import ConfigDict, Discriminator, Field
 
 from specserve.serve.http.replies import Json
-from specserve.serve.http.reply_shapes import ChosenLogprob, CompletionDetails, PromptDetails, Shape
+from specserve.serve.http.reply_shapes import ChosenLogprob, CompletionDetails, PromptDetails, ReplyShape
 
 # --- /v1/responses --------------------------------------------------------------------------------------------------
 
 
-class OutputText(Shape):
+class OutputText(ReplyShape):
     """The text of a message."""
 
     type: Literal["output_text"]
@@ -19,22 +19,22 @@ class OutputText(Shape):
     logprobs: list[ChosenLogprob]
 
 
-class ReasoningText(Shape):
+class ReasoningText(ReplyShape):
     """The text of reasoning."""
 
     type: Literal["reasoning_text"]
     text: str
 
 
-class OutputItem(Shape):
-    """What all items have."""
+class OutputItem(ReplyShape):
+    """The members that all items have."""
 
     id: str
     status: Literal["in_progress", "completed", "incomplete"]
 
 
 class OutputMessage(OutputItem):
-    """What the model says."""
+    """A message of the model."""
 
     type: Literal["message"]
     role: Literal["assistant"]
@@ -42,7 +42,7 @@ class OutputMessage(OutputItem):
 
 
 class OutputReasoning(OutputItem):
-    """What it thinks."""
+    """The reasoning of the model."""
 
     type: Literal["reasoning"]
     summary: list[Json]
@@ -58,7 +58,7 @@ class OutputCall(OutputItem):
     arguments: str
 
 
-class ResponseUsage(Shape):
+class ResponseUsage(ReplyShape):
     """Token counts."""
 
     input_tokens: int
@@ -68,14 +68,14 @@ class ResponseUsage(Shape):
     total_tokens: int
 
 
-class ResponseError(Shape):
-    """Why a response failed."""
+class ResponseError(ReplyShape):
+    """The reason why a response failed."""
 
     code: str
     message: str
 
 
-class Response(Shape):
+class Response(ReplyShape):
     """POST /v1/responses: what was said, and what the body asked for."""
 
     id: str
@@ -106,7 +106,7 @@ class Response(Shape):
     user: str | None
 
 
-class ResponseEvent(Shape):
+class ResponseEvent(ReplyShape):
     """One event of a streamed response; its type says which other members it has, as in OpenAI's API."""
 
     model_config = ConfigDict(extra="allow")
@@ -119,22 +119,22 @@ class ResponseEvent(Shape):
 # --- /v1/messages ---------------------------------------------------------------------------------------------------
 
 
-class SaidText(Shape):
-    """What the model says."""
+class SaidText(ReplyShape):
+    """A message of the model."""
 
     type: Literal["text"]
     text: str
 
 
-class SaidThinking(Shape):
-    """What it thinks."""
+class SaidThinking(ReplyShape):
+    """The reasoning of the model."""
 
     type: Literal["thinking"]
     thinking: str
     signature: str
 
 
-class SaidToolUse(Shape):
+class SaidToolUse(ReplyShape):
     """A tool that it calls."""
 
     type: Literal["tool_use"]
@@ -143,7 +143,7 @@ class SaidToolUse(Shape):
     input: Json
 
 
-class AnthropicUsage(Shape):
+class AnthropicUsage(ReplyShape):
     """Token counts; `input_tokens` are those that were not cached."""
 
     input_tokens: int
@@ -152,7 +152,7 @@ class AnthropicUsage(Shape):
     output_tokens: int
 
 
-class AnthropicMessage(Shape):
+class AnthropicMessage(ReplyShape):
     """POST /v1/messages."""
 
     id: str
@@ -165,7 +165,7 @@ class AnthropicMessage(Shape):
     usage: AnthropicUsage
 
 
-class AnthropicEvent(Shape):
+class AnthropicEvent(ReplyShape):
     """One event of a streamed message; its type says which other members it has, as in Anthropic's API."""
 
     model_config = ConfigDict(extra="allow")
@@ -174,7 +174,7 @@ class AnthropicEvent(Shape):
     message: AnthropicMessage | None = None
 
 
-class AnthropicErrorDetails(Shape):
+class AnthropicErrorDetails(ReplyShape):
     """`param` is the field that was wrong."""
 
     type: str
@@ -182,7 +182,7 @@ class AnthropicErrorDetails(Shape):
     param: str | None
 
 
-class AnthropicError(Shape):
+class AnthropicError(ReplyShape):
     """Every reply of a status from 400 below /v1/messages."""
 
     type: Literal["error"]
@@ -194,8 +194,8 @@ class AnthropicError(Shape):
 Row = list[float | int | str | None]  # log-probability, token id, text
 
 
-class GenerateMeta(Shape):
-    """How one answer came about. The last four are there where log-probabilities were asked for."""
+class GenerateMeta(ReplyShape):
+    """Facts about one answer. The last four are there where log-probabilities were asked for."""
 
     id: str
     finish_reason: Json | None
@@ -210,7 +210,7 @@ class GenerateMeta(Shape):
     input_top_logprobs: list[list[Row] | None] = Field(default_factory=list)
 
 
-class Generated(Shape):
+class Generated(ReplyShape):
     """POST /generate: one answer, in a stream with all that has come so far; `index` of a batch's stream."""
 
     text: str

@@ -42,7 +42,7 @@ REPLIES: Mapping[str, Any] = {
     "/get_model_info": reply_shapes.ModelInfo,
     "/get_server_info": reply_shapes.ServerInfo,
     "/health": reply_shapes.Status,
-    "/load": reply_shapes.Load,
+    "/load": reply_shapes.ServerLoad,
     "/model_info": reply_shapes.ModelInfo,
     "/openapi.json": dict[str, Any],
     "/ready": reply_shapes.Status,
@@ -61,7 +61,7 @@ REPLIES: Mapping[str, Any] = {
     "/v1/speculation": reply_shapes.SpeculationNow,
     "/version": reply_shapes.Version,
 }
-EVENTS: Mapping[str, type[reply_shapes.Shape]] = {  # of streams
+EVENTS: Mapping[str, type[reply_shapes.ReplyShape]] = {  # of streams
     "/generate": dialect_shapes.Generated,
     "/v1/chat/completions": reply_shapes.ChatChunk,
     "/v1/completions": reply_shapes.CompletionChunk,
@@ -69,7 +69,7 @@ EVENTS: Mapping[str, type[reply_shapes.Shape]] = {  # of streams
     "/v1/responses": dialect_shapes.ResponseEvent,
 }
 ENDS_WITH_DONE = ("/generate", "/v1/chat/completions", "/v1/completions")
-ERRORS: Mapping[str, type[reply_shapes.Shape]] = {
+ERRORS: Mapping[str, type[reply_shapes.ReplyShape]] = {
     "Error": reply_shapes.Error,
     "AnthropicError": dialect_shapes.AnthropicError,
 }
@@ -146,7 +146,7 @@ def _operation(route: APIRoute, method: str, refs: Mapping[tuple[str, str], Json
 
 
 def _statuses(path: str, *, has_body: bool) -> Iterator[int]:
-    """Of the errors that a route may reply."""
+    """Return the statuses of the errors that a route may reply."""
     yield from _OF_ALL
     if path != "/version":  # which is there whatever the server does
         yield 503
@@ -159,7 +159,7 @@ def _statuses(path: str, *, has_body: bool) -> Iterator[int]:
 
 
 def _content(path: str, refs: Mapping[tuple[str, str], Json], body: type[Body] | None) -> Json:
-    """What a route replies where nothing is wrong, by media type."""
+    """Return what a route replies where nothing is wrong, by media type."""
     if path in TEXTS:
         return {TEXTS[path]: {"schema": _TEXT}}
     content: Json = {"application/json": {"schema": refs["reply", path]}}

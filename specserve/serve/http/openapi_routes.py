@@ -17,7 +17,7 @@ def add_openapi_routes(app: FastAPI, *, has_key: bool, has_docs: bool) -> None:
 
     @functools.cache
     def description() -> tuple[str, str]:
-        """As JSON, and as a page: made once, on a thread, as it takes a while."""
+        """Return the description as JSON and as a page. It takes a while, so it is made once, on a thread."""
         told = openapi(app, has_key=has_key)
         return write_json(told), page(told)
 

@@ -29,7 +29,7 @@ class Part:
 
     @property
     def in_order(self) -> Sequence["Part"]:
-        """What it was said in: also text behind a call stands behind it."""
+        """The pieces in the order in which they were said: text behind a call stands behind it."""
         return self.pieces or ((self,) if self else ())
 
     def __bool__(self) -> bool:

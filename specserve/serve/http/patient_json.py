@@ -45,7 +45,7 @@ def read_json(raw: bytes, refuse_duplicates: Callable[[list[tuple[str, Any]]], N
 
 
 def write_json(value: Any) -> str:
-    """What `ENCODER` makes of a value, which other threads need not wait for."""
+    """Return what `ENCODER` makes of a value, without making other threads wait for it."""
     pieces, parts = ENCODER.iterencode(value), []
     while part := "".join(itertools.islice(pieces, MAX_AT_ONCE)):
         parts.append(part)

@@ -99,8 +99,8 @@ class ReplyFormat(Protocol):
 
     @property
     def is_long(self) -> bool:
-        """Whether pieces of a stream may tell all log-probabilities of a prompt or of an answer, so that a thread is to
-        spell them, as it does the beginning and the end."""
+        """Return whether pieces of a stream may tell all log-probabilities of a prompt or of an answer, so that a
+        thread is to spell them, as it does the beginning and the end."""
         ...
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Json:

@@ -10,13 +10,13 @@ from typing import Literal
 from pydantic import BaseModel, ConfigDict
 
 
-class Shape(BaseModel):
+class ReplyShape(BaseModel):
     """A JSON object. A member with a default may be absent."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class ErrorDetails(Shape):
+class ErrorDetails(ReplyShape):
     """`param` is the field that was wrong."""
 
     message: str
@@ -25,7 +25,7 @@ class ErrorDetails(Shape):
     code: str | None
 
 
-class Error(Shape):
+class Error(ReplyShape):
     """Every reply of a status from 400, as OpenAI's."""
 
     error: ErrorDetails
@@ -34,7 +34,7 @@ class Error(Shape):
 # --- what is served, and how it fares -------------------------------------------------------------------------------
 
 
-class ModelCard(Shape):
+class ModelCard(ReplyShape):
     """The target, or its draft head, whose parent is the target. `tau`: tokens per forward of the target; of the target
     so far, of a head in its own evaluation."""
 
@@ -47,32 +47,32 @@ class ModelCard(Shape):
     parent: str = ""
 
 
-class ModelList(Shape):
+class ModelList(ReplyShape):
     """GET /v1/models."""
 
     object: Literal["list"]
     data: list[ModelCard]
 
 
-class Load(Shape):
+class ServerLoad(ReplyShape):
     """GET /load: sequences that run or wait."""
 
     server_load: int
 
 
-class Status(Shape):
-    """What there is to say of a server that is well."""
+class Status(ReplyShape):
+    """The reply of a server that is well."""
 
     status: Literal["ok"]
 
 
-class Version(Shape):
+class Version(ReplyShape):
     """GET /version."""
 
     version: str
 
 
-class ModelInfo(Shape):
+class ModelInfo(ReplyShape):
     """GET /get_model_info, as SGLang's."""
 
     model_path: str
@@ -83,15 +83,15 @@ class ModelInfo(Shape):
     has_audio_understanding: bool
 
 
-class InternalState(Shape):
-    """Of one engine."""
+class InternalState(ReplyShape):
+    """The state of one engine."""
 
     avg_spec_accept_length: float
     num_running_reqs: int
     num_waiting_reqs: int
 
 
-class ServerInfo(Shape):
+class ServerInfo(ReplyShape):
     """GET /get_server_info, as SGLang's."""
 
     version: str
@@ -103,30 +103,30 @@ class ServerInfo(Shape):
     internal_states: list[InternalState]
 
 
-class SpeculationNow(Shape):
-    """How the server speculates: `off`, `auto`, or one way."""
+class SpeculationNow(ReplyShape):
+    """The way in which the server speculates: `off`, `auto`, or one way."""
 
     speculation: str
 
 
-class LoadedHead(Shape):
+class DraftLoaded(ReplyShape):
     """A draft head by name, with tau of its own evaluation."""
 
     id: str
     tau: float | None
 
 
-class LoadedDraft(Shape):
+class LoadedDraft(ReplyShape):
     """POST /v1/load_draft."""
 
     status: Literal["ok"]
-    draft: LoadedHead
+    draft: DraftLoaded
 
 
 # --- tokens ---------------------------------------------------------------------------------------------------------
 
 
-class Tokens(Shape):
+class Tokens(ReplyShape):
     """POST /tokenize."""
 
     count: int
@@ -134,19 +134,19 @@ class Tokens(Shape):
     tokens: list[int]
 
 
-class Detokenized(Shape):
+class Detokenized(ReplyShape):
     """POST /detokenize."""
 
     prompt: str
 
 
-class TokenCount(Shape):
+class TokenCount(ReplyShape):
     """POST /v1/messages/count_tokens."""
 
     input_tokens: int
 
 
-class TokenizerInfo(Shape):
+class TokenizerInfo(ReplyShape):
     """GET /tokenizer_info; besides these, the tokenizer's special tokens by name."""
 
     model_config = ConfigDict(extra="allow")
@@ -155,8 +155,8 @@ class TokenizerInfo(Shape):
     tokenizer_class: str
 
 
-class PromptLogprob(Shape):
-    """Of one token at a place of the prompt."""
+class PromptLogprob(ReplyShape):
+    """The log-probability of one token at a place of the prompt."""
 
     logprob: float
     rank: int
@@ -169,13 +169,13 @@ PromptLogprobs = list[dict[str, PromptLogprob] | None]  # by token id; null for 
 # --- what /v1/completions and /v1/chat/completions share ------------------------------------------------------------
 
 
-class PromptDetails(Shape):
+class PromptDetails(ReplyShape):
     """Tokens of prompts."""
 
     cached_tokens: int
 
 
-class CompletionDetails(Shape):
+class CompletionDetails(ReplyShape):
     """Tokens of answers, and draft tokens."""
 
     reasoning_tokens: int
@@ -183,7 +183,7 @@ class CompletionDetails(Shape):
     rejected_prediction_tokens: int
 
 
-class TokenCounts(Shape):
+class TokenCounts(ReplyShape):
     """So far, in the middle of a stream."""
 
     prompt_tokens: int
@@ -192,14 +192,14 @@ class TokenCounts(Shape):
 
 
 class TokenUsage(TokenCounts):
-    """Of a whole reply."""
+    """The tokens of a whole reply."""
 
     prompt_tokens_details: PromptDetails
     completion_tokens_details: CompletionDetails
 
 
-class SpeculationMetrics(Shape):
-    """What speculation did for one sequence, as vLLM tells it."""
+class SpeculationMetrics(ReplyShape):
+    """The speculation of one sequence, as vLLM tells it."""
 
     mean_acceptance_length: float
     draft_acceptance_rate: float
@@ -212,8 +212,8 @@ class SpeculationMetrics(Shape):
     per_step_drafted: list[int] = []
 
 
-class SequenceMetrics(Shape):
-    """How the one sequence of a reply fared, where the server tells."""
+class ReplyMetrics(ReplyShape):
+    """Times of the one sequence of a reply, where the server tells."""
 
     queue_time_ms: float = 0.0
     time_to_first_token_ms: float = 0.0
@@ -223,14 +223,14 @@ class SequenceMetrics(Shape):
     speculative_decoding: SpeculationMetrics | None = None
 
 
-class DraftDepths(Shape):
-    """Where each token comes from: the depth at which it was drafted, or 0 for the target's own."""
+class DraftDepths(ReplyShape):
+    """The origin of each token: the depth at which it was drafted, or 0 for the target's own."""
 
     tokens: list[str]
     depths: list[int]
 
 
-class LastTree(Shape):
+class LastTree(ReplyShape):
     """The tree of the last step: nodes with their parents, and the accepted ones."""
 
     tokens: list[str]
@@ -238,7 +238,7 @@ class LastTree(Shape):
     accepted: list[int]
 
 
-class OpenAIChoice(Shape):
+class OpenAIChoice(ReplyShape):
     """One answer, or in a stream what has come of it since the last chunk."""
 
     index: int
@@ -249,19 +249,19 @@ class OpenAIChoice(Shape):
     tree: LastTree | None = None
 
 
-class OpenAIReply(Shape):
+class OpenAIReply(ReplyShape):
     """The head of a reply, or of a chunk."""
 
     id: str
     created: int
     model: str
-    metrics: SequenceMetrics | None = None
+    metrics: ReplyMetrics | None = None
 
 
 # --- /v1/completions ------------------------------------------------------------------------------------------------
 
 
-class TokenLists(Shape):
+class TokenLists(ReplyShape):
     """Log-probabilities in parallel lists, one item for each token."""
 
     tokens: list[str]
@@ -298,8 +298,8 @@ class CompletionChunk(OpenAIReply):
 # --- /v1/chat/completions -------------------------------------------------------------------------------------------
 
 
-class TokenLogprob(Shape):
-    """Of one token. `bytes` is null for a token that is only a part of a character."""
+class TokenLogprob(ReplyShape):
+    """The log-probability of one token. `bytes` is null for a token that is only a part of a character."""
 
     token: str
     logprob: float
@@ -307,26 +307,26 @@ class TokenLogprob(Shape):
 
 
 class ChosenLogprob(TokenLogprob):
-    """Of a token of the answer."""
+    """The log-probability of a token of the answer."""
 
     top_logprobs: list[TokenLogprob]
 
 
-class ChatLogprobLists(Shape):
+class ChatLogprobLists(ReplyShape):
     """One item for each token."""
 
     content: list[ChosenLogprob]
     refusal: None
 
 
-class SaidFunction(Shape):
+class SaidFunction(ReplyShape):
     """`arguments` are JSON."""
 
     name: str
     arguments: str
 
 
-class SaidCall(Shape):
+class SaidCall(ReplyShape):
     """One call of a tool."""
 
     id: str
@@ -334,14 +334,14 @@ class SaidCall(Shape):
     function: SaidFunction
 
 
-class FunctionDelta(Shape):
+class FunctionDelta(ReplyShape):
     """The name comes first; `arguments` are the next piece of the JSON."""
 
     name: str = ""
     arguments: str
 
 
-class ToolCallDelta(Shape):
+class ToolCallDelta(ReplyShape):
     """A piece of a call; the first has its id, type and name."""
 
     index: int
@@ -350,8 +350,8 @@ class ToolCallDelta(Shape):
     function: FunctionDelta
 
 
-class SaidMessage(Shape):
-    """What the model says: content is null where it is calls alone. Reasoning has both its names."""
+class SaidMessage(ReplyShape):
+    """The message of the model: content is null where it is calls alone. Reasoning has both its names."""
 
     role: Literal["assistant"]
     content: str | None
@@ -361,8 +361,8 @@ class SaidMessage(Shape):
     tool_calls: list[SaidCall] = []
 
 
-class ChatDelta(Shape):
-    """What has come of a message; the first has its role."""
+class ChatDelta(ReplyShape):
+    """The next part of a message; the first has its role."""
 
     role: Literal["assistant"] = "assistant"
     content: str = ""

@@ -184,7 +184,7 @@ class ResponsesBody(DialectBody):
 
     @property
     def has_logprobs(self) -> bool:
-        """Whether the reply is to have log-probabilities."""
+        """Return whether the reply is to have log-probabilities."""
         return "message.output_text.logprobs" in self.include or self.top_logprobs > 0
 
     def chat_fields(self) -> Json:

@@ -197,7 +197,7 @@ class Generation:
                     choice.waiting_ids = answer.token_ids
 
     def _num_tokens(self) -> int:
-        """What has come so far."""
+        """Return how many tokens have come so far."""
         return sum(choice.num_tokens for choice in self._choices)
 
     def _piece(self, index: int, delta: Delta) -> Answer:
