@@ -101,7 +101,7 @@ def main() -> int:
             code = shutil.ignore_patterns("*.py")  # which it saves along with a config
             made = {Path("speculators", name): Path(name) for name in (*CASES, "theirs")}
             made |= {Path("peagle", name): Path("masked", name) for name in peagle_case.CASES}
-            for goldens, folder in (made | {Path("mtp"): Path("carried")}).items():
+            for goldens, folder in (made | {Path("mtp", "plain"): Path("carried")}).items():
                 shutil.rmtree(GOLDENS / goldens, ignore_errors=True)
                 shutil.copytree(folder / "saved", GOLDENS / goldens, ignore=code)
     return 0 if is_equal else 1

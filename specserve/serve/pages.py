@@ -87,14 +87,21 @@ class PagePool:
     all (`data_rank`).
     """
 
-    def __init__(self, num_pages: int, page_size: int, watcher: Watcher | None = None, *, num_ranks: int = 1) -> None:
-        """`num_ranks`, of data ranks, must divide `num_pages`."""
+    def __init__(
+        self,
+        num_pages: int,  # that there are; the number of data ranks must divide it
+        page_size: int,
+        watcher: Watcher | None = None,
+        *,
+        num_ranks: int = 1,
+        most: int | None = None,  # pages of each data rank that are handed out, the first ones; None: all
+    ) -> None:
         assert num_pages % num_ranks == 0, f"{num_pages} pages for {num_ranks} data ranks"
-        self.num_pages, self.num_ranks = num_pages, num_ranks
-        self.page_size = page_size
-        self._watcher = watcher
+        self._num_stored, self.num_ranks, self.page_size, self._watcher = num_pages, num_ranks, page_size, watcher
         each = num_pages // num_ranks
-        self._free = [list(range((rank + 1) * each - 1, rank * each - 1, -1)) for rank in range(num_ranks)]
+        most = each if most is None else min(most, each)
+        self.num_pages = most * num_ranks
+        self._free = [list(reversed(range(rank * each, rank * each + most))) for rank in range(num_ranks)]
         self._num_references: dict[int, int] = {}  # of the held pages
         # by data rank, longest idle first; a dict is slow to pop its first item
         self._idle: list[OrderedDict[int, None]] = [OrderedDict() for _ in range(num_ranks)]
@@ -231,7 +238,8 @@ class PagePool:
         """Asserts that the books balance. Reads everything: for tests."""
         free, idle = ([page for part in parts for page in part] for parts in (self._free, self._idle))
         states = sorted([*free, *idle, *self._num_references])
-        assert states == list(range(self.num_pages)), "every page is in exactly one state"
+        each, most = self._num_stored // self.num_ranks, self.num_pages // self.num_ranks
+        assert states == [rank * each + i for rank in range(self.num_ranks) for i in range(most)], "each has one state"
         for rank, parts in enumerate(zip(self._free, self._idle, strict=True)):
             assert {self._rank_of(page) for part in parts for page in part} <= {rank}, "pages stay with their data rank"
         assert Counter(node.digest for node in self._nodes.values()) == self._num_copies
@@ -256,7 +264,7 @@ class PagePool:
                 assert held_below <= self._num_references[parent], "who holds a page holds its ancestors"
 
     def _rank_of(self, page: int) -> int:
-        return data_rank(page, self.num_pages, self.num_ranks)
+        return data_rank(page, self._num_stored, self.num_ranks)
 
     def _keys(self, token_ids: Sequence[int], salt: str, rank: int, start: int = 0) -> Iterator[_Key]:
         """The keys of the full pages, from page `start` on."""

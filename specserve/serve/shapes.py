@@ -67,12 +67,8 @@ class Shapes:
         return self.num_pages // self.num_ranks
 
     def page_pool(self, watcher: Watcher | None = None, most: int | None = None) -> PagePool:
-        """Return a pool of all pages, of which `most` are free in each data rank; None: all are."""
-        pool = PagePool(self.num_pages, self.page_size, watcher, num_ranks=self.num_ranks)
-        if most is not None:
-            for rank in range(self.num_ranks):
-                pool.allocate(self.pages_of_rank - most, rank=rank)  # for nobody
-        return pool
+        """Return a pool of the pages, of which it hands out `most` in each data rank; None: all."""
+        return PagePool(self.num_pages, self.page_size, watcher, num_ranks=self.num_ranks, most=most)
 
     @property
     def max_depth(self) -> int:

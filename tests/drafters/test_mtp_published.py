@@ -15,7 +15,7 @@ from specserve.drafters import doctor
 from specserve.drafters.exchange import describe_target, export_head, import_head
 from specserve.drafters.head import load_head
 
-GOLDEN = Path(__file__).parent.parent / "goldens" / "mtp"
+GOLDEN = Path(__file__).parent.parent / "goldens" / "mtp" / "plain"
 
 
 def test_draft_logits_are_those_of_speculators(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from engines import (
     Dice,
     Fixed,
     Reference,
+    compile_programs,
     make_engine,
     make_runner,
     moved_weights,
@@ -145,7 +146,7 @@ def served(request: pytest.FixtureRequest, shallow_target: Target, kept: Path | 
     head = replace(head, params=jax.tree.map(stir, head.params))
     assert head.drafter.name == request.param
     runner = make_runner(shallow_target, head, *WAYS, has_constrained=False, folder=kept)
-    runner.warmup()
+    compile_programs(runner)
     return Served(request.param, shallow_target, head, runner)
 
 

@@ -4,7 +4,7 @@ whoever runs beside it, and with speculation."""
 import numpy as np
 import pytest
 import tiny
-from engines import Ask, Dice, Reference, greedy, make_engine, make_runner, run, serving
+from engines import Ask, Dice, Reference, compile_programs, greedy, make_engine, make_runner, run, serving
 from rounding import assert_within
 from spread import mesh_of, spread_target, target_of
 
@@ -21,7 +21,7 @@ def test_a_prompt_is_scored_as_by_one_forward(runner: Runner, reference: Referen
 def test_prompts_of_data_ranks_are_scored_side_by_side() -> None:
     mesh = mesh_of("data=2")
     runner = make_runner(spread_target("dense", mesh), None, "off", has_constrained=False, mesh=mesh)
-    runner.warmup()
+    compile_programs(runner)
     _check_scores(runner, Reference(target_of("dense")))
 
 
