@@ -6,9 +6,9 @@ from typing import Any
 
 import httpx
 from pydantic import TypeAdapter
-from specserve.serve.http.reply_shapes import Error
 
 from specserve.serve.http.openapi import ERRORS, EVENTS, REPLIES
+from specserve.serve.http.reply_shapes import Error
 
 _TYPES: dict[str, Any] = {"error": ERRORS, "reply": REPLIES, "event": EVENTS}
 
