@@ -129,16 +129,17 @@ class Controller:
         width: int,
     ) -> Tree | None:
         """Return a way to try once. It is the one that would promise most, of those that speculate, if it were off its
-        measured cost no more than others are, whatever its own steps seemed to take. Every second time it is plain
-        decoding."""
-        if way.tree is not None and way.num_looks % 2 and None in known:
+        measured cost no more than others are, whatever its own steps seemed to take. Every second time, and where there
+        is no such way, it is plain decoding."""
+        others = [tree for tree in known if tree not in (None, way.tree)]
+        if way.tree is not None and None in known and (way.num_looks % 2 or not others):
             return None
 
         def hope(tree: Tree) -> float:
             tokens = sum(self.expected_tokens(estimate, tree) for estimate in estimates)
             return tokens / self._served.hoped_seconds(batch_size, width, tree)
 
-        return max((tree for tree in known if tree not in (None, way.tree)), key=hope, default=way.tree)
+        return max(others, key=hope, default=way.tree)
 
     def speedup(self, estimates: Sequence[Estimate], batch_size: int, width: int, tree: Tree | None) -> float:
         """The tokens per second that the step promises, over those of a plain step. 1 where either cost is unknown."""

@@ -20,10 +20,10 @@ from specserve.speculative.tree import Tree
 Shape = tuple[int, int, Tree | None]  # batch size, page-table width, tree: what a step's cost depends on
 
 # standard deviations of logarithms
-UNKNOWN = 0.7  # of a factor before anything is seen: half or twice the cost is common, four times is rare
+UNKNOWN = 0.4  # of a factor before anything is seen: half as much again is common, twice as much is rare
 STEP_NOISE = 0.15  # of a step's seconds around what is expected of it
 MOMENT_DRIFT = 0.05  # of the moment, from one step to the next
-OWN_DRIFT = 0.01  # of a step's own factor, for each step of any kind
+OWN_DRIFT = 0.02  # of a step's own factor, for each step of any kind
 MOST_SIGMAS = 3.0  # a step that is further off counts as if it were so far off
 
 

@@ -263,17 +263,22 @@ def test_what_is_seen_in_a_slow_moment_is_not_held_against_a_way(head: Head) -> 
     assert np.mean(rates) > 0.95 * best
 
 
-def test_a_mistake_at_first_is_soon_mended() -> None:
-    """The first plain step in service took three times its usual: soon one looks at plain decoding again."""
-    costs = {(8, WIDTH, None): 1.0, (8, WIDTH, chain(3)): 3.4}
-    controller = Controller(costs, prior=(0.75, 0.75, 0.75))
+def test_a_bad_beginning_is_soon_forgotten() -> None:
+    """While prompts end, the host is busy and steps are slow: the first plain steps of eight sequences took up to twice
+    their usual, after others of one sequence had been as ever. Few steps go to a speculation that does not pay."""
+    trees, slow = [None, chain(3)], [1.0, 1.7, 1.3, 2.1, 1.4]
+    true = {None: 6.8, chain(3): 21.0}
+    costs = {(1, WIDTH, None): 2.3, (1, WIDTH, chain(3)): 4.0, (8, WIDTH, None): 4.9, (8, WIDTH, chain(3)): 17.5}
+    controller = Controller(costs, prior=(0.73, 0.76, 0.78))
+    for _ in range(15):
+        controller.observe_seconds(1, WIDTH, None, 2.5)
+        controller.observe_seconds(1, WIDTH, chain(3), 4.6)
     estimates, chosen = [controller.start(None) for _ in range(8)], []
     for step in range(60):
-        tree = controller.choose(estimates, [shape[2] for shape in costs], 8, WIDTH)
-        chosen.append(tree)
-        controller.observe_seconds(8, WIDTH, tree, costs[8, WIDTH, tree] * (3.0 if step == 0 else 1.0))
-    assert chosen[0] is None
-    assert chosen[-30:].count(None) > 25, "2.7 tokens for 3.4 plain steps do not pay"
+        chosen.append(controller.choose(estimates, trees, 8, WIDTH))
+        factor = slow[step] if step < len(slow) else 1.0
+        controller.observe_seconds(8, WIDTH, chosen[-1], factor * true[chosen[-1]])
+    assert chosen.count(None) > 50
 
 
 def test_one_slow_step_says_little() -> None:
