@@ -18,7 +18,7 @@ from specserve.serve import layouts
 from specserve.serve.layouts import BLOCK_COLUMNS, FEW_ROWS, make_layouts
 
 WHOLE, HALVES = 0, -1
-pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="not an instruction set of this processor")
+pytestmark = pytest.mark.skipif(jax.default_backend() != "cpu", reason="layouts are chosen on CPU")
 
 
 class Clock:
