@@ -92,10 +92,10 @@ def profile_table(profile: Profile) -> Table:
 
 
 def pays_line(profile: Profile) -> str:
-    """Say up to which batch size speculation pays."""
-    largest, pays = profile.entries[-1].batch_size, profile.pays_up_to
+    """Say at which batch sizes speculation pays."""
+    largest, pays = profile.entries[-1].batch_size, profile.pays_at
     if not pays:
         return "speculation does not pay here: plain decoding is the fastest at every batch size that was measured"
-    if pays == largest:
+    if len(pays) == len(profile.entries):
         return f"speculation pays at every batch size up to {largest}; beyond, nothing was measured (--max-slots)"
-    return f"speculation pays up to {pays} sequences at once; steps of more are plain"
+    return f"speculation pays at {', '.join(map(str, pays))} at once; other steps are plain"

@@ -2,7 +2,8 @@
 measured where a tree could still win, and a short live run says how far the prediction holds.
 
 A tree's gain is (tokens per step) x (seconds of a plain step) / (seconds of its step). Tokens per step come from
-`replay`, so no tree has to answer anything. Two facts spare most of the measurements: a tree that is no smaller than
+`replay`, so no tree has to answer anything. The two times are always of one moment, since a machine may be half as fast
+in the next one: their ratio is what lasts. Two facts spare most of the measurements: a tree that is no smaller than
 another and brings hardly more cannot win, and a step over a larger tree or of more sequences takes no less time.
 """
 
@@ -37,7 +38,6 @@ TimeTree = Callable[..., tuple[float, float]]  # (tree, batch=): seconds of a pl
 
 CLEARLY_MORE = 1.02  # tokens per step that a larger tree must bring; less cannot be told from noise
 NEAR = 0.1  # prediction and measurement should agree within this share
-LIVE_ANSWERS = 8  # of each arm and batch size, or as many as the batch has sequences
 LONGEST_CHAIN = 8
 STATIC_WIDTHS = ((2,), (2, 1), (2, 2), (3, 1), (2, 1, 1), (2, 2, 1), (3, 2, 1), (4, 2, 1, 1))
 CPU_WIDTHS, DEVICE_WIDTHS = (2, 3), (2, 3, 4, 8)  # top_k of dynamic trees
@@ -121,9 +121,7 @@ def tune(
     time_tree = partial(time_in_turns, plain, runner, context=context, repeats=run.repeats)
     timed = time_all(time_tree, runner.shapes.batch_sizes, worth, on_progress)
     again = [time_again(time_tree, size, worth, timed, on_progress) for size in runner.shapes.batch_sizes]
-    entries = [
-        _best(size, worth, timed, of_leaders) for size, of_leaders in zip(runner.shapes.batch_sizes, again, strict=True)
-    ]
+    entries = [_best(worth, of_leaders) for of_leaders in again]
     timed += itertools.chain.from_iterable(again)
     details = _details(models, run, replayed, timed, recordings, context)
     profile = Profile(facts, tuple(entries), details)
@@ -158,9 +156,20 @@ def undominated(replayed: Sequence[Replayed]) -> list[Replayed]:
 def can_win(each: Replayed, batch_size: int, timed: Sequence[Timed], best: float) -> bool:
     """Return whether a tree could gain more than `best` at this batch size, given that its step takes at least as long
     as every timed step over a smaller tree or of fewer sequences."""
-    plain = [found.plain for found in timed if found.batch_size == batch_size]
-    least = [found.step for found in timed if found.batch_size <= batch_size and is_smaller(found.tree, each.tree)]
-    return not plain or not least or each.tokens_per_step * max(plain) / max(least) > best
+    plain = {size: statistics.median(values) for size, values in _plain_steps(timed).items()}
+    least = [
+        found.step * plain[found.batch_size] / found.plain  # as it were if its moment had been a common one
+        for found in timed
+        if found.batch_size <= batch_size and is_smaller(found.tree, each.tree)
+    ]
+    return batch_size not in plain or not least or each.tokens_per_step * plain[batch_size] / max(least) > best
+
+
+def _plain_steps(timed: Sequence[Timed]) -> dict[int, list[float]]:
+    found: dict[int, list[float]] = {}
+    for each in timed:
+        found.setdefault(each.batch_size, []).append(each.plain)
+    return found
 
 
 def time_all(
@@ -199,30 +208,23 @@ def time_again(
 
 def _gains(batch_size: int, worth: Sequence[Replayed], timed: Sequence[Timed]) -> list[tuple[float, Tree]]:
     """Return the gain of each tree that was timed at this batch size, which is its tokens per second over those of
-    plain decoding, the best first. A plain step is one figure for all of them, the median; a tree that was timed more
-    than once has the mean."""
-    plain = _plain(batch_size, timed)
-    tokens, steps = {each.tree: each.tokens_per_step for each in worth}, dict[Tree, list[float]]()
+    plain decoding, the best first. A tree that was timed more than once has the mean of its gains."""
+    tokens, gains = {each.tree: each.tokens_per_step for each in worth}, dict[Tree, list[float]]()
     for found in timed:
         if found.batch_size == batch_size:
-            steps.setdefault(found.tree, []).append(found.step)
-    gains = [(tokens[tree] * plain / statistics.mean(seconds), tree) for tree, seconds in steps.items()]
-    return sorted(gains, key=lambda gain: -gain[0])
+            gains.setdefault(found.tree, []).append(tokens[found.tree] * found.plain / found.step)
+    means = [(statistics.mean(values), tree) for tree, values in gains.items()]
+    return sorted(means, key=lambda gain: -gain[0])
 
 
-def _plain(batch_size: int, timed: Sequence[Timed]) -> float:
-    """Seconds of a plain step at a batch size: the median of all figures, which came in turns with those of trees."""
-    return statistics.median([found.plain for found in timed if found.batch_size == batch_size] or [0.0])
-
-
-def _best(batch_size: int, worth: Sequence[Replayed], timed: Sequence[Timed], again: Sequence[Timed]) -> Entry:
-    """Make the profile's entry for a batch size: its last leader, by the time that it took the last time."""
-    leader, plain = again[-1], _plain(batch_size, [*timed, *again])
+def _best(worth: Sequence[Replayed], again: Sequence[Timed]) -> Entry:
+    """Make the profile's entry for a batch size: its last leader, by the times that were taken the last time."""
+    leader = again[-1]
     found = next(each for each in worth if each.tree == leader.tree)
-    gain = found.tokens_per_step * plain / leader.step
+    plain_ms, gain = 1e3 * leader.plain, found.tokens_per_step * leader.plain / leader.step
     if gain <= 1.0:
-        return Entry(batch_size, "off", 1.0, 1e3 * plain, 1e3 * plain, 1.0)
-    return Entry(batch_size, describe(leader.tree), found.acceptance.tau, 1e3 * plain, 1e3 * leader.step, gain)
+        return Entry(leader.batch_size, "off", 1.0, plain_ms, plain_ms, 1.0)
+    return Entry(leader.batch_size, describe(leader.tree), found.acceptance.tau, plain_ms, 1e3 * leader.step, gain)
 
 
 def _details(
@@ -271,8 +273,9 @@ def measure_live(
     prompts: Sequence[Sequence[int]],
     on_progress: OnProgress = lambda _what, _done, _total: None,
 ) -> Profile:
-    """Answer prompts plainly and as `serve --speculation tuned` would, in turns, at each batch size where a tree is
-    expected to win. Returns the profile with what was measured."""
+    """Answer the prompts plainly and as `serve --speculation tuned` would, in turns, at each batch size where a tree is
+    expected to win: each prompt once, as acceptance was replayed over them, but for those that fill no last batch.
+    Returns the profile with what was measured."""
     models = with_cache_dtype(models, _serve_run(run))
     sizes = [entry.batch_size for entry in profile.entries if entry.speculation != "off"]
     if not sizes:
@@ -310,7 +313,7 @@ def _measure_size(
     """Return the gain of the second arm over the first with so many sequences at once, and its tau."""
     tokens, seconds, acceptance = [0, 0], [0.0, 0.0], Acceptance()
     supply = itertools.cycle(range(len(prompts)))
-    for number in range(-(-LIVE_ANSWERS // size)):
+    for number in range(max(1, len(prompts) // size)):
         group = list(itertools.islice(supply, size))
         for i in (number % 2, 1 - number % 2):
             arms[i].forget()

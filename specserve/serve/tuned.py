@@ -52,9 +52,9 @@ class Profile:
     details: Mapping[str, Any] = field(default_factory=dict)  # for people: names, settings, all trees, provenance
 
     @property
-    def pays_up_to(self) -> int:
-        """The largest measured batch size at which speculation is faster than plain decoding; 0: it never is."""
-        return max((entry.batch_size for entry in self.entries if entry.speculation != "off"), default=0)
+    def pays_at(self) -> tuple[int, ...]:
+        """The measured batch sizes at which speculation is faster than plain decoding."""
+        return tuple(entry.batch_size for entry in self.entries if entry.speculation != "off")
 
     @property
     def trees(self) -> tuple[tuple[int, Tree | None], ...]:
@@ -80,7 +80,7 @@ class Profile:
         return {
             "specserve_profile": VERSION,
             "facts": dict(self.facts),
-            "pays_up_to": self.pays_up_to,
+            "pays_at": list(self.pays_at),
             "batch_sizes": {str(entry.batch_size): _without_size(entry) for entry in self.entries},
             **self.details,
         }
@@ -115,7 +115,7 @@ def read_profile(file: Path) -> Profile:
         raise ConfigError(f"{file}: there is no such profile; `specserve tune` makes one") from None
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise ConfigError(f"{file}: not a profile of `specserve tune` ({type(error).__name__}: {error})") from error
-    known = {"specserve_profile", "facts", "pays_up_to", "batch_sizes"}
+    known = {"specserve_profile", "facts", "pays_at", "batch_sizes"}
     return Profile(facts, entries, {name: value for name, value in raw.items() if name not in known})
 
 
