@@ -137,8 +137,9 @@ def check_between_steps(slots: Slots) -> None:
         assert state.seq_lens[slot] == len(text) - 1
         assert state.history[slot, : len(text)].tolist() == text
         if pending is not None:
-            count = int(pending.count[slot])
-            assert pending.token_ids[slot, :count].tolist() == text[len(text) - count :]
+            ring, count = pending.token_ids[slot], int(pending.count[slot])
+            last = range(max(0, count - len(ring)), count)
+            assert [ring[i % len(ring)] for i in last] == text[len(text) - len(last) :]
 
 
 def decoded(target: Target, prompts: list[list[int]], num: int, rows: SamplerRows) -> list[list[int]]:

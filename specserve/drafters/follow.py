@@ -42,7 +42,9 @@ class Pending:
 class Following:
     """The state of all sequences."""
 
-    pending: Pending  # [slot, max_pending, ...]
+    # [slot, max_pending, ...], rings: the i-th token that the drafter has not consumed lies at i % max_pending, and
+    # `count` counts all of them, also those that later ones have overwritten. See `pending_of`.
+    pending: Pending
     cache: Cache  # the drafter's layers, under the target's page table
     page_aux: PageRows  # [page, taps * target_d_model], aux hidden states of each page's last entry
 
@@ -169,22 +171,14 @@ def _observe_plain(state: Following, view: SlotView, committed: Committed) -> Fo
     """Add the token of a plain step to the pending ones. Where there is no room the oldest is forgotten, unless
     the drafter catches up before. It then has no entry for that token, which costs acceptance and never changes
     a token."""
-    pending = take_rows(state.pending, view.slots)
-    room = pending.token_ids.shape[1]
-    is_full = pending.count >= room
-    place = jnp.minimum(pending.count, room - 1)[:, None] == jnp.arange(room)  # [batch, room]
-    token_ids, aux = jax.tree.map(
-        lambda x: jnp.where(is_full.reshape(-1, *[1] * (x.ndim - 1)), jnp.roll(x, -1, axis=1), x),
-        (pending.token_ids, pending.aux_hidden_states),
-    )
+    pending, count = state.pending, take_rows(state.pending.count, view.slots)
+    place = view.slots, count % pending.token_ids.shape[1]
     return dataclasses.replace(
         state,
-        pending=_put(
-            state,
-            view,
-            jnp.where(place, committed.next_ids, token_ids),
-            jnp.where(place[..., None], _aux(committed), aux),
-            jnp.minimum(pending.count + 1, room),
+        pending=Pending(
+            token_ids=pending.token_ids.at[place].set(committed.next_ids[:, 0], mode="drop"),
+            aux_hidden_states=pending.aux_hidden_states.at[place].set(_aux(committed)[:, 0], mode="drop"),
+            count=pending.count.at[view.slots].set(count + 1, mode="drop"),
         ),
         page_aux=_kept_with_pages(state, view, committed),
     )
@@ -193,8 +187,15 @@ def _observe_plain(state: Following, view: SlotView, committed: Committed) -> Fo
 def pending_of(state: Following, view: SlotView, depth: int | None = None) -> Pending:
     """The pending tokens of the step's slots. Before a tree of this depth they are no more than a path of it: no step
     leaves more, and the caller has called `catch_up` after others."""
-    pending = take_rows(state.pending, view.slots)
-    return jax.tree.map(lambda x: x[:, : depth + 1] if depth is not None and x.ndim > 1 else x, pending)
+    pending, count = state.pending, take_rows(state.pending.count, view.slots)
+    room = pending.token_ids.shape[1]
+    first = jnp.maximum(count - room, 0)[:, None]
+    place = view.slots[:, None], (first + jnp.arange(room if depth is None else depth + 1)) % room
+    return Pending(
+        token_ids=pending.token_ids.at[place].get(mode="clip", wrap_negative_indices=False),
+        aux_hidden_states=pending.aux_hidden_states.at[place].get(mode="clip", wrap_negative_indices=False),
+        count=jnp.minimum(count, room),
+    )
 
 
 def places(seq_lens: jax.Array, pending: Pending) -> tuple[jax.Array, jax.Array]:
@@ -205,7 +206,7 @@ def places(seq_lens: jax.Array, pending: Pending) -> tuple[jax.Array, jax.Array]
 
 def caught_up(state: Following, view: SlotView, cache: Cache) -> Following:
     """Return the state when the entries of all that was pending are in `cache`: the root alone stays pending."""
-    pending = take_rows(state.pending, view.slots)
+    pending = pending_of(state, view)
     last = jnp.maximum(pending.count - 1, 0)[:, None]
     root, aux = take_each(pending.token_ids, last), take_each(pending.aux_hidden_states, last)
     return dataclasses.replace(state, cache=cache, pending=_put(state, view, root, aux, jnp.minimum(pending.count, 1)))

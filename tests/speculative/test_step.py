@@ -3,7 +3,8 @@ would, and a cached prefix goes on where it ended."""
 
 import dataclasses
 import functools
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -26,12 +27,14 @@ from stepping import (
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
+from specserve.drafters.follow import pending_of
 from specserve.drafters.lookup.drafter import MixedState
 from specserve.drafters.speculation import parse_speculation
 from specserve.drafters.words import ALL_TEXT
 from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams, forward
 from specserve.speculative import step
+from specserve.speculative.drafter import SlotView
 from specserve.speculative.sampling import UNBOUNDED, SamplerRows
 from specserve.speculative.tree import Tree
 
@@ -209,8 +212,10 @@ def test_a_draft_that_need_not_follow_costs_no_token(
         slots.decode((0, 1, 2))
         check_between_steps(slots)
     assert slots.followed is not None
-    assert slots.followed.pending.count.tolist() == [slots.config.max_pending] * NUM_SLOTS
+    assert slots.followed.pending.count.tolist() == [1 + 2 * slots.config.max_pending] * NUM_SLOTS
+    _check_pending(tiny_target, slots)
     slots.catch_up((0, 1, 2))
+    check_between_steps(slots)
     for _ in range(4):
         slots.speculate((0, 1, 2))
         check_between_steps(slots)
@@ -219,15 +224,33 @@ def test_a_draft_that_need_not_follow_costs_no_token(
         assert text == expected[: len(text)]
 
 
-def _check_pages(target: Target, slots: Slots) -> None:
-    """`page_aux` holds what the target's tapped layers said at the last entry of every full page."""
-    assert slots.followed is not None
-    page_aux = np.asarray(slots.followed.page_aux.rows)
+def _tapped(target: Target, slots: Slots) -> tuple[np.ndarray, np.ndarray]:
+    """What the target's tapped layers say over the texts of all slots, and how far rounding may move it."""
     padded = np.zeros((NUM_SLOTS, MAX_PAGES * PAGE_SIZE), np.int32)
     for slot, text in enumerate(slots.texts):
         padded[slot, : len(text)] = text
     run = functools.partial(_forward_with_taps(target.config, slots.config.aux_layers), token_ids=padded)
-    states, off = run(target.params), tolerance(run, target.params)
+    return run(target.params), tolerance(run, target.params)
+
+
+def _check_pending(target: Target, slots: Slots) -> None:
+    """The drafter would read the last tokens in their order, each with what the tapped layers said before it."""
+    assert slots.followed is not None
+    view = cast(SlotView, SimpleNamespace(slots=jnp.arange(NUM_SLOTS)))  # nothing else of it is looked at
+    pending = pending_of(slots.followed, view)
+    states, off = _tapped(target, slots)
+    for slot, text in enumerate(slots.texts):
+        count = int(pending.count[slot])
+        assert pending.token_ids[slot, :count].tolist() == text[len(text) - count :]
+        before = slot, slice(len(text) - count - 1, len(text) - 1)
+        assert_same(pending.aux_hidden_states[slot, :count], states[before], off[before], f"slot {slot}")
+
+
+def _check_pages(target: Target, slots: Slots) -> None:
+    """`page_aux` holds what the target's tapped layers said at the last entry of every full page."""
+    assert slots.followed is not None
+    page_aux = np.asarray(slots.followed.page_aux.rows)
+    states, off = _tapped(target, slots)
     for slot, text in enumerate(slots.texts):
         for column in range((len(text) - 1) // PAGE_SIZE):
             found = page_aux[slots.table[slot, column]]
