@@ -3,7 +3,7 @@ commands of these names; and what its steps cost, in parts and as shares of what
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -196,14 +196,15 @@ def _with_steps(
     runner, found, timed = engine.runner, [], steps.most_common(MOST_WAYS)
     ways = {describe(tree): tree for tree in runner.shapes.trees}
     drafter = models.head.drafter if models.head else None
-    target = replace(models.target, config=runner.config.target)  # with the dtype of the cache
+    config = runner.config.target  # with the dtype of the cache
     on_progress("measuring the machine's peaks", 0, 1)
-    peaks = measure_peaks(runner.config.target.dtype, 1 if models.mesh is None else models.mesh.size)
+    peaks = measure_peaks(config.dtype, 1 if models.mesh is None else models.mesh.size)
     for number, (name, _) in enumerate(timed):
         on_progress(f"timing steps of {name}", number, len(timed))
         tree = ways[name]
         step, draft = time_step(runner, tree, context=context, batch=batch_size, repeats=REPEATS)
-        work = step_work(target, drafter, tree, batch=batch_size, context=context)
+        weights = runner.layout_for(batch_size, tree)
+        work = step_work(config, weights, drafter, tree, batch=batch_size, context=context)
         found.append(Roofline(name, batch_size, context, work, step, draft, peaks))
     result |= {
         "output_throughput": sum(len(answer.token_ids) for answer in run.answers) / run.seconds,

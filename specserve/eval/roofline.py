@@ -17,13 +17,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specserve.checkpoints.load import Target
 from specserve.drafters.door import TrainedDrafter
-from specserve.eval.step_times import read_bandwidth
+from specserve.eval.step_times import bytes_read, read_bandwidth
 from specserve.kernels.grouped import expected_experts
+from specserve.models.config import ModelConfig
 from specserve.models.params import is_matrix, num_params, specs
 from specserve.models.target import target_spec
 from specserve.serve.placement import bytes_per_token
+from specserve.speculative.drafter import Weights
 from specserve.speculative.tree import Tree
 from specserve.train.flops import target_flops
 from specserve.train.speed import matmul_peak
@@ -92,29 +93,36 @@ class Roofline:
 
 
 def step_work(
-    target: Target, drafter: TrainedDrafter | None, tree: Tree | None, *, batch: int, context: int
+    config: ModelConfig,
+    weights: Weights,
+    drafter: TrainedDrafter | None,
+    tree: Tree | None,
+    *,
+    batch: int,
+    context: int,
 ) -> StepWork:
-    """Count the bytes and operations of a step of `batch` sequences with `context` committed tokens each. `drafter` is
-    the head's, and is needed for trees that a head proposes."""
-    config, platform, params = target.config, jax.default_backend(), target.params
+    """Count the bytes and operations of a step of `batch` sequences with `context` committed tokens each. `weights` are
+    those that the step takes, which may be narrower than its arithmetic. `drafter` is the head's, and is needed for
+    trees that a head proposes."""
+    platform = jax.default_backend()
     rows = batch * (1 + (tree.num_nodes if tree else 0))
-    weights = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
-    if params.head is not None:  # an embedding that is only looked up
-        weights -= params.embedding.nbytes
+    of_target = bytes_read(weights.target)
     if config.experts:
         spec = target_spec(config)
         of_experts = sum(num_params(each) for each in specs(spec) if each.axes and each.axes[0] == "experts")
         read = expected_experts(config.experts.num_experts, config.experts.top_k, rows) / config.experts.num_experts
-        weights -= weights * of_experts / num_params(spec) * (1 - read)
-    num_bytes = weights + batch * context * bytes_per_token(config, None)
+        of_target -= of_target * of_experts / num_params(spec) * (1 - read)
+    num_bytes = of_target + batch * context * bytes_per_token(config, None)
     # a mean over a row of twice the context sees what a token after the context sees
     layers = target_flops(config, 2 * context, rows, platform).useful
     num_flops = rows * (layers + 2 * config.d_model * config.vocab_size)
     if tree is not None and tree.uses_head:
         assert drafter is not None, "a tree that asks a head has one"
+        assert weights.draft is not None, "and its weights"
         size = num_params([spec for spec in specs(drafter.spec()) if is_matrix(spec)])
+        each = sum(leaf.nbytes for leaf in jax.tree.leaves(weights.draft.params)) / num_params(drafter.spec())
         entries = bytes_per_token(config, drafter) - bytes_per_token(config, None)
-        num_bytes += tree.depth * (size * jnp.dtype(drafter.dtype).itemsize + batch * context * entries)
+        num_bytes += tree.depth * (size * each + batch * context * entries)
         num_flops += 2 * size * batch * (1 + (tree.depth - 1) * tree.top_k)
     return StepWork(num_bytes, num_flops)
 

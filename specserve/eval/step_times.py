@@ -15,6 +15,7 @@ import numpy as np
 
 from specserve.errors import ConfigError
 from specserve.host import num_cores
+from specserve.models.target import TargetParams
 from specserve.serve.options import sampler_rows
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
@@ -80,7 +81,7 @@ def measure_steps(
         times["step"].append(_run_ahead(speculative, tree, 1))
     for runner in (plain, speculative):
         runner.reset()
-    bound = bytes_per_plain_step(plain) / (bandwidth or read_bandwidth())
+    bound = bytes_read(plain.layout_for(1, None).target) / (bandwidth or read_bandwidth())
     warm = {name: statistics.median(values[1:]) * 1e3 for name, values in times.items()}
     return StepTimes(bound=bound * 1e3, step=warm["step"], draft=warm["draft"], plain=warm["plain"])
 
@@ -102,9 +103,11 @@ def time_step(runner: Runner, tree: Tree | None, *, context: int, batch: int, re
 def time_in_turns(
     plain: Runner, speculative: Runner, tree: Tree, *, context: int, batch: int, repeats: int
 ) -> tuple[float, float]:
-    """The median seconds of a plain step and of one over the tree with `batch` sequences of about `context` committed
-    tokens each: `repeats` stretches of both, taking turns, in which each step is dispatched before the one before it
-    is read, as the engine does. Whatever is missing is compiled first. Both runners forget all sequences."""
+    """The seconds of a plain step and of one over the tree with `batch` sequences of about `context` committed tokens
+    each: `repeats` stretches of both, taking turns, in which each step is dispatched before the one before it is read,
+    as the engine does. Of plain steps the median; of the others as many plain steps as the median turn says, since the
+    machine may be half as fast a moment later. Whatever is missing is compiled first. Both runners forget all
+    sequences."""
     for runner in (plain, speculative):
         fill(runner, context, context + steps_timed(repeats) + 2 + tree.depth, batch)
     seconds: tuple[list[float], list[float]] = [], []
@@ -113,7 +116,9 @@ def time_in_turns(
         seconds[1].append(_run_ahead(speculative, tree, batch))
     for runner in (plain, speculative):
         runner.reset()
-    return statistics.median(seconds[0][1:]), statistics.median(seconds[1][1:])
+    turns = list(zip(*seconds, strict=True))[1:]
+    of_plain = statistics.median(plain for plain, _ in turns)
+    return of_plain, of_plain * statistics.median(step / plain for plain, step in turns)
 
 
 def steps_timed(repeats: int) -> int:
@@ -168,9 +173,8 @@ def prefill(
             return int(result.token_ids[0, 0])
 
 
-def bytes_per_plain_step(plain: Runner) -> int:
-    """Count the bytes of weights that a plain step reads: all but an embedding that is only looked up."""
-    params = plain.layout_for(1, None).target
+def bytes_read(params: TargetParams) -> int:
+    """Count the bytes of the target's weights that a step reads: all but an embedding that is only looked up."""
     total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
     return total if params.head is None else total - params.embedding.nbytes
 

@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import pytest
 import tiny
 from hypothesis import given
@@ -19,6 +20,7 @@ from specserve.eval.roofline import Peaks, Roofline, StepWork, measure_peaks, st
 from specserve.eval.settings import LatencyRun, ThroughputRun
 from specserve.eval.trace import Operation, newest_trace, operations, read_operations
 from specserve.serve.launch import Models
+from specserve.speculative.drafter import Weights
 
 
 @pytest.fixture(scope="module")
@@ -52,13 +54,17 @@ def test_the_work_of_a_step_by_hand(models: Models) -> None:
     layer = 32 * (4 + 2 + 2) * 8 + 4 * 8 * 32 + 3 * 32 * 48
     norms = 2 * (2 * 32 + 2 * 8) + 32
     entry = 2 * 2 * (2 * 8) * 4  # keys and values in both layers
-    plain = step_work(models.target, None, None, batch=2, context=10)
+    assert models.head is not None
+    config, weights = models.target.config, Weights(models.target.params, models.head.weights(None))
+    plain = step_work(config, weights, None, None, batch=2, context=10)
     assert plain.num_bytes == 4 * (2 * layer + 64 * 32 + norms) + 2 * 10 * entry
     attention = 2 * 2 * (4 * 8) * 10.5  # products with keys and values over half of 20 keys, the own one included
     assert plain.num_flops == 2 * (2 * (2 * layer + attention) + 2 * 64 * 32)
 
-    assert models.head is not None
-    grown = step_work(models.target, models.head.drafter, tree, batch=2, context=10)
+    narrow = Weights(jax.tree.map(lambda x: x.astype(jnp.bfloat16), weights.target), None)
+    half = step_work(config, narrow, None, None, batch=2, context=10)
+    assert half.num_bytes == plain.num_bytes - 2 * (2 * layer + 64 * 32 + norms), "as the step takes them"
+    grown = step_work(config, weights, models.head.drafter, tree, batch=2, context=10)
     head = sum(leaf.size for leaf in jax.tree.leaves(models.head.params) if leaf.ndim > 1)
     assert grown.num_bytes - plain.num_bytes == 3 * (4 * head + 2 * 10 * entry / 2)
     assert grown.num_flops == 6 * plain.num_flops + 2 * head * 2 * (1 + 2 * 2)

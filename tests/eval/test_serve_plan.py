@@ -24,6 +24,7 @@ from specserve.eval.step_costs import RooflineCosts
 from specserve.mesh import make_mesh
 from specserve.serve.runner import Runner
 from specserve.serve.tuned import Entry, Profile, machine_facts
+from specserve.speculative.drafter import Weights
 from specserve.speculative.tree import DynamicTree, Tree, chain
 from specserve.train.outline import SHARE_OF_BANDWIDTH, SHARE_OF_PEAK
 from specserve.train.plan import abstract_mesh
@@ -79,14 +80,15 @@ def test_on_one_device_the_roofline_is_that_of_the_benchmarks(
     if is_tied:
         tiny.write_target(tmp_path, tiny.TARGET | {"tie_word_embeddings": True}, 0)
         target = load_target(tmp_path, dtype="float32")
-    head = tiny.random_head(target.config, 1).drafter
+    random = tiny.random_head(target.config, 1)
+    head, weights = random.drafter, Weights(target.params, random.weights(None))
     mesh, never = abstract_mesh({}), 1e60
     fast = Device(
         "x", "x", "x", peak=never, peak_8bit=never, memory=1, bandwidth=1.0, link=1, linked=1, network=1, source=""
     )
     wide = dataclasses.replace(fast, peak=1.0, bandwidth=never)
     for batch, context in ((1, 7), (4, 64)):
-        work = step_work(target, head, tree, batch=batch, context=context)
+        work = step_work(target.config, weights, head, tree, batch=batch, context=context)
         read, computed = (
             RooflineCosts(target.config, head, mesh, device, context).costs(tree, (batch,)).step[0]
             for device in (fast, wide)
