@@ -82,7 +82,7 @@ BENCHES = {
         HubDataset(
             "json",
             "apache-2.0",
-            files="https://raw.githubusercontent.com/hemingkx/Spec-QuestionSet/main/data/spec_bench/question.jsonl",
+            files="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
         ),
         lambda row: row["turns"],
         lambda row: row["category"],

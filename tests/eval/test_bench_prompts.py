@@ -45,6 +45,26 @@ ROWS: dict[str, tuple[dict[str, Any], Question]] = {
     ),
 }
 
+HUB = "https://huggingface.co/datasets"
+PLACES = {  # where each is, and which part of it is asked; nobody else's renaming is to reach into these
+    "mt-bench": (f"{HUB}/HuggingFaceH4/mt_bench_prompts", None, "train"),
+    "gsm8k": (f"{HUB}/openai/gsm8k", "main", "test"),
+    "humaneval": (f"{HUB}/openai/openai_humaneval", None, "test"),
+    "math-500": (f"{HUB}/HuggingFaceH4/MATH-500", None, "test"),
+    "alpaca": (f"{HUB}/tatsu-lab/alpaca", None, "train"),
+    "cnn-dm": (f"{HUB}/abisee/cnn_dailymail", "3.0.0", "test"),
+    "spec-bench": (
+        "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
+        None,
+        "train",
+    ),
+}
+
+
+def test_every_bench_is_where_its_authors_have_it() -> None:
+    found = {name: bench.dataset for name, bench in BENCHES.items()}
+    assert {name: (each.homepage, each.config, each.split) for name, each in found.items()} == PLACES
+
 
 @pytest.mark.parametrize("name", BENCHES)
 def test_a_bench_is_the_same_from_the_hub_and_from_files(
