@@ -20,7 +20,7 @@ from specserve.eval.settings import LatencyRun, ThroughputRun
 from specserve.eval.step_times import steps_timed, time_step
 from specserve.serve.engine import Engine
 from specserve.serve.interface import EngineStats
-from specserve.serve.launch import Models, with_cache_dtype
+from specserve.serve.launch import Models, check_shares, with_cache_dtype
 from specserve.serve.request import SamplingParams
 from specserve.serve.settings import ServeRun
 from specserve.speculative.acceptance import Acceptance
@@ -87,6 +87,7 @@ def throughput(
     models: Models, run: ThroughputRun, on_progress: OnProgress = lambda _what, _done, _total: None
 ) -> Measured:
     """Answer all prompts as fast as the engine can. Raises ConfigError or DataError."""
+    check_shares(models.mesh, run.max_slots)
     prompts = throughput_prompts(models, run)
     params = [_params(run, i, ignore_eos=False) for i in range(len(prompts))]
     slots = min(run.max_slots, len(prompts))
