@@ -142,6 +142,18 @@ def test_a_bench_with_few_prompts_that_fit_asks_them_again(tmp_path: Path, pydoc
         throughput_prompts(models, ThroughputRun(bench=str(path), max_model_len=129))
 
 
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that may not come as far as loading a model."""
+
+    def load(_run: object) -> None:
+        raise AssertionError("the models are loaded")
+
+    for command in ("bench", "bench_offline"):
+        monkeypatch.setattr(f"specserve.cli.{command}.bench_models", load)
+
+
+@pytest.mark.usefixtures("unloaded")
 @pytest.mark.parametrize("length", [128, 512])
 def test_a_length_that_would_be_ignored_is_refused_though_it_is_the_usual_one(length: int) -> None:
     """What is given is told from what is not: the default is no length that anybody gives."""
@@ -154,14 +166,8 @@ def test_a_length_that_would_be_ignored_is_refused_though_it_is_the_usual_one(le
             refused()
 
 
-def test_random_prompts_that_do_not_fit_are_refused_before_anything_is_loaded(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    def load(_run: object) -> None:
-        raise AssertionError("the models are loaded")
-
-    for command in ("bench", "bench_offline"):
-        monkeypatch.setattr(f"specserve.cli.{command}.bench_models", load)
+@pytest.mark.usefixtures("unloaded")
+def test_random_prompts_that_do_not_fit_are_refused_before_anything_is_loaded() -> None:
     for run, room in (
         (partial(measure_engine, BenchRun(bench="random", input_len=2000, max_tokens=24)), 1000),
         (partial(throughput, ThroughputRun(bench="random", input_len=2000, output_len=24)), 1000),
