@@ -47,7 +47,7 @@ class Row:
 
     kind: str
     parameters: int  # of the head's own tensors
-    steps: int  # of training
+    steps: int  # of training, as the first head's notes say
     tokens_per_second: float  # of training, loss-bearing, while the pace was taken
     draft_ms: float  # of the chain's step, one sequence
     taus: Mapping[tuple[str, float], tuple[float, float, float]]  # by speculation and temperature: mean, least, most
@@ -64,7 +64,7 @@ def main() -> int:
         rows = []
         for kind in options.kinds:
             own = [arm for arm in arms if arm.kind == kind]
-            rows.append(row_of(kind, steps[kind], own, [report for arm in own for report in measure(options, arm)]))
+            rows.append(row_of(kind, own, [report for arm in own for report in measure(options, arm)]))
     except BenchmarkError as error:
         say(f"error: {error}")
         return 2
@@ -113,16 +113,35 @@ def steps_in(options: argparse.Namespace, kind: str) -> int:
 
 
 def train_all(options: argparse.Namespace, steps: Mapping[str, int]) -> list[Arm]:
-    """Train what is not there yet, seed by seed."""
+    """Train what is not there yet, seed by seed. Raises BenchmarkError for a head of other steps than are asked for,
+    before anything is trained where it is there already."""
     arms = [
         Arm(kind, seed, options.output / f"{kind}-{seed}") for seed in range(options.seeds) for kind in options.kinds
     ]
+    trained = [arm for arm in arms if (arm.folder / NOTES).is_file()]
+    for arm in trained:
+        check_steps(arm, steps[arm.kind])
     for arm in arms:
-        if (arm.folder / NOTES).is_file():
+        if arm in trained:
             continue
         say(f"training {arm.kind}, seed {arm.seed}: {steps[arm.kind]} steps")
         train(options, arm.kind, arm.folder, max_steps=steps[arm.kind], seed=arm.seed)
+        check_steps(arm, steps[arm.kind])
     return arms
+
+
+def steps_of(folder: Path) -> int:
+    """Steps of training that a head has had, as its own notes say."""
+    return int(json.loads((folder / NOTES).read_text())["steps"])
+
+
+def check_steps(arm: Arm, wanted: int) -> None:
+    """Refuse a head that was trained for longer or shorter than the others are. Raises BenchmarkError."""
+    if (found := steps_of(arm.folder)) != wanted:
+        raise BenchmarkError(
+            f"{arm.folder} was trained for {found} steps, and --minutes asks for {wanted} of {arm.kind}: give the "
+            "minutes that it was trained for, or another --output"
+        )
 
 
 def measure(options: argparse.Namespace, arm: Arm) -> list[dict[str, Any]]:
@@ -152,7 +171,7 @@ def report_file(options: argparse.Namespace, arm: Arm, name: str) -> Path:
     return arm.folder.with_name("-".join([arm.folder.name, *said, f"{name}.json"]))
 
 
-def row_of(kind: str, steps: int, arms: Sequence[Arm], found: Sequence[Mapping[str, Any]]) -> Row:
+def row_of(kind: str, arms: Sequence[Arm], found: Sequence[Mapping[str, Any]]) -> Row:
     """The figures of one kind, from what was found of its heads."""
     taus: dict[tuple[str, float], list[float]] = {}
     gains: dict[int, tuple[float, float]] = {}
@@ -165,7 +184,7 @@ def row_of(kind: str, steps: int, arms: Sequence[Arm], found: Sequence[Mapping[s
     return Row(
         kind,
         num_parameters(arms[0].folder),
-        steps,
+        steps_of(arms[0].folder),
         median_of(arms[0].folder.with_name(f"{kind}-pace"), "tokens_per_second"),
         statistics.mean(drafts) if drafts else float("nan"),
         {way: (statistics.mean(each), min(each), max(each)) for way, each in taus.items()},

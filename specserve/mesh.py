@@ -128,6 +128,12 @@ def num_parts(mesh: Mesh | AbstractMesh | None, axis: str | None) -> int:
     return 1 if mesh is None else math.prod(mesh.shape[name] for name in LOGICAL_TO_MESH[axis])
 
 
+def in_equal_parts(mesh: Mesh | AbstractMesh | None, axis: str | None, number: int) -> int:
+    """Return the least number, of at least this, that the mesh cuts along a logical axis into equal parts."""
+    parts = num_parts(mesh, axis)
+    return -(-number // parts) * parts
+
+
 def on_each_device(mesh: Mesh | AbstractMesh | None, axis: str | None, size: int) -> int:
     """Return how much of a logical axis of this size each device has: all of it where the mesh does not divide it."""
     return size if mesh is None else size // math.prod(mesh.shape[name] for name in _cutting(mesh, axis, size))

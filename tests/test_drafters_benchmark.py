@@ -4,9 +4,12 @@ import argparse
 import json
 from pathlib import Path
 
+import drafters
 import numpy as np
-from drafters import CHAIN, DEFAULTS, TREE, Arm, Row, best_of, report_file, row_of, table
+import pytest
+from drafters import CHAIN, DEFAULTS, TREE, Arm, Row, best_of, report_file, row_of, table, train_all
 from safetensors.numpy import save_file
+from side_by_side import BenchmarkError
 
 
 def _report(seed: int) -> dict[str, object]:
@@ -32,7 +35,8 @@ def test_rows_and_table(tmp_path: Path) -> None:
     (tmp_path / "dflash-pace").mkdir()
     lines = [{"step": 1}, *({"tokens_per_second": pace} for pace in (1500.0, 3.0, 1600.0))]
     (tmp_path / "dflash-pace" / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    row = row_of("dflash", 60, arms, [_report(0), _gains(), _report(1)])
+    (arms[0].folder / "specserve.json").write_text('{"steps": 60}')
+    row = row_of("dflash", arms, [_report(0), _gains(), _report(1)])
     assert (row.parameters, row.steps, row.tokens_per_second, row.draft_ms) == (1_200_000, 60, 1500.0, 4.5)
     assert row.taus[CHAIN, 0.0] == (2.5, 2.0, 3.0)
     assert row.gains == {1: (1.5, 90.4), 4: (1.25, 250.0)}
@@ -42,6 +46,28 @@ def test_rows_and_table(tmp_path: Path) -> None:
     assert cells[:5] == ["dflash", "1.2M", "60", "1,500", "4.5"]
     assert cells[5:9] == ["2.50 (2.00-3.00)", "3.00 (2.50-3.50)"] * 2
     assert cells[9:] == ["90, 1.50x", "250, 1.25x", "-"]
+
+
+def test_heads_of_other_steps_are_refused_before_anything_is_trained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The table compares heads of equal time, and tells the steps that each head has had."""
+    asked: list[Path] = []
+
+    def train(_options: object, _kind: str, folder: Path, *, max_steps: int, **_flags: int) -> None:
+        asked.append(folder)
+        folder.mkdir()
+        (folder / "specserve.json").write_text(json.dumps({"steps": max_steps}))
+
+    monkeypatch.setattr(drafters, "train", train)
+    options = argparse.Namespace(output=tmp_path, seeds=2, kinds=["mtp", "dflash"])
+    arms = train_all(options, {"mtp": 9, "dflash": 7})
+    assert asked == [arm.folder for arm in arms]
+    assert train_all(options, {"mtp": 9, "dflash": 7}) == arms
+    (tmp_path / "mtp-0" / "specserve.json").unlink()
+    with pytest.raises(BenchmarkError, match="dflash-0 was trained for 7 steps, and --minutes asks for 14 of dflash"):
+        train_all(options, {"mtp": 9, "dflash": 14})
+    assert len(asked) == 4, "nothing is trained, or trained again"
 
 
 def test_a_report_is_of_what_is_asked(tmp_path: Path) -> None:

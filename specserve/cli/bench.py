@@ -2,7 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import jax
@@ -11,11 +11,11 @@ from rich.markup import escape
 from specserve.checkpoints.tensors import write_json
 from specserve.cli.progress import Bars, console
 from specserve.drafters.speculation import parse_speculation
-from specserve.errors import ConfigError, DataError
+from specserve.errors import DataError
 from specserve.eval.bench_cells import BenchArm, BenchPlan, Cell
 from specserve.eval.bench_engine import BenchReport, run_bench
 from specserve.eval.bench_kernels import measure_bounds, measure_kernels
-from specserve.eval.prompts import RANDOM, load_chats, random_prompts
+from specserve.eval.prompts import load_chats, random_length, random_prompts
 from specserve.eval.report import bench_lines, bench_table, coupling_table, kernels_table
 from specserve.eval.settings import BenchRun, KernelsRun
 from specserve.eval.synthetic import bench_models
@@ -57,30 +57,22 @@ def measure_engine(run: BenchRun, others: Callable[[Path], Mapping[str, BenchArm
     for name in run.arms:
         if name != "auto":
             parse_speculation(name)  # a wrong one is said before minutes of work
+    run = replace(run, input_len=random_length(run.bench, run.input_len, run.max_model_len - run.max_tokens))
     plan = BenchPlan(run.concurrency, run.temperature, run.rounds, run.requests, run.max_tokens, run.seed)
     models = bench_models(run)
     further = others(models.target.folder) if others else {}
     report = _measure(run, models, _prompts(run, models, plan), plan, further)
     _show(report)
     if run.output:
-        facts = {"target": models.name, "draft": run.draft or "bundled", "settings": asdict(run)}
+        draft = models.draft.name if models.draft else ""
+        facts = {"target": models.name, "draft": draft, "settings": asdict(run)}
         write_json(Path(run.output), {**facts, **report.to_json(), "provenance": collect()})
         console.print(f"report written to {escape(run.output)}")
 
 
 def _prompts(run: BenchRun, models: Models, plan: BenchPlan) -> list[list[int]]:
-    if run.bench == RANDOM:
-        if run.input_len + run.max_tokens > run.max_model_len:
-            raise ConfigError(
-                f"--input-len {run.input_len} and --max-tokens {run.max_tokens} take more than --max-model-len "
-                f"{run.max_model_len}; raise it"
-            )
-        return random_prompts(models.target.config.vocab_size, plan.num_prompts, run.input_len, run.seed)
-    if run.input_len != BenchRun().input_len:
-        raise ConfigError(
-            f"--input-len is the length of random prompts, and --bench is {run.bench}: leave it out, or give --bench "
-            f"{RANDOM}"
-        )
+    if run.input_len:
+        return random_prompts(range(1, models.target.config.vocab_size), plan.num_prompts, run.input_len, run.seed)
     assert models.tokenizer is not None
     chats = load_chats(run.bench, plan.num_prompts, run.history)
     rendered = [models.tokenizer.render_chat(chat) for chat in chats]

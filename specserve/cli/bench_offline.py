@@ -35,6 +35,7 @@ def latency(run: LatencyRun) -> None:
 
 def throughput(run: ThroughputRun) -> None:
     """Answer many prompts as fast as the engine can, and say how fast that is and where the time goes."""
+    run = bench_offline.with_length(run)
     found = _measure(run)
     result = found.result
     console.print(

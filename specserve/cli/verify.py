@@ -81,11 +81,8 @@ def _show(report: ProofReport) -> None:
         f"{report.num_compared:,} log-probabilities of programs of different shapes: {report.noise:.1e} apart at most",
         highlight=False,
     )
-    if report.num_bugs:
-        console.print(f"[bold red]{report.num_bugs} bugs[/]: speculation is not what plain decoding is, here")
-    else:
-        ties = f"; {report.num_ties} ties that rounding decides otherwise" if report.num_ties else ""
-        console.print(f"[bold green]speculation changes nothing here[/]{ties}", highlight=False)
+    color = "bold red" if report.num_bugs else "yellow" if report.untested else "bold green"
+    console.print(f"[{color}]{escape(report.verdict)}[/]", highlight=False)
 
 
 def _rows_table(report: ProofReport) -> Table:
@@ -97,7 +94,7 @@ def _rows_table(report: ProofReport) -> Table:
         if last and row.way != last:
             shown.add_section()
         tau = f"{row.acceptance.tau:.2f}" if row.acceptance.num_steps and row.way != "off" else ""
-        bugs = f"[bold red]{row.num_bugs}[/]" if row.num_bugs else "0"
+        bugs = f"[bold red]{row.num_bugs}[/]" if row.num_bugs else "0" if row.is_tested else "[yellow]-[/]"
         name = "" if row.way == last else row.way
         shown.add_row(
             name, row.check, str(row.num_answers), f"{row.num_tokens:,}", tau, str(row.num_ties), bugs, escape(row.note)

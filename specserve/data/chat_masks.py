@@ -25,8 +25,7 @@ def encode_chat(
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], list[bool]]:
     """Return the token ids of a whole chat and its loss mask: True for what the assistant itself writes in this
-    rendering. `tools` and `template_kwargs` are as in `Tokenizer.render_chat`. `tools` and `template_kwargs` are as in
-    `Tokenizer.render_chat`.
+    rendering. `tools` and `template_kwargs` are as in `Tokenizer.render_chat`.
 
     An answer begins where the generation prompt ends, and ends with the token that ends the turn, also where that is
     the next role's. Where a template leaves the reasoning out of earlier answers, the answer alone is learned; where it

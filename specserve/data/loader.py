@@ -32,8 +32,7 @@ class Loader:
 
     def __init__(self, rows: PackedRows, batch_size: int, seed: int, shard: tuple[int, int] = (0, 1)) -> None:
         """Make the loader. Over all processes a batch has `batch_size` > 0 rows, of which process `shard[0]` of
-        `shard[1]` gets its slice: the slices of all, in order, are the batch of a single process. `seed` >= 0. `seed`
-        >= 0.
+        `shard[1]` gets its slice: the slices of all, in order, are the batch of a single process. `seed` >= 0.
 
         Raises DataError when there is no row, ConfigError when the batch cannot be shared out evenly.
         """

@@ -4,9 +4,10 @@ Candidates are ranked by `log softmax(log q / T + gumbel(seed, position))`: with
 log-probability, above it the draft looks at the same noise that the target's draw will use (`speculative.sampling`).
 A path's score is the sum over its nodes, so a child never scores above its parent. The best `top_k` nodes of a level
 are gone on from: of a drafter that runs token by token these are the candidates of EAGLE-2 (Li et al. 2024, arXiv
-2406.16858). Of one whose slots are independent of each other up to 2 top_k + 2 nodes are the best of all paths, as in
-DDTree (arXiv 2604.12989): before one that is missed come top_k of its own length, its parent, the top_k before that
-and an ancestor of them.
+2406.16858). Of one whose slots are independent of each other up to 2 top_k + 2 nodes are the best of all paths of each
+slot's best `top_k` tokens, as in DDTree (arXiv 2604.12989): before one that is missed come top_k of its own length, its
+parent, the top_k before that and an ancestor of them. A path with another token of a slot is never a candidate, though
+it may score more than those that are kept.
 """
 
 from typing import Any, Protocol

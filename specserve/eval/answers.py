@@ -27,7 +27,7 @@ from specserve.errors import DataError
 from specserve.eval.engines import answering_engine
 from specserve.eval.regenerate import FINAL_CHANNEL, Account, Manner, regenerate, row_id
 from specserve.host import cache_folder
-from specserve.mesh import SERVING_AXES, free_memory, mesh_sizes, num_parts, parse_mesh
+from specserve.mesh import SERVING_AXES, free_memory, in_equal_parts, mesh_sizes, num_parts, parse_mesh
 from specserve.provenance import fingerprint
 from specserve.serve.engine import Engine
 from specserve.serve.launch import Models, load_models
@@ -99,7 +99,7 @@ def _engine(run: TrainRun, watch: Watch) -> Iterator[Engine]:
     engine = answering_engine(
         models,
         "",
-        num_slots=_num_slots(run, models, num_parts(models.mesh, "batch")),
+        num_slots=_num_slots(run, models),
         max_model_len=run.train.seq_len,
         on_warmup=watch.on_warmup,
     )
@@ -108,15 +108,15 @@ def _engine(run: TrainRun, watch: Watch) -> Iterator[Engine]:
         yield engine
 
 
-def _num_slots(run: TrainRun, models: Models, parts: int) -> int:
+def _num_slots(run: TrainRun, models: Models) -> int:
     """Return how many answers are made at once: as many as the run asks for and the devices have room for, as a
     multiple of the parts that they are spread over."""
     drafter = models.head.drafter if models.head else None
     each = bytes_per_token(models.target.config, drafter, models.mesh) * run.train.seq_len
-    room = parts * int(CACHE_SHARE * free_memory(models.mesh) / max(each, 1))
+    room = num_parts(models.mesh, "batch") * int(CACHE_SHARE * free_memory(models.mesh) / max(each, 1))
     if room < run.data.answer_slots:
         logger.info("%d answers at once, for which there is memory, in place of %d", room, run.data.answer_slots)
-    return parts * max(1, -(-min(room, run.data.answer_slots) // parts))
+    return in_equal_parts(models.mesh, "batch", max(1, min(room, run.data.answer_slots)))
 
 
 class _Enough(Exception):

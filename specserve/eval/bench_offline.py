@@ -11,16 +11,16 @@ import jax
 import numpy as np
 
 from specserve.drafters.speculation import describe
-from specserve.errors import ConfigError, DataError
+from specserve.errors import DataError
 from specserve.eval.bench_cells import EngineArm, TimedAnswer
 from specserve.eval.engines import measured_engine
-from specserve.eval.prompts import RANDOM, load_prompts, random_prompts
+from specserve.eval.prompts import RANDOM, load_prompts, random_length, random_prompts
 from specserve.eval.roofline import Roofline, measure_peaks, step_work
 from specserve.eval.settings import LatencyRun, ThroughputRun
 from specserve.eval.step_times import steps_timed, time_step
 from specserve.serve.engine import Engine
 from specserve.serve.interface import EngineStats
-from specserve.serve.launch import Models, with_cache_dtype
+from specserve.serve.launch import Models, check_shares, with_cache_dtype
 from specserve.serve.request import SamplingParams
 from specserve.serve.settings import ServeRun
 from specserve.speculative.acceptance import Acceptance
@@ -87,6 +87,7 @@ def throughput(
     models: Models, run: ThroughputRun, on_progress: OnProgress = lambda _what, _done, _total: None
 ) -> Measured:
     """Answer all prompts as fast as the engine can. Raises ConfigError or DataError."""
+    check_shares(models.mesh, run.max_slots)
     prompts = throughput_prompts(models, run)
     params = [_params(run, i, ignore_eos=False) for i in range(len(prompts))]
     slots = min(run.max_slots, len(prompts))
@@ -125,7 +126,7 @@ def _params(run: LatencyRun | ThroughputRun, i: int, *, ignore_eos: bool) -> Sam
 def latency_prompts(models: Models, run: LatencyRun) -> list[list[int]]:
     """Make `batch_size` prompts of one length, which are the last tokens of longer ones. Raises DataError."""
     if run.bench == RANDOM:
-        return random_prompts(models.target.config.vocab_size, run.batch_size, run.input_len, run.seed)
+        return random_prompts(range(1, models.target.config.vocab_size), run.batch_size, run.input_len, run.seed)
     assert models.tokenizer is not None
     fits = lambda length: length >= run.input_len  # noqa: E731
     prompts = load_prompts(run.bench, run.batch_size, models.tokenizer.render_chat, fits)
@@ -136,20 +137,18 @@ def latency_prompts(models: Models, run: LatencyRun) -> list[list[int]]:
     return [prompts[i % len(prompts)][-run.input_len :] for i in range(run.batch_size)]
 
 
+def with_length(run: ThroughputRun) -> ThroughputRun:
+    """Return the settings with the length that random prompts have. Raises ConfigError, see `random_length`."""
+    return replace(run, input_len=random_length(run.bench, run.input_len, run.max_model_len - run.output_len))
+
+
 def throughput_prompts(models: Models, run: ThroughputRun) -> list[list[int]]:
     """Make the benchmark's prompts, which all leave room for their answers. Raises ConfigError or DataError."""
+    if length := with_length(run).input_len:
+        return random_prompts(range(1, models.target.config.vocab_size), run.num_prompts, length, run.seed)
+    assert models.tokenizer is not None
     room = run.max_model_len - run.output_len
-    if run.bench == RANDOM:
-        vocab_size, count = models.target.config.vocab_size, run.num_prompts if run.input_len <= room else 0
-        prompts = random_prompts(vocab_size, count, run.input_len, run.seed)
-    else:
-        assert models.tokenizer is not None
-        if run.input_len != ThroughputRun().input_len:
-            raise ConfigError(
-                f"--input-len is the length of random prompts, and --bench is {run.bench}: leave it out, or give "
-                f"--bench {RANDOM}"
-            )
-        prompts = load_prompts(run.bench, run.num_prompts, models.tokenizer.render_chat, lambda length: length <= room)
+    prompts = load_prompts(run.bench, run.num_prompts, models.tokenizer.render_chat, lambda length: length <= room)
     if not prompts:
         raise DataError(
             f"--bench {run.bench}: no prompt leaves room for {run.output_len} tokens; raise --max-model-len, which is "

@@ -18,15 +18,14 @@ import numpy as np
 
 from specserve.errors import ConfigError, SpecServeError
 from specserve.eval.client import Client, RefusedError, UnreachableError
-from specserve.eval.prompts import load_chats
+from specserve.eval.prompts import RANDOM, load_chats, random_length, random_prompts
 from specserve.eval.series import DRAFTS, Series
 from specserve.eval.settings import ServeBenchRun
 from specserve.eval.streams import Reply, Streams, stream_body
 from specserve.speculative.acceptance import Acceptance
 
 OWN_SERVER = ("target", "draft", "speculation", "max_slots", "max_model_len")  # settings of a server of its own
-RANDOM = "random"  # what is asked: token ids
-RANDOM_IDS = (100, 1000)  # token ids of random prompts: every vocabulary has them
+RANDOM_IDS = range(100, 1000)  # token ids of random prompts: every vocabulary has them
 METRICS = ("ttft", "tpot", "itl", "e2el")
 MOST_THREADS = 1024  # requests under way; more wait, and are told to have waited
 
@@ -63,19 +62,13 @@ def address_of(run: ServeBenchRun) -> str:
                 f"--{name.replace('_', '-')} is for a server of its own, and {url} is one that runs already: leave "
                 "either out"
             )
-    if run.input_len != usual.input_len and run.dataset_name != RANDOM:
-        raise ConfigError(
-            f"--input-len is the length of random prompts, and --dataset-name is {run.dataset_name}: leave it out, or "
-            f"give --dataset-name {RANDOM}"
-        )
     return url
 
 
 def load_prompts(run: ServeBenchRun) -> list[Any]:
     """Load the prompts: chats, or lists of token ids. Raises DataError or ConfigError."""
-    if run.dataset_name == RANDOM:
-        rng = np.random.default_rng(run.seed)
-        return [rng.integers(*RANDOM_IDS, run.input_len).tolist() for _ in range(run.num_prompts)]
+    if length := random_length(run.dataset_name, run.input_len, flag="--dataset-name"):
+        return random_prompts(RANDOM_IDS, run.num_prompts, length, run.seed)
     chats: list[Any] = list(load_chats(run.dataset_name, run.num_prompts))
     return [chats[i % len(chats)] for i in range(run.num_prompts)]
 

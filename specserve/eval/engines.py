@@ -5,7 +5,7 @@ from collections.abc import Callable
 from specserve.checkpoints.source import resolve_head
 from specserve.drafters.words import CARRIED
 from specserve.eval.settings import TargetRun
-from specserve.mesh import SERVING_AXES, parse_mesh
+from specserve.mesh import SERVING_AXES, in_equal_parts, parse_mesh
 from specserve.serve.engine import Engine
 from specserve.serve.launch import Models, load_beside, load_models, make_engine
 from specserve.serve.settings import ServeRun
@@ -27,7 +27,7 @@ def measured_engine(
     models: Models,
     speculation: str,
     *,
-    num_slots: int,
+    num_slots: int,  # at least: over a mesh, as many as its data ranks share out evenly
     max_model_len: int,
     is_coupled: bool = True,
     tuned_profile: str = "",
@@ -36,7 +36,7 @@ def measured_engine(
     """An engine for requests without constraints, compiled and not yet started. Raises ConfigError."""
     run = ServeRun(
         speculation=speculation,
-        max_slots=num_slots,
+        max_slots=in_equal_parts(models.mesh, "batch", num_slots),
         max_model_len=max_model_len,
         tuned_profile=tuned_profile,
         constrained=False,

@@ -18,6 +18,7 @@ from specserve.errors import ConfigError, DataError
 
 PYDOC, SPEED_BENCH = "pydoc", "speed-bench"
 RANDOM = "random"  # prompts of random token ids, for benchmarks alone
+RANDOM_LENGTH = 128  # tokens of such a prompt where nobody says how many
 MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # of SPEED-Bench, instead of most of its questions
 ROW = '{"question_id": 1, "category": "writing", "turns": ["..."]}'
 
@@ -82,7 +83,7 @@ BENCHES = {
         HubDataset(
             "json",
             "apache-2.0",
-            files="https://raw.githubusercontent.com/hemingkx/Spec-QuestionSet/main/data/spec_bench/question.jsonl",
+            files="https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
         ),
         lambda row: row["turns"],
         lambda row: row["category"],
@@ -146,9 +147,29 @@ def load_prompts(
         limit *= 4
 
 
-def random_prompts(vocab_size: int, count: int, length: int, seed: int) -> list[list[int]]:
-    """So many prompts of so many random token ids."""
-    return np.random.default_rng(seed).integers(1, vocab_size, (count, length)).tolist()
+def random_length(bench: str, input_len: int, room: int | None = None, *, flag: str = "--bench") -> int:
+    """Return the tokens of each random prompt that --input-len asks for, which is 0 where nobody has given it, and 0
+    for a bench that asks in words. `room` is the most that fit before an answer, None where nobody knows yet; `flag`
+    is how the bench was given. Raises ConfigError for a length that would be ignored, or does not fit."""
+    if bench != RANDOM:
+        if input_len:
+            raise ConfigError(
+                f"--input-len is the length of random prompts, and {flag} is {bench}: leave it out, or give {flag} "
+                f"{RANDOM}"
+            )
+        return 0
+    length = input_len or RANDOM_LENGTH
+    if room is not None and length > room:
+        raise ConfigError(
+            f"--input-len {length}: --max-model-len leaves room for prompts of {max(0, room)} tokens before an answer; "
+            "raise it, or shorten either"
+        )
+    return length
+
+
+def random_prompts(token_ids: range, count: int, length: int, seed: int) -> list[list[int]]:
+    """So many prompts of so many random token ids out of these."""
+    return np.random.default_rng(seed).integers(token_ids.start, token_ids.stop, (count, length)).tolist()
 
 
 def _of_bench(name: str, path: str) -> Iterator[Question]:

@@ -73,7 +73,7 @@ class BenchRun(HeadRun):
     concurrency: tuple[PositiveInt, ...] = setting((1, 2, 4, 8, 16, 32), help="clients at once")
     temperature: tuple[Temperature, ...] = setting((0.0, 1.0), help="0 is greedy")
     bench: str = setting("pydoc", help="what is asked, as of `eval`; or random token ids")
-    input_len: int = setting(128, help="tokens of a random prompt", ge=1)
+    input_len: int = setting(0, help="tokens of a random prompt; 0: 128", ge=0)
     random_weights: bool = setting(False, help=RANDOM_WEIGHTS)
     history: int = setting(2, help="answered questions that a chat of pydoc brings along, at most", ge=0)
     rounds: int = setting(3, help="how often the arms take turns at each concurrency", ge=1)
@@ -113,7 +113,7 @@ class ServeBenchRun:
     api_key: str = setting("", help="bearer token of the server; empty: OPENAI_API_KEY, if any")
     model: str = setting("", help="the model's name on the server; empty: the first that it lists")
     dataset_name: str = setting("pydoc", help="what is asked: a bench as of `eval`, as chats; or random token ids")
-    input_len: int = setting(128, help="tokens of a random prompt", ge=1)
+    input_len: int = setting(0, help="tokens of a random prompt; 0: 128", ge=0)
     output_len: int = setting(128, help="longest answer", ge=1)
     num_prompts: int = setting(100, help="requests; where a bench has fewer questions they come again", ge=1)
     request_rate: str = setting("inf", help="requests per second, a Poisson process; inf: all at once")
@@ -177,7 +177,7 @@ class ThroughputRun(_OfflineRun):
     """The settings of `specserve bench throughput`; flags that `vllm bench throughput` has too mean what they mean
     there."""
 
-    input_len: int = setting(128, help="tokens of a random prompt", ge=1)
+    input_len: int = setting(0, help="tokens of a random prompt; 0: 128", ge=0)
     output_len: int = setting(128, help="longest answer", ge=2)
     num_prompts: int = setting(
         100, help="prompts, all there from the beginning; where a bench has fewer they come again", ge=1

@@ -27,6 +27,7 @@ from specserve.mesh import SERVING_AXES, default_dtype, parse_mesh
 from specserve.models.params import ParamSpec, init_params, is_product, is_spec
 from specserve.models.sharding import check_fits, place_target
 from specserve.models.target import TargetParams, target_spec
+from specserve.serve.interface import DraftInfo
 from specserve.serve.launch import Models
 from specserve.train.plan import find_config
 
@@ -46,10 +47,12 @@ def bench_models(run: BenchRun | LatencyRun | ThroughputRun) -> Models:
     name, mesh = run.target or BUNDLED, parse_mesh(run.mesh, SERVING_AXES)
     target = random_target(name, quantization=run.quantization or "none", mesh=mesh)
     if run.draft:
-        head = load_head(resolve_head(run.draft, "--draft"), target, dtype=default_dtype(), mesh=mesh)
+        folder = resolve_head(run.draft, "--draft")
+        head, draft = load_head(folder, target, dtype=default_dtype(), mesh=mesh), folder.name
     else:
-        head = random_head(name, target, mesh=mesh)
-    return Models(f"{name}, random weights", target, head, None, fingerprint=f"random {name}", mesh=mesh)
+        head, draft = random_head(name, target, mesh=mesh), f"{DEFAULT_KIND}, random weights"
+    told = f"{name}, random weights"
+    return Models(told, target, head, None, fingerprint=f"random {name}", mesh=mesh, draft=DraftInfo(draft))
 
 
 def random_target(name: str, *, quantization: Quantization = "none", mesh: Mesh | None = None) -> Target:

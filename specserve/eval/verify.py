@@ -270,7 +270,7 @@ class Prover:
         self._begin(way, "prefix hits")
         hits = self._answer(lambda: tree, self.base, is_caching=True, is_alone=True)
         row = self._compare(way, "prefix hits", self.base, hits)
-        row.note = f"{hits.stats.num_prefix_hits:,} tokens hit"
+        _tell(row, hits.stats.num_prefix_hits, f"{hits.stats.num_prefix_hits:,} tokens hit")
         self._begin(way, "mixed batches")
         together = self._answer(lambda: tree, self.everything, is_caching=False)
         self._compare(way, "mixed batches", self.everything, together)
@@ -297,7 +297,9 @@ class Prover:
         pages = 1 + max(-(-ask.num_tokens // self._runner.shapes.page_size) for ask in asks)
         few = self._answer(script, asks, is_caching=True, num_pages=pages)
         row = self._compare(way, check, asks, few)
-        row.note = f"{few.stats.num_preemptions} preemptions in {pages} pages"
+        ranks = self._runner.shapes.num_ranks
+        where = f"{pages} pages" if ranks == 1 else f"{pages} pages of each of {ranks} data ranks"
+        _tell(row, few.stats.num_preemptions, f"{few.stats.num_preemptions} preemptions in {where}")
 
     def _check_stretch(self, tree: Tree, control: _Steps) -> None:
         """Check plain steps that are followed by speculative ones: the drafter must stand where it would if it had
@@ -383,6 +385,11 @@ class Prover:
         cells = self._judge.cells(prompt, [answer.token_ids for answer in answers])
         counted = np.concatenate([each[start:] for each in cells])
         self.report.tests.append(chi_square(way, what, places(counted)))
+
+
+def _tell(row: Row, number: int, note: str) -> None:
+    """Note how often that which a check is about has happened. Where it never has, nothing was tested."""
+    row.is_tested, row.note = number > 0, note if number else f"not tested: {note}"
 
 
 def _num_tokens(ask: Ask) -> int:

@@ -19,7 +19,7 @@ from specserve.serve.settings import ServeRun
 from specserve.serve.startup import check_numbers, check_state_fits
 from specserve.speculative.tree import Tree
 
-NUM_SLOTS = 4
+NUM_SLOTS = 4  # of each data rank, which has pages of its own: several sequences, so that they can be too few
 PAGE_SIZE = 16  # small, so that short prompts have full ones, which the prefix cache shares
 CHUNKS = 2  # of prompts: so that some take several programs
 LONGEST_PROMPT = 512
@@ -82,8 +82,7 @@ def _open(
     max_model_len: int,
     on_warmup: Callable[[int, int, str], None],
 ) -> Runner:
-    parts = num_parts(models.mesh, "batch")
-    num_slots = -(-NUM_SLOTS // parts) * parts
+    num_slots = NUM_SLOTS * num_parts(models.mesh, "batch")
     runner = Runner(
         models.target,
         models.head,

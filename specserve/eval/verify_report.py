@@ -41,6 +41,7 @@ class Row:
     num_bugs: int = 0
     acceptance: Acceptance = field(default_factory=Acceptance)
     note: str = ""
+    is_tested: bool = True  # what the check is about has happened: a preemption, a hit
 
 
 @dataclass(frozen=True)
@@ -79,6 +80,22 @@ class ProofReport:
         return sum(row.num_bugs for row in self.rows) + len(self.failed)
 
     @property
+    def untested(self) -> list[Row]:
+        """The checks that nothing was put to: their answers prove no more than those of the others do."""
+        return [row for row in self.rows if not row.is_tested]
+
+    @property
+    def verdict(self) -> str:
+        """The result of the proof in a sentence."""
+        if self.num_bugs:
+            return f"{self.num_bugs} bugs: speculation is not what plain decoding is, here"
+        told = "speculation changes nothing here"
+        if self.untested:
+            names = ", ".join(f"{row.way}: {row.check}" for row in self.untested)
+            told += f", as far as was tested; {len(self.untested)} checks tested nothing ({names})"
+        return f"{told}; {self.num_ties} ties that rounding decides otherwise" if self.num_ties else told
+
+    @property
     def num_ties(self) -> int:
         return sum(row.num_ties for row in self.rows)
 
@@ -89,15 +106,18 @@ class ProofReport:
                 "ties": row.num_ties,
                 "bugs": row.num_bugs,
                 "tau": row.acceptance.tau,
+                "tested": row.is_tested,
                 "note": row.note,
             }
             for row in self.rows
         ]
         tests = [{**dataclasses.asdict(test), "failed": test in self.failed} for test in self.tests]
         noise = {"log_probability": self.noise, "num_compared": self.num_compared}
-        found = {"bugs": self.num_bugs, "ties": self.num_ties, "noise": noise, "rows": rows}
+        found = {"bugs": self.num_bugs, "ties": self.num_ties, "untested": len(self.untested), "verdict": self.verdict}
         return {
             **found,
+            "noise": noise,
+            "rows": rows,
             "tests": tests,
             "p_value_limit": self.limit,
             "mismatches": [dataclasses.asdict(each) for each in self.mismatches],

@@ -21,8 +21,7 @@ from specserve.pytree import pytree
 @pytree
 class Anchors:
     """The places of blocks in their rows, and the entries of the row that they see: first, first + 1, ..., stop - 1.
-    All three are indices in the row. A block sees no entry where `stop` is at most `first`. All three are indices in
-    the row. None are seen where `stop` is at most `first`.
+    All three are indices in the row. A block sees no entry where `stop` is at most `first`.
 
     A block drafter's anchor at index a of a document that begins at f has first f and stop a, since the hidden state of
     its own position is not known yet. Where it is known, stop is a + 1.

@@ -62,7 +62,7 @@ def _told(digests: Sequence[bytes]) -> list[int]:
 
 class Publisher:
     """A `pages.Watcher` that publishes the changes it is told of. It is a context manager: all changes before its end
-    are sent. It is a context manager: what was heard before its end is sent.
+    are sent.
 
     `address` and `replay_address` are where the sockets are found, with the ports that were taken.
     """

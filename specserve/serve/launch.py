@@ -22,7 +22,7 @@ from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 from specserve.drafters.speculation import parse_speculation, with_head, within_reach
 from specserve.drafters.words import ALL_TEXT, CARRIED
 from specserve.errors import ConfigError
-from specserve.mesh import default_dtype, describe_mesh, free_memory, num_parts
+from specserve.mesh import default_dtype, describe_mesh, free_memory, in_equal_parts, num_parts
 from specserve.models.config import ModelConfig
 from specserve.provenance import fingerprint
 from specserve.serve.calibrate import cost_file, describe_costs, finish, step_costs
@@ -321,7 +321,7 @@ def make_runner(
         raise ConfigError(f"--max-model-len {longest}: the target's context is {models.target.config.max_len}")
     if longest < 2:
         raise ConfigError("--max-model-len must be at least 2: one token to ask, one to answer")
-    _check_shares(models.mesh, run.max_slots)
+    check_shares(models.mesh, run.max_slots)
     num_pages = _num_pages(models, run, longest)
     return Runner(
         models.target,
@@ -341,13 +341,12 @@ def make_runner(
     )
 
 
-def _check_shares(mesh: Mesh | None, max_slots: int) -> None:
-    """Each data rank has as many slots as any other. Raises ConfigError where that cannot be."""
+def check_shares(mesh: Mesh | None, max_slots: int) -> None:
+    """Check that each data rank can have as many slots as any other. Raises ConfigError."""
     parts = num_parts(mesh, "batch")
     if mesh is not None and max_slots % parts:
-        fix = " or ".join(
-            str(number) for number in (max_slots // parts * parts, -(-max_slots // parts) * parts) if number
-        )
+        possible = max_slots // parts * parts, in_equal_parts(mesh, "batch", max_slots)
+        fix = " or ".join(str(number) for number in possible if number)
         raise ConfigError(
             f"--max-slots {max_slots}: sequences are shared out over data x expert = {parts} of --mesh "
             f"{describe_mesh(mesh)}, so it must be a multiple of that; give {fix}"
@@ -421,10 +420,12 @@ def _is_early(run: ServeRun) -> bool:
 
 
 def _num_pages(models: Models, run: ServeRun, longest: int) -> int:
-    """Return the pages of all data ranks together, each of which has the same number."""
+    """Return the pages of all data ranks together, each of which has the same number. By default every slot can have
+    a sequence of the longest, which ends in the middle of a page where the pages' size does not divide it."""
     ranks = num_parts(models.mesh, "batch")
     if run.cache_tokens or not (run.cache_gb or run.cache_fraction):
-        return -(-(run.cache_tokens or run.max_slots * longest) // (run.page_size * ranks)) * ranks
+        whole = run.max_slots * -(-longest // run.page_size)
+        return in_equal_parts(models.mesh, "batch", -(-run.cache_tokens // run.page_size) or whole)
     available = int(run.cache_gb * 1e9) if run.cache_gb else int(run.cache_fraction * free_memory(models.mesh))
     drafter = models.head.drafter if models.head else None
     per_page = bytes_per_page(models.target.config, drafter, run.page_size, models.mesh)

@@ -75,7 +75,7 @@ class RequestOutput:
 
 class LLM:
     """A target, perhaps with a draft head, ready to answer. It is a context manager; `close` frees the engine's
-    thread. A context manager; `close` frees the engine's thread.
+    thread.
 
     `target` is a preset, a Hugging Face folder or a hub id, `draft` the folder of a head; without either it is the
     bundled pair. `tokenizer=None` serves folders that have none, by token ids alone. `progress` shows bars while

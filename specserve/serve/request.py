@@ -1,5 +1,4 @@
-"""The nouns of serving: a client's request, and the engine's answer. They are host data only, without arrays. Host
-data only, no arrays.
+"""The nouns of serving: a client's request, and the engine's answer. They are host data only, without arrays.
 
 `SamplingParams` is validated when it is made, so the engine never meets a bad value.
 """

@@ -150,7 +150,7 @@ def profile_file(facts: Mapping[str, str]) -> Path:
 
 def find_profile(facts: Mapping[str, str], given: str) -> Profile:
     """Find the profile: the one in the file `given`, or where that is empty the one that was kept for these facts.
-    Raises ConfigError"""
+    Raises ConfigError where there is none, and where it is one of something else."""
     file = Path(given).expanduser() if given else profile_file(facts)
     if not given and not file.is_file():
         raise ConfigError(

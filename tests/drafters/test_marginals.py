@@ -20,7 +20,7 @@ from specserve.speculative.vocab import DraftVocab
 BATCH, DEPTH, TOP_K, VOCAB = 6, 4, 3, 40
 TARGET_IDS = np.arange(5, 5 + 2 * VOCAB, 2)
 ROOTS, POSITIONS = np.arange(BATCH), np.array([3, 3, 9, 0, 30, 7])
-BEST_OF_ALL = 2 * TOP_K + 2  # see `grow`
+BEST_OF_ALL = 2 * TOP_K + 2  # of the paths of each slot's best TOP_K tokens; see `grow`
 Paths = dict[tuple[int, ...], float]
 
 
@@ -32,7 +32,7 @@ def _grown(tree: DynamicTree, rows: SamplerRows, logits: jax.Array) -> Proposal:
 
 
 def _best(slots: list[dict[int, float]], num_nodes: int) -> Paths:
-    """Of all paths, whatever comes before."""
+    """Of all paths of these tokens, the best `TOP_K` of each slot, whatever comes before."""
     every = [path for depth in range(DEPTH) for path in itertools.product(*slots[: depth + 1])]
     scores = {path: sum(slot[token] for slot, token in zip(slots, path, strict=False)) for path in every}
     return dict(sorted(scores.items(), key=lambda item: -item[1])[:num_nodes])
@@ -51,7 +51,9 @@ def _best_of_few(slots: list[dict[int, float]], num_nodes: int) -> Paths:
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 @pytest.mark.parametrize("num_nodes", [5, BEST_OF_ALL, 20])
-def test_the_tree_is_the_best_of_all_paths(num_nodes: int, temperature: float, rng: np.random.Generator) -> None:
+def test_the_tree_is_the_best_of_all_paths_of_each_slot_s_best_tokens(
+    num_nodes: int, temperature: float, rng: np.random.Generator
+) -> None:
     """Up to `BEST_OF_ALL` nodes the few that are gone on from lose none; and a slot's scores are the head's own, with
     the noise of the target's draw where it is sampled. Later slots are surer, so that depth and width compete."""
     seeds = jnp.asarray([[row, 7] for row in range(BATCH)], jnp.uint32)

@@ -20,7 +20,7 @@ from specserve.drafters.findings import Copy
 from specserve.drafters.head import load_head, save_head
 from specserve.drafters.registry import BUNDLED_HEAD_FOLDER, kind_of
 from specserve.eval.prompts import load_questions
-from specserve.eval.trial import Texts, deviations, find_misreading, is_below, noted_rates, run_head
+from specserve.eval.trial import DEVIATIONS, Texts, deviations, find_misreading, is_below, noted_rates, run_head
 from specserve.speculative.acceptance import Acceptance
 from specserve.tokenizer import Tokenizer
 from specserve.train.acceptance import AcceptanceMeter, Arm
@@ -46,6 +46,14 @@ def blocks(weight: np.ndarray) -> np.ndarray:
     return weight.reshape(len(weight), 3, -1)[:, ::-1].reshape(weight.shape)
 
 
+def taps(raw: dict[str, Any], _tensors: object) -> None:
+    raw["eagle_config"] = {"use_aux_hidden_state": True, "eagle_aux_hidden_state_layer_ids": [2, 4, 5]}
+
+
+def rotary(raw: dict[str, Any], _tensors: object) -> None:
+    raw.update(rope_theta=1e6, rope_parameters={"rope_type": "default", "rope_theta": 1e6})
+
+
 SLIPS: list[tuple[str, Plant]] = [
     ("o_proj is stored transposed", change("midlayer.self_attn.o_proj.weight", np.transpose)),
     ("norm_output is true", lambda raw, tensors: raw.pop("norm_output")),
@@ -54,6 +62,15 @@ SLIPS: list[tuple[str, Plant]] = [
     ("the hidden state first", halves),
     ("post_attention_layernorm and norm", swap("midlayer.post_attention_layernorm.weight", "norm.weight")),
     ("in the order high, middle, low", change("fc.weight", blocks)),
+]
+
+# These cost the bundled head at most 0.04 of its 1.39 drafts in a row, which over texts like these is no more than
+# chance: no run of the head can tell them, and nobody is told to mend what costs nothing. Other heads may lose more.
+SMALL_SLIPS: list[tuple[str, Plant]] = [
+    ("the taps are the outputs of layers [1, 3, 4]", taps),
+    ("the rotary settings are the target's", rotary),
+    ("rms_norm_eps is the target's", lambda raw, _: raw.update(rms_norm_eps=1e-5)),
+    ("norm_before_residual is false", lambda raw, _: raw.update(norm_before_residual=True)),
 ]
 
 # over a few texts norm_before_residual does nearly as well, and so do taps with their norms or without
@@ -85,7 +102,7 @@ def slipped(tmp_path: Path, plant: Plant) -> tuple[Path, Copy]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("told", "plant"), SLIPS)
+@pytest.mark.parametrize(("told", "plant"), [*SLIPS, *SMALL_SLIPS])
 def test_each_slip_has_a_repair_that_undoes_it(slipped: tuple[Path, Copy], pydoc_target: Target, told: str) -> None:
     folder, copy = slipped
     assert not doctor.examine(folder, pydoc_target).errors, "no file shows it"
@@ -98,7 +115,7 @@ def test_each_slip_has_a_repair_that_undoes_it(slipped: tuple[Path, Copy], pydoc
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("told", "plant"), [SLIPS[0], *[slip for slip in SLIPS if slip[0] in AMBIGUOUS]])
+@pytest.mark.parametrize(("told", "plant"), SLIPS)
 def test_running_the_head_finds_the_slip(slipped: tuple[Path, Copy], texts: Texts, told: str) -> None:
     """Among all repairs; and in the head as it shipped, which it is then, nothing further is found."""
     folder, copy = slipped
@@ -115,6 +132,20 @@ def test_running_the_head_finds_the_slip(slipped: tuple[Path, Copy], texts: Text
     heads = [load_head(each, texts.target, dtype="float32") for each in (folder, BUNDLED_HEAD_FOLDER)]
     mended, shipped = map(texts.accepted, heads)
     np.testing.assert_array_equal(mended, shipped)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("told", "plant"), SMALL_SLIPS)
+def test_a_slip_that_costs_next_to_nothing_is_not_told_from_chance(
+    slipped: tuple[Path, Copy], texts: Texts, told: str
+) -> None:
+    del told
+    folder, _ = slipped
+    found, shipped = (
+        texts.accepted(load_head(each, texts.target, dtype="float32")) for each in (folder, BUNDLED_HEAD_FOLDER)
+    )
+    assert abs(deviations(shipped, found)) < DEVIATIONS
+    assert shipped.mean() - found.mean() < 0.05
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from specserve.data.conversations import Conversation
 from specserve.errors import DataError
 from specserve.eval import answers
 from specserve.eval.answers import Answering, Watch
+from specserve.mesh import parse_mesh
 from specserve.serve.launch import Models
 from specserve.serve.placement import bytes_per_token
 from specserve.train import budget as budgets
@@ -138,13 +139,15 @@ def test_a_target_that_says_nothing_of_use_is_an_error(run: TrainRun, answer: An
         answer(run, reply=lambda _prompt, _seed: " ")
 
 
-@pytest.mark.parametrize(("free", "parts", "expected"), [(1e12, 1, 16), (1e12, 3, 18), (0, 1, 1), (0, 4, 4)])
+@pytest.mark.parametrize(
+    ("free", "mesh", "expected"), [(1e12, "", 16), (1e12, "data=3", 18), (0, "", 1), (0, "data=2,expert=2", 4)]
+)
 def test_as_many_at_once_as_there_is_room_for(
-    run: TrainRun, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, free: float, parts: int, expected: int
+    run: TrainRun, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, free: float, mesh: str, expected: int
 ) -> None:
     monkeypatch.setattr(answers, "free_memory", lambda _mesh: free)
-    models = Models("tiny", tiny_target, None, None)
-    assert answers._num_slots(run, models, parts) == expected
+    spread = Models("tiny", tiny_target, None, None, mesh=parse_mesh(mesh))
+    assert answers._num_slots(run, spread) == expected
     each = bytes_per_token(tiny_target.config, None) * run.train.seq_len
     monkeypatch.setattr(answers, "free_memory", lambda _mesh: 5 * each / answers.CACHE_SHARE)
-    assert answers._num_slots(run, models, 1) == 5
+    assert answers._num_slots(run, Models("tiny", tiny_target, None, None)) == 5

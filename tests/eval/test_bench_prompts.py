@@ -1,18 +1,22 @@
 """Every bench asks what its rows say, from the hub and from files alike; and a file that is none of them is refused."""
 
 import json
+from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pyarrow as pa
 import pytest
 from pyarrow import parquet
 
+from specserve.cli.bench import measure_engine
+from specserve.cli.bench_offline import throughput
 from specserve.errors import ConfigError, DataError
 from specserve.eval import bench_serve, prompts
 from specserve.eval.bench_offline import latency_prompts, throughput_prompts
 from specserve.eval.prompts import BENCHES, Question, load_prompts, load_questions
-from specserve.eval.settings import LatencyRun, ServeBenchRun, ThroughputRun
+from specserve.eval.settings import BenchRun, LatencyRun, ServeBenchRun, ThroughputRun
 from specserve.serve.launch import Models
 from specserve.tokenizer import Tokenizer
 
@@ -44,6 +48,26 @@ ROWS: dict[str, tuple[dict[str, Any], Question]] = {
         Question("7", "rag", ("c",)),
     ),
 }
+
+HUB = "https://huggingface.co/datasets"
+PLACES = {  # where each is, and which part of it is asked; nobody else's renaming is to reach into these
+    "mt-bench": (f"{HUB}/HuggingFaceH4/mt_bench_prompts", None, "train"),
+    "gsm8k": (f"{HUB}/openai/gsm8k", "main", "test"),
+    "humaneval": (f"{HUB}/openai/openai_humaneval", None, "test"),
+    "math-500": (f"{HUB}/HuggingFaceH4/MATH-500", None, "test"),
+    "alpaca": (f"{HUB}/tatsu-lab/alpaca", None, "train"),
+    "cnn-dm": (f"{HUB}/abisee/cnn_dailymail", "3.0.0", "test"),
+    "spec-bench": (
+        "https://raw.githubusercontent.com/hemingkx/Spec-Bench/main/data/spec_bench/question.jsonl",
+        None,
+        "train",
+    ),
+}
+
+
+def test_every_bench_is_where_its_authors_have_it() -> None:
+    found = {name: bench.dataset for name, bench in BENCHES.items()}
+    assert {name: (each.homepage, each.config, each.split) for name, each in found.items()} == PLACES
 
 
 @pytest.mark.parametrize("name", BENCHES)
@@ -116,5 +140,50 @@ def test_a_bench_with_few_prompts_that_fit_asks_them_again(tmp_path: Path, pydoc
         latency_prompts(models, LatencyRun(bench=str(path), input_len=1000))
     with pytest.raises(DataError, match=r"no prompt leaves room for 128 tokens; raise --max-model-len, which is 129"):
         throughput_prompts(models, ThroughputRun(bench=str(path), max_model_len=129))
-    with pytest.raises(ConfigError, match="--input-len is the length of random prompts"):
-        throughput_prompts(models, ThroughputRun(input_len=512))
+
+
+@pytest.fixture
+def unloaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Commands that may not come as far as loading a model."""
+
+    def load(_run: object) -> None:
+        raise AssertionError("the models are loaded")
+
+    for command in ("bench", "bench_offline"):
+        monkeypatch.setattr(f"specserve.cli.{command}.bench_models", load)
+
+
+@pytest.mark.usefixtures("unloaded")
+@pytest.mark.parametrize("length", [128, 512])
+def test_a_length_that_would_be_ignored_is_refused_though_it_is_the_usual_one(length: int) -> None:
+    """What is given is told from what is not: the default is no length that anybody gives."""
+    for refused, flag in (
+        (lambda: measure_engine(BenchRun(input_len=length)), "--bench"),
+        (lambda: throughput(ThroughputRun(input_len=length)), "--bench"),
+        (lambda: bench_serve.load_prompts(ServeBenchRun(input_len=length)), "--dataset-name"),
+    ):
+        with pytest.raises(ConfigError, match=rf"--input-len is the length of random prompts, and {flag} is pydoc"):
+            refused()
+
+
+@pytest.mark.usefixtures("unloaded")
+def test_random_prompts_that_do_not_fit_are_refused_before_anything_is_loaded() -> None:
+    for run, room in (
+        (partial(measure_engine, BenchRun(bench="random", input_len=2000, max_tokens=24)), 1000),
+        (partial(throughput, ThroughputRun(bench="random", input_len=2000, output_len=24)), 1000),
+        (partial(measure_engine, BenchRun(bench="random", max_model_len=160, max_tokens=33)), 127),
+    ):
+        with pytest.raises(ConfigError, match=rf"--max-model-len leaves room for prompts of {room} tokens"):
+            run()
+    with pytest.raises(AssertionError, match="are loaded"):
+        measure_engine(BenchRun(bench="random", max_model_len=160, max_tokens=32))
+
+
+def test_random_prompts_have_the_length_that_is_asked_for() -> None:
+    vocabulary = SimpleNamespace(target=SimpleNamespace(config=SimpleNamespace(vocab_size=50)))
+    for given, expected in ((0, prompts.RANDOM_LENGTH), (7, 7)):
+        asked = throughput_prompts(vocabulary, ThroughputRun(bench="random", input_len=given))  # type: ignore[arg-type]
+        served = bench_serve.load_prompts(ServeBenchRun(dataset_name="random", input_len=given))
+        for found, ids in ((asked, range(1, 50)), (served, bench_serve.RANDOM_IDS)):
+            assert {len(prompt) for prompt in found} == {expected}
+            assert all(token_id in ids for prompt in found for token_id in prompt)

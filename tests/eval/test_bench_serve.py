@@ -240,7 +240,7 @@ def test_a_server_that_cannot_start_shows_its_last_lines() -> None:
 
 
 def test_what_would_be_ignored_is_refused() -> None:
-    """A server that runs already speculates as it was started, and only random prompts have a length."""
+    """A server that runs already speculates as it was started."""
     assert address_of(ServeBenchRun()) == ""
     assert address_of(ServeBenchRun(port=9000)) == "http://127.0.0.1:9000"
     assert address_of(ServeBenchRun(host="gpu1", dataset_name="random", input_len=9)) == "http://gpu1:8000"
@@ -249,7 +249,6 @@ def test_what_would_be_ignored_is_refused() -> None:
         ({"base_url": "http://gpu1:8000", "port": 9000}, "--base-url says it all"),
         ({"port": 9000, "draft": "ckpt"}, "--draft is for a server of its own, and http://127.0.0.1:9000 is one"),
         ({"base_url": "http://gpu1:8000", "max_slots": 16}, "--max-slots is for a server of its own"),
-        ({"input_len": 512}, "--input-len is the length of random prompts, and --dataset-name is pydoc"),
     ):
         with pytest.raises(ConfigError, match=said):
             address_of(ServeBenchRun(**wrong))  # type: ignore[arg-type]

@@ -1,5 +1,6 @@
 """`bench --random-weights`: a target of random numbers has the shapes, the dtypes and the formats of a loaded one."""
 
+import json
 from pathlib import Path
 
 import jax
@@ -58,6 +59,8 @@ def test_what_goes_with_it(folder: Path) -> None:
     """A head that `train` would begin with; random prompts, and no answer that anybody might take for one."""
     models = bench_models(BenchRun(target=str(folder), bench="random", random_weights=True))
     assert models.tokenizer is None
+    assert models.draft is not None
+    assert models.draft.name == "eagle3, random weights", "nobody is to take it for the bundled one"
     assert models.head is not None
     assert models.head.drafter == planned_head(str(folder), "eagle3", models.target.config)
     assert len(models.head.target_ids) == models.head.drafter.draft_vocab_size
@@ -86,6 +89,9 @@ def test_a_benchmark_runs_without_weights(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     words = [*command.split(), "--target", str(folder), "--random-weights", "--bench", "random"]
     words += ["--speculation", "chain:1"] if "latency" in command else []
-    result = CliRunner().invoke(app, words)
+    result = CliRunner().invoke(app, [*words, "--output", str(tmp_path / "report.json")])
     assert result.exit_code == 0, (result.output, result.exception)
     assert "chain:1" in result.output
+    if "engine" in command:
+        facts = json.loads((tmp_path / "report.json").read_text())
+        assert (facts["target"], facts["draft"]) == (f"{folder}, random weights", "eagle3, random weights")

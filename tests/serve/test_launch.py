@@ -36,6 +36,7 @@ from specserve.serve.launch import (
     load_beside,
     load_models,
     make_engine,
+    make_runner,
     with_cache_dtype,
 )
 from specserve.serve.placement import bytes_per_token, state_bytes
@@ -78,12 +79,23 @@ def test_a_head_of_other_weights_is_warned_of(
 def test_sequences_are_shared_out_evenly() -> None:
     """Along `data` and `expert` together."""
     for text, slots in (("data=2,expert=2", 8), ("expert=4", 4), ("tensor=2", 1)):
-        launch._check_shares(mesh_of(text), slots)
-    launch._check_shares(None, 1)
+        launch.check_shares(mesh_of(text), slots)
+    launch.check_shares(None, 1)
     with pytest.raises(ConfigError, match=r"--max-slots 12: .* data x expert = 8 of --mesh data=2,expert=4.*8 or 16"):
-        launch._check_shares(mesh_of("data=2,expert=4"), 12)
+        launch.check_shares(mesh_of("data=2,expert=4"), 12)
     with pytest.raises(ConfigError, match=r"give 8$"):
-        launch._check_shares(mesh_of("data=2,expert=4"), 3)
+        launch.check_shares(mesh_of("data=2,expert=4"), 3)
+
+
+@pytest.mark.parametrize(("max_model_len", "page_size"), [(96, 16), (97, 16), (50, 32), (7, 32)])
+def test_every_slot_has_room_for_the_longest_sequence(models: Models, max_model_len: int, page_size: int) -> None:
+    """By default, wherever its last page begins: whoever fills all slots beforehand takes whole pages for each."""
+    run = ServeRun(max_slots=3, max_model_len=max_model_len, page_size=page_size, constrained=False)
+    shapes = make_runner(models, run, (None,)).shapes
+    pool = shapes.page_pool()
+    pages = [page for _ in range(3) for page in pool.allocate(shapes.max_pages)]
+    assert len(set(pages)) == 3 * shapes.max_pages
+    assert shapes.max_pages * page_size >= max_model_len
 
 
 def test_auto_may_choose_every_way_there_is(models: Models, headless: Models) -> None:
@@ -158,7 +170,7 @@ def test_cache_sizes(models: Models, headless: Models, monkeypatch: pytest.Monke
     def pages(models: Models = models, **settings: Any) -> int:
         return launch._num_pages(models, ServeRun(page_size=16, max_slots=3, **settings), 100)
 
-    assert pages() == 19  # 300 tokens
+    assert pages() == 3 * 7, "a sequence of 100 tokens ends in its seventh page"
     assert pages(cache_tokens=33) == 3
     for given, each in (
         (models, 7 * per_token),
@@ -179,7 +191,7 @@ def test_cache_sizes(models: Models, headless: Models, monkeypatch: pytest.Monke
     with pytest.raises(ConfigError, match=r"10,000 bytes.*16 tokens takes 14,720.*--cache-fraction"):
         pages(cache_fraction=0.01)
     spread = dataclasses.replace(models, mesh=mesh_of("data=2,tensor=2"))
-    assert pages(spread) == 20, "as many for each data rank"
+    assert pages(spread) == 22, "as many for each data rank"
     assert pages(spread, cache_tokens=33) == 4
     of_rank = pages(spread, cache_gb=0.001) // 2
     config = StepConfig(models.target.config, models.head.drafter if models.head else None, max_depth=0)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 from engines import VOCAB, Letters, make_runner
+from spread import mesh_of, spread_head, spread_target
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
@@ -16,9 +17,11 @@ from specserve.drafters.speculation import parse_speculation
 from specserve.eval import rule
 from specserve.eval.rule import WholeText
 from specserve.eval.verify import ProofPlan, Prover
+from specserve.eval.verify_bench import make_bench
 from specserve.eval.verify_judge import Group, ProofSubject
 from specserve.eval.verify_report import ProofReport
 from specserve.serve.handles import HostResult
+from specserve.serve.launch import Models
 from specserve.serve.runner import Runner
 from specserve.speculative import sampling, step
 
@@ -43,9 +46,43 @@ def test_a_right_engine_passes(runner: Runner, tiny_target: Target) -> None:
         assert row.num_answers > 3 < row.num_tokens, row
         if row.way != "off":
             assert row.acceptance.num_accepted, f"{row}: nothing was accepted, so nothing was tested"
-    notes = {row.check: row.note for row in report.rows}
-    assert not notes["preemption"].startswith("0 "), "a preemption was to be tested"
-    assert not notes["prefix hits"].startswith("0 ")
+    assert not report.untested, "preemptions and hits were to be tested"
+    assert report.verdict.startswith("speculation changes nothing here")
+    assert "tested" not in report.verdict
+
+
+@pytest.mark.slow
+def test_a_check_that_nothing_was_put_to_is_not_passed(
+    runner: Runner, tiny_target: Target, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Here there are pages for all, and nothing that is cached."""
+    right = Prover._answer
+
+    def answer(self: Prover, *args: Any, num_pages: int | None = None, is_caching: bool = False, **more: Any) -> Any:
+        del num_pages, is_caching
+        return right(self, *args, is_caching=False, **more)
+
+    monkeypatch.setattr(Prover, "_answer", answer)
+    report = prove(runner, tiny_target, "static:2x1", plan=dataclasses.replace(PLAN, draws=40), num_prompts=1)
+    assert not report.num_bugs
+    assert [row.check for row in report.untested] == ["prefix hits", "preemption", "preemption, all options"]
+    assert all(row.note.startswith("not tested: 0 ") for row in report.untested)
+    assert "3 checks tested nothing (static:2x1: prefix hits, static:2x1: preemption, " in report.verdict
+    assert [row["tested"] for row in report.to_json()["rows"]].count(False) == report.to_json()["untested"] == 3
+
+
+@pytest.mark.slow
+def test_every_check_is_put_to_each_data_rank() -> None:
+    """Which has slots and pages of its own: with one sequence each, nothing would ever be put back."""
+    mesh = mesh_of("data=4")
+    models = Models("tiny", spread_target("dense", mesh), spread_head("dense", mesh), None, mesh=mesh)
+    tree, report = parse_speculation("ngram:2"), ProofReport()
+    assert tree is not None
+    prompts = [prompt[: 4 + 3 * i] for i, prompt in enumerate(PROMPTS[:4])]
+    Prover(make_bench(models, [tree], max_model_len=60), prompts, ProofPlan(max_tokens=18, draws=40), report).run()
+    assert not report.num_bugs, report.to_json()
+    assert not report.untested, [(row.way, row.check, row.note) for row in report.untested]
+    assert any("pages of each of 4 data ranks" in row.note for row in report.rows)
 
 
 def test_a_wrong_bonus_token_is_found_and_called_a_bug(

@@ -234,6 +234,7 @@ def test_a_target_over_a_mesh_teaches_the_same(
     trainer.train()
     for leaf in jax.tree.leaves(trainer.state):
         assert leaf.sharding.num_devices == 8
+    assert [row["step"] for row in metrics(tmp_path)] == [row["step"] for row in metrics(finished[0])]
     assert_same(numbers(tmp_path), numbers(finished[0]), noise_of(_numbers, tiny_target, tmp_path))
 
 

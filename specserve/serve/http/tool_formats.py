@@ -178,8 +178,8 @@ _ROLE, _NO_ARGUMENTS = Shape("assistant"), Shape(r"\s*(?=<)")
 
 
 def read_harmony(reader: Reader) -> Reading[None]:
-    """<|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>commentary to=functions.f
-    <|constrain|>json<|message|>{}<|call|>, or <|channel|>final<|message|>content"""
+    """Read an answer in Harmony: <|channel|>analysis<|message|>reasoning<|end|><|start|>assistant<|channel|>commentary
+    to=functions.f <|constrain|>json<|message|>{}<|call|>, or <|channel|>final<|message|>content at the end."""
     while True:
         head = yield from reader.match(*_HARMONY_HEADS)
         name = head.groupdict().get("name") if head else None
