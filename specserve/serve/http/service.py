@@ -185,13 +185,12 @@ class Service:
                 tracing=self._tracing,
             )
             await generation.submit()
+            if body.stream:
+                http.state.probe = KEEPALIVE_COMMENT
+                return EventSourceResponse(generation.stream(work.reply_format), headers=_SSE_HEADERS)
+            return Response(await generation.reply(work.reply_format), media_type=_JSON)
         except RequestError as error:
             raise body.reword(error) from None
-        if body.stream:
-            http.state.probe = KEEPALIVE_COMMENT
-            return EventSourceResponse(generation.stream(work.reply_format), headers=_SSE_HEADERS)
-        try:
-            return Response(await generation.reply(work.reply_format), media_type=_JSON)
         except ClientGoneError:
             return Response(status_code=499)  # nobody reads it
 
