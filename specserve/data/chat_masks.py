@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from specserve.chat_template import END_THINK, THINK, THINKING_SWITCH, Messages
+from specserve.chat_template import END_THINK, THINK, Messages, thinking_switch
 from specserve.errors import DataError, RequestError
 from specserve.tokenizer import Tokenizer
 
@@ -25,8 +25,7 @@ def encode_chat(
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[list[int], list[bool]]:
     """Return the token ids of a whole chat and its loss mask: True for what the assistant itself writes in this
-    rendering. `tools` and `template_kwargs` are as in `Tokenizer.render_chat`. `tools` and `template_kwargs` are as in
-    `Tokenizer.render_chat`.
+    rendering. `tools` and `template_kwargs` are as in `Tokenizer.render_chat`.
 
     An answer begins where the generation prompt ends, and ends with the token that ends the turn, also where that is
     the next role's. Where a template leaves the reasoning out of earlier answers, the answer alone is learned; where it
@@ -117,8 +116,8 @@ class _Untagged:
         A hybrid model's empty reasoning was written by the prompt that asks for none; what a prompt writes to begin
         reasoning was left out with it.
         """
-        has_switch = self.tokenizer.template.mentions(THINKING_SWITCH)
-        modes = [{}, {THINKING_SWITCH: True}, {THINKING_SWITCH: False}] if has_switch else [{}]
+        switch = thinking_switch(self.tokenizer.template.mentions)
+        modes = [{}, {switch: True}, {switch: False}] if switch else [{}]
         headers = [self._header(asked, **mode) for mode in modes]
         for candidates in (headers, [header.partition(THINK)[0] for header in headers]):
             if lengths := [len(header) for header in candidates if rest.startswith(header)]:

@@ -131,13 +131,13 @@ class Service:
         )
         return Work(body, params, prompts, spelled, has_origins=body.return_draft_depths)
 
-    def chat(self, body: ChatBody, reply_format: ReplyFormat | None = None) -> Work:
-        """Make the work of a body of /v1/chat/completions; another route's `reply_format` may spell it. Raises
-        RequestError."""
+    def chat(self, body: ChatBody, reply_format: ReplyFormat | None = None, *, thinks: bool | None = None) -> Work:
+        """Make the work of a body of /v1/chat/completions; another route's `reply_format` may spell it, and say whether
+        the model is to reason (None: as the body says). Raises RequestError."""
         engine = self.engine
         check_model(engine, body.model)
         params = body.sampling_params()
-        question = self.syntax.question(body)
+        question = self.syntax.question(body, thinks)
         token_ids = render_chat(
             engine,
             body.messages,
