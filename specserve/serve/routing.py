@@ -1,6 +1,5 @@
 """The choice of the replica that answers, and of the number of replicas, by the rules of Ray Serve. Ray copies this
-file into its own processes, so it holds no state of ours and imports little. Ray copies this file into its own
-processes, so it holds no state of ours and imports little.
+file into its own processes, so it holds no state of ours and imports little.
 
 A request goes to the replica whose cache holds the longest beginning of its prompt, unless that one has too many more
 requests than the others.

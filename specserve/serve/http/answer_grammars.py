@@ -79,8 +79,7 @@ def answer_grammar(
     is_thinking: bool = False,
 ) -> GrammarSpec:
     """Return the grammar of answers that call one of the tools, or more where that is allowed, or have such content
-    (any kind but Lark). Raises RequestError for a schema that is no JSON. Raises RequestError for a schema that is no
-    JSON.
+    (any kind but Lark). Raises RequestError for a schema that is no JSON.
 
     `wording` is that of `ToolFormat.wording_for`, empty where there is no format of calls. `mark_ids` are those marks
     of the format that are tokens of their own. Between `think_marks` the answer may reason before; `is_thinking` says
