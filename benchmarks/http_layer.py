@@ -27,7 +27,7 @@ from specserve.eval.prompts import load_chats
 from specserve.serve.http.app import create_app
 from specserve.serve.http.server import HttpServer
 from specserve.serve.interface import EngineStats
-from specserve.serve.request import Delta, FinishReason, Request, SpeculationStats
+from specserve.serve.request import Delta, FinishReason, GrammarSpec, Request, SpeculationStats
 from specserve.tokenizer import Tokenizer
 
 TINY = 200  # requests of one token, to see what a request costs
@@ -157,6 +157,9 @@ class NoEngine:
         request = Request("", tuple(prompt_ids), params, params.max_tokens or 1, 0, on_delta=on_delta)
         self._new.put(request)
         return request
+
+    def knows_grammar(self, grammar: GrammarSpec, /) -> bool:  # noqa: ARG002
+        return True
 
     def stats(self) -> EngineStats:
         return EngineStats()

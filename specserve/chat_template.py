@@ -5,13 +5,15 @@ template."""
 import inspect
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
 from specserve.errors import ConfigError, RequestError
 
 THINKING_SWITCH = "enable_thinking"  # the variable by which templates of hybrid models are told not to reason
+# All such variables, and what a template that reads one has. Messages too may have a `thinking`.
+_SWITCHES = {THINKING_SWITCH: (THINKING_SWITCH,), "thinking": ("if thinking", "not thinking")}
 THINK, END_THINK = "<think>", "</think>"
 REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # what templates call the reasoning of a message
 _VARIABLES = frozenset({"documents"})  # parameters of transformers that reach the template
@@ -20,6 +22,12 @@ _PROBE = "zqprobe"  # a word that no template writes of itself
 _PROBE_CALL = {"id": "1", "type": "function", "function": {"name": _PROBE, "arguments": {_PROBE: 1}}}
 
 Messages = Sequence[Mapping[str, Any]]
+
+
+def thinking_switch(mentions: Callable[[str], bool]) -> str | None:
+    """Return the variable by which a template is told to reason or not, None where there is none. `mentions` is that of
+    the template."""
+    return next((name for name, signs in _SWITCHES.items() if any(map(mentions, signs))), None)
 
 
 class ChatTemplate:

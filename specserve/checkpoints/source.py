@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from specserve import hub
-from specserve.errors import CheckpointError, ConfigError
+from specserve.errors import CheckpointError, ConfigError, first_line
 from specserve.models.presets import PRESETS
 
 BUNDLED = "pydoc"
@@ -32,13 +32,22 @@ def is_hub_id(text: str) -> bool:
     return _HUB_ID.fullmatch(text) is not None and not text.endswith(".git")
 
 
+def find_folder(text: str, option: str) -> Path | None:
+    """Return the local folder of this name, in which `~` is a home folder, or None where there is none. `option` is the
+    option that named it, for errors. Raises ConfigError for a name that the system cannot look up."""
+    try:
+        path = Path(text).expanduser()
+        return path if path.is_dir() else None
+    except (OSError, RuntimeError) as error:  # RuntimeError: a user without a home folder
+        raise ConfigError(f"{option} {text[:100]!r}: the folder cannot be looked up ({first_line(error)})") from error
+
+
 def resolve_target(text: str, *, needs_weights: bool = True) -> TargetSource:
     """Find or download a target. Without weights it is the files that its config, tokenizer and chat template take.
     Raises ConfigError for a name nobody knows, CheckpointError for an unreachable hub."""
     if text == BUNDLED:
         return TargetSource(BUNDLED, BUNDLED_FOLDER)
-    path = Path(text).expanduser()
-    if path.is_dir():
+    if path := find_folder(text, "--target"):
         return TargetSource(str(path.resolve()), path.resolve())
     if text in PRESETS:
         return TargetSource(text, _download(text, PRESETS[text].hub_id, needs_weights=needs_weights))
@@ -54,8 +63,7 @@ def resolve_target(text: str, *, needs_weights: bool = True) -> TargetSource:
 
 def resolve_head(text: str, option: str) -> Path:
     """Find or download a head. `option` is the option that named it, for errors. Raises as `resolve_target` does."""
-    path = Path(text).expanduser()
-    if path.is_dir():
+    if path := find_folder(text, option):
         return path.resolve()
     if is_hub_id(text):
         return _download(text, text, option)

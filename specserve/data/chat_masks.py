@@ -9,7 +9,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import Any
 
-from specserve.chat_template import END_THINK, THINK, THINKING_SWITCH, Messages
+from specserve.chat_template import END_THINK, THINK, Messages, thinking_switch
 from specserve.errors import DataError, RequestError
 from specserve.tokenizer import Tokenizer
 
@@ -116,8 +116,8 @@ class _Untagged:
         A hybrid model's empty reasoning was written by the prompt that asks for none; what a prompt writes to begin
         reasoning was left out with it.
         """
-        has_switch = self.tokenizer.template.mentions(THINKING_SWITCH)
-        modes = [{}, {THINKING_SWITCH: True}, {THINKING_SWITCH: False}] if has_switch else [{}]
+        switch = thinking_switch(self.tokenizer.template.mentions)
+        modes = [{}, {switch: True}, {switch: False}] if switch else [{}]
         headers = [self._header(asked, **mode) for mode in modes]
         for candidates in (headers, [header.partition(THINK)[0] for header in headers]):
             if lengths := [len(header) for header in candidates if rest.startswith(header)]:

@@ -26,7 +26,7 @@ from specserve.serve.interface import DraftInfo, EngineStats
 from specserve.serve.options import bad_sequences, check_prompt, check_some_token, check_token_ids
 from specserve.serve.pages import Watcher
 from specserve.serve.programs import Announcer, Compiler, Program
-from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, TokenMask
+from specserve.serve.request import Delta, FinishReason, GrammarSpec, Request, SamplingParams, TokenMask
 from specserve.serve.rounds import Rounds
 from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Scheduler
@@ -80,6 +80,7 @@ class Engine:
         self.eos_ids = frozenset(eos_ids)
         self.options = options or EngineOptions()
         self._tokenizer = tokenizer
+        self._grammars = Grammars(tokenizer, self.vocab_size, sorted(eos_ids))
         # all choices of a request have the same, and are submitted one after another
         self._bad_sequences = functools.lru_cache(maxsize=64)(functools.partial(bad_sequences, tokenizer=tokenizer))
         self.rounds = Rounds(
@@ -112,10 +113,6 @@ class Engine:
         if self._tokenizer is None:
             raise RequestError("this engine has no tokenizer: send token ids", param="prompt")
         return self._tokenizer
-
-    @functools.cached_property
-    def _grammars(self) -> Grammars:
-        return Grammars(self.tokenizer, self.vocab_size, sorted(self.eos_ids))
 
     @property
     def vocab_size(self) -> int:
@@ -217,14 +214,14 @@ class Engine:
             raise ConfigError("a deterministic server never computes an answer's keys again, so its head stays")
         with self._one_swap:
             while self._has_late:  # what is compiled and timed for the head before
-                self._check_going_on()
+                self._check_ready()
                 time.sleep(IDLE_SECONDS)
             loaded = self._load_head(folder)
-            swap = prepare(self.runner, loaded, has_masks=not self._mask_programs, check=self._check_going_on)
+            swap = prepare(self.runner, loaded, has_masks=not self._mask_programs, check=self._check_ready)
             self._swaps.put(swap)
             self._wake.set()
             while not wait([swap.done], IDLE_SECONDS).done:
-                self._check_going_on()
+                self._check_ready()
             swap.done.result()
         logger.info("the head is %s now", loaded.info.name)
         if self.runner.shapes.tuned:
@@ -235,9 +232,9 @@ class Engine:
             )
         return loaded.info
 
-    def _check_going_on(self) -> None:
+    def _check_ready(self) -> None:
         if not self.is_ready:
-            raise CapacityError("the engine is stopping; its head was not replaced")
+            raise CapacityError("the engine is stopping, and has changed nothing; ask again later or elsewhere")
 
     def stats(self) -> EngineStats:
         """Return the counts of the engine so far. It may be called from any thread, at any time."""
@@ -257,8 +254,10 @@ class Engine:
         request_id: str = "",  # as the log names it; empty: a number
         client: str = "",  # who shares the queue with the others
     ) -> Request:
-        """Queue one sequence; never blocks. Raises RequestError (param "prompt", "max_tokens" or the option whose
-        token ids or words do not fit) or CapacityError."""
+        """Queue one sequence. It never waits for the device; a grammar that is not known (`knows_grammar`) is compiled
+        first, when those before it are. Raises RequestError (param "prompt", "max_tokens", "grammar" or the option
+        whose token ids or words do not fit) or CapacityError."""
+        self._check_ready()
         if token_mask is not None:
             self._check_constrained("token_mask")
         request = Request(
@@ -276,12 +275,14 @@ class Engine:
             bad_sequences=self._bad_sequences(params.bad_words),
         )
         with self._lock:  # `_run` takes it at its end, so nothing is put behind its back
-            if not self.is_ready:
-                raise CapacityError("the engine is stopping; send the request again later or elsewhere")
+            self._check_ready()
             self._queue.take(client, [sequence.request.client for sequence in self.rounds.running])
             self._inbox.put(request)
         self._wake.set()
         return request
+
+    def knows_grammar(self, grammar: GrammarSpec) -> bool:
+        return self._grammars.knows(grammar)
 
     def _check_constrained(self, param: str) -> None:
         if not self.runner.has_constrained:

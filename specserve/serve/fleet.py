@@ -15,7 +15,7 @@ from typing import Any, Unpack
 from specserve.errors import CapacityError, CheckpointError, ConfigError, RequestError, SpecServeError
 from specserve.serve.interface import DraftInfo, EngineStats
 from specserve.serve.pages import prefix_digests
-from specserve.serve.request import Delta, FinishReason, Request, RequestOptions, SamplingParams
+from specserve.serve.request import Delta, FinishReason, GrammarSpec, Request, RequestOptions, SamplingParams
 from specserve.tokenizer import Tokenizer
 
 logger = logging.getLogger(__name__)
@@ -218,6 +218,9 @@ class Fleet:
         if self._is_draining:
             raise CapacityError("the server is stopping; send the request again later or elsewhere")
         return self._wait(self._open(tuple(prompt_ids), params, on_delta, {"request_id": "", **options}))
+
+    def knows_grammar(self, grammar: GrammarSpec) -> bool:  # noqa: ARG002
+        return False  # it depends on the replica, which a request has yet to find
 
     async def _open(
         self,

@@ -9,9 +9,11 @@ import json
 import math
 import os
 import resource
+import signal
 import subprocess
 import sys
 import threading
+import traceback
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -19,6 +21,9 @@ from typing import Any
 CPU_SECONDS = 2  # that one grammar may take: the system counts whole ones
 MEMORY_BYTES = 2**29  # address space, beside the tokenizer's
 STACK_BYTES = 3 * 2**19  # less than the 2 MiB that threads have at least, of which some compile it afterwards
+ANSWER_SECONDS = 30.0  # by the clock, in which a process must start, or answer: also one that sleeps is ended
+_NO_MEMORY = 3  # the exit status of a process that has met Python's MemoryError
+_OF_LIMITS = {_NO_MEMORY, *(-number for number in (signal.SIGXCPU, signal.SIGSEGV, signal.SIGBUS, signal.SIGABRT))}
 _WHITESPACE = r"[ \n\r\t]{1,20}"  # between the parts of JSON: room to indent, and no answer of nothing but spaces
 
 
@@ -68,51 +73,90 @@ def _from_gbnf(text: str) -> str:
 
 
 class GrammarTrial:
-    """The other process, for one tokenizer. It is started anew after a grammar that it did not survive, and ends with
-    this process. Threads may share it."""
+    """The other process, for one tokenizer. It starts with the first grammar, anew after one that it did not survive,
+    and ends with this process. Threads may share it."""
 
     def __init__(self, tokenizer: str, vocab_size: int, eos_ids: Sequence[int]) -> None:
         self._words = tokenizer, vocab_size, list(eos_ids)
         self._lock = threading.Lock()
-        self._start()
+        self._process: _Process | None = None  # one that waits for grammars
 
     def check(self, kind: str, text: str) -> str:
-        """Return why a grammar cannot be used, or nothing where it can. Raises RuntimeError where the process cannot
-        be started."""
+        """Return why a grammar cannot be used, or nothing where it can. A process that ends otherwise than by the
+        limits says nothing of the grammar, so another one tries it. Raises OSError where that ends too, or where none
+        can be started."""
+        ends = []
         with self._lock:
-            if not self._is_ready:
-                self._is_ready = self._ask(None) is not None
-            if not self._is_ready:
-                raise RuntimeError("the process that tries grammars did not start")
-            error = self._ask([kind, text])
-            if error is not None:
-                return error
-            self._end()
-            self._start()
-        return (
-            f"compiling it takes more than {CPU_SECONDS} s, {MEMORY_BYTES / 2**20:g} MiB or a stack of "
-            f"{STACK_BYTES / 2**20:g} MiB; make it smaller: with fewer alternatives, repetitions, rules and patterns"
-        )
+            while len(ends) < 2:
+                process, self._process = self._process or _Process(self._words), None
+                error = process.ask([kind, text]) if process.is_ready else None
+                if error is not None:
+                    self._process = process
+                    return error
+                if process.has_met_limits():
+                    return (
+                        f"compiling it takes more than {CPU_SECONDS} s, {MEMORY_BYTES / 2**20:g} MiB or a stack of "
+                        f"{STACK_BYTES / 2**20:g} MiB; make it smaller: with fewer alternatives, repetitions, rules "
+                        "and patterns"
+                    )
+                ends.append(process.end())
+        raise ChildProcessError(f"the processes for that have ended ({'; '.join(ends)})")
 
-    def _start(self) -> None:
+
+class _Process:
+    """A process that has read a tokenizer and is asked about grammars."""
+
+    def __init__(self, tokenizer: Sequence[Any]) -> None:
+        """Start it. Raises OSError where the system has no room for it."""
         command = [sys.executable, "-P", __file__]
-        pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
-        self._process = subprocess.Popen(command, text=True, start_new_session=True, **pipes)  # Ctrl-C is not its own
-        self._end = weakref.finalize(self, self._process.communicate)
-        self._is_ready = False
+        pipes: dict[str, Any] = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
+        self._process = subprocess.Popen(command, encoding="utf-8", errors="replace", start_new_session=True, **pipes)
+        self._end = weakref.finalize(self, _end, self._process)
+        self._is_late = False
+        self.is_ready = self.ask(tokenizer) is not None
 
-    def _ask(self, question: list[str] | None) -> str | None:
-        """Return what the process answers, or None where it has died. None asks whether it has read the tokenizer."""
+    def ask(self, question: Sequence[Any]) -> str | None:
+        """Return what the process answers, or None where it has died, at the latest when the time is over."""
         stdin, stdout = self._process.stdin, self._process.stdout
         assert stdin is not None
         assert stdout is not None
+        timer = threading.Timer(ANSWER_SECONDS, self._give_up)
+        timer.daemon = True
+        timer.start()
         try:
-            stdin.write(json.dumps(self._words if question is None else question) + "\n")
+            stdin.write(json.dumps(question) + "\n")
             stdin.flush()
+            told = stdout.readline()
+            if told.endswith("\n"):
+                return json.loads(told)
+            self._process.wait()
         except BrokenPipeError:
-            return None
-        told = stdout.readline()
-        return json.loads(told) if told else None
+            self._process.wait()
+        finally:
+            timer.cancel()
+        return None
+
+    def has_met_limits(self) -> bool:
+        """Return whether the limits have ended a process that was asked about a grammar."""
+        return self.is_ready and self._process.returncode in _OF_LIMITS
+
+    def end(self) -> str:
+        """Forget a process that has died. Returns how it ended: its exit status and the last line of its stderr."""
+        status, said = self._process.returncode, (self._end() or "").strip().rpartition("\n")[2]
+        if self._is_late:
+            how = f"no answer within {ANSWER_SECONDS:g} s"
+        else:
+            how = f"exit status {status}" if status >= 0 else f"signal {-status} ({signal.strsignal(-status)})"
+        return how + (f", {said[:300]}" if said else "")
+
+    def _give_up(self) -> None:
+        self._is_late = True
+        self._process.kill()
+
+
+def _end(process: subprocess.Popen[str]) -> str:
+    process.kill()
+    return process.communicate()[1]
 
 
 def _serve() -> None:
@@ -123,16 +167,29 @@ def _serve() -> None:
     _limit(resource.RLIMIT_AS, _address_space() + MEMORY_BYTES)
     error = ""
     while True:
+        _limit(resource.RLIMIT_CPU, math.ceil(sum(os.times()[:2])) + CPU_SECONDS)
         sys.stdout.write(json.dumps(error) + "\n")
         sys.stdout.flush()
         if not (line := sys.stdin.readline()):
             break
-        _limit(resource.RLIMIT_CPU, math.ceil(sum(os.times()[:2])) + CPU_SECONDS)
         try:
             compiled(tokenizer, *json.loads(line))
             error = ""
         except ValueError as wrong:
             error = str(wrong)
+
+
+def _run() -> None:
+    """Serve, and end with a status that says how it went."""
+    try:
+        _serve()
+        status = 0
+    except MemoryError:
+        status = _NO_MEMORY
+    except BaseException:  # a panic of the parser's is no Exception
+        traceback.print_exc()
+        status = 1
+    os._exit(status)
 
 
 def _limit(what: int, amount: int) -> None:
@@ -150,7 +207,9 @@ def _address_space() -> int:
 
 
 if __name__ == "__main__":
+    for number in (signal.SIGTERM, signal.SIGINT):  # who stops a server may tell all its processes; it ends with stdin
+        signal.signal(number, signal.SIG_IGN)
     threading.stack_size(STACK_BYTES)
-    thread = threading.Thread(target=_serve)
+    thread = threading.Thread(target=_run)
     thread.start()
     thread.join()

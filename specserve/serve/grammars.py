@@ -5,6 +5,7 @@ client can make it do, and walks a proposed tree with it. Knows nothing of HTTP.
 """
 
 import functools
+import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -12,58 +13,103 @@ from typing import Any
 
 import numpy as np
 
-from specserve.errors import RequestError
+from specserve.errors import CapacityError, RequestError
 from specserve.serve.grammar_trial import GrammarTrial, compiled, words
 from specserve.serve.request import GrammarSpec, TokenMask
 from specserve.tokenizer import Tokenizer
 
 MAX_GRAMMAR_CHARS = 256 * 1024
-NUM_KEPT = 64  # grammars that are compiled and kept, those used last
+NUM_KEPT = 64  # grammars that are compiled and kept, those used last; and as many that were refused
 MAX_KEPT_CHARS = 2 * 2**20  # of their texts together
+logger = logging.getLogger(__name__)
 _trial = functools.lru_cache(maxsize=4)(GrammarTrial)  # of a tokenizer, for all engines that have it
 
 
 class Grammars:
     """The grammars of one model's tokenizer. Threads may share it; compiling lets other threads run."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: Sequence[int]) -> None:
-        """`vocab_size` is that of the model, which may be padded beyond the tokenizer's."""
+    def __init__(self, tokenizer: Tokenizer | None, vocab_size: int, eos_ids: Sequence[int]) -> None:
+        """`vocab_size` is that of the model, which may be padded beyond the tokenizer's. Without a tokenizer every
+        grammar is refused."""
         self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, sorted(eos_ids)
-        self._kept: OrderedDict[GrammarSpec, Any] = OrderedDict()  # matchers that no sequence has advanced
-        self._lock = threading.Lock()
+        self._matchers, self._refusals = _Kept(), _Kept()  # matchers that no sequence has advanced; reasons
+        self._compiling = threading.Lock()  # one after another: who waits may want the same
+
+    def knows(self, spec: GrammarSpec) -> bool:
+        """Return whether `compile` takes or refuses the grammar at once: it waits for no other, and compiles none."""
+        return len(spec.text) > MAX_GRAMMAR_CHARS or spec in self._matchers or spec in self._refusals
 
     def compile(self, spec: GrammarSpec) -> Callable[[], TokenMask]:
         """Make a function that gives each sequence a mask of its own. Raises RequestError with the parser's own
-        words."""
-        with self._lock:
-            matcher = self._kept.get(spec)
-            if matcher is not None:
-                self._kept.move_to_end(spec)
+        words, and CapacityError where no grammar can be tried now."""
+        matcher = self._find(spec)
         if matcher is None:
-            matcher = self._compile(spec)
-            with self._lock:
-                self._kept[spec] = matcher
-                while len(self._kept) > NUM_KEPT or sum(len(kept.text) for kept in self._kept) > MAX_KEPT_CHARS:
-                    self._kept.popitem(last=False)
+            with self._compiling:
+                matcher = self._find(spec) or self._compile(spec)
         return lambda: GrammarMask(matcher.deep_copy(), self._vocab_size)
 
-    def _compile(self, spec: GrammarSpec) -> Any:
+    def _find(self, spec: GrammarSpec) -> Any:
+        """The matcher of a known grammar, else None. Raises RequestError for one that was refused."""
         if len(spec.text) > MAX_GRAMMAR_CHARS:
             raise _refused(f"has {len(spec.text)} characters, at most {MAX_GRAMMAR_CHARS} are taken")
+        if why := self._refusals.get(spec):
+            raise _refused(why)
+        return self._matchers.get(spec)
+
+    def _compile(self, spec: GrammarSpec) -> Any:
         tokenizer, trial = self._words
-        if error := trial.check(spec.kind, spec.text):
-            raise _refused(f"cannot be used: {_shortened(error)}")
-        return compiled(tokenizer, spec.kind, spec.text)
+        try:
+            error = trial.check(spec.kind, spec.text)
+        except OSError as failure:
+            logger.error("a grammar cannot be tried: %s", failure)
+            raise CapacityError(
+                "no grammar can be tried now; the server's log has the details. Send the request again later"
+            ) from failure
+        if error:
+            why = f"cannot be used: {_shortened(error)}"
+            self._refusals.put(spec, why)
+            raise _refused(why)
+        matcher = compiled(tokenizer, spec.kind, spec.text)
+        self._matchers.put(spec, matcher)
+        return matcher
 
     @functools.cached_property
     def _words(self) -> tuple[Any, GrammarTrial]:
         """The tokenizer as llguidance takes it, here and where grammars are tried: made at the first grammar, for it
         takes up to a second."""
+        if self._tokenizer is None:
+            raise _refused("needs a tokenizer, and this engine has none; leave it out")
         try:
             asked = self._tokenizer.as_json(), self._vocab_size, tuple(self._eos_ids)
             return words(*asked), _trial(*asked)
         except ValueError as error:
             raise _refused(f"cannot be used with this model's tokenizer: {error}") from error
+
+
+class _Kept:
+    """What was found of the grammars that were used last, at most `NUM_KEPT` and `MAX_KEPT_CHARS` of them. Threads may
+    share it."""
+
+    def __init__(self) -> None:
+        self._found: OrderedDict[GrammarSpec, Any] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def __contains__(self, spec: GrammarSpec) -> bool:
+        with self._lock:
+            return spec in self._found
+
+    def get(self, spec: GrammarSpec) -> Any:
+        """What was found of a grammar, None where it is not kept."""
+        with self._lock:
+            if spec in self._found:
+                self._found.move_to_end(spec)
+            return self._found.get(spec)
+
+    def put(self, spec: GrammarSpec, found: Any) -> None:
+        with self._lock:
+            self._found[spec] = found
+            while len(self._found) > NUM_KEPT or sum(len(kept.text) for kept in self._found) > MAX_KEPT_CHARS:
+                self._found.popitem(last=False)
 
 
 class GrammarMask:

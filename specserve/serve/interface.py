@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from specserve.serve.request import Delta, Request, SamplingParams, TokenMask
+from specserve.serve.request import Delta, GrammarSpec, Request, SamplingParams, TokenMask
 
 # the largest sizes of each class of rounds, in tokens (vLLM's buckets); larger rounds are one class more
 ROUND_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
@@ -152,10 +152,15 @@ class EngineLike(Protocol):
         request_id: str = "",
         client: str = "",
     ) -> Request:
-        """Queue one sequence (`params.n` must be 1). It never waits for the device; a new grammar may take a second to
-        compile. The log names the sequence by `request_id`, and `client` is the one that shares the queue with others.
-        Raises RequestError (param "prompt", "max_tokens", "grammar" or the option whose token ids or words do not fit
-        the vocabulary) or CapacityError."""
+        """Queue one sequence (`params.n` must be 1). It never waits for the device; a grammar that is not known
+        (`knows_grammar`) is compiled first, when those before it are. The log names the sequence by `request_id`, and
+        `client` is the one that shares the queue with others. Raises RequestError (param "prompt", "max_tokens",
+        "grammar" or the option whose token ids or words do not fit the vocabulary) or CapacityError."""
+        ...
+
+    def knows_grammar(self, grammar: GrammarSpec, /) -> bool:
+        """Return at once whether `submit` need not compile this grammar, because it is kept compiled or was refused of
+        late."""
         ...
 
     def load_draft(self, folder: str, /) -> DraftInfo:

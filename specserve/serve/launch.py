@@ -14,14 +14,14 @@ from jax.sharding import Mesh
 
 from specserve import host
 from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, load_target
-from specserve.checkpoints.source import BUNDLED, resolve_target
+from specserve.checkpoints.source import BUNDLED, find_folder, resolve_target
 from specserve.drafters.door import Head
 from specserve.drafters.head import load_head
 from specserve.drafters.notes import read_notes
 from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 from specserve.drafters.speculation import parse_speculation, with_head, within_reach
 from specserve.drafters.words import ALL_TEXT, CARRIED
-from specserve.errors import ConfigError
+from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import default_dtype, describe_mesh, free_memory, in_equal_parts, num_parts
 from specserve.models.config import ModelConfig
 from specserve.provenance import fingerprint
@@ -111,8 +111,12 @@ def load_beside(models: Models, draft: str, folder: Path) -> Models:
     """The same loaded target with the head in a folder, which is the target's own where `draft` says that it carries
     one. A head that was trained on other weights is warned of. Raises ConfigError or CheckpointError."""
     is_carried = draft == CARRIED
-    kind, notes = (CARRIED, {}) if is_carried else (None, read_notes(folder))
-    head = load_head(folder, models.target, dtype=default_dtype(), mesh=models.mesh, kind=kind)
+    try:
+        kind, notes = (CARRIED, {}) if is_carried else (None, read_notes(folder))
+        head = load_head(folder, models.target, dtype=default_dtype(), mesh=models.mesh, kind=kind)
+        head_fingerprint = fingerprint(folder)
+    except OSError as error:
+        raise CheckpointError(f"{folder}: the head cannot be read ({error})") from error
     trained_on, found = notes.get("target_fingerprint"), notes.get("acceptance", {})
     if trained_on and trained_on != models.fingerprint:
         logger.warning(
@@ -124,7 +128,7 @@ def load_beside(models: Models, draft: str, folder: Path) -> Models:
     return dataclasses.replace(
         models,
         head=head,
-        head_fingerprint=fingerprint(folder),
+        head_fingerprint=head_fingerprint,
         head_acceptance=found.get("accept_rate", ()),
         draft=DraftInfo(draft if is_carried else folder.name, found.get("tau")),
     )
@@ -151,8 +155,8 @@ def read_tokenizer(target: str, draft: str) -> Tokenizer:
 
 def _head_folder(target: str, draft: str) -> Path | None:
     if draft:
-        folder = Path(draft).expanduser()
-        if not folder.is_dir():
+        folder = find_folder(draft, "--draft")
+        if folder is None:
             raise ConfigError(f"--draft {draft}: no such folder; train a head first (specserve train --output {draft})")
         return folder
     return BUNDLED_HEAD_FOLDER if target in ("", BUNDLED) and BUNDLED_HEAD_FOLDER.is_dir() else None
@@ -272,9 +276,11 @@ def _head_loader(models: Models, run: ServeRun) -> Callable[[str], LoadedHead]:
     kept = dataclasses.replace(models, target=target, head=None)
 
     def load(draft: str) -> LoadedHead:
-        folder = target.folder if draft == CARRIED else Path(draft).expanduser()
-        if not folder.is_dir():
-            raise ConfigError(f"{folder}: no such folder on the server; give one that `specserve train` has written")
+        folder = target.folder if draft == CARRIED else find_folder(draft, "draft")
+        if folder is None:
+            raise ConfigError(
+                f"{draft[:200]}: no such folder on the server; give one that `specserve train` has written"
+            )
         found = load_beside(kept, draft, folder)
         assert found.head is not None
         assert found.draft is not None

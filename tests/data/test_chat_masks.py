@@ -26,7 +26,7 @@ from chats import (
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specserve.chat_template import REASONING_NAMES
+from specserve.chat_template import REASONING_NAMES, thinking_switch
 from specserve.data.chat_masks import encode_chat
 from specserve.errors import DataError
 from specserve.tokenizer import Tokenizer
@@ -119,8 +119,8 @@ def test_an_answer_is_learned_from_where_its_prompt_ends(name):
         if "</think>" in answer["content"] or "reasoning_content" in answer or is_forgotten:
             continue
         kwargs = case.get("template_kwargs") or {}
-        if tokenizer.template.mentions("enable_thinking"):
-            kwargs = {"enable_thinking": False}  # the mode whose answers have no reasoning
+        if switch := thinking_switch(tokenizer.template.mentions):
+            kwargs = {switch: False}  # the mode whose answers have no reasoning
         tools = case.get("tools")
         token_ids, loss_mask = encode_chat(tokenizer, case["messages"], tools=tools, template_kwargs=kwargs)
         prompt = tokenizer.render_chat(asked, tools=tools, template_kwargs=kwargs)

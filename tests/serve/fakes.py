@@ -17,6 +17,7 @@ from specserve.serve.request import (
     Delta,
     DraftTree,
     FinishReason,
+    GrammarSpec,
     PromptToken,
     Request,
     SamplingParams,
@@ -107,6 +108,7 @@ class FakeEngine:
         self.is_compiled = True
         self.is_draining = False
         self.requests: list[Request] = []
+        self.known_grammars: set[GrammarSpec] = set()
         self.state = EngineStats()
         self._cached: set[tuple[str, tuple[int, ...]]] = set()
         self._num_cached: dict[Request, int] = {}
@@ -158,6 +160,9 @@ class FakeEngine:
             self.requests.append(request)
             self._active[request] = 0
         return request
+
+    def knows_grammar(self, grammar: GrammarSpec, /) -> bool:
+        return grammar in self.known_grammars
 
     def set_speculation(self, speculation: str, /) -> None:
         if speculation not in ("off", "chain:3"):

@@ -5,7 +5,8 @@ import re
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import httpx
@@ -19,10 +20,11 @@ from pydantic_core import from_json
 from specserve.errors import CapacityError, RequestError
 from specserve.serve import engine as engine_module
 from specserve.serve.admission import Queue
-from specserve.serve.http import bodies, replies, service, streaming
+from specserve.serve.http import bodies, replies, service, streaming, threads
 from specserve.serve.http.app import create_app
 from specserve.serve.http.patient_json import MAX_AT_ONCE, MAX_CONTAINERS, MAX_VALUES, read_json
 from specserve.serve.http.server import HttpServer
+from specserve.serve.request import GrammarSpec
 from specserve.serve.runner import Runner
 from specserve.serve.settings import ServeRun
 
@@ -86,6 +88,14 @@ def test_clients_are_told_apart_by_key_else_by_address(http: httpx.Client, fake_
     first, second, third = fake_engine.requests[-3:]
     assert first.client == third.client != second.client
     assert first.priority == -3
+
+
+def test_an_engine_that_stops_compiles_no_grammar(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(runner)
+    monkeypatch.setattr(engine._grammars, "compile", lambda _spec: pytest.fail("it was compiled"))
+    engine.drain(0.0)
+    with pytest.raises(CapacityError, match="the engine is stopping"):
+        engine.submit([3, 4], greedy(2, grammar=GrammarSpec("regex", "a")), Inbox())
 
 
 def test_priority_is_the_operators_to_allow(fake_engine: FakeEngine) -> None:
@@ -223,6 +233,114 @@ def test_slow_grammars_keep_other_grammars_waiting_alone(
         finally:
             is_compiled.set()
         assert [each.result().status_code for each in slow] == [200] * 8
+
+
+@dataclass
+class _Grammars:
+    """A server with one thread for grammars, which compiles one called "slow" until it `is_over`."""
+
+    url: str
+    is_over: threading.Event
+    compiled: list[str]  # the others, in their order
+
+    def ask(self, text: str, key: str = "a") -> httpx.Response:
+        headers = {"Authorization": f"Bearer {key}"}
+        body = {"prompt": "x", "guided_regex": text}
+        return httpx.post(f"{self.url}/v1/completions", json=body, headers=headers, timeout=60)
+
+
+@pytest.fixture
+def busy(fake_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[_Grammars]:
+    """It is at the slow one."""
+    has_begun, submit = threading.Event(), fake_engine.submit
+
+    def compile_and_submit(prompt_ids: Any, params: Any, *args: Any, **options: Any) -> Any:
+        if params.grammar and params.grammar.text == "slow":
+            has_begun.set()
+            assert found.is_over.wait(60)
+        elif params.grammar:
+            found.compiled.append(params.grammar.text)
+        return submit(prompt_ids, params, *args, **options)
+
+    monkeypatch.setattr(fake_engine, "submit", compile_and_submit)
+    monkeypatch.setattr(threads, "MAX_GRAMMARS", 4)
+    monkeypatch.setattr(threads, "_grammars", threads._Line(1))
+    server = HttpServer(create_app(fake_engine, api_keys=["a", "b"]), port=0)
+    server.start()
+    found = _Grammars(server.url, threading.Event(), [])
+    with ThreadPoolExecutor(1) as pool:
+        slow = pool.submit(found.ask, "slow")
+        try:
+            assert has_begun.wait(60)
+            yield found
+        finally:
+            found.is_over.set()
+            assert slow.result().status_code == 200
+            server.stop()
+
+
+def _wait_in_line(pool: ThreadPoolExecutor, busy: _Grammars, *asked: tuple[str, str]) -> list[Future[httpx.Response]]:
+    """Ask for these grammars, one after another, each once the one before waits."""
+    waiting = []
+    for text, key in asked:
+        num_before = threads._grammars._places.num_open
+        waiting.append(pool.submit(busy.ask, text, key))
+        wait_until(lambda num_before=num_before: threads._grammars._places.num_open > num_before)
+    return waiting
+
+
+def _assert_full(reply: httpx.Response, message: str) -> None:
+    assert (reply.status_code, reply.headers["retry-after"]) == (503, "1")
+    assert message in reply.json()["error"]["message"]
+
+
+def test_a_known_grammar_waits_for_no_other(busy: _Grammars, fake_engine: FakeEngine) -> None:
+    fake_engine.known_grammars = {GrammarSpec("regex", "known")}
+    assert busy.ask("known").status_code == 200
+    assert not busy.is_over.is_set()
+
+
+def test_clients_take_turns_with_their_grammars(busy: _Grammars) -> None:
+    """One that has its share of the line is refused, others are not; and who comes last does not wait for all."""
+    with ThreadPoolExecutor(4) as pool:
+        waiting = _wait_in_line(pool, busy, ("a1", "a"), ("a2", "a"), ("a3", "a"), ("b1", "b"))
+        refused = busy.ask("a4")
+        busy.is_over.set()
+        _assert_full(refused, "4 requests are waiting already")
+        assert [each.result().status_code for each in waiting] == [200] * 4
+    assert busy.compiled == ["a1", "b1", "a2", "a3"]
+
+
+def test_a_grammar_whose_turn_comes_too_late_is_not_compiled(busy: _Grammars, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(threads, "GRAMMAR_SECONDS", 0.0)
+    with ThreadPoolExecutor(1) as pool:
+        [waiting] = _wait_in_line(pool, busy, ("late", "a"))
+        busy.is_over.set()
+        _assert_full(waiting.result(), "this one not yet; try again later")
+    assert busy.compiled == []
+
+
+def test_grammars_of_clients_that_have_left_are_not_compiled(
+    busy: _Grammars, fake_engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nor is anything submitted for one that leaves in the middle of its submission."""
+    num_gone, cancel, num_before = Counter[str](), streaming.Generation.cancel, len(fake_engine.requests)
+    monkeypatch.setattr(streaming.Generation, "cancel", lambda self: (cancel(self), num_gone.update(["x"]))[0])
+    with ThreadPoolExecutor(2) as pool, httpx.Client() as leaving:
+        for i in range(2):
+            with pytest.raises(httpx.ReadTimeout):
+                leaving.post(
+                    f"{busy.url}/v1/completions",
+                    json={"prompt": "x", "guided_regex": f"gone {i}", "n": 3},
+                    headers={"Authorization": "Bearer a"},
+                    timeout=0.2,
+                )
+        wait_until(lambda: num_gone.total() == 2)
+        waiting = _wait_in_line(pool, busy, ("stays", "b"))
+        busy.is_over.set()
+        assert waiting[0].result().status_code == 200
+    assert busy.compiled == ["stays"]
+    assert len(fake_engine.requests) == num_before + 2
 
 
 def test_bodies_of_many_values_are_read_patiently(monkeypatch: pytest.MonkeyPatch) -> None:

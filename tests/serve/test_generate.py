@@ -5,8 +5,13 @@ import json
 from typing import Any
 
 import pytest
-from fakes import CONTEXT, MODEL, STORY, assert_refused
+from fakes import CONTEXT, MODEL, STORY, FakeTokenizer, assert_refused
 
+from specserve.serve.http.generate_bodies import GenerateBody
+from specserve.serve.http.generate_replies import GenerateFormat
+from specserve.serve.http.logprobs import TokenTexts
+from specserve.serve.http.parts import Part
+from specserve.serve.http.replies import Answer, Usage
 from specserve.serve.interface import DraftInfo
 
 Json = dict[str, Any]
@@ -22,6 +27,21 @@ def _events(http, **body: Any) -> list[Json]:
     *events, last = http.post("/generate", json=body | {"stream": True}).text.strip().split("\n\n")
     assert last == "data: [DONE]"
     return [json.loads(each.removeprefix("data: ")) for each in events]
+
+
+def test_events_that_tell_much_again_are_spelled_elsewhere():
+    """Every event tells all of its answer, so the loop spells none from a number of tokens on."""
+    body = GenerateBody.model_validate({"text": ["x", "y"]})
+    spelled = GenerateFormat(body, TokenTexts(FakeTokenizer()))
+    usage = lambda: Usage(1, 0, 0, 0, 0)  # noqa: E731
+    for num_tokens in range(0, 1200, 100):
+        assert spelled.is_long == (num_tokens >= 600), num_tokens
+        for index, text in ((0, "a"), (1, "")):
+            ids = [97] * 100 if text else []
+            [said] = spelled.piece(Answer(index, Part(text * 100), None, token_ids=ids), usage)
+            told = json.loads(said.removeprefix(b"data: "))
+            assert told["output_ids"] == [97] * len(told["text"])
+            assert len(told["text"]) == (num_tokens + 100) * len(text)
 
 
 def test_generate_tells_what_was_done(http, fake_engine):

@@ -3,16 +3,23 @@ path; and what cannot be used is refused."""
 
 import itertools
 import json
+import os
 import random
 import re
+import signal
+from collections import Counter
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from specserve.checkpoints.source import BUNDLED_FOLDER
-from specserve.errors import RequestError
+from specserve.errors import CapacityError, RequestError
+from specserve.serve import grammar_trial
 from specserve.serve import grammars as room
+from specserve.serve.grammar_trial import GrammarTrial
 from specserve.serve.grammars import Grammars
 from specserve.serve.request import GrammarSpec, TokenMask
 from specserve.tokenizer import Tokenizer
@@ -172,6 +179,100 @@ def test_what_cannot_be_compiled_within_the_bounds_is_refused(grammars: Grammars
         grammars.compile(GrammarSpec("choice", json.dumps([name])))
 
 
+ENDS = "import os, signal, sys\nsys.stdin.readline()\nprint('\"\"', flush=True)\nsys.stdin.readline()\n{}"
+OF_LIMITS = ["os._exit(3)", *(f"os.kill(os.getpid(), signal.{name})" for name in ("SIGXCPU", "SIGSEGV", "SIGABRT"))]
+OF_OTHERS = {
+    "os.kill(os.getpid(), signal.SIGKILL)": r"signal 9 \(Killed\)",
+    "os.kill(os.getpid(), signal.SIGTERM)": r"signal 15",
+    "raise OSError('no room')": r"exit status 1, OSError: no room",
+    "": "exit status 0",
+}
+
+
+@pytest.fixture
+def trial(tokenizer: Tokenizer) -> GrammarTrial:
+    return GrammarTrial(tokenizer.as_json(), tokenizer.vocab_size, sorted(tokenizer.end_ids))
+
+
+@pytest.mark.parametrize("end", OF_LIMITS + list(OF_OTHERS))
+def test_only_limits_are_a_grammars_fault(
+    trial: GrammarTrial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, end: str
+) -> None:
+    """What else ends a process, twice, is an error of the server's, which says how it ended; and the next grammar is
+    tried all the same."""
+    monkeypatch.setattr(grammar_trial, "__file__", str(tmp_path / "trial.py"))
+    (tmp_path / "trial.py").write_text(ENDS.format(end))
+    if end in OF_LIMITS:
+        assert "takes more than 2 s" in trial.check("regex", "a")
+    else:
+        with pytest.raises(ChildProcessError, match=OF_OTHERS[end]):
+            trial.check("regex", "a")
+    monkeypatch.undo()
+    assert trial.check("regex", "a") == ""
+
+
+def test_who_stops_a_process_of_trials_refuses_no_grammar(trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It ends with its server alone. One that is killed, or no longer answers, is followed by another."""
+
+    def pid() -> int:
+        assert trial._process is not None
+        return trial._process._process.pid
+
+    assert "unclosed group" in trial.check("regex", "(")
+    first = pid()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        os.kill(first, number)
+    assert trial.check("regex", "a") == ""
+    assert pid() == first
+    os.kill(first, signal.SIGKILL)
+    assert trial.check("regex", "a") == ""
+    os.kill(pid(), signal.SIGSTOP)
+    monkeypatch.setattr(grammar_trial, "ANSWER_SECONDS", 0.01)  # in which none starts either
+    with pytest.raises(ChildProcessError, match=r"\(no answer within 0.01 s; no answer within 0.01 s\)"):
+        trial.check("regex", "a")
+    monkeypatch.undo()
+    assert trial.check("regex", "a") == ""
+
+
+def test_what_cannot_be_tried_now_can_be_later(
+    tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Why is the operator's to know."""
+    grammars = Grammars(tokenizer, tokenizer.vocab_size + 1, sorted(tokenizer.end_ids))
+    spec = SPECS["regex"]
+    for python, why in (("/nowhere/python", "/nowhere/python"), ("/bin/false", "(exit status 1; exit status 1)")):
+        with monkeypatch.context() as patch:
+            patch.setattr(grammar_trial.sys, "executable", python)
+            with pytest.raises(CapacityError, match="the server's log has the details") as error:
+                grammars.compile(spec)
+        assert why in caplog.text
+        assert why not in str(error.value)
+        assert not grammars.knows(spec)
+    grammars.compile(spec)
+    assert grammars.knows(spec)
+
+
+def test_what_is_known_is_not_tried_again(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor is what many ask for at once; and an answer about it waits for no other grammar."""
+    grammars = Grammars(tokenizer, tokenizer.vocab_size + 2, sorted(tokenizer.end_ids))
+    tried: Counter[str] = Counter()
+    check = GrammarTrial.check
+    monkeypatch.setattr(GrammarTrial, "check", lambda self, kind, text: tried.update([text]) or check(self, kind, text))
+    good, bad = GrammarSpec("regex", "a+"), GrammarSpec("regex", "(")
+    long = GrammarSpec("lark", "x" * (room.MAX_GRAMMAR_CHARS + 1))
+    assert [grammars.knows(spec) for spec in (good, bad, long)] == [False, False, True]
+    with ThreadPoolExecutor(8) as pool:
+        done = [pool.submit(grammars.compile, spec) for spec in (good, bad) * 4]
+        assert [type(each.exception()) for each in done] == [type(None), RequestError] * 4
+    assert tried == {"a+": 1, "(": 1}
+    with grammars._compiling:
+        grammars.compile(good)
+        for spec, says in ((bad, "unclosed group"), (long, "characters")):
+            assert grammars.knows(spec)
+            with pytest.raises(RequestError, match=says):
+                grammars.compile(spec)
+
+
 @pytest.mark.parametrize(
     "spec",
     [
@@ -187,12 +288,17 @@ def test_what_cannot_be_compiled_within_the_bounds_is_refused(grammars: Grammars
     ],
     ids=lambda spec: spec.text[:40],
 )
-def test_what_looks_endless_is_compiled(grammars: Grammars, spec: GrammarSpec) -> None:
-    """Recursion on the left and on both sides, of a schema, and repetitions of repetitions."""
+def test_what_looks_endless_is_compiled(tokenizer: Tokenizer, grammars: Grammars, spec: GrammarSpec) -> None:
+    """Recursion on the left and on both sides, of a schema, and repetitions of repetitions. Something may always be
+    said, until nothing but an end may."""
     mask = grammars.compile(spec)()
     for _ in range(5):
         [allowed] = _allowed(mask, [0], [0])
-        mask.accept(np.flatnonzero(allowed)[:1].tolist())
+        assert allowed.any()
+        words = set(np.flatnonzero(allowed).tolist()) - tokenizer.end_ids
+        if not words:
+            break
+        mask.accept([min(words)])
 
 
 def test_what_is_kept_is_bounded(tokenizer: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,7 +24,7 @@ from specserve.checkpoints.tensors import write_json
 from specserve.drafters.door import Head
 from specserve.drafters.head import save_head
 from specserve.drafters.speculation import describe, parse_speculation
-from specserve.errors import ConfigError
+from specserve.errors import CheckpointError, ConfigError
 from specserve.eval.engines import with_draft
 from specserve.serve import calibrate, launch
 from specserve.serve.calibrate import AGAIN_ROUNDS, IN_A_ROW, ROUNDS, cost_file, describe_costs, finish, step_costs
@@ -74,6 +74,33 @@ def test_a_head_of_other_weights_is_warned_of(
     )
     assert [tuple(each) for each in found] == [(0.5,) if trained_on else ()] * 3
     assert caplog.text.count("was trained on other weights") == 3 * (trained_on == "others")
+
+
+@pytest.mark.parametrize("draft", ["x" * 300, "~nosuchuser/x", "x/" * 3000, "missing"], ids=lambda name: name[:9])
+def test_a_head_that_cannot_be_looked_up_is_refused(models: Models, draft: str) -> None:
+    """However it is named: at the start, in an evaluation, or in another head's place."""
+    for load in (
+        launch._head_loader(models, ServeRun()),
+        lambda draft: with_draft(models, draft),
+        lambda draft: launch.find_names("", draft),
+    ):
+        with pytest.raises(ConfigError, match=r"cannot be looked up|no such folder|no folder here"):
+            load(draft)
+
+
+@pytest.mark.parametrize("reader", ["read_notes", "load_head", "fingerprint"])
+def test_a_head_that_may_not_be_read_is_refused(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    assert models.head is not None
+    save_head(tmp_path / "head", models.head, models.target, dtype="float32", notes={})
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(launch, reader, refuse)
+    with pytest.raises(CheckpointError, match=r"the head cannot be read .*Permission denied"):
+        launch._head_loader(models, ServeRun())(str(tmp_path / "head"))
 
 
 def test_sequences_are_shared_out_evenly() -> None:

@@ -192,7 +192,7 @@ def test_a_server_that_stops_gives_up_loading(
             with engine:
                 loading = pool.submit(engine.load_draft, "late")
                 assert is_compiling.wait(PATIENCE)
-            with pytest.raises(CapacityError, match="its head was not replaced"):
+            with pytest.raises(CapacityError, match="has changed nothing"):
                 loading.result(PATIENCE)
         finally:
             released.set()

@@ -5,7 +5,8 @@ from typing import Any
 
 import httpx
 import pytest
-from fakes import MODEL, STORY
+from fakes import MODEL, STORY, USER
+from sayings import serving
 
 from specserve.serve.http.app import create_app
 from specserve.serve.http.messages_bodies import MessagesBody
@@ -115,19 +116,41 @@ def test_tools_their_calls_and_results_become_those_of_chat():
     ]
     assert fields["tools"] == [{"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}]
     assert (fields["tool_choice"], fields["parallel_tool_calls"]) == ("required", False)
-    assert fields["chat_template_kwargs"] == {"enable_thinking": False}
+    assert body.thinks is False
 
 
-def test_a_budget_of_thinking_that_never_ends_it_is_taken(http, fake_engine):
-    """It means what adaptive thinking means: the answer's own length comes first."""
-    prompts = []
-    for thinking in ({"type": "adaptive"}, {"type": "enabled", "budget_tokens": 50}):
-        _post(http, thinking=thinking)
-        prompts.append(bytes(fake_engine.requests[-1].prompt_ids))
-    assert prompts[0] == prompts[1]
-    assert b"'enable_thinking': True" in prompts[0]
-    counted = {"messages": ASKED["messages"], "thinking": {"type": "enabled", "budget_tokens": 1024}}
-    assert http.post("/v1/messages/count_tokens", json=counted).json() == {"input_tokens": len(prompts[0])}
+THINKING: dict[str, list[Json]] = {
+    "yes": [{"type": "adaptive"}, {"type": "enabled", "budget_tokens": 50}],
+    "no": [{"type": "disabled"}],
+}
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("<think> </think> enable_thinking", {"yes": "{'enable_thinking': True}", "no": "{'enable_thinking': False}"}),
+        ("</think> {% if not thinking %}", {"yes": "{'thinking': True}", "no": "{'thinking': False}"}),
+        ("<|channel|> reasoning_effort", {"yes": "{}", "no": "{'reasoning_effort': 'none'}"}),
+        ("", {"yes": "{}", "no": "{}"}),  # it never reasons
+        ("<think> </think>", {"yes": "{}", "no": None}),  # it always does
+    ],
+)
+def test_thinking_is_told_to_the_template_by_its_own_switch(template, told):
+    """A budget that never ends it means what adaptive thinking means: the answer's own length comes first. What the
+    template cannot be told is refused."""
+    with serving(template) as (engine, url), httpx.Client(base_url=url.removesuffix("/v1")) as http:
+        engine.says = "x"
+        for wish, thinking in ((wish, each) for wish, wishes in THINKING.items() for each in wishes):
+            counted = http.post("/v1/messages/count_tokens", json={"messages": USER, "thinking": thinking})
+            if told[wish] is None:
+                reply = http.post("/v1/messages", json=ASKED | {"thinking": thinking})
+                assert reply.status_code == counted.status_code == 400
+                assert "no switch for reasoning, so thinking would" in reply.json()["error"]["message"]
+                continue
+            _post(http, thinking=thinking)
+            prompt = bytes(engine.requests[-1].prompt_ids)
+            assert prompt.decode() == f"<user>hi{told[wish]}<assistant>"
+            assert counted.json() == {"input_tokens": len(prompt)}
 
 
 def test_a_schema_holds_for_a_message(http, fake_engine):

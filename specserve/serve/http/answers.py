@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from specserve.chat_template import END_THINK, THINK, THINKING_SWITCH
+from specserve.chat_template import END_THINK, THINK, thinking_switch
 from specserve.errors import RequestError
 from specserve.serve.http.answer_grammars import answer_grammar
 from specserve.serve.http.openai_bodies import ChatBody
@@ -25,8 +25,6 @@ logger = logging.getLogger(__name__)
 
 THINK_MARKS: dict[ReasoningParser, tuple[str, str]] = {"think": (THINK, END_THINK), "mistral": ("[THINK]", "[/THINK]")}
 _HARMONY = next(each for each in TOOL_FORMATS if each.name == "harmony")
-# Variables that turn reasoning on and off, and what a template that reads one has. Messages too may have a `thinking`.
-_SWITCHES = {THINKING_SWITCH: (THINKING_SWITCH,), "thinking": ("if thinking", "not thinking")}
 _NUM_PROMPT_ENDS = 8  # tokens of a prompt's end that may open the reasoning
 
 
@@ -45,14 +43,17 @@ class AnswerSyntax:
     def __init__(self, tokenizer: TokenizerLike, tool_parser: ToolParser, reasoning_parser: ReasoningParser) -> None:
         self._tokenizer = tokenizer
         self._template = tokenizer.template
+        self._switch = thinking_switch(self._template.mentions)
         self.tool_format = choose_tool_format(tool_parser, self._template)
         self.reasoning: ReasoningParser = _choose_reasoning(reasoning_parser, self._template.mentions)
         if self.tool_format or self.reasoning != "none":
             name = self.tool_format.name if self.tool_format else "none"
             logger.info("answers: calls of tools as %s, reasoning as %s", name, self.reasoning)
 
-    def question(self, body: ChatBody) -> TemplateRequest:
-        """Return what the template is to be told. Raises RequestError for tools or efforts that it does not know."""
+    def question(self, body: ChatBody, thinks: bool | None = None) -> TemplateRequest:
+        """Return what the template is to be told. `thinks` says whether the model is to reason, in whatever way the
+        template is told that; None leaves it to the template. Raises RequestError for tools, efforts or a choice that
+        it does not know."""
         chosen = chosen_tools(body.tools, body.tool_choice)
         if chosen and self.tool_format is None and self._template.reads_tools:  # else the prompt is refused
             raise RequestError(
@@ -61,7 +62,7 @@ class AnswerSyntax:
                 param="tools",
             )
         tools = [tool.for_template() for tool in body.tools] if chosen else []
-        return TemplateRequest(tools, self._variables(body), chosen)
+        return TemplateRequest(tools, self._variables(body, thinks), chosen)
 
     def reading(
         self, body: ChatBody, question: TemplateRequest, prompt_ids: Sequence[int], params: SamplingParams
@@ -110,24 +111,15 @@ class AnswerSyntax:
 
         return params, make_parser
 
-    def _variables(self, body: ChatBody) -> dict[str, Any]:
-        """The variables of the template. Raises RequestError for an effort that it does not read."""
+    def _variables(self, body: ChatBody, thinks: bool | None) -> dict[str, Any]:
+        """The variables of the template. Raises RequestError for an effort or a choice that it does not read."""
         given = {} if body.chat_template_kwargs is None else body.chat_template_kwargs.model_dump(exclude_none=True)
+        if thinks is not None:
+            given |= self._thinking(thinks)
         effort = body.reasoning_effort
         if effort is None:
             return given
-        switch = next((name for name, signs in _SWITCHES.items() if any(map(self._template.mentions, signs))), None)
-        wanted: dict[str, Any] = {}
-        if self._template.reads_variable("reasoning_effort") and not (effort == "none" and switch):
-            wanted["reasoning_effort"] = effort
-        elif switch:
-            wanted[switch] = effort != "none"
-        elif effort not in ("none", "medium") or (effort == "none" and self.reasoning != "none"):
-            raise RequestError(
-                "the chat template of this model has no switch for reasoning, so reasoning_effort would change "
-                "nothing; leave it out",
-                param="reasoning_effort",
-            )
+        wanted = self._effort(effort, "reasoning_effort")
         for name, value in wanted.items():
             if given.get(name, value) != value:
                 raise RequestError(
@@ -136,6 +128,27 @@ class AnswerSyntax:
                     param="reasoning_effort",
                 )
         return given | wanted
+
+    def _thinking(self, thinks: bool) -> dict[str, Any]:
+        """The variables by which the model reasons, by default as much as it likes, or does not."""
+        if thinks:
+            return {self._switch: True} if self._switch else {}
+        return self._effort("none", "thinking")
+
+    def _effort(self, effort: str, param: str) -> dict[str, Any]:
+        """The variables by which the model reasons so much. Raises RequestError, which names the field `param`, where
+        there are none and it would reason otherwise."""
+        if self._template.reads_variable("reasoning_effort") and not (effort == "none" and self._switch):
+            return {"reasoning_effort": effort}
+        if self._switch:
+            return {self._switch: effort != "none"}
+        if effort not in ("none", "medium") or (effort == "none" and self.reasoning != "none"):
+            raise RequestError(
+                f"the chat template of this model has no switch for reasoning, so {param} would change nothing; leave "
+                "it out",
+                param=param,
+            )
+        return {}
 
     def _ends_with(self, prompt_ids: Sequence[int], mark: str) -> bool:
         """Return whether the prompt has opened the reasoning, as the templates of models that always reason do."""

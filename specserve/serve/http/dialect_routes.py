@@ -24,7 +24,7 @@ def add_dialect_routes(app: FastAPI, service: Service) -> None:
 
     def chat_work(body: DialectBody, reply_format: ReplyFormat | None) -> Work:
         try:
-            work = service.chat(service.check(ChatBody, body.chat_fields()), reply_format)
+            work = service.chat(service.check(ChatBody, body.chat_fields()), reply_format, thinks=body.thinks)
         except RequestError as error:
             raise body.reword(error) from None
         return dataclasses.replace(work, body=body)

@@ -25,6 +25,11 @@ class DialectBody(SamplingBody):
     return_tree: No = False  # type: ignore[assignment]
     prompt_logprobs: None = None  # type: ignore[assignment]
 
+    @property
+    def thinks(self) -> bool | None:
+        """Return whether the model is to reason; None leaves it to the chat template."""
+        return None
+
     def chat_fields(self) -> Json:
         """Return this body as the fields of a ChatBody. Raises RequestError."""
         raise NotImplementedError

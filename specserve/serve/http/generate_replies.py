@@ -11,6 +11,8 @@ from specserve.serve.http.logprobs import TokenTexts, finite
 from specserve.serve.http.replies import Answer, Json, Usage, event
 from specserve.serve.request import TokenLogprobs
 
+_LONG = 512  # tokens of an answer, from which on spelling them all again would hold the event loop
+
 
 @dataclass
 class _Told:
@@ -30,7 +32,12 @@ class GenerateFormat:
         self._id = body.rid or uuid.uuid4().hex
         self._start_time = time.monotonic()
         self._told: dict[int, _Told] = {}
-        self.is_long = body.return_logprob  # every event tells all of them
+        self._most = 0  # tokens of an answer so far
+
+    @property
+    def is_long(self) -> bool:
+        """Return whether the next event may be long, as every one tells all of its answer again."""
+        return self._body.return_logprob or self._most >= _LONG
 
     def reply(self, answers: Sequence[Answer], usage: Usage) -> Any:  # noqa: ARG002
         spelled = [self._spell(answer) for answer in answers]
@@ -54,6 +61,7 @@ class GenerateFormat:
         told.text += answer.part.content
         told.token_ids += answer.token_ids
         told.logprobs += answer.logprobs
+        self._most = max(self._most, len(told.token_ids))
         meta: Json = {
             "id": self._id if not self._body.is_batch else f"{self._id}-{answer.index}",
             "finish_reason": _finish_reason(answer, told),

@@ -202,7 +202,6 @@ class _Prompt(DialectBody):
 
     RENAMED: ClassVar[Mapping[str, str]] = {
         "stop": "stop_sequences",
-        "chat_template_kwargs": "thinking",
         "response_format": "output_config",
         "reasoning_effort": "output_config",
     }
@@ -228,6 +227,10 @@ class _Prompt(DialectBody):
     metadata: Metadata | None = None  # type: ignore[assignment]
     service_tier: Literal["auto", "standard_only"] | None = None  # type: ignore[assignment]
 
+    @property
+    def thinks(self) -> bool | None:
+        return None if self.thinking is None else self.thinking.type != "disabled"
+
     def chat_fields(self) -> Json:
         fields = self.shared_fields()
         fields = {name: value for name, value in fields.items() if name not in ("metadata", "service_tier")}
@@ -244,7 +247,6 @@ class _Prompt(DialectBody):
             fields["continue_final_message"] = True
         if self.thinking is not None:
             self.thinking.check(self.max_tokens)
-            fields["chat_template_kwargs"] = {"enable_thinking": self.thinking.type != "disabled"}
         if self.output_config is not None:
             fields |= self.output_config.for_chat()
         if self.tools:

@@ -82,15 +82,18 @@ _FAILURES = {
     403: "The operator has not allowed it.",
     404: "A model that is not served.",
     405: "The path has other methods.",
-    408: "The body did not arrive in time.",
+    408: "The head or the body of the request did not arrive in time.",
     413: "The body is too large.",
     415: "The body is not JSON, or compressed.",
     431: "The head of the request is too large.",
     500: "A failure on the server's side.",
+    501: "The body is in another Transfer-Encoding than chunked.",
     503: "The server is full, starting, stopping or unhealthy.",
 }
-_OF_ALL = (400, 405, 431)
-_OF_BODIES = (404, 408, 413, 415, 500)
+_OF_ALL = (400, 405, 408, 431, 501)
+_OF_BODIES = (404, 413, 415, 500)
+_OF_NO_REQUEST = (431, 501)  # what is none is told before anyone knows whose it is
+_EARLY = (400, 408, 503)  # may be told then too: 503 where there are too many connections
 _OF_OPERATORS = ("/v1/load_draft", "/v1/speculation")
 _HEADERS: Mapping[int, Json] = {
     401: {"WWW-Authenticate": "Bearer."},
@@ -179,15 +182,14 @@ def _event(path: str, refs: Mapping[tuple[str, str], Json]) -> Json:
 
 
 def _failure(path: str, status: int) -> Json:
-    # what is no request at all is told before anyone knows whose it is
-    name = "AnthropicError" if path.startswith(MESSAGES) and status != 431 else "Error"
+    name = "AnthropicError" if path.startswith(MESSAGES) and status not in _OF_NO_REQUEST else "Error"
     return {"$ref": f"#/components/responses/{name}{status}"}
 
 
 def _failed(name: str, status: int, refs: Mapping[tuple[str, str], Json]) -> Json:
     headers = {header: {"description": told, "schema": _TEXT} for header, told in _HEADERS.get(status, {}).items()}
     schema = refs["error", name]
-    if status == 503 and name != "Error":  # where there are too many connections, it is told before the path is read
+    if status in _EARLY and name != "Error":
         schema = {"anyOf": [schema, refs["error", "Error"]]}
     content = {"application/json": {"schema": schema}}
     return {"description": _FAILURES[status], "headers": {HEADER: _ID_REF} | headers, "content": content}

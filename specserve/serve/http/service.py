@@ -131,13 +131,13 @@ class Service:
         )
         return Work(body, params, prompts, spelled, has_origins=body.return_draft_depths)
 
-    def chat(self, body: ChatBody, reply_format: ReplyFormat | None = None) -> Work:
-        """Make the work of a body of /v1/chat/completions; another route's `reply_format` may spell it. Raises
-        RequestError."""
+    def chat(self, body: ChatBody, reply_format: ReplyFormat | None = None, *, thinks: bool | None = None) -> Work:
+        """Make the work of a body of /v1/chat/completions; another route's `reply_format` may spell it, and say whether
+        the model is to reason (None: as the body says). Raises RequestError."""
         engine = self.engine
         check_model(engine, body.model)
         params = body.sampling_params()
-        question = self.syntax.question(body)
+        question = self.syntax.question(body, thinks)
         token_ids = render_chat(
             engine,
             body.messages,
@@ -185,13 +185,12 @@ class Service:
                 tracing=self._tracing,
             )
             await generation.submit()
+            if body.stream:
+                http.state.probe = KEEPALIVE_COMMENT
+                return EventSourceResponse(generation.stream(work.reply_format), headers=_SSE_HEADERS)
+            return Response(await generation.reply(work.reply_format), media_type=_JSON)
         except RequestError as error:
             raise body.reword(error) from None
-        if body.stream:
-            http.state.probe = KEEPALIVE_COMMENT
-            return EventSourceResponse(generation.stream(work.reply_format), headers=_SSE_HEADERS)
-        try:
-            return Response(await generation.reply(work.reply_format), media_type=_JSON)
         except ClientGoneError:
             return Response(status_code=499)  # nobody reads it
 

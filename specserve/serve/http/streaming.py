@@ -27,7 +27,7 @@ from specserve.serve.http.patient_json import write_json
 from specserve.serve.http.replies import TOOL_CALLS, Answer, Json, ReplyFormat, Usage, error_body
 from specserve.serve.http.request_ids import current_request_id
 from specserve.serve.http.request_metrics import RequestMetrics
-from specserve.serve.http.threads import in_thread
+from specserve.serve.http.threads import in_line, in_thread
 from specserve.serve.http.tracing import Tracing
 from specserve.serve.interface import EngineLike
 from specserve.serve.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
@@ -90,28 +90,33 @@ class Generation:
         self._arrivals: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()  # None: the client has gone
         self._choices: list[_Choice] = []
         self._early: list[tuple[int, Delta]] | None = []  # what comes while sequences are still submitted
+        self._is_cancelled = False
         self._metrics, self._prompts, self._params = metrics, prompts, params
         self._options = {"priority": priority, "cache_salt": cache_salt, "client": client_of(http.scope)}
 
     async def submit(self) -> None:
-        """Hand all sequences to the engine, off the event loop. Raises what `engine.submit` raises; then no sequence is
-        left behind."""
+        """Hand all sequences to the engine, off the event loop. Raises what `engine.submit` raises, and
+        ClientGoneError; then no sequence is left behind."""
         self._metrics.count_request(self._params)
+        # Watched from here on, not from the first read: a client can leave before its turn comes or its stream starts.
+        self._watch = asyncio.create_task(self._watch_client())
+        self._tick()
+        grammar = self._params.grammar
         try:
-            has_grammar = self._params.grammar is not None
-            await in_thread(self._submit_all, size=sum(map(len, self._prompts)), has_grammar=has_grammar)
+            if grammar is None or self._engine.knows_grammar(grammar):
+                await in_thread(self._submit_all, size=sum(map(len, self._prompts)))
+            else:
+                await in_line(self._submit_all, self._options["client"])
         except BaseException:
-            self.cancel()
+            self._end()
             raise
         finally:
             early, self._early = self._early or [], None
             for arrival in early:
                 self._receive(*arrival)
-        # Watched from here on, not from the first read: a client can leave before its stream starts.
-        self._watch = asyncio.create_task(self._watch_client())
-        self._tick()
 
     def _submit_all(self) -> None:
+        self._check_wanted()
         each = self._params.choices()
         for token_ids, own in itertools.product(self._prompts, each):
             number = len(self._choices)
@@ -120,11 +125,24 @@ class Generation:
             request = self._engine.submit(token_ids, own, on_delta, request_id=name, **self._options)
             counted = self._metrics.start_sequence(len(token_ids))
             self._choices.append(_Choice(request, counted, number % len(each) == 0, self._make_parser()))
+            self._check_wanted()
+
+    def _check_wanted(self) -> None:
+        """Raises ClientGoneError where nobody waits any more for what is being submitted."""
+        if self._is_cancelled:
+            self.cancel()
+            raise ClientGoneError
 
     def cancel(self) -> None:
-        """Stop every sequence. Safe at any time, also after the end."""
+        """Stop every sequence, also while they are submitted. Safe at any time, also after the end."""
+        self._is_cancelled = True
         for choice in self._choices:
             choice.request.cancel()
+
+    def _end(self) -> None:
+        self.cancel()
+        self._watch.cancel()
+        self._ticker.cancel()
 
     async def reply(self, reply_format: ReplyFormat) -> bytes:
         """Return the whole reply, as JSON. Raises ClientGoneError, CapacityError or EngineFailureError."""
@@ -267,9 +285,7 @@ class Generation:
                 num_open -= delta.finish_reason is not None
                 yield arrival
         finally:
-            self.cancel()
-            self._watch.cancel()
-            self._ticker.cancel()
+            self._end()
 
     def _usage(self) -> Usage:
         """Return the token counts so far."""
