@@ -1,5 +1,6 @@
 """Two processes train as one: real ones, with Gloo between them."""
 
+import contextlib
 import logging
 import os
 import re
@@ -7,10 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -189,6 +193,41 @@ def test_strangers_and_those_that_are_started_again_are_no_trouble(monkeypatch: 
             processes.meet(f"127.0.0.1:{port}", 3, 2, 60)
             for each in (first, *others):
                 each.result()
+
+
+def test_one_that_ends_while_the_first_waits_may_be_started_again() -> None:
+    """Its new connection is there before anybody has looked whether the old one still is."""
+    pairs, came = [socket.socketpair() for _ in range(3)], {}
+    for number, (_, ours) in zip((1, 1, 2), pairs, strict=True):
+        ours.sendall(f"specserve {number} 3\n".encode())
+    arriving = iter(pairs)
+
+    def accept() -> tuple[socket.socket, None]:
+        if (pair := next(arriving)) is pairs[1]:
+            pairs[0][1].close()
+        return pair[0], None
+
+    listener: Any = SimpleNamespace(accept=accept, settimeout=lambda _seconds: None)
+    with contextlib.ExitStack() as stack:
+        assert processes._gather(stack, listener, 3, came, 60) == ""
+    assert came == {1: pairs[1][0], 2: pairs[2][0]}
+    for _, ours in pairs:
+        ours.close()
+
+
+def test_processes_that_have_come_and_are_not_connected_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is not that some are missing: JAX's service is what did not answer, of which a proxy is a cause."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    is_over = threading.Event()
+    monkeypatch.setattr(jax.config, "update", lambda *_setting: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_told: is_over.wait(60))
+    monkeypatch.setattr(processes, "INITIALIZE_SECONDS", 0.05)
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    said = rf"coordinator {address}: all 1 processes have come, .* connect process 0 within .*HTTPS_PROXY.*start all"
+    with pytest.raises(ConfigError, match=said):
+        processes.join(address, 1, 0, 60)
+    is_over.set()
 
 
 def _hello(port: int, text: bytes) -> socket.socket:
