@@ -198,9 +198,13 @@ def make_shapes(
 ) -> Shapes:
     """For the default backend. Deterministic steps take one tree at most, a chain of at most DETERMINISTIC_DEPTH.
     Raises ConfigError where the number of data ranks does not divide the slots or the pages."""
-    for what, number in (("slots", num_slots), ("cache pages", num_pages)):
+    for what, number in (("--max-slots", num_slots), ("number of cache pages", num_pages)):
         if number % num_ranks:
-            raise ConfigError(f"{number} {what} are shared out over data x expert = {num_ranks}; give a multiple of it")
+            below = number // num_ranks * num_ranks
+            raise ConfigError(
+                f"{what} {number}: sequences and their pages are shared out over data x expert = {num_ranks} of the "
+                f"mesh, so it must be a multiple of that; give {f'{below} or ' if below else ''}{below + num_ranks}"
+            )
     assert trees, "a server needs at least one way to make a step"
     max_pages = -(-max_model_len // page_size)
     chunks = prefill_chunks(max_model_len, is_recurrent)

@@ -57,15 +57,18 @@ def headless(tiny_target: Target) -> Models:
     return Models("tiny", tiny_target, None, None)
 
 
-@pytest.mark.parametrize("trained_on", ["these", "others", ""])
-def test_a_head_of_other_weights_is_warned_of(
-    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture, trained_on: str
+@pytest.mark.parametrize(
+    ("trained_on", "bits", "served"),
+    [("these", "none", "none"), ("others", "int8", "int8"), ("these", "int8", "none"), ("", "", "int8"), ("", "", "none")],
+)
+def test_a_head_of_other_weights_or_bits_is_warned_of(
+    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture, trained_on: str, bits: str, served: str
 ) -> None:
     """However it comes beside the target: at the start, in an evaluation, or in another head's place."""
     assert models.head is not None
-    notes = {"target_fingerprint": trained_on, "acceptance": {"accept_rate": [0.5], "tau": 1.5}}
+    notes = {"target_fingerprint": trained_on, "acceptance": {"accept_rate": [0.5], "tau": 1.5}, "quantization": bits}
     save_head(tmp_path / "head", models.head, models.target, dtype="float32", notes=notes if trained_on else {})
-    own = dataclasses.replace(models, fingerprint="these")
+    own = dataclasses.replace(models, fingerprint="these", quantization=served)
     found = (
         load_beside(own, "", tmp_path / "head").head_acceptance,
         with_draft(own, str(tmp_path / "head")).head_acceptance,
@@ -73,17 +76,8 @@ def test_a_head_of_other_weights_is_warned_of(
     )
     assert [tuple(each) for each in found] == [(0.5,) if trained_on else ()] * 3
     assert caplog.text.count("was trained on other weights") == 3 * (trained_on == "others")
-
-
-def test_sequences_are_shared_out_evenly() -> None:
-    """Along `data` and `expert` together."""
-    for text, slots in (("data=2,expert=2", 8), ("expert=4", 4), ("tensor=2", 1)):
-        launch._check_shares(mesh_of(text), slots)
-    launch._check_shares(None, 1)
-    with pytest.raises(ConfigError, match=r"--max-slots 12: .* data x expert = 8 of --mesh data=2,expert=4.*8 or 16"):
-        launch._check_shares(mesh_of("data=2,expert=4"), 12)
-    with pytest.raises(ConfigError, match=r"give 8$"):
-        launch._check_shares(mesh_of("data=2,expert=4"), 3)
+    said = f"against a target with quantization {bits or 'none'} and is served with {served}"
+    assert caplog.text.count(said) == caplog.text.count("quantization") == 3 * ((bits or "none") != served)
 
 
 def test_auto_may_choose_every_way_there_is(models: Models, headless: Models) -> None:
