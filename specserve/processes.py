@@ -82,9 +82,9 @@ def _unconnected(coordinator: str, num_processes: int, process_id: int) -> str:
     proxies = ", ".join(sorted(name for name in os.environ if name.lower().endswith("_proxy"))) or "none is"
     return (
         f"coordinator {coordinator}: all {num_processes} processes have come, but JAX's service there did not connect "
-        f"process {process_id} within {INITIALIZE_SECONDS} seconds. No other program may listen at that port, no process "
-        f"may have ended meanwhile, and gRPC must not be sent to a proxy (set here: {proxies}; unset them, or name the "
-        "hosts in no_proxy); then start all of them again"
+        f"process {process_id} within {INITIALIZE_SECONDS} seconds. No process may have ended meanwhile, no other "
+        f"program may listen at that port, and gRPC must not go through a proxy (set here: {proxies}; unset them, or "
+        "name the hosts in no_proxy); then start all of them again"
     )
 
 

@@ -261,6 +261,7 @@ class Engine:
         token ids or words do not fit) or CapacityError."""
         if token_mask is not None:
             self._check_constrained("token_mask")
+        spec = params.grammar
         request = Request(
             request_id=request_id or f"seq-{next(self._ids)}",
             prompt_ids=tuple(prompt_ids),
@@ -271,7 +272,7 @@ class Engine:
             on_delta=on_delta,
             priority=priority,
             cache_salt=cache_salt,
-            token_mask=(params.grammar and self._grammars.compile(params.grammar)()) if token_mask is None else token_mask,
+            token_mask=(spec and self._grammars.compile(spec)()) if token_mask is None else token_mask,
             stop_ids=self._stop_ids(params),
             bad_sequences=self._bad_sequences(params.bad_words),
         )

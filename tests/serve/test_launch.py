@@ -59,7 +59,13 @@ def headless(tiny_target: Target) -> Models:
 
 @pytest.mark.parametrize(
     ("trained_on", "bits", "served"),
-    [("these", "none", "none"), ("others", "int8", "int8"), ("these", "int8", "none"), ("", "", "int8"), ("", "", "none")],
+    [
+        ("these", "none", "none"),
+        ("others", "int8", "int8"),
+        ("these", "int8", "none"),
+        ("", "", "int8"),
+        ("", "", "none"),
+    ],
 )
 def test_a_head_of_other_weights_or_bits_is_warned_of(
     models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture, trained_on: str, bits: str, served: str
