@@ -39,6 +39,12 @@ class ProcessError(SpecServeError):
     """Raised because another process of the run has ended, so this one cannot go on."""
 
 
+def exit_status(error: Exception) -> int:
+    """Return the status that one of several processes ends with after an error: 2 where it would come again, as a wrong
+    setting does, and 3 where all may go on once they are started again."""
+    return 2 if isinstance(error, SpecServeError) and not isinstance(error, ProcessError) else 3
+
+
 def check(coordinator: str, num_processes: int, process_id: int) -> None:
     """Check that these are possible settings of one of several processes, or of a single one. Raises ConfigError."""
     if not coordinator and (num_processes != 1 or process_id):

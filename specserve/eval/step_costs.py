@@ -181,7 +181,8 @@ def measured_costs(profile: Profile, speculation: Tree | None, where: str, num_r
     sizes = tuple(sorted(found))
     plain = tuple(1e-3 * found[size][0] for size in sizes)
     step = tuple(1e-3 * found[size][1] for size in sizes)
-    slope = (plain[-1] - plain[0]) / (sizes[-1] - sizes[0]) if len(sizes) > 1 else plain[0] / sizes[0]  # of a row
+    between = sizes[-1] - sizes[0]
+    slope = (plain[-1] - plain[0]) / between if between else plain[0] / sizes[0]  # of a row
     more = [max(0, num_ranks * chunk - sizes[0]) for chunk in DEVICE_CHUNKS]  # rows than the smallest step has
     prefill = tuple(plain[0] + max(0.0, slope) * rows for rows in more)
     source = f"{where}, prompts on the line through its steps"

@@ -95,8 +95,9 @@ def load_models(
     dtype = default_dtype()
     loaded = load_target(source.folder, dtype=dtype, quantization=own_quantization, mesh=mesh, is_checked=is_checked)
     read = functools.partial(Tokenizer.load, source.folder) if has_tokenizer else None
-    of_target = {"fingerprint": fingerprint(source.folder), "quantization": own_quantization}
-    models = Models(source.name, loaded, None, read, mesh=mesh, **of_target)
+    models = Models(
+        source.name, loaded, None, read, fingerprint(source.folder), mesh=mesh, quantization=own_quantization
+    )
     if is_carried:
         folder = source.folder
     return load_beside(models, draft, folder) if folder else models

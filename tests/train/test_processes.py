@@ -83,7 +83,7 @@ def test_two_processes_are_one_run(tmp_path: Path, tiny_target: Target) -> None:
     assert_same(losses, same, noise_of(run, tiny_target, tmp_path / "moved"))
 
     (first, said), (second, _) = _end(_start_two(tiny_target, tmp_path / "killed", death="step 5"))
-    assert (first, second) == (2, -signal.SIGKILL), said
+    assert (first, second) == (3, -signal.SIGKILL), said
     assert "cannot go on without the others" in said
     assert "--resume" in said
     ends = _end(_start_two(tiny_target, tmp_path / "killed", resume=True))
@@ -305,6 +305,13 @@ def test_without_a_launcher_it_is_said_which_there_are() -> None:
     [(_, said)] = _end([_join({})])
     assert said.startswith("coordinator auto: no launcher says who takes part (")
     assert all(name in said for name in ("Slurm", "Open MPI", "Cloud TPU", "jax[k8s]", "host:port"))
+
+
+def test_a_mistake_has_another_status_than_the_end_of_another_process() -> None:
+    """Who starts processes again can tell them apart."""
+    assert processes.exit_status(ConfigError("--mesh")) == 2
+    assert processes.exit_status(processes.ProcessError("process 1 has ended")) == 3
+    assert processes.exit_status(RuntimeError("the device failed")) == 3
 
 
 def test_one_process_agrees_with_itself() -> None:
