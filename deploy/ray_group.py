@@ -90,10 +90,11 @@ def run(ray: Any, made: Any, each: Mapping[str, float], asked: argparse.Namespac
 
 def _place(ray: Any, hosts: Sequence[Any], each: Mapping[str, float], asked: argparse.Namespace) -> str:
     """Wait until Ray has found all hosts, saying that it does. Returns the first one's address."""
-    addresses, end = [host.address.remote() for host in hosts], time.monotonic() + asked.join_seconds
+    addresses = [host.address.remote() for host in hosts]
+    left, end = asked.join_seconds, time.monotonic() + asked.join_seconds
     needed = ", ".join(f"{number:g} {name}" for name, number in each.items())
     while True:
-        found, missing = ray.wait(addresses, num_returns=len(hosts), timeout=log.SAY_SECONDS)
+        found, missing = ray.wait(addresses, num_returns=len(hosts), timeout=min(log.SAY_SECONDS, left))
         if not missing:
             return ray.get(addresses[0])
         free = ", ".join(f"{number:g} {name}" for name, number in ray.available_resources().items() if name in each)
