@@ -28,6 +28,7 @@ from specserve.processes import ProcessError
 logger = logging.getLogger("specserve.ray_group")
 
 COORDINATOR_PORT = 8476
+LOG_SECONDS = 1.0  # for the last lines of the processes to come
 MISTAKE, OTHERS_ENDED = 2, 3  # statuses of a process (`processes.exit_status`)
 LOST = -1  # the status of a process whose host has been lost
 
@@ -164,7 +165,8 @@ def main() -> None:
         if not any(statuses):
             return
         if is_mistake(statuses):
-            raise ConfigError("a process says above what is wrong with its settings, which would come again")
+            time.sleep(LOG_SECONDS)
+            raise ConfigError("a process says in this log what is wrong with its settings, which would come again")
         logger.warning("the processes have ended with %s after %d of %d restarts", statuses, number, asked.restarts)
     raise ProcessError(f"the server has ended in an error {1 + asked.restarts} times; the log says why")
 
