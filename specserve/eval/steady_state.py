@@ -55,12 +55,12 @@ def solve(costs: StepCosts, load: Load, tau: float, *, is_speculative: bool) -> 
     rate = min(load.rate, most_requests)
 
     def free(batch: float) -> float:
-        """What prompts leave of each second, where a step of so many sequences lies between two chunks."""
+        """Return what prompts leave of each second, where a step of so many sequences lies between two chunks."""
         busy = rate * (alone + chunks * _at(costs.batch_sizes, seconds, batch))
         return 1 - rate * alone / _side_by_side(busy, costs.num_ranks)
 
     def spare(batch: float) -> float:
-        """Tokens per second that so many sequences may get, over those that the load asks for."""
+        """Return the tokens per second that so many sequences may get, over those that the load asks for."""
         return free(batch) * batch * tau / _at(costs.batch_sizes, seconds, batch) - rate * later
 
     batch = _first_root(spare, costs.batch_sizes) if later else 0.0
