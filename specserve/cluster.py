@@ -127,6 +127,20 @@ def reserve(
     named = KINDS.get(os.environ.get("JAX_PLATFORMS", "").split(",")[0].lower())
     kind = named or next((each for each in ("TPU", "GPU") if total.get(each)), "CPU")
     each = {"CPU": 1.0} | {kind: float(num_devices)}
+    check_room(ray, each, num_workers, fewer, taken)
+    return each
+
+
+def check_room(
+    ray: Any,
+    each: Mapping[str, float],  # worker's resources, by Ray's own names
+    num_workers: int,
+    fewer: str,  # the settings to lower
+    taken: Mapping[str, float] = MappingProxyType({}),
+) -> None:
+    """Check that the whole cluster has what so many workers need, beside what others of this run have `taken`. Raises
+    ConfigError."""
+    total = ray.cluster_resources()
     for name, number in each.items():
         others = taken.get(name, 0.0)
         if others + number * num_workers > (there := total.get(name, 0.0)):
@@ -135,7 +149,6 @@ def reserve(
                 f"{num_workers} workers need {number * num_workers:g} {name}, {number:g} each{beside}, and the Ray "
                 f"cluster has {there:g}; lower {fewer}, or add nodes"
             )
-    return each
 
 
 def map_over(ray: Any, items: list[Any], call: type, told: tuple[Any, ...], num_workers: int, **how: Any) -> Any:

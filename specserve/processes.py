@@ -6,6 +6,7 @@ does.
 
 import contextlib
 import logging
+import os
 import re
 import socket
 import threading
@@ -38,6 +39,12 @@ class ProcessError(SpecServeError):
     """Raised because another process of the run has ended, so this one cannot go on."""
 
 
+def exit_status(error: Exception) -> int:
+    """Return the status that one of several processes ends with after an error: 2 where it would come again, as a wrong
+    setting does, and 3 where all may go on once they are started again."""
+    return 2 if isinstance(error, SpecServeError) and not isinstance(error, ProcessError) else 3
+
+
 def check(coordinator: str, num_processes: int, process_id: int) -> None:
     """Check that these are possible settings of one of several processes, or of a single one. Raises ConfigError."""
     if not coordinator and (num_processes != 1 or process_id):
@@ -63,12 +70,12 @@ def join(coordinator: str, num_processes: int, process_id: int, seconds: int) ->
     jax.config.update("jax_cpu_collectives_implementation", "gloo")  # between CPUs; accelerators have their own
     jax.config.update("jax_enable_preemption_service", False)  # it would swallow SIGTERM, which we answer ourselves
     if coordinator == "auto":
-        _initialize(seconds)
+        _initialize(seconds, f"not all processes have come within {seconds} seconds; start all of them again")
         return
     try:
         meet(coordinator, num_processes, process_id, seconds)
         told = {"coordinator_address": coordinator, "num_processes": num_processes, "process_id": process_id}
-        _initialize(INITIALIZE_SECONDS, **told)
+        _initialize(INITIALIZE_SECONDS, _unconnected(coordinator, num_processes, process_id), **told)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
             f"coordinator {coordinator}: process {process_id} of {num_processes} could not join ({_line(error)}); "
@@ -76,9 +83,21 @@ def join(coordinator: str, num_processes: int, process_id: int, seconds: int) ->
         ) from error
 
 
-def _initialize(seconds: int, **told: Any) -> None:
+def _unconnected(coordinator: str, num_processes: int, process_id: int) -> str:
+    """Make the error of a process that was there with all others, when JAX does not connect them."""
+    proxies = ", ".join(sorted(name for name in os.environ if name.lower().endswith("_proxy"))) or "none is"
+    return (
+        f"coordinator {coordinator}: all {num_processes} processes have come, but JAX's service there did not connect "
+        f"process {process_id} within {INITIALIZE_SECONDS} seconds. No process may have ended meanwhile, no other "
+        f"program may listen at that port, and gRPC must not go through a proxy (set here: {proxies}; unset them, or "
+        "name the hosts in no_proxy); then start all of them again"
+    )
+
+
+def _initialize(seconds: int, late: str, **told: Any) -> None:
     """JAX's own joining, which aborts a process that has waited too long, so nobody waits for it that long. Where it is
-    told nothing JAX asks the launcher. Raises ConfigError, or what JAX raises."""
+    told nothing JAX asks the launcher. Raises ConfigError, which says what is `late` after so many seconds, or what JAX
+    raises."""
     outcome: list[Exception] = []
 
     def run() -> None:
@@ -96,7 +115,7 @@ def _initialize(seconds: int, **told: Any) -> None:
     with log.waiting(logger.info, "the other processes", seconds):
         thread.join(seconds)
     if thread.is_alive():
-        raise ConfigError(f"not all processes have come within {seconds} seconds; start all of them again")
+        raise ConfigError(late)
     if outcome and told:
         raise outcome[0]
     if outcome:
@@ -160,8 +179,8 @@ def _gather(
         if hello is None:
             continue  # somebody else
         number, count = map(int, hello.groups())
-        if count == num_processes and number not in came:
-            came[number] = connection
+        if count == num_processes and (number not in came or _has_gone(came[number])):
+            came[number] = connection  # of one that was started again, where an earlier one has ended meanwhile
             continue
         came[-1] = connection
         if count != num_processes:

@@ -263,10 +263,10 @@ def main() -> None:
         run.evaluator = tiny_evaluator(run, mesh)
     try:
         print(run.train().ending, flush=True)
-    except Exception:
+    except Exception as error:
         traceback.print_exc()
         sys.stderr.flush()
-        os._exit(2)
+        os._exit(processes.exit_status(error))
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def _end(error: Exception) -> None:
     processes, and they for this one."""
     with _telling:
         report_error(error)
-        os._exit(2)
+        os._exit(processes.exit_status(error))
 
 
 def _load(run: ServeRun, *, has_tokenizer: bool) -> Models:

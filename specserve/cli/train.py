@@ -56,7 +56,8 @@ def train(run: TrainRun) -> None:
         if not run.coordinator:
             raise
         report_error(error)
-        os._exit(2)  # an orderly end would wait for the other processes, and they for this one
+        # an orderly end would wait for the other processes, and they for this one
+        os._exit(processes.exit_status(error))
 
 
 def _train(run: TrainRun, listen: Callable[[Trainer], None] = lambda _trainer: None) -> None:

@@ -3,7 +3,7 @@ commands of these names; and what its steps cost, in parts and as shares of what
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +18,13 @@ from specserve.eval.prompts import RANDOM, load_prompts, random_length, random_p
 from specserve.eval.roofline import Roofline, measure_peaks, step_work
 from specserve.eval.settings import LatencyRun, ThroughputRun
 from specserve.eval.step_times import steps_timed, time_step
+from specserve.mesh import num_parts
 from specserve.serve.engine import Engine
 from specserve.serve.interface import EngineStats
-from specserve.serve.launch import Models, check_shares, with_cache_dtype
+from specserve.serve.launch import Models, with_cache_dtype
 from specserve.serve.request import SamplingParams
 from specserve.serve.settings import ServeRun
+from specserve.serve.shapes import check_shared_out
 from specserve.speculative.acceptance import Acceptance
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)
@@ -87,7 +89,7 @@ def throughput(
     models: Models, run: ThroughputRun, on_progress: OnProgress = lambda _what, _done, _total: None
 ) -> Measured:
     """Answer all prompts as fast as the engine can. Raises ConfigError or DataError."""
-    check_shares(models.mesh, run.max_slots)
+    check_shared_out("--max-slots", run.max_slots, num_parts(models.mesh, "batch"))
     prompts = throughput_prompts(models, run)
     params = [_params(run, i, ignore_eos=False) for i in range(len(prompts))]
     slots = min(run.max_slots, len(prompts))

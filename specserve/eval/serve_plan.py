@@ -314,8 +314,7 @@ class _Planner:
         devices = math.prod(sizes.values())
         replicas = self.num_devices // devices
         if self.profile is not None:
-            costs = measured_costs(self.profile, self.tree, self.profile_name).up_to(fit.num_slots)
-            costs = dataclasses.replace(costs, num_ranks=fit.num_ranks)
+            costs = measured_costs(self.profile, self.tree, self.profile_name, fit.num_ranks).up_to(fit.num_slots)
         else:
             assert self.device is not None, "without a profile there are figures"
             context = run.prompt + run.answer // 2

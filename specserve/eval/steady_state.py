@@ -7,12 +7,14 @@ So the load keeps b sequences running where
     b tau / T(b) = r (A - 1) / (1 - r P)
 
 (the first token of an answer comes with its prompt), and a replica is full where no b does. Data ranks prefill side by
-side, so P is a share of what the programs take. Speculation breaks even at
+side, so P is a share of what the programs take: of a full replica, where every rank has a prompt, one for each rank.
+Under a smaller load a program has as many prompts as ranks are busy at once, on average. Speculation breaks even at
 tau = T_speculative(b) / T_plain(b), at the b of plain decoding.
 """
 
 import itertools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from specserve.eval.step_costs import StepCosts
@@ -36,7 +38,7 @@ class Way:
     step_seconds: float  # at that batch
     most_requests: float  # per second, at which it is full
     tokens_per_second: float  # at the load, or as many as it can
-    token_seconds: float  # of one sequence, prompts of others between its steps included
+    token_seconds: float  # of one sequence after its first, prompts of others between its steps included; 0: has one
     first_token_seconds: float  # of an unloaded queue
     is_full: bool  # the load is more than it can take
 
@@ -47,27 +49,55 @@ def solve(costs: StepCosts, load: Load, tau: float, *, is_speculative: bool) -> 
     rates = [size * tau / each for size, each in zip(costs.batch_sizes, seconds, strict=True)]  # tokens per second
     most = max(rates)
     alone, chunks = costs.prefill_seconds(load.prompt)
-    prompt = alone / costs.num_ranks
     later = load.answer - 1
-    most_requests = 1 / (prompt + later / most) if prompt or later else math.inf
+    most_requests = 1 / (alone / costs.num_ranks + later / most) if alone or later else math.inf
     is_full = load.rate > most_requests
     rate = min(load.rate, most_requests)
-    free = 1 - rate * prompt  # of each second
-    batch, step = _batch_at(costs.batch_sizes, seconds, rate * later / free / tau) if later else (0.0, seconds[0])
-    return Way(
-        *(tau, batch, step, most_requests, rate * load.answer, step / tau / free, alone + chunks * step, is_full)
-    )
+
+    def free(batch: float) -> float:
+        """Return what prompts leave of each second, where a step of so many sequences lies between two chunks."""
+        busy = rate * (alone + chunks * _at(costs.batch_sizes, seconds, batch))
+        return 1 - rate * alone / _side_by_side(busy, costs.num_ranks)
+
+    def spare(batch: float) -> float:
+        """Return the tokens per second that so many sequences may get, over those that the load asks for."""
+        return free(batch) * batch * tau / _at(costs.batch_sizes, seconds, batch) - rate * later
+
+    batch = _first_root(spare, costs.batch_sizes) if later else 0.0
+    left = rate * later / most  # where all slots are taken: prompts wait for each other until programs are full enough
+    if batch is None:
+        batch = costs.batch_sizes[rates.index(most)]
+    elif later:
+        left = free(batch)
+    step = _at(costs.batch_sizes, seconds, batch)
+    token_seconds = step / tau / left if later else 0.0
+    return Way(tau, batch, step, most_requests, rate * load.answer, token_seconds, alone + chunks * step, is_full)
 
 
-def _batch_at(sizes: tuple[int, ...], seconds: tuple[float, ...], rate: float) -> tuple[float, float]:
-    """The smallest b with b / T(b) = rate, and T(b), which is a line between two sizes and the first one's below it."""
-    points = [(0.0, seconds[0]), *zip(sizes, seconds, strict=True)]
-    for (low, first), (high, last) in itertools.pairwise(points):
-        slope = (last - first) / (high - low)
-        if high >= rate * last * (1 - 1e-12):  # rounding of a load that just fills it
-            batch = rate * (first - slope * low) / (1 - rate * slope)
-            return min(batch, high), first + slope * (min(batch, high) - low)
-    raise AssertionError("a load beyond the most that it can take")
+def _side_by_side(busy: float, num_ranks: int) -> float:
+    """The prompts in a prefill program, on average, where so many data ranks have one on average over all the time: 1
+    under a small load, all ranks under a large one. Prompts are taken to come and go as in a queue before so many
+    servers (Erlang's, M/M/c): the share of time in which any is busy is one less the chance of none."""
+    if busy >= num_ranks or not busy:
+        return float(num_ranks if busy else 1)
+    term, others = 1.0, 0.0  # the chance of so many, and of any, over the chance of none
+    for number in range(1, num_ranks):
+        term *= busy / number
+        others += term
+    others += term * busy / (num_ranks - busy)
+    return busy * (1 + others) / others
+
+
+def _first_root(function: Callable[[float], float], sizes: tuple[int, ...]) -> float | None:
+    """Return the first number at which a function that begins below 0 is 0, or None where it is below 0 at all of the
+    sizes. Between two of them it may pass 0 once."""
+    for low, high in itertools.pairwise((0, *sizes)):
+        if function(high) >= 0:
+            for _ in range(60):
+                middle = (low + high) / 2
+                low, high = (low, middle) if function(middle) >= 0 else (middle, high)
+            return high
+    return None
 
 
 def break_even_tau(costs: StepCosts, batch: float) -> float:

@@ -160,9 +160,10 @@ class RooflineCosts:
         return count * EXCHANGE_SECONDS + num_bytes / (self.device.rate_among(mesh.size) * SHARE_OF_BANDWIDTH)
 
 
-def measured_costs(profile: Profile, speculation: Tree | None, where: str) -> StepCosts:
-    """The costs that a profile holds. Prompts are not among them: a chunk is taken for a step of as many rows, on the
-    line through the smallest and the largest plain step. Raises ConfigError where the tree was not timed."""
+def measured_costs(profile: Profile, speculation: Tree | None, where: str, num_ranks: int = 1) -> StepCosts:
+    """The costs that a profile holds, of a mesh with so many data ranks. Prompts are not among them: a chunk of each
+    rank is taken for a step of as many rows as they have together, on the line through the smallest and the largest
+    plain step. Raises ConfigError where the tree was not timed."""
     steps = profile.details.get("timed", {}).get("steps", [])
     if speculation is None:
         found = {each["batch_size"]: (each["plain_ms"], each["plain_ms"]) for each in steps}
@@ -180,6 +181,9 @@ def measured_costs(profile: Profile, speculation: Tree | None, where: str) -> St
     sizes = tuple(sorted(found))
     plain = tuple(1e-3 * found[size][0] for size in sizes)
     step = tuple(1e-3 * found[size][1] for size in sizes)
-    slope = (plain[-1] - plain[0]) / (sizes[-1] - sizes[0]) if len(sizes) > 1 else plain[0]
-    prefill = tuple(plain[0] + max(0.0, slope) * (chunk - 1) for chunk in DEVICE_CHUNKS)
-    return StepCosts(sizes, plain, step, DEVICE_CHUNKS, prefill, f"{where}, prompts on the line through its steps")
+    between = sizes[-1] - sizes[0]
+    slope = (plain[-1] - plain[0]) / between if between else plain[0] / sizes[0]  # of a row
+    more = [max(0, num_ranks * chunk - sizes[0]) for chunk in DEVICE_CHUNKS]  # rows than the smallest step has
+    prefill = tuple(plain[0] + max(0.0, slope) * rows for rows in more)
+    source = f"{where}, prompts on the line through its steps"
+    return StepCosts(sizes, plain, step, DEVICE_CHUNKS, prefill, source, num_ranks)

@@ -270,7 +270,9 @@ class Engine:
             on_delta=on_delta,
             priority=priority,
             cache_salt=cache_salt,
-            token_mask=token_mask or (params.grammar and self._grammars.compile(params.grammar)()),
+            token_mask=((spec := params.grammar) and self._grammars.compile(spec)())
+            if token_mask is None
+            else token_mask,
             stop_ids=self._stop_ids(params),
             bad_sequences=self._bad_sequences(params.bad_words),
         )
@@ -464,7 +466,7 @@ class Engine:
     def _look_for_masks(self) -> None:
         """The first request with a token mask is decoded plainly, and has the programs compiled by which it and later
         ones speculate."""
-        if any(sequence.request.token_mask for sequence in self.rounds.running):
+        if any(sequence.request.token_mask is not None for sequence in self.rounds.running):
             logger.info("the first grammar: %d programs are compiled while serving", len(self._mask_programs))
             self._compiler, self._mask_programs = self._in_background(self._mask_programs).start(), ()
 

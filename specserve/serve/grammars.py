@@ -87,8 +87,8 @@ class Grammars:
 
 
 class _Kept:
-    """What was found of the grammars that were used last, at most `NUM_KEPT` and `MAX_KEPT_CHARS` of them. Threads may
-    share it."""
+    """A memory of the grammars that were used last, at most `NUM_KEPT` and `MAX_KEPT_CHARS` of them, and of what became
+    of each. Threads may share it."""
 
     def __init__(self) -> None:
         self._found: OrderedDict[GrammarSpec, Any] = OrderedDict()
@@ -99,7 +99,7 @@ class _Kept:
             return spec in self._found
 
     def get(self, spec: GrammarSpec) -> Any:
-        """What was found of a grammar, None where it is not kept."""
+        """Return what became of a grammar, None where it is not kept."""
         with self._lock:
             if spec in self._found:
                 self._found.move_to_end(spec)

@@ -22,7 +22,7 @@ from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 from specserve.drafters.speculation import parse_speculation, with_head, within_reach
 from specserve.drafters.words import ALL_TEXT, CARRIED
 from specserve.errors import CheckpointError, ConfigError
-from specserve.mesh import default_dtype, describe_mesh, free_memory, in_equal_parts, num_parts
+from specserve.mesh import default_dtype, free_memory, in_equal_parts, num_parts
 from specserve.models.config import ModelConfig
 from specserve.provenance import fingerprint
 from specserve.serve.calibrate import cost_file, describe_costs, finish, step_costs
@@ -66,6 +66,7 @@ class Models:
     head_acceptance: Sequence[float] = ()  # by depth, from the head's own evaluation; unknown where empty
     mesh: Mesh | None = None  # what both are spread over; None: one device
     draft: DraftInfo | None = None  # what is told of the head
+    quantization: str = "none"  # of the target's weights, as `load_target` takes it
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -93,15 +94,10 @@ def load_models(
     own_quantization = quantization or (stated if stated in QUANTIZATIONS else "none")
     dtype = default_dtype()
     loaded = load_target(source.folder, dtype=dtype, quantization=own_quantization, mesh=mesh, is_checked=is_checked)
-    if folder and own_quantization != stated:
-        logger.warning(
-            "%s was trained against a target with quantization %s and is served with %s: its acceptance may be lower",
-            folder,
-            stated,
-            own_quantization,
-        )
     read = functools.partial(Tokenizer.load, source.folder) if has_tokenizer else None
-    models = Models(source.name, loaded, None, read, fingerprint(source.folder), mesh=mesh)
+    models = Models(
+        source.name, loaded, None, read, fingerprint(source.folder), mesh=mesh, quantization=own_quantization
+    )
     if is_carried:
         folder = source.folder
     return load_beside(models, draft, folder) if folder else models
@@ -109,7 +105,8 @@ def load_models(
 
 def load_beside(models: Models, draft: str, folder: Path) -> Models:
     """The same loaded target with the head in a folder, which is the target's own where `draft` says that it carries
-    one. A head that was trained on other weights is warned of. Raises ConfigError or CheckpointError."""
+    one. A head that was trained on other weights, or against others of their bits, is warned of. Raises ConfigError or
+    CheckpointError."""
     is_carried = draft == CARRIED
     try:
         kind, notes = (CARRIED, {}) if is_carried else (None, read_notes(folder))
@@ -117,6 +114,14 @@ def load_beside(models: Models, draft: str, folder: Path) -> Models:
         head_fingerprint = fingerprint(folder)
     except OSError as error:
         raise CheckpointError(f"{folder}: the head cannot be read ({error})") from error
+    stated = models.quantization if is_carried else notes.get("quantization", "none")
+    if stated != models.quantization:
+        logger.warning(
+            "%s was trained against a target with quantization %s and is served with %s: its acceptance may be lower",
+            folder,
+            stated,
+            models.quantization,
+        )
     trained_on, found = notes.get("target_fingerprint"), notes.get("acceptance", {})
     if trained_on and trained_on != models.fingerprint:
         logger.warning(
@@ -327,7 +332,6 @@ def make_runner(
         raise ConfigError(f"--max-model-len {longest}: the target's context is {models.target.config.max_len}")
     if longest < 2:
         raise ConfigError("--max-model-len must be at least 2: one token to ask, one to answer")
-    check_shares(models.mesh, run.max_slots)
     num_pages = _num_pages(models, run, longest)
     return Runner(
         models.target,
@@ -345,18 +349,6 @@ def make_runner(
         folder=host.cache_folder() / "programs",
         check=functools.partial(check_state_fits, mesh=models.mesh),
     )
-
-
-def check_shares(mesh: Mesh | None, max_slots: int) -> None:
-    """Check that each data rank can have as many slots as any other. Raises ConfigError."""
-    parts = num_parts(mesh, "batch")
-    if mesh is not None and max_slots % parts:
-        possible = max_slots // parts * parts, in_equal_parts(mesh, "batch", max_slots)
-        fix = " or ".join(str(number) for number in possible if number)
-        raise ConfigError(
-            f"--max-slots {max_slots}: sequences are shared out over data x expert = {parts} of --mesh "
-            f"{describe_mesh(mesh)}, so it must be a multiple of that; give {fix}"
-        )
 
 
 def longest_sequence(config: ModelConfig, max_model_len: int) -> int:

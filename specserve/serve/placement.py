@@ -29,11 +29,6 @@ class Placement:
     mesh: Mesh | None
 
     @property
-    def num_ranks(self) -> int:
-        """Data ranks: parts of the devices with sequences, and with pages, of their own."""
-        return num_parts(self.mesh, "batch")
-
-    @property
     def whole(self) -> NamedSharding | None:
         return whole(self.mesh)
 

@@ -223,7 +223,7 @@ class Rounds:
         """Decoding first: running streams wait for at most the chunks of one round."""
         flights: list[Flight] = []
         decode = plan.decode
-        if any(sequence.request.token_mask for sequence in decode):
+        if any(sequence.request.token_mask is not None for sequence in decode):
             while self.flights:  # what may come next depends on what has come
                 self._land()
             decode = [sequence for sequence in decode if sequence.is_running and sequence.num_left > 0]
@@ -243,7 +243,7 @@ class Rounds:
             "has_logprobs": any(sequence.request.params.logprobs is not None for sequence in decode),
             "has_tree": any(sequence.request.params.return_tree for sequence in decode),
         }
-        if any(sequence.request.token_mask for sequence in decode):
+        if any(sequence.request.token_mask is not None for sequence in decode):
             tree, handle = self._constrained_step(decode, slots, wanted)
         else:
             tree = self._choose(decode, *shape)
@@ -353,7 +353,7 @@ class Rounds:
 
     def _masks_of_prompts(self, lasts: dict[int, Sequence], batch: int) -> np.ndarray | None:
         """Return what may follow prompts that end in these rows of so many, [batch, 1, bytes] uint8; None: anything."""
-        if not any(sequence.request.token_mask for sequence in lasts.values()):
+        if all(sequence.request.token_mask is None for sequence in lasts.values()):
             return None
         sequences = list(lasts.values())
         last_ids = np.array([[sequence.token_ids[-1]] for sequence in sequences])

@@ -7,12 +7,12 @@ for its turn again; what it has said so far is prompt then, and most of it is st
 
 Over a mesh that cuts sequences each data rank has slots and pages of its own (`pages.data_rank`). A sequence is bound
 to a rank while it has a slot: its pages are the rank's, and so is who gives up pages for it. The ranks prefill side by
-side, one prompt each.
+side, one prompt each. A prefix draws a prompt to the rank that has it where that saves more tokens than it costs.
 """
 
 import bisect
 from collections import Counter
-from collections.abc import Collection
+from collections.abc import Mapping
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
@@ -230,7 +230,7 @@ class Scheduler:
         the next one finds in the cache what this one computes."""
         prompts = {self._rank_of(each.slot): (each, False) for each in self.running if each.is_prefilling}
         while can_admit and len(prompts) < self.pool.num_ranks:
-            sequence = self._admit(prompts)
+            sequence = self._admit({rank: each.num_start - each.num_prefilled for rank, (each, _) in prompts.items()})
             if sequence is None:
                 break
             prompts[self._rank_of(sequence.slot)] = sequence, True
@@ -244,9 +244,9 @@ class Scheduler:
         self._cache(sequence, sequence.num_prefilled)  # computed before anybody can read it
         return Chunk(sequence, num_cached, num_tokens, is_first, not sequence.is_prefilling)
 
-    def _admit(self, busy: Collection[int] = ()) -> Sequence | None:
-        """Give the next waiting sequence a slot and pages of the best data rank that has them, unless that one is
-        `busy` with another prompt: nobody overtakes it."""
+    def _admit(self, busy: Mapping[int, int]) -> Sequence | None:
+        """Give the next waiting sequence a slot and pages of the best data rank that has them, unless that one is to be
+        waited for: nobody overtakes it. `busy` has the tokens that ranks have still to prefill of another prompt."""
         if not self.waiting or not self._free_slots:
             return None
         sequence = self._next_waiting()
@@ -257,7 +257,7 @@ class Scheduler:
         # the last token is always run: its logits are wanted
         is_reading = self.is_caching and not sequence.is_scored  # what is cached has no logits
         prompt, salt = token_ids[:-1] if is_reading else [], sequence.request.cache_salt
-        for rank in self._ranks_for(prompt, salt):
+        for rank in self._ranks_for(prompt, salt, busy):
             if rank in busy:
                 return None
             cached = self.pool.acquire(prompt, salt, rank=rank)
@@ -282,21 +282,30 @@ class Scheduler:
             self.num_hits += sequence.num_cached
         return sequence
 
-    def _ranks_for(self, prompt: Seq[int], salt: str) -> list[int]:
-        """The data ranks with a free slot, the best for a prompt first: the one with the longest prefix of it, then the
-        one with the most free pages. A step takes as long as its fullest rank, so one that has more sequences than
-        another by over half of its slots comes last."""
-        ranks = range(self.pool.num_ranks)
-        if len(ranks) == 1:
+    def _ranks_for(self, prompt: Seq[int], salt: str, busy: Mapping[int, int]) -> list[int]:
+        """The data ranks with a free slot that a prompt may go to, or wait for, the best first: those that are worth
+        something to it, then the others that are not `busy`, the one with the most free pages first.
+
+        A rank is worth the tokens of the prompt that it has cached, less what going there costs. While a busy one is
+        waited for, idle ranks have no prompt: that costs as many tokens as it has left, for each idle rank that there
+        is a waiting prompt for. And a step takes as long as its fullest rank: one that has more sequences than the
+        emptiest by over half of its slots is worth nothing and comes last, and each that it has more costs as large a
+        part of the prompt as it is of that bound."""
+        if self.pool.num_ranks == 1:
             return [0]
         num_free = Counter(self._rank_of(slot) for slot in self._free_slots)
-        most, many = max(num_free.values()), self._num_slots // len(ranks) // 2
+        most, beyond = max(num_free.values()), self._num_slots // self.pool.num_ranks // 2 + 1
+        num_idle = min(len(self.waiting), len(num_free.keys() - busy.keys()))
 
-        def order(rank: int) -> tuple[bool, int, int]:
-            hit = self.pool.match(prompt, salt, rank=rank)
-            return most - num_free[rank] > many, -hit, -self.pool.available(rank)
+        def worth(rank: int) -> float:
+            waiting = busy.get(rank, 0) * num_idle
+            return self.pool.match(prompt, salt, rank=rank) - waiting - len(prompt) * (most - num_free[rank]) / beyond
 
-        return sorted((rank for rank in ranks if num_free[rank]), key=order)
+        worths = {rank: max(0.0, worth(rank)) for rank in sorted(num_free)}
+        return sorted(
+            (rank for rank in worths if worths[rank] or rank not in busy),
+            key=lambda rank: (most - num_free[rank] >= beyond, -worths[rank], -self.pool.available(rank)),
+        )
 
     def _num_reserved(self, rank: int) -> int:
         """Pages that the sequences of a data rank will soon grow by, one each."""

@@ -183,6 +183,16 @@ class Shapes:
         return max(chains, key=lambda tree: tree.depth) if chains else next(iter(trees), None)
 
 
+def check_shared_out(what: str, number: int, num_ranks: int) -> None:
+    """Check that each data rank can have as many of something as any other. Raises ConfigError."""
+    if number % num_ranks:
+        below = number // num_ranks * num_ranks
+        raise ConfigError(
+            f"{what} {number}: sequences and their pages are shared out over data x expert = {num_ranks} of the mesh, "
+            f"so it must be a multiple of that; give {f'{below} or ' if below else ''}{below + num_ranks}"
+        )
+
+
 def make_shapes(
     trees: Sequence[Tree | None],
     *,
@@ -198,9 +208,8 @@ def make_shapes(
 ) -> Shapes:
     """For the default backend. Deterministic steps take one tree at most, a chain of at most DETERMINISTIC_DEPTH.
     Raises ConfigError where the number of data ranks does not divide the slots or the pages."""
-    for what, number in (("slots", num_slots), ("cache pages", num_pages)):
-        if number % num_ranks:
-            raise ConfigError(f"{number} {what} are shared out over data x expert = {num_ranks}; give a multiple of it")
+    check_shared_out("--max-slots", num_slots, num_ranks)
+    check_shared_out("number of cache pages", num_pages, num_ranks)
     assert trees, "a server needs at least one way to make a step"
     max_pages = -(-max_model_len // page_size)
     chunks = prefill_chunks(max_model_len, is_recurrent)

@@ -43,7 +43,7 @@ class Estimate:
 
 @dataclass(eq=False)
 class _Way:
-    """The way that steps of one batch size go at present, and when they look at another."""
+    """The way that steps of one kind go at present, and when they look at another."""
 
     tree: Tree | None
     num_looks: int = 0
@@ -64,7 +64,8 @@ class Controller:
     calibration: Calibration = field(default_factory=Calibration)
     is_following: bool = True  # whether speculation may pay soon, so that the draft should keep up with plain steps
     _lift: dict[Tree, float] = field(default_factory=dict)
-    _ways: dict[int, _Way] = field(default_factory=dict)  # by batch size
+    # By batch size and the ways that there are: steps with a token mask have fewer, and a schedule of their own.
+    _ways: dict[tuple[int, frozenset[Tree | None]], _Way] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._served = ServedCosts(self.costs)
@@ -101,14 +102,21 @@ class Controller:
         if not known:
             return trees[0]
         speculative = [tree for tree in known if tree is not None]
+        kind = batch_size, frozenset(known)
+        is_wanted = any(estimate.max_depth for estimate in estimates)  # else it says nothing of whether drafts pay
+        way = self._ways.get(kind) if is_wanted else None
         promises = {tree: self._promise(estimates, batch_size, width, tree) for tree in known}
+        if way is not None:
+            promises[way.tree] *= LOYALTY
         best = max(known, key=promises.__getitem__)
         self.is_following = any(promises[tree] > NEAR * promises[best] for tree in speculative)
-        way = self._ways.setdefault(batch_size, _Way(best))
+        if not is_wanted:
+            return best
+        way = self._ways.setdefault(kind, _Way(best))
         if (best is None) != (way.tree is None):
             way.num_steps, way.patience = 0, FIRST_LOOK_STEPS
         way.tree = best
-        way.num_steps += bool(speculative) and any(estimate.max_depth for estimate in estimates)
+        way.num_steps += bool(speculative)
         if way.num_steps >= way.patience:
             way.num_steps, way.patience = 0, min(2 * way.patience, LOOK_STEPS)
             way.num_looks += 1
@@ -180,9 +188,7 @@ class Controller:
 
     def _promise(self, estimates: Sequence[Estimate], batch_size: int, width: int, tree: Tree | None) -> float:
         tokens = sum(self.expected_tokens(estimate, tree) for estimate in estimates)
-        way = self._ways.get(batch_size)
-        loyalty = LOYALTY if way and tree == way.tree else 1.0
-        return loyalty * tokens / self._served.seconds(batch_size, width, tree)
+        return tokens / self._served.seconds(batch_size, width, tree)
 
     def _foreseen(self, estimate: Estimate, tree: Tree) -> np.ndarray:  # [depth]
         return self.calibration.moved(estimate.accept_rate[: tree.depth], estimate.surety)

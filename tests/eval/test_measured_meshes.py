@@ -12,8 +12,8 @@ from specserve.eval.bench_engine import run_bench
 from specserve.eval.engines import measured_engine
 from specserve.eval.settings import LatencyRun, ThroughputRun
 from specserve.mesh import in_equal_parts
-from specserve.serve import launch
 from specserve.serve.launch import Models
+from specserve.serve.settings import ServeRun
 
 PROMPTS = [[1 + (7 * i + j) % 60 for j in range(5 + i)] for i in range(3)]
 
@@ -35,8 +35,7 @@ def test_an_engine_has_slots_that_data_ranks_share_out(
     """`eval --concurrency 1` has no --max-slots that could be raised."""
     made: list[int] = []
 
-    def make(models: Models, run: launch.ServeRun, *_args: object, **_more: object) -> None:
-        launch.check_shares(models.mesh, run.max_slots)
+    def make(_models: Models, run: ServeRun, *_args: object, **_more: object) -> None:
         made.append(run.max_slots)
 
     monkeypatch.setattr("specserve.eval.engines.make_engine", make)

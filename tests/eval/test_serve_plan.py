@@ -20,7 +20,7 @@ from specserve.errors import ConfigError
 from specserve.eval.roofline import step_work
 from specserve.eval.serve_plan import fit_into, make_serve_plan
 from specserve.eval.settings import PlanServeRun
-from specserve.eval.step_costs import RooflineCosts
+from specserve.eval.step_costs import RooflineCosts, measured_costs
 from specserve.mesh import make_mesh
 from specserve.serve.runner import Runner
 from specserve.serve.tuned import Entry, Profile, machine_facts
@@ -181,6 +181,18 @@ def test_measured_steps_take_the_place_of_figures(tmp_path: Path, monkeypatch: p
     here = make_serve_plan(small)
     assert here.fleet.replicas == 3
     assert here.fleet.costs.plain == given.fleet.costs.plain
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("sizes", [(1, 2, 8), (1,)], ids=str)
+def test_prompts_of_a_profile_are_rows_of_all_data_ranks(num_ranks: int, sizes: tuple[int, ...]) -> None:
+    """Where a step takes so much for each row, and so does a prefill program, which has a chunk of each rank."""
+    fixed = 3.0 if len(sizes) > 1 else 0.0  # milliseconds; one size alone does not tell them from those of a row
+    steps = [{"batch_size": num_ranks * size, "plain_ms": fixed + 0.5 * num_ranks * size} for size in sizes]
+    profile = Profile({}, (), {"timed": {"steps": steps}})
+    costs = measured_costs(profile, None, "a profile", num_ranks)
+    assert costs.num_ranks == num_ranks
+    assert costs.prefill == pytest.approx([1e-3 * (fixed + 0.5 * num_ranks * chunk) for chunk in costs.chunks])
 
 
 def test_the_command_says_the_same_in_json_as_in_tables(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -150,6 +150,42 @@ def test_a_full_fleet_carries_what_the_steady_state_says(is_speculative: bool) -
     assert way.most_requests * (1 - lost - 0.05) < carried < way.most_requests * 1.02
 
 
+@pytest.mark.parametrize("share", [0.2, 0.5, 0.8])
+@pytest.mark.parametrize("num_ranks", [1, 2, 4, 8])
+def test_a_loaded_replica_is_as_fast_as_the_steady_state_says(num_ranks: int, share: float) -> None:
+    """On one data rank as on many. Requests that come at random wait more than an even flow, which the steady state is;
+    of that it is short by up to two thirds, whatever the number of ranks."""
+    sizes = tuple(num_ranks * size for size in COSTS.batch_sizes)
+    costs = dataclasses.replace(COSTS, batch_sizes=sizes, num_ranks=num_ranks)
+    setup = Replica(costs, num_slots=sizes[-1], num_pages=512 * num_ranks, page_size=16)
+    most = solve(costs, Load(1e9, 256, 65), 1.0, is_speculative=False).most_requests
+    way = solve(costs, Load(share * most, 256, 65), 1.0, is_speculative=False)
+    asked = poisson(share * most, 250 / (share * most), prompt=256, answer=65, seed=5)
+    played = np.mean([answer.tpot for answer in simulate(setup, 1, asked, routing="random", seed=0).answers])
+    assert not way.is_full
+    assert way.token_seconds < played * 1.05
+    assert played < 1.67 * way.token_seconds
+
+
+def test_prompts_that_come_alone_gain_nothing_from_data_ranks() -> None:
+    """Under a small load a program has one prompt, and under the largest one for each rank."""
+    one, many = (dataclasses.replace(COSTS, num_ranks=ranks) for ranks in (1, 8))
+    ways = [
+        [solve(costs, Load(rate, 256, 65), 1.0, is_speculative=False) for costs in (one, many)] for rate in (1e-3, 1e9)
+    ]
+    (alone, beside), (full, side_by_side) = ways
+    assert beside.token_seconds == pytest.approx(alone.token_seconds, rel=1e-5)
+    prompt, steps = COSTS.prefill_seconds(256)[0], 64 * COSTS.plain[-1] / COSTS.batch_sizes[-1]
+    assert 1 / full.most_requests == pytest.approx(prompt + steps)
+    assert 1 / side_by_side.most_requests == pytest.approx(prompt / 8 + steps)
+
+
+def test_answers_of_one_token_fill_a_replica_with_prompts() -> None:
+    way = solve(COSTS, Load(1e9, 256, 1), 1.0, is_speculative=False)
+    assert (way.is_full, way.token_seconds, way.batch) == (True, 0.0, 0.0)
+    assert way.most_requests == pytest.approx(1 / COSTS.prefill_seconds(256)[0])
+
+
 def test_speculation_breaks_even_at_its_tau() -> None:
     """At that tau the same load keeps as many sequences running, each with as many tokens per second."""
     for rate in (0.05, 0.6, 1.7, 2.4):

@@ -47,21 +47,47 @@ def _processes(commands: Commands, *numbers: str) -> list[psutil.Process]:
     return found
 
 
+def _words(commands: Commands, port: int, mesh: str = "tensor=2") -> list[str]:
+    return ["--target", str(commands.folder / "target"), "--port", str(port), "--mesh", mesh, *FLAGS]
+
+
 def test_a_job_starts_one_server_of_two_processes_again_and_again(commands: Commands) -> None:
-    """A process that is killed ends all, and all are started again; SIGTERM to the job lets the server drain."""
+    """A process that is killed ends all, and so does the actor of Ray beside one, which a lost machine takes away; all
+    are started again. SIGTERM to the job lets the server drain."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     url = f"http://127.0.0.1:{port}"
-    words = ["--target", str(commands.folder / "target"), "--port", str(port), "--mesh", "tensor=2", *FLAGS]
-    job = commands.start("job", "--ray-address", "", "--hosts", "2", "--", *words)
+    job = commands.start("job", "--ray-address", "", "--hosts", "2", "--", *_words(commands, port))
     commands.until("job", lambda: _is_ready(url) or job.poll() is not None)
     said = _text(url)
-    [other] = _processes(commands, "1")
-    other.kill()
-    commands.until("job", lambda: not _is_ready(url) or job.poll() is not None)
-    commands.until("job", lambda: _is_ready(url) or job.poll() is not None)
-    assert _text(url) == said
+    for is_actor in (False, True):
+        [other] = _processes(commands, "1")
+        killed = other.parent() if is_actor else other
+        assert killed is not None
+        killed.kill()
+        commands.until("job", lambda: not _is_ready(url) or job.poll() is not None)
+        commands.until("job", lambda: _is_ready(url) or job.poll() is not None)
+        assert _text(url) == said
+        assert ("a host is lost" in commands.log("job")) == is_actor
     job.send_signal(signal.SIGTERM)
     assert commands.end("job", job) == 0, commands.log("job")
     assert not _processes(commands, "0", "1")
+
+
+def test_a_wrong_setting_ends_the_job(commands: Commands) -> None:
+    """It would come again: each process is started once."""
+    job = commands.start("job", "--ray-address", "", "--hosts", "2", "--", *_words(commands, 0, mesh="tensor=3"))
+    assert commands.end("job", job) == 1, commands.log("job")
+    log = commands.log("job")
+    assert log.count("error: mesh tensor=3 needs 3 devices, this machine has 2") == 2, log
+    assert "error: a process says in this log what is wrong with its settings" in log
+    assert "Traceback" not in log
+
+
+def test_hosts_that_there_is_no_room_for_are_an_error(commands: Commands) -> None:
+    """At once where the whole cluster has too little; after a while where Ray finds no host with all of it."""
+    words = _words(commands, 0)
+    job = commands.start("large", "--ray-address", "", "--hosts", "2", "--each", "TPU=4", "--", *words)
+    assert commands.end("large", job) == 1, commands.log("large")
+    assert "2 workers need 8 TPU, 4 each, and the Ray cluster has 0; lower --hosts or --each" in commands.log("large")

@@ -92,16 +92,20 @@ def test_no_page_travels_and_none_is_copied(model: str, text: str, way: str) -> 
     runner = _runner(model, mesh_of(text), "off", way, pages_of_rank=MANY_PAGES)
     pages = [leaf for leaf in runner.state.cache.layers if is_by_page(leaf)]
     own = min(layer.k.addressable_shards[0].data.size for layer in pages)
+    num_collectives = 0
     for program in runner.programs():
         if program.name == "empty state":
             continue
         compiled = program.call().lower().compile()
-        for shapes in _COLLECTIVE.findall(compiled.as_text() or ""):
+        found = _COLLECTIVE.findall(compiled.as_text() or "")
+        num_collectives += len(found)
+        for shapes in found:
             given = sum(math.prod(map(int, shape.split(","))) for shape in _SHAPE.findall(shapes))
             assert given < own / 4, f"{program.name}: a collective gives {shapes}"
         memory = compiled.memory_analysis()
         assert memory is not None
         assert memory.temp_size_in_bytes < 4 * own, f"{program.name} copies its pages"
+    assert num_collectives, "the text of programs is not read as it is written"
 
 
 def test_a_sequence_larger_than_the_pages_of_a_data_rank_is_refused() -> None:
@@ -114,6 +118,10 @@ def test_a_sequence_larger_than_the_pages_of_a_data_rank_is_refused() -> None:
 
 def test_slots_and_pages_that_cannot_be_shared_out_are_refused() -> None:
     mesh = mesh_of("data=2")
-    for num_slots, num_pages in ((3, 0), (4, 5)):
-        with pytest.raises(ConfigError, match="data x expert = 2; give a multiple"):
+    for num_slots, num_pages, said in (
+        (3, 0, "--max-slots 3: .* data x expert = 2 of .* give 2 or 4$"),
+        (1, 0, "--max-slots 1: .* give 2$"),
+        (4, 5, "number of cache pages 5: .* data x expert = 2 of .* give 4 or 6$"),
+    ):
+        with pytest.raises(ConfigError, match=said):
             make_runner(spread_target("dense", mesh), None, "off", num_slots=num_slots, num_pages=num_pages, mesh=mesh)

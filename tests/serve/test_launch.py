@@ -24,7 +24,7 @@ from specserve.checkpoints.tensors import write_json
 from specserve.drafters.door import Head
 from specserve.drafters.head import save_head
 from specserve.drafters.speculation import describe, parse_speculation
-from specserve.errors import CheckpointError, ConfigError
+from specserve.errors import ConfigError
 from specserve.eval.engines import with_draft
 from specserve.serve import calibrate, launch
 from specserve.serve.calibrate import AGAIN_ROUNDS, IN_A_ROW, ROUNDS, cost_file, describe_costs, finish, step_costs
@@ -58,15 +58,24 @@ def headless(tiny_target: Target) -> Models:
     return Models("tiny", tiny_target, None, None)
 
 
-@pytest.mark.parametrize("trained_on", ["these", "others", ""])
-def test_a_head_of_other_weights_is_warned_of(
-    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture, trained_on: str
+@pytest.mark.parametrize(
+    ("trained_on", "bits", "served"),
+    [
+        ("these", "none", "none"),
+        ("others", "int8", "int8"),
+        ("these", "int8", "none"),
+        ("", "", "int8"),
+        ("", "", "none"),
+    ],
+)
+def test_a_head_of_other_weights_or_bits_is_warned_of(
+    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture, trained_on: str, bits: str, served: str
 ) -> None:
     """However it comes beside the target: at the start, in an evaluation, or in another head's place."""
     assert models.head is not None
-    notes = {"target_fingerprint": trained_on, "acceptance": {"accept_rate": [0.5], "tau": 1.5}}
+    notes = {"target_fingerprint": trained_on, "acceptance": {"accept_rate": [0.5], "tau": 1.5}, "quantization": bits}
     save_head(tmp_path / "head", models.head, models.target, dtype="float32", notes=notes if trained_on else {})
-    own = dataclasses.replace(models, fingerprint="these")
+    own = dataclasses.replace(models, fingerprint="these", quantization=served)
     found = (
         load_beside(own, "", tmp_path / "head").head_acceptance,
         with_draft(own, str(tmp_path / "head")).head_acceptance,
@@ -74,44 +83,8 @@ def test_a_head_of_other_weights_is_warned_of(
     )
     assert [tuple(each) for each in found] == [(0.5,) if trained_on else ()] * 3
     assert caplog.text.count("was trained on other weights") == 3 * (trained_on == "others")
-
-
-@pytest.mark.parametrize("draft", ["x" * 300, "~nosuchuser/x", "x/" * 3000, "missing"], ids=lambda name: name[:9])
-def test_a_head_that_cannot_be_looked_up_is_refused(models: Models, draft: str) -> None:
-    """However it is named: at the start, in an evaluation, or in another head's place."""
-    for load in (
-        launch._head_loader(models, ServeRun()),
-        lambda draft: with_draft(models, draft),
-        lambda draft: launch.find_names("", draft),
-    ):
-        with pytest.raises(ConfigError, match=r"cannot be looked up|no such folder|no folder here"):
-            load(draft)
-
-
-@pytest.mark.parametrize("reader", ["read_notes", "load_head", "fingerprint"])
-def test_a_head_that_may_not_be_read_is_refused(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
-) -> None:
-    assert models.head is not None
-    save_head(tmp_path / "head", models.head, models.target, dtype="float32", notes={})
-
-    def refuse(*_: Any, **__: Any) -> None:
-        raise PermissionError(13, "Permission denied")
-
-    monkeypatch.setattr(launch, reader, refuse)
-    with pytest.raises(CheckpointError, match=r"the head cannot be read .*Permission denied"):
-        launch._head_loader(models, ServeRun())(str(tmp_path / "head"))
-
-
-def test_sequences_are_shared_out_evenly() -> None:
-    """Along `data` and `expert` together."""
-    for text, slots in (("data=2,expert=2", 8), ("expert=4", 4), ("tensor=2", 1)):
-        launch.check_shares(mesh_of(text), slots)
-    launch.check_shares(None, 1)
-    with pytest.raises(ConfigError, match=r"--max-slots 12: .* data x expert = 8 of --mesh data=2,expert=4.*8 or 16"):
-        launch.check_shares(mesh_of("data=2,expert=4"), 12)
-    with pytest.raises(ConfigError, match=r"give 8$"):
-        launch.check_shares(mesh_of("data=2,expert=4"), 3)
+    said = f"against a target with quantization {bits or 'none'} and is served with {served}"
+    assert caplog.text.count(said) == caplog.text.count("quantization") == 3 * ((bits or "none") != served)
 
 
 @pytest.mark.parametrize(("max_model_len", "page_size"), [(96, 16), (97, 16), (50, 32), (7, 32)])

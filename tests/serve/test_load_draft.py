@@ -8,6 +8,7 @@ import weakref
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import jax
@@ -33,13 +34,16 @@ from fakes import FakeEngine, assert_refused
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
+from specserve.drafters.head import save_head
 from specserve.drafters.speculation import parse_speculation
-from specserve.errors import CapacityError, ConfigError
-from specserve.serve import startup
+from specserve.errors import CapacityError, CheckpointError, ConfigError
+from specserve.eval.engines import with_draft
+from specserve.serve import launch, startup
 from specserve.serve.calls import Call
 from specserve.serve.http.app import create_app
 from specserve.serve.http.server import HttpServer
 from specserve.serve.interface import DraftInfo
+from specserve.serve.launch import Models
 from specserve.serve.programs import Programs
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
@@ -48,6 +52,11 @@ from specserve.serve.swap import LoadedHead
 
 PROMPT = tuple(int(i) for i in np.random.default_rng(2).integers(3, 64, 40))
 TREE = parse_speculation("tree:3x3x8")
+
+
+@pytest.fixture
+def models(tiny_target: Target, tiny_head: Head) -> Models:
+    return Models("tiny", tiny_target, tiny_head, None)
 
 
 def _asks() -> list[Ask]:
@@ -266,3 +275,30 @@ def test_the_route_needs_permission(fake_engine: FakeEngine, http: httpx.Client,
     finally:
         server.stop()
         fake_engine.draft = None
+
+
+@pytest.mark.parametrize("draft", ["x" * 300, "~nosuchuser/x", "x/" * 3000, "missing"], ids=lambda name: name[:9])
+def test_a_head_that_cannot_be_looked_up_is_refused(models: Models, draft: str) -> None:
+    """However it is named: at the start, in an evaluation, or in another head's place."""
+    for load in (
+        launch._head_loader(models, ServeRun()),
+        lambda draft: with_draft(models, draft),
+        lambda draft: launch.find_names("", draft),
+    ):
+        with pytest.raises(ConfigError, match=r"cannot be looked up|no such folder|no folder here"):
+            load(draft)
+
+
+@pytest.mark.parametrize("reader", ["read_notes", "load_head", "fingerprint"])
+def test_a_head_that_may_not_be_read_is_refused(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reader: str
+) -> None:
+    assert models.head is not None
+    save_head(tmp_path / "head", models.head, models.target, dtype="float32", notes={})
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(launch, reader, refuse)
+    with pytest.raises(CheckpointError, match=r"the head cannot be read .*Permission denied"):
+        launch._head_loader(models, ServeRun())(str(tmp_path / "head"))

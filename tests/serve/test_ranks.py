@@ -328,7 +328,7 @@ def _storm(server: Several, plain: Reference, rng: np.random.Generator) -> None:
 
 def _check_the_end(server: Several, left: Sequence[int], name: str, clients: Clients) -> None:
     """Clients see /ready at 503, and what they read ends with an error, which the docs promise within 10 seconds; then
-    the processes that are left end with status 2 and one error."""
+    the processes that are left end with status 3 and one error."""
     begin, not_ready = time.monotonic(), 0.0
     while any(each.poll() is None for each in server.processes):
         if not not_ready and server.status("/ready") == 503:
@@ -342,7 +342,7 @@ def _check_the_end(server: Several, left: Sequence[int], name: str, clients: Cli
         assert when - begin < 3 * 10, "thrice the promise, as this machine may be busy"
     for place, (code, said) in enumerate(server.end()):
         if place in left:
-            assert (code, said.count("error: "), said.count(f"error: {name} has ended")) == (2, 1, 1), said
+            assert (code, said.count("error: "), said.count(f"error: {name} has ended")) == (3, 1, 1), said
             assert "Traceback" not in said
 
 
@@ -362,7 +362,7 @@ def test_two_processes_serve_as_one(folder: Path, cache: Path, plain: Reference,
         two.wait_until_ready()
         two.processes[0].kill()
         [_, (code, said)] = two.end()
-        assert (code, said.count("error: the first process has ended")) == (2, 1), said
+        assert (code, said.count("error: the first process has ended")) == (3, 1), said
 
 
 @pytest.mark.slow

@@ -227,6 +227,53 @@ def test_data_ranks_prefill_side_by_side() -> None:
     assert found == [[[(0, 16), (1, 16)]], [[(0, 4), (1, 4)], [(2, 4), (3, 3)]], []]
 
 
+def _sharing(shared: int, own: int, token_id: int) -> list[int]:
+    """A prompt that begins as all of these do."""
+    return [0] * shared + [token_id] * own
+
+
+def test_a_small_hit_keeps_no_data_rank_waiting() -> None:
+    """A page of a prompt of ten, on a rank that still prefills: the others take their prompts beside it."""
+    device = Device(_scheduler(4, num_pages=40, num_ranks=4))
+    _add(device.scheduler, _request(_sharing(PAGE_SIZE, 36, 1), 1))
+    device.round()
+    for token_id in (2, 3, 4):
+        _add(device.scheduler, _request(_sharing(PAGE_SIZE, 36, token_id), 1))
+    found = [[chunk.sequence.order for chunk in side] for side in device.round().prefills]
+    assert found == [[0, 1, 2, 3]]
+
+
+@pytest.mark.parametrize(("shared", "num_waiting", "is_drawn"), [(16, 1, True), (16, 3, False), (32, 3, True)])
+def test_a_hit_is_waited_for_where_that_saves_more_than_idle_ranks_could_do(
+    shared: int, num_waiting: int, is_drawn: bool
+) -> None:
+    """The rank has 8 tokens left to prefill, which three others would wait for, if there are prompts for them. (One
+    sequence of so many slots hardly counts.)"""
+    device = Device(_scheduler(30, num_pages=60, num_ranks=4))
+    _add(device.scheduler, _request(_sharing(shared, 40 - shared, 1), 20))
+    for _ in range(2):
+        device.round()
+    [first] = device.scheduler.running
+    assert first.num_start - first.num_prefilled == 8
+    for token_id in range(num_waiting):
+        _add(device.scheduler, _request(_sharing(shared, 40 - shared, 2 + token_id), 20))
+    second, *_ = device.scheduler.waiting
+    device.round()
+    assert (device._rank(second) == device._rank(first)) == is_drawn
+    assert second.num_cached == (shared if is_drawn else 0)
+    device.run()
+
+
+def test_a_fuller_data_rank_draws_larger_hits_alone() -> None:
+    """Two sequences more than another rank, of a bound of three, are worth two thirds of a prompt."""
+    device = Device(_scheduler(4, num_pages=40, num_ranks=2))
+    first, second, third, fourth = (_admitted(device, _sharing(4, 5, token_id), 20) for token_id in (1, 2, 3, 2))
+    assert device._rank(second) == device._rank(first), "half of the prompt, and one sequence more"
+    assert device._rank(third) != device._rank(first), "half of the prompt, and two sequences more"
+    assert (device._rank(fourth), fourth.num_cached) == (device._rank(first), 8), "all of it, and one more"
+    device.run()
+
+
 def test_pages_are_taken_as_a_sequence_grows() -> None:
     scheduler = _scheduler(1)
     device = Device(scheduler)

@@ -54,6 +54,21 @@ def test_what_follows_a_grammar_is_the_same_with_speculation(runner: Runner, ref
     assert accepted > 5, "little was accepted, so little was tested"
 
 
+class Listed(Grammar):
+    """Has a length, as a list of what was said has one, which is 0 at first."""
+
+    def __len__(self) -> int:
+        return self.state
+
+
+def test_a_mask_that_is_false_in_itself_masks_all_the_same(runner: Runner, reference: Reference) -> None:
+    ask, inbox = Ask(PROMPT[:9], greedy(12, ignore_eos=True), is_constrained=True), Inbox()
+    with serving(make_engine(runner, Dice(2))) as engine:
+        engine.submit(ask.prompt, ask.params, inbox, token_mask=Listed())
+        reference.check(ask, inbox)
+    assert inbox.wait().finish_reason == FinishReason.LENGTH
+
+
 class Faulty(Grammar):
     """Fails in its own way when it is called for the third time, or for the first."""
 

@@ -169,6 +169,27 @@ def test_a_request_that_takes_no_draft_tokens_is_decoded_plainly() -> None:
     np.testing.assert_array_equal(alone[0].accept_rate, before, "nothing was seen of it")
 
 
+def test_the_looks_are_no_matter_of_who_else_asks() -> None:
+    """Steps with a token mask have one tree beside plain decoding, and some requests take no draft tokens. Between such
+    steps all others look at other ways as often, and at the same ones, as without them."""
+    costs = _costs(0.1, 0.05)
+
+    def chosen(*between: tuple[int | None, tuple[Tree | None, ...]]) -> list[Tree | None]:
+        controller, found = Controller(costs, (0.6,)), []
+        for _ in range(3 * LOOK_STEPS):
+            found.append(controller.choose([controller.start(None)], CHAINS, 1, WIDTH))
+            for max_depth, trees in between:
+                controller.choose([controller.start(max_depth)], trees, 1, WIDTH)
+        return found
+
+    alone = chosen()
+    assert alone[0] is not None
+    assert 2 < alone.count(None) < 8, "looks, which become rarer"
+    assert chosen((0, CHAINS)) == alone, "these are decoded plainly"
+    assert chosen((None, (None, chain(7)))) == alone, "these too, as a chain of seven does not pay"
+    assert chosen((0, CHAINS), (None, (None, chain(7))), (0, (None, chain(7)))) == alone
+
+
 def test_what_a_step_says_about_each_depth() -> None:
     """Up to the first rejection; an acceptance beyond the request's own bound is no news."""
     controller = Controller({}, (0.5,))

@@ -1,5 +1,6 @@
 """Two processes train as one: real ones, with Gloo between them."""
 
+import contextlib
 import logging
 import os
 import re
@@ -7,10 +8,13 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import jax
 import numpy as np
@@ -79,7 +83,7 @@ def test_two_processes_are_one_run(tmp_path: Path, tiny_target: Target) -> None:
     assert_same(losses, same, noise_of(run, tiny_target, tmp_path / "moved"))
 
     (first, said), (second, _) = _end(_start_two(tiny_target, tmp_path / "killed", death="step 5"))
-    assert (first, second) == (2, -signal.SIGKILL), said
+    assert (first, second) == (3, -signal.SIGKILL), said
     assert "cannot go on without the others" in said
     assert "--resume" in said
     ends = _end(_start_two(tiny_target, tmp_path / "killed", resume=True))
@@ -191,6 +195,41 @@ def test_strangers_and_those_that_are_started_again_are_no_trouble(monkeypatch: 
                 each.result()
 
 
+def test_one_that_ends_while_the_first_waits_may_be_started_again() -> None:
+    """Its new connection is there before anybody has looked whether the old one still is."""
+    pairs, came = [socket.socketpair() for _ in range(3)], {}
+    for number, (_, ours) in zip((1, 1, 2), pairs, strict=True):
+        ours.sendall(f"specserve {number} 3\n".encode())
+    arriving = iter(pairs)
+
+    def accept() -> tuple[socket.socket, None]:
+        if (pair := next(arriving)) is pairs[1]:
+            pairs[0][1].close()
+        return pair[0], None
+
+    listener: Any = SimpleNamespace(accept=accept, settimeout=lambda _seconds: None)
+    with contextlib.ExitStack() as stack:
+        assert processes._gather(stack, listener, 3, came, 60) == ""
+    assert came == {1: pairs[1][0], 2: pairs[2][0]}
+    for _, ours in pairs:
+        ours.close()
+
+
+def test_processes_that_have_come_and_are_not_connected_are_told_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That is not that some are missing: JAX's service is what did not answer, of which a proxy is a cause."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+    is_over = threading.Event()
+    monkeypatch.setattr(jax.config, "update", lambda *_setting: None)
+    monkeypatch.setattr(jax.distributed, "initialize", lambda **_told: is_over.wait(60))
+    monkeypatch.setattr(processes, "INITIALIZE_SECONDS", 0.05)
+    monkeypatch.setenv("HTTPS_PROXY", "http://proxy:3128")
+    said = rf"coordinator {address}: all 1 processes have come, .* connect process 0 within .*HTTPS_PROXY.*start all"
+    with pytest.raises(ConfigError, match=said):
+        processes.join(address, 1, 0, 60)
+    is_over.set()
+
+
 def _hello(port: int, text: bytes) -> socket.socket:
     while True:
         try:
@@ -266,6 +305,13 @@ def test_without_a_launcher_it_is_said_which_there_are() -> None:
     [(_, said)] = _end([_join({})])
     assert said.startswith("coordinator auto: no launcher says who takes part (")
     assert all(name in said for name in ("Slurm", "Open MPI", "Cloud TPU", "jax[k8s]", "host:port"))
+
+
+def test_a_mistake_has_another_status_than_the_end_of_another_process() -> None:
+    """Who starts processes again can tell them apart."""
+    assert processes.exit_status(ConfigError("--mesh")) == 2
+    assert processes.exit_status(processes.ProcessError("process 1 has ended")) == 3
+    assert processes.exit_status(RuntimeError("the device failed")) == 3
 
 
 def test_one_process_agrees_with_itself() -> None:
