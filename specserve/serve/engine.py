@@ -255,11 +255,11 @@ class Engine:
         client: str = "",  # who shares the queue with the others
     ) -> Request:
         """Queue one sequence. It never waits for the device; a grammar that is not known (`knows_grammar`) is compiled
-        first, when those before it are. Raises RequestError (param "prompt", "max_tokens", "grammar" or the option
-        whose token ids or words do not fit) or CapacityError."""
+        first, when those before it are. Raises RequestError, whose param names what does not fit, or CapacityError."""
         self._check_ready()
         if token_mask is not None:
             self._check_constrained("token_mask")
+        spec = params.grammar
         request = Request(
             request_id=request_id or f"seq-{next(self._ids)}",
             prompt_ids=tuple(prompt_ids),
@@ -270,9 +270,7 @@ class Engine:
             on_delta=on_delta,
             priority=priority,
             cache_salt=cache_salt,
-            token_mask=((spec := params.grammar) and self._grammars.compile(spec)())
-            if token_mask is None
-            else token_mask,
+            token_mask=(spec and self._grammars.compile(spec)()) if token_mask is None else token_mask,
             stop_ids=self._stop_ids(params),
             bad_sequences=self._bad_sequences(params.bad_words),
         )
