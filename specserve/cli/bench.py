@@ -32,17 +32,19 @@ def kernels(run: KernelsRun) -> None:
     """Time each kernel of this backend beside XLA's own operations, over the shapes asked for."""
     bounds = measure_bounds()
     device = jax.devices()[0].device_kind
-    console.print(
-        f"{escape(device)}: {bounds.bytes_per_second / 1e9:,.0f} GB/s read, "
-        f"{bounds.flops_per_second / 1e12:,.2f} TFLOP/s multiplied",
-        highlight=False,
-    )
     rows = []
     with Bars() as progress:
         timing = progress.add("timing")
         for row in measure_kernels(run, bounds):
             rows.append(row)
             progress.update(timing, advance=1, note=f"{row.work.kernel} {row.work.shape}")
+    bounds = bounds.raised_by(rows)
+    rows = [row.within(bounds) for row in rows]
+    console.print(
+        f"{escape(device)}: {bounds.bytes_per_second / 1e9:,.0f} GB/s read, "
+        f"{bounds.flops_per_second / 1e12:,.2f} TFLOP/s multiplied",
+        highlight=False,
+    )
     for _, of_kernel in itertools.groupby(rows, key=lambda row: row.work.kernel):
         console.print(kernels_table(list(of_kernel)))
     if run.output:

@@ -9,8 +9,8 @@ import functools
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -63,6 +63,14 @@ class Bounds:
         """Return the least seconds that the work can take."""
         return max(work.num_bytes / self.bytes_per_second, work.num_flops / self.flops_per_second)
 
+    def raised_by(self, rows: Sequence["KernelTimes"]) -> "Bounds":
+        """Return the speeds with those that kernels have reached among them, so that no kernel is faster than its
+        bound."""
+        return Bounds(
+            max([self.bytes_per_second, *(row.work.num_bytes / row.least_seconds for row in rows)]),
+            max([self.flops_per_second, *(row.work.num_flops / row.least_seconds for row in rows)]),
+        )
+
 
 @dataclass(frozen=True)
 class KernelTimes:
@@ -72,6 +80,15 @@ class KernelTimes:
     own_ms: float | None  # of the backend's kernel; None: there is none
     xla_ms: float
     bound_ms: float
+
+    @property
+    def least_seconds(self) -> float:
+        """Seconds by the faster of the two."""
+        return 1e-3 * (self.xla_ms if self.own_ms is None else min(self.own_ms, self.xla_ms))
+
+    def within(self, bounds: Bounds) -> "KernelTimes":
+        """Return the same times beside other bounds."""
+        return replace(self, bound_ms=1e3 * bounds.seconds(self.work))
 
     def to_json(self) -> dict[str, Any]:
         found = {"kernel": self.work.kernel, **self.work.shape, "path": self.work.path or "xla"}

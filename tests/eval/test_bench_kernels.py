@@ -28,6 +28,11 @@ def test_every_shape_is_timed_by_both_paths(kv_cache_dtype: str) -> None:
         assert row.bound_ms == pytest.approx(row.work.num_bytes / 1e6), "few operations"
     assert rows[2].work.num_bytes == 2 * rows[0].work.num_bytes
     assert kernels_table(rows).row_count == 4
+    slow = Bounds(bytes_per_second=1.0, flops_per_second=1.0).raised_by(rows)
+    shares = [row.within(slow).bound_ms / 1e3 / row.least_seconds for row in rows]
+    assert max(shares) == pytest.approx(1), "the fastest of them is its own bound, and none is faster"
+    fast = Bounds(bytes_per_second=1e18, flops_per_second=1e18)
+    assert fast.raised_by(rows) == fast, "no kernel is as fast as that"
 
 
 def test_experts_are_timed_over_all_rows_of_a_batch() -> None:
