@@ -139,7 +139,8 @@ def check_script(path: str, words: list[str]) -> None:
             command, words = commands[words[0]], words[1:]
         command.make_context(path, words)
         return
-    unknown = [word for word in words if word.startswith("--") and f'"{word}"' not in source]
+    flags = [word.partition("=")[0] for word in words if word.startswith("--")]
+    unknown = [flag for flag in flags if f'"{flag}"' not in source]
     assert not unknown, f"{path} has no {', '.join(unknown)}"
 
 
