@@ -129,7 +129,7 @@ def moments_of_a_start(flags: Sequence[str], cache: Path) -> Iterator[Moment]:
 
 
 def serve_flags(target: str, draft: str, speculation: str, max_slots: int, max_model_len: int) -> list[str]:
-    """The flags of `specserve serve` for these settings."""
+    """The flags of `specserve serve` for these settings, of which an empty one, or 0, is left to its defaults."""
     values = {"--target": target, "--draft": draft, "--speculation": speculation}
-    flags = [part for flag, value in values.items() if value for part in (flag, value)]
-    return [*flags, "--max-slots", str(max_slots), "--max-model-len", str(max_model_len)]
+    values |= {"--max-slots": str(max_slots or ""), "--max-model-len": str(max_model_len or "")}
+    return [part for flag, value in values.items() if value for part in (flag, value)]

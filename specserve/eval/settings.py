@@ -125,8 +125,8 @@ class ServeBenchRun:
     seed: int = setting(0, help="of the times, the random prompts and the sampling", ge=0)
     target: str = setting("", help="of a server of its own, as of `serve`; so are the next four")
     draft: str = setting("", help="folder of a draft head")
-    speculation: str = setting("auto", help="how it speculates")
-    max_slots: int = setting(8, help="sequences that run at once", ge=1)
+    speculation: str = setting("", help="how it speculates; empty: as `serve` does by itself, and so for the others")
+    max_slots: int = setting(0, help="sequences that run at once; 0: as many as `serve` takes by itself", ge=0)
     max_model_len: int = setting(0, help="prompt and answer together", ge=0)
     output: str = setting("", help="write the results here, as JSON with vLLM's keys")
 

@@ -26,9 +26,10 @@ from specserve.eval.bench_serve import (
     warm_up,
 )
 from specserve.eval.client import Client
-from specserve.eval.server_process import Moment, ServerProcess
+from specserve.eval.server_process import Moment, ServerProcess, serve_flags
 from specserve.eval.settings import ServeBenchRun
 from specserve.eval.streams import Streams, stream_body
+from specserve.serve.settings import ServeRun
 from specserve.speculative.acceptance import Acceptance
 
 # of vllm/benchmarks/serve.py: what its result has for a server that generates and speculates
@@ -249,9 +250,13 @@ def test_what_would_be_ignored_is_refused() -> None:
         ({"base_url": "http://gpu1:8000", "port": 9000}, "--base-url says it all"),
         ({"port": 9000, "draft": "ckpt"}, "--draft is for a server of its own, and http://127.0.0.1:9000 is one"),
         ({"base_url": "http://gpu1:8000", "max_slots": 16}, "--max-slots is for a server of its own"),
+        ({"port": 9000, "max_slots": ServeRun().max_slots}, "--max-slots is for"),  # what it would be by itself
+        ({"port": 9000, "speculation": ServeRun().speculation}, "--speculation is for"),
     ):
         with pytest.raises(ConfigError, match=said):
             address_of(ServeBenchRun(**wrong))  # type: ignore[arg-type]
+    assert serve_flags("", "", "", 0, 0) == [], "what nobody gave is the server's affair"
+    assert serve_flags("x", "", "auto", 8, 0) == ["--target", "x", "--speculation", "auto", "--max-slots", "8"]
 
 
 def test_starts_are_told_under_vllm_s_keys() -> None:
