@@ -260,7 +260,7 @@ def test_a_length_that_is_not_the_bodys_is_an_error_and_no_other_request(
 
 
 def test_a_connection_that_asks_nothing_more_is_closed(http: httpx.Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(connections, "KEEP_ALIVE_SECONDS", 0.2)
+    monkeypatch.setattr(connections, "KEEP_ALIVE_SECONDS", 1.0)
     with _socket(http, COMPLETION) as raw:
         assert raw.recv(65536).startswith(b"HTTP/1.1 200")
         raw.sendall(COMPLETION)  # in time

@@ -211,7 +211,9 @@ def test_only_limits_are_a_grammars_fault(
     assert trial.check("regex", "a") == ""
 
 
-def test_who_stops_a_process_of_trials_refuses_no_grammar(trial: GrammarTrial, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_stops_a_process_of_trials_refuses_no_grammar(
+    trial: GrammarTrial, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ends with its server alone. One that is killed, or no longer answers, is followed by another."""
 
     def pid() -> int:
@@ -227,8 +229,10 @@ def test_who_stops_a_process_of_trials_refuses_no_grammar(trial: GrammarTrial, m
     os.kill(first, signal.SIGKILL)
     assert trial.check("regex", "a") == ""
     os.kill(pid(), signal.SIGSTOP)
-    monkeypatch.setattr(grammar_trial, "ANSWER_SECONDS", 0.01)  # in which none starts either
-    with pytest.raises(ChildProcessError, match=r"\(no answer within 0.01 s; no answer within 0.01 s\)"):
+    (tmp_path / "trial.py").write_text("import time\ntime.sleep(3600)\n")  # the next one never starts
+    monkeypatch.setattr(grammar_trial, "__file__", str(tmp_path / "trial.py"))
+    monkeypatch.setattr(grammar_trial, "ANSWER_SECONDS", 0.2)
+    with pytest.raises(ChildProcessError, match=r"\(no answer within 0.2 s; no answer within 0.2 s\)"):
         trial.check("regex", "a")
     monkeypatch.undo()
     assert trial.check("regex", "a") == ""
