@@ -14,6 +14,7 @@ from dataclasses import dataclass
 import jax
 
 from specserve.drafters.speculation import describe, parse_speculation
+from specserve.serve import wanted
 from specserve.serve.launch import load_models
 from specserve.serve.programs import Program
 from specserve.serve.runner import Runner
@@ -49,7 +50,7 @@ def measure_steps(
         num_pages=num_slots * max_model_len // PAGE_SIZE,
         has_constrained=False,
     )
-    steps = [program for program in runner.programs() if program.step]
+    steps = [program for program in wanted.programs(runner) if program.step]
     longest = max(program.step[1] for program in steps if program.step)
     costs = [_compile(program) for program in steps if program.step and program.step[1] == longest]
     for cost in costs:

@@ -16,7 +16,7 @@ from specserve.cli.options import report_error
 from specserve.cli.progress import console, warmup_bar
 from specserve.mesh import SERVING_AXES, parse_mesh
 from specserve.processes import ProcessError
-from specserve.serve import ranks, replicas
+from specserve.serve import ranks, replicas, wanted
 from specserve.serve.http.app import create_app
 from specserve.serve.http.keys import read_api_keys
 from specserve.serve.http.server import HttpServer, bind_listener, check_tls
@@ -126,7 +126,7 @@ def _serve_requests(run: ServeRun, leader: Leader | None, kv_events: Publisher |
         engine = make_engine(models, run, on_warmup, leader=leader, watcher=kv_events)
     del models  # the engine has packed what it needs of them
     if run.warmup_only:
-        console.print(f"{len(engine.runner.programs())} programs are compiled and cached")
+        console.print(f"{len(wanted.programs(engine.runner))} programs are compiled and cached")
         return
 
     gc.collect()

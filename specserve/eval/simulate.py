@@ -273,12 +273,12 @@ class _Replica:
             duration += self._prefills[bisect.bisect_left(self._chunks, most)]
             rows += [(chunk.sequence, 1, False) for chunk in chunks if chunk.is_last]
         for sequence, most, _ in rows:
-            sequence.dispatched(most)
+            sequence.dispatched(1, most)
         return _Round(duration, rows)
 
     def _give(self, sequence: Running, most: int, *, is_step: bool) -> None:
         """Hand a sequence the tokens of a step, or the one that follows its prompt."""
-        sequence.landed(most)
+        sequence.landed(1, most)
         asked, drawn = self._asked[sequence], 1
         if most > 1:
             drawn += len(self._reach) - bisect.bisect_right(self._reach, self._rng.random())

@@ -16,15 +16,17 @@ import numpy as np
 from specserve.errors import ConfigError
 from specserve.host import num_cores
 from specserve.models.target import TargetParams
+from specserve.serve.bursts import within_burst
 from specserve.serve.options import sampler_rows
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
+from specserve.serve.shapes import STEPS_AT_ONCE
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.tree import Tree
 
 BUFFER_BYTES = 256 << 20
 PASSES = 7
-STEPS_AT_ONCE = 12  # of a stretch in which nothing else runs
+STRETCH = 12  # steps in which nothing else runs
 LEAD = 2  # of them, which find caches as another program has left them, and are not counted
 
 
@@ -68,7 +70,7 @@ def measure_steps(
         raise ConfigError("there is no draft to time; give a head, and a chain or a tree as the speculation")
     longest = min(plain.shapes.max_model_len, speculative.shapes.max_model_len)
     room = longest - tree.depth - 2
-    repeats = max(1, min(repeats, room // 2 // STEPS_AT_ONCE - 1))
+    repeats = max(1, min(repeats, room // 2 // steps_timed(0) - 1))
     context = min(context, room - steps_timed(repeats))
     if context < 1:
         raise ConfigError(f"timing steps takes {steps_timed(repeats)} tokens; --max-model-len {longest} is too little")
@@ -123,28 +125,33 @@ def time_in_turns(
 
 def steps_timed(repeats: int) -> int:
     """Return how many tokens so many timed stretches, and the one before them, add to their sequences."""
-    return (repeats + 1) * STEPS_AT_ONCE
+    return (repeats + 1) * (STRETCH + STEPS_AT_ONCE)
 
 
 def _run_ahead(runner: Runner, tree: Tree | None, batch: int) -> float:
-    """Seconds of a step, in a stretch of them. The engine runs steps of one kind for long, and a step that follows
-    another program takes longer than one that follows its like, a plain one by a fifth."""
-    slots, begin = runner.shapes.spread(batch), 0.0
-    handle = runner.step(slots, tree)
-    for number in range(1, STEPS_AT_ONCE):
-        following = runner.step(slots, tree)
-        handle.read()
-        if number == LEAD:
+    """Seconds of a step, in a stretch of them: as many at once as the engine would dispatch. It runs steps of one kind
+    for long, and a step that follows another program takes longer than one that follows its like, a plain one by a
+    fifth."""
+    slots, begin = runner.shapes.spread(batch), time.perf_counter()
+    for _ in range(LEAD):
+        runner.step(slots, tree).read()
+    at_once = within_burst((time.perf_counter() - begin) / LEAD, runner.most_steps)
+    number = max(1, (STRETCH - LEAD) // at_once)
+    handle = runner.step(slots, tree, num_steps=at_once)
+    for i in range(number):
+        following = runner.step(slots, tree, num_steps=at_once)
+        handle.read_each()
+        if not i:
             begin = time.perf_counter()
         handle = following
-    handle.read()
-    return (time.perf_counter() - begin) / (STEPS_AT_ONCE - LEAD)
+    handle.read_each()
+    return (time.perf_counter() - begin) / (number * at_once)
 
 
 def _run_drafts(runner: Runner, tree: Tree, batch: int) -> float:
     """Seconds of a draft for the first slots, in a stretch of them."""
     run_draft = functools.partial(runner.draft_alone, runner.shapes.spread(batch), tree)
-    return statistics.mean([_timed(run_draft) for _ in range(STEPS_AT_ONCE)][LEAD:])
+    return statistics.mean([_timed(run_draft) for _ in range(STRETCH)][LEAD:])
 
 
 def fill(runner: Runner, context: int, needed: int, batch: int = 1) -> None:

@@ -12,9 +12,10 @@ from specserve.eval.prompts import load_questions
 from specserve.eval.rule import WholeText
 from specserve.eval.verify_judge import Group, ProofSubject
 from specserve.mesh import num_parts
+from specserve.serve import wanted
 from specserve.serve.launch import Models, choose_trees
 from specserve.serve.programs import Program, compile_all
-from specserve.serve.runner import SCORING, Runner
+from specserve.serve.runner import Runner
 from specserve.serve.settings import ServeRun
 from specserve.serve.startup import check_numbers, check_state_fits
 from specserve.speculative.tree import Tree
@@ -103,7 +104,7 @@ def _open(
     runner.shapes = dataclasses.replace(
         shapes, batch_sizes=batch_sizes, widths=shapes.widths[-1:], chunks=shapes.chunks[:CHUNKS], max_rows=rows
     )
-    programs = [program for program in runner.programs() if program.name != SCORING]  # nothing asks for it
+    programs = [program for program in wanted.programs(runner) if program.name != wanted.SCORING]  # nothing asks for it
     done = itertools.count(1)
 
     def report(program: Program) -> None:

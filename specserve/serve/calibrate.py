@@ -19,6 +19,7 @@ import specserve
 from specserve import host
 from specserve.drafters.speculation import describe
 from specserve.kernels import native
+from specserve.serve import wanted
 from specserve.serve.programs import Program
 from specserve.serve.runner import Runner
 from specserve.speculative.controller import Shape
@@ -46,7 +47,7 @@ def cost_file(models_fingerprint: str, runner: Runner) -> Path:
         str(runner.place),
         models_fingerprint,
         str((runner.shapes, runner.config)),
-        *[program.name for program in runner.programs()],
+        *[program.name for program in wanted.programs(runner)],
     ]
     name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
     return host.cache_folder() / "costs" / f"{name}.json"
@@ -62,8 +63,8 @@ def step_costs(runner: Runner, file: Path | None) -> Timing:
     Noise only ever adds to what a step takes, so the file keeps the least that was seen of each. Where it has all, some
     steps are timed again for about a second: if one takes clearly less than it says, then it was made on a busy
     machine, and every step is timed again."""
-    programs = [program for program in runner.programs() if program.step is not None]
-    programs = [program for program in programs if runner.is_compiled(*_shape(program))]
+    programs = [program for program in wanted.programs(runner) if program.step is not None]
+    programs = [program for program in programs if wanted.is_compiled(runner, *_shape(program))]
     known = _read(file, programs) if file is not None and file.is_file() else {}
     if known is None:
         logger.warning("%s is damaged; the costs of steps are measured again", file)

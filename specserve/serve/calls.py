@@ -18,7 +18,7 @@ from specserve.serve.placement import Placement
 from specserve.serve.plans import Plan
 from specserve.speculative import step
 from specserve.speculative.drafter import Weights
-from specserve.speculative.step import Admission, SlotState, StepConfig
+from specserve.speculative.step import Admission, SlotState, StepConfig, StepResult
 from specserve.speculative.tree import Proposal, Tree
 
 
@@ -75,6 +75,7 @@ class Calls:
         self._prefill = jit(step.prefill, 1, both, "chunk", "width", "is_scored")
         self._decode = jit(step.decode, 1, both, "width")
         self._speculate = jit(step.speculate, 1, both, "tree", "width")
+        self._steps = jit(_steps, 1, both, "tree", "width", "most")
         self._propose = jit(step.propose_tree, 1, both, "tree", "width", "has_scores")
         self._verify = jit(step.verify_tree, 1, both, "tree", "width")
 
@@ -127,10 +128,28 @@ class Calls:
         tree: Tree | None,
         width: int,
     ) -> Call:
+        """Make one step, plain or over a tree (`step.decode`, `step.speculate`)."""
         if tree is None:
             return Call(("decode", len(slots), width), self._decode, (layout, state, slots, allowed), {"width": width})
         static = {"tree": tree, "width": width}
         return Call(("speculate", len(slots), tree, width), self._speculate, (layout, state, slots), static)
+
+    def steps(
+        self,
+        layout: Weights,
+        state: SlotState,
+        slots: jax.Array,
+        num_steps: jax.Array,
+        allowed: jax.Array,  # read by plain steps alone
+        *,
+        tree: Tree | None,
+        width: int,
+        most: int,
+    ) -> Call:
+        """Make `num_steps` such steps in a row ([] int32, 1 to `most`), see `step.repeat`."""
+        static = {"tree": tree, "width": width, "most": most}
+        key = ("steps", len(slots), *static.values())
+        return Call(key, self._steps, (layout, state, slots, num_steps, allowed), static)
 
     def propose(
         self, layout: Weights, state: SlotState, slots: jax.Array, *, tree: Tree, width: int, has_scores: bool = False
@@ -152,6 +171,28 @@ class Calls:
     ) -> Call:
         arguments, static = (layout, state, slots, proposal, allowed), {"tree": tree, "width": width}
         return Call(("verify", len(slots), tree, width), self._verify, arguments, static)
+
+
+def _steps(
+    config: StepConfig,
+    layout: Weights,
+    state: SlotState,
+    slots: jax.Array,
+    num_steps: jax.Array,
+    allowed: jax.Array,
+    *,
+    tree: Tree | None,
+    width: int,
+    most: int,
+) -> tuple[SlotState, StepResult]:
+    """Run `num_steps` steps of one kind."""
+
+    def one(state: SlotState) -> tuple[SlotState, StepResult]:
+        if tree is None:
+            return step.decode(config, layout, state, slots, allowed, width=width)
+        return step.speculate(config, layout, state, slots, tree=tree, width=width)
+
+    return step.repeat(one, state, num_steps, most=most)
 
 
 def _extend(_config: StepConfig, page_table: jax.Array, entries: jax.Array) -> jax.Array:

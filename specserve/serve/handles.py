@@ -1,5 +1,6 @@
 """A step that has been dispatched, and the result that it brings back to the host."""
 
+import operator
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -33,7 +34,8 @@ class HostResult:
 
 
 class StepHandle:
-    """A step that has been dispatched to the device. `read` waits for its result and may be called once."""
+    """Steps that have been dispatched to the device together, or a prompt's chunk. `read` or `read_each` waits for the
+    result, and one of them may be called once."""
 
     def __init__(
         self,
@@ -41,38 +43,46 @@ class StepHandle:
         on_read: Callable[[np.ndarray], None],
         rows: Callable[[int], list[int] | slice],  # of a batch of this size, those of the slots that were asked for
         *,
+        num_steps: int = 0,  # that the result has an axis of, before all others; 0: it has no such axis
         has_logprobs: bool,
         has_tree: bool = False,
     ) -> None:
-        self._result, self._on_read, self._rows = result, on_read, rows
+        """`on_read` is called with the draft tokens that each of the slots accepted in all steps together, [slot]."""
+        self._result, self._on_read, self._rows, self._num_steps = result, on_read, rows, num_steps
         self._has_logprobs, self._has_tree = has_logprobs, has_tree
 
     def read(self) -> HostResult:
-        """Wait for the step and copy its result to the host. It is one copy, and others where the drafter says how
-        sure it is, or where log-probabilities or the proposed tree were asked for. Raises what the device raises."""
-        counts, logprobs = self._own(self._result.counts), None
+        """Wait for the only step, and copy its result to the host. It is one copy, and others where the drafter says
+        how sure it is, or where log-probabilities or the proposed tree were asked for. Raises what the device
+        raises."""
+        [result] = self.read_each()
+        return result
+
+    def read_each(self) -> list[HostResult]:
+        """The same of each step, the first one first."""
+        if not self._num_steps:
+            results = [self._read(lambda x: x)]
+        else:
+            results = [self._read(operator.itemgetter(number)) for number in range(self._num_steps)]
+        self._on_read(np.sum([result.n_accepted for result in results], axis=0))
+        return results
+
+    def _read(self, of_step: Callable[[np.ndarray], np.ndarray]) -> HostResult:
+        def own(x: jax.Array) -> np.ndarray:  # the rows of the slots that were asked for
+            host = of_step(np.asarray(x))  # JAX keeps its copy
+            return host[self._rows(len(host))]
+
+        result, logprobs = self._result, None
+        counts = own(result.counts)
         if self._has_logprobs:
-            out = self._result.logprobs
-            logprobs = self._own(out.chosen), self._own(out.top), self._own(out.top_ids)
-        node_ids, parents = self._tree() if self._has_tree else (None, None)
-        prompt = jax.tree.map(self._own, self._result.prompt)
-        confidence = None if self._result.confidence is None else self._own(self._result.confidence)
-        self._on_read(counts[:, 0])
+            logprobs = own(result.logprobs.chosen), own(result.logprobs.top), own(result.logprobs.top_ids)
+        node_ids = parents = None
+        if self._has_tree and result.node_ids is not None:
+            node_ids = own(result.node_ids)
+            above = np.maximum(np.arange(node_ids.shape[1], dtype=np.int32) - 1, 0)  # of a chain
+            parents = np.broadcast_to(above, node_ids.shape) if result.parents is None else own(result.parents)
+        prompt = jax.tree.map(own, result.prompt)
+        confidence = None if result.confidence is None else own(result.confidence)
         return HostResult(
             counts[:, 2:], counts[:, 0], counts[:, 1], logprobs, prompt, node_ids, parents, confidence=confidence
         )
-
-    def _own(self, x: jax.Array) -> np.ndarray:
-        """The rows of the slots that were asked for."""
-        host = np.asarray(x)
-        return host[self._rows(len(host))]
-
-    def _tree(self) -> tuple[np.ndarray, np.ndarray] | tuple[None, None]:
-        """Token ids and parents of the proposed nodes, [batch, node] int32; None of a plain step."""
-        if self._result.node_ids is None:
-            return None, None
-        node_ids = self._own(self._result.node_ids)
-        if self._result.parents is None:
-            above = np.maximum(np.arange(node_ids.shape[1], dtype=np.int32) - 1, 0)
-            return node_ids, np.broadcast_to(above, node_ids.shape)
-        return node_ids, self._own(self._result.parents)

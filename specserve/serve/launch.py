@@ -25,6 +25,7 @@ from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import default_dtype, free_memory, in_equal_parts, num_parts
 from specserve.models.config import ModelConfig
 from specserve.provenance import fingerprint
+from specserve.serve import wanted
 from specserve.serve.calibrate import cost_file, describe_costs, finish, step_costs
 from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.interface import DraftInfo
@@ -187,7 +188,7 @@ def make_engine(
             "the state of its recurrent layers"
         )
     runner = _make_runner(models, run, leader, is_coupled=is_coupled)
-    programs = runner.programs()
+    programs = wanted.programs(runner)
     first = [program for program in programs if program.is_plain or not _is_early(run)]
     late = [program for program in programs[len(first) :] if not program.is_for_masks]
     done, say = itertools.count(1), Announcer(len(first), "before serving")
@@ -249,7 +250,7 @@ def _controller_maker(
 def make_follower(models: Models, run: ServeRun, follower: Follower) -> Runner:
     """Make the runner of a process that is not the first one, compiled. `Runner.follow` runs it."""
     runner = _make_runner(models, run, follower)
-    compile_all(runner.compiled, runner.programs(), is_wanted=runner.has_room_for)
+    compile_all(runner.compiled, wanted.programs(runner), is_wanted=runner.has_room_for)
     return runner
 
 

@@ -36,19 +36,19 @@ class Ledger:
         for slot in slots:
             self._pending[slot] = 1
 
-    def stepped(self, slots: Sequence[int], depth: int) -> Callable[[np.ndarray], None]:
-        """Note that a step has been dispatched which emits 1 to 1 + `depth` tokens for each of these slots; depth 0 is
-        a plain step. Returns a function, which the caller calls with the accepted tokens of each slot, [slot], once
-        they are read."""
+    def stepped(self, slots: Sequence[int], depth: int, num_steps: int = 1) -> Callable[[np.ndarray], None]:
+        """Note that so many steps have been dispatched, each of which emits 1 to 1 + `depth` tokens for each of these
+        slots; depth 0 is a plain step. Returns a function, which the caller calls with the accepted tokens of each
+        slot in all of them, [slot], once they are read."""
         for slot in slots:
-            self._lens[slot] += 1 + depth
-            self._pending[slot] = 1 + depth if depth else min(self._pending[slot] + 1, self._max_pending)
+            self._lens[slot] += num_steps * (1 + depth)
+            self._pending[slot] = 1 + depth if depth else min(self._pending[slot] + num_steps, self._max_pending)
         generations = [self._generation[slot] for slot in slots]
 
         def on_read(n_accepted: np.ndarray) -> None:
             for slot, generation, accepted in zip(slots, generations, n_accepted.tolist(), strict=False):
                 if self._generation[slot] == generation:
-                    self._lens[slot] -= depth - accepted
+                    self._lens[slot] -= num_steps * depth - accepted
 
         return on_read
 

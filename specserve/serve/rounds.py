@@ -21,7 +21,9 @@ import numpy as np
 
 from specserve.drafters.speculation import describe
 from specserve.errors import RequestError
-from specserve.serve import results
+from specserve.serve import results, wanted
+from specserve.serve.bursts import Bursts
+from specserve.serve.flights import Flight
 from specserve.serve.handles import HostResult, StepHandle
 from specserve.serve.interface import ROUND_SIZES, EngineStats
 from specserve.serve.options import sampler_rows, token_rows
@@ -37,24 +39,6 @@ from specserve.tokenizer import Tokenizer
 logger = logging.getLogger(__name__)
 
 ROUNDS_AHEAD = 1  # dispatched and not read while the next one is made
-
-
-@dataclass(frozen=True)
-class Flight:
-    """A program whose result has not been read: a step, or chunks of prompts."""
-
-    handle: StepHandle
-    rows: dict[int, tuple[Sequence, int]]  # of the result, whose tokens they are, and as of which of their epochs
-    tree: Tree | None = None
-    shape: tuple[int, int] | None = None  # of a step: batch size and width
-    # of scored chunks, by the row: whose, as of which epoch, how many tokens
-    scored: dict[int, tuple[Sequence, int, int]] = field(default_factory=dict)
-    num_prompt: int = 0  # prompt tokens that it reads
-
-    @property
-    def most(self) -> int:
-        """Tokens that it emits for a sequence, at most."""
-        return 1 + (self.tree.depth if self.tree else 0)
 
 
 class _Wanted(TypedDict):
@@ -102,6 +86,7 @@ class Rounds:
         self._wait_start = 0.0  # when the thread began to wait for a step; 0: it does not
         self._counters = _Counters()
         self._num_missed = runner.compiled.num_missed
+        self._bursts = Bursts()
         self._last_landing = 0.0  # when the step before was read, if the device went on without a pause; 0: it did not
         self._tokenizer, self._on_end = tokenizer, on_end
 
@@ -132,7 +117,7 @@ class Rounds:
         raises: then `rebuild`."""
         start = time.perf_counter()
         self._drop_cancelled()
-        plan = self.scheduler.schedule()
+        plan = self.scheduler.schedule(self.runner.most_steps)
         if plan.is_empty and not self.flights:
             return False
         if not plan.is_empty:
@@ -229,48 +214,52 @@ class Rounds:
             decode = [sequence for sequence in decode if sequence.is_running and sequence.num_left > 0]
         if decode:
             self.runner.extend(plan.new_pages)
-            flights.append(self._step(decode))
+            flights.append(self._step(decode, plan.most_steps))
         flights += [self._prefill(chunks) for chunks in plan.prefills]
         for flight in flights:
             for sequence, _ in flight.rows.values():
-                sequence.dispatched(flight.most)
+                sequence.dispatched(*flight.tokens)
         self.flights.append(flights)
 
-    def _step(self, decode: list[Sequence]) -> Flight:
+    def _step(self, decode: list[Sequence], most_steps: int) -> Flight:
         slots = [sequence.slot for sequence in decode]
         shape = self.runner.shapes.batch_size_of(slots), self.runner.width_of(slots)
         wanted: _Wanted = {
             "has_logprobs": any(sequence.request.params.logprobs is not None for sequence in decode),
             "has_tree": any(sequence.request.params.return_tree for sequence in decode),
         }
+        num_steps = 1
         if any(sequence.request.token_mask is not None for sequence in decode):
             tree, handle = self._constrained_step(decode, slots, wanted)
         else:
             tree = self._choose(decode, *shape)
+            num_steps = self._bursts.num_steps((*shape, tree), most_steps)
+            self._count_promise(decode, shape, tree, num_steps)
             # while programs are missing, that by which the draft would catch up may be one of them
             is_following = not self.is_partial and (not self.is_choosing or self.controller.is_following)
-            handle = self.runner.step(slots, tree, **wanted, is_following=is_following)
-        self._counters.steps[describe(None if self.runner.shapes.accepts_nothing else tree)] += 1
+            handle = self.runner.step(slots, tree, num_steps=num_steps, **wanted, is_following=is_following)
+        self._counters.steps[describe(None if self.runner.shapes.accepts_nothing else tree)] += num_steps
         rows = {row: (sequence, sequence.epoch) for row, sequence in enumerate(decode)}
-        return Flight(handle, rows, tree, shape)
+        return Flight(handle, rows, tree, shape, num_steps)
 
     def _choose(self, decode: list[Sequence], batch_size: int, width: int) -> Tree | None:
         trees = self.runner.shapes.trees_for(batch_size)
         if self.is_partial:
-            trees = [tree for tree in trees if self.runner.is_compiled(batch_size, width, tree)]
+            trees = [tree for tree in trees if wanted.is_compiled(self.runner, batch_size, width, tree)]
             if not trees:  # the plain way is, in a larger form
                 return self.runner.shapes.plain
         if self.only is not None:  # large batches are stepped plainly, where its programs are not compiled for them
             return self.only[0] if self.only[0] in trees else self.runner.shapes.plain
         if not self.is_choosing:
             return trees[0]
+        return self.controller.choose([self._estimate(each) for each in decode], trees, batch_size, width)
+
+    def _count_promise(self, decode: list[Sequence], shape: tuple[int, int], tree: Tree | None, num_steps: int) -> None:
+        """Count the tokens that the steps are expected to emit, and those that plain steps would in the same time."""
         estimates = [self._estimate(sequence) for sequence in decode]
-        tree = self.controller.choose(estimates, trees, batch_size, width)
-        ratio = self.controller.speedup(estimates, batch_size, width, tree)
-        tokens = sum(self.controller.expected_tokens(estimate, tree) for estimate in estimates)
+        tokens = num_steps * sum(self.controller.expected_tokens(estimate, tree) for estimate in estimates)
         self._counters.num_tokens += tokens
-        self._counters.plain_tokens += tokens / max(ratio, 1e-9)
-        return tree
+        self._counters.plain_tokens += tokens / max(self.controller.speedup(estimates, *shape, tree), 1e-9)
 
     def _estimate(self, sequence: Sequence) -> Estimate:
         """Return how the sequence accepts draft tokens. At its first admission that is what is known of the drafter by
@@ -301,7 +290,7 @@ class Rounds:
             return tree
         if self.only == (None,):
             return None
-        if self.is_partial or not self.runner.is_constrained_compiled(batch_size, tree):
+        if self.is_partial or not wanted.is_constrained_compiled(self.runner, batch_size, tree):
             return None
         if not self.is_choosing:
             return tree
@@ -379,32 +368,38 @@ class Rounds:
     def _land(self) -> None:
         """Read the oldest round and hand out its tokens."""
         flights = self.flights.popleft()
-        num_tokens = sum(flight.num_prompt for flight in flights)
+        num_tokens = [sum(flight.num_prompt for flight in flights)]  # of each step; chunks run beside the only one
         for flight in flights:
             self._wait_start = time.monotonic()
             start = time.perf_counter()
-            result = flight.handle.read()
+            steps = flight.handle.read_each()
             now = time.perf_counter()
             self._counters.wait_seconds += now - start
             self._wait_start = 0.0
             if flight.shape and len(flights) == 1 and self._last_landing:
-                self.controller.observe_seconds(*flight.shape, flight.tree, now - self._last_landing)
+                seconds = (now - self._last_landing) / flight.num_steps
+                self.controller.observe_seconds(*flight.shape, flight.tree, seconds)
+                self._bursts.observe((*flight.shape, flight.tree), seconds)
             # the next step began when this one ended, if it was on its way already
             self._last_landing = now if len(flights) == 1 and self.flights else 0.0
             for row, (sequence, epoch, number) in flight.scored.items():
                 if sequence.epoch == epoch:
                     known = len(sequence.prompt)
-                    sequence.prompt += results.prompt_tokens(sequence.request, known, number, result, row)
-            for row, (sequence, epoch) in flight.rows.items():
-                if not sequence.is_running or sequence.epoch != epoch:
-                    continue  # it has ended, or will do this step again
-                sequence.landed(flight.most)
-                num_tokens += 1 + int(result.n_accepted[row])
-                if flight.shape:
-                    self._observe(sequence, flight.tree, result, row)
-                self._guard(sequence, functools.partial(self._emit, sequence, flight.tree, result, row))
-        self._counters.num_round_tokens += num_tokens
-        self._counters.round_sizes[bisect.bisect_left(ROUND_SIZES, num_tokens)] += 1
+                    sequence.prompt += results.prompt_tokens(sequence.request, known, number, steps[0], row)
+            rows = [row for row, (sequence, epoch) in flight.rows.items() if sequence.is_of(epoch)]
+            for row in rows:
+                flight.rows[row][0].landed(*flight.tokens)
+            num_tokens += [0] * (len(steps) - len(num_tokens))
+            for (number, result), row in itertools.product(enumerate(steps), rows):
+                sequence, epoch = flight.rows[row]
+                if sequence.is_of(epoch):
+                    num_tokens[number] += 1 + int(result.n_accepted[row])
+                    if flight.shape:
+                        self._observe(sequence, flight.tree, result, row)
+                    self._guard(sequence, functools.partial(self._emit, sequence, flight.tree, result, row))
+        self._counters.num_round_tokens += sum(num_tokens)
+        for number in num_tokens:
+            self._counters.round_sizes[bisect.bisect_left(ROUND_SIZES, number)] += 1
 
     def _observe(self, sequence: Sequence, tree: Tree | None, result: HostResult, row: int) -> None:
         if tree is None or self.runner.shapes.accepts_nothing:

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,7 @@ from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
-from specserve.drafters.speculation import describe, drafter_for
+from specserve.drafters.speculation import drafter_for
 from specserve.errors import ConfigError, first_line
 from specserve.mesh import num_parts
 from specserve.serve.calls import Calls
@@ -28,12 +28,11 @@ from specserve.serve.handles import StepHandle
 from specserve.serve.kept import KeptPrograms
 from specserve.serve.layouts import make_layouts
 from specserve.serve.ledger import Ledger
-from specserve.serve.options import blank_token_rows, sampler_rows
+from specserve.serve.options import blank_token_rows
 from specserve.serve.placement import Placement, reads_by_page
 from specserve.serve.plans import MAKERS, Plan, told
-from specserve.serve.programs import Call, Program, Programs, RoomForMore
+from specserve.serve.programs import Call, Programs, RoomForMore
 from specserve.serve.ranks import Follower, Leader
-from specserve.serve.request import SamplingParams
 from specserve.serve.shapes import Shapes, make_shapes
 from specserve.speculative import step
 from specserve.speculative.drafter import Weights
@@ -43,8 +42,7 @@ from specserve.speculative.tree import Proposal, Tree
 
 logger = logging.getLogger(__name__)
 
-SCORING = "scoring of prompts"  # the name of a program
-_PAGES_AT_ONCE = 32  # page-table entries that one call of `_extend` sets
+PAGES_AT_ONCE = 32  # page-table entries that one call of `_extend` sets
 
 
 class Runner:
@@ -95,7 +93,7 @@ class Runner:
         self._everything_allowed: dict[int, jax.Array] = {}  # by batch size: most steps have no mask
         self.has_constrained, self.place, self._folder = has_constrained, Placement(mesh), folder
         self._bind()
-        self.compiled.compile(self._beginning)
+        self.compiled.compile(self.beginning)
         self.leader: Leader | None = None  # where this is the first of several processes
         self._proposal_made: Proposal | None = None  # the last one
         self.reset()
@@ -109,14 +107,14 @@ class Runner:
         make = functools.partial(step.init_state, self.config, **sizes)
         self.state: Any = self.place.shapes(make)
         self.calls = Calls(self.config, self.place, self.place.state(make))
-        self._beginning = self.calls.begin(**sizes)
+        self.beginning = self.calls.begin(**sizes)
         facts = repr(self.config), str(self.place)
         self.compiled = Programs(self._folder and KeptPrograms(self._folder, facts, self.place.devices))
         self.has_room_for = RoomForMore()
 
     def reset(self) -> None:
         """Forget every sequence and every cached page: after a device error the donated buffers are gone."""
-        self._run(self._beginning)
+        self.run_call(self.beginning)
         self._ledger = Ledger(self.shapes.num_slots, self.config.max_pending)
         self._num_remembered = 0
 
@@ -176,11 +174,11 @@ class Runner:
     ) -> None:
         """Start a sequence, of which the first `num_cached` tokens are in its pages already."""
         ids, held = (np.array(numbers, np.int32) for numbers in (token_ids, pages))  # told faster than lists
-        self._run(self._admission(slot, ids, held, num_cached, rows, tokens, promise=promise))
+        self.run_call(self.admission_call(slot, ids, held, num_cached, rows, tokens, promise=promise))
         self._ledger.begin(slot, num_cached)
 
     @told
-    def _admission(
+    def admission_call(
         self,
         slot: int,
         token_ids: Sequence[int] | np.ndarray,
@@ -191,6 +189,7 @@ class Runner:
         *,
         promise: float = 0.0,
     ) -> Call:
+        """Fill a slot; the arguments are `admit`'s."""
         page_row: Any = np.full(self.shapes.max_pages, self.shapes.num_pages, np.int32)
         page_row[: len(pages)] = pages
         history: Any = np.zeros(self.shapes.max_pages * self.shapes.page_size, np.int32)
@@ -205,14 +204,15 @@ class Runner:
 
     def extend(self, new_pages: Sequence[tuple[int, int, int]]) -> None:
         """Give sequences more pages: (slot, which page of the sequence, page)."""
-        for start in range(0, len(new_pages), _PAGES_AT_ONCE):
-            entries = np.full((3, _PAGES_AT_ONCE), self.shapes.num_slots, np.int32)
-            part = np.array(new_pages[start : start + _PAGES_AT_ONCE], np.int32).T
+        for start in range(0, len(new_pages), PAGES_AT_ONCE):
+            entries = np.full((3, PAGES_AT_ONCE), self.shapes.num_slots, np.int32)
+            part = np.array(new_pages[start : start + PAGES_AT_ONCE], np.int32).T
             entries[:, : part.shape[1]] = part
-            self._run(self._extension(entries))
+            self.run_call(self.extension_call(entries))
 
     @told
-    def _extension(self, entries: np.ndarray) -> Call:
+    def extension_call(self, entries: np.ndarray) -> Call:
+        """Set entries of the page table, [3, PAGES_AT_ONCE] int32: slots, columns and pages."""
         return self.calls.extend(self.state.page_table, self.place.put(entries))
 
     def prefill(
@@ -236,15 +236,15 @@ class Runner:
         rows = self.shapes.prompts_in_rows(parts)
         bits = self.shapes.masks_in_rows(slots, allowed, batch)
         shapes = itertools.product(widths, chunks)
-        call = self.compiled.at_once(self._prefill(*rows, chunk, width, bits, is_scored) for width, chunk in shapes)
-        result = self._run(call)
+        call = self.compiled.at_once(self.prefill_call(*rows, chunk, width, bits, is_scored) for width, chunk in shapes)
+        result = self.run_call(call)
         for slot, number, _ in parts:
             self._ledger.prefilled(slot, number)
         rows_read = functools.partial(self.shapes.rows_of, slots)
         return StepHandle(result, lambda _n_accepted: None, rows_read, has_logprobs=has_logprobs)
 
     @told
-    def _prefill(
+    def prefill_call(
         self,
         slots: tuple[int, ...],  # one for each data rank, past the last one where that has none
         num_tokens: tuple[int, ...],
@@ -254,6 +254,7 @@ class Runner:
         allowed: np.ndarray | None = None,
         is_scored: bool = False,
     ) -> Call:
+        """Run chunks of prompts of this size, over pages of this width."""
         return self.calls.prefill(
             self.layouts.many,
             self.state,
@@ -271,17 +272,20 @@ class Runner:
         slots: Sequence[int],
         tree: Tree | None,
         *,
+        num_steps: int = 1,
         has_logprobs: bool = False,
         has_tree: bool = False,
         is_following: bool = True,
         allowed: np.ndarray | None = None,
     ) -> StepHandle:
-        """Dispatch one step for these slots, with one of `trees`. Where the draft need not follow, plain steps do not
-        wait for it (`speculative.step.decode`). Plain steps draw `allowed` tokens ([batch, 1, bytes] uint8)."""
+        """Dispatch one step for these slots, with one of `trees`, or several at once, `most_steps` of them at most.
+        Where the draft need not follow, plain steps do not wait for it (`speculative.step.decode`). Plain steps draw
+        `allowed` tokens ([batch, 1, bytes] uint8)."""
         assert tree is None or allowed is None, "who may follow a tree's nodes is known when it is proposed: `propose`"
-        width = self._prepare(slots, tree, is_following=is_following)
-        result = self._run_step(slots, tree, width, allowed)
-        return self._handle(slots, tree, result, has_logprobs=has_logprobs, has_tree=has_tree)
+        width = self._prepare(slots, tree, num_steps, is_following=is_following)
+        result = self._run_step(slots, tree, width, allowed, num_steps)
+        wanted = {"has_logprobs": has_logprobs, "has_tree": has_tree}
+        return self._handle(slots, tree, result, num_steps=num_steps, **wanted)
 
     def propose(
         self, slots: Sequence[int], tree: Tree, *, has_scores: bool = False
@@ -290,8 +294,8 @@ class Runner:
         node], on the host; and the proposal for `verify`, which takes none with scores. A proposal changes nothing that
         a later step depends on, so that several trees may be proposed one after another."""
         padded = self.shapes.pad(slots)
-        self._prepare(slots, tree)
-        proposal = self._run(self._proposal(padded, tree, has_scores))
+        self._prepare(slots, tree, 1)
+        proposal = self.run_call(self.proposal_call(padded, tree, has_scores))
         rows = self.shapes.rows_of(slots, len(padded))
         return np.asarray(proposal.token_ids)[rows], np.asarray(proposal.parents)[rows], proposal
 
@@ -302,7 +306,7 @@ class Runner:
         layout = self.layout_for(len(padded), tree)
         call = self.calls.propose(layout, self.state, self.place.slots(padded), tree=tree, width=width)
         self.compiled.compile(call)  # so that it is not counted as a program that a step missed
-        jax.block_until_ready(self._run(call))
+        jax.block_until_ready(self.run_call(call))
 
     def verify(
         self,
@@ -317,17 +321,17 @@ class Runner:
         """The second half: only allowed tokens are drawn."""
         padded = self.shapes.pad(slots)
         bits = self.shapes.masks_in_rows(slots, allowed, len(padded))
-        result = self._run(self._verification(padded, tree, proposal, bits))
-        return self._handle(slots, tree, result, has_logprobs=has_logprobs, has_tree=has_tree)
+        result = self.run_call(self.verification_call(padded, tree, proposal, bits))
+        return self._handle(slots, tree, result, num_steps=0, has_logprobs=has_logprobs, has_tree=has_tree)
 
     def remember(self, slot: int, num_prompt: int) -> None:
         """Tell a drafter that wants to know of a finished answer."""
-        if self._remembers:
-            self._run(self._remembrance(slot, num_prompt, self._num_remembered))
+        if self.remembers:
+            self.run_call(self.recall_call(slot, num_prompt, self._num_remembered))
             self._num_remembered += 1
 
     @property
-    def _remembers(self) -> bool:
+    def remembers(self) -> bool:
         return self.config.drafter is not None and self.config.drafter.remembers
 
     def forget_answers(self) -> None:
@@ -339,39 +343,53 @@ class Runner:
             self.state = dataclasses.replace(self.state, draft=draft)
 
     @told
-    def _remembrance(self, slot: int, start: int, number: int) -> Call:
+    def recall_call(self, slot: int, start: int, number: int) -> Call:
+        """Have the drafter keep the answer in a slot, from `start` on, as its `number`-th."""
         return self.calls.remember(self.state, *map(self.place.scalar, (slot, start, number)))
 
-    def _prepare(self, slots: Sequence[int], tree: Tree | None, *, is_following: bool = True) -> int:
-        """Let the draft catch up where this step could not hold what is pending; returns the width of the step."""
+    @property
+    def most_steps(self) -> int:
+        """Steps that may be dispatched at once. After the last of them the draft can still read all that is pending."""
+        most, room = self.shapes.most_steps, self.config.max_pending
+        return min(most, room - 1) if room else most
+
+    def _prepare(self, slots: Sequence[int], tree: Tree | None, num_steps: int, *, is_following: bool = True) -> int:
+        """Let the draft catch up where these steps could not hold what is pending; returns their width."""
         if self.config.max_pending and slots and (tree is not None or is_following):
-            room = self.config.max_pending - 1 if tree is None else tree.depth + 1
+            room = self.config.max_pending - num_steps if tree is None else tree.depth + 1
             if self._ledger.num_pending(slots) > room:
                 padded = self.shapes.pad(slots)
                 number = self.layouts.number(self.layout_for(len(padded), tree))
-                self._run(self._catching_up(padded, number))
+                self.run_call(self.catch_up_call(padded, number))
                 self._ledger.caught_up(slots)
-        return self.width_of(slots)
+        return self.width_of(slots, (num_steps - 1) * (1 + (tree.depth if tree else 0)))
 
-    def _handle(self, slots: Sequence[int], tree: Tree | None, result: StepResult, **wanted: bool) -> StepHandle:
-        on_read = self._ledger.stepped(slots, tree.depth if tree else 0)
-        return StepHandle(result, on_read, functools.partial(self.shapes.rows_of, slots), **wanted)
+    def _handle(
+        self, slots: Sequence[int], tree: Tree | None, result: StepResult, *, num_steps: int, **wanted: bool
+    ) -> StepHandle:
+        on_read = self._ledger.stepped(slots, tree.depth if tree else 0, max(1, num_steps))
+        rows = functools.partial(self.shapes.rows_of, slots)
+        return StepHandle(result, on_read, rows, num_steps=num_steps, **wanted)
 
-    def width_of(self, slots: Sequence[int]) -> int:
-        """The width of the next step of these slots."""
-        return self.shapes.widths_for(self._ledger.num_entries(slots) + 1)[0]
+    def width_of(self, slots: Sequence[int], num_before: int = 0) -> int:
+        """The width of the next step of these slots, before which others emit so many tokens at most."""
+        return self.shapes.widths_for(self._ledger.num_entries(slots) + num_before + 1)[0]
 
-    def _run_step(self, slots: Sequence[int], tree: Tree | None, width: int, allowed: np.ndarray | None) -> StepResult:
+    def _run_step(
+        self, slots: Sequence[int], tree: Tree | None, width: int, allowed: np.ndarray | None, num_steps: int = 1
+    ) -> StepResult:
         widths = [each for each in self.shapes.widths if each >= width]
         sizes = [size for size in self.shapes.batch_sizes if size >= self.shapes.batch_size_of(slots)]
         shapes = itertools.product(widths, sizes)
         calls = (
-            self._step(self.shapes.pad(slots, size), tree, each, self.shapes.masks_in_rows(slots, allowed, size))
+            self.step_call(
+                *(self.shapes.pad(slots, size), tree, each, self.shapes.masks_in_rows(slots, allowed, size), num_steps)
+            )
             for each, size in shapes
         )
-        return self._run(self.compiled.at_once(calls))
+        return self.run_call(self.compiled.at_once(calls))
 
-    def _run(self, call: Call) -> Any:
+    def run_call(self, call: Call) -> Any:
         """Dispatch a call, on all processes, and go on with the state that it gives; returns what it gives besides."""
         if self.leader is not None:
             assert call.plan is not None, "the others would not run it"
@@ -389,16 +407,26 @@ class Runner:
             if plan.name == "forget_answers":
                 self.forget_answers()
             else:
-                self._run(MAKERS[plan.name](self, *plan.arguments, **plan.options))
+                self.run_call(MAKERS[plan.name](self, *plan.arguments, **plan.options))
 
     @told
-    def _catching_up(self, padded: tuple[int, ...], number: int) -> Call:
+    def catch_up_call(self, padded: tuple[int, ...], number: int) -> Call:
+        """Have the drafter read what is pending in the slots of a padded batch; `number` is the layout's."""
         return self.calls.catch_up(self.layouts.distinct[number], self.state, self.place.slots(padded), number=number)
 
     @told
-    def _step(self, padded: tuple[int, ...], tree: Tree | None, width: int, allowed: np.ndarray | None = None) -> Call:
+    def step_call(
+        self,
+        padded: tuple[int, ...],
+        tree: Tree | None,
+        width: int,
+        allowed: np.ndarray | None = None,
+        num_steps: int = 1,
+    ) -> Call:
+        """Make steps of one kind for a padded batch, over pages of this width; `allowed` as for `step`."""
         layout, bits = self.layout_for(len(padded), tree), self._allowed(len(padded), allowed)
-        return self.calls.step(layout, self.state, self.place.slots(padded), bits, tree=tree, width=width)
+        arguments = layout, self.state, self.place.slots(padded), self.place.scalar(num_steps), bits
+        return self.calls.steps(*arguments, tree=tree, width=width, most=self.shapes.most_steps)
 
     def _allowed(self, batch: int, allowed: np.ndarray | None) -> jax.Array:
         """Return the mask of tokens that a step of so many sequences may draw, [batch, node, bytes] uint8. None allows
@@ -411,12 +439,14 @@ class Runner:
         return self.place.put(allowed)
 
     @told
-    def _proposal(self, padded: tuple[int, ...], tree: Tree, has_scores: bool = False) -> Call:
+    def proposal_call(self, padded: tuple[int, ...], tree: Tree, has_scores: bool = False) -> Call:
+        """Propose a tree for each sequence of a padded batch."""
         layout, slots, width = self.layout_for(len(padded), tree), self.place.slots(padded), self.shapes.max_pages
         return self.calls.propose(layout, self.state, slots, tree=tree, width=width, has_scores=has_scores)
 
     @told
-    def _verification(self, padded: tuple[int, ...], tree: Tree, proposal: Proposal, allowed: Any) -> Call:
+    def verification_call(self, padded: tuple[int, ...], tree: Tree, proposal: Proposal, allowed: Any) -> Call:
+        """Verify proposed trees for a padded batch; `allowed` as for `verify`."""
         bits = self._allowed(len(padded), allowed) if isinstance(allowed, np.ndarray) else allowed  # or its shape
         layout, slots, width = self.layout_for(len(padded), tree), self.place.slots(padded), self.shapes.max_pages
         return self.calls.verify(layout, self.state, slots, proposal, bits, tree=tree, width=width)
@@ -424,76 +454,3 @@ class Runner:
     def layout_for(self, batch: int, tree: Tree | None) -> Weights:
         """The weights that a step of so many sequences takes."""
         return self.layouts.for_rows(batch * self.shapes.num_nodes(tree))
-
-    def programs(self) -> list[Program]:
-        """List every program, in the order of need. Plain decoding can serve everything with the largest ones, those
-        that are `is_plain`, if not in the fastest way. Programs that only token masks need come last."""
-        found, shapes = [*self._host_programs()], self.shapes
-        for width in shapes.widths:
-            found += [self._step_program(size, width, shapes.plain) for size in shapes.batch_sizes]
-            for chunk in shapes.chunks:
-                call = functools.partial(self._prefill, *shapes.no_prompts(chunk), chunk, width)
-                is_plain = width == shapes.widths[-1] and chunk == shapes.chunks[-1]
-                found.append(Program(f"prefill of {chunk}, contexts up to {width * shapes.page_size}", is_plain, call))
-        largest = *shapes.no_prompts(shapes.chunks[-1]), shapes.chunks[-1], shapes.widths[-1]
-        found.append(Program(SCORING, True, functools.partial(self._prefill, *largest, is_scored=True)))
-        if self.config.max_pending and len(shapes.trees) > 1:  # one tree alone never leaves more than it can take
-            for size, number in itertools.product(shapes.batch_sizes, range(len(self.layouts.distinct))):
-                call = functools.partial(self._catching_up, (shapes.num_slots,) * size, number)
-                found.append(Program(f"catching up for {size}", False, call))
-        for width, size in itertools.product(shapes.widths, shapes.batch_sizes):
-            trees = [tree for tree in shapes.trees_for(size) if tree != shapes.plain]
-            found += [self._step_program(size, width, tree) for tree in trees]
-        found.sort(key=lambda program: not program.is_plain)
-        left_out = self.has_room_for.left_out
-        return [program for program in (*found, *self._constrained_programs()) if program.name not in left_out]
-
-    def _step_program(self, size: int, width: int, tree: Tree | None) -> Program:
-        call = functools.partial(self._step, (self.shapes.num_slots,) * size, tree, width)
-        return Program(
-            f"{describe(tree)} for {size}, contexts up to {width * self.shapes.page_size}",
-            tree == self.shapes.plain and width == self.shapes.widths[-1] and size == self.shapes.num_slots,
-            call,
-            lambda: self._run(call()),
-            step=(size, width, tree),
-            is_optional=tree not in (self.shapes.trees[0], self.shapes.plain),
-        )
-
-    def _host_programs(self) -> Iterator[Program]:
-        """Yield the programs that the host runs between steps."""
-        rows = sampler_rows(SamplingParams(), 0)
-        yield Program("empty state", True, lambda: self._beginning)
-        yield Program("admission", True, lambda: self._admission(0, (), (), 0, rows, None))
-        yield Program("page table", True, lambda: self._extension(np.zeros((3, _PAGES_AT_ONCE), np.int32)))
-        if self._remembers:
-            yield Program("recall", True, lambda: self._remembrance(0, 0, 0))
-
-    def _constrained_programs(self) -> Iterator[Program]:
-        """Speculative steps with token masks, in two parts each. Plain steps take masks as they are."""
-        for size in self.shapes.batch_sizes if self.has_constrained else ():
-            tree = self.shapes.constrained_tree(size)
-            for part, call in self._constrained_calls(size, tree) if tree else ():
-                yield Program(f"constrained {describe(tree)} for {size}: {part}", False, call, is_for_masks=True)
-
-    def _constrained_calls(self, size: int, tree: Tree) -> tuple[tuple[str, Callable[[], Call]], ...]:
-        """The two parts of a step of so many sequences, over nothing but padding."""
-        padded, nodes = (self.shapes.num_slots,) * size, self.shapes.num_nodes(tree)
-        bits = self.place.shape(size, nodes, -(-self.config.target.vocab_size // 8), dtype=np.uint8)
-        of_nodes = self.place.shape(size, 1 + tree.num_nodes)
-        proposal = Proposal(of_nodes, of_nodes, of_nodes, self.place.shape(size))
-        return (
-            ("proposal", functools.partial(self._proposal, padded, tree)),
-            ("verification", functools.partial(self._verification, padded, tree, proposal, bits)),
-        )
-
-    def is_compiled(self, batch_size: int, width: int, tree: Tree | None) -> bool:
-        """Return whether such a step runs at once, also where the drafter must catch up before it."""
-        padded = (self.shapes.num_slots,) * batch_size
-        calls = [self._step(padded, tree, width)]
-        if self.config.max_pending and tree is not None and len(self.shapes.trees) > 1:
-            calls.append(self._catching_up(padded, self.layouts.number(self.layout_for(batch_size, tree))))
-        return all(call.key in self.compiled for call in calls)
-
-    def is_constrained_compiled(self, batch_size: int, tree: Tree) -> bool:
-        """Return whether a step of so many sequences, some with token masks, may speculate by this tree at once."""
-        return all(call().key in self.compiled for _, call in self._constrained_calls(batch_size, tree))

@@ -47,18 +47,18 @@ class Sequence:
     num_prefilled: int = 0  # tokens whose keys and values are, or are about to be, committed
     num_start: int = 0  # tokens to prefill: the prompt, and after a preemption the answer so far
     num_cached: int | None = None  # prompt tokens that were cached at the first admission
-    num_in_flight: int = 0  # steps dispatched and not read
-    most_in_flight: int = 0  # tokens they may emit, at most
+    num_in_flight: int = 0  # tokens that steps dispatched and not read emit, at least
+    most_in_flight: int = 0  # the same, at most
     has_ended: bool = False
 
-    def dispatched(self, most: int) -> None:
-        """Note that a program was dispatched which emits one to `most` tokens of this sequence."""
-        self.num_in_flight += 1
+    def dispatched(self, least: int, most: int) -> None:
+        """Note that a program was dispatched which emits so many tokens of this sequence."""
+        self.num_in_flight += least
         self.most_in_flight += most
 
-    def landed(self, most: int) -> None:
+    def landed(self, least: int, most: int) -> None:
         """Note that the result of such a program has been read."""
-        self.num_in_flight -= 1
+        self.num_in_flight -= least
         self.most_in_flight -= most
 
     @property
@@ -68,6 +68,10 @@ class Sequence:
     @property
     def is_running(self) -> bool:
         return self.slot >= 0
+
+    def is_of(self, epoch: int) -> bool:
+        """Return whether steps of this epoch count: it has neither ended since, nor will it do them again."""
+        return self.is_running and self.epoch == epoch
 
     @property
     def is_scored(self) -> bool:
@@ -80,7 +84,7 @@ class Sequence:
 
     @property
     def num_left(self) -> int:
-        """Tokens that it may still emit, if what is in flight brings one each."""
+        """Tokens that it may still emit, if what is in flight brings the least."""
         return self.request.max_new_tokens - len(self.output_ids) - self.num_in_flight
 
     @property
@@ -107,6 +111,7 @@ class Round:
     decode: list[Sequence]
     new_pages: list[tuple[int, int, int]]  # for `decode`: slot, which page of the sequence, page
     prefills: list[tuple[Chunk, ...]]  # of each prefill program: a chunk of one prompt for each data rank that has one
+    most_steps: int = 1  # that `decode` has pages for
 
     @property
     def chunks(self) -> list[Chunk]:
@@ -159,20 +164,32 @@ class Scheduler:
         bisect.insort(self.waiting, sequence, key=lambda other: other.rank)
         self._num_added += 1
 
-    def schedule(self) -> Round:
+    def schedule(self, most_steps: int = 1) -> Round:
         """Plan the next round, and take what it needs: pages for every sequence that decodes (from younger ones, if
-        there are no others), and slots and pages for those that leave the queue."""
+        there are no others), and slots and pages for those that leave the queue. They are pages for `most_steps` steps,
+        or for fewer where more would be in somebody's way."""
         preempted: list[Sequence] = []
         decode: list[Sequence] = []
         new_pages: list[tuple[int, int, int]] = []
-        for sequence in list(self.running):  # the oldest takes pages first
-            if not sequence.is_running or sequence.is_prefilling or sequence.num_left <= 0:
-                continue
-            pages = self._grow(sequence, preempted)
+        ready = [each for each in self.running if not each.is_prefilling and each.num_left > 0]
+        most_steps = self._most_steps(ready, most_steps)
+        for sequence in ready:  # the oldest takes pages first
+            pages = self._grow(sequence, most_steps, preempted) if sequence.is_running else None
             if pages is not None:
                 new_pages += [(sequence.slot, len(sequence.pages) - len(pages) + i, p) for i, p in enumerate(pages)]
                 decode.append(sequence)
-        return Round(preempted, decode, new_pages, self._prefills_of_round(can_admit=not preempted))
+        return Round(preempted, decode, new_pages, self._prefills_of_round(can_admit=not preempted), most_steps)
+
+    def _most_steps(self, ready: Seq[Sequence], most: int) -> int:
+        """Return how many steps these sequences may take in one round: one where a prompt runs or may be admitted next,
+        and no more than end before any answer can, or than there are free pages for."""
+        if any(each.is_prefilling for each in self.running) or (self.waiting and self._free_slots):
+            return 1
+        most = min([most, *(each.num_left // self._max_step for each in ready)])
+        missing: Counter[int] = Counter()
+        for each in ready:
+            missing[self._rank_of(each.slot)] += self._num_missing(each, most)
+        return max(1, most) if all(self.pool.available(rank) >= number for rank, number in missing.items()) else 1
 
     def _rank_of(self, slot: int) -> int:
         return data_rank(slot, self._num_slots, self.pool.num_ranks)
@@ -186,11 +203,15 @@ class Scheduler:
     def _pages_for(self, entries: int) -> int:
         return -(-entries // self.pool.page_size)
 
-    def _grow(self, sequence: Sequence, preempted: list[Sequence]) -> list[int] | None:
-        """Pages for one more step, taken from younger sequences of its data rank if it must; None when it had to give
-        up its own."""
-        wanted = self._pages_for(self._entries(sequence, sequence.most_in_flight + self._max_step))
-        missing, rank = max(0, wanted - len(sequence.pages)), self._rank_of(sequence.slot)
+    def _num_missing(self, sequence: Sequence, num_steps: int) -> int:
+        """Pages that a sequence lacks for so many more steps."""
+        entries = self._entries(sequence, sequence.most_in_flight + num_steps * self._max_step)
+        return max(0, self._pages_for(entries) - len(sequence.pages))
+
+    def _grow(self, sequence: Sequence, num_steps: int, preempted: list[Sequence]) -> list[int] | None:
+        """Pages for so many more steps, taken from younger sequences of its data rank if it must; None when it had to
+        give up its own."""
+        missing, rank = self._num_missing(sequence, num_steps), self._rank_of(sequence.slot)
         while missing > self.pool.available(rank):
             beside = (other for other in self.running if self._rank_of(other.slot) == rank)
             victim = max(beside, key=lambda other: other.rank)

@@ -24,6 +24,7 @@ _FIRST_WIDTH, _WIDTH_GROWTH = 8, 4  # of the page-table widths; each costs a set
 CPU_ROWS, DEVICE_ROWS = 8, 512  # with a choice of trees, none makes a step of several sequences larger than this,
 CPU_CHAIN, CPU_CHAIN_ROWS = 3, 64  # but for one chain on CPU, which pays in larger batches too (docs/log)
 CONSTRAINED_DEPTH = 3  # programs of their own, so one way to speculate for each batch bucket
+STEPS_AT_ONCE = 8  # of one kind; what the host does once for all of them is then little beside them
 DETERMINISTIC_DEPTH = 7  # every step verifies a chain of this length, whatever was proposed
 
 
@@ -46,6 +47,7 @@ class Shapes:
     verified_depth: int = 0  # deterministic: every step verifies a chain of this length
     accepts_nothing: bool = False  # deterministic plain decoding: a chain of which nothing may be accepted
     num_ranks: int = 1  # data ranks: it divides slots, pages and every batch
+    most_steps: int = 1  # that one call of a program makes, one after another
 
     @property
     def is_deterministic(self) -> bool:
@@ -224,6 +226,7 @@ def make_shapes(
             verified_depth=DETERMINISTIC_DEPTH,
             accepts_nothing=trees[0] is None,
             num_ranks=num_ranks,
+            most_steps=most_steps(),
         )
     batch_sizes = make_batch_sizes(num_slots, num_ranks)
     widths = (max_pages,) if reads_by_page else page_widths(max_pages)
@@ -232,7 +235,14 @@ def make_shapes(
         *(batch_sizes, widths, chunks, max_rows),
         tuned=tuple(tuned),
         num_ranks=num_ranks,
+        most_steps=most_steps(),
     )
+
+
+def most_steps() -> int:
+    """Return how many steps one call of a program may make, one after another. A GPU's loops are driven by the host,
+    which would wait for each step before it begins the next one, so there it is one."""
+    return 1 if jax.default_backend() == "gpu" else STEPS_AT_ONCE
 
 
 def make_batch_sizes(num_slots: int, num_ranks: int = 1) -> tuple[int, ...]:

@@ -9,6 +9,7 @@ import jax
 
 from specserve.drafters.door import Head
 from specserve.errors import ConfigError, first_line
+from specserve.serve import wanted
 from specserve.serve.interface import DraftInfo
 from specserve.serve.programs import Announcer, Program, compile_all
 from specserve.serve.runner import Runner
@@ -47,7 +48,7 @@ def prepare(runner: Runner, loaded: LoadedHead, *, has_masks: bool, check: Calla
     jax.block_until_ready([weights.draft for weights in beside.layouts.distinct])
     if beside.compiled is not runner.compiled:
         check_swap_fits(runner, beside)
-        programs = [program for program in beside.programs() if has_masks or not program.is_for_masks]
+        programs = [program for program in wanted.programs(beside) if has_masks or not program.is_for_masks]
         say = Announcer(len(programs), f"for the head {loaded.info.name}")
         try:
             compile_all(
@@ -64,4 +65,6 @@ def prepare(runner: Runner, loaded: LoadedHead, *, has_masks: bool, check: Calla
 
 def mask_programs(runner: Runner) -> tuple[Program, ...]:
     """List the programs that requests with token masks need, and that are not compiled yet."""
-    return tuple(each for each in runner.programs() if each.is_for_masks and each.call().key not in runner.compiled)
+    return tuple(
+        each for each in wanted.programs(runner) if each.is_for_masks and each.call().key not in runner.compiled
+    )

@@ -21,6 +21,7 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.door import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.eval.rule import rule_scores
+from specserve.serve import wanted
 from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.grammars import Grammars
 from specserve.serve.layouts import make_layouts
@@ -207,7 +208,7 @@ def make_runner(
 
 def compile_programs(runner: Runner) -> None:
     """Compile every program of it, side by side."""
-    compile_all(runner.compiled, runner.programs(), is_wanted=runner.has_room_for)
+    compile_all(runner.compiled, wanted.programs(runner), is_wanted=runner.has_room_for)
 
 
 def make_engine(

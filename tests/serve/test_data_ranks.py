@@ -14,6 +14,7 @@ from storms import storm
 from specserve.errors import ConfigError, RequestError
 from specserve.kernels.pages import is_by_page
 from specserve.mesh import num_parts
+from specserve.serve import wanted
 from specserve.serve.placement import state_bytes
 from specserve.serve.runner import Runner
 
@@ -93,7 +94,7 @@ def test_no_page_travels_and_none_is_copied(model: str, text: str, way: str) -> 
     pages = [leaf for leaf in runner.state.cache.layers if is_by_page(leaf)]
     own = min(layer.k.addressable_shards[0].data.size for layer in pages)
     num_collectives = 0
-    for program in runner.programs():
+    for program in wanted.programs(runner):
         if program.name == "empty state":
             continue
         compiled = program.call().lower().compile()

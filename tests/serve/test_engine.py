@@ -16,6 +16,8 @@ from specserve.drafters.door import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CapacityError, RequestError
 from specserve.kernels import native
+from specserve.serve import wanted
+from specserve.serve.bursts import Bursts
 from specserve.serve.engine import Engine, EngineOptions
 from specserve.serve.handles import HostResult
 from specserve.serve.request import FinishReason, SamplingParams
@@ -35,7 +37,7 @@ def runner(tiny_target: Target, tiny_head: Head) -> Runner:
     runner = Runner(tiny_target, tiny_head, [TREE], **sizes)
     runner.shapes = dataclasses.replace(runner.shapes, chunks=(16, 64))
     compile_programs(runner)
-    assert len(runner.compiled) == len(runner.programs())
+    assert len(runner.compiled) == len(wanted.programs(runner))
     return runner
 
 
@@ -83,7 +85,7 @@ def test_more_requests_than_slots_are_served_in_turn(engine: Engine, answer: lis
 
 def test_nothing_compiles_after_warm_up(engine: Engine) -> None:
     before = len(engine.runner.compiled)
-    assert before == len(engine.runner.programs())
+    assert before == len(wanted.programs(engine.runner))
     rng = random.Random(1)
     prompts = [[rng.randrange(64) for _ in range(rng.randrange(1, 40))] for _ in range(8)]
     params = [
@@ -113,29 +115,39 @@ def test_growing_into_wider_page_tables_changes_nothing(
 
 
 class _Told:
-    """In place of a step's handle."""
+    """In place of a handle of steps, by what each of them emits."""
 
-    def __init__(self, token_ids: Sequence[int]) -> None:
-        self.token_ids = token_ids
+    def __init__(self, steps: Sequence[Sequence[int]]) -> None:
+        self.steps = steps
 
-    def read(self) -> HostResult:
-        return HostResult(np.array([self.token_ids]), np.array([len(self.token_ids) - 1]), np.array([0]), None)
+    def read_each(self) -> list[HostResult]:
+        return [HostResult(np.array([step]), np.array([len(step) - 1]), np.array([0]), None) for step in self.steps]
 
 
+@pytest.mark.parametrize("at_once", [1, 3])
 def test_an_eos_inside_an_accepted_path_ends_the_sequence_there(
-    runner: Runner, pydoc_tokenizer: Tokenizer, answer: list[int], monkeypatch: pytest.MonkeyPatch
+    runner: Runner, pydoc_tokenizer: Tokenizer, answer: list[int], monkeypatch: pytest.MonkeyPatch, at_once: int
 ) -> None:
-    """A device that always accepts two: whichever token is the EOS, at either place of a path, nothing follows it."""
-    reasons = []
+    """A device that always accepts two: whichever token is the EOS, at either place of a path, and in whichever of the
+    steps that run at once, nothing follows it."""
+    reasons, seen = [], set()
+    monkeypatch.setattr(Bursts, "num_steps", lambda _self, _shape, most: min(most, at_once))
     for eos in sorted(set(answer)):
-        told = [[*answer, *[eos] * 9][at : at + 3] for at in range(1, len(answer) + 6, 3)]  # it runs ahead
+        told = [[*answer, *[eos] * 30][at : at + 3] for at in range(1, len(answer) + 27, 3)]  # it runs ahead
 
         def accept_two(
-            slots: list[int], tree: Tree | None, *, is_following: bool, told: list = told, **wanted: bool
+            slots: list[int],
+            tree: Tree | None,
+            *,
+            num_steps: int,
+            is_following: bool,
+            told: list = told,
+            **wanted: bool,
         ) -> _Told:
             assert len(slots) == 1
             assert (tree, is_following, any(wanted.values())) == (TREE, True, False)
-            return _Told(told.pop(0))
+            seen.add(num_steps)
+            return _Told([told.pop(0) for _ in range(num_steps)])
 
         monkeypatch.setattr(runner, "step", accept_two)
         with _engine(runner, pydoc_tokenizer, eos_ids=(eos,)) as engine:
@@ -144,6 +156,7 @@ def test_an_eos_inside_an_accepted_path_ends_the_sequence_there(
         assert inbox.token_ids == answer[: answer.index(eos) + 1]
         assert last.finish_reason == FinishReason.STOP
         reasons.append((len(inbox.token_ids) - 2) % 3)
+    assert max(seen) == at_once
     assert {0, 1} <= set(reasons), "no EOS fell inside a path: the test tests nothing"
 
 

@@ -13,6 +13,7 @@ from engines import VOCAB, Ask, Dice, Fixed, Reference, greedy, make_engine, run
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CapacityError
 from specserve.serve import engine as engine_module
+from specserve.serve import wanted
 from specserve.serve.engine import Engine
 from specserve.serve.handles import StepHandle
 from specserve.serve.programs import Call, Program, Programs, compile_all
@@ -48,13 +49,22 @@ def _fail_at(
 
 @pytest.mark.parametrize(
     ("place", "call"),
-    [("step", 1), ("step", 7), ("prefill", 1), ("prefill", 4), ("admit", 2), ("extend", 3), ("read", 1), ("read", 6)],
+    [
+        ("step", 1),
+        ("step", 7),
+        ("prefill", 1),
+        ("prefill", 4),
+        ("admit", 2),
+        ("extend", 3),
+        ("read_each", 1),
+        ("read_each", 6),
+    ],
 )
 def test_a_device_error_ends_the_running_and_spares_the_waiting(
     runner: Runner, reference: Reference, monkeypatch: pytest.MonkeyPatch, place: str, call: int
 ) -> None:
     engine = make_engine(runner, Fixed(CHAIN))
-    owner = StepHandle if place == "read" else runner
+    owner = StepHandle if place == "read_each" else runner
     _fail_at(monkeypatch, owner, place, lambda num_calls: num_calls == call, runner)
     inboxes = [submit(engine, ask)[1] for ask in ASKS]
     with serving(engine):
@@ -161,13 +171,13 @@ class _Stuck:
     """A device that answers nothing until it is released."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.release, read = threading.Event(), StepHandle.read
+        self.release, read_each = threading.Event(), StepHandle.read_each
 
         def wait(handle: StepHandle):  # type: ignore[no-untyped-def]
             assert self.release.wait(60)
-            return read(handle)
+            return read_each(handle)
 
-        monkeypatch.setattr(StepHandle, "read", wait)
+        monkeypatch.setattr(StepHandle, "read_each", wait)
 
 
 def test_draining_takes_no_longer_than_it_may(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -235,7 +245,7 @@ def test_plain_decoding_serves_while_the_rest_compiles(runner: Runner, monkeypat
     monkeypatch.setattr(partial, "compile", lambda call: partial._compiled.setdefault(call.key, whole.compile(call)))
     monkeypatch.setattr(runner, "compiled", partial)
     runner.reset()
-    programs = runner.programs()
+    programs = wanted.programs(runner)
     compile_all(partial, [program for program in programs if program.is_plain])
     late = [program for program in programs if not program.is_plain and not program.is_for_masks]
     for_masks = [program for program in programs if program.is_for_masks]

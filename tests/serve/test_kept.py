@@ -317,8 +317,8 @@ def test_a_server_s_programs_are_kept(
     deeper = dataclasses.replace(runner.config, max_depth=runner.config.max_depth + 1)
     other = KeptPrograms(tmp_path, (repr(deeper), str(runner.place)), runner.place.devices)
     assert runner.compiled._kept is not None
-    assert runner.compiled._kept.load(runner._beginning) is not None
-    assert other.load(runner._beginning) is None, "the functions' own config counts"
+    assert runner.compiled._kept.load(runner.beginning) is not None
+    assert other.load(runner.beginning) is None, "the functions' own config counts"
 
 
 def test_layouts_of_other_shapes_are_other_programs(tiny_target: Target, tiny_head: Head, tmp_path: Path) -> None:

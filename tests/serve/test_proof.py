@@ -108,7 +108,7 @@ def test_a_draft_that_did_not_catch_up_is_found(
 ) -> None:
     """It costs acceptance and changes no token."""
     run = runner.compiled.run
-    monkeypatch.setattr(Runner, "_catching_up", lambda *_args: None)
+    monkeypatch.setattr(Runner, "catch_up_call", lambda *_args: None)
     monkeypatch.setattr(runner.compiled, "run", lambda call: run(call) if call else runner.state)
     report = prove(runner, tiny_target, "chain:3", plan=ProofPlan(max_tokens=21, draws=80), num_prompts=5)
     assert [test.what for test in report.failed] == ["other drafts after plain steps"], report.tests

@@ -39,12 +39,14 @@ def _scheduler(num_slots: int = 2, num_pages: int = 12, num_ranks: int = 1, **op
 
 @dataclass
 class Device:
-    """Runs rounds, and reads each one round later. The token at a position follows from what stands before it, so an
-    answer does not depend on who else runs."""
+    """Runs rounds of one or more steps, and reads each one round later. The token at a position follows from what
+    stands before it, so an answer does not depend on who else runs."""
 
     scheduler: Scheduler
     rng: random.Random = field(default_factory=lambda: random.Random(0))
-    flights: deque[list[tuple[Sequence, int, int]]] = field(default_factory=deque)  # with epoch and tokens at most
+    most_steps: int = 1
+    # with epoch, and tokens at least and at most
+    flights: deque[list[tuple[Sequence, int, int, int]]] = field(default_factory=deque)
     done: list[Sequence] = field(default_factory=list)
     first: list[int] = field(default_factory=list)  # order of first admissions
     num_prefilled: int = 0
@@ -52,28 +54,29 @@ class Device:
     def round(self) -> Round:
         scheduler, before = self.scheduler, list(self.scheduler.running)
         waiting, ranks = list(scheduler.waiting), {each: self._rank(each) for each in before}
-        plan = scheduler.schedule()
+        plan = scheduler.schedule(self.most_steps)
         self._check(plan, before, waiting, ranks)
-        rows = [(sequence, sequence.epoch, MAX_STEP) for sequence in plan.decode]
+        steps = self.rng.randint(1, plan.most_steps)
+        rows = [(sequence, sequence.epoch, steps, steps * MAX_STEP) for sequence in plan.decode]
         for chunk in plan.chunks:
             self.num_prefilled += chunk.num_tokens
             if chunk.is_first and not chunk.sequence.output_ids and chunk.sequence.epoch == 0:
                 self.first.append(chunk.sequence.order)
             if chunk.is_last:
-                rows.append((chunk.sequence, chunk.sequence.epoch, 1))
-        for sequence, _, most in rows:
-            sequence.dispatched(most)
+                rows.append((chunk.sequence, chunk.sequence.epoch, 1, 1))
+        for sequence, _, least, most in rows:
+            sequence.dispatched(least, most)
         self.flights.append(rows)
         while len(self.flights) > (0 if plan.is_empty else 1):
             self._land()
         return plan
 
     def _land(self) -> None:
-        for sequence, epoch, most in self.flights.popleft():
-            if sequence.epoch != epoch or not sequence.is_running:
+        for sequence, epoch, least, most in self.flights.popleft():
+            if not sequence.is_of(epoch):
                 continue
-            sequence.landed(most)
-            for _ in range(self.rng.randint(1, most)):
+            sequence.landed(least, most)
+            for _ in range(self.rng.randint(least, most)):
                 sequence.output_ids.append(sum(sequence.token_ids[-3:]) % 5)
                 if len(sequence.output_ids) == sequence.request.max_new_tokens:
                     self.scheduler.finish(sequence)
@@ -95,7 +98,7 @@ class Device:
             request = sequence.request
             committed = len(sequence.token_ids) + sequence.most_in_flight - 1
             if sequence in plan.decode:
-                committed += MAX_STEP
+                committed += plan.most_steps * MAX_STEP
                 assert sequence not in plan.preempted
             most = len(request.prompt_ids) + request.max_new_tokens - 1
             assert len(sequence.pages) * PAGE_SIZE >= min(committed, most), "a step would write beside its pages"
@@ -104,6 +107,12 @@ class Device:
             own = {data_rank(page, scheduler.pool.num_pages, scheduler.pool.num_ranks) for page in sequence.pages}
             assert own == {self._rank(sequence)}, "a sequence has pages of its data rank alone"
         assert scheduler.pool.num_available == scheduler.pool.num_pages - len(pages)
+        assert 1 <= plan.most_steps <= self.most_steps
+        if plan.most_steps > 1:
+            assert not plan.preempted, "pages for more than one step are nobody else's"
+            assert not plan.prefills, "a prompt does not wait for more than one step"
+            left = (sequence.num_left for sequence in plan.decode)
+            assert all(plan.most_steps * MAX_STEP <= each for each in left), "all of the steps may count"
         for victim in plan.preempted:  # the youngest go first
             beside = [other for other in plan.decode if ranks[other] == ranks[victim]]
             assert all(victim.rank > other.rank for other in beside)
@@ -148,6 +157,7 @@ def _requests(draw: st.DrawFn) -> list[Request]:
     cache_lag=st.sampled_from([0, 3]),
     is_caching=st.booleans(),
     is_deterministic=st.booleans(),
+    most_steps=st.sampled_from([1, 2, 8]),
     rng=st.randoms(use_true_random=False),
 )
 def test_everybody_is_served_and_nothing_is_left(
@@ -158,6 +168,7 @@ def test_everybody_is_served_and_nothing_is_left(
     cache_lag: int,
     is_caching: bool,
     is_deterministic: bool,
+    most_steps: int,
     rng: random.Random,
 ) -> None:
     scheduler = _scheduler(
@@ -168,7 +179,7 @@ def test_everybody_is_served_and_nothing_is_left(
         is_caching=is_caching,
         is_deterministic=is_deterministic,
     )
-    device = Device(scheduler, rng)
+    device = Device(scheduler, rng, most_steps)
     for request in requests:
         _add(scheduler, request)
         if rng.random() < 0.5:

@@ -1,0 +1,113 @@
+"""Steps that run at once are steps that run one by one."""
+
+import itertools
+import random
+from collections import deque
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from engines import MAX_LEN, PAGE_SIZE, VOCAB, make_runner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specserve.checkpoints.load import Target
+from specserve.drafters.speculation import parse_speculation
+from specserve.eval.step_times import prefill
+from specserve.serve.bursts import BURST_SECONDS, Bursts
+from specserve.serve.handles import HostResult
+from specserve.serve.ledger import Ledger
+from specserve.serve.options import sampler_rows
+from specserve.serve.request import SamplingParams
+from specserve.serve.runner import Runner
+from specserve.serve.shapes import STEPS_AT_ONCE
+
+PARAMS = (
+    SamplingParams(temperature=0.0, logprobs=3),
+    SamplingParams(temperature=0.9, seed=5, presence_penalty=0.7, logit_bias={3: 2.0, 9: -4.0}),
+    SamplingParams(temperature=0.0, speculation=1, return_tree=True),
+)
+
+
+def _fill(runner: Runner) -> list[int]:
+    """Three sequences of different lengths and options, one slot being empty."""
+    runner.reset()
+    each = MAX_LEN // PAGE_SIZE
+    for slot, params in enumerate(PARAMS):
+        prompt = [(5 * slot + 3 * i) % VOCAB for i in range(9 + 4 * slot)]
+        rows = sampler_rows(params, 7 + slot, len(prompt))
+        prefill(runner, slot, prompt, range(each * slot, each * (slot + 1)), rows)
+    return [*range(len(PARAMS))]
+
+
+def _run(runner: Runner, way: str, bursts: list[int]) -> tuple[list[HostResult], Any]:
+    slots, tree = _fill(runner), parse_speculation(way)
+    wanted = {"has_logprobs": True, "has_tree": tree is not None}
+    handles = [runner.step(slots, tree, num_steps=number, **wanted) for number in bursts]  # none is read meanwhile
+    results = list(itertools.chain.from_iterable(handle.read_each() for handle in handles))
+    # whatever was left pending when: what the head would propose now says that it has read the same
+    results.append(runner.step(slots, parse_speculation("chain:3")).read())
+    return results, runner.state
+
+
+@pytest.mark.parametrize("way", ["off", "chain:3", "tree:3x3x8", "static:2x1", "head+suffix:3"])
+def test_steps_at_once_are_steps_one_by_one(runner: Runner, way: str) -> None:
+    """Bit for bit in what they emit, how likely it was and what was proposed, and in what they leave behind."""
+    most = runner.most_steps
+    assert most > 2
+    expected, state = _run(runner, way, [1] * (2 * most + 1))
+    kept = jax.tree.map(np.asarray, state.cache), np.asarray(state.seq_lens), np.asarray(state.history)
+    found, state = _run(runner, way, [2, most, most - 1])
+    assert len(found) == len(expected)
+    jax.tree.map(np.testing.assert_array_equal, [vars(each) for each in found], [vars(each) for each in expected])
+    jax.tree.map(np.testing.assert_array_equal, (state.cache, state.seq_lens, state.history), kept)
+    if way != "off":
+        assert any((each.n_accepted > 0).any() for each in expected), "nothing was accepted, so little was tested"
+
+
+def test_a_plain_server_makes_as_many_as_its_program_can(runner: Runner, tiny_target: Target) -> None:
+    """Where a head has to be left room for what it has not read, they are fewer."""
+    assert runner.most_steps == runner.config.max_pending - 1 < STEPS_AT_ONCE
+    alone = make_runner(tiny_target, None, "off")
+    assert alone.most_steps == STEPS_AT_ONCE
+
+
+@given(seconds=st.lists(st.floats(0.001, 0.03), min_size=1, max_size=4), most=st.integers(1, STEPS_AT_ONCE))
+def test_a_burst_is_over_soon(seconds: list[float], most: int) -> None:
+    """Steps of which nothing is known, and those that take long, run alone."""
+    bursts, shape = Bursts(), (1, 8, None)
+    assert bursts.num_steps(shape, most) == 1
+    for each in seconds:
+        bursts.observe(shape, each)
+    number = bursts.num_steps(shape, most)
+    assert 1 <= number <= most
+    assert number == 1 or number * min(seconds) <= BURST_SECONDS * (1 + 1e-9)
+    assert number == most or (number + 1) * max(seconds) >= BURST_SECONDS * (1 - 1e-9)
+    assert bursts.num_steps((2, 8, None), most) == 1, "steps of another shape take another time"
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from([0, 3, 5]), st.integers(1, 7)), max_size=8),
+    ahead=st.integers(0, 3),
+    rng=st.randoms(use_true_random=False),
+)
+def test_the_host_never_takes_a_sequence_for_shorter_than_it_is(
+    steps: list[tuple[int, int]], ahead: int, rng: random.Random
+) -> None:
+    """Nor for longer, when every step has been read."""
+    ledger, length, unread = Ledger(1, 8), 20, deque()
+    ledger.begin(0, 0)
+    ledger.prefilled(0, length)
+    for depth, number in steps:
+        accepted = rng.randint(0, depth * number)
+        unread.append((ledger.stepped((0,), depth, number), accepted))
+        length += number + accepted
+        assert ledger.num_entries((0,)) >= length
+        while len(unread) > ahead:
+            on_read, accepted = unread.popleft()
+            on_read(np.array([accepted]))
+            assert ledger.num_entries((0,)) >= length
+    for on_read, accepted in unread:
+        on_read(np.array([accepted]))
+    assert ledger.num_entries((0,)) == length
