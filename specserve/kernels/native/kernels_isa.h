@@ -66,12 +66,18 @@ inline void widen(const void* panel, int64_t input, int part, Floats (&w)[V]) {
 }
 
 // sums[r] += x[r][begin:end] @ panel[begin:end], for R rows, V vectors of a panel's VECTORS at a time. The first pass
-// asks for the weights of the next ones, since a processor reads ahead too little while it multiplies many rows.
-template <Format format, int R, int V>
+// asks for the weights of the next inputs, since a processor reads ahead too little while it multiplies many rows. Where
+// these are all rows, in several passes, each pass asks for its share of the next block: else memory would rest while
+// the others multiply.
+template <Format format, int R, int V, bool is_all>
 void multiply(const float* const* x, const void* panel, int64_t begin, int64_t end, float* sums) {
   constexpr int kParts = VECTORS / V;
-  constexpr int64_t kStride = kWidth * kBytesOf<format>;
+  constexpr bool kShares = is_all && kParts > 1;
+  constexpr int64_t kStride = kWidth * kBytesOf<format>, kStep = kShares ? kStride / kParts : kStride;
+  constexpr int64_t kLines = kStep < 64 ? 64 : kStep;
   for (int part = 0; part < kParts; ++part) {
+    const char* ahead = static_cast<const char*>(panel) + begin * kStride + kAhead;
+    if (kShares) ahead += (end - begin) * (kStride + part * kStep);
     Floats sum[R][V];
     for (int r = 0; r < R; ++r) {
       for (int i = 0; i < V; ++i) sum[r][i] = load_floats(sums + r * kWidth + (part + i * kParts) * LANES);
@@ -79,9 +85,9 @@ void multiply(const float* const* x, const void* panel, int64_t begin, int64_t e
     for (int64_t input = begin; input < end; ++input) {
       Floats w[V];
       widen<format, V>(panel, input, part, w);
-      if (part == 0) {
-        const char* ahead = static_cast<const char*>(panel) + input * kStride + kAhead;
-        for (int64_t line = 0; line < kStride; line += 64) __builtin_prefetch(ahead + line);
+      if (kShares || part == 0) {
+        const char* from = ahead + (input - begin) * kStep;
+        for (int64_t line = 0; line < kLines; line += 64) __builtin_prefetch(from + line, 0, kShares ? 2 : 3);
       }
       for (int r = 0; r < R; ++r) {
         Floats value = splat(x[r][input]);
@@ -95,13 +101,15 @@ void multiply(const float* const* x, const void* panel, int64_t begin, int64_t e
 }
 
 template <Format format, int R>
-void multiply_rows(int rows, const float* const* x, const void* panel, int64_t begin, int64_t end, float* sums) {
+void multiply_rows(int rows, const float* const* x, const void* panel, int64_t begin, int64_t end, float* sums,
+                   bool is_all) {
   if constexpr (R > 1) {
-    if (rows < R) return multiply_rows<format, R - 1>(rows, x, panel, begin, end, sums);
+    if (rows < R) return multiply_rows<format, R - 1>(rows, x, panel, begin, end, sums, is_all);
   }
   // so many vectors that the sums, the weights and one value of x stay in registers
   constexpr int kVectors = (R + 1) * VECTORS < REGISTERS ? VECTORS : VECTORS / 2;
-  multiply<format, R, kVectors>(x, panel, begin, end, sums);
+  auto* run = is_all ? multiply<format, R, kVectors, true> : multiply<format, R, kVectors, false>;
+  run(x, panel, begin, end, sums);
 }
 
 template <Format format>
@@ -122,7 +130,8 @@ void matmul_as(const Matmul& call, int64_t group, int64_t panel, int64_t begin, 
         tile = static_cast<int>((rows - row + tiles - 1) / tiles);  // tiles of like size
         const float* x[ROWS];
         for (int r = 0; r < tile; ++r) x[r] = call.x + call.order[begin + row + r] * call.d_in;
-        multiply_rows<format, ROWS>(tile, x, weights, input, least(last, input + kInputs), &sums[row * kWidth]);
+        const int64_t upto = least(last, input + kInputs);
+        multiply_rows<format, ROWS>(tile, x, weights, input, upto, &sums[row * kWidth], tile == rows);
       }
     }
     if (!call.scale) continue;
