@@ -234,7 +234,8 @@ class Rounds:
         else:
             tree = self._choose(decode, *shape)
             num_steps = self._bursts.num_steps((*shape, tree), most_steps)
-            self._count_promise(decode, shape, tree, num_steps)
+            if self.is_choosing:
+                self._count_promise(decode, shape, tree, num_steps)
             # while programs are missing, that by which the draft would catch up may be one of them
             is_following = not self.is_partial and (not self.is_choosing or self.controller.is_following)
             handle = self.runner.step(slots, tree, num_steps=num_steps, **wanted, is_following=is_following)
