@@ -1,4 +1,4 @@
-"""How many steps are dispatched at once.
+"""The number of steps that are dispatched at once.
 
 Whatever the host does for a call of a program (arguments, dispatch, reading the result) it does once for all steps of
 the call, and beside a step of two milliseconds that is much. But nobody hears of a token before the call is over, and

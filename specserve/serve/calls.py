@@ -187,6 +187,7 @@ def _steps(
 ) -> tuple[SlotState, StepResult]:
     """Run `num_steps` steps of one kind."""
 
+    @jax.jit  # so that both calls trace it once
     def one(state: SlotState) -> tuple[SlotState, StepResult]:
         if tree is None:
             return step.decode(config, layout, state, slots, allowed, width=width)

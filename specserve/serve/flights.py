@@ -1,4 +1,4 @@
-"""What is on its way between the host and the device."""
+"""The programs that are on their way between the host and the device."""
 
 from dataclasses import dataclass, field
 

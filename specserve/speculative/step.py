@@ -216,11 +216,10 @@ def repeat(
 ) -> tuple[SlotState, StepResult]:
     """Run a step `num_steps` times ([] int32, 1 to `most`), each over the state that the one before it has left.
     Returns the last state and the results, [most, ...], of which the first `num_steps` count. With `most` 1 there is no
-    loop in the program."""
+    loop in the program. The step is called twice, of which the first call is for the shapes of its results."""
     if most == 1:
         state, result = step(state)
         return state, jax.tree.map(lambda x: x[None], result)
-    step = jax.jit(step)  # so that it is traced once
     _, shapes = jax.eval_shape(step, state)
     results = jax.tree.map(lambda shape: jnp.zeros((most, *shape.shape), shape.dtype), shapes)
 
