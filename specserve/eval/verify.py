@@ -30,7 +30,7 @@ from specserve.speculative.tree import Tree
 
 SHARE = 0.1  # of the logits' own spread: what is called noise and is larger is no rounding
 
-Script = Callable[[], Tree | None]  # the tree of the next step; None: a plain one
+Script = Callable[[], Tree | None]  # the tree of the next steps that are dispatched at once; None: plain ones
 
 
 @dataclass(frozen=True)
@@ -144,7 +144,8 @@ class Prover:
         *,
         is_caching: bool,
         is_alone: bool = False,  # one after the other
-        num_pages: int | None = None,  # see `EngineOptions`
+        num_pages: int | None = None,  # see `EngineOptions`, also for the next one
+        most_steps: int | None = None,
     ) -> _Answers:
         runner = self._runner
         runner.reset()
@@ -154,7 +155,9 @@ class Prover:
             model_name="",
             eos_ids=self.bench.target.eos_ids,
             controller=_Scripted(script),
-            options=EngineOptions(is_caching=is_caching, max_queue=len(asks), num_pages=num_pages),
+            options=EngineOptions(
+                is_caching=is_caching, max_queue=len(asks), num_pages=num_pages, most_steps=most_steps
+            ),
         )
         answers, drafts = [], []
         with engine:
@@ -310,7 +313,8 @@ class Prover:
         late, fresh = [], []
         for ask in self.first:
             steps = itertools.chain(itertools.repeat(None, length), itertools.repeat(tree))
-            late.append(self._answer(steps.__next__, [ask], is_caching=False))
+            # the script counts single steps: several at once would be one choice of its
+            late.append(self._answer(steps.__next__, [ask], is_caching=False, most_steps=1))
             # the prompt of the fresh run ends before the token that is the root when speculation begins
             prompt = (*ask.prompt, *self._plain[id(ask)].token_ids[:length])
             params = dataclasses.replace(ask.params, max_tokens=self.plan.max_tokens - length)

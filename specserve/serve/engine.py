@@ -53,6 +53,7 @@ class EngineOptions:
     prefers_cached: bool = False
     watchdog_seconds: float = 0.0
     num_pages: int | None = None  # of each data rank, that its sequences may hold together; None: all
+    most_steps: int | None = None  # that are dispatched at once; None: as many as the runner can
 
 
 class Engine:
@@ -89,6 +90,7 @@ class Engine:
             tokenizer,
             controller,
             is_partial=bool(late_programs),
+            most_steps=self.options.most_steps,
             on_end=self._count_ended,
         )
         self._num_left = len(late_programs)
@@ -335,20 +337,22 @@ class Engine:
                 window.acquire()
                 if is_over.is_set():
                     return
-                requests.append(self.submit(prompt, own, collector.listener(i)))
+                request = self.submit(prompt, own, collector.listener(i))
+                requests.append(request)
+                if is_over.is_set():  # who has set it may have gone through the list before
+                    request.cancel()
 
         # an interrupt reaches the main thread alone, so none falls between a submission and its place in the list
         with ThreadPoolExecutor(1) as pool:
-            submitting = pool.submit(submit_all)
-            submitting.add_done_callback(lambda done: collector.give_up() if done.exception() else None)
             try:
+                submitting = pool.submit(submit_all)
+                submitting.add_done_callback(lambda done: collector.give_up() if done.exception() else None)
                 completions = collector.wait()
                 submitting.result()
                 return completions
             except BaseException:  # an interrupt, or a prompt that is refused: the others are not wanted any more
                 is_over.set()
                 window.release()
-                wait([submitting])
                 for request in requests:
                     request.cancel()
                 raise

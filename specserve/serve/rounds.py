@@ -74,6 +74,7 @@ class Rounds:
         controller: Controller | None,
         *,
         is_partial: bool,
+        most_steps: int | None,  # see `EngineOptions`
         on_end: Callable[[Request], None],
     ) -> None:
         self.runner, self.scheduler = runner, scheduler
@@ -86,7 +87,7 @@ class Rounds:
         self._wait_start = 0.0  # when the thread began to wait for a step; 0: it does not
         self._counters = _Counters()
         self._num_missed = runner.compiled.num_missed
-        self._bursts = Bursts()
+        self._bursts, self._most_steps = Bursts(), most_steps
         self._last_landing = 0.0  # when the step before was read, if the device went on without a pause; 0: it did not
         self._tokenizer, self._on_end = tokenizer, on_end
 
@@ -117,7 +118,7 @@ class Rounds:
         raises: then `rebuild`."""
         start = time.perf_counter()
         self._drop_cancelled()
-        plan = self.scheduler.schedule(self.runner.most_steps)
+        plan = self.scheduler.schedule(min(self.runner.most_steps, self._most_steps or self.runner.most_steps))
         if plan.is_empty and not self.flights:
             return False
         if not plan.is_empty:

@@ -26,7 +26,7 @@ from specserve.drafters.head import save_head
 from specserve.drafters.speculation import describe, parse_speculation
 from specserve.errors import ConfigError
 from specserve.eval.engines import with_draft
-from specserve.serve import calibrate, launch
+from specserve.serve import calibrate, launch, wanted
 from specserve.serve.calibrate import AGAIN_ROUNDS, IN_A_ROW, ROUNDS, cost_file, describe_costs, finish, step_costs
 from specserve.serve.interface import DraftInfo
 from specserve.serve.launch import (
@@ -224,13 +224,13 @@ def test_what_is_compiled_before_serving_and_what_later(
     def make_runner(_target: Target, _head: Head, trees: tuple[Tree | None, ...], **settings: Any) -> SimpleNamespace:
         asked.update(settings, trees=trees)
         return SimpleNamespace(
-            programs=lambda: programs,
             has_room_for=lambda program: program.name != "too much",
             compiled=SimpleNamespace(compile=ran.append),
         )
 
     monkeypatch.setattr(launch.host, "num_cores", lambda: 1)
     monkeypatch.setattr(launch, "Runner", make_runner)
+    monkeypatch.setattr(wanted, "programs", lambda _runner: programs)
     monkeypatch.setattr(launch, "Engine", lambda _runner, _tokenizer, **settings: SimpleNamespace(**settings))
     reported: list[tuple[int, int, str]] = []
     monkeypatch.setattr(launch, "check_numbers", lambda *_models: None)
@@ -320,8 +320,7 @@ class _FakeRunner(SimpleNamespace):
             for shape in [*self.seconds, MISSING]
         ]
 
-    @staticmethod
-    def is_compiled(*shape: Any) -> bool:
+    def is_compiled(self, *shape: Any) -> bool:
         return shape != MISSING
 
     @staticmethod
@@ -342,6 +341,8 @@ SECONDS = {(1, 8, None): 0.010, (1, 8, chain(3)): 0.014, (2, 8, None): 0.011, (1
 def runner(monkeypatch: pytest.MonkeyPatch) -> _FakeRunner:
     clock = [0.0]
     monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(wanted, "programs", _FakeRunner.programs)
+    monkeypatch.setattr(wanted, "is_compiled", _FakeRunner.is_compiled)
     return _FakeRunner(SECONDS, clock)
 
 

@@ -115,6 +115,24 @@ def test_an_interrupt_cancels_and_the_next_call_works(llm: LLM) -> None:
     assert llm.engine.stats().num_running + llm.engine.stats().num_waiting == 0
 
 
+def test_an_interrupt_cancels_also_while_the_requests_are_submitted(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It falls where the thread that submits them has just begun, and nobody knows that thread yet."""
+    start = threading.Thread.start
+
+    def interrupted(thread: threading.Thread) -> None:
+        monkeypatch.undo()
+        start(thread)
+        raise KeyboardInterrupt
+
+    before = llm.engine.stats().num_prefix_queries
+    monkeypatch.setattr(threading.Thread, "start", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        llm.generate([PROMPTS[2]] * 200, _greedy(100))
+    llm.generate(PROMPTS[0], _greedy(8))
+    assert llm.engine.stats().num_running + llm.engine.stats().num_waiting == 0
+    assert llm.engine.stats().num_prefix_queries - before < 100 * len(PROMPTS[2]), "most of them never ran"
+
+
 @pytest.mark.slow
 def test_the_bundled_pair_chats_and_speculation_changes_nothing(capsys: pytest.CaptureFixture[str]) -> None:
     chats = [[{"role": "user", "content": f"What does `{name}` do?"}] for name in ("json.dumps", "os.path.join")]
