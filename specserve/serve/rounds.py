@@ -41,7 +41,7 @@ logger = logging.getLogger(__name__)
 ROUNDS_AHEAD = 1  # dispatched and not read while the next one is made
 
 
-class _Wanted(TypedDict):
+class _Asked(TypedDict):
     """The parts of a step's result that some sequence wants besides its tokens."""
 
     has_logprobs: bool
@@ -225,13 +225,13 @@ class Rounds:
     def _step(self, decode: list[Sequence], most_steps: int) -> Flight:
         slots = [sequence.slot for sequence in decode]
         shape = self.runner.shapes.batch_size_of(slots), self.runner.width_of(slots)
-        wanted: _Wanted = {
+        asked: _Asked = {
             "has_logprobs": any(sequence.request.params.logprobs is not None for sequence in decode),
             "has_tree": any(sequence.request.params.return_tree for sequence in decode),
         }
         num_steps = 1
         if any(sequence.request.token_mask is not None for sequence in decode):
-            tree, handle = self._constrained_step(decode, slots, wanted)
+            tree, handle = self._constrained_step(decode, slots, asked)
         else:
             tree = self._choose(decode, *shape)
             num_steps = self._bursts.num_steps((*shape, tree), most_steps)
@@ -239,7 +239,7 @@ class Rounds:
                 self._count_promise(decode, shape, tree, num_steps)
             # while programs are missing, that by which the draft would catch up may be one of them
             is_following = not self.is_partial and (not self.is_choosing or self.controller.is_following)
-            handle = self.runner.step(slots, tree, num_steps=num_steps, **wanted, is_following=is_following)
+            handle = self.runner.step(slots, tree, num_steps=num_steps, **asked, is_following=is_following)
         self._counters.steps[describe(None if self.runner.shapes.accepts_nothing else tree)] += num_steps
         rows = {row: (sequence, sequence.epoch) for row, sequence in enumerate(decode)}
         return Flight(handle, rows, tree, shape, num_steps)
@@ -271,7 +271,7 @@ class Rounds:
         return sequence.estimate
 
     def _constrained_step(
-        self, decode: list[Sequence], slots: list[int], wanted: _Wanted
+        self, decode: list[Sequence], slots: list[int], asked: _Asked
     ) -> tuple[Tree | None, StepHandle]:
         """Dispatch a step with constrained sequences. A tree takes two programs, because the host must say which
         tokens may follow each proposed one."""
@@ -279,10 +279,10 @@ class Rounds:
         if tree is None:
             nothing = np.zeros((len(slots), 1), np.int32)
             allowed = self._masks(decode, nothing, nothing)
-            return None, self.runner.step(slots, None, allowed=allowed, **wanted)
+            return None, self.runner.step(slots, None, allowed=allowed, **asked)
         token_ids, parents, proposal = self.runner.propose(slots, tree)
         allowed = self._masks(decode, parents, token_ids)
-        return tree, self.runner.verify(slots, tree, proposal, allowed, **wanted)
+        return tree, self.runner.verify(slots, tree, proposal, allowed, **asked)
 
     def _choose_constrained(self, decode: list[Sequence], slots: list[int]) -> Tree | None:
         shapes = self.runner.shapes

@@ -284,8 +284,8 @@ class Runner:
         assert tree is None or allowed is None, "who may follow a tree's nodes is known when it is proposed: `propose`"
         width = self._prepare(slots, tree, num_steps, is_following=is_following)
         result = self._run_step(slots, tree, width, allowed, num_steps)
-        wanted = {"has_logprobs": has_logprobs, "has_tree": has_tree}
-        return self._handle(slots, tree, result, num_steps=num_steps, **wanted)
+        asked = {"has_logprobs": has_logprobs, "has_tree": has_tree}
+        return self._handle(slots, tree, result, num_steps=num_steps, **asked)
 
     def propose(
         self, slots: Sequence[int], tree: Tree, *, has_scores: bool = False
@@ -365,11 +365,11 @@ class Runner:
         return self.width_of(slots, (num_steps - 1) * (1 + (tree.depth if tree else 0)))
 
     def _handle(
-        self, slots: Sequence[int], tree: Tree | None, result: StepResult, *, num_steps: int, **wanted: bool
+        self, slots: Sequence[int], tree: Tree | None, result: StepResult, *, num_steps: int, **asked: bool
     ) -> StepHandle:
         on_read = self._ledger.stepped(slots, tree.depth if tree else 0, max(1, num_steps))
         rows = functools.partial(self.shapes.rows_of, slots)
-        return StepHandle(result, on_read, rows, num_steps=num_steps, **wanted)
+        return StepHandle(result, on_read, rows, num_steps=num_steps, **asked)
 
     def width_of(self, slots: Sequence[int], num_before: int = 0) -> int:
         """The width of the next step of these slots, before which others emit so many tokens at most."""

@@ -53,26 +53,42 @@ std::atomic<const Kernels*>& chosen_kernels() {
 
 const Kernels* kernels() { return chosen_kernels().load(std::memory_order_relaxed); }
 
-// Units of work that are handed out one after another. The caller takes part, and waits only for units that another
-// thread has begun: a thread that wakes up late finds nothing left, so no call waits for the operating system.
+// Units of work that threads take one after another, each from a range of its own while that lasts, so that it reads
+// memory in order, and then from the others'. The caller takes part, and waits only for units that another thread has
+// begun: a thread that wakes up late finds nothing left, so no call waits for the operating system.
 struct Shared {
-  Shared(int64_t units, int64_t step, std::function<void(int64_t, int64_t)> run)
-      : units(units), step(step), run(std::move(run)) {}
-  const int64_t units, step;
+  Shared(int64_t threads, int64_t units, std::function<void(int64_t, int64_t)> run)
+      : units(units), ranges(threads), run(std::move(run)) {
+    for (int64_t i = 0; i < threads; ++i) {
+      ranges[i].next = i * units / threads;
+      ranges[i].end = (i + 1) * units / threads;
+      ranges[i].step = std::max<int64_t>(1, units / (threads * 8));
+    }
+  }
+  struct alignas(64) Range {
+    std::atomic<int64_t> next;
+    int64_t end, step;
+  };
+  const int64_t units;
+  std::vector<Range> ranges;
   const std::function<void(int64_t, int64_t)> run;
-  std::atomic<int64_t> next{0}, done{0};
+  std::atomic<int64_t> joined{0}, done{0};
   std::mutex mutex;
   std::condition_variable all_done;
 
   void work() {
-    while (true) {
-      const int64_t begin = next.fetch_add(step);
-      if (begin >= units) return;
-      const int64_t end = std::min(units, begin + step);
-      run(begin, end);
-      if (done.fetch_add(end - begin) + (end - begin) == units) {
-        std::lock_guard<std::mutex> lock(mutex);
-        all_done.notify_all();
+    const size_t first = joined.fetch_add(1);
+    for (size_t i = 0; i < ranges.size(); ++i) {
+      Range& range = ranges[(first + i) % ranges.size()];
+      while (true) {
+        const int64_t begin = range.next.fetch_add(range.step);
+        if (begin >= range.end) break;
+        const int64_t end = std::min(range.end, begin + range.step);
+        run(begin, end);
+        if (done.fetch_add(end - begin) + (end - begin) == units) {
+          std::lock_guard<std::mutex> lock(mutex);
+          all_done.notify_all();
+        }
       }
     }
   }
@@ -93,7 +109,7 @@ void share(ffi::ThreadPool& pool, int64_t units, int64_t work_per_unit, std::fun
   constexpr int64_t kWorthAThread = 1 << 14;  // multiplications, some microseconds: what waking a thread costs
   const int64_t threads = std::min({pool.num_threads(), units, units * work_per_unit / kWorthAThread});
   if (threads <= 1) return run(0, units);
-  auto shared = std::make_shared<Shared>(units, std::max<int64_t>(1, units / (threads * 8)), std::move(run));
+  auto shared = std::make_shared<Shared>(threads, units, std::move(run));
   for (int64_t i = 1; i < threads; ++i) pool.Schedule([shared] { shared->work(); });
   shared->work();
   shared->wait();
