@@ -3,9 +3,10 @@
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from specserve.serve.request import Delta, DraftTree, PromptToken, SpeculationStats, TokenLogprobs
+from specserve.serve.request import Delta, DraftTree, PromptToken, Request, SpeculationStats, TokenLogprobs
 
 
 @dataclass(frozen=True)
@@ -91,3 +92,47 @@ class Collector:
         for _ in self._done:
             self._finished.acquire()
         return [completion for completion in self._done if completion is not None]
+
+
+def answer_all(
+    submit: Callable[[int, Callable[[Delta], None]], Request],  # a sequence by its number, and its listener
+    count: int,
+    on_done: Callable[[int, CompletionOutput], None],
+    *,
+    most: int,  # sequences that are submitted and have not ended, at any time
+) -> list[CompletionOutput]:
+    """Submit so many sequences and wait for their answers, which come back in order. `on_done` is called on the
+    engine's thread as each ends. An interrupt, or a sequence that is refused, cancels all of them."""
+    window = threading.Semaphore(most)
+
+    def ended(i: int, completion: CompletionOutput) -> None:
+        window.release()
+        on_done(i, completion)
+
+    collector, is_over = Collector(count, ended), threading.Event()
+    requests: list[Request] = []
+
+    def submit_all() -> None:
+        for i in range(count):
+            window.acquire()
+            if is_over.is_set():
+                return
+            request = submit(i, collector.listener(i))
+            requests.append(request)
+            if is_over.is_set():  # who has set it may have gone through the list before
+                request.cancel()
+
+    # an interrupt reaches the main thread alone, so none falls between a submission and its place in the list
+    with ThreadPoolExecutor(1) as pool:
+        try:
+            submitting = pool.submit(submit_all)
+            submitting.add_done_callback(lambda done: collector.give_up() if done.exception() else None)
+            completions = collector.wait()
+            submitting.result()
+            return completions
+        except BaseException:
+            is_over.set()
+            window.release()
+            for request in requests:
+                request.cancel()
+            raise

@@ -12,7 +12,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import wait
 from dataclasses import dataclass
 
 from specserve import host
@@ -20,7 +20,7 @@ from specserve.drafters.speculation import describe
 from specserve.errors import CapacityError, ConfigError, RequestError
 from specserve.processes import ProcessError
 from specserve.serve.admission import Queue
-from specserve.serve.completion import Collector, CompletionOutput
+from specserve.serve.completion import CompletionOutput, answer_all
 from specserve.serve.grammars import Grammars
 from specserve.serve.interface import DraftInfo, EngineStats
 from specserve.serve.options import bad_sequences, check_prompt, check_some_token, check_token_ids
@@ -323,39 +323,12 @@ class Engine:
     ) -> list[CompletionOutput]:
         """Run many prompts and wait; results in order. `on_done` is called on the engine's thread as each ends."""
         each = [params] * len(prompts) if isinstance(params, SamplingParams) else list(params)
-        window = threading.Semaphore(self.options.max_queue)
+        asked = list(zip(prompts, each, strict=True))
 
-        def ended(i: int, completion: CompletionOutput) -> None:
-            window.release()
-            on_done(i, completion)
+        def submit(i: int, on_delta: Callable[[Delta], None]) -> Request:
+            return self.submit(*asked[i], on_delta)
 
-        collector, is_over = Collector(len(prompts), ended), threading.Event()
-        requests: list[Request] = []
-
-        def submit_all() -> None:
-            for i, (prompt, own) in enumerate(zip(prompts, each, strict=True)):
-                window.acquire()
-                if is_over.is_set():
-                    return
-                request = self.submit(prompt, own, collector.listener(i))
-                requests.append(request)
-                if is_over.is_set():  # who has set it may have gone through the list before
-                    request.cancel()
-
-        # an interrupt reaches the main thread alone, so none falls between a submission and its place in the list
-        with ThreadPoolExecutor(1) as pool:
-            try:
-                submitting = pool.submit(submit_all)
-                submitting.add_done_callback(lambda done: collector.give_up() if done.exception() else None)
-                completions = collector.wait()
-                submitting.result()
-                return completions
-            except BaseException:  # an interrupt, or a prompt that is refused: the others are not wanted any more
-                is_over.set()
-                window.release()
-                for request in requests:
-                    request.cancel()
-                raise
+        return answer_all(submit, len(asked), on_done, most=self.options.max_queue)
 
     # The engine's thread.
 
