@@ -313,7 +313,7 @@ class Prover:
         late, fresh = [], []
         for ask in self.first:
             steps = itertools.chain(itertools.repeat(None, length), itertools.repeat(tree))
-            # the script counts single steps: several at once would be one choice of its
+            # the script is asked once for all steps of a call, and is to be asked for each
             late.append(self._answer(steps.__next__, [ask], is_caching=False, most_steps=1))
             # the prompt of the fresh run ends before the token that is the root when speculation begins
             prompt = (*ask.prompt, *self._plain[id(ask)].token_ids[:length])

@@ -1,13 +1,14 @@
 """The number of steps that are dispatched at once.
 
 Whatever the host does for a call of a program (arguments, dispatch, reading the result) it does once for all steps of
-the call, and beside a step of two milliseconds that is much. But nobody hears of a token before the call is over, and
-who comes meanwhile waits as long. So a burst is as many steps as end within BURST_SECONDS.
+the call, and beside a step of two milliseconds that is much. But nobody hears of a token before the call is over. Who
+comes meanwhile waits for it, and for the one that is dispatched behind it. So a burst is as many steps as end within
+BURST_SECONDS.
 """
 
 from specserve.speculative.costs import Shape
 
-BURST_SECONDS = 0.02  # a reader sees no pauses of this length, and a prompt takes longer
+BURST_SECONDS = 0.02  # a reader sees no pauses of this length
 _RATE = 0.2  # how fast what a step takes is followed
 
 

@@ -92,9 +92,9 @@ class Calls:
         """Set entries of the page table: `entries`, [3, n] int32, are slots, columns and pages."""
         return Call("extend", self._extend, (page_table, entries))
 
-    def remember(self, state: SlotState, slot: jax.Array, start: jax.Array, number: jax.Array) -> Call:
-        """Let the drafter keep the answer in a slot (`step.remember`); all three are [] int32."""
-        return Call("remember", self._remember, (state, slot, start, number))
+    def remember(self, state: SlotState, slot: jax.Array, start: jax.Array, last: jax.Array, number: jax.Array) -> Call:
+        """Let the drafter keep the answer in a slot (`step.remember`); all four are [] int32."""
+        return Call("remember", self._remember, (state, slot, start, last, number))
 
     def catch_up(self, layout: Weights, state: SlotState, slots: jax.Array, *, number: int) -> Call:
         """Let the drafter read what plain steps have left pending in `slots`, [batch] int32 (`step.catch_up`); `number`

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 from specserve.serve.request import Delta, GrammarSpec, Request, SamplingParams, TokenMask
 
-# the largest sizes of each class of rounds, in tokens (vLLM's buckets); larger rounds are one class more
+# the largest sizes of each class of steps, in tokens (vLLM's buckets); larger ones are one class more
 ROUND_SIZES = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 
@@ -28,8 +28,8 @@ class EngineStats:
     num_rebuilds: int = 0  # after a device error
     num_steps: int = 0
     num_steps_by_speculation: Mapping[str, int] = field(default_factory=dict)  # "off", "chain:3", ...
-    round_sizes: Sequence[int] = (0,) * (len(ROUND_SIZES) + 1)  # rounds by prompt and new tokens, see `ROUND_SIZES`
-    num_round_tokens: int = 0  # of all rounds together
+    round_sizes: Sequence[int] = (0,) * (len(ROUND_SIZES) + 1)  # steps, with the prompt chunks beside them, by tokens
+    num_round_tokens: int = 0  # of all steps together
     page_size: int = 0  # tokens
     cache_dtype: str = ""  # of the target's committed keys and values
     is_caching: bool = False  # prefixes

@@ -153,6 +153,7 @@ class Rounds:
         self.scheduler.pool.flush()
         runner.take_over(self.runner)
         self.runner, self._num_missed, self._last_landing = runner, runner.compiled.num_missed, 0.0
+        self._bursts = Bursts()  # another head takes another time
         self.scheduler.set_step(max_step=runner.shapes.max_step, cache_lag=runner.cache_lag)
         if self.only and self.only[0] not in runner.shapes.trees:
             logger.warning("the new head has no programs for %s: the server's own choice holds", describe(*self.only))
@@ -234,8 +235,8 @@ class Rounds:
             tree, handle = self._constrained_step(decode, slots, asked)
         else:
             tree = self._choose(decode, *shape)
-            num_steps = self._bursts.num_steps((*shape, tree), most_steps)
-            if self.is_choosing:
+            num_steps = self.runner.num_alike(slots, tree, self._bursts.num_steps((*shape, tree), most_steps))
+            if self.is_choosing and self.only is None:
                 self._count_promise(decode, shape, tree, num_steps)
             # while programs are missing, that by which the draft would catch up may be one of them
             is_following = not self.is_partial and (not self.is_choosing or self.controller.is_following)
@@ -399,6 +400,8 @@ class Rounds:
                     if flight.shape:
                         self._observe(sequence, flight.tree, result, row)
                     self._guard(sequence, functools.partial(self._emit, sequence, flight.tree, result, row))
+        while len(num_tokens) > 1 and not num_tokens[-1]:  # steps that ran on after every answer had ended
+            num_tokens.pop()
         self._counters.num_round_tokens += sum(num_tokens)
         for number in num_tokens:
             self._counters.round_sizes[bisect.bisect_left(ROUND_SIZES, number)] += 1
@@ -464,7 +467,7 @@ class Rounds:
         self.scheduler.finish(sequence)
         # the slot's next owner is admitted by a later program, so its row still holds this answer
         if slot >= 0 and reason in (FinishReason.STOP, FinishReason.LENGTH) and not request.cache_salt:
-            self.runner.remember(slot, len(request.prompt_ids))
+            self.runner.remember(slot, len(request.prompt_ids), len(sequence.token_ids) - 1)
 
     def _drop_cancelled(self) -> None:
         for sequence in [*self.scheduler.running, *self.scheduler.waiting]:

@@ -324,10 +324,11 @@ class Runner:
         result = self.run_call(self.verification_call(padded, tree, proposal, bits))
         return self._handle(slots, tree, result, num_steps=0, has_logprobs=has_logprobs, has_tree=has_tree)
 
-    def remember(self, slot: int, num_prompt: int) -> None:
-        """Tell a drafter that wants to know of a finished answer."""
+    def remember(self, slot: int, num_prompt: int, last: int) -> None:
+        """Tell a drafter that wants to know of a finished answer, whose last token is at the index `last`. Steps that
+        were dispatched before its end was known have written on behind it."""
         if self.remembers:
-            self.run_call(self.recall_call(slot, num_prompt, self._num_remembered))
+            self.run_call(self.recall_call(slot, num_prompt, last, self._num_remembered))
             self._num_remembered += 1
 
     @property
@@ -343,15 +344,20 @@ class Runner:
             self.state = dataclasses.replace(self.state, draft=draft)
 
     @told
-    def recall_call(self, slot: int, start: int, number: int) -> Call:
-        """Have the drafter keep the answer in a slot, from `start` on, as its `number`-th."""
-        return self.calls.remember(self.state, *map(self.place.scalar, (slot, start, number)))
+    def recall_call(self, slot: int, start: int, last: int, number: int) -> Call:
+        """Have the drafter keep the answer in a slot, from `start` to `last`, as its `number`-th."""
+        return self.calls.remember(self.state, *map(self.place.scalar, (slot, start, last, number)))
 
     @property
     def most_steps(self) -> int:
         """Steps that may be dispatched at once. After the last of them the draft can still read all that is pending."""
         most, room = self.shapes.most_steps, self.config.max_pending
         return min(most, room - 1) if room else most
+
+    def num_alike(self, slots: Sequence[int], tree: Tree | None, most: int) -> int:
+        """Return how many steps, up to `most`, the program of the next one can make at once: those of its width."""
+        width, size = self.width_of(slots), 1 + (tree.depth if tree else 0)
+        return max(number for number in range(1, most + 1) if self.width_of(slots, (number - 1) * size) == width)
 
     def _prepare(self, slots: Sequence[int], tree: Tree | None, num_steps: int, *, is_following: bool = True) -> int:
         """Let the draft catch up where these steps could not hold what is pending; returns their width."""

@@ -182,8 +182,11 @@ class Scheduler:
 
     def _most_steps(self, ready: Seq[Sequence], most: int) -> int:
         """Return how many steps these sequences may take in one round: one where a prompt runs or may be admitted next,
-        and no more than end before any answer can, or than there are free pages for."""
+        or where a token mask must see each token, and no more than end before any answer can, or than there are free
+        pages for."""
         if any(each.is_prefilling for each in self.running) or (self.waiting and self._free_slots):
+            return 1
+        if any(each.request.token_mask is not None for each in ready):
             return 1
         most = min([most, *(each.num_left // self._max_step for each in ready)])
         missing: Counter[int] = Counter()

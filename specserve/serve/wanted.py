@@ -60,7 +60,7 @@ def _host_programs(runner: Runner) -> Iterator[Program]:
     yield Program("admission", True, lambda: runner.admission_call(0, (), (), 0, rows, None))
     yield Program("page table", True, lambda: runner.extension_call(np.zeros((3, PAGES_AT_ONCE), np.int32)))
     if runner.remembers:
-        yield Program("recall", True, lambda: runner.recall_call(0, 0, 0))
+        yield Program("recall", True, lambda: runner.recall_call(0, 0, 0, 0))
 
 
 def _constrained_programs(runner: Runner) -> Iterator[Program]:

@@ -335,11 +335,13 @@ def verify_tree(
     return state, dataclasses.replace(result, **told)
 
 
-def remember(config: StepConfig, state: SlotState, slot: jax.Array, start: jax.Array, number: jax.Array) -> SlotState:
-    """Let the drafter keep the `number`-th finished answer: the history of a slot from `start` on. `slot`, `start` and
-    `number` are [] int32."""
+def remember(
+    config: StepConfig, state: SlotState, slot: jax.Array, start: jax.Array, last: jax.Array, number: jax.Array
+) -> SlotState:
+    """Let the drafter keep the `number`-th finished answer: the history of a slot from `start` to `last`, both
+    included. All four are [] int32."""
     assert config.drafter is not None, "there is nobody to remember it"
-    draft = config.drafter.remember(state.draft, state.history[slot], start, state.seq_lens[slot], number)
+    draft = config.drafter.remember(state.draft, state.history[slot], start, last, number)
     return dataclasses.replace(state, draft=draft)
 
 

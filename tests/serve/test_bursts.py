@@ -1,14 +1,16 @@
 """Steps that run at once are steps that run one by one."""
 
+import dataclasses
 import itertools
 import random
 from collections import deque
+from collections.abc import Sequence
 from typing import Any
 
 import jax
 import numpy as np
 import pytest
-from engines import MAX_LEN, PAGE_SIZE, VOCAB, make_runner
+from engines import MAX_LEN, PAGE_SIZE, VOCAB, make_engine, make_runner
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -16,12 +18,13 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.speculation import parse_speculation
 from specserve.eval.step_times import prefill
 from specserve.serve.bursts import BURST_SECONDS, Bursts
-from specserve.serve.handles import HostResult
+from specserve.serve.handles import HostResult, StepHandle
 from specserve.serve.ledger import Ledger
 from specserve.serve.options import sampler_rows
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
 from specserve.serve.shapes import STEPS_AT_ONCE
+from specserve.speculative.tree import Tree
 
 PARAMS = (
     SamplingParams(temperature=0.0, logprobs=3),
@@ -71,6 +74,26 @@ def test_a_plain_server_makes_as_many_as_its_program_can(runner: Runner, tiny_ta
     assert runner.most_steps == runner.config.max_pending - 1 < STEPS_AT_ONCE
     alone = make_runner(tiny_target, None, "off")
     assert alone.most_steps == STEPS_AT_ONCE
+
+
+def test_a_burst_stays_in_the_program_of_its_first_step(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wider page table is another program, which may not be compiled yet, and takes another time."""
+    runner = make_runner(tiny_target, None, "off")
+    runner.shapes = dataclasses.replace(runner.shapes, widths=(2, 4, runner.shapes.widths[-1]))
+    run, seen = runner.step, []
+
+    def step(slots: Sequence[int], tree: Tree | None, *, num_steps: int, **more: Any) -> StepHandle:
+        seen.append((num_steps, runner.width_of(slots), runner.width_of(slots, num_steps - 1)))
+        return run(slots, tree, num_steps=num_steps, **more)
+
+    monkeypatch.setattr(runner, "step", step)
+    monkeypatch.setattr(Bursts, "num_steps", lambda _self, _shape, most: most)
+    params = SamplingParams(max_tokens=MAX_LEN - 10, temperature=0, ignore_eos=True)
+    with make_engine(runner) as engine:
+        engine.generate([[5, 6, 7], [8, 9]], params)
+    assert all(first == last for _, first, last in seen)
+    assert len({first for _, first, _ in seen}) == 3
+    assert max(number for number, _, _ in seen) == STEPS_AT_ONCE
 
 
 @given(seconds=st.lists(st.floats(0.001, 0.03), min_size=1, max_size=4), most=st.integers(1, STEPS_AT_ONCE))

@@ -132,10 +132,13 @@ def test_lookup_drafts_change_no_token(
 
 
 def _recalls(slots: Slots, prompt: list[int], length: int) -> None:
-    """The same question again: what was answered is found, though nothing of it stands in the sequence itself."""
+    """The same question again: what was answered is found, though nothing of it stands in the sequence itself. What
+    was computed behind the answer's end is not."""
     answer = list(slots.texts[1])
-    slots.state = step.remember(slots.config, slots.state, jnp.int32(1), jnp.int32(len(prompt)), jnp.int32(0))
-    expected = [*answer[len(prompt) :], *[-1] * 512][:512]
+    last = len(answer) - 3
+    places = (jnp.int32(i) for i in (1, len(prompt), last, 0))
+    slots.state = step.remember(slots.config, slots.state, *places)
+    expected = [*answer[len(prompt) : last + 1], *[-1] * 512][:512]
     draft = slots.state.draft
     recall = draft.lookup if isinstance(draft, MixedState) else draft
     assert np.asarray(recall)[0].tolist() == expected

@@ -252,7 +252,7 @@ class EngineCollector(Collector):
         yield info
 
     def _round_sizes(self, stats: EngineStats) -> Metric:
-        name, text = "vllm:iteration_tokens_total", "Prompt and new tokens of a round."
+        name, text = "vllm:iteration_tokens_total", "Prompt and new tokens of a step."
         return _histogram(name, text, self._model_name, ROUND_SIZES, stats.round_sizes, stats.num_round_tokens)
 
     def _gauge(self, name: str, text: str, value: float) -> Metric:
