@@ -24,3 +24,8 @@ class Flight:
     def tokens(self) -> tuple[int, int]:
         """Tokens that it emits for a sequence, at least and at most."""
         return self.num_steps, self.num_steps * (1 + (self.tree.depth if self.tree else 0))
+
+    def is_of(self, row: int) -> bool:
+        """Return whether the sequence of a row still counts what this brings."""
+        sequence, epoch = self.rows[row]
+        return sequence.is_of(epoch)

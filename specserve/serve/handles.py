@@ -28,10 +28,6 @@ class HostResult:
         """The tokens that the step adds to a sequence: the accepted ones and the bonus token."""
         return self.token_ids[row, : self.n_accepted[row] + 1].tolist()
 
-    def confidence_of(self, row: int) -> np.ndarray | None:  # [depth] float32
-        """Return how sure the drafter was of a sequence's tree, or None where it does not say."""
-        return None if self.confidence is None else self.confidence[row]
-
 
 class StepHandle:
     """Steps that have been dispatched to the device together, or a prompt's chunk. `read` or `read_each` waits for the

@@ -260,7 +260,7 @@ class Rounds:
     def _count_promise(self, decode: list[Sequence], shape: tuple[int, int], tree: Tree | None, num_steps: int) -> None:
         """Count the tokens that the steps are expected to emit, and those that plain steps would in the same time."""
         estimates = [self._estimate(sequence) for sequence in decode]
-        tokens = num_steps * sum(self.controller.expected_tokens(estimate, tree) for estimate in estimates)
+        tokens = num_steps * self.controller.expected_tokens(estimates, tree)
         self._counters.num_tokens += tokens
         self._counters.plain_tokens += tokens / max(self.controller.speedup(estimates, *shape, tree), 1e-9)
 
@@ -365,7 +365,7 @@ class Rounds:
             chunk.num_cached,
             sampler_rows(request.params, request.seed, len(request.prompt_ids)),
             token_rows(request, sequence.output_ids, sorted(request.stop_ids), request.bad_sequences, self._vocab_size),
-            promise=self.controller.expected_tokens(estimate, self.runner.shapes.deepest_tree) - 1.0,
+            promise=self.controller.expected_tokens([estimate], self.runner.shapes.deepest_tree) - 1.0,
         )
 
     def _land(self) -> None:
@@ -389,16 +389,17 @@ class Rounds:
                 if sequence.epoch == epoch:
                     known = len(sequence.prompt)
                     sequence.prompt += results.prompt_tokens(sequence.request, known, number, steps[0], row)
-            rows = [row for row, (sequence, epoch) in flight.rows.items() if sequence.is_of(epoch)]
+            rows = [row for row in flight.rows if flight.is_of(row)]
             for row in rows:
                 flight.rows[row][0].landed(*flight.tokens)
             num_tokens += [0] * (len(steps) - len(num_tokens))
-            for (number, result), row in itertools.product(enumerate(steps), rows):
-                sequence, epoch = flight.rows[row]
-                if sequence.is_of(epoch):
+            for number, result in enumerate(steps):
+                rows = [row for row in rows if flight.is_of(row)]
+                if flight.shape:
+                    self._observe(flight, result, rows)
+                for row in rows:
                     num_tokens[number] += 1 + int(result.n_accepted[row])
-                    if flight.shape:
-                        self._observe(sequence, flight.tree, result, row)
+                    sequence, _ = flight.rows[row]
                     self._guard(sequence, functools.partial(self._emit, sequence, flight.tree, result, row))
         while len(num_tokens) > 1 and not num_tokens[-1]:  # steps that ran on after every answer had ended
             num_tokens.pop()
@@ -406,18 +407,23 @@ class Rounds:
         for number in num_tokens:
             self._counters.round_sizes[bisect.bisect_left(ROUND_SIZES, number)] += 1
 
-    def _observe(self, sequence: Sequence, tree: Tree | None, result: HostResult, row: int) -> None:
+    def _observe(self, flight: Flight, result: HostResult, rows: list[int]) -> None:
+        """Count what a step accepted, and learn from it."""
+        tree, sequences = flight.tree, [flight.rows[row][0] for row in rows]
         if tree is None or self.runner.shapes.accepts_nothing:
-            sequence.acceptance = sequence.acceptance.after_step()
+            for sequence in sequences:
+                sequence.acceptance = sequence.acceptance.after_step()
             return
-        estimate, n_accepted = self._estimate(sequence), int(result.n_accepted[row])
-        num_draft_tokens = tree.num_nodes if estimate.max_depth else 0  # 0: the request wants none
-        if num_draft_tokens:
-            sequence.drafts.append((num_draft_tokens, n_accepted))
-        sequence.acceptance = sequence.acceptance.after_step(
-            n_accepted, depth=tree.depth, num_draft_tokens=num_draft_tokens
-        )
-        self.controller.observe(estimate, tree, n_accepted, result.confidence_of(row))
+        estimates, n_accepted = [self._estimate(sequence) for sequence in sequences], result.n_accepted[rows]
+        for sequence, estimate, number in zip(sequences, estimates, n_accepted.tolist(), strict=True):
+            num_draft_tokens = tree.num_nodes if estimate.max_depth else 0  # 0: the request wants none
+            if num_draft_tokens:
+                sequence.drafts.append((num_draft_tokens, number))
+            sequence.acceptance = sequence.acceptance.after_step(
+                number, depth=tree.depth, num_draft_tokens=num_draft_tokens
+            )
+        confidence = None if result.confidence is None else result.confidence[rows]
+        self.controller.observe(estimates, tree, n_accepted, confidence)
 
     def _emit(self, sequence: Sequence, tree: Tree | None, result: HostResult, row: int) -> None:
         """Hand over the new tokens of a step with that tree."""

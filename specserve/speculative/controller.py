@@ -16,6 +16,7 @@ The controller is host code. It knows nothing of requests or devices.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Self
 
 import numpy as np
 
@@ -39,6 +40,33 @@ class Estimate:
     accept_rate: np.ndarray  # [MAX_DEPTH] float64
     max_depth: int = MAX_DEPTH  # draft tokens that its request lets a step accept
     surety: Surety | None = None  # how sure the draft is of it; None where it says nothing
+
+
+@dataclass(eq=False)
+class _Forecast:
+    """What several sequences are expected to accept. It is computed for all of them at once, and for all depths: the
+    host does this in every step, beside the device."""
+
+    rates: np.ndarray  # [sequence, MAX_DEPTH] float64, of a chain
+    max_depths: np.ndarray  # [sequence] int
+    _emitted: dict[float, np.ndarray] = field(default_factory=dict)  # by lift: [MAX_DEPTH], by a tree of that depth
+
+    @classmethod
+    def of(cls, estimates: Sequence[Estimate]) -> Self:
+        rates = np.array([estimate.accept_rate for estimate in estimates]).reshape(-1, MAX_DEPTH)
+        return cls(rates, np.array([estimate.max_depth for estimate in estimates], int))
+
+    def tokens(self, depth: int, lift: float) -> float:
+        """Return how many tokens a step over a tree of such depth and lift is expected to emit for all sequences."""
+        if lift not in self._emitted:
+            reach = np.cumprod(_lifted(self.rates, lift), axis=1)
+            reach[np.arange(MAX_DEPTH) >= self.max_depths[:, None]] = 0.0
+            self._emitted[lift] = len(reach) + np.cumsum(reach.sum(axis=0))
+        return float(self._emitted[lift][min(depth, MAX_DEPTH) - 1])
+
+
+def _lifted(rates: np.ndarray, lift: float) -> np.ndarray:
+    return rates if lift == 1.0 else 1.0 - (1.0 - rates) ** lift
 
 
 @dataclass(eq=False)
@@ -85,13 +113,10 @@ class Controller:
         bound, None for none."""
         return Estimate(self._prior.copy(), MAX_DEPTH if max_depth is None else max_depth)
 
-    def expected_tokens(self, estimate: Estimate, tree: Tree | None) -> float:
-        """Return how many tokens a step over this tree is expected to emit for the sequence, the bonus
-        token included."""
-        if tree is None or estimate.max_depth == 0:
-            return 1.0
-        reach = np.cumprod(self._rates(self._foreseen(estimate, tree), tree))
-        return 1.0 + float(reach[: estimate.max_depth].sum())
+    def expected_tokens(self, estimates: Sequence[Estimate], tree: Tree | None) -> float:
+        """Return how many tokens a step over this tree is expected to emit for these sequences together, their bonus
+        tokens included."""
+        return float(len(estimates)) if tree is None else self._tokens(self._forecast(estimates), tree)
 
     def choose(
         self, estimates: Sequence[Estimate], trees: Sequence[Tree | None], batch_size: int, width: int
@@ -105,7 +130,8 @@ class Controller:
         kind = batch_size, frozenset(known)
         is_wanted = any(estimate.max_depth for estimate in estimates)  # else it says nothing of whether drafts pay
         way = self._ways.get(kind) if is_wanted else None
-        promises = {tree: self._promise(estimates, batch_size, width, tree) for tree in known}
+        forecast = self._forecast(estimates)
+        promises = {tree: self._promise(forecast, batch_size, width, tree) for tree in known}
         if way is not None:
             promises[way.tree] *= LOYALTY
         best = max(known, key=promises.__getitem__)
@@ -120,7 +146,7 @@ class Controller:
         if way.num_steps >= way.patience:
             way.num_steps, way.patience = 0, min(2 * way.patience, LOOK_STEPS)
             way.num_looks += 1
-            look = self._look(estimates, known, way, batch_size, width)
+            look = self._look(forecast, known, way, batch_size, width)
             if look != best:
                 return look
         for estimate in estimates if best is None else ():
@@ -130,7 +156,7 @@ class Controller:
 
     def _look(
         self,
-        estimates: Sequence[Estimate],
+        forecast: _Forecast,
         known: Sequence[Tree | None],
         way: _Way,
         batch_size: int,
@@ -144,62 +170,91 @@ class Controller:
             return None
 
         def hope(tree: Tree) -> float:
-            tokens = sum(self.expected_tokens(estimate, tree) for estimate in estimates)
-            return tokens / self._served.hoped_seconds(batch_size, width, tree)
+            return self._tokens(forecast, tree) / self._served.hoped_seconds(batch_size, width, tree)
 
         return max(others, key=hope, default=way.tree)
 
     def speedup(self, estimates: Sequence[Estimate], batch_size: int, width: int, tree: Tree | None) -> float:
         """The tokens per second that the step promises, over those of a plain step. 1 where either cost is unknown."""
         known = {(batch_size, width, None), (batch_size, width, tree)} <= self.costs.keys()
-        if not known or not estimates:
+        if tree is None or not known or not estimates:
             return 1.0
-        tokens = sum(self.expected_tokens(estimate, tree) for estimate in estimates)
+        tokens = self.expected_tokens(estimates, tree)
         plain, seconds = (self._served.seconds(batch_size, width, each) for each in (None, tree))
         return tokens / len(estimates) * plain / seconds
 
-    def observe(self, estimate: Estimate, tree: Tree, n_accepted: int, confidence: np.ndarray | None = None) -> None:
-        """Learn that a step of this tree accepted `n_accepted` draft tokens of the sequence, of which the draft was so
-        sure, [depth]."""
-        rates = self._rates(estimate.accept_rate[: tree.depth], tree)
-        last = min(len(rates), estimate.max_depth)
-        num_seen = min(n_accepted + 1, last)  # the first rejection is the last thing seen
-        if not num_seen:
+    def observe(
+        self,
+        estimates: Sequence[Estimate],
+        tree: Tree,
+        n_accepted: np.ndarray,  # [sequence] int, draft tokens
+        confidence: np.ndarray | None = None,  # [sequence, depth], how sure the draft was of them
+    ) -> None:
+        """Learn what a step of this tree accepted of some sequences."""
+        if not estimates:
             return
-        is_accepted = np.arange(num_seen) < n_accepted
+        forecast = _Forecast.of(estimates)
+        rates = _lifted(forecast.rates[:, : tree.depth], self._lift_of(tree))
+        lasts = np.minimum(forecast.max_depths, rates.shape[1])
+        num_seen = np.minimum(n_accepted + 1, lasts)  # the first rejection is the last thing seen
+        depths = np.arange(MAX_DEPTH)
+        is_accepted = depths[: rates.shape[1]] < n_accepted[:, None]
+        is_seen = depths[: rates.shape[1]] < num_seen[:, None]
         if confidence is not None:
-            foreseen = self._rates(self._foreseen(estimate, tree), tree)[:num_seen]
-            estimate.surety = self.calibration.observe(
-                estimate.surety, confidence[:MAX_DEPTH], is_accepted - foreseen, int(is_accepted.sum()), MAX_DEPTH
-            )
-        surprise = is_accepted - rates[:num_seen]
-        lift = self._lift_of(tree) * (1 + LIFT_RATE * surprise.sum())
-        if num_seen == last:  # what is deeper than anybody looks goes with it, else a longer chain is never tried
-            surprise = np.pad(surprise, (0, MAX_DEPTH - last), mode="edge")
-        seen = slice(0, len(surprise))
-        estimate.accept_rate[seen] = np.clip(estimate.accept_rate[seen] + SLOT_RATE * surprise, 0.02, 0.98)
-        self._prior[seen] = np.clip(self._prior[seen] + PRIOR_RATE * surprise, 0.02, 0.98)
+            self._observe_confidence(estimates, tree, is_accepted, num_seen, confidence)
+        surprise = np.zeros_like(forecast.rates)
+        surprise[:, : rates.shape[1]] = np.where(is_seen, is_accepted - rates, 0.0)
+        lift = self._lift_of(tree) * np.prod(1 + LIFT_RATE * surprise.sum(axis=1))
+        # what is deeper than anybody looks goes with the deepest, else a longer chain is never tried
+        is_deeper = (depths >= lasts[:, None]) & ((num_seen == lasts) & (lasts > 0))[:, None]
+        surprise = np.where(is_deeper, np.take_along_axis(surprise, lasts[:, None] - 1, axis=1), surprise)
+        rates = np.clip(forecast.rates + SLOT_RATE * surprise, 0.02, 0.98)
+        for estimate, own in zip(estimates, rates, strict=True):
+            estimate.accept_rate = own
+        self._prior = np.clip(self._prior + PRIOR_RATE * surprise.sum(axis=0), 0.02, 0.98)
         if not _is_chain(tree):
             self._lift[tree] = float(np.clip(lift, 1.0, 8.0))
+
+    def _observe_confidence(
+        self,
+        estimates: Sequence[Estimate],
+        tree: Tree,
+        is_accepted: np.ndarray,  # [sequence, depth]
+        num_seen: np.ndarray,  # [sequence]
+        confidence: np.ndarray,  # [sequence, depth]
+    ) -> None:
+        foreseen = _lifted(self._forecast(estimates).rates[:, : tree.depth], self._lift_of(tree))
+        for i, estimate in enumerate(estimates):
+            if seen := int(num_seen[i]):
+                surprise, number = is_accepted[i, :seen] - foreseen[i, :seen], int(is_accepted[i, :seen].sum())
+                said = confidence[i, :MAX_DEPTH]
+                estimate.surety = self.calibration.observe(estimate.surety, said, surprise, number, MAX_DEPTH)
 
     def observe_seconds(self, batch_size: int, width: int, tree: Tree | None, seconds: float) -> None:
         """Learn that a step of this shape took so many seconds in service."""
         self._served.observe(batch_size, width, tree, seconds)
 
-    def _promise(self, estimates: Sequence[Estimate], batch_size: int, width: int, tree: Tree | None) -> float:
-        tokens = sum(self.expected_tokens(estimate, tree) for estimate in estimates)
-        return tokens / self._served.seconds(batch_size, width, tree)
+    def _promise(self, forecast: _Forecast, batch_size: int, width: int, tree: Tree | None) -> float:
+        return self._tokens(forecast, tree) / self._served.seconds(batch_size, width, tree)
 
-    def _foreseen(self, estimate: Estimate, tree: Tree) -> np.ndarray:  # [depth]
-        return self.calibration.moved(estimate.accept_rate[: tree.depth], estimate.surety)
+    def _tokens(self, forecast: _Forecast, tree: Tree | None) -> float:
+        return float(len(forecast.rates)) if tree is None else forecast.tokens(tree.depth, self._lift_of(tree))
 
-    def _rates(self, rates: np.ndarray, tree: Tree) -> np.ndarray:  # [depth] -> [depth]
-        """Return the acceptance by depth of a tree, for a sequence in which a chain accepts at these rates."""
-        return rates if _is_chain(tree) else 1.0 - (1.0 - rates) ** self._lift_of(tree)
+    def _forecast(self, estimates: Sequence[Estimate]) -> _Forecast:
+        """What the sequences are expected to accept, by how sure the draft is of them now."""
+        forecast = _Forecast.of(estimates)
+        if not self.calibration.trust:
+            return forecast
+        moved = [
+            self.calibration.moved(own, estimate.surety)
+            for own, estimate in zip(forecast.rates, estimates, strict=True)
+        ]
+        return _Forecast(np.array(moved).reshape(forecast.rates.shape), forecast.max_depths)
 
     def _lift_of(self, tree: Tree) -> float:
-        """The lift of a tree. Before anything is observed, more children help, each less than the one before."""
-        return self._lift.get(tree, 1.0 + 0.35 * (tree.top_k - 1))
+        """The lift of a tree: 1 of a chain. Before anything is observed, more children help, each less than the one
+        before."""
+        return 1.0 if _is_chain(tree) else self._lift.get(tree, 1.0 + 0.35 * (tree.top_k - 1))
 
 
 def _is_chain(tree: Tree) -> bool:

@@ -4,7 +4,7 @@ on the step's root alone, not on who asks: the engine, full of others or short o
 import functools
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -158,10 +158,12 @@ class Noting(Dice):
         self.accepted: Counter[Tree] = Counter()
         self.is_sure: dict[Tree, set[bool]] = {}
 
-    def observe(self, estimate: Estimate, tree: Tree, n_accepted: int, confidence: np.ndarray | None = None) -> None:
-        self.accepted[tree] += n_accepted
+    def observe(
+        self, estimates: Sequence[Estimate], tree: Tree, n_accepted: np.ndarray, confidence: np.ndarray | None = None
+    ) -> None:
+        self.accepted[tree] += int(n_accepted.sum())
         self.is_sure.setdefault(tree, set()).add(confidence is not None)
-        super().observe(estimate, tree, n_accepted, confidence)
+        super().observe(estimates, tree, n_accepted, confidence)
 
 
 def _asks() -> Iterator[Ask]:

@@ -40,11 +40,14 @@ class Listener(Controller):
         self.chosen.append((sum(each.surety.off[0] for each in estimates if each.surety), tree.depth))
         return tree
 
-    def observe(self, estimate: Estimate, tree: Tree, n_accepted: int, confidence: np.ndarray | None = None) -> None:
+    def observe(
+        self, estimates: Sequence[Estimate], tree: Tree, n_accepted: np.ndarray, confidence: np.ndarray | None = None
+    ) -> None:
         assert confidence is not None
-        assert len(confidence) == tree.depth
-        self.said.setdefault(id(estimate), []).append((float(confidence[0]), n_accepted))
-        super().observe(estimate, tree, n_accepted, confidence)
+        assert confidence.shape == (len(estimates), tree.depth)
+        for estimate, sure, number in zip(estimates, confidence[:, 0].tolist(), n_accepted.tolist(), strict=True):
+            self.said.setdefault(id(estimate), []).append((sure, number))
+        super().observe(estimates, tree, n_accepted, confidence)
 
 
 @pytest.fixture

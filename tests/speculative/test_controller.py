@@ -61,11 +61,11 @@ def _serve(
             seconds = costs[batch, WIDTH, tree] * (10 if rng.random() < 0.02 else 1 + 0.1 * rng.random())
             seconds *= moments(step)
             controller.observe_seconds(batch, WIDTH, tree, seconds)
+        n_accepted = np.array([head.accept(rng, tree) if tree else 0 for _ in range(batch)])
+        if tree:
+            controller.observe(estimates, tree, n_accepted)
         for row in range(batch):
-            n_accepted = head.accept(rng, tree) if tree else 0
-            if tree:
-                controller.observe(estimates[row], tree, n_accepted)
-            lengths[row] += 1 + n_accepted
+            lengths[row] += 1 + n_accepted[row]
             if lengths[row] >= length:
                 estimates[row], lengths[row] = controller.start(None), 0
     return chosen
@@ -140,7 +140,7 @@ def test_the_choice_is_within_its_loyalty_of_the_best(
         estimates = _estimates(*zip(*round_, strict=True))
 
         def rate(tree: Tree | None, estimates: list[Estimate] = estimates) -> float:
-            return sum(controller.expected_tokens(e, tree) for e in estimates) / costs[1, WIDTH, tree]
+            return controller.expected_tokens(estimates, tree) / costs[1, WIDTH, tree]
 
         chosen = controller.choose(estimates, TREES, 1, WIDTH)
         assert chosen in known
@@ -162,10 +162,10 @@ def test_a_request_that_takes_no_draft_tokens_is_decoded_plainly() -> None:
     alone = [controller.start(0)]
     assert {controller.choose(alone, CHAINS, 1, WIDTH) for _ in range(300)} == {None}
     for tree in TREES:
-        assert controller.expected_tokens(alone[0], tree) == 1.0
+        assert controller.expected_tokens(alone, tree) == 1.0
     assert controller.choose([controller.start(2)], CHAINS, 1, WIDTH) == chain(2), "what is deeper is never accepted"
     before = alone[0].accept_rate.copy()
-    controller.observe(alone[0], chain(3), 0)
+    controller.observe(alone, chain(3), np.array([0]))
     np.testing.assert_array_equal(alone[0].accept_rate, before, "nothing was seen of it")
 
 
@@ -194,19 +194,50 @@ def test_what_a_step_says_about_each_depth() -> None:
     """Up to the first rejection; an acceptance beyond the request's own bound is no news."""
     controller = Controller({}, (0.5,))
     estimate = controller.start(None)
-    controller.observe(estimate, chain(5), 2)
+    controller.observe([estimate], chain(5), np.array([2]))
     moved = np.sign(estimate.accept_rate - 0.5)
     assert moved[:5].tolist() == [1, 1, -1, 0, 0]
     bounded = Controller({}, (0.5,)).start(2)
-    controller.observe(bounded, chain(5), 2)
+    controller.observe([bounded], chain(5), np.array([2]))
     assert np.sign(bounded.accept_rate - 0.5).tolist() == [1] * MAX_DEPTH, "what nobody can see goes with the last"
     assert controller.start(None).accept_rate[0] > 0.5, "new sequences profit"
+
+
+@given(
+    rows=st.lists(
+        st.tuples(_rates, st.sampled_from([0, 1, 3, MAX_DEPTH]), st.integers(0, 5)).filter(
+            lambda row: row[2] <= row[1]
+        ),
+        min_size=1,
+        max_size=4,
+    ),
+    tree=st.sampled_from([chain(5), chain(1), TREES[-1]]),
+)
+def test_a_step_is_learned_from_as_if_each_sequence_came_alone(
+    rows: list[tuple[list[float], int, int]], tree: Tree
+) -> None:
+    """So is what it promises: sequences are computed together only because that is faster."""
+    together = Controller({}, (0.5,))
+    rates, bounds, accepted = zip(*rows, strict=True)
+    n_accepted = np.minimum(accepted, tree.depth)
+    estimates, others = _estimates(rates, bounds), _estimates(rates, bounds)
+    for way in (tree, None):
+        each = sum(together.expected_tokens([other], way) for other in others)
+        assert together.expected_tokens(estimates, way) == pytest.approx(each)
+    together.observe(estimates, tree, n_accepted)
+    moved = np.zeros(MAX_DEPTH)
+    for estimate, other, number in zip(estimates, others, n_accepted, strict=True):
+        alone = Controller({}, (0.5,))
+        alone.observe([other], tree, np.array([number]))
+        np.testing.assert_array_equal(estimate.accept_rate, other.accept_rate)
+        moved += alone.start(None).accept_rate - 0.5
+    np.testing.assert_allclose(together.start(None).accept_rate, 0.5 + moved)  # far from its bounds
 
 
 def test_speedup_is_tokens_over_cost() -> None:
     controller = Controller({(1, WIDTH, None): 2.0, (1, WIDTH, chain(2)): 3.0})
     estimates = _estimates([[0.5], [0.8]], [MAX_DEPTH, MAX_DEPTH])
-    assert controller.expected_tokens(estimates[0], chain(2)) == pytest.approx(1 + 0.5 + 0.25)
+    assert controller.expected_tokens(estimates[:1], chain(2)) == pytest.approx(1 + 0.5 + 0.25)
     expected = ((1 + 0.5 + 0.25) + (1 + 0.8 + 0.64)) / 2 * 2.0 / 3.0
     assert controller.speedup(estimates, 1, WIDTH, chain(2)) == pytest.approx(expected)
     assert controller.speedup(estimates, 1, WIDTH, None) == 1.0
@@ -219,13 +250,13 @@ def test_a_tree_is_credited_with_what_it_accepts_over_a_chain() -> None:
     wide, other = DynamicTree(4, 2, 7), static_tree((3, 2, 1))
     controller = Controller({}, (0.5,))
     estimate = _estimates([[0.5]], [MAX_DEPTH])[0]
-    before = {tree: controller.expected_tokens(estimate, tree) for tree in (wide, other, chain(4))}
+    before = {tree: controller.expected_tokens([estimate], tree) for tree in (wide, other, chain(4))}
     assert before[wide] > before[chain(4)]
     for _ in range(50):
-        controller.observe(controller.start(None), wide, 4)
-    assert controller.expected_tokens(estimate, wide) > before[wide]
-    assert controller.expected_tokens(estimate, other) == before[other]
-    assert math.isfinite(controller.expected_tokens(estimate, wide))
+        controller.observe([controller.start(None)], wide, np.array([4]))
+    assert controller.expected_tokens([estimate], wide) > before[wide]
+    assert controller.expected_tokens([estimate], other) == before[other]
+    assert math.isfinite(controller.expected_tokens([estimate], wide))
 
 
 def test_costs_follow_what_steps_take_in_service() -> None:
