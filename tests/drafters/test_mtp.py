@@ -246,8 +246,29 @@ def test_training_begins_with_the_targets_own_layer(tmp_path: Path, raw: dict[st
     for setting in settings:
         with pytest.raises(ConfigError, match="one layer of the target's own kind and size"):
             KINDS["mtp"].new(DraftSettings(**setting), target.config, VOCAB)
-    with pytest.raises(ConfigError, match="all 64 tokens of it"):
-        KINDS["mtp"].new(DraftSettings(), target.config, 48)
+
+
+def test_a_part_of_the_tokens_is_foreseen_as_all_are(tmp_path: Path, rng: np.random.Generator) -> None:
+    """A layer begins with the target's output rows for the tokens that it proposes, so its logits are those that a
+    layer for all tokens has of them; training moves these rows alone, and not the target's."""
+    target, whole = carried.models(tmp_path, carried.SMALL)
+    target_ids = np.sort(rng.choice(VOCAB, 24, replace=False)).astype(np.int32)
+    drafter = KINDS["mtp"].new(DraftSettings(), target.config, 24)
+    head = Head(drafter, drafter.first_params(target, target_ids, 0), target_ids)
+    assert (drafter.draft_vocab_size, drafter.vocab_size) == (24, VOCAB)
+    rows = _rows(rng.integers(0, VOCAB, 16).tolist())
+    some, every = (_trained(target, each, rows) for each in (head, whole))
+    off = tolerance(lambda *params: every(*params)[0], target.params, whole.params)
+    got, expected = some(target.params, head.params)[0], every(target.params, whole.params)[0]
+    for k in range(ROLLOUT):
+        assert_same(got[k], expected[k][:, target_ids], off[k], f"step {k}")
+    trainer = tiny_trainer(tmp_path / "run", target, head=head, drafter="mtp", rollout=3)
+    with jax.numpy_dtype_promotion("standard"):  # optax raises a float to an integer power
+        trainer.train()
+    own = load_head(tmp_path / "run", target, dtype="float32")
+    assert own.drafter == drafter
+    np.testing.assert_array_equal(own.target_ids, target_ids)
+    assert np.any(np.asarray(own.params.head) != np.asarray(head.params.head))
 
 
 @pytest.mark.slow

@@ -16,10 +16,12 @@ import tiny
 from specserve.checkpoints.load import load_target
 from specserve.checkpoints.tensors import TensorFolder, read_json, write_json, write_tensors
 from specserve.drafters.doctor import examine
-from specserve.drafters.door import Head
+from specserve.drafters.door import Dialect, Head
 from specserve.drafters.exchange import describe_target, export_head, import_head
 from specserve.drafters.head import head_files, load_head, read_drafter, save_head
 from specserve.drafters.mtp.drafter import Mtp
+from specserve.drafters.registry import KINDS
+from specserve.drafters.settings import DraftSettings
 from specserve.drafters.words import CARRIED
 from specserve.errors import CheckpointError, ConfigError
 from specserve.serve.launch import load_models
@@ -181,6 +183,41 @@ def test_speculators_layout_is_written_and_read(tmp_path: Path) -> None:
     target, head = carried.models(tmp_path / "moe", carried.LATENT)
     with pytest.raises(CheckpointError, match="no layer of multi-token prediction for deepseek_v3"):
         head_files(head, target, dtype="float32", dialect="speculators")
+
+
+@pytest.mark.parametrize("raw", [carried.SMALL, carried.NEXT], ids=["qwen3", "qwen3_next"])
+def test_a_layer_for_a_part_of_the_tokens_says_which(
+    tmp_path: Path, rng: np.random.Generator, raw: dict[str, Any]
+) -> None:
+    """With d2t and t2d as an EAGLE-3 head has them, in either layout; wrong tables are found, and no other engine is
+    said to read them."""
+    target, _ = carried.models(tmp_path, raw)
+    target_ids = np.sort(rng.choice(64, 24, replace=False)).astype(np.int32)
+    drafter = KINDS["mtp"].new(DraftSettings(), target.config, 24)
+    head = Head(drafter, drafter.first_params(target, target_ids, 0), target_ids)
+    np.testing.assert_array_equal(head.params.head, TensorFolder(tmp_path).read("lm_head.weight")[target_ids].T)
+    save_head(tmp_path / "own", head, target, dtype="float32", notes={})
+    dialects: list[Dialect] = ["sglang", "speculators"] if raw is carried.SMALL else ["sglang"]
+    for dialect in dialects:
+        folder = tmp_path / dialect
+        folder.mkdir()
+        tensors, config = head_files(head, target, dtype="float32", dialect=dialect)
+        write_tensors(folder / "model.safetensors", tensors)
+        write_json(folder / "config.json", config)
+        found = load_head(folder, target, dtype="float32")
+        _assert_same(head, found)
+        np.testing.assert_array_equal(found.target_ids, target_ids)
+        assert not examine(folder, target).findings
+        assert "a draft vocabulary of 24 tokens (d2t)" in KINDS["mtp"].unknown_to(dialect, found.drafter)
+    imported = import_head(tmp_path / "own", tmp_path / "back", target, target_name="it")
+    _assert_same(head, imported.head)
+    _edit(tmp_path / "own", lambda tensors: tensors.update(d2t=target_ids.astype(np.int64)))
+    assert [finding.code for finding in examine(tmp_path / "own", target).findings] == ["mtp-vocabulary"]
+    with pytest.raises(CheckpointError, match="absolute ids instead of offsets"):
+        load_head(tmp_path / "own", target, dtype="float32")
+    write_json(tmp_path / "own" / "config.json", read_json(tmp_path / "own" / "config.json") | {"draft_vocab_size": 65})
+    with pytest.raises(ConfigError, match="draft_vocab_size is 65; expected 1 to 64"):
+        load_head(tmp_path / "own", target, dtype="float32")
 
 
 def test_the_layer_of_another_target_is_refused(tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from specserve.drafters.findings import CONFIG, Check, DoctorReport, Finding
 from specserve.drafters.mtp import files
 from specserve.drafters.mtp.config import MtpConfig
 from specserve.drafters.mtp.model import draft_spec
+from specserve.drafters.published import D2T, T2D
 from specserve.errors import CheckpointError, ConfigError
 from specserve.models.families import model_config
 from specserve.models.params import specs
@@ -45,7 +46,14 @@ NUMBERS = _layer(
     why="every draft is wasted work",
     by_hand="copy or download the files again",
 )
-CHECKS = (UNREADABLE, TENSORS, STRANGE, NUMBERS)
+VOCABULARY = _layer(
+    "mtp-vocabulary",
+    "error",
+    "its tables do not say which tokens it proposes",
+    why="it would propose other tokens than it was trained to",
+    by_hand="export it again from its training folder",
+)
+CHECKS = (UNREADABLE, TENSORS, STRANGE, NUMBERS, VOCABULARY)
 
 
 def examine(folder: Path, target: Target | None) -> DoctorReport:
@@ -62,7 +70,11 @@ def examine(folder: Path, target: Target | None) -> DoctorReport:
     except (ConfigError, CheckpointError) as error:
         findings.append(UNREADABLE.found(str(folder), "a layer of the target", str(error)))
     else:
-        facts |= {"target": f"{own.family}, {own.num_layers} layers of {own.d_model}", "names": config.layout.fc}
+        facts |= {
+            "target": f"{own.family}, {own.num_layers} layers of {own.d_model}",
+            "names": config.layout.fc,
+            "vocabulary": f"{config.draft_vocab_size:,} of {own.vocab_size:,}",
+        }
         findings += _look(tensors, config)
         names = files.own_names(names, config)
     rows = [(name, tensors.shape(name), tensors.dtype(name).name) for name in sorted(names)]
@@ -80,10 +92,16 @@ def _look(tensors: TensorFolder, config: MtpConfig) -> list[Finding]:
     if lacking or odd:
         findings.append(TENSORS.found("safetensors", "all of the layer", listed([*lacking, *odd])))
     own = files.own_names(names, config)
-    tables = {stored(name) for name in files.shared_tables(config.layer, config.layout)}
+    tables = {stored(name) for name in files.shared_tables(config.layer, config.layout)} | {D2T, T2D}
     scales = {name for name in own if "scale" in name.rsplit(".", 1)[-1]}
     if strange := sorted(own - wanted.keys() - tables - scales):
         findings.append(STRANGE.found("safetensors", "the layer alone", listed(strange)))
+    try:
+        files.read_target_ids(tensors, config, "its tables")
+    except CheckpointError as error:
+        findings.append(
+            VOCABULARY.found("safetensors", f"{config.draft_vocab_size:,} tokens of the target", str(error))
+        )
     broken = [name for name in sorted(own & wanted.keys()) if not _is_finite(tensors.read(name))]
     if broken:
         findings.append(NUMBERS.found("safetensors", "numbers", listed(broken)))

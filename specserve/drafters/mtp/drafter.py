@@ -64,7 +64,7 @@ class Mtp(UnrolledDrafter, FollowingDrafter):
 
     @property
     def draft_vocab_size(self) -> int:
-        return self.config.layer.vocab_size
+        return self.config.draft_vocab_size
 
     def with_dtype(self, dtype: str) -> "Mtp":
         return Mtp(dataclasses.replace(self.config, layer=dataclasses.replace(self.config.layer, dtype=dtype)))
@@ -72,7 +72,10 @@ class Mtp(UnrolledDrafter, FollowingDrafter):
     def facts(self) -> Mapping[str, Any]:
         layer = self.config.layer
         sizes = ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads")
-        return {name: getattr(layer, name) for name in sizes} | {"aux_layers": self.aux_layers}
+        return {name: getattr(layer, name) for name in sizes} | {
+            "aux_layers": self.aux_layers,
+            "vocab_size": self.draft_vocab_size,
+        }
 
     # in a step
 
@@ -94,8 +97,7 @@ class Mtp(UnrolledDrafter, FollowingDrafter):
         return model.place(self.config, mesh)
 
     def first_params(self, target: Target, target_ids: np.ndarray, seed: int) -> MtpParams:
-        del target_ids
-        return start.first_params(self.config, target, seed)
+        return start.first_params(self.config, target, target_ids, seed)
 
     # how it learns
 

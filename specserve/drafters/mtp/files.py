@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from specserve.checkpoints.load import Target, load_params, renamer, to_numpy
+from specserve.checkpoints.load import AS_VOCABULARY, Target, load_params, renamer, to_numpy
 from specserve.checkpoints.quantized import stored_block
 from specserve.checkpoints.tensors import TensorFolder, listed, read_json
 from specserve.drafters.door import Dialect
@@ -20,7 +20,8 @@ from specserve.drafters.mtp.config import MtpConfig, config_of
 from specserve.drafters.mtp.layouts import SPECULATORS, Layout, num_carried
 from specserve.drafters.mtp.model import MtpParams, draft_spec, place
 from specserve.drafters.notes import read_notes
-from specserve.errors import CheckpointError
+from specserve.drafters.published import D2T, T2D, vocab_from_tensors, vocab_to_tensors
+from specserve.errors import CheckpointError, ConfigError
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 
@@ -75,19 +76,20 @@ def read_config(folder: Path, target: ModelConfig, target_name: str, *, dtype: s
     }
     return replace(
         config,
+        draft_vocab_size=_stated_vocab(raw, target, str(where)),
         has_embedding=has.get(f"{config.layout.embedding}.weight", False),
-        has_head=has.get(f"{config.layout.head}.weight", False),
+        has_own_head=has.get(f"{config.layout.head}.weight", False),
     )
 
 
 def load(folder: Path, target: Target, *, dtype: str, mesh: Mesh | None) -> tuple[MtpConfig, MtpParams, np.ndarray]:
-    """Load the layer in a folder: its shape, its parameters and its draft vocabulary, which is the target's. Raises as
+    """Load the layer in a folder: its shape, its parameters and its draft vocabulary [draft_vocab] int32. Raises as
     `read_config` does."""
     config = read_config(folder, target.config, str(target.folder), dtype=dtype)
     tensors = TensorFolder(folder)
     names, where = tensors.names(), folder / CONFIG
     name_of, spec = name_in(names, config.layout), draft_spec(config)
-    skipped: dict[str, str] = {}
+    skipped = {re.escape(name): AS_VOCABULARY for name in (D2T, T2D)}
     if is_whole(names, config.layer):
         if (count := num_carried(read_json(where))) > 1:
             logger.warning(
@@ -106,13 +108,13 @@ def load(folder: Path, target: Target, *, dtype: str, mesh: Mesh | None) -> tupl
         rename=name_of,
         block=stored_block(read_json(where), str(where)),
     )
-    return config, params, np.arange(config.layer.vocab_size, dtype=np.int32)
+    return config, params, read_target_ids(tensors, config, str(folder))
 
 
 def head_files(
     config: MtpConfig,
     params: MtpParams,
-    target_ids: np.ndarray,  # [draft_vocab] int32: all
+    target_ids: np.ndarray,  # [draft_vocab] int32
     target: Target,
     *,
     dtype: str,
@@ -120,22 +122,24 @@ def head_files(
     target_name: str,
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The tensors in the names of the target's checkpoint, beside which they replace what it carries; and a config.json
-    that is the target's, under the name of such a layer. For speculators, both as it has them. Raises
-    CheckpointError where it has none like this."""
-    del target_ids
+    that is the target's, under the name of such a layer. One that proposes a part of the tokens says which as an
+    EAGLE-3 head does. For speculators, both as it has them. Raises CheckpointError where it has none like this."""
     tensors = to_numpy(params, draft_spec(config), dtype)
     raw = {key: value for key, value in read_json(target.folder / CONFIG).items() if key != "quantization_config"}
-    stated = {"architectures": [config.layout.architecture], "dtype": dtype, "torch_dtype": dtype}
+    stated: dict[str, Any] = {"torch_dtype": dtype}
+    if config.is_partial:
+        tensors |= vocab_to_tensors(target_ids, config.layer.vocab_size)
+        stated["draft_vocab_size"] = config.draft_vocab_size
     if dialect != "speculators":
         count = {} if num_carried(raw) else {"num_nextn_predict_layers": 1}
-        return tensors, raw | count | stated
+        return tensors, raw | count | stated | {"architectures": [config.layout.architecture], "dtype": dtype}
     if config.layer.family not in ("qwen3", "qwen3_next") or config.layer.kind(0).has_experts:
         raise CheckpointError(
             f"speculators has no layer of multi-token prediction for {config.layer.family} targets like this one, only "
             "for dense qwen3; export it for vllm or sglang, in the names of the target's checkpoint"
         )
     rename = _as_speculators(config.layout)
-    return {rename(name): value for name, value in tensors.items()}, {
+    return {rename(name): value for name, value in tensors.items()}, stated | {
         "architectures": [SPECULATORS.architecture],
         "speculators_model_type": "mtp",
         "num_nextn_predict_layers": 1,
@@ -146,7 +150,6 @@ def head_files(
             "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
             "verifier": {"name_or_path": target_name, "architectures": raw.get("architectures") or []},
         },
-        "torch_dtype": dtype,
     }
 
 
@@ -168,9 +171,25 @@ def without_copies(
         table = _read(target.folder, shared) if name in own else None
         if table is not None and np.array_equal(own[name], table.astype(dtype)):
             changes.append(f"{name} is the target's own {shared}, so it is shared instead of stored")
-            part = "embedding" if name == f"{config.layout.embedding}.weight" else "head"
-            config, params = replace(config, **{f"has_{part}": False}), replace(params, **{part: None})
+            if name == f"{config.layout.embedding}.weight":
+                config, params = replace(config, has_embedding=False), replace(params, embedding=None)
+            else:
+                config, params = replace(config, has_own_head=False), replace(params, head=None)
     return config, params, changes
+
+
+def read_target_ids(tensors: TensorFolder, config: MtpConfig, where: str) -> np.ndarray:  # [draft_vocab] int32
+    """Read which tokens the layer proposes: all, or those that its tables name. Raises CheckpointError."""
+    found = {name: tensors.read(name) for name in (D2T, T2D) if name in tensors.names()}
+    return vocab_from_tensors(found.get(D2T), found.get(T2D), config.draft_vocab_size, config.layer.vocab_size, where)
+
+
+def _stated_vocab(raw: Mapping[str, Any], target: ModelConfig, where: str) -> int:
+    """Read how many tokens a layer says that it proposes: all of the target's where it says nothing."""
+    size = raw.get("draft_vocab_size", target.vocab_size)
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 < size <= target.vocab_size:
+        raise ConfigError(f"{where}: draft_vocab_size is {size!r}; expected 1 to {target.vocab_size}, or nothing")
+    return size
 
 
 def _differences(name: str, own: Any, other: Any) -> list[str]:

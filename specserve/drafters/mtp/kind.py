@@ -32,6 +32,10 @@ class MtpKind(FileKind[Mtp]):
 
 
 def _unknown_to(dialect: Dialect, config: MtpConfig) -> list[str]:
-    del dialect  # no engine computes either
-    tables = [what for what in ("embedding", "head") if getattr(config, f"has_{what}")]
-    return [f"an {what} of its own" if what == "embedding" else f"a {what} of its own" for what in tables]
+    del dialect  # no engine computes any of these
+    found = {
+        "an embedding of its own": config.has_embedding,
+        "a head of its own": config.has_own_head,
+        f"a draft vocabulary of {config.draft_vocab_size:,} tokens (d2t)": config.is_partial,
+    }
+    return [what for what, is_there in found.items() if is_there]

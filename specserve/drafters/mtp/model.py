@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specserve.drafters.mtp.config import MtpConfig
+from specserve.drafters.published import OUTPUT
 from specserve.kernels.matmul import Weight
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import rms_norm
@@ -35,7 +36,7 @@ class MtpParams:
     fc: Weight  # [2 * d_model, d_model]
     layer: Layer
     norm: jax.Array  # [d_model]
-    head: Weight | None  # [d_model, vocab]; None: the target's is shared
+    head: Weight | None  # [d_model, draft_vocab]; None: the target's is shared
 
     @property
     def output(self) -> tuple[Any, ...]:
@@ -44,9 +45,11 @@ class MtpParams:
 
 
 def draft_spec(config: MtpConfig) -> MtpParams:
-    """The parameters as `ParamSpec`s with the names that the target's own checkpoint has for them."""
+    """The parameters as `ParamSpec`s with the names that the target's own checkpoint has for them. It has none for the
+    output rows of a part of the tokens, which are called as in an EAGLE-3 head."""
     layer, layout = config.layer, config.layout
     size, vocab = layer.d_model, layer.vocab_size
+    output = OUTPUT if config.is_partial else f"{layout.head}.weight"
 
     def norm(name: str) -> Any:
         return norm_spec(name, size, offset=layer.norm_offset)
@@ -58,7 +61,7 @@ def draft_spec(config: MtpConfig) -> MtpParams:
         fc=matrix(f"{layout.fc}.weight", 2 * size, size, (None, "embed")),
         layer=layer_spec(layer, 0),
         norm=norm(layout.norm),
-        head=matrix(f"{layout.head}.weight", size, vocab, ("embed", "vocab")) if config.has_head else None,
+        head=matrix(output, size, config.draft_vocab_size, ("embed", "vocab")) if config.has_head else None,
     )
 
 
@@ -110,7 +113,7 @@ def draft_logits(
     config: MtpConfig,
     target: TargetParams,
     states: jax.Array,  # [..., d_model], from `run`
-) -> jax.Array:  # [..., vocab] float32
+) -> jax.Array:  # [..., draft_vocab] float32
     norm, *head = output
     shared = dataclasses.replace(target, head=head[0]) if head else target
     return target_model.logits(shared, config.layer, _norm(config, states, norm))

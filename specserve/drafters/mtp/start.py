@@ -4,6 +4,7 @@ import dataclasses
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from specserve.checkpoints.load import Target, load_params, renamer
 from specserve.checkpoints.quantized import stored_block
@@ -17,17 +18,12 @@ from specserve.errors import ConfigError
 from specserve.kernels.matmul import dequantize
 from specserve.models.config import ModelConfig
 from specserve.models.params import init_params
-from specserve.models.target import Layer, target_spec
+from specserve.models.target import Layer, head_columns, target_spec
 
 
 def new_config(settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> MtpConfig:
-    """Return the layer's shape, all of which the target decides. Raises ConfigError where the settings ask for
-    another."""
-    if draft_vocab_size < target.vocab_size:
-        raise ConfigError(
-            f"draft.vocab_size {draft_vocab_size}: a layer of multi-token prediction shares the target's output head, "
-            f"all {target.vocab_size} tokens of it; leave --vocab-size out"
-        )
+    """Return the layer's shape, all of which but its vocabulary the target decides. Raises ConfigError where the
+    settings ask for another."""
     own = {
         "num_layers": 1,
         "d_model": target.d_model,
@@ -47,14 +43,23 @@ def new_config(settings: DraftSettings, target: ModelConfig, draft_vocab_size: i
             f"{', '.join(other)}: a layer of multi-token prediction is one layer of the target's own kind and size; "
             "leave that out, or train a head of another kind (--drafter)"
         )
-    return config_of(target, dtype="float32")
+    return dataclasses.replace(config_of(target, dtype="float32"), draft_vocab_size=draft_vocab_size)
 
 
-def first_params(config: MtpConfig, target: Target, seed: int) -> MtpParams:
+def first_params(config: MtpConfig, target: Target, target_ids: np.ndarray, seed: int) -> MtpParams:
     """Return the layer of the target's checkpoint. Where it has none, it is a copy of the target's last layer, whose
-    input is the mean of its two normed halves, and whose final norm is the target's. Raises CheckpointError."""
-    if files.is_carried(target.folder, config):
-        return files.load_carried(target, config)
+    input is the mean of its two normed halves, and whose final norm is the target's. The output rows of a part of the
+    tokens, `target_ids` [draft_vocab] int32, are the target's. Raises CheckpointError."""
+    whole = config_of(target.config, dtype=config.layer.dtype)
+    carried = files.is_carried(target.folder, whole)
+    params = files.load_carried(target, whole) if carried else _from_last(whole, target, seed)
+    if not config.is_partial:
+        return params
+    columns = head_columns(target.params, jnp.asarray(target_ids)).astype(config.layer.dtype)
+    return dataclasses.replace(params, head=columns)
+
+
+def _from_last(config: MtpConfig, target: Target, seed: int) -> MtpParams:
     spec = draft_spec(config)
     params: MtpParams = init_params(spec, jax.random.key(seed), config.layer.dtype)
     half = jnp.eye(config.layer.d_model, dtype=config.layer.dtype) / 2
