@@ -25,7 +25,6 @@ class Flight:
         """Tokens that it emits for a sequence, at least and at most."""
         return self.num_steps, self.num_steps * (1 + (self.tree.depth if self.tree else 0))
 
-    def is_of(self, row: int) -> bool:
-        """Return whether the sequence of a row still counts what this brings."""
-        sequence, epoch = self.rows[row]
-        return sequence.is_of(epoch)
+    def awaited(self) -> dict[int, Sequence]:
+        """Return the sequences by row that still count what this brings."""
+        return {row: sequence for row, (sequence, epoch) in self.rows.items() if sequence.is_of(epoch)}

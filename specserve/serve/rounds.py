@@ -389,17 +389,15 @@ class Rounds:
                 if sequence.epoch == epoch:
                     known = len(sequence.prompt)
                     sequence.prompt += results.prompt_tokens(sequence.request, known, number, steps[0], row)
-            rows = [row for row in flight.rows if flight.is_of(row)]
-            for row in rows:
-                flight.rows[row][0].landed(*flight.tokens)
+            for sequence in flight.awaited().values():
+                sequence.landed(*flight.tokens)
             num_tokens += [0] * (len(steps) - len(num_tokens))
             for number, result in enumerate(steps):
-                rows = [row for row in rows if flight.is_of(row)]
+                awaited = flight.awaited()
                 if flight.shape:
-                    self._observe(flight, result, rows)
-                for row in rows:
+                    self._observe(flight.tree, result, awaited)
+                for row, sequence in awaited.items():
                     num_tokens[number] += 1 + int(result.n_accepted[row])
-                    sequence, _ = flight.rows[row]
                     self._guard(sequence, functools.partial(self._emit, sequence, flight.tree, result, row))
         while len(num_tokens) > 1 and not num_tokens[-1]:  # steps that ran on after every answer had ended
             num_tokens.pop()
@@ -407,23 +405,23 @@ class Rounds:
         for number in num_tokens:
             self._counters.round_sizes[bisect.bisect_left(ROUND_SIZES, number)] += 1
 
-    def _observe(self, flight: Flight, result: HostResult, rows: list[int]) -> None:
-        """Count what a step accepted, and learn from it."""
-        tree, sequences = flight.tree, [flight.rows[row][0] for row in rows]
+    def _observe(self, tree: Tree | None, result: HostResult, sequences: dict[int, Sequence]) -> None:
+        """Count what a step accepted of the sequences in its rows, and learn from it."""
         if tree is None or self.runner.shapes.accepts_nothing:
-            for sequence in sequences:
+            for sequence in sequences.values():
                 sequence.acceptance = sequence.acceptance.after_step()
             return
-        estimates, n_accepted = [self._estimate(sequence) for sequence in sequences], result.n_accepted[rows]
-        for sequence, estimate, number in zip(sequences, estimates, n_accepted.tolist(), strict=True):
+        rows, estimates = list(sequences), [self._estimate(sequence) for sequence in sequences.values()]
+        n_accepted = result.n_accepted[rows]
+        for sequence, estimate, number in zip(sequences.values(), estimates, n_accepted.tolist(), strict=True):
             num_draft_tokens = tree.num_nodes if estimate.max_depth else 0  # 0: the request wants none
             if num_draft_tokens:
                 sequence.drafts.append((num_draft_tokens, number))
             sequence.acceptance = sequence.acceptance.after_step(
                 number, depth=tree.depth, num_draft_tokens=num_draft_tokens
             )
-        confidence = None if result.confidence is None else result.confidence[rows]
-        self.controller.observe(estimates, tree, n_accepted, confidence)
+        said = result.confidence
+        self.controller.observe(estimates, tree, n_accepted, said if said is None else said[rows])
 
     def _emit(self, sequence: Sequence, tree: Tree | None, result: HostResult, row: int) -> None:
         """Hand over the new tokens of a step with that tree."""

@@ -44,8 +44,8 @@ class Estimate:
 
 @dataclass(eq=False)
 class _Forecast:
-    """What several sequences are expected to accept. It is computed for all of them at once, and for all depths: the
-    host does this in every step, beside the device."""
+    """The tokens that several sequences are expected to accept. They are computed for all of them at once, and for all
+    depths: the host does this in every step, beside the device."""
 
     rates: np.ndarray  # [sequence, MAX_DEPTH] float64, of a chain
     max_depths: np.ndarray  # [sequence] int
@@ -241,7 +241,7 @@ class Controller:
         return float(len(forecast.rates)) if tree is None else forecast.tokens(tree.depth, self._lift_of(tree))
 
     def _forecast(self, estimates: Sequence[Estimate]) -> _Forecast:
-        """What the sequences are expected to accept, by how sure the draft is of them now."""
+        """Forecast what the sequences accept, by how sure the draft is of them now."""
         forecast = _Forecast.of(estimates)
         if not self.calibration.trust:
             return forecast
