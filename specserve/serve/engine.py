@@ -182,11 +182,13 @@ class Engine:
                 logger.error("the engine did not stop within %.0f seconds; its device is stuck", STOP_SECONDS)
 
     def drain(self, seconds: float) -> None:
-        """Take no new sequences (CapacityError), and wait until those that were taken, running or waiting, have ended.
-        The wait takes at most so many seconds; sequences that are left then go on until `stop`."""
+        """Take no new sequences (CapacityError), and wait until those that were taken, running or waiting, have ended
+        and their listeners know it. The wait takes at most so many seconds; sequences that are left then go on until
+        `stop`."""
         self._is_draining = True
         deadline = time.monotonic() + seconds
-        while self._queue.num_open and self.is_healthy and time.monotonic() < deadline:
+        # asked in this order: a sequence is counted as ended when its listener is already being told
+        while (self._queue.num_open or self.rounds.is_telling) and self.is_healthy and time.monotonic() < deadline:
             time.sleep(0.02)
 
     def newest_digests(self, most: int) -> list[bytes]:

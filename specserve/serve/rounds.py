@@ -90,6 +90,7 @@ class Rounds:
         self._bursts, self._most_steps = Bursts(), most_steps
         self._last_landing = 0.0  # when the step before was read, if the device went on without a pause; 0: it did not
         self._tokenizer, self._on_end = tokenizer, on_end
+        self.is_telling = False  # a sequence has ended, and its listener is being told
 
     def complete(self, controller: Controller | None, *, is_partial: bool) -> None:
         """Note that every program is compiled, or has failed to compile; then steps are still made of those that are
@@ -455,12 +456,14 @@ class Rounds:
             most = max(self.runner.shapes.max_accepted, len(sequence.acceptance.accepted_per_depth))  # of any head
             delta = dataclasses.replace(delta, stats=results.stats_of(sequence, most))
             # before its listener hears of it: who has the last token finds the slot and the pages free
+            self.is_telling = True
             self._end(sequence, reason)
         try:
             sequence.request.on_delta(delta)
         except Exception:
             logger.exception("%s: its listener failed; ending it", sequence.request.request_id)
             self._end(sequence, FinishReason.ERROR)
+        self.is_telling = False
 
     def _end(self, sequence: Sequence, reason: FinishReason) -> None:
         """Give back what a sequence holds. Ending it again does nothing."""

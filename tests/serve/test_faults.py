@@ -167,6 +167,21 @@ def test_draining_lets_all_that_was_taken_end(runner: Runner, reference: Referen
         reference.check(ask, inbox)
 
 
+def test_draining_waits_for_who_is_being_told(runner: Runner) -> None:
+    """A sequence gives its place back before its listener hears of the end."""
+    told = threading.Event()
+
+    def slow(delta: Delta) -> None:
+        if delta.finish_reason is not None:
+            time.sleep(0.2)
+            told.set()
+
+    with serving(make_engine(runner, Fixed(CHAIN))) as engine:
+        engine.submit(PROMPTS[1], greedy(4, ignore_eos=True), slow)
+        engine.drain(60)
+        assert told.is_set()
+
+
 class _Stuck:
     """A device that answers nothing until it is released."""
 
