@@ -28,14 +28,15 @@ def attend(
     softcap: float = 0.0,
     sinks: jax.Array | None = None,  # [head]
     window: int = 0,
-    position_ids: jax.Array | None = None,  # [batch, n] int32, needed for a window; the new keys are the queries' own
+    position_ids: jax.Array | None = None,  # [batch, m] int32, of the new keys; needed for a window
 ) -> jax.Array:  # [batch, n, head, v_dim]
     """Scaled dot-product attention with grouped heads: head h reads kv_head h // (head / kv_head).
 
     The softmax runs in float32 over [prefix | new keys]. `scale` is head_dim ** -0.5 unless given. `softcap` bounds the
     scores by cap * tanh(score / cap) (Gemma 2, arXiv 2408.00118, section 2). `sinks` are a logit for each head that
     takes part in the softmax and has no value (GPT-OSS). With a `window` a query sees only the last so many tokens,
-    itself included. A query that sees no key at all returns finite values, which callers must treat as padding.
+    itself included; the last n of the new keys are then the queries' own. A query that sees no key at all returns
+    finite values, which callers must treat as padding.
     """
     _, n, num_heads, head_dim = q.shape
     num_kv_heads = v.shape[2]
@@ -62,7 +63,7 @@ def _by_products(
     softcap: float,
     sinks: jax.Array | None,
     window: int,
-    position_ids: jax.Array | None,
+    position_ids: jax.Array | None,  # [batch, m]
 ) -> jax.Array:  # [batch, n, head, v_dim]
     """Attention by XLA's operations over the new keys, merged with what the backend's kernel makes of the prefix."""
     batch, n, num_heads, head_dim = q.shape
@@ -75,7 +76,9 @@ def _by_products(
         sinks = jnp.repeat(sinks.astype(jnp.float32).reshape(num_kv_heads, group), n, axis=1)
     if window:
         assert position_ids is not None, "a window goes by positions"
-        mask &= position_ids[:, :, None] - position_ids[:, None] < window
+        own = position_ids[:, -n:]
+        mask &= own[:, :, None] - position_ids[:, None] < window
+        position_ids = own
     k_scale = v_scale = None
     if prefix is not None and prefix.pages.is_quantized:  # as later steps will see them
         k, k_scale = quantize(k, prefix.pages.k.dtype)

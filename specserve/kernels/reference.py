@@ -19,7 +19,7 @@ def attend(
     softcap: float = 0.0,
     sinks: np.ndarray | None = None,  # [head]
     window: int = 0,
-    position_ids: np.ndarray | None = None,  # [batch, n], where there is a window
+    position_ids: np.ndarray | None = None,  # [batch, m], of the new keys, where there is a window
 ) -> np.ndarray:  # [batch, n, head, v_dim]; NaN where a query sees no key
     """The plain `attention.attend`: for every query, a softmax over the keys that it sees, all of them as pages keep
     them."""
@@ -38,8 +38,9 @@ def attend(
             old = np.arange(first, first + len(past[0]))
             if window:
                 assert position_ids is not None
-                seen = seen[position_ids[b, i] - position_ids[b, seen] < window]
-                old = old[position_ids[b, i] - old < window]
+                position = position_ids[b, k.shape[1] - n + i]
+                seen = seen[position - position_ids[b, seen] < window]
+                old = old[position - old < window]
             for head in range(num_heads):
                 keys = np.concatenate([past[0][old - first, head // group], k[b, seen, head // group]])
                 values = np.concatenate([past[1][old - first, head // group], v[b, seen, head // group]])

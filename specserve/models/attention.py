@@ -10,7 +10,7 @@ from specserve.kernels.matmul import Weight
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import as_heads, split_as_heads
 from specserve.models.config import HeadShape, LayerKind, ModelConfig, Names
-from specserve.models.context import Context, Tables
+from specserve.models.context import Context, Tables, join
 from specserve.models.layers import by_head, linear, norm_spec, side_by_side
 from specserve.models.params import TensorPart, matrix, vector
 from specserve.pytree import pytree
@@ -110,8 +110,7 @@ def mix(
     q, k, v = project_qkv(params, config, x, tables)
     out = attend(
         q,
-        k,
-        v,
+        *join(context.earlier, (k, v)),
         context.mask,
         seen,
         scale=config.attention_scale or None,

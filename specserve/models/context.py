@@ -1,18 +1,28 @@
 """`Context` holds what every layer of one forward gets besides its input."""
 
+from typing import Any
+
 import jax
+import jax.numpy as jnp
 
 from specserve.kernels.rows import Documents, Unrolled
 from specserve.pytree import pytree
 
 Tables = tuple[jax.Array, jax.Array]  # cos, sin: see `models.rope.rope_tables`
-# [batch or 1, n, n] bool: who sees whom among the n new tokens, oneself always; packed rows say it by documents
+# [batch or 1, n, m] bool: who sees whom among the m new tokens, of which the last n run now, oneself always; packed
+# rows say it by documents
 Mask = jax.Array | Documents | Unrolled
 
 
 @pytree
 class Context:
-    position_ids: jax.Array  # [batch, n] int32
+    position_ids: jax.Array  # [batch, m] int32, of the new tokens
     mask: Mask
     rope: Tables
     local_rope: Tables | None
+    earlier: Any = None  # what the first m - n have left when they ran, [batch, m - n, ...]; None: all run now
+
+
+def join(earlier: Any, own: Any) -> Any:
+    """Return what all new tokens leave, [batch, m, ...], where those that run now leave `own`, [batch, n, ...]."""
+    return own if earlier is None else jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), earlier, own)

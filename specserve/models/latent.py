@@ -17,7 +17,7 @@ from specserve.kernels.matmul import Weight, matmul
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import apply_rope, rms_norm
 from specserve.models.config import ModelConfig
-from specserve.models.context import Context
+from specserve.models.context import Context, join
 from specserve.models.layers import by_head, linear, norm_spec
 from specserve.models.params import TensorPart, matrix, vector
 from specserve.pytree import pytree
@@ -96,10 +96,11 @@ def mix(
     compressed = rms_norm(down[..., : latent.kv_rank], params.kv_norm, NORM_EPS)[:, :, None]
     k_rope = apply_rope(down[:, :, None, latent.kv_rank :], context.rope, is_interleaved=is_interleaved)
     new = jnp.concatenate([compressed, k_rope], axis=-1)
+    latents, _ = join(context.earlier, (new, None))
     if seen is None:
-        out = expanded(params, config, q_nope, q_rope, new, context)
+        out = expanded(params, config, q_nope, q_rope, latents, context)
     else:
-        out = absorbed(params, config, q_nope, q_rope, new, seen, context)
+        out = absorbed(params, config, q_nope, q_rope, latents, seen, context)
     if params.gate is not None:
         out = out * jax.nn.sigmoid(linear(x, params.gate))[..., None]
     return linear(out.reshape(*x.shape[:2], -1), params.o, params.o_bias, add=add), (new, None)
@@ -110,7 +111,7 @@ def expanded(
     config: ModelConfig,
     q_nope: jax.Array,  # [batch, n, head, nope_dim]
     q_rope: jax.Array,  # [batch, n, head, rope_dim]
-    new: jax.Array,  # [batch, n, 1, cache_dim]
+    new: jax.Array,  # [batch, m, 1, cache_dim]
     context: Context,
 ) -> jax.Array:  # [batch, n, head, v_dim]
     """Attention over the new tokens alone, in the expanded form."""

@@ -41,6 +41,7 @@ def mix(
     """Compute what the layer adds to the residual, [batch, n, d_model], and how the tokens would change its state
     (`advance`). `kernels.recurrence.recur` says which masks are possible."""
     assert not isinstance(context.mask, Unrolled), "a rollout is of layers that attend"
+    assert context.earlier is None, "a layer that keeps a state runs over all new tokens at once"
     seen = init_state(config, kind, x.shape[0]) if seen is None else seen
     if isinstance(params, DeltaNet):
         assert config.delta is not None

@@ -130,13 +130,16 @@ def embed(table: jax.Array, config: ModelConfig, token_ids: jax.Array) -> jax.Ar
     return x if config.embedding_scale == 1.0 else x * jnp.asarray(config.embedding_scale, x.dtype)
 
 
-def make_context(config: ModelConfig, position_ids: jax.Array, mask: Mask) -> Context:
-    """Make what every layer gets besides its input, for tokens at these positions, [batch, n]."""
+def make_context(config: ModelConfig, position_ids: jax.Array, mask: Mask, earlier: Any = None) -> Context:
+    """Make what every layer gets besides its input, for tokens at these positions, [batch, m], of which the first have
+    run before where they left `earlier` (see `Context`)."""
+    own = position_ids[:, jax.tree.leaves(earlier)[0].shape[1] :] if earlier is not None else position_ids
     return Context(
         position_ids=position_ids,
         mask=mask,
-        rope=rope_tables(config.rope, config.head_dim, position_ids),
-        local_rope=rope_tables(config.local_rope, config.head_dim, position_ids) if config.local_rope else None,
+        rope=rope_tables(config.rope, config.head_dim, own),
+        local_rope=rope_tables(config.local_rope, config.head_dim, own) if config.local_rope else None,
+        earlier=earlier,
     )
 
 

@@ -198,6 +198,16 @@ class TokenMask(Protocol):
         ...
 
 
+def fill_masks(allowed: np.ndarray, mask: TokenMask, parents: np.ndarray, token_ids: np.ndarray) -> None:
+    """Write a request's masks into its rows, [node, bytes] uint8."""
+    rows = np.asarray(mask.masks(parents.tolist(), token_ids.tolist()))
+    if rows.shape != allowed.shape or rows.dtype != np.uint8 or not rows.any(axis=1).all():
+        raise ValueError(
+            f"a token mask returned {rows.dtype} {rows.shape}; expected uint8 {allowed.shape} with a bit in each row"
+        )
+    allowed[:] = rows
+
+
 @dataclass(frozen=True)
 class DraftTree:
     """The tree that a step proposed for one sequence. Node 0 is the root, the last token before the step; it is its own

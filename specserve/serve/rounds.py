@@ -28,7 +28,7 @@ from specserve.serve.handles import HostResult, StepHandle
 from specserve.serve.interface import ROUND_SIZES, EngineStats
 from specserve.serve.options import sampler_rows, token_rows
 from specserve.serve.output import OutputStream
-from specserve.serve.request import Delta, FinishReason, Request, TokenMask
+from specserve.serve.request import Delta, FinishReason, Request, fill_masks
 from specserve.serve.runner import Runner
 from specserve.serve.scheduler import Chunk, Round, Scheduler, Sequence
 from specserve.speculative.controller import Controller, Estimate
@@ -309,7 +309,7 @@ class Rounds:
         for row, sequence in enumerate(decode):
             mask = sequence.request.token_mask
             if mask is not None:
-                self._guard(sequence, functools.partial(_fill, allowed[row], mask, parents[row], token_ids[row]))
+                self._guard(sequence, functools.partial(fill_masks, allowed[row], mask, parents[row], token_ids[row]))
         return allowed
 
     def _guard(self, sequence: Sequence, call: Callable[[], None]) -> None:
@@ -490,13 +490,3 @@ class Rounds:
     @property
     def _vocab_size(self) -> int:
         return self.runner.config.target.vocab_size
-
-
-def _fill(allowed: np.ndarray, mask: TokenMask, parents: np.ndarray, token_ids: np.ndarray) -> None:
-    """Write a request's masks into its rows, [node, bytes] uint8."""
-    rows = np.asarray(mask.masks(parents.tolist(), token_ids.tolist()))
-    if rows.shape != allowed.shape or rows.dtype != np.uint8 or not rows.any(axis=1).all():
-        raise ValueError(
-            f"a token mask returned {rows.dtype} {rows.shape}; expected uint8 {allowed.shape} with a bit in each row"
-        )
-    allowed[:] = rows

@@ -42,6 +42,7 @@ def _check(
     *,
     batch: int,
     n: int,
+    earlier: int,
     kv_heads: int,
     group: int,
     dims: tuple[int, int],
@@ -61,23 +62,24 @@ def _check(
     numbers of the dtype `stored`."""
     rng = np.random.default_rng(seed)
     head_dim, v_dim = dims
-    room = -(-n // page_size) if is_exact else 0  # new keys take their places in the sequence's own pages
+    m = earlier + n  # new keys, of which the last are the queries' own
+    room = -(-m // page_size) if is_exact else 0  # new keys take their places in the sequence's own pages
     num_entries, width = width * page_size, width + room
     num_pages = batch * width + 3
     table = rng.permutation(num_pages)[: batch * width].reshape(batch, width).astype(np.int32)
     lens = rng.integers(0, num_entries + 1, batch).astype(np.int32)  # ragged, empty and full among them
     # entries that nobody may see would be heard in the answer
     k_pages, v_pages = (5 * _normal(rng, num_pages, kv_heads, page_size, dim) for dim in dims)
-    k, v = (_normal(rng, batch, n, kv_heads, dim) for dim in dims)
+    k, v = (_normal(rng, batch, m, kv_heads, dim) for dim in dims)
     q, sinks = _normal(rng, batch, n, kv_heads * group, head_dim), _normal(rng, kv_heads * group)
-    mask, positions = _tree_mask(rng, batch, n), lens[:, None] + np.arange(n, dtype=np.int32)
+    mask, positions = _tree_mask(rng, batch, m)[:, earlier:], lens[:, None] + np.arange(m, dtype=np.int32)
     k_scale = v_scale = None
     if stored != "float32":
         (k_pages, k_scale), (v_pages, v_scale) = (reference.quantize(x, np.dtype(stored)) for x in (k_pages, v_pages))
         # new keys that lie on the grid: between its steps a rounding would be a step
         k, v = (reference.dequantize(*reference.quantize(x, np.dtype(stored))) for x in (k, v))
     if is_kernel:  # which reads nothing else
-        _silence((k_pages, v_pages, k_scale, v_scale), table, lens, first, window)
+        _silence((k_pages, v_pages, k_scale, v_scale), table, lens, first, window - earlier if window else 0)
         table = np.where(np.arange(width) < -(-lens[:, None] // page_size), table, rng.integers(-9, 999, table.shape))
     if is_latent:
         v_pages, v_scale, v = None, None, k[..., :v_dim]
@@ -117,6 +119,7 @@ CASES = {
     "seed": st.integers(0, 2**32 - 1),
     "batch": st.integers(1, 3),
     "n": st.sampled_from([1, 2, 5, 9]),
+    "earlier": st.sampled_from([0, 0, 3]),
     "kv_heads": st.sampled_from([1, 2]),
     "group": st.sampled_from([1, 3]),
     "first": st.sampled_from([0, 1]),
@@ -153,6 +156,7 @@ TELLING: dict[str, Any] = {
     "seed": 1,
     "batch": 2,
     "n": 5,
+    "earlier": 2,
     "kv_heads": 1,
     "group": 3,
     "first": 1,

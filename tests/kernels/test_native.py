@@ -145,7 +145,7 @@ def _case(rng: np.random.Generator, *, v_dim: int, group: int, page_size: int, h
     }
 
 
-@pytest.mark.parametrize(("page_size", "first"), [(1, 1), (4, 1), (32, 0)])
+@pytest.mark.parametrize(("page_size", "first", "earlier"), [(1, 1, 0), (4, 1, 2), (32, 0, 0)])
 @pytest.mark.parametrize(
     ("has_sinks", "window", "softcap", "is_latent"),
     [(False, 0, 0.0, False), (True, 6, 0.0, False), (False, 3, 20.0, False), (False, 0, 0.0, True)],
@@ -154,12 +154,14 @@ def test_attention_is_that_of_xla(
     rng: np.random.Generator,
     page_size: int,
     first: int,
+    earlier: int,
     has_sinks: bool,
     window: int,
     softcap: float,
     is_latent: bool,
 ) -> None:
-    """Windows, sinks, soft caps, latent pages, a first index; one sequence is empty, one fills its last page."""
+    """Windows, sinks, soft caps, latent pages, a first index; one sequence is empty, one fills its last page. Some new
+    keys are of tokens that have run before."""
     case = _case(rng, v_dim=16 if is_latent else 40, group=3, page_size=page_size)
 
     def run(q: Any, k: Any, v: Any, k_pages: Any, v_pages: Any, sinks: Any) -> jax.Array:
@@ -170,7 +172,7 @@ def test_attention_is_that_of_xla(
             q,
             k,
             v,
-            jnp.asarray(case["mask"]),
+            jnp.asarray(case["mask"][:, earlier:]),
             prefix,
             softcap=softcap,
             sinks=sinks if has_sinks else None,
@@ -178,6 +180,7 @@ def test_attention_is_that_of_xla(
             position_ids=jnp.asarray(case["positions"]),
         )
 
+    case["q"] = case["q"][:, earlier:]
     arrays = [jnp.asarray(case[name]) for name in ("q", "k", "v", "k_pages", "v_pages", "sinks")]
     expected = jax.jit(run)
     rounding.assert_same(_served(run, *arrays), expected(*arrays), rounding.tolerance(expected, *arrays))

@@ -94,12 +94,13 @@ def run(
     params: MtpParams,
     config: MtpConfig,
     x: jax.Array,  # [batch, n, d_model], from `inputs`
-    position_ids: jax.Array,  # [batch, n] int32
+    position_ids: jax.Array,  # [batch, m] int32
     mask: Mask,
     seen: PagedPrefix | None = None,
+    earlier: Any = None,  # what the first m - n new entries have left when they ran, see `Context`
 ) -> tuple[jax.Array, Any]:  # the states [batch, n, d_model] that make logits, and what the entries leave in the cache
     """Run the layer. Where the states are not used, XLA does not compute them."""
-    context = make_context(config.layer, position_ids, mask)
+    context = make_context(config.layer, position_ids, mask, earlier)
     return run_layer(params.layer, config.layer, config.layer.kind(0), x, seen, context)
 
 

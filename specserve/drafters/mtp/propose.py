@@ -4,6 +4,7 @@ It knows the layer and its pages, and no target forward.
 """
 
 import dataclasses
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +16,7 @@ from specserve.drafters.mtp.config import MtpConfig
 from specserve.kernels.gather import take_each
 from specserve.kernels.paged import PagedPrefix
 from specserve.models.cache import Cache, Prefix
+from specserve.models.context import join
 from specserve.models.target import TargetParams
 from specserve.pytree import pytree
 from specserve.speculative.drafter import SlotView
@@ -89,31 +91,23 @@ def at_root(
     seen = cache.attended(0, Prefix(view.read_table, view.seq_lens, FIRST_ENTRY))
     states, _ = model.run(draft.params, config, root, view.seq_lens[:, None], see_self, seen)
     seen = cache.attended(0, Prefix(view.read_table, view.seq_lens + 1, FIRST_ENTRY))
-    return cache, _Expander(draft, config, seen, view), _Level.of_root(config, states)
+    return cache, _Expander(draft, config, seen, view), _Level.of_root(states)
 
 
 @pytree
 class _Level:
-    """The nodes whose children are drawn next, and all that have been drawn so far, which run again with every level:
-    one layer over a few rows, of whatever kind it is."""
+    """The nodes whose children are drawn next, and the entries of all nodes that have run so far."""
 
     states: jax.Array  # [batch, k, d_model]
-    above: jax.Array  # [batch, k, seen] bool, which nodes each one's children see: itself, and its ancestors
-    x: jax.Array  # [batch, seen, d_model], what every node brings to the layer
-    depths: jax.Array  # [batch, seen] int32
-    mask: jax.Array  # [batch, seen, seen] bool
+    sees: jax.Array  # [batch, k, seen] bool, which of those entries each node's children see: its own, its ancestors'
+    depths: jax.Array  # [batch, seen] int32, of the entries
+    entries: Any  # [batch, seen, ...] each, of the layer's kind; None: none has run
 
     @classmethod
-    def of_root(cls, config: MtpConfig, states: jax.Array) -> "_Level":
+    def of_root(cls, states: jax.Array) -> "_Level":
         """Return the level that is the root alone, [batch, 1, d_model], whose own entry is in the pages."""
         batch = states.shape[0]
-        return cls(
-            states,
-            above=jnp.zeros((batch, 1, 0), bool),
-            x=jnp.zeros((batch, 0, config.layer.d_model), states.dtype),
-            depths=jnp.zeros((batch, 0), jnp.int32),
-            mask=jnp.zeros((batch, 0, 0), bool),
-        )
+        return cls(states, jnp.zeros((batch, 1, 0), bool), jnp.zeros((batch, 0), jnp.int32), None)
 
 
 class _Expander:
@@ -130,11 +124,10 @@ class _Expander:
         params, config = self.draft.params, self.config
         batch, k = token_ids.shape
         hidden = take_each(model.handed_on(params, config, level.states), parents)
-        own = model.inputs(params, config, self.draft.target, token_ids, hidden)
-        eye = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
-        above = jnp.concatenate([take_each(level.above, parents), eye], axis=2)
-        x = jnp.concatenate([level.x, own], axis=1)
+        x = model.inputs(params, config, self.draft.target, token_ids, hidden)
+        own = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
+        sees = jnp.concatenate([take_each(level.sees, parents), own], axis=2)
         depths = jnp.concatenate([level.depths, jnp.full((batch, k), depth, jnp.int32)], axis=1)
-        mask = jnp.concatenate([jnp.pad(level.mask, ((0, 0), (0, 0), (0, k))), above], axis=1)
-        states, _ = model.run(params, config, x, self.view.seq_lens[:, None] + depths, mask, self.seen)
-        return _Level(states[:, -k:], above, x, depths, mask)
+        position_ids = self.view.seq_lens[:, None] + depths
+        states, left = model.run(params, config, x, position_ids, sees, self.seen, level.entries)
+        return _Level(states, sees, depths, join(level.entries, left))

@@ -213,7 +213,9 @@ ffi::Error attend(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> q, ffi::Buffer<ffi
   call.num_pages = page_dims[0], call.page_size = page_dims[3], call.width = page_table.dimensions()[1];
   call.has_batched_mask = mask.dimensions()[0] != 1;
   call.scale = scale, call.softcap = softcap, call.first = first, call.window = window;
-  if (call.window && !call.positions) return refuse("a window goes by positions");
+  if (call.window && static_cast<int64_t>(positions.element_count()) != call.batch * call.m) {
+    return refuse("a window goes by the new keys' positions");
+  }
   const int64_t group = call.heads / call.kv_heads;
   const int64_t at_once = std::max<int64_t>(1, std::min(call.n, 32 / group));  // queries of a unit
   const int64_t blocks = (call.n + at_once - 1) / at_once, units = call.batch * call.kv_heads * blocks;

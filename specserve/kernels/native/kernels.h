@@ -40,7 +40,7 @@ struct Attend {
   const float* v_pages;       // [page, kv_head, page_size, v_dim]; null: the keys' first channels, transposed
   const int32_t* page_table;  // [batch, width]
   const int32_t* lens;        // [batch], committed entries
-  const int32_t* positions;   // [batch, n]; read with a window
+  const int32_t* positions;   // [batch, m], of the new keys, the last n of which are the queries' own; read with a window
   const float* sinks;         // [head]; null: none
   float* out;                 // [batch, n, head, v_dim]
   int64_t batch, n, m, heads, kv_heads, head_dim, v_dim, num_pages, page_size, width, first, window;

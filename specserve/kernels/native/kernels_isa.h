@@ -306,7 +306,8 @@ void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin
     const int64_t query = begin + row % n;
     float* score = &scores[row * keys];
     const uint8_t* mask = masks + query * call.m;
-    const int32_t position = call.window ? call.positions[sequence * call.n + query] : 0;
+    const int32_t* positions = call.window ? call.positions + sequence * call.m : nullptr;
+    const int32_t position = call.window ? positions[call.m - call.n + query] : 0;
     const int64_t first = most(call.first, call.window ? position - call.window + 1 : 0);
     const float sink = call.sinks ? call.sinks[kv_head * group + row / n] : -INFINITY;
     if (call.softcap) {
@@ -315,7 +316,7 @@ void attend(const Attend& call, int64_t sequence, int64_t kv_head, int64_t begin
     for (int64_t key = 0; key < least(first, committed); ++key) score[key] = -INFINITY;
     for (int64_t key = len; key < committed; ++key) score[key] = -INFINITY;
     for (int64_t key = 0; key < m; ++key) {
-      const bool in_window = !call.window || position - call.positions[sequence * call.n + key] < call.window;
+      const bool in_window = !call.window || position - positions[key] < call.window;
       if (!mask[key] || !in_window) score[committed + key] = -INFINITY;
     }
     Floats most_of = splat(sink);
