@@ -45,14 +45,15 @@ class PackedMatrix:
     as many to a panel as the registers hold, and each panel is contiguous (`native/kernels.h` has the order within
     one)."""
 
-    panels: jax.Array  # [..., panel, d_in, width] float32, bfloat16 or int8
+    panels: jax.Array  # [..., panel, d_in, width] float32, bfloat16 or int8; d_in is filled up where tiles multiply
     scale: jax.Array | None  # [..., d_in / block rounded up, d_out] float32
+    d_in: int = static()
     d_out: int = static()
     block: int = static(default=0)  # inputs that share a scale; 0: all of them
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return *self.panels.shape[:-3], self.panels.shape[-2], self.d_out
+        return *self.panels.shape[:-3], self.d_in, self.d_out
 
 
 @pytree
@@ -104,14 +105,32 @@ def pack(weight: jax.Array | QuantizedMatrix) -> PackedMatrix:
         if values.dtype == np.float32 and not _lower_halves(values).any():
             values = values.astype(ml_dtypes.bfloat16)
     *stack, d_in, d_out = values.shape
-    width = native.panel_width()
+    width, tile = native.panel_width(values.dtype.itemsize), native.tile_inputs(values.dtype.itemsize)
     num_panels = -(-d_out // width)
-    padding = num_panels * width - d_out
-    padded = np.pad(values, [(0, 0)] * (values.ndim - 1) + [(0, padding)]) if padding else values
-    lanes = 4 // values.dtype.itemsize  # outputs that share 32 bits
-    panels = padded.reshape(*stack, d_in, num_panels, lanes, width // lanes)
-    panels = np.moveaxis(np.moveaxis(panels, -3, -4), -2, -1)  # [..., panel, d_in, width / lanes, lanes]
-    return PackedMatrix(_in_large_pages(panels, (*stack, num_panels, d_in, width)), scale, d_out, block_size)
+    padded = _fill_up(values, -1, num_panels * width)
+    lanes = 4 // values.dtype.itemsize  # numbers that share 32 bits
+    if tile:
+        num_blocks = -(-d_in // block_size) if block_size else 1
+        blocks = _fill_up(padded, -2, num_blocks * (block_size or d_in))
+        blocks = blocks.reshape(*stack, num_blocks, block_size or d_in, num_panels * width)
+        blocks = _fill_up(blocks, -2, -(-blocks.shape[-2] // tile) * tile)
+        inputs = num_blocks * blocks.shape[-2]
+        panels = blocks.reshape(*stack, inputs // tile, tile // lanes, lanes, num_panels, width // 16, 16)
+        # [..., panel, step, tile, input / lanes, output, lanes]
+        panels = np.moveaxis(panels, (-3, -6, -2, -5, -1, -4), (-6, -5, -4, -3, -2, -1))
+    else:
+        inputs = d_in
+        panels = padded.reshape(*stack, d_in, num_panels, lanes, width // lanes)
+        panels = np.moveaxis(np.moveaxis(panels, -3, -4), -2, -1)  # [..., panel, d_in, width / lanes, lanes]
+    laid_out = _in_large_pages(panels, (*stack, num_panels, inputs, width))
+    return PackedMatrix(laid_out, scale, d_in, d_out, block_size)
+
+
+def _fill_up(values: np.ndarray, axis: int, size: int) -> np.ndarray:
+    """The values with zeros after them along an axis, up to this size."""
+    padding = [(0, 0)] * values.ndim
+    padding[axis] = 0, size - values.shape[axis]
+    return np.pad(values, padding) if size > values.shape[axis] else values
 
 
 def _in_large_pages(values: np.ndarray, shape: tuple[int, ...]) -> jax.Array:

@@ -60,12 +60,10 @@ def _check(
 ) -> None:
     """Attention over random pages, of which a table names some, and new keys is that of the plain twin. Pages keep
     numbers of the dtype `stored`."""
-    rng = np.random.default_rng(seed)
-    head_dim, v_dim = dims
+    rng, (head_dim, v_dim) = np.random.default_rng(seed), dims
     m = earlier + n  # new keys, of which the last are the queries' own
     room = -(-m // page_size) if is_exact else 0  # new keys take their places in the sequence's own pages
-    num_entries, width = width * page_size, width + room
-    num_pages = batch * width + 3
+    num_entries, width, num_pages = width * page_size, width + room, batch * (width + room) + 3
     table = rng.permutation(num_pages)[: batch * width].reshape(batch, width).astype(np.int32)
     lens = rng.integers(0, num_entries + 1, batch).astype(np.int32)  # ragged, empty and full among them
     # entries that nobody may see would be heard in the answer

@@ -35,7 +35,10 @@ from specserve.kernels.rowwise import (
 pytestmark = pytest.mark.skipif(not native.is_available(), reason=native.describe())
 
 
-@pytest.fixture(scope="module", autouse=True, params=["avx512", "avx2"] if build.machine() == "x86_64" else ["neon"])
+SETS = ["amx", "avx512", "avx2"] if build.machine() == "x86_64" else ["neon"]
+
+
+@pytest.fixture(scope="module", autouse=True, params=SETS)
 def _instruction_set(request: pytest.FixtureRequest) -> Iterator[None]:
     """All that this processor can run, not only the one that it would choose. Matrices must be packed anew for each."""
     found = native._native()

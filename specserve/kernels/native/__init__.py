@@ -75,13 +75,23 @@ def describe() -> str:
     return _native().text
 
 
-def panel_width() -> int:
-    """Return the number of outputs in a panel of a packed matrix. The instruction set decides."""
+def panel_width(itemsize: int) -> int:
+    """Return the number of outputs in a panel of a packed matrix whose numbers have so many bytes. The instruction set
+    decides."""
+    return _number("specserve_kernels_panel_width", itemsize)
+
+
+def tile_inputs(itemsize: int) -> int:
+    """Return the number of inputs of a tile, where the processor multiplies tiles of such numbers; else 0."""
+    return _number("specserve_kernels_tile_inputs", itemsize)
+
+
+def _number(name: str, itemsize: int) -> int:
     library = _native().library
     assert library is not None, "packing is for native kernels"
-    function = library.specserve_kernels_panel_width
-    function.restype = ctypes.c_int64
-    return function()
+    function = library[name]
+    function.restype, function.argtypes = ctypes.c_int64, [ctypes.c_int64]
+    return function(itemsize)
 
 
 def serving(function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:

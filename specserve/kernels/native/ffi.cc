@@ -12,6 +12,14 @@
 #include <string>
 #include <vector>
 
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+#if defined(__linux__)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
 #include "kernels.h"
 #include "library.h"
 #include "xla/ffi/api/ffi.h"
@@ -20,13 +28,55 @@ namespace ffi = xla::ffi;
 
 namespace specserve {
 
+namespace {
+
+// So many numbers at the beginning of a line of 64 bytes, until the next call; vectors and tiles read whole lines.
+template <class T>
+T* in_lines(std::vector<T>& kept, int64_t size) {
+  constexpr int64_t kLine = 64 / sizeof(T);
+  if (static_cast<int64_t>(kept.size()) < size + kLine) kept.resize(size + kLine);
+  return reinterpret_cast<T*>((reinterpret_cast<uintptr_t>(kept.data()) + 63) / 64 * 64);
+}
+
+// For what a caller prepares for all threads of its call.
+uint16_t* parts_of_rows(int64_t size) {
+  thread_local std::vector<uint16_t> kept;
+  return in_lines(kept, size);
+}
+
+}  // namespace
+
 float* scratch(int64_t floats) {
   thread_local std::vector<float> kept;
-  if (static_cast<int64_t>(kept.size()) < floats) kept.resize(floats);
-  return kept.data();
+  return in_lines(kept, floats);
 }
 
 namespace {
+
+#if defined(__x86_64__)
+// Whether the processor has AMX's tiles of bfloat16 numbers (bits 22 and 24 of EDX; Intel's manual, CPUID leaf 7), and
+// the system lets this process use them.
+bool has_tiles() {
+#if defined(__linux__)
+  constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA (Linux 5.16)
+  unsigned a = 0, b = 0, c = 0, d = 0;
+  const bool is_there = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
+  return is_there && !syscall(SYS_arch_prctl, kRequest, kTileData);
+#else
+  return false;
+#endif
+}
+
+// AVX-512's, with products by tiles.
+const Kernels* kernels_amx() {
+  static const Kernels kernels = [] {
+    Kernels made = *kernels_avx512();
+    made.name = "amx", made.tiles = tiles_amx();
+    return made;
+  }();
+  return &kernels;
+}
+#endif
 
 // What this processor can run, the fastest first.
 std::vector<const Kernels*> runnable() {
@@ -35,6 +85,7 @@ std::vector<const Kernels*> runnable() {
   __builtin_cpu_init();
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
       __builtin_cpu_supports("avx512vl")) {
+    if (has_tiles()) found.push_back(kernels_amx());
     found.push_back(kernels_avx512());
   }
   if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) {
@@ -139,16 +190,24 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
   call.y = y->typed_data();
   call.rows = x_dims[0], call.d_in = x_dims[1], call.d_out = y_dims[1], call.groups = dims[0];
   call.block = block > 0 ? block : std::max<int64_t>(1, call.d_in);
-  const int64_t num_panels = (call.d_out + chosen->panel_width - 1) / chosen->panel_width;
-  if (dims[1] != num_panels || dims[2] != call.d_in || dims[3] != chosen->panel_width || y_dims[0] != call.rows ||
-      (call.add && add.element_count() != y->element_count())) {
-    return refuse("shapes of a product");
-  }
   switch (panels.element_type()) {
     case ffi::F32: call.format = Format::kFloat32; break;
     case ffi::BF16: call.format = Format::kBfloat16; break;
     case ffi::S8: call.format = Format::kInt8; break;
     default: return refuse("dtype of a packed matrix");
+  }
+  const Tiles* tiles = call.format == Format::kBfloat16 ? chosen->tiles : nullptr;
+  const int64_t width = tiles ? tiles->panel_width : chosen->panel_width;
+  const int64_t row_block = tiles ? tiles->row_block : chosen->row_block;
+  const int64_t num_panels = (call.d_out + width - 1) / width;
+  int64_t inputs = call.d_in;  // with those that fill blocks up to whole tiles
+  if (tiles && call.d_in) {
+    const int64_t num_blocks = (call.d_in + call.block - 1) / call.block;
+    inputs = num_blocks * ((std::min(call.block, call.d_in) + tiles->inputs - 1) / tiles->inputs) * tiles->inputs;
+  }
+  if (dims[1] != num_panels || dims[2] != inputs || dims[3] != width || y_dims[0] != call.rows ||
+      (call.add && add.element_count() != y->element_count())) {
+    return refuse("shapes of a product");
   }
   // rows by group, each group's in their own order
   std::vector<int32_t> order(call.rows);
@@ -172,21 +231,39 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
   }
   call.order = order.data(), call.start = start.data();
   struct Part {
-    int64_t group, begin, end;
+    int64_t group, begin, end, chunk;  // with tiles, the number of its first chunk
   };
   std::vector<Part> parts;
+  std::vector<std::pair<int64_t, int64_t>> chunks;
   for (int64_t g = 0; g < call.groups; ++g) {
-    for (int64_t begin = start[g]; begin < start[g + 1]; begin += chosen->row_block) {
-      parts.push_back({g, begin, std::min(start[g + 1], begin + chosen->row_block)});
+    for (int64_t begin = start[g]; begin < start[g + 1]; begin += row_block) {
+      const int64_t end = std::min(start[g + 1], begin + row_block);
+      parts.push_back({g, begin, end, static_cast<int64_t>(chunks.size())});
+      for (int64_t row = begin; tiles && row < end; row += tiles->chunk) {
+        chunks.emplace_back(row, std::min(end, row + tiles->chunk));
+      }
     }
   }
-  const int64_t rows_at_once = std::min<int64_t>(call.rows, chosen->row_block);
+  const int64_t rows_at_once = std::min<int64_t>(call.rows, row_block);
+  const int64_t per_chunk = tiles ? 3 * tiles->chunk * inputs : 0;
+  uint16_t* const split = parts_of_rows(chunks.size() * per_chunk);
+  share(pool, static_cast<int64_t>(chunks.size()), rows_at_once * call.d_in, [&](int64_t begin, int64_t end) {
+    for (int64_t i = begin; i < end; ++i) tiles->split(call, chunks[i].first, chunks[i].second, split + i * per_chunk);
+  });
   // panels of one part follow each other, so that a thread reads memory in order
-  share(pool, static_cast<int64_t>(parts.size()) * num_panels, rows_at_once * call.d_in * chosen->panel_width,
-        [&call, &parts, num_panels, chosen](int64_t begin, int64_t end) {
-          for (int64_t unit = begin; unit < end; ++unit) {
+  share(pool, static_cast<int64_t>(parts.size()) * num_panels, rows_at_once * call.d_in * width,
+        [&](int64_t begin, int64_t end) {
+          for (int64_t unit = begin, next; unit < end; unit = next) {
+            next = std::min(end, (unit / num_panels + 1) * num_panels);  // of one part
             const Part& part = parts[unit / num_panels];
-            chosen->matmul(call, part.group, unit % num_panels, part.begin, part.end);
+            const int64_t first = unit % num_panels, last = first + next - unit;
+            if (tiles) {
+              tiles->matmul(call, part.group, first, last, part.begin, part.end, split + part.chunk * per_chunk);
+              continue;
+            }
+            for (int64_t panel = first; panel < last; ++panel) {
+              chosen->matmul(call, part.group, panel, part.begin, part.end);
+            }
           }
         });
   return ffi::Error::Success();
@@ -398,9 +475,17 @@ SPECSERVE_EXPORT int64_t specserve_kernels_use(const char* name) {
   return 0;
 }
 
-SPECSERVE_EXPORT int64_t specserve_kernels_panel_width() {
+// Outputs of a panel of a weight whose numbers have so many bytes.
+SPECSERVE_EXPORT int64_t specserve_kernels_panel_width(int64_t bytes) {
   const specserve::Kernels* chosen = specserve::kernels();
-  return chosen ? chosen->panel_width : 0;
+  if (!chosen) return 0;
+  return bytes == 2 && chosen->tiles ? chosen->tiles->panel_width : chosen->panel_width;
+}
+
+// Inputs of a tile of such a weight, 0 where it is not multiplied by tiles.
+SPECSERVE_EXPORT int64_t specserve_kernels_tile_inputs(int64_t bytes) {
+  const specserve::Kernels* chosen = specserve::kernels();
+  return chosen && bytes == 2 && chosen->tiles ? chosen->tiles->inputs : 0;
 }
 
 SPECSERVE_HANDLER(specserve_matmul, specserve::matmul,

@@ -9,6 +9,9 @@
 
 namespace specserve {
 
+inline __attribute__((always_inline)) int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
+inline __attribute__((always_inline)) int64_t most(int64_t a, int64_t b) { return a < b ? b : a; }
+
 enum class Format : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
 
 // y[r] = x[r] @ weight[group[r]] (+ add[r]), summed in float32 over d_in in ascending order, whatever the number of rows.
@@ -16,7 +19,9 @@ enum class Format : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
 // A weight lies in panels of `width` outputs: [d_out / width rounded up, d_in, width]. The float32 values of one input
 // are in the order of the outputs. Of narrower values a lane of 32 bits holds several, so that shifts and masks widen
 // them: outputs j and j + width / 2 (bfloat16), or j, j + width / 4, j + width / 2 and j + 3 width / 4 (int8), the first
-// in the lowest bits.
+// in the lowest bits. Where bfloat16 weights are multiplied by tiles, a lane holds two inputs of one output, the panel's
+// tiles follow each other, and each block's inputs are filled up with zeros to whole tiles:
+// [d_out / width rounded up, inputs / tile, width / 16, tile / 2, 16, 2].
 struct Matmul {
   const float* x;        // [rows, d_in]
   const int32_t* group;  // [rows], which weight each row is multiplied by; null: the first. Out of range: y is 0
@@ -86,6 +91,19 @@ struct Argmax {
   int64_t size;
 };
 
+// Products of bfloat16 weights where the processor multiplies tiles of numbers.
+struct Tiles {
+  int64_t panel_width;
+  int64_t inputs;     // of a tile
+  int64_t chunk;      // rows that are multiplied together
+  int64_t row_block;  // rows of a unit of `matmul`, a multiple of `chunk`
+  // Writes the rows order[begin:end], one chunk, as tiles take them: numbers for 3 * chunk rows of all inputs, at most.
+  void (*split)(const Matmul&, int64_t begin, int64_t end, uint16_t* to);
+  // The panels [first, last) as in `Kernels::matmul`, of rows that were split, each chunk where the one before it ends.
+  void (*matmul)(const Matmul&, int64_t group, int64_t first, int64_t last, int64_t begin, int64_t end,
+                 const uint16_t* rows);
+};
+
 struct Kernels {
   const char* name;
   int64_t panel_width;
@@ -99,6 +117,7 @@ struct Kernels {
   void (*gate)(const Gate&, int64_t begin, int64_t end);
   void (*rotate)(const Rotate&, int64_t begin, int64_t end);
   void (*argmax)(const Argmax&, int64_t begin, int64_t end);
+  const Tiles* tiles = nullptr;  // null: `matmul` multiplies bfloat16 weights too
 };
 
 // So many floats for the calling thread, until it asks again; what they hold is undefined.
@@ -107,5 +126,6 @@ float* scratch(int64_t floats);
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx2();
 const Kernels* kernels_neon();
+const Tiles* tiles_amx();
 
 }  // namespace specserve
