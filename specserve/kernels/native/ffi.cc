@@ -231,24 +231,24 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
   }
   call.order = order.data(), call.start = start.data();
   struct Part {
-    int64_t group, begin, end, chunk;  // with tiles, the number of its first chunk
+    int64_t group, begin, end;
   };
-  std::vector<Part> parts;
-  std::vector<std::pair<int64_t, int64_t>> chunks;
+  std::vector<Part> parts, chunks;
   for (int64_t g = 0; g < call.groups; ++g) {
     for (int64_t begin = start[g]; begin < start[g + 1]; begin += row_block) {
       const int64_t end = std::min(start[g + 1], begin + row_block);
-      parts.push_back({g, begin, end, static_cast<int64_t>(chunks.size())});
+      parts.push_back({g, begin, end});
       for (int64_t row = begin; tiles && row < end; row += tiles->chunk) {
-        chunks.emplace_back(row, std::min(end, row + tiles->chunk));
+        chunks.push_back({g, row, std::min(end, row + tiles->chunk)});
       }
     }
   }
-  const int64_t rows_at_once = std::min<int64_t>(call.rows, row_block);
-  const int64_t per_chunk = tiles ? 3 * tiles->chunk * inputs : 0;
-  uint16_t* const split = parts_of_rows(chunks.size() * per_chunk);
+  const int64_t rows_at_once = std::min<int64_t>(call.rows, row_block), per_row = 3 * inputs;
+  uint16_t* const split = tiles ? parts_of_rows(call.rows * per_row) : nullptr;
   share(pool, static_cast<int64_t>(chunks.size()), rows_at_once * call.d_in, [&](int64_t begin, int64_t end) {
-    for (int64_t i = begin; i < end; ++i) tiles->split(call, chunks[i].first, chunks[i].second, split + i * per_chunk);
+    for (int64_t i = begin; i < end; ++i) {
+      tiles->split(call, chunks[i].begin, chunks[i].end, split + chunks[i].begin * per_row);
+    }
   });
   // panels of one part follow each other, so that a thread reads memory in order
   share(pool, static_cast<int64_t>(parts.size()) * num_panels, rows_at_once * call.d_in * width,
@@ -258,7 +258,7 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
             const Part& part = parts[unit / num_panels];
             const int64_t first = unit % num_panels, last = first + next - unit;
             if (tiles) {
-              tiles->matmul(call, part.group, first, last, part.begin, part.end, split + part.chunk * per_chunk);
+              tiles->matmul(call, part.group, first, last, part.begin, part.end, split + part.begin * per_row);
               continue;
             }
             for (int64_t panel = first; panel < last; ++panel) {

@@ -97,7 +97,7 @@ struct Tiles {
   int64_t inputs;     // of a tile
   int64_t chunk;      // rows that are multiplied together
   int64_t row_block;  // rows of a unit of `matmul`, a multiple of `chunk`
-  // Writes the rows order[begin:end], one chunk, as tiles take them: numbers for 3 * chunk rows of all inputs, at most.
+  // Writes the rows order[begin:end], one chunk, as tiles take them: three numbers for each input of each row.
   void (*split)(const Matmul&, int64_t begin, int64_t end, uint16_t* to);
   // The panels [first, last) as in `Kernels::matmul`, of rows that were split, each chunk where the one before it ends.
   void (*matmul)(const Matmul&, int64_t group, int64_t first, int64_t last, int64_t begin, int64_t end,
