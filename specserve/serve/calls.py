@@ -18,6 +18,7 @@ from specserve.serve.placement import Placement
 from specserve.serve.plans import Plan
 from specserve.speculative import step
 from specserve.speculative.drafter import Weights
+from specserve.speculative.repeat import repeat
 from specserve.speculative.step import Admission, SlotState, StepConfig, StepResult
 from specserve.speculative.tree import Proposal, Tree
 
@@ -146,7 +147,7 @@ class Calls:
         width: int,
         most: int,
     ) -> Call:
-        """Make `num_steps` such steps in a row ([] int32, 1 to `most`), see `step.repeat`."""
+        """Make `num_steps` such steps in a row ([] int32, 1 to `most`), see `repeat`."""
         static = {"tree": tree, "width": width, "most": most}
         key = ("steps", len(slots), *static.values())
         return Call(key, self._steps, (layout, state, slots, num_steps, allowed), static)
@@ -185,7 +186,7 @@ def _steps(
     width: int,
     most: int,
 ) -> tuple[SlotState, StepResult]:
-    """Run `num_steps` steps of one kind."""
+    """Run `num_steps` steps of one kind, or as many as there is something to do for."""
 
     @jax.jit  # so that both calls trace it once
     def one(state: SlotState) -> tuple[SlotState, StepResult]:
@@ -193,7 +194,7 @@ def _steps(
             return step.decode(config, layout, state, slots, allowed, width=width)
         return step.speculate(config, layout, state, slots, tree=tree, width=width)
 
-    return step.repeat(one, state, num_steps, most=most)
+    return repeat(one, state, slots, num_steps, most=most)
 
 
 def _extend(_config: StepConfig, page_table: jax.Array, entries: jax.Array) -> jax.Array:

@@ -55,12 +55,14 @@ class StepHandle:
         return result
 
     def read_each(self) -> list[HostResult]:
-        """The same of each step, the first one first."""
+        """The same of each step that was made, the first one first: none is, once all sequences have stopped."""
         if not self._num_steps:
             results = [self._read(lambda x: x)]
         else:
-            results = [self._read(operator.itemgetter(number)) for number in range(self._num_steps)]
-        self._on_read(np.sum([result.n_accepted for result in results], axis=0))
+            num_made = np.count_nonzero(np.asarray(self._result.counts)[: self._num_steps, 0, 0] >= 0)
+            results = [self._read(operator.itemgetter(number)) for number in range(num_made)]
+        if results:
+            self._on_read(np.sum([result.n_accepted for result in results], axis=0))
         return results
 
     def _read(self, of_step: Callable[[np.ndarray], np.ndarray]) -> HostResult:

@@ -126,10 +126,12 @@ def sampler_rows(params: SamplingParams, seed: int, num_prompt: int = 0) -> Samp
     )
 
 
-def blank_token_rows(vocab_size: int) -> TokenRows:
-    """Make the token rows of options that say nothing about single tokens, [1, ...], on the host."""
+def blank_token_rows(vocab_size: int, stop_ids: Sequence[int] = ()) -> TokenRows:
+    """Make the token rows of options that say nothing about single tokens but which end an answer, [1, ...], on the
+    host."""
     bias: Any = np.zeros((1, vocab_size), np.float32)
     ledger: Any = np.zeros((1, vocab_size), np.int32)
+    ledger[0, np.asarray(stop_ids, np.int64)] |= IS_STOP
     words: Any = np.full((1, MAX_BAD_SEQUENCES, MAX_BAD_TOKENS), -1, np.int32)
     return TokenRows(bias, ledger, words)
 
@@ -147,7 +149,7 @@ def token_rows(
     has_penalty = params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
     if not (has_penalty or params.min_tokens or bad or params.logit_bias or params.allowed_token_ids is not None):
         return None
-    rows: Any = blank_token_rows(vocab_size)
+    rows: Any = blank_token_rows(vocab_size, stop_ids)
     bias, ledger, words = rows.bias[0], rows.ledger[0], rows.bad_words[0]
     if params.allowed_token_ids is not None:
         bias[:] = -np.inf
@@ -155,7 +157,6 @@ def token_rows(
     for token_id, value in params.logit_bias.items():
         bias[token_id] += value
     ledger[np.asarray(request.prompt_ids)] |= IN_PROMPT
-    ledger[np.asarray(stop_ids, np.int64)] |= IS_STOP
     np.add.at(ledger, np.asarray(output_ids, np.int64), EMITTED)
     for row, token_ids in enumerate(bad):
         words[row, MAX_BAD_TOKENS - len(token_ids) :] = token_ids

@@ -242,7 +242,6 @@ class Rounds:
             # while programs are missing, that by which the draft would catch up may be one of them
             is_following = not self.is_partial and (not self.is_choosing or self.controller.is_following)
             handle = self.runner.step(slots, tree, num_steps=num_steps, **asked, is_following=is_following)
-        self._counters.steps[describe(None if self.runner.shapes.accepts_nothing else tree)] += num_steps
         rows = {row: (sequence, sequence.epoch) for row, sequence in enumerate(decode)}
         return Flight(handle, rows, tree, shape, num_steps)
 
@@ -367,6 +366,7 @@ class Rounds:
             sampler_rows(request.params, request.seed, len(request.prompt_ids)),
             token_rows(request, sequence.output_ids, sorted(request.stop_ids), request.bad_sequences, self._vocab_size),
             promise=self.controller.expected_tokens([estimate], self.runner.shapes.deepest_tree) - 1.0,
+            ends=self.runner.eos_ids <= request.stop_ids,
         )
 
     def _land(self) -> None:
@@ -380,8 +380,14 @@ class Rounds:
             now = time.perf_counter()
             self._counters.wait_seconds += now - start
             self._wait_start = 0.0
-            if flight.shape and len(flights) == 1 and self._last_landing:
-                seconds = (now - self._last_landing) / flight.num_steps
+            if flight.shape:
+                self._counters.steps[describe(None if self.runner.shapes.accepts_nothing else flight.tree)] += len(
+                    steps
+                )
+            if not steps and flight.awaited():
+                raise RuntimeError("the device takes sequences for ended that are not")
+            if flight.shape and steps and len(flights) == 1 and self._last_landing:
+                seconds = (now - self._last_landing) / len(steps)
                 self.controller.observe_seconds(*flight.shape, flight.tree, seconds)
                 self._bursts.observe((*flight.shape, flight.tree), seconds)
             # the next step began when this one ended, if it was on its way already

@@ -97,7 +97,12 @@ class Runner:
         self.leader: Leader | None = None  # where this is the first of several processes
         self._proposal_made: Proposal | None = None  # the last one
         self.reset()
-        self._blank_tokens = self.place.put(blank_token_rows(target.config.vocab_size))
+        # of requests without an option that names a token: by whether the target's own ids end them
+        self._blank_tokens = {
+            ends: self.place.put(blank_token_rows(target.config.vocab_size, target.eos_ids if ends else ()))
+            for ends in (False, True)
+        }
+        self.eos_ids = frozenset(target.eos_ids)
 
     def _bind(self) -> None:
         """Bind the programs to this config and these shapes. Nothing is compiled; the state is one of shapes."""
@@ -171,10 +176,11 @@ class Runner:
         rows: SamplerRows,  # [1], see `options`
         tokens: TokenRows | None,  # None: no option names a token
         promise: float = 0.0,  # accepted tokens per step that the head promises
+        ends: bool = False,  # with no `tokens`: the target's own ids end it, so that no step is made behind them
     ) -> None:
         """Start a sequence, of which the first `num_cached` tokens are in its pages already."""
         ids, held = (np.array(numbers, np.int32) for numbers in (token_ids, pages))  # told faster than lists
-        self.run_call(self.admission_call(slot, ids, held, num_cached, rows, tokens, promise=promise))
+        self.run_call(self.admission_call(slot, ids, held, num_cached, rows, tokens, promise=promise, ends=ends))
         self._ledger.begin(slot, num_cached)
 
     @told
@@ -188,6 +194,7 @@ class Runner:
         tokens: TokenRows | None,
         *,
         promise: float = 0.0,
+        ends: bool = False,
     ) -> Call:
         """Fill a slot; the arguments are `admit`'s."""
         page_row: Any = np.full(self.shapes.max_pages, self.shapes.num_pages, np.int32)
@@ -199,7 +206,7 @@ class Runner:
             rows = dataclasses.replace(rows, max_depth=nothing)
         cached: Any = np.int32(num_cached)
         promised: Any = np.float32(promise)
-        new = Admission(page_row, history, cached, rows, tokens or self._blank_tokens, promised)
+        new = Admission(page_row, history, cached, rows, tokens or self._blank_tokens[ends], promised)
         return self.calls.admit(self.state, self.place.scalar(slot), self.place.put(new))
 
     def extend(self, new_pages: Sequence[tuple[int, int, int]]) -> None:

@@ -10,7 +10,6 @@ and one small result for the host. The invariant between steps, for a slot whose
 """
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -209,28 +208,6 @@ def decode(
     state = _commit(config, weights, state, now, out.new, committed, "plain")
     state = _emit(state, slots, now.seq_lens + 1, drawn, jnp.ones_like(committed.is_kept))
     return state, _result(now, logits, drawn, none, none)
-
-
-def repeat(
-    step: Callable[[SlotState], tuple[SlotState, StepResult]], state: SlotState, num_steps: jax.Array, *, most: int
-) -> tuple[SlotState, StepResult]:
-    """Run a step `num_steps` times ([] int32, 1 to `most`), each over the state that the one before it has left.
-    Returns the last state and the results, [most, ...], of which the first `num_steps` count. With `most` 1 there is no
-    loop in the program. The step is called twice, of which the first call is for the shapes of its results."""
-    if most == 1:
-        state, result = step(state)
-        return state, jax.tree.map(lambda x: x[None], result)
-    _, shapes = jax.eval_shape(step, state)
-    results = jax.tree.map(lambda shape: jnp.zeros((most, *shape.shape), shape.dtype), shapes)
-
-    def run(carry: tuple[jax.Array, SlotState, StepResult]) -> tuple[jax.Array, SlotState, StepResult]:
-        number, state, results = carry
-        state, result = step(state)
-        return number + 1, state, jax.tree.map(lambda all, one: all.at[number].set(one), results, result)
-
-    carry = jnp.zeros((), jnp.int32), state, results
-    _, state, results = jax.lax.while_loop(lambda carry: carry[0] < num_steps, run, carry)
-    return state, results
 
 
 @native.serving

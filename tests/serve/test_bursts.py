@@ -20,7 +20,7 @@ from specserve.eval.step_times import prefill
 from specserve.serve.bursts import BURST_SECONDS, Bursts
 from specserve.serve.handles import HostResult, StepHandle
 from specserve.serve.ledger import Ledger
-from specserve.serve.options import sampler_rows
+from specserve.serve.options import blank_token_rows, sampler_rows
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
 from specserve.serve.shapes import STEPS_AT_ONCE
@@ -67,6 +67,35 @@ def test_steps_at_once_are_steps_one_by_one(runner: Runner, way: str) -> None:
     jax.tree.map(np.testing.assert_array_equal, (state.cache, state.seq_lens, state.history), kept)
     if way != "off":
         assert any((each.n_accepted > 0).any() for each in expected), "nothing was accepted, so little was tested"
+
+
+@pytest.mark.parametrize("way", ["off", "chain:3"])
+def test_no_step_is_made_once_all_sequences_have_stopped(runner: Runner, way: str) -> None:
+    """Neither in the burst in which the last one stops, nor in one that was dispatched behind it."""
+    most, tree, slots = runner.most_steps, parse_speculation(way), [0, 1]
+    prompts = [[(5 * slot + 3 * i) % VOCAB for i in range(9 + 4 * slot)] for slot in slots]
+    rows = sampler_rows(SamplingParams(temperature=0.0), 0, 0)
+
+    def emitted(stops: Sequence[int | None]) -> list[list[int]]:  # by step, of both
+        runner.reset()
+        for slot, prompt in zip(slots, prompts, strict=True):
+            stop_ids = [] if stops[slot] is None else [stops[slot]]
+            pages = range(slot * MAX_LEN // PAGE_SIZE, (slot + 1) * MAX_LEN // PAGE_SIZE)
+            runner.admit(slot, prompt, pages, 0, rows, blank_token_rows(VOCAB, stop_ids))
+            runner.prefill([(slot, len(prompt), True)]).read()
+        handles = [runner.step(slots, tree, num_steps=most) for _ in range(2)]
+        steps = itertools.chain.from_iterable(handle.read_each() for handle in handles)
+        return [[result.emitted(row) for row in slots] for result in steps]
+
+    free = emitted([None, None])
+    assert len(free) == 2 * most
+    first_seen = [
+        {token_id: at for at, step in reversed([*enumerate(free)]) for token_id in step[row]} for row in slots
+    ]
+    stops = [next(token_id for token_id, at in seen.items() if at in (1, 2)) for seen in first_seen]
+    last = max(seen[stop] for seen, stop in zip(first_seen, stops, strict=True))
+    assert emitted(stops) == free[: last + 1]
+    assert emitted([stops[0], None]) == free, "one goes on"
 
 
 def test_a_plain_server_makes_as_many_as_its_program_can(runner: Runner, tiny_target: Target) -> None:
