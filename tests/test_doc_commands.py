@@ -27,9 +27,9 @@ import typer
 from test_docs import PAGES, ROOT
 
 from specserve import config
+from specserve.checkpoints.source import BUNDLED_HEADS
 from specserve.cli.main import BenchCommands, DataCommands, PlanCommands, Root
 from specserve.cli.options import flags_from
-from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 
 SHELL = ("sh", "bash", "shell", "console")
 MARK = re.compile(
@@ -38,6 +38,7 @@ MARK = re.compile(
 OTHERS = {"pip", "git", "cd", "curl", "pytest", "ruff", "pyright", ".ci/run", "mkdocs", "done"}  # not looked into
 OTHERS |= {"docker", "helm", "kubectl", "ray", "sky", "guidellm", "aiperf", "lm_eval", "schemathesis"}
 HISTORY = {"log.md", "CHANGELOG.md"}  # which tell of commands that are no more
+BUNDLED_EAGLE3 = BUNDLED_HEADS["pydoc-eagle3"]  # which every engine's layout can hold
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
@@ -195,7 +196,7 @@ def test_no_command_hides_elsewhere(page):
 def workplace(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with what the documents speak of: a head, conversations, and `specserve` on the path."""
     folder = tmp_path_factory.mktemp("docs")
-    shutil.copytree(BUNDLED_HEAD_FOLDER, folder / "ckpt")
+    shutil.copytree(BUNDLED_EAGLE3, folder / "ckpt")
     turns = [{"role": "user", "content": "What is a heap?"}, {"role": "assistant", "content": "A tree in an array."}]
     (folder / "chats.jsonl").write_text("".join(json.dumps({"messages": turns}) + "\n" for _ in range(30)))
     (folder / "bin").mkdir()

@@ -12,6 +12,7 @@ from specserve.models.presets import PRESETS
 
 BUNDLED = "pydoc"
 BUNDLED_FOLDER = Path(__file__).parent.parent / "targets" / "pydoc"
+BUNDLED_HEADS = {folder.name: folder for folder in BUNDLED_FOLDER.parent.glob(f"{BUNDLED}-*")}
 
 _HUB_ID = re.compile(r"(?!.*(--|\.\.))\b[\w.-]{1,96}\b/\b[\w.-]{1,96}\b", re.ASCII)
 _WEIGHTS = "*.safetensors"
@@ -42,6 +43,11 @@ def find_folder(text: str, option: str) -> Path | None:
         raise ConfigError(f"{option} {text[:100]!r}: the folder cannot be looked up ({first_line(error)})") from error
 
 
+def find_head(text: str, option: str) -> Path | None:
+    """Return the folder of a bundled head by its name, else as `find_folder` does."""
+    return BUNDLED_HEADS.get(text) or find_folder(text, option)
+
+
 def resolve_target(text: str, *, needs_weights: bool = True) -> TargetSource:
     """Find or download a target. Without weights it is the files that its config, tokenizer and chat template take.
     Raises ConfigError for a name nobody knows, CheckpointError for an unreachable hub."""
@@ -63,11 +69,14 @@ def resolve_target(text: str, *, needs_weights: bool = True) -> TargetSource:
 
 def resolve_head(text: str, option: str) -> Path:
     """Find or download a head. `option` is the option that named it, for errors. Raises as `resolve_target` does."""
-    if path := find_folder(text, option):
+    if path := find_head(text, option):
         return path.resolve()
     if is_hub_id(text):
         return _download(text, text, option)
-    raise ConfigError(f"{option} {text!r} is no folder here and no hub id (owner/name)")
+    raise ConfigError(
+        f"{option} {text!r} is no folder here, no hub id (owner/name) and none of the bundled heads, "
+        f"{' and '.join(sorted(BUNDLED_HEADS))}"
+    )
 
 
 def _download(text: str, hub_id: str, option: str = "--target", *, needs_weights: bool = True) -> Path:

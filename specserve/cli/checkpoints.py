@@ -14,7 +14,7 @@ from rich.padding import Padding
 from rich.table import Table
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.source import resolve_target
+from specserve.checkpoints.source import BUNDLED_HEADS, resolve_target
 from specserve.checkpoints.tensors import read_json
 from specserve.drafters import doctor, exchange
 from specserve.drafters.exchange import describe_target
@@ -38,7 +38,7 @@ def export(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            help="A head: what `specserve train` wrote, or any that `serve` takes. With --stablehlo it may be left out "
+            help="A head: what `specserve train` wrote, or any that `serve` takes, a bundled one by its name. With --stablehlo it may be left out "
             "for the bundled one."
         ),
     ] = None,
@@ -83,9 +83,9 @@ def export(
     if folder is None:
         raise ConfigError("export which head? Give its folder")
     assert to is not None
-    folder = _existing(folder)
+    given, folder = folder, _existing(folder)
     name, described = _target(folder, target, needs_weights=to == "speculators" and not _has_embedding(folder))
-    output = output or folder.with_name(f"{folder.resolve().name}-{to}")
+    output = output or given.expanduser().with_name(f"{folder.resolve().name}-{to}")
     head = exchange.export_head(folder, output, described, target_name=name, dialect=to, dtype=dtype, is_forced=force)
     console = _console()
     for what in KINDS[head.drafter.name].unknown_to(to, head.drafter):
@@ -117,7 +117,7 @@ def import_(
 
 
 def inspect(
-    folder: Annotated[Path, typer.Argument(help="A head in any layout.")],
+    folder: Annotated[Path, typer.Argument(help="A head in any layout, or a bundled one's name.")],
     target: Annotated[str, typer.Option(help=TARGET_HELP)] = "",
     as_json: Annotated[bool, typer.Option("--json", help="JSON instead of a table.")] = False,
     fix: Annotated[Path | None, typer.Option(help="Write a mended copy to this folder.")] = None,
@@ -198,7 +198,7 @@ def _run(
 
 
 def _existing(folder: Path) -> Path:
-    folder = folder.expanduser()
+    folder = BUNDLED_HEADS.get(str(folder), folder.expanduser())
     if not folder.is_dir():
         raise ConfigError(f"{folder}: no such folder; expected one with config.json and model.safetensors")
     if (folder / "pytorch_model.bin").is_file() and not list(folder.glob("*.safetensors")):

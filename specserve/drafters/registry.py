@@ -1,9 +1,9 @@
 """The kinds of drafters that can be trained and served, one line each."""
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
+from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.drafters.dflash.kind import DFlashKind
 from specserve.drafters.door import Kind
 from specserve.drafters.eagle3.kind import Eagle3Kind
@@ -19,7 +19,7 @@ KINDS: Mapping[KindName, Kind] = {
     "dspark": DFlashKind("dspark"),
     "dflash2": DFlashKind("dflash2"),
 }
-BUNDLED_HEAD_FOLDER = Path(__file__).parent.parent / "targets" / "pydoc-eagle3"  # of the bundled target
+BUNDLED_HEAD_FOLDER = BUNDLED_FOLDER.parent / "pydoc-mtp"  # which the bundled target is served with
 
 
 def kind_of(raw: Mapping[str, Any]) -> Kind:

@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from specserve import host
 from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, load_target
-from specserve.checkpoints.source import BUNDLED, find_folder, resolve_target
+from specserve.checkpoints.source import BUNDLED, find_head, resolve_target
 from specserve.drafters.door import Head
 from specserve.drafters.head import load_head
 from specserve.drafters.notes import read_notes
@@ -161,7 +161,7 @@ def read_tokenizer(target: str, draft: str) -> Tokenizer:
 
 def _head_folder(target: str, draft: str) -> Path | None:
     if draft:
-        folder = find_folder(draft, "--draft")
+        folder = find_head(draft, "--draft")
         if folder is None:
             raise ConfigError(f"--draft {draft}: no such folder; train a head first (specserve train --output {draft})")
         return folder
@@ -282,7 +282,7 @@ def _head_loader(models: Models, run: ServeRun) -> Callable[[str], LoadedHead]:
     kept = dataclasses.replace(models, target=target, head=None)
 
     def load(draft: str) -> LoadedHead:
-        folder = target.folder if draft == CARRIED else find_folder(draft, "draft")
+        folder = target.folder if draft == CARRIED else find_head(draft, "draft")
         if folder is None:
             raise ConfigError(
                 f"{draft[:200]}: no such folder on the server; give one that `specserve train` has written"

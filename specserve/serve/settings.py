@@ -17,7 +17,9 @@ class ServeRun:
 
     target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
     draft: str = setting(
-        "", help=f"folder of a draft head; {CARRIED}: the layer that the target carries; empty: the bundled one or none"
+        "",
+        help=f"folder of a draft head, or a bundled one's name; {CARRIED}: the layer that the target carries; empty: a "
+        "bundled one or none",
     )
     quantization: Literal["", "none", "stored", "int8", "fp8"] = setting(
         "",

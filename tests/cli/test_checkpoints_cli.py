@@ -13,11 +13,11 @@ from huggingface_hub.utils import filter_repo_objects
 from safetensors.numpy import load_file, save_file
 from typer.testing import CliRunner, Result
 
-from specserve.checkpoints.source import BUNDLED_FOLDER
+from specserve.checkpoints.source import BUNDLED_FOLDER, BUNDLED_HEADS
 from specserve.cli.main import app
-from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 
+BUNDLED_EAGLE3 = BUNDLED_HEADS["pydoc-eagle3"]  # which every engine's layout can hold
 BITS = np.dtype(ml_dtypes.bfloat16)  # safetensors finds it once it is registered
 
 
@@ -35,7 +35,7 @@ def refused(*arguments: object) -> SpecServeError:
 def sick(tmp_path: Path) -> Path:
     """The shipped head with two defects that can be mended."""
     folder = tmp_path / "sick"
-    shutil.copytree(BUNDLED_HEAD_FOLDER, folder)
+    shutil.copytree(BUNDLED_EAGLE3, folder)
     tensors = load_file(folder / "model.safetensors")
     tensors["d2t"] = tensors["d2t"] + np.arange(len(tensors["d2t"]))
     save_file(tensors, folder / "model.safetensors")
@@ -47,16 +47,16 @@ def sick(tmp_path: Path) -> Path:
 @pytest.mark.parametrize("flavour", ["sglang", "vllm", "speculators", "sglang-jax"])
 def test_the_shipped_head_goes_out_and_comes_back(tmp_path: Path, flavour: str) -> None:
     """Nothing but the two folders is needed: the head's notes know its target, there and back."""
-    out = run("export", BUNDLED_HEAD_FOLDER, "--to", flavour, "--output", tmp_path / "out")
+    out = run("export", BUNDLED_EAGLE3, "--to", flavour, "--output", tmp_path / "out")
     assert out.exit_code == 0, out.output
     assert ("sglang-jax does not compute fc_norm" in out.output) == (flavour == "sglang-jax")
     assert run("inspect", tmp_path / "out").exit_code == 0
     back = run("import", tmp_path / "out", "--output", tmp_path / "back")
     assert back.exit_code == 0, back.output
     assert f"specserve serve --draft {tmp_path / 'back'}" in back.output.replace("\n", "")
-    configs = [json.loads((folder / "config.json").read_text()) for folder in (BUNDLED_HEAD_FOLDER, tmp_path / "back")]
+    configs = [json.loads((folder / "config.json").read_text()) for folder in (BUNDLED_EAGLE3, tmp_path / "back")]
     assert configs[0] == configs[1]
-    ours, theirs = load_file(BUNDLED_HEAD_FOLDER / "model.safetensors"), load_file(tmp_path / "back/model.safetensors")
+    ours, theirs = load_file(BUNDLED_EAGLE3 / "model.safetensors"), load_file(tmp_path / "back/model.safetensors")
     assert ours.keys() == theirs.keys()
     for name, value in ours.items():
         assert value.dtype == theirs[name].dtype
@@ -71,7 +71,7 @@ def test_a_sick_head_is_told_and_mended(sick: Path, tmp_path: Path) -> None:
     assert fixed.exit_code == 0, fixed.output
     assert fixed.output.count("changed") == 2
     assert run("inspect", tmp_path / "mended", "--json").exit_code == 0
-    mended, healthy = tmp_path / "mended" / "model.safetensors", BUNDLED_HEAD_FOLDER / "model.safetensors"
+    mended, healthy = tmp_path / "mended" / "model.safetensors", BUNDLED_EAGLE3 / "model.safetensors"
     np.testing.assert_array_equal(load_file(mended)["d2t"], load_file(healthy)["d2t"])
     again = run("inspect", sick, "--fix", tmp_path / "mended")
     assert isinstance(again.exception, CheckpointError), "a folder with files in it is not overwritten"
@@ -99,7 +99,7 @@ def test_brackets_in_a_folder_are_shown_as_they_are(sick: Path, tmp_path: Path) 
 
 def test_a_target_that_is_not_here_goes_unchecked_and_that_is_said(tmp_path: Path) -> None:
     head = tmp_path / "head"
-    shutil.copytree(BUNDLED_HEAD_FOLDER, head)
+    shutil.copytree(BUNDLED_EAGLE3, head)
     notes = json.loads((head / "specserve.json").read_text())
     (head / "specserve.json").write_text(json.dumps(notes | {"target": "/gone/target"}))
     done = run("inspect", head, columns=200)
@@ -123,10 +123,10 @@ def test_of_a_target_on_the_hub_the_weights_are_fetched_for_its_embedding_alone(
         return str(BUNDLED_FOLDER)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
-    head = BUNDLED_HEAD_FOLDER
+    head = BUNDLED_EAGLE3
     if brings_embedding:
         head = tmp_path / "head"
-        run("export", BUNDLED_HEAD_FOLDER, "--to", "speculators", "--output", head)
+        run("export", BUNDLED_EAGLE3, "--to", "speculators", "--output", head)
     for arguments, is_needed in (
         (("inspect", head), False),
         (("export", head, "--to", "vllm", "--output", tmp_path / "vllm"), False),
@@ -157,7 +157,7 @@ def test_what_is_missing_is_named_with_the_way_out(sick: Path, tmp_path: Path) -
 
 def test_a_head_that_cannot_be_loaded_is_not_run_and_that_is_said(tmp_path: Path) -> None:
     head = tmp_path / "head"
-    shutil.copytree(BUNDLED_HEAD_FOLDER, head)
+    shutil.copytree(BUNDLED_EAGLE3, head)
     tensors = load_file(head / "model.safetensors")
     save_file(tensors | {"fc.weight": np.zeros_like(tensors["fc.weight"])}, head / "model.safetensors")
     done = run("inspect", head, "--prompts", "pydoc", "--limit", 1, "--json")
@@ -171,7 +171,7 @@ def test_a_head_that_cannot_be_loaded_is_not_run_and_that_is_said(tmp_path: Path
 
 @pytest.mark.slow
 def test_the_shipped_head_keeps_what_its_notes_promise() -> None:
-    done = run("inspect", BUNDLED_HEAD_FOLDER, "--prompts", "pydoc", "--limit", 4, "--max-tokens", 24, "--json")
+    done = run("inspect", BUNDLED_EAGLE3, "--prompts", "pydoc", "--limit", 4, "--max-tokens", 24, "--json")
     assert done.exit_code == 0, done.output
     running = json.loads(done.stdout)["running"]
     assert running["tau"] > 2

@@ -17,19 +17,19 @@ from safetensors.numpy import load_file, save_file
 from test_dialects import Tensors, assert_same
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.source import BUNDLED_FOLDER
+from specserve.checkpoints.source import BUNDLED_FOLDER, BUNDLED_HEADS
 from specserve.drafters import doctor
 from specserve.drafters.door import Dialect, Head
 from specserve.drafters.eagle.catalogue import CATALOGUE
 from specserve.drafters.exchange import describe_target, export_head, write_head
 from specserve.drafters.head import load_head, save_head
-from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 from specserve.errors import SpecServeError
 from specserve.tokenizer import Tokenizer
 
 Raw = dict[str, Any]
 Plant = Callable[[Raw, Tensors], object]
 ROOT = Path(__file__).parent.parent.parent
+BUNDLED_EAGLE3 = BUNDLED_HEADS["pydoc-eagle3"]  # which every engine's layout can hold
 FLAGS = {"fc_norm": True, "norm_before_fc": True}
 
 
@@ -263,8 +263,8 @@ def test_layers_that_nobody_states_are_counted(
 
 def test_the_shipped_head_is_healthy_and_its_tokens_are_watched(tmp_path: Path) -> None:
     target = describe_target(BUNDLED_FOLDER)
-    assert doctor.examine(BUNDLED_HEAD_FOLDER, target).findings == []
-    tensors = load_file(BUNDLED_HEAD_FOLDER / "model.safetensors")
+    assert doctor.examine(BUNDLED_EAGLE3, target).findings == []
+    tensors = load_file(BUNDLED_EAGLE3 / "model.safetensors")
     ids = tensors["d2t"] + np.arange(len(tensors["d2t"]))
     unused = np.setdiff1d(np.arange(100, 8192), ids)
     template = Tokenizer.load(BUNDLED_FOLDER).template_token_ids() - set(target.eos_ids)
@@ -275,7 +275,7 @@ def test_the_shipped_head_is_healthy_and_its_tokens_are_watched(tmp_path: Path) 
     mask[ids] = True
     tables = {"d2t": ids - np.arange(len(ids)), "t2d": mask}
     save_file(tensors | tables, tmp_path / "model.safetensors")
-    (tmp_path / "config.json").write_bytes((BUNDLED_HEAD_FOLDER / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes((BUNDLED_EAGLE3 / "config.json").read_bytes())
     found = doctor.examine(tmp_path, target).findings
     assert [(finding.code, finding.level) for finding in found] == [("eos", "warning"), ("template-tokens", "warning")]
     assert f"{num_ends} missing" in found[0].got

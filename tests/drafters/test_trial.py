@@ -13,18 +13,20 @@ import tiny
 from safetensors.numpy import load_file
 
 from specserve.checkpoints.load import Target
+from specserve.checkpoints.source import BUNDLED_HEADS
 from specserve.data.dataset import Prompt
 from specserve.drafters import doctor
 from specserve.drafters.exchange import write_head
 from specserve.drafters.findings import Copy
 from specserve.drafters.head import load_head, save_head
-from specserve.drafters.registry import BUNDLED_HEAD_FOLDER, kind_of
+from specserve.drafters.registry import kind_of
 from specserve.eval.prompts import load_questions
 from specserve.eval.trial import DEVIATIONS, Texts, deviations, find_misreading, is_below, noted_rates, run_head
 from specserve.speculative.acceptance import Acceptance
 from specserve.tokenizer import Tokenizer
 from specserve.train.acceptance import AcceptanceMeter, Arm
 
+BUNDLED_EAGLE3 = BUNDLED_HEADS["pydoc-eagle3"]  # which every engine's layout can hold
 BITS = np.dtype(ml_dtypes.bfloat16)  # safetensors finds it once it is registered
 Plant = Callable[[dict[str, Any], dict[str, np.ndarray]], object]
 
@@ -85,7 +87,7 @@ def prompts(pydoc_tokenizer: Tokenizer) -> list[Prompt]:
 
 @pytest.fixture(scope="module")
 def texts(pydoc_target: Target, prompts: list[Prompt]) -> Texts:
-    head = load_head(BUNDLED_HEAD_FOLDER, pydoc_target, dtype="float32")
+    head = load_head(BUNDLED_EAGLE3, pydoc_target, dtype="float32")
     arm = Arm("chain:3")
     meter = AcceptanceMeter(pydoc_target, head.drafter, [arm], prompts, max_new_tokens=80)
     return Texts(pydoc_target, prompts, meter.measure(head.params, head.target_ids, arm).answers)
@@ -94,8 +96,8 @@ def texts(pydoc_target: Target, prompts: list[Prompt]) -> Texts:
 @pytest.fixture
 def slipped(tmp_path: Path, plant: Plant) -> tuple[Path, Copy]:
     """The shipped head with a slip: its folder, and its files to mend."""
-    raw = json.loads((BUNDLED_HEAD_FOLDER / "config.json").read_text())
-    tensors = load_file(BUNDLED_HEAD_FOLDER / "model.safetensors")
+    raw = json.loads((BUNDLED_EAGLE3 / "config.json").read_text())
+    tensors = load_file(BUNDLED_EAGLE3 / "model.safetensors")
     plant(raw, tensors)
     write_head(tmp_path, tensors, raw, {})
     return tmp_path, Copy(raw, tensors)
@@ -109,7 +111,7 @@ def test_each_slip_has_a_repair_that_undoes_it(slipped: tuple[Path, Copy], pydoc
     repair = next(each for each in kind_of(copy.raw).repairs(folder, pydoc_target) if told in each.what)
     repair.fix(copy)
     write_head(folder, copy.tensors, copy.raw, {})
-    mended, shipped = (load_head(each, pydoc_target, dtype="float32") for each in (folder, BUNDLED_HEAD_FOLDER))
+    mended, shipped = (load_head(each, pydoc_target, dtype="float32") for each in (folder, BUNDLED_EAGLE3))
     assert mended.drafter == shipped.drafter
     jax.tree.map(np.testing.assert_array_equal, mended.params, shipped.params)
 
@@ -129,7 +131,7 @@ def test_running_the_head_finds_the_slip(slipped: tuple[Path, Copy], texts: Text
     assert found.fix is not None
     found.fix(copy)
     write_head(folder, copy.tensors, copy.raw, {})
-    heads = [load_head(each, texts.target, dtype="float32") for each in (folder, BUNDLED_HEAD_FOLDER)]
+    heads = [load_head(each, texts.target, dtype="float32") for each in (folder, BUNDLED_EAGLE3)]
     mended, shipped = map(texts.accepted, heads)
     np.testing.assert_array_equal(mended, shipped)
 
@@ -142,7 +144,7 @@ def test_a_slip_that_costs_next_to_nothing_is_not_told_from_chance(
     del told
     folder, _ = slipped
     found, shipped = (
-        texts.accepted(load_head(each, texts.target, dtype="float32")) for each in (folder, BUNDLED_HEAD_FOLDER)
+        texts.accepted(load_head(each, texts.target, dtype="float32")) for each in (folder, BUNDLED_EAGLE3)
     )
     assert abs(deviations(shipped, found)) < DEVIATIONS
     assert shipped.mean() - found.mean() < 0.05

@@ -296,6 +296,11 @@ def test_heads_are_found_or_missed_with_a_reason(tmp_path: Path) -> None:
     write_json(folder / "config.json", {})
     with pytest.raises(ConfigError, match="does not say which target"):
         load_models("", str(folder))
+    for draft, name, kind in (("", "pydoc-mtp", "mtp"), ("pydoc-eagle3", "pydoc-eagle3", "eagle3")):
+        bundled = load_models("", draft, has_tokenizer=False)
+        assert bundled.draft is not None
+        assert bundled.head is not None
+        assert (bundled.draft.name, bundled.head.drafter.name) == (name, kind)
     (tmp_path / "target").mkdir()
     tiny.write_target(tmp_path / "target", tiny.TARGET, seed=0)
     found = load_models(str(tmp_path / "target"), "", has_tokenizer=False)
