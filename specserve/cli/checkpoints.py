@@ -38,8 +38,8 @@ def export(
     folder: Annotated[
         Path | None,
         typer.Argument(
-            help="A head: what `specserve train` wrote, or any that `serve` takes, a bundled one by its name. With --stablehlo it may be left out "
-            "for the bundled one."
+            help="A head: what `specserve train` wrote, or any that `serve` takes, a bundled one by its name. With "
+            "--stablehlo it may be left out for the bundled one."
         ),
     ] = None,
     to: Annotated[Flavour | None, typer.Option("--to", help="The engine that is to read it.")] = None,

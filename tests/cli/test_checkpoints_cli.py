@@ -180,3 +180,11 @@ def test_the_shipped_head_keeps_what_its_notes_promise() -> None:
 
 def test_verify_refuses_what_there_is_nothing_to_prove_of() -> None:
     assert "--speculation off: everything is compared with it" in str(refused("verify", "--speculation", "off"))
+
+
+def test_a_bundled_head_goes_by_its_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run("inspect", "pydoc-mtp", "--json").exit_code == 0
+    assert run("export", "pydoc-eagle3", "--to", "vllm").exit_code == 0
+    assert (tmp_path / "pydoc-eagle3-vllm" / "model.safetensors").is_file(), "not beside the bundled one"
+    assert "pydoc-eagle3" in str(refused("inspect", "pydoc-eagle33"))
