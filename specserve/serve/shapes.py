@@ -18,7 +18,7 @@ from specserve.errors import ConfigError
 from specserve.serve.pages import PagePool, Watcher, data_rank
 from specserve.speculative.tree import Tree, chain
 
-CPU_CHUNKS, DEVICE_CHUNKS = (16, 64, 256), (64, 256, 1024)  # prompt tokens per prefill program
+CPU_CHUNKS, DEVICE_CHUNKS = (16, 32, 64, 128, 256), (64, 256, 1024)  # prompt tokens per prefill program
 RECURRENT_CHUNK = 256  # at most, with recurrent layers: each keeps tens of kilobytes per token of the chunk
 _FIRST_WIDTH, _WIDTH_GROWTH = 8, 4  # of the page-table widths; each costs a set of programs, each step reads < 4x
 CPU_ROWS, DEVICE_ROWS = 8, 512  # with a choice of trees, none makes a step of several sequences larger than this,
