@@ -108,9 +108,11 @@ def mix(
     tables = context.local_rope if kind.is_local else context.rope
     assert tables is not None, "a local layer without local rotary embeddings"
     q, k, v = project_qkv(params, config, x, tables)
+    keys, values = join(context.earlier, (k, v))
     out = attend(
         q,
-        *join(context.earlier, (k, v)),
+        keys,
+        values,
         context.mask,
         seen,
         scale=config.attention_scale or None,
