@@ -14,7 +14,7 @@ from jax.sharding import Mesh
 
 from specserve import host
 from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, load_target
-from specserve.checkpoints.source import BUNDLED, find_head, resolve_target
+from specserve.checkpoints.source import BUNDLED, BUNDLED_HEADS, find_head, resolve_target
 from specserve.drafters.door import Head
 from specserve.drafters.head import load_head
 from specserve.drafters.notes import read_notes
@@ -163,7 +163,10 @@ def _head_folder(target: str, draft: str) -> Path | None:
     if draft:
         folder = find_head(draft, "--draft")
         if folder is None:
-            raise ConfigError(f"--draft {draft}: no such folder; train a head first (specserve train --output {draft})")
+            raise ConfigError(
+                f"--draft {draft}: no such folder; train a head first (specserve train --output {draft}), or name a "
+                f"bundled one: {', '.join(sorted(BUNDLED_HEADS))}"
+            )
         return folder
     return BUNDLED_HEAD_FOLDER if target in ("", BUNDLED) and BUNDLED_HEAD_FOLDER.is_dir() else None
 

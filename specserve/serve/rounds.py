@@ -381,9 +381,8 @@ class Rounds:
             self._counters.wait_seconds += now - start
             self._wait_start = 0.0
             if flight.shape:
-                self._counters.steps[describe(None if self.runner.shapes.accepts_nothing else flight.tree)] += len(
-                    steps
-                )
+                way = None if self.runner.shapes.accepts_nothing else flight.tree
+                self._counters.steps[describe(way)] += len(steps)
             if not steps and flight.awaited():
                 raise RuntimeError("the device takes sequences for ended that are not")
             if flight.shape and steps and len(flights) == 1 and self._last_landing:
