@@ -96,9 +96,32 @@ def test_a_packed_product_is_x_times_w(seed: int, kind: str, rows: int, d_in: in
         return matmul(x, packed), alone, added, dequantize(weight, jnp.dtype("float32"))
 
     got, alone, added, plain = jax.device_get(run(x, packed, weight))
-    rounding.assert_within(got, x.astype(np.float64) @ plain.astype(np.float64), rounding.of_product(x, plain))
+    block = packed.block if kind.startswith("int8") else 0
+    rounding.assert_within(got, x.astype(np.float64) @ plain.astype(np.float64), rounding.of_product(x, plain, block))
     assert all((alone[row] == got[row]).all() for row in chosen), "a row depends on its neighbours"
     assert (added == residual + got).all(), "a sum is more than the product and a sum"
+
+
+@pytest.mark.parametrize("largest", [1e34, 1.99, 1e-30, 0.0])
+def test_a_product_of_any_magnitude(rng: np.random.Generator, largest: float) -> None:
+    """Where integers stand for activations, the largest of a row decides what they are multiples of."""
+    weight = QuantizedMatrix(jnp.asarray(rng.integers(-127, 128, (70, 9)), jnp.int8), jnp.full((1, 9), 1e-4), 70)
+    x = _normal(rng, 7, 70)
+    x *= np.float32(largest) / np.abs(x).max(axis=1, keepdims=True)
+    plain = np.asarray(dequantize(weight, jnp.dtype("float32")))
+    bound = rounding.of_product(x, plain, 70)
+    rounding.assert_within(matmul(jnp.asarray(x), pack(weight)), x.astype(np.float64) @ plain.astype(np.float64), bound)
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int8 in blocks"])
+@pytest.mark.parametrize("value", [np.inf, -np.inf, np.nan])
+def test_a_row_that_is_not_finite_is_seen_and_harms_no_other(rng: np.random.Generator, kind: str, value: float) -> None:
+    packed, x = pack(_weight(rng, kind, 40, 70)), _normal(rng, 6, 40)
+    expected = np.asarray(matmul(jnp.asarray(x), packed))
+    x[2, 11] = value
+    got = np.asarray(matmul(jnp.asarray(x), packed))
+    assert not np.isfinite(got[2]).any()
+    assert (np.delete(got, 2, 0) == np.delete(expected, 2, 0)).all()
 
 
 @pytest.mark.parametrize("kind", ["bfloat16", "int8 in blocks"])

@@ -39,9 +39,9 @@ T* in_lines(std::vector<T>& kept, int64_t size) {
 }
 
 // For what a caller prepares for all threads of its call.
-uint16_t* parts_of_rows(int64_t size) {
-  thread_local std::vector<uint16_t> kept;
-  return in_lines(kept, size);
+char* prepared_rows(int64_t bytes) {
+  thread_local std::vector<char> kept;
+  return in_lines(kept, bytes);
 }
 
 }  // namespace
@@ -54,13 +54,13 @@ float* scratch(int64_t floats) {
 namespace {
 
 #if defined(__x86_64__)
-// Whether the processor has AMX's tiles of bfloat16 numbers (bits 22 and 24 of EDX; Intel's manual, CPUID leaf 7), and
-// the system lets this process use them.
+// Whether the processor has AMX's tiles of bfloat16 numbers and of bytes (bits 22, 24 and 25 of EDX; Intel's manual,
+// CPUID leaf 7), and the system lets this process use them.
 bool has_tiles() {
 #if defined(__linux__)
   constexpr long kRequest = 0x1023, kTileData = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA (Linux 5.16)
   unsigned a = 0, b = 0, c = 0, d = 0;
-  const bool is_there = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1);
+  const bool is_there = __get_cpuid_count(7, 0, &a, &b, &c, &d) && (d >> 22 & 1) && (d >> 24 & 1) && (d >> 25 & 1);
   return is_there && !syscall(SYS_arch_prctl, kRequest, kTileData);
 #else
   return false;
@@ -71,7 +71,9 @@ bool has_tiles() {
 const Kernels* kernels_amx() {
   static const Kernels kernels = [] {
     Kernels made = *kernels_avx512();
-    made.name = "amx", made.tiles = tiles_amx();
+    made.name = "amx";
+    made.tiles[static_cast<int>(Format::kBfloat16)] = tiles_amx_bfloat16();
+    made.tiles[static_cast<int>(Format::kInt8)] = tiles_amx_int8();
     return made;
   }();
   return &kernels;
@@ -196,7 +198,7 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
     case ffi::S8: call.format = Format::kInt8; break;
     default: return refuse("dtype of a packed matrix");
   }
-  const Tiles* tiles = call.format == Format::kBfloat16 ? chosen->tiles : nullptr;
+  const Tiles* tiles = chosen->tiles[static_cast<int>(call.format)];
   const int64_t width = tiles ? tiles->panel_width : chosen->panel_width;
   const int64_t row_block = tiles ? tiles->row_block : chosen->row_block;
   const int64_t num_panels = (call.d_out + width - 1) / width;
@@ -243,8 +245,8 @@ ffi::Error matmul(ffi::ThreadPool pool, ffi::Buffer<ffi::F32> x, ffi::Buffer<ffi
       }
     }
   }
-  const int64_t rows_at_once = std::min<int64_t>(call.rows, row_block), per_row = 3 * inputs;
-  uint16_t* const split = tiles ? parts_of_rows(call.rows * per_row) : nullptr;
+  const int64_t rows_at_once = std::min<int64_t>(call.rows, row_block), per_row = tiles ? tiles->row_bytes(call) : 0;
+  char* const split = tiles ? prepared_rows(call.rows * per_row + 1024) : nullptr;
   share(pool, static_cast<int64_t>(chunks.size()), rows_at_once * call.d_in, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       tiles->split(call, chunks[i].begin, chunks[i].end, split + chunks[i].begin * per_row);
@@ -456,6 +458,11 @@ ffi::Error angles(ffi::ThreadPool pool, ffi::Buffer<ffi::S32> positions, ffi::Bu
   return ffi::Error::Success();
 }
 
+const Tiles* tiles_of(const Kernels* chosen, int64_t bytes) {
+  const Format format = bytes == 4 ? Format::kFloat32 : bytes == 2 ? Format::kBfloat16 : Format::kInt8;
+  return chosen ? chosen->tiles[static_cast<int>(format)] : nullptr;
+}
+
 }  // namespace
 }  // namespace specserve
 
@@ -478,14 +485,14 @@ SPECSERVE_EXPORT int64_t specserve_kernels_use(const char* name) {
 // Outputs of a panel of a weight whose numbers have so many bytes.
 SPECSERVE_EXPORT int64_t specserve_kernels_panel_width(int64_t bytes) {
   const specserve::Kernels* chosen = specserve::kernels();
-  if (!chosen) return 0;
-  return bytes == 2 && chosen->tiles ? chosen->tiles->panel_width : chosen->panel_width;
+  const specserve::Tiles* tiles = specserve::tiles_of(chosen, bytes);
+  return tiles ? tiles->panel_width : chosen ? chosen->panel_width : 0;
 }
 
 // Inputs of a tile of such a weight, 0 where it is not multiplied by tiles.
 SPECSERVE_EXPORT int64_t specserve_kernels_tile_inputs(int64_t bytes) {
-  const specserve::Kernels* chosen = specserve::kernels();
-  return chosen && bytes == 2 && chosen->tiles ? chosen->tiles->inputs : 0;
+  const specserve::Tiles* tiles = specserve::tiles_of(specserve::kernels(), bytes);
+  return tiles ? tiles->inputs : 0;
 }
 
 SPECSERVE_HANDLER(specserve_matmul, specserve::matmul,

@@ -1,31 +1,12 @@
-// Products of bfloat16 weights on the tiles of Intel's AMX, which multiply ten times as many numbers in a second as
-// AVX-512 does.
-//
-// A tile multiplies up to 16 rows of 32 bfloat16 inputs with these inputs of 16 outputs, and adds to float32 sums.
-// Activations are float32 numbers, so each is cut into three bfloat16 numbers whose sum it is: high, middle and low. The
-// products of these with the weights are exact. Of 32 inputs a tile adds the even and the odd ones apart, 16 products
-// each, then both, and that to the sum: of d_in inputs a term is rounded at most 17 + 3 d_in / 32 times, where one chain
-// of all inputs rounds it d_in times. (Numbers below 2^-126 count as zero. An infinite activation gives NaN.)
-//
-// The instructions are written as bytes, since older assemblers do not know them.
+// Products of bfloat16 and int8 weights on the tiles of Intel's AMX, which multiply ten times as many numbers in a second
+// as AVX-512 does. The instructions are written as bytes, since older assemblers do not know them.
 
-#include <string.h>
-
-#include "kernels.h"
+#include "digits_isa.h"
 
 namespace specserve {
 namespace {
 
-typedef float Floats __attribute__((vector_size(64)));
-typedef uint32_t Words __attribute__((vector_size(64)));
 typedef uint16_t Halves __attribute__((vector_size(32)));
-
-constexpr int kRows = 16;    // of a tile
-constexpr int kInputs = 32;  // of a tile, a line of 64 bytes
-constexpr int kOutputs = 16;
-constexpr int kWidth = 4 * kOutputs;          // of a panel, whose tiles of weights follow each other
-constexpr int kLine = 64;                     // bytes of a tile's row
-constexpr int64_t kTile = kInputs * kOutputs;  // numbers
 
 template <int tile>
 inline void zero() {
@@ -34,7 +15,7 @@ inline void zero() {
 
 // Lines of 64 bytes, `stride` bytes apart.
 template <int tile>
-inline void load(const void* from, int64_t stride) {
+inline void load(const void* from, int64_t stride = kLine) {
   __asm__ volatile(".byte 0xc4, 0xe2, 0x7b, 0x4b, %c0, 0x08" : : "i"(tile << 3 | 4), "a"(from), "c"(stride) : "memory");
 }
 
@@ -44,8 +25,13 @@ inline void store(void* to, int64_t stride) {
 }
 
 template <int sums, int rows, int weights>
-inline void add_product() {
+inline void add_product_of_halves() {
   __asm__ volatile(".byte 0xc4, 0xe2, %c0, 0x5c, %c1" : : "i"((~weights & 15) << 3 | 2), "i"(0xc0 | sums << 3 | rows));
+}
+
+template <int sums, int rows, int weights>
+inline void add_product_of_bytes() {
+  __asm__ volatile(".byte 0xc4, 0xe2, %c0, 0x5e, %c1" : : "i"((~weights & 15) << 3 | 3), "i"(0xc0 | sums << 3 | rows));
 }
 
 struct alignas(64) Config {
@@ -54,44 +40,30 @@ struct alignas(64) Config {
   uint8_t rows[16] = {};
 };
 
-// The tiles: 0 to 3 are sums, 4 to 6 the three parts of `rows` rows, 7 is weights.
-void configure(int64_t rows) {
+// The tiles: 0 to 3 are sums, 4 to 6 activations, of so many lines each, and 7 is weights.
+void configure(int64_t lines) {
   Config config;
   for (int tile = 0; tile < 8; ++tile) {
     config.bytes[tile] = kLine;
-    config.rows[tile] = static_cast<uint8_t>(tile == 7 ? kRows : rows);
+    config.rows[tile] = static_cast<uint8_t>(tile == 7 ? 16 : lines);
   }
   __asm__ volatile(".byte 0xc4, 0xe2, 0x78, 0x49, 0x00" : : "a"(&config) : "memory");
 }
 
 void release() { __asm__ volatile(".byte 0xc4, 0xe2, 0x78, 0x49, 0xc0"); }
 
-inline Floats whole(const float* from) {
-  Floats to;
-  memcpy(&to, from, sizeof(to));
-  return to;
+void zero_sums() { zero<0>(), zero<1>(), zero<2>(), zero<3>(); }
+
+// The sums as lines of a panel's outputs.
+void store_sums(void* to) {
+  constexpr int64_t kStride = kWidth * sizeof(float);
+  char* place = static_cast<char*>(to);
+  store<0>(place, kStride), store<1>(place + kLine, kStride);
+  store<2>(place + 2 * kLine, kStride), store<3>(place + 3 * kLine, kStride);
 }
 
-// A vector of which only `count` numbers exist, none if it is below 1.
-inline Floats part(const float* from, int64_t count) {
-  Floats to = Floats{};
-  if (count >= 16) return whole(from);
-  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
-  return to;
-}
-
-inline void put(float* to, Floats from) { memcpy(to, &from, sizeof(from)); }
-
-// Of which only `count` places exist.
-inline void put_part(float* to, Floats from, int64_t count) {
-  if (count >= 16) return put(to, from);
-  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
-}
-
-inline Words bits_of(Floats x) {
-  Words bits;
-  memcpy(&bits, &x, sizeof(bits));
-  return bits;
+inline void ask_ahead(const char* weights) {
+  for (int64_t line = 0; line < kStep; line += kLine) __builtin_prefetch(weights + kAhead + line);
 }
 
 // The nearest bfloat16 number, ties to even, as a float.
@@ -103,110 +75,99 @@ inline Floats rounded(Floats x) {
   return to;
 }
 
-inline void store_half(uint16_t* to, Floats x) {
+inline void store_half(char* to, Floats x) {
   const Halves upper = __builtin_convertvector(bits_of(x) >> 16, Halves);
   memcpy(to, &upper, sizeof(upper));
 }
 
-int64_t steps_of_block(const Matmul& call) { return (least(call.block, call.d_in) + kInputs - 1) / kInputs; }
+// A tile multiplies up to 16 rows of 32 bfloat16 inputs with these inputs of 16 outputs, and adds to float32 sums.
+// Activations are float32 numbers, so each is cut into three bfloat16 numbers whose sum it is: high, middle and low. The
+// products of these with the weights are exact. Of 32 inputs a tile adds the even and the odd ones apart, 16 products
+// each, then both, and that to the sum: of d_in inputs a term is rounded at most 17 + 3 d_in / 32 times, where one chain
+// of all inputs rounds it d_in times. (Numbers below 2^-126 count as zero. An infinite activation gives NaN.)
+struct Bfloat16 {
+  static constexpr int kRows = 16;
+  static constexpr int kInputs = 32;
 
-// Rows order[begin:end], at most 16, in three parts as tiles take them: [step, part, row, input].
-void split(const Matmul& call, int64_t begin, int64_t end, uint16_t* to) {
-  const int64_t rows = end - begin, steps = steps_of_block(call);
-  for (int64_t block = 0; block < call.d_in; block += call.block) {
-    const int64_t last = least(call.d_in, block + call.block);
-    for (int64_t step = 0; step < steps; ++step, to += 3 * rows * kInputs) {
+  static int64_t row_bytes(int64_t steps) { return steps * 3 * kLine; }
+
+  // [step, part, row, input]
+  static void split(const float* const* x, int64_t rows, int64_t inputs, int64_t steps, char* to) {
+    for (int64_t step = 0; step < steps; ++step, to += 3 * rows * kLine) {
       for (int64_t row = 0; row < rows; ++row) {
-        const float* x = call.x + call.order[begin + row] * call.d_in;
-        for (int half = 0; half < kInputs; half += 16) {
-          const int64_t from = block + step * kInputs + half;
-          const Floats value = part(x + from, last - from);
+        for (int half = 0; half < 2; ++half) {
+          const int64_t from = step * kInputs + half * 16;
+          const Floats value = part(x[row] + from, inputs - from);
           const Floats high = rounded(value), rest = value - high, middle = rounded(rest);
-          uint16_t* place = to + row * kInputs + half;
+          char* place = to + row * kLine + half * kLine / 2;
           store_half(place, high);
-          store_half(place + rows * kInputs, middle);
-          store_half(place + 2 * rows * kInputs, rest - middle);
+          store_half(place + rows * kLine, middle);
+          store_half(place + 2 * rows * kLine, rest - middle);
         }
       }
     }
   }
-}
 
-template <int tile>
-inline void multiply_tile(const char* weights) {
-  load<7>(weights + tile * kTile * sizeof(uint16_t), kLine);
-  add_product<tile, 4, 7>();
-  add_product<tile, 5, 7>();
-  add_product<tile, 6, 7>();
-}
+  static void begin(int64_t rows) { configure(rows); }
+  static void end() { release(); }
 
-// sums [rows, kWidth] = parts @ weights over so many steps.
-void multiply(const uint16_t* parts, const char* weights, int64_t steps, int64_t rows, float* sums) {
-  constexpr int64_t kStep = 4 * kTile * sizeof(uint16_t);
-  constexpr int64_t kAhead = 2048;  // bytes that memory delivers to a core within its latency of some 100 ns
-  zero<0>(), zero<1>(), zero<2>(), zero<3>();
-  for (int64_t step = 0; step < steps; ++step, parts += 3 * rows * kInputs, weights += kStep) {
-    for (int64_t line = 0; line < kStep; line += 64) __builtin_prefetch(weights + kAhead + line);
-    load<4>(parts, kLine);
-    load<5>(parts + rows * kInputs, kLine);
-    load<6>(parts + 2 * rows * kInputs, kLine);
-    multiply_tile<0>(weights), multiply_tile<1>(weights), multiply_tile<2>(weights), multiply_tile<3>(weights);
+  template <int tile>
+  static void multiply_tile(const char* weights) {
+    load<7>(weights + tile * kTileBytes);
+    add_product_of_halves<tile, 4, 7>();
+    add_product_of_halves<tile, 5, 7>();
+    add_product_of_halves<tile, 6, 7>();
   }
-  constexpr int64_t kStride = kWidth * sizeof(float);
-  store<0>(sums, kStride), store<1>(sums + 16, kStride), store<2>(sums + 32, kStride), store<3>(sums + 48, kStride);
-}
 
-// One panel and one chunk of rows.
-void multiply_chunk(const Matmul& call, int64_t group, int64_t panel, int64_t begin, int64_t end, const uint16_t* parts) {
-  const int64_t num_panels = (call.d_out + kWidth - 1) / kWidth, num_blocks = (call.d_in + call.block - 1) / call.block;
-  const int64_t steps = steps_of_block(call), rows = end - begin;
-  const int64_t column = panel * kWidth, columns = least(kWidth, call.d_out - column);
-  const char* weights = static_cast<const char*>(call.panels) +
-                        (group * num_panels + panel) * num_blocks * steps * 4 * kTile * sizeof(uint16_t);
-  float* sums = scratch(2 * kRows * kWidth);
-  float* totals = num_blocks > 1 ? sums + kRows * kWidth : sums;
-  for (int64_t block = 0; block < num_blocks; ++block) {
-    multiply(parts + block * steps * 3 * rows * kInputs, weights + block * steps * 4 * kTile * sizeof(uint16_t), steps,
-             rows, sums);
-    if (!call.scale) continue;
-    const float* scales = call.scale + (group * num_blocks + block) * call.d_out + column;
-    for (int64_t at = 0; at < columns; at += 16) {
-      const Floats scale = part(scales + at, columns - at);
-      for (int64_t row = 0; row < rows; ++row) {
-        const Floats sum = whole(sums + row * kWidth + at) * scale;
-        put(totals + row * kWidth + at, block ? whole(totals + row * kWidth + at) + sum : sum);
-      }
+  template <bool is_first>
+  static void multiply(const char* parts, const char* weights, int64_t steps, int64_t rows, float* sums) {
+    zero_sums();
+    for (int64_t step = 0; step < steps; ++step, parts += 3 * rows * kLine, weights += kStep) {
+      if (is_first) ask_ahead(weights);
+      load<4>(parts), load<5>(parts + rows * kLine), load<6>(parts + 2 * rows * kLine);
+      multiply_tile<0>(weights), multiply_tile<1>(weights), multiply_tile<2>(weights), multiply_tile<3>(weights);
     }
+    store_sums(sums);
   }
-  for (int64_t row = 0; row < rows; ++row) {
-    const int64_t place = call.order[begin + row] * call.d_out + column;
-    for (int64_t at = 0; at < columns; at += 16) {
-      Floats total = whole(totals + row * kWidth + at);
-      if (call.add) total += part(call.add + place + at, columns - at);
-      put_part(call.y + place + at, total, columns - at);
-    }
-  }
-}
+};
 
-void matmul(const Matmul& call, int64_t group, int64_t first, int64_t last, int64_t begin, int64_t end,
-            const uint16_t* parts) {
-  const int64_t num_blocks = (call.d_in + call.block - 1) / call.block;
-  const int64_t per_row = num_blocks * steps_of_block(call) * 3 * kInputs;
-  int64_t configured = 0;
-  for (int64_t panel = first; panel < last; ++panel) {
-    for (int64_t from = begin; from < end; from += kRows) {
-      const int64_t upto = least(end, from + kRows);
-      if (upto - from != configured) configure(configured = upto - from);
-      multiply_chunk(call, group, panel, from, upto, parts + (from - begin) * per_row);
-    }
+// A tile holds the three digits of five rows, and multiplies them with 64 inputs of 16 outputs at once.
+struct Int8 : Digits {
+  static constexpr int kRows = 16 / kDigits;
+
+  static void begin(int64_t rows) { configure(rows * kDigits); }
+  static void end() { release(); }
+
+  template <int tile>
+  static void multiply_tile(const char* weights) {
+    load<7>(weights + tile * kTileBytes);
+    add_product_of_bytes<tile, 4, 7>();
   }
-  release();
-}
+
+  template <bool is_first>
+  static void multiply(const char* parts, const char* weights, int64_t steps, int64_t rows, float* sums) {
+    alignas(kLine) int32_t counts[kRows * kDigits * kWidth];
+    zero_sums();
+    const char* digits = parts + rows * kLine;
+    for (int64_t step = 0; step < steps; ++step, digits += kDigits * rows * kLine, weights += kStep) {
+      if (is_first) ask_ahead(weights);
+      load<4>(digits);
+      multiply_tile<0>(weights), multiply_tile<1>(weights), multiply_tile<2>(weights), multiply_tile<3>(weights);
+    }
+    store_sums(counts);
+    put_together(parts, counts, rows, sums);
+  }
+};
 
 }  // namespace
 
-const Tiles* tiles_amx() {
-  static constexpr Tiles tiles = {kWidth, kInputs, kRows, 8 * kRows, split, matmul};
+const Tiles* tiles_amx_bfloat16() {
+  static constexpr Tiles tiles = tiles_of<Bfloat16>(8);
+  return &tiles;
+}
+
+const Tiles* tiles_amx_int8() {
+  static constexpr Tiles tiles = tiles_of<Int8>(25);
   return &tiles;
 }
 

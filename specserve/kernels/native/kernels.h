@@ -19,9 +19,9 @@ enum class Format : int { kFloat32 = 0, kBfloat16 = 1, kInt8 = 2 };
 // A weight lies in panels of `width` outputs: [d_out / width rounded up, d_in, width]. The float32 values of one input
 // are in the order of the outputs. Of narrower values a lane of 32 bits holds several, so that shifts and masks widen
 // them: outputs j and j + width / 2 (bfloat16), or j, j + width / 4, j + width / 2 and j + 3 width / 4 (int8), the first
-// in the lowest bits. Where bfloat16 weights are multiplied by tiles, a lane holds two inputs of one output, the panel's
-// tiles follow each other, and each block's inputs are filled up with zeros to whole tiles:
-// [d_out / width rounded up, inputs / tile, width / 16, tile / 2, 16, 2].
+// in the lowest bits. Where weights are multiplied by tiles, a lane holds two (bfloat16) or four inputs (int8) of one
+// output, the panel's tiles follow each other, and each block's inputs are filled up with zeros to whole tiles:
+// [d_out / width rounded up, inputs / tile, width / 16, tile / lanes, 16, lanes].
 struct Matmul {
   const float* x;        // [rows, d_in]
   const int32_t* group;  // [rows], which weight each row is multiplied by; null: the first. Out of range: y is 0
@@ -91,17 +91,18 @@ struct Argmax {
   int64_t size;
 };
 
-// Products of bfloat16 weights where the processor multiplies tiles of numbers.
+// Products of weights of one format by tiles of numbers, in place of `Kernels::matmul`.
 struct Tiles {
   int64_t panel_width;
   int64_t inputs;     // of a tile
   int64_t chunk;      // rows that are multiplied together
   int64_t row_block;  // rows of a unit of `matmul`, a multiple of `chunk`
-  // Writes the rows order[begin:end], one chunk, as tiles take them: three numbers for each input of each row.
-  void (*split)(const Matmul&, int64_t begin, int64_t end, uint16_t* to);
+  int64_t (*row_bytes)(const Matmul&);  // of a row as tiles take it, a multiple of 64
+  // Writes the rows order[begin:end], one chunk, as tiles take them. `matmul` may read up to 1,024 bytes behind the last.
+  void (*split)(const Matmul&, int64_t begin, int64_t end, char* to);
   // The panels [first, last) as in `Kernels::matmul`, of rows that were split, each chunk where the one before it ends.
   void (*matmul)(const Matmul&, int64_t group, int64_t first, int64_t last, int64_t begin, int64_t end,
-                 const uint16_t* rows);
+                 const char* rows);
 };
 
 struct Kernels {
@@ -117,7 +118,7 @@ struct Kernels {
   void (*gate)(const Gate&, int64_t begin, int64_t end);
   void (*rotate)(const Rotate&, int64_t begin, int64_t end);
   void (*argmax)(const Argmax&, int64_t begin, int64_t end);
-  const Tiles* tiles = nullptr;  // null: `matmul` multiplies bfloat16 weights too
+  const Tiles* tiles[3] = {};  // by format; null: `matmul` multiplies it
 };
 
 // So many floats for the calling thread, until it asks again; what they hold is undefined.
@@ -126,6 +127,7 @@ float* scratch(int64_t floats);
 const Kernels* kernels_avx512();
 const Kernels* kernels_avx2();
 const Kernels* kernels_neon();
-const Tiles* tiles_amx();
+const Tiles* tiles_amx_bfloat16();
+const Tiles* tiles_amx_int8();
 
 }  // namespace specserve

@@ -1,0 +1,138 @@
+// Products by tiles: what is alike whatever the numbers are. Each isa_*.cc that multiplies tiles says how, as a `Way`:
+//
+//   kRows, kInputs             rows that are multiplied together, inputs of a tile
+//   row_bytes(steps)           of what `split` writes for a row of a block of so many tiles, a multiple of 64
+//   split(x, rows, inputs, steps, to)
+//                              prepares the first `inputs` numbers of each of these rows for so many tiles
+//   begin(rows), end()         before and after chunks of at most so many rows
+//   multiply<is_first>(parts, weights, steps, rows, sums)
+//                              sums [rows, kWidth] = the rows that were split, times a panel's weights in so many steps.
+//                              The first chunk asks memory for weights ahead. What lies behind the parts may be read, up
+//                              to a whole tile, and sums of more rows may be written, up to kRows
+//
+// Nothing of the standard library that leaves code of its own is used here (see library.h).
+#pragma once
+
+#include <string.h>
+
+#include "kernels.h"
+
+namespace specserve {
+namespace {
+
+typedef float Floats __attribute__((vector_size(64)));
+typedef int32_t Ints __attribute__((vector_size(64)));
+typedef uint32_t Words __attribute__((vector_size(64)));
+
+constexpr int kOutputs = 16;           // of a tile
+constexpr int kWidth = 4 * kOutputs;   // of a panel, whose tiles of weights follow each other
+constexpr int kLine = 64;              // bytes
+constexpr int64_t kTileBytes = 1024;   // of weights
+constexpr int64_t kStep = 4 * kTileBytes;
+constexpr int64_t kAhead = 2048;  // bytes that memory delivers to a core within its latency of some 100 ns
+
+inline Floats whole(const float* from) {
+  Floats to;
+  memcpy(&to, from, sizeof(to));
+  return to;
+}
+
+// A vector of which only `count` numbers exist, none if it is below 1.
+inline Floats part(const float* from, int64_t count) {
+  Floats to = Floats{};
+  if (count >= 16) return whole(from);
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+  return to;
+}
+
+inline void put(float* to, Floats from) { memcpy(to, &from, sizeof(from)); }
+
+// Of which only `count` places exist.
+inline void put_part(float* to, Floats from, int64_t count) {
+  if (count >= 16) return put(to, from);
+  for (int64_t i = 0; i < count; ++i) to[i] = from[i];
+}
+
+inline Words bits_of(Floats x) {
+  Words bits;
+  memcpy(&bits, &x, sizeof(bits));
+  return bits;
+}
+
+template <class Way>
+int64_t steps_of_block(const Matmul& call) {
+  return (least(call.block, call.d_in) + Way::kInputs - 1) / Way::kInputs;
+}
+
+inline int64_t blocks_of(const Matmul& call) { return (call.d_in + call.block - 1) / call.block; }
+
+template <class Way>
+int64_t row_bytes(const Matmul& call) {
+  return blocks_of(call) * Way::row_bytes(steps_of_block<Way>(call));
+}
+
+// The rows order[begin:end], one chunk: block after block.
+template <class Way>
+void split(const Matmul& call, int64_t begin, int64_t end, char* to) {
+  const int64_t rows = end - begin, steps = steps_of_block<Way>(call);
+  const float* x[Way::kRows];
+  for (int64_t block = 0; block < call.d_in; block += call.block, to += rows * Way::row_bytes(steps)) {
+    for (int64_t row = 0; row < rows; ++row) x[row] = call.x + call.order[begin + row] * call.d_in + block;
+    Way::split(x, rows, least(call.block, call.d_in - block), steps, to);
+  }
+}
+
+// One panel and one chunk of rows.
+template <class Way, bool is_first>
+void multiply_chunk(const Matmul& call, int64_t group, int64_t panel, int64_t begin, int64_t end, const char* parts) {
+  const int64_t num_panels = (call.d_out + kWidth - 1) / kWidth, num_blocks = blocks_of(call);
+  const int64_t steps = steps_of_block<Way>(call), rows = end - begin;
+  const int64_t column = panel * kWidth, columns = least(kWidth, call.d_out - column);
+  const char* weights = static_cast<const char*>(call.panels) + (group * num_panels + panel) * num_blocks * steps * kStep;
+  float* sums = scratch(2 * Way::kRows * kWidth);
+  float* totals = num_blocks > 1 ? sums + Way::kRows * kWidth : sums;
+  for (int64_t block = 0; block < num_blocks; ++block) {
+    Way::template multiply<is_first>(parts + block * rows * Way::row_bytes(steps), weights + block * steps * kStep, steps, rows, sums);
+    if (!call.scale) continue;
+    const float* scales = call.scale + (group * num_blocks + block) * call.d_out + column;
+    for (int64_t at = 0; at < columns; at += 16) {
+      const Floats scale = part(scales + at, columns - at);
+      for (int64_t row = 0; row < rows; ++row) {
+        const Floats sum = whole(sums + row * kWidth + at) * scale;
+        put(totals + row * kWidth + at, block ? whole(totals + row * kWidth + at) + sum : sum);
+      }
+    }
+  }
+  for (int64_t row = 0; row < rows; ++row) {
+    const int64_t place = call.order[begin + row] * call.d_out + column;
+    for (int64_t at = 0; at < columns; at += 16) {
+      Floats total = whole(totals + row * kWidth + at);
+      if (call.add) total += part(call.add + place + at, columns - at);
+      put_part(call.y + place + at, total, columns - at);
+    }
+  }
+}
+
+template <class Way>
+void matmul(const Matmul& call, int64_t group, int64_t first, int64_t last, int64_t begin, int64_t end,
+            const char* parts) {
+  const int64_t per_row = row_bytes<Way>(call);
+  Way::begin(least(Way::kRows, end - begin));
+  for (int64_t panel = first; panel < last; ++panel) {
+    multiply_chunk<Way, true>(call, group, panel, begin, least(end, begin + Way::kRows), parts);
+    for (int64_t from = begin + Way::kRows; from < end; from += Way::kRows) {
+      const char* own = parts + (from - begin) * per_row;
+      multiply_chunk<Way, false>(call, group, panel, from, least(end, from + Way::kRows), own);
+    }
+  }
+  Way::end();
+}
+
+// `chunks` of rows make a unit of `matmul`.
+template <class Way>
+constexpr Tiles tiles_of(int64_t chunks) {
+  return {kWidth, Way::kInputs, Way::kRows, chunks * Way::kRows, row_bytes<Way>, split<Way>, matmul<Way>};
+}
+
+}  // namespace
+}  // namespace specserve
