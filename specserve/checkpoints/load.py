@@ -28,7 +28,7 @@ from specserve.checkpoints.quantized import (
 )
 from specserve.checkpoints.tensors import Index, TensorFolder, listed, read_json
 from specserve.errors import CheckpointError
-from specserve.kernels.matmul import QuantizedMatrix, dequantize, quantize
+from specserve.kernels.matmul import EightBits, QuantizedMatrix, dequantize, quantize
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.params import ParamSpec, TensorPart, is_product, is_spec, specs
@@ -67,6 +67,8 @@ _dequantize = jax.jit(dequantize, static_argnames="dtype")
 # Flax model's abstract parameters, and importing it imports Flax. These few lines give the bits that its arrays have in
 # fp8; its int8 divides by 127.5.
 _quantize = jax.jit(quantize, static_argnames="to")
+# one program for all compiles faster than one for each
+_quantize_all = jax.jit(lambda matrices, to: [quantize(matrix, to) for matrix in matrices], static_argnames="to")
 _OTHER_SENSES = r"(model\.)?(vision_tower|vision_model|visual|multi_modal_projector|mm_projector|audio_tower)\..*"
 
 
@@ -231,6 +233,17 @@ def _load(
         plain = [weight for weight in weights if isinstance(weight, LazyTensor)]
         array = _put(_cast(in_memory(spec, plain), dtype), place)
     return _quantize(array, how) if how in ("int8", "fp8") else array
+
+
+def in_eight_bits(params: Tree, to: EightBits) -> Tree:
+    """Parameters with each matrix that rows are multiplied by rounded to 8 bits (`kernels.matmul.quantize`), unless it
+    has 8 bits already."""
+    leaves, structure = jax.tree_util.tree_flatten_with_path(params, is_leaf=lambda x: isinstance(x, QuantizedMatrix))
+    chosen = [i for i, (path, leaf) in enumerate(leaves) if is_product(path) and isinstance(leaf, jax.Array)]
+    found = [leaf for _, leaf in leaves]
+    for i, matrix in zip(chosen, _quantize_all([found[i] for i in chosen], to), strict=True):
+        found[i] = matrix
+    return jax.tree.unflatten(structure, found)
 
 
 def _put_quantized(spec: ParamSpec, weights: Sequence[LazyQuantized], place: Sharding | None) -> QuantizedMatrix:

@@ -53,7 +53,7 @@ def evaluate(run: EvalRun) -> None:
 def _check(run: EvalRun) -> None:
     """Refuse what cannot be measured, before minutes of work. Raises ConfigError."""
     if run.server:
-        own = ("draft", "target", "quantization", "mesh", "speculation", "max_model_len")
+        own = ("draft", "target", "quantization", "draft_quantization", "mesh", "speculation", "max_model_len")
         given = [name for name in own if getattr(run, name)]
         if given:
             flag = f"--{given[0].replace('_', '-')}"

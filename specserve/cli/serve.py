@@ -95,6 +95,7 @@ def _load(run: ServeRun, *, has_tokenizer: bool) -> Models:
         run.draft,
         has_tokenizer=has_tokenizer,
         quantization=run.quantization,
+        draft_quantization=run.draft_quantization,
         is_checked=run.check_weights,
         mesh=mesh,
     )

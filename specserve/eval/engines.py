@@ -15,7 +15,14 @@ def load(run: TargetRun, draft: str, *, has_tokenizer: bool = True) -> Models:
     """The target that a command's settings name, loaded as they say, with a head. Raises ConfigError or
     CheckpointError."""
     mesh = parse_mesh(run.mesh, SERVING_AXES)
-    return load_models(run.target, draft, has_tokenizer=has_tokenizer, quantization=run.quantization, mesh=mesh)
+    return load_models(
+        run.target,
+        draft,
+        has_tokenizer=has_tokenizer,
+        quantization=run.quantization,
+        draft_quantization=run.draft_quantization,
+        mesh=mesh,
+    )
 
 
 def with_draft(models: Models, draft: str) -> Models:

@@ -11,7 +11,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, Sharding
 
-from specserve.checkpoints.load import Quantization, Target
+from specserve.checkpoints.load import Quantization, Target, in_eight_bits
 from specserve.checkpoints.source import BUNDLED, resolve_head
 from specserve.checkpoints.tensors import read_json
 from specserve.drafters.door import Head
@@ -51,6 +51,8 @@ def bench_models(run: BenchRun | LatencyRun | ThroughputRun) -> Models:
         head, draft = load_head(folder, target, dtype=default_dtype(), mesh=mesh), folder.name
     else:
         head, draft = random_head(name, target, mesh=mesh), f"{DEFAULT_KIND}, random weights"
+    if run.draft_quantization in ("int8", "fp8"):
+        head = dataclasses.replace(head, params=in_eight_bits(head.params, run.draft_quantization))
     told = f"{name}, random weights"
     return Models(told, target, head, None, fingerprint=f"random {name}", mesh=mesh, draft=DraftInfo(draft))
 

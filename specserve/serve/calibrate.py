@@ -11,7 +11,7 @@ import platform
 import time
 from collections.abc import Generator, Sequence
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import jax
 
@@ -47,10 +47,16 @@ def cost_file(models_fingerprint: str, runner: Runner) -> Path:
         str(runner.place),
         models_fingerprint,
         str((runner.shapes, runner.config)),
+        *_dtypes(runner.layouts.one.target),  # which the fingerprint of files does not say
+        *_dtypes(runner.layouts.one.draft),
         *[program.name for program in wanted.programs(runner)],
     ]
     name = hashlib.sha256("\n".join(facts).encode()).hexdigest()[:24]
     return host.cache_folder() / "costs" / f"{name}.json"
+
+
+def _dtypes(params: Any) -> tuple[str, ...]:
+    return "weights", *sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})
 
 
 Costs = dict[Shape, float]  # seconds of each step

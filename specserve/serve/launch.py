@@ -13,14 +13,14 @@ import jax
 from jax.sharding import Mesh
 
 from specserve import host
-from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, load_target
+from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, in_eight_bits, load_target
 from specserve.checkpoints.source import BUNDLED, BUNDLED_HEADS, find_head, resolve_target
 from specserve.drafters.door import Head
 from specserve.drafters.head import load_head
-from specserve.drafters.notes import read_notes
+from specserve.drafters.notes import draft_quantization, read_notes
 from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 from specserve.drafters.speculation import parse_speculation, with_head, within_reach
-from specserve.drafters.words import ALL_TEXT, CARRIED
+from specserve.drafters.words import ALL_TEXT, CARRIED, DraftQuantization
 from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import default_dtype, free_memory, in_equal_parts, num_parts
 from specserve.models.config import ModelConfig
@@ -68,6 +68,7 @@ class Models:
     mesh: Mesh | None = None  # what both are spread over; None: one device
     draft: DraftInfo | None = None  # what is told of the head
     quantization: str = "none"  # of the target's weights, as `load_target` takes it
+    draft_quantization: DraftQuantization | Literal[""] = ""  # asked for; empty: as a head's notes say
 
     @functools.cached_property
     def tokenizer(self) -> Tokenizer | None:
@@ -81,6 +82,7 @@ def load_models(
     *,
     has_tokenizer: bool = True,
     quantization: Quantization | Literal[""] = "",  # of the target; empty: as when the head was trained
+    draft_quantization: DraftQuantization | Literal[""] = "",  # of the head; empty: as its notes say
     is_checked: bool = False,  # every weight must be a number
     mesh: Mesh | None = None,  # what to spread both over
 ) -> Models:
@@ -97,7 +99,14 @@ def load_models(
     loaded = load_target(source.folder, dtype=dtype, quantization=own_quantization, mesh=mesh, is_checked=is_checked)
     read = functools.partial(Tokenizer.load, source.folder) if has_tokenizer else None
     models = Models(
-        source.name, loaded, None, read, fingerprint(source.folder), mesh=mesh, quantization=own_quantization
+        source.name,
+        loaded,
+        None,
+        read,
+        fingerprint(source.folder),
+        mesh=mesh,
+        quantization=own_quantization,
+        draft_quantization=draft_quantization,
     )
     if is_carried:
         folder = source.folder
@@ -115,6 +124,10 @@ def load_beside(models: Models, draft: str, folder: Path) -> Models:
         head_fingerprint = fingerprint(folder)
     except OSError as error:
         raise CheckpointError(f"{folder}: the head cannot be read ({error})") from error
+    how = models.draft_quantization or draft_quantization(notes, folder)
+    if how != "none":  # drafts decide about speed and never about tokens, so what this can cost is acceptance
+        head = dataclasses.replace(head, params=in_eight_bits(head.params, how))
+        head_fingerprint = f"{head_fingerprint} {how}"  # another acceptance, and steps of other costs
     stated = models.quantization if is_carried else notes.get("quantization", "none")
     if stated != models.quantization:
         logger.warning(

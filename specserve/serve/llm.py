@@ -27,6 +27,7 @@ class EngineSettings(TypedDict, total=False):
     """The settings of `specserve serve` that concern the engine; see docs/serving.md."""
 
     quantization: str
+    draft_quantization: str
     kv_cache_dtype: str
     mesh: str
     tuned_profile: str
@@ -110,6 +111,7 @@ class LLM:
             run.draft,
             has_tokenizer=bool(tokenizer),
             quantization=run.quantization,
+            draft_quantization=run.draft_quantization,
             is_checked=run.check_weights,
             mesh=parse_mesh(run.mesh, SERVING_AXES),
         )

@@ -36,8 +36,8 @@ CONNECT_SECONDS = 30.0  # for all to connect, once all have joined (`processes.j
 SILENCE_SECONDS = 8  # after which a machine that answers no probe is taken for dead
 _ADDRESS_BYTES = 1024
 _SAME = (  # the settings that decide about programs and the state; the first process alone reads the others
-    *("quantization", "kv_cache_dtype", "mesh", "speculation", "max_slots", "max_model_len", "page_size"),
-    *("cache_tokens", "cache_gb", "cache_fraction", "deterministic", "constrained", "num_processes"),
+    *("quantization", "draft_quantization", "kv_cache_dtype", "mesh", "speculation", "max_slots", "max_model_len"),
+    *("page_size", "cache_tokens", "cache_gb", "cache_fraction", "deterministic", "constrained", "num_processes"),
 )
 
 Lost = Callable[[ProcessError], None]  # called on a thread of its own, and once: no process goes on alone

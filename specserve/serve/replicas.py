@@ -61,6 +61,7 @@ class EngineReplica:
             run.target,
             run.draft,
             quantization=run.quantization,
+            draft_quantization=run.draft_quantization,
             is_checked=run.check_weights,
             mesh=parse_mesh(run.mesh, SERVING_AXES),
         )

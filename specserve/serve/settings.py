@@ -26,6 +26,11 @@ class ServeRun:
         help="8-bit weights of the target: int8 or fp8 rounds them at load, stored keeps a checkpoint's own, none "
         "restores floats; empty: as the head was trained, else none",
     )
+    draft_quantization: Literal["", "none", "int8", "fp8"] = setting(
+        "",
+        help="8-bit matrices of the draft head, rounded at load: tokens stay the same, and a draft reads half of "
+        "the bytes; empty: as the head's notes say, else none",
+    )
     kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting(
         "auto",
         help="the target's committed keys and values: as it is computed, or in 8 bits with a scale per entry "

@@ -8,9 +8,10 @@ from typing import Any
 import numpy as np
 from jax.sharding import Mesh
 
-from specserve.checkpoints.load import Target
+from specserve.checkpoints.load import Target, in_eight_bits
 from specserve.data.dataset import Prompt
 from specserve.drafters.door import TrainedDrafter
+from specserve.drafters.words import DraftQuantization
 from specserve.speculative.acceptance import Acceptance
 from specserve.train.acceptance import AcceptanceMeter, ArmAcceptance, arms
 from specserve.train.settings import EvalSettings
@@ -54,12 +55,14 @@ class HeldOutEvaluator:
         prompts: Sequence[Prompt],
         settings: EvalSettings,
         *,
+        quantization: DraftQuantization = "none",  # of the head where it will be served
         seed: int,
         mesh: Mesh | None = None,  # what the target is spread over
     ) -> None:
         """Raises ConfigError where an arm cannot be measured, DataError where no prompt fits the context."""
         self._arms = arms(settings.speculation, settings.temperature)
         self._target_ids = target_ids
+        self._quantization: DraftQuantization = quantization
         asked = str([(prompt.source, tuple(prompt.token_ids)) for prompt in prompts])
         digest = hashlib.sha256(asked.encode()).hexdigest()[:8]
         self.identity = f"{self._arms[0].name}, {settings.eval_tokens} tokens, {len(prompts)} prompts ({digest})"
@@ -68,6 +71,8 @@ class HeldOutEvaluator:
         )
 
     def measure(self, params: Any, *, is_last: bool) -> Measurement:
+        if self._quantization != "none":
+            params = in_eight_bits(params, self._quantization)
         chosen = self._arms if is_last else self._arms[:1]
         found = tuple(self._meter.measure(params, self._target_ids, arm) for arm in chosen)
         return Measurement(found, self._meter.num_skipped, self.identity)

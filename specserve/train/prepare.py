@@ -84,7 +84,14 @@ def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) ->
         )
     elif has.prompts:
         evaluator = HeldOutEvaluator(
-            target, has.drafter, data.target_ids, has.prompts, run.eval, seed=run.train.seed, mesh=mesh
+            target,
+            has.drafter,
+            data.target_ids,
+            has.prompts,
+            run.eval,
+            quantization=run.draft_quantization,
+            seed=run.train.seed,
+            mesh=mesh,
         )
     return Trainer(
         run,
@@ -144,6 +151,7 @@ def _notes(run: TrainRun, source: TargetSource, loaded: Dataset, target_ids: np.
         "target": source.name,
         "target_fingerprint": provenance.fingerprint(source.folder),
         "quantization": run.quantization,
+        "draft_quantization": run.draft_quantization,
         **({"init_from": run.init_from} if run.init_from else {}),
         "data": list(run.data.source),
         **({"answers": "of the target"} if run.data.regenerate else {}),

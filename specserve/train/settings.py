@@ -7,7 +7,7 @@ from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, setting
 from specserve.drafters.settings import DraftSettings
-from specserve.drafters.words import DEFAULT_KIND, KindName
+from specserve.drafters.words import DEFAULT_KIND, DraftQuantization, KindName
 from specserve.speculative.ranges import Temperature
 
 
@@ -134,6 +134,9 @@ class TrainRun:
     drafter: KindName = setting(DEFAULT_KIND, help="kind of the draft head, see docs/drafters.md")
     quantization: Literal["none", "stored", "int8", "fp8"] = setting(
         "none", help="8-bit weights of the target, as it will be served (see serve)"
+    )
+    draft_quantization: DraftQuantization = setting(
+        "none", help="8-bit matrices of the head where it is measured and served (see serve); not in its files"
     )
     mesh: str = setting(
         "",

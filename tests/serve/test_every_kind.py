@@ -32,7 +32,7 @@ from engines import (
     submit,
 )
 
-from specserve.checkpoints.load import Target
+from specserve.checkpoints.load import Target, in_eight_bits
 from specserve.data.dataset import Prompt
 from specserve.drafters.door import Head
 from specserve.drafters.speculation import parse_speculation
@@ -134,20 +134,27 @@ def reference(shallow_target: Target, kept: Path | None) -> Iterator[Reference]:
         yield reference
 
 
-@pytest.fixture(
-    scope="module", params=[kind if kind in QUICK else pytest.param(kind, marks=pytest.mark.slow) for kind in HEADS]
-)
+def _cases() -> Iterator[Any]:
+    for bits, kind in itertools.product(("", "int8"), HEADS):
+        is_quick = kind in QUICK and not bits
+        yield pytest.param((kind, bits), marks=() if is_quick else pytest.mark.slow, id=f"{kind} {bits}".strip())
+
+
+@pytest.fixture(scope="module", params=_cases())
 def served(request: pytest.FixtureRequest, shallow_target: Target, kept: Path | None) -> Served:
-    head, rng = HEADS[request.param](shallow_target.config), np.random.default_rng(7)
+    kind, bits = request.param
+    head, rng = HEADS[kind](shallow_target.config), np.random.default_rng(7)
 
     def stir(x: jax.Array) -> jax.Array:  # every part is to matter, those that begin as nothing too
         return jnp.asarray(x + 0.1 * rng.standard_normal(x.shape), x.dtype)
 
     head = replace(head, params=jax.tree.map(stir, head.params))
-    assert head.drafter.name == request.param
+    if bits:
+        head = replace(head, params=in_eight_bits(head.params, bits))
+    assert head.drafter.name == kind
     runner = make_runner(shallow_target, head, *WAYS, has_constrained=False, folder=kept)
     compile_programs(runner)
-    return Served(request.param, shallow_target, head, runner)
+    return Served(kind, shallow_target, head, runner)
 
 
 class Noting(Dice):

@@ -44,6 +44,7 @@ from specserve.serve.programs import Program
 from specserve.serve.request import SamplingParams
 from specserve.serve.settings import ServeRun
 from specserve.serve.shapes import DETERMINISTIC_DEPTH
+from specserve.speculative.drafter import Weights
 from specserve.speculative.step import StepConfig
 from specserve.speculative.tree import Tree, chain, static_tree
 
@@ -315,6 +316,7 @@ class _FakeRunner(SimpleNamespace):
 
     def __init__(self, seconds: dict[tuple[int, int, Tree | None], float], clock: list[float]) -> None:
         super().__init__(state=jnp.zeros(1), shapes="shapes", config="config", place="here")
+        self.layouts = SimpleNamespace(one=Weights(jnp.zeros(1), None))
         self.seconds, self.clock, self.ran = seconds, clock, []
 
     def programs(self) -> list[Program]:
@@ -444,12 +446,14 @@ def test_the_file_depends_on_what_costs_depend_on(runner: Any, monkeypatch: pyte
         ("config", "another"),
         ("place", "mesh"),
         ("seconds", {(1, 8, None): 1.0}),
+        ("layouts", SimpleNamespace(one=Weights(jnp.ones(1, jnp.int8), None))),  # other bits of the same files
+        ("layouts", SimpleNamespace(one=Weights(jnp.ones(1), jnp.ones(1, jnp.int8)))),
     ):
         before = getattr(runner, name)
         setattr(runner, name, value)
         others.add(cost_file("target head", runner))
         setattr(runner, name, before)
-    assert len(others | {first}) == 6
+    assert len(others | {first}) == 8
 
 
 def test_costs_in_one_line() -> None:

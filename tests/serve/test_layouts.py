@@ -1,5 +1,7 @@
 """Without native kernels XLA's products get the layout that is fastest on this machine, and no layout changes one."""
 
+import contextlib
+import dataclasses
 import itertools
 from types import SimpleNamespace
 from typing import Any
@@ -9,10 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 import rounding
+import tiny
 
-from specserve.checkpoints.load import Target
+from specserve.checkpoints.load import Target, in_eight_bits
 from specserve.kernels import native
-from specserve.kernels.matmul import BlockedMatrix, matmul
+from specserve.kernels.matmul import BlockedMatrix, PackedMatrix, dequantize, matmul
 from specserve.models.params import is_product
 from specserve.serve import layouts
 from specserve.serve.layouts import BLOCK_COLUMNS, FEW_ROWS, make_layouts
@@ -63,6 +66,33 @@ def test_the_fastest_cut_is_chosen_and_changes_no_product(
                     cut += 1
                     assert weight.blocks.shape[2] == (plain.shape[1] // 2 if columns == HALVES else columns)
         assert bool(cut) == (columns != WHOLE)
+
+
+@pytest.mark.parametrize("way", ["as it is", "no quick bytes", "no kernels"])
+def test_a_heads_8_bits_stay_where_they_are_quick(
+    shallow_target: Target, monkeypatch: pytest.MonkeyPatch, rng: np.random.Generator, way: str
+) -> None:
+    """Elsewhere the same values lie in wider numbers, which is exact."""
+    head = tiny.random_head(shallow_target.config, seed=1)
+    head = dataclasses.replace(head, params=in_eight_bits(head.params, "int8"))
+    if way != "as it is" and not native.is_available():
+        pytest.skip("there are no kernels to begin with")
+    if way == "no quick bytes":
+        monkeypatch.setattr(native, "is_quick_with_bytes", lambda: False)
+    with native.left_out() if way == "no kernels" else contextlib.nullcontext():
+        made = make_layouts(shallow_target, head).many.draft
+        assert made is not None
+        matrix, before = made.params.fc, head.params.fc
+        x = rng.standard_normal((3, before.shape[0])).astype(np.float32)
+        product = matmul(jnp.asarray(x), matrix)
+    if way == "as it is" and native.is_quick_with_bytes():
+        assert matrix.panels.dtype == jnp.int8
+    else:
+        assert (
+            (matrix.panels.dtype == jnp.bfloat16) if isinstance(matrix, PackedMatrix) else isinstance(matrix, jax.Array)
+        )
+    plain = np.asarray(dequantize(before, jnp.dtype("float32")), np.float64)
+    rounding.assert_within(product, x.astype(np.float64) @ plain, rounding.of_product(x, plain, before.block))
 
 
 def _at(tree: Any, path: tuple[Any, ...]) -> Any:

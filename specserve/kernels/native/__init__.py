@@ -86,6 +86,14 @@ def tile_inputs(itemsize: int) -> int:
     return _number("specserve_kernels_tile_inputs", itemsize)
 
 
+def is_quick_with_bytes() -> bool:
+    """Return whether a product of one row with int8 weights takes less time than one with bfloat16 weights, as it does
+    where the instruction set has wide vectors or tiles of bytes (docs/log.md). Elsewhere bytes take too long to
+    widen."""
+    library = _native().library if is_available() else None
+    return library is not None and _text(library, "specserve_kernels_instruction_set") in ("amx", "avx512")
+
+
 def _number(name: str, itemsize: int) -> int:
     library = _native().library
     assert library is not None, "packing is for native kernels"
