@@ -10,6 +10,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from specserve import host
 from specserve.kernels import paged
 from specserve.kernels.pages import PageRows, Pages, share_out
 from specserve.mesh import fitting, num_parts, put, whole
@@ -53,6 +54,13 @@ class Placement:
     def slots(self, slots: tuple[int, ...]) -> jax.Array:
         """Return the slots of a step. What it computes for them follows them: each device has a part of the batch."""
         return _put(slots, np.int32, None if self.mesh is None else fitting(self.mesh, ("batch",), (len(slots),)))
+
+    def give_back_zeros(self, arrays: Any) -> None:
+        """Let a CPU hold no memory for arrays that are still full of zeros, until they are written to."""
+        if jax.default_backend() != "cpu" or self.mesh is not None:
+            return
+        for leaf in jax.block_until_ready(jax.tree.leaves(arrays)):
+            host.give_back_zeros(leaf.unsafe_buffer_pointer(), leaf.nbytes)
 
     def shapes(self, make: Callable[[], SlotState]) -> SlotState:
         """The shapes of the arrays of such a state, and where they live."""

@@ -120,6 +120,7 @@ class Runner:
     def reset(self) -> None:
         """Forget every sequence and every cached page: after a device error the donated buffers are gone."""
         self.run_call(self.beginning)
+        self.place.give_back_zeros(self.state.cache)
         self._ledger = Ledger(self.shapes.num_slots, self.config.max_pending)
         self._num_remembered = 0
 
