@@ -113,7 +113,15 @@ def _train(minutes: float, output: Path) -> None:
     data = DataSettings(max_conversations=max(600, int(6000 * minutes)), eval_prompts=8)
     draft = DraftSettings(vocab_size=3072, d_ff=768, fc_norm=True, norm_output=True)
     measured = EvalSettings(speculation=(SPECULATION,))
-    run = TrainRun(target=BUNDLED, output=str(output), data=data, draft=draft, train=settings, eval=measured)
+    run = TrainRun(
+        target=BUNDLED,
+        draft_quantization="int8",  # half of the bytes to read, and accepted as often (docs/log)
+        output=str(output),
+        data=data,
+        draft=draft,
+        train=settings,
+        eval=measured,
+    )
     with RunFolder(run) as folder, observing(run) as observers:
         with console.status("reading the functions and docstrings installed here"):
             trainer = prepare(run, folder)
