@@ -62,8 +62,13 @@ void store_sums(void* to) {
   store<2>(place + 2 * kLine, kStride), store<3>(place + 3 * kLine, kStride);
 }
 
-inline void ask_ahead(const char* weights) {
-  for (int64_t line = 0; line < kStep; line += kLine) __builtin_prefetch(weights + kAhead + line);
+// Tile `tile` of a step's weights. With `asks` memory is asked for the tile three places on: little by little, since a
+// core that asks for all of a step at once cannot ask for more before it has multiplied it.
+template <int tile, bool asks>
+inline void load_weights(const char* weights) {
+  const char* from = weights + tile * kTileBytes;
+  for (int64_t line = 0; asks && line < kTileBytes; line += kLine) __builtin_prefetch(from + 3 * kTileBytes + line);
+  load<7>(from);
 }
 
 // The nearest bfloat16 number, ties to even, as a float.
@@ -111,9 +116,9 @@ struct Bfloat16 {
   static void begin(int64_t rows) { configure(rows); }
   static void end() { release(); }
 
-  template <int tile>
+  template <int tile, bool asks>
   static void multiply_tile(const char* weights) {
-    load<7>(weights + tile * kTileBytes);
+    load_weights<tile, asks>(weights);
     add_product_of_halves<tile, 4, 7>();
     add_product_of_halves<tile, 5, 7>();
     add_product_of_halves<tile, 6, 7>();
@@ -123,9 +128,9 @@ struct Bfloat16 {
   static void multiply(const char* parts, const char* weights, int64_t steps, int64_t rows, float* sums) {
     zero_sums();
     for (int64_t step = 0; step < steps; ++step, parts += 3 * rows * kLine, weights += kStep) {
-      if (is_first) ask_ahead(weights);
       load<4>(parts), load<5>(parts + rows * kLine), load<6>(parts + 2 * rows * kLine);
-      multiply_tile<0>(weights), multiply_tile<1>(weights), multiply_tile<2>(weights), multiply_tile<3>(weights);
+      multiply_tile<0, is_first>(weights), multiply_tile<1, is_first>(weights);
+      multiply_tile<2, is_first>(weights), multiply_tile<3, is_first>(weights);
     }
     store_sums(sums);
   }
@@ -138,9 +143,9 @@ struct Int8 : Digits {
   static void begin(int64_t rows) { configure(rows * kDigits); }
   static void end() { release(); }
 
-  template <int tile>
+  template <int tile, bool asks>
   static void multiply_tile(const char* weights) {
-    load<7>(weights + tile * kTileBytes);
+    load_weights<tile, asks>(weights);
     add_product_of_bytes<tile, 4, 7>();
   }
 
@@ -150,9 +155,9 @@ struct Int8 : Digits {
     zero_sums();
     const char* digits = parts + rows * kLine;
     for (int64_t step = 0; step < steps; ++step, digits += kDigits * rows * kLine, weights += kStep) {
-      if (is_first) ask_ahead(weights);
       load<4>(digits);
-      multiply_tile<0>(weights), multiply_tile<1>(weights), multiply_tile<2>(weights), multiply_tile<3>(weights);
+      multiply_tile<0, is_first>(weights), multiply_tile<1, is_first>(weights);
+      multiply_tile<2, is_first>(weights), multiply_tile<3, is_first>(weights);
     }
     store_sums(counts);
     put_together(parts, counts, rows, sums);

@@ -29,7 +29,6 @@ constexpr int kWidth = 4 * kOutputs;   // of a panel, whose tiles of weights fol
 constexpr int kLine = 64;              // bytes
 constexpr int64_t kTileBytes = 1024;   // of weights
 constexpr int64_t kStep = 4 * kTileBytes;
-constexpr int64_t kAhead = 2048;  // bytes that memory delivers to a core within its latency of some 100 ns
 
 inline Floats whole(const float* from) {
   Floats to;
