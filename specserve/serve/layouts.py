@@ -56,6 +56,11 @@ class Layouts:
         one, few, many = (made[id(weights)] for weights in (self.one, self.few, self.many))
         return dataclasses.replace(self, one=one, few=few, many=many)
 
+    def draft_shapes(self) -> Any:
+        """Return the shapes, dtypes and layouts of the head's arrays; programs are compiled for them."""
+        found = [jax.tree.flatten(jax.tree.map(jax.typeof, weights.draft)) for weights in self.distinct]
+        return [(structure, tuple(map(str, leaves))) for leaves, structure in found]
+
     def number(self, weights: Weights) -> int:
         """Return the index of these weights among `distinct`. Layouts with another head have the same numbers, and the
         same programs."""

@@ -126,14 +126,16 @@ class Runner:
 
     def with_head(self, head: Head, trees: Sequence[Tree | None] = ()) -> "Runner":
         """A runner of the same target beside another head, whose ways to make a step are `trees`; none: the same. It
-        has no state until it `takes_over`. The compiled programs are the same ones where the head is of the same shape;
-        else nothing is compiled yet. Raises ConfigError where no way asks for a head, or one is too deep for it."""
+        has no state until it `takes_over`. The compiled programs are the same ones where the head is of the same shape
+        and in as many bits; else nothing is compiled yet. Raises ConfigError where no way asks for a head, or one is
+        too deep for it."""
         shapes = dataclasses.replace(self.shapes, trees=tuple(trees) or self.shapes.trees)
         if not shapes.uses_head:
             raise ConfigError("this server speculates without a head, so there is none to replace")
         drafter, other = drafter_for(shapes.trees, head.drafter), copy.copy(self)
         other.layouts = self.layouts.with_head(head)
-        if (drafter, shapes) != (self.config.drafter, self.shapes):
+        is_alike = other.layouts.draft_shapes() == self.layouts.draft_shapes()
+        if not is_alike or (drafter, shapes) != (self.config.drafter, self.shapes):
             other.config = dataclasses.replace(self.config, drafter=drafter, max_depth=shapes.max_depth)
             other.shapes = shapes
             other._bind()

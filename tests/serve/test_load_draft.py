@@ -32,7 +32,7 @@ from engines import (
 )
 from fakes import FakeEngine, assert_refused
 
-from specserve.checkpoints.load import Target
+from specserve.checkpoints.load import Target, in_eight_bits
 from specserve.drafters.door import Head
 from specserve.drafters.head import save_head
 from specserve.drafters.speculation import parse_speculation
@@ -73,9 +73,16 @@ def _acceptances(inboxes: list[Inbox]) -> list[object]:
     return [inbox.wait().stats.accepted_per_depth for inbox in inboxes]  # type: ignore[union-attr]
 
 
-def test_a_head_is_replaced_under_load(runner: Runner, reference: Reference, tiny_target: Target) -> None:
+@pytest.mark.parametrize("bits", ["as many", "fewer"])
+def test_a_head_is_replaced_under_load(runner: Runner, reference: Reference, tiny_target: Target, bits: str) -> None:
+    """Also by one of the same shape in other bits, for which other programs are compiled."""
     new = tiny.random_head(tiny_target.config, seed=77)
-    expected = _accepted(runner.with_head(new), _asks())
+    if bits == "fewer":
+        new = dataclasses.replace(new, params=in_eight_bits(new.params, "int8"))
+    fresh = runner.with_head(new)
+    assert (fresh.compiled is runner.compiled) == (bits == "as many")
+    compile_programs(fresh)
+    expected = _accepted(fresh, _asks())
     assert _accepted(runner, _asks()) != expected, "the heads do not differ, so nothing is tested"
     engine = make_engine(runner, Fixed(TREE))
     engine._load_head = lambda folder: LoadedHead(new, (0.5,), DraftInfo(folder, 2.0))
