@@ -5,7 +5,6 @@ import ctypes
 import functools
 import gc
 import logging
-import mmap
 import os
 import platform
 import sys
@@ -14,7 +13,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-import numpy as np
 import psutil
 
 logger = logging.getLogger(__name__)
@@ -113,19 +111,6 @@ def give_back_freed_memory() -> None:
     Elsewhere than on Linux with glibc nothing happens."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
-
-
-def give_back_zeros(address: int, num_bytes: int) -> bool:
-    """Return the whole pages of a piece of memory to the system, which maps zeros there again where it is next used.
-    Returns whether it was done: on Linux alone, and only where there is nothing but zeros. The memory must be of
-    `malloc`, and nobody may write to it meanwhile."""
-    if not sys.platform.startswith("linux"):
-        return False
-    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
-    size = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
-    if size <= 0 or np.ctypeslib.as_array((ctypes.c_uint64 * (size // 8)).from_address(begin)).max():
-        return False
-    return ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED) == 0
 
 
 @contextlib.contextmanager

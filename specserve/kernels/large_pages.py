@@ -1,8 +1,10 @@
-"""Memory for weights, which every step reads from one end to the other."""
+"""Memory for weights, which every step reads from one end to the other, and for what begins as zeros."""
 
 import contextlib
+import ctypes
 import math
 import mmap
+import sys
 import threading
 
 import numpy as np
@@ -33,6 +35,19 @@ def empty_in_large_pages(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
                 _shared = _map_large_pages(_SHARED_MAPPING)
             piece, _shared = _shared, _shared[-(-num_bytes // _ALIGNMENT) * _ALIGNMENT :]
     return piece[:num_bytes].view(dtype).reshape(shape)
+
+
+def give_back_zeros(address: int, num_bytes: int) -> bool:
+    """Return the whole pages of a piece of memory to the system, which maps zeros there again where it is next used.
+    Returns whether it was done: on Linux alone, and only where there is nothing but zeros. The memory must be of
+    `malloc`, and nobody may write to it meanwhile."""
+    if not sys.platform.startswith("linux"):
+        return False
+    begin = -(-address // mmap.PAGESIZE) * mmap.PAGESIZE
+    size = (address + num_bytes) // mmap.PAGESIZE * mmap.PAGESIZE - begin
+    if size <= 0 or np.ctypeslib.as_array((ctypes.c_uint64 * (size // 8)).from_address(begin)).max():
+        return False
+    return ctypes.CDLL(None).madvise(ctypes.c_void_p(begin), ctypes.c_size_t(size), mmap.MADV_DONTNEED) == 0
 
 
 def _map_large_pages(num_bytes: int) -> np.ndarray:

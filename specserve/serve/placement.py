@@ -10,8 +10,8 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from specserve import host
 from specserve.kernels import paged
+from specserve.kernels.large_pages import give_back_zeros
 from specserve.kernels.pages import PageRows, Pages, share_out
 from specserve.mesh import fitting, num_parts, put, whole
 from specserve.models.cache import Cache
@@ -60,7 +60,7 @@ class Placement:
         if jax.default_backend() != "cpu" or self.mesh is not None:
             return
         for leaf in jax.block_until_ready(jax.tree.leaves(arrays)):
-            host.give_back_zeros(leaf.unsafe_buffer_pointer(), leaf.nbytes)
+            give_back_zeros(leaf.unsafe_buffer_pointer(), leaf.nbytes)
 
     def shapes(self, make: Callable[[], SlotState]) -> SlotState:
         """The shapes of the arrays of such a state, and where they live."""

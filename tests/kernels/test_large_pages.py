@@ -1,12 +1,18 @@
-"""Arrays in large pages."""
+"""Arrays in large pages, and zeros that take none."""
 
 import sys
 from pathlib import Path
 
+import jax
 import ml_dtypes
 import numpy as np
+import psutil
+import pytest
 
-from specserve.kernels.large_pages import empty_in_large_pages
+from specserve.checkpoints.load import Target
+from specserve.kernels.large_pages import empty_in_large_pages, give_back_zeros
+from specserve.serve.placement import bytes_per_token
+from specserve.serve.runner import Runner
 
 
 def test_arrays_in_large_pages_are_arrays_of_their_own() -> None:
@@ -43,3 +49,32 @@ def _asked_large() -> list[range]:
         elif name == "VmFlags:" and "hg" in line.split():
             found.append(mapping)
     return found
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks Linux for it")
+def test_zeros_are_given_back_and_numbers_are_not() -> None:
+    """Whole pages of zeros, whatever lies beside them, come back as zeros; a single number keeps all."""
+    array, own = np.empty(8 << 20, np.uint8), psutil.Process()
+    array[:] = 0
+    array[0] = array[-1] = 7  # beside the whole pages
+    before = own.memory_info().rss
+    assert give_back_zeros(array.ctypes.data + 1, array.nbytes - 2)
+    assert before - own.memory_info().rss > 7 << 20
+    assert array[0] == array[-1] == 7
+    array[5 << 20] = 3
+    assert not give_back_zeros(array.ctypes.data + 1, array.nbytes - 2)
+    assert array.sum() == 17
+    assert not give_back_zeros(array.ctypes.data, 100), "no whole page"
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux") or jax.default_backend() != "cpu", reason="asks Linux for it")
+def test_a_server_holds_no_memory_for_pages_that_nobody_has_used(tiny_target: Target) -> None:
+    own, sizes = psutil.Process(), []
+    for num_pages in (64, 64 + (256 << 20) // (4 * bytes_per_token(tiny_target.config, None))):
+        before = own.memory_info().rss
+        runner = Runner(tiny_target, None, [None], num_slots=1, max_model_len=64, page_size=4, num_pages=num_pages)
+        jax.block_until_ready(runner.state)
+        sizes.append(own.memory_info().rss - before)
+        assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(runner.state.cache))
+        del runner
+    assert sizes[1] - sizes[0] < 64 << 20, "of 256 MiB more"
