@@ -24,6 +24,6 @@ def draft_quantization(notes: Mapping[str, Any], folder: Path) -> DraftQuantizat
     if stated not in DRAFT_QUANTIZATIONS:
         raise CheckpointError(
             f"{folder / NOTES_FILE}: draft_quantization is {stated!r}; expected {', '.join(DRAFT_QUANTIZATIONS)}, or "
-            "nothing"
+            "nothing; mend the file, or say it with --draft-quantization"
         )
     return stated

@@ -77,6 +77,7 @@ class QuantizedMatrix:
         return QuantizedMatrix(self.values[index], self.scale[index], self.block)
 
 
+MOST_BYTES = 2**16  # of int8 weights times digits from -128 to 127 (native/digits_isa.h): half of what 32 bits can hold
 Weight = jax.Array | BlockedMatrix | PackedMatrix | QuantizedMatrix
 EightBits = Literal["int8", "fp8"]
 
@@ -94,11 +95,12 @@ def block(weight: jax.Array, columns: int) -> Weight:
 def pack(weight: jax.Array | QuantizedMatrix) -> PackedMatrix:
     """Lay a matrix [..., d_in, d_out] out for the native kernel without changing a value. Float32 values that are all
     bfloat16 numbers, as those of published checkpoints are, are kept in bfloat16, which halves what a product reads.
-    Float8 values of quantised matrices are kept in bfloat16 too."""
+    Float8 values of quantised matrices are kept in bfloat16 too, and so are int8 ones of more inputs to a scale than
+    sums of integers can hold."""
     scale, block_size = None, 0
     if isinstance(weight, QuantizedMatrix):
         values, scale, block_size = np.asarray(weight.values), weight.scale, weight.block
-        if values.dtype != np.int8:
+        if values.dtype != np.int8 or min(block_size, values.shape[-2]) > MOST_BYTES:
             values = values.astype(ml_dtypes.bfloat16)
     else:
         values = np.asarray(weight)

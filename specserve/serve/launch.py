@@ -110,6 +110,10 @@ def load_models(
     )
     if is_carried:
         folder = source.folder
+    if folder is None and draft_quantization in ("int8", "fp8"):
+        logger.warning(
+            "--draft-quantization %s, and there is no draft head yet; give one with --draft", draft_quantization
+        )
     return load_beside(models, draft, folder) if folder else models
 
 

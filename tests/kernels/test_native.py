@@ -16,7 +16,15 @@ from paging import make_prefix
 
 from specserve.kernels import native
 from specserve.kernels.attention import attend
-from specserve.kernels.matmul import PackedMatrix, QuantizedMatrix, dequantize, matmul, matmul_by_expert, pack
+from specserve.kernels.matmul import (
+    MOST_BYTES,
+    PackedMatrix,
+    QuantizedMatrix,
+    dequantize,
+    matmul,
+    matmul_by_expert,
+    pack,
+)
 from specserve.kernels.native import build
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.pages import Pages, write_pages
@@ -149,6 +157,18 @@ def test_packing_rounds_nothing() -> None:
     assert packed.panels.dtype == jnp.float32
     assert isinstance(packed, PackedMatrix)
     assert (np.asarray(matmul(jnp.eye(8), packed)) == weight).all()
+
+
+@pytest.mark.parametrize("d_in", [MOST_BYTES, 2 * MOST_BYTES + 1])
+def test_sums_of_bytes_have_room(d_in: int) -> None:
+    """Of the largest numbers of one sign; beyond, the same values are multiplied as wider numbers."""
+    weight = QuantizedMatrix(jnp.full((d_in, 1), -128, jnp.int8), jnp.ones((1, 1)), d_in)
+    packed, x = pack(weight), np.full((1, d_in), 255 / 256, np.float32)
+    assert packed.panels.dtype == (jnp.int8 if d_in <= MOST_BYTES else jnp.bfloat16)
+    plain = np.full((d_in, 1), -128.0)
+    rounding.assert_within(
+        matmul(jnp.asarray(x), packed), x.astype(np.float64) @ plain, rounding.of_product(x, plain, d_in)
+    )
 
 
 def _case(rng: np.random.Generator, *, v_dim: int, group: int, page_size: int, head_dim: int = 24) -> dict[str, Any]:

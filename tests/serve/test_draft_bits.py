@@ -14,7 +14,7 @@ from specserve.drafters.head import save_head
 from specserve.errors import CheckpointError
 from specserve.kernels.matmul import QuantizedMatrix
 from specserve.models.params import is_product
-from specserve.serve.launch import Models, load_beside
+from specserve.serve.launch import Models, load_beside, load_models
 from specserve.train.acceptance import AcceptanceMeter, Arm
 from specserve.train.evaluation import HeldOutEvaluator
 from specserve.train.settings import EvalSettings
@@ -54,6 +54,11 @@ def test_bits_that_nobody_knows_are_refused(models: Models, tmp_path: Path) -> N
     save_head(tmp_path, models.head, models.target, dtype="float32", notes={"draft_quantization": "int3"})
     with pytest.raises(CheckpointError, match=r"draft_quantization is 'int3'; expected none, int8, fp8"):
         load_beside(models, "", tmp_path)
+
+
+def test_bits_of_no_head_are_told(tiny_target: Target, caplog: pytest.LogCaptureFixture) -> None:
+    load_models(str(tiny_target.folder), "", has_tokenizer=False, draft_quantization="int8")
+    assert "--draft-quantization int8, and there is no draft head yet" in caplog.text
 
 
 def test_a_run_measures_the_head_as_it_will_be_served(tiny_target: Target) -> None:

@@ -57,7 +57,7 @@ HEADS: dict[str, Callable[[ModelConfig], Head]] = {
     "dspark": lambda target: tiny.random_joint_head(target, 1, MARKOV | {"foresees_anchor": True}, **BLOCKS),
     "dflash2": lambda target: tiny.random_joint_head(target, 1, SELECTOR, vocab_size=VOCAB, **BLOCKS),
 }
-QUICK = ("dspark",)
+QUICK = {("dspark", ""), ("eagle3", "int8")}
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"top_k": 9, "top_p": 0.9},
@@ -136,8 +136,9 @@ def reference(shallow_target: Target, kept: Path | None) -> Iterator[Reference]:
 
 def _cases() -> Iterator[Any]:
     for bits, kind in itertools.product(("", "int8"), HEADS):
-        is_quick = kind in QUICK and not bits
-        yield pytest.param((kind, bits), marks=() if is_quick else pytest.mark.slow, id=f"{kind} {bits}".strip())
+        yield pytest.param(
+            (kind, bits), marks=() if (kind, bits) in QUICK else pytest.mark.slow, id=f"{kind} {bits}".strip()
+        )
 
 
 @pytest.fixture(scope="module", params=_cases())

@@ -2,8 +2,8 @@
 //
 // The activations of a row (of a block of inputs, where weights have scales by block) are rounded to multiples of a power
 // of two, 2^-22 to 2^-23 of the largest magnitude, so that they are integers of 24 bits. Each is cut into three digits
-// from -128 to 127: 65536 high + 256 middle + low. The sums of weights times digits are exact as long as a block has no
-// more than 2^17 inputs. Together they are rounded to float32, and multiplied by the power of two. So an activation is
+// from -128 to 127: 65536 high + 256 middle + low. The sums of weights times digits are exact: a matrix with more
+// than 2^16 inputs to a block is packed in bfloat16. Together they are rounded to float32, and multiplied by the power of two. So an activation is
 // off by half a multiple, and a result beside that by a few roundings of its own. A row that holds an infinity or a NaN
 // gives NaN. (Numbers below 2^-127 count as zero.)
 #pragma once
