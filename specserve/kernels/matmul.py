@@ -24,6 +24,7 @@ import numpy as np
 
 from specserve.kernels import native
 from specserve.kernels.large_pages import empty_in_large_pages
+from specserve.mesh import is_on_one_device
 from specserve.pytree import pytree, static
 
 
@@ -200,6 +201,11 @@ def _product(x: jax.Array, weight: Weight, dtype: jnp.dtype) -> jax.Array:
         return _blocked(x, weight).astype(dtype)
     if isinstance(weight, QuantizedMatrix):
         return _quantized(x, weight).astype(dtype)
+    if x.ndim > 2 and weight.ndim == 2 and is_on_one_device():
+        # in training, the gradient of more dimensions than rows and columns has XLA's CPU backend transpose what came
+        # before it; on several devices the rows may be cut along more than one of the dimensions
+        rows = jnp.matmul(x.reshape(-1, x.shape[-1]), weight, preferred_element_type=dtype)
+        return rows.reshape(*x.shape[:-1], weight.shape[-1])
     return jnp.matmul(x, weight, preferred_element_type=dtype)
 
 

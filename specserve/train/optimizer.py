@@ -12,6 +12,10 @@ from specserve.train.settings import TrainSettings
 
 Schedule = Literal["cosine", "linear", "constant"]
 FINAL_SCALE = 0.05  # of the peak learning rate, where it falls at all
+# Of each Newton-Schulz iteration, the same for all (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon). Told
+# one by one, optax makes a loop of the iterations: unrolled, XLA's CPU backend fuses the sums of all of them with a
+# transpose, and takes twice the time.
+NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 
 
 def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
@@ -20,7 +24,7 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
     settings want them."""
     adam = optax.adamw(settings.lr, b1=0.9, b2=0.95, weight_decay=settings.weight_decay)
     if settings.optimizer == "muon":
-        matrices = muon(settings.muon_lr, adam_b2=0.95, weight_decay=settings.weight_decay)
+        matrices = muon(settings.muon_lr, NEWTON_SCHULZ, adam_b2=0.95, weight_decay=settings.weight_decay)
         adam = optax.partition({"muon": matrices, "adam": adam}, _muon_labels)
     optimizer = optax.chain(optax.clip_by_global_norm(settings.clip), adam)
     if settings.moments == "float32":
