@@ -318,8 +318,8 @@ class _Activations:
         return self.positions * kept * _itemsize(self.drafter.dtype)
 
     def chunk(self) -> int:
-        """The bytes of the draft's logits, their softmax and their gradient, and of the target's logits and
-        distribution, for one chunk of positions."""
+        """The bytes of the draft's logits and of their gradient, which their softmax becomes, and of the target's logits
+        and distribution, for one chunk of positions."""
         drafter, train = self.drafter, self.run.train
         costs, steps = drafter.costs(self.rollout, train.seq_len), self.rollout.length
         distributions = 1 if costs.has_one_teacher else steps
@@ -330,7 +330,7 @@ class _Activations:
         teacher = 2 * self.target.vocab_size if has_logits else 0
         # of the output head, added up over chunks
         gradient = 0 if costs.shares_output else drafter.d_model * drafter.draft_vocab_size
-        return 4 * (length * (3 * logits + distributions * (teacher + drafter.draft_vocab_size)) + gradient)
+        return 4 * (length * (2 * logits + distributions * (teacher + drafter.draft_vocab_size)) + gradient)
 
     def target_layer(self) -> int:
         """The bytes of the inputs and results of the target's widest layer."""
