@@ -318,8 +318,8 @@ class _Activations:
         return self.positions * kept * _itemsize(self.drafter.dtype)
 
     def chunk(self) -> int:
-        """The bytes of the draft's logits and of their gradient, which their softmax becomes, and of the target's logits
-        and distribution, for one chunk of positions."""
+        """The bytes of the draft's logits and of their gradient, which their softmax becomes, and of the target's
+        logits and distribution, for one chunk of positions."""
         drafter, train = self.drafter, self.run.train
         costs, steps = drafter.costs(self.rollout, train.seq_len), self.rollout.length
         distributions = 1 if costs.has_one_teacher else steps
