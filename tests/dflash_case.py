@@ -166,7 +166,7 @@ def _joint(
     slots = [(logits[:, k : k + 1], states[:, k : k + 1]) for k in range(config.num_slots)]
     if params.selector is not None:
         heads = params.selector
-        return (jnp.stack([joint.selected(heads, config, *slot, previous) for slot in slots], axis=1),)
+        return (jnp.stack([selected(heads, config, *slot, previous) for slot in slots], axis=1),)
     if params.markov is None:
         return ()
     heads = params.markov
@@ -188,3 +188,14 @@ def assert_same(head: Head, other: Head) -> None:
     np.testing.assert_array_equal(head.target_ids, other.target_ids)
     for leaf, read in zip(jax.tree.leaves(head.params), jax.tree.leaves(other.params), strict=True):
         np.testing.assert_array_equal(leaf, read)
+
+
+def selected(
+    heads: joint.Selector, config: DFlashConfig, logits: jax.Array, states: jax.Array, previous: jax.Array
+) -> jax.Array:  # [batch, k, vocab] float32, -inf but for the candidates
+    """`joint.selected` over the whole vocabulary."""
+    scores, candidates = joint.selected(heads, config, logits, states, previous, 1)
+    assert candidates.shape[-1] == config.selector_top_k
+    batch, k = previous.shape
+    rows = jnp.arange(batch)[:, None, None], jnp.arange(k)[:, None]
+    return jnp.full((batch, k, logits.shape[-1]), -jnp.inf, jnp.float32).at[*rows, candidates[:, None]].set(scores)

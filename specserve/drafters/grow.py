@@ -2,12 +2,11 @@
 
 Candidates are ranked by `log softmax(log q / T + gumbel(seed, position))`: with T = 0 that is the draft's own
 log-probability, above it the draft looks at the same noise that the target's draw will use (`speculative.sampling`).
-A path's score is the sum over its nodes, so a child never scores above its parent. The best `top_k` nodes of a level
-are gone on from: of a drafter that runs token by token these are the candidates of EAGLE-2 (Li et al. 2024, arXiv
-2406.16858). Of one whose slots are independent of each other up to 2 top_k + 2 nodes are the best of all paths of each
-slot's best `top_k` tokens, as in DDTree (arXiv 2604.12989): before one that is missed come top_k of its own length, its
-parent, the top_k before that and an ancestor of them. A path with another token of a slot is never a candidate, though
-it may score more than those that are kept.
+A path's score is the sum over its nodes, so a child never scores above its parent. Which nodes of a level are gone on
+from is the drafter's choice (`Expander.width`), since it pays for them. Where each of them is a run of a network, it is
+the best `top_k`: these are the candidates of EAGLE-2 (Li et al. 2024, arXiv 2406.16858). Where a level costs next to
+nothing it is all that could bring one of the tree's nodes (`every_width`), so that the tree is the best of all paths of
+each node's best `top_k` tokens, as in DDTree (arXiv 2604.12989).
 """
 
 from typing import Any, Protocol
@@ -21,7 +20,7 @@ from specserve.kernels.rowwise import argmax
 from specserve.speculative import sampling
 from specserve.speculative.drafter import HEAD
 from specserve.speculative.sampling import SamplerRows
-from specserve.speculative.tree import DynamicTree, Proposal, StaticTree, Tree, chain_proposal
+from specserve.speculative.tree import CandidatePool, DynamicTree, Proposal, StaticTree, Tree, chain_proposal
 from specserve.speculative.vocab import DraftVocab
 
 
@@ -39,20 +38,30 @@ class Expander(Protocol):
         the level above [batch, m]."""
         ...
 
+    def width(self, tree: DynamicTree, depth: int) -> int:
+        """How many nodes of a depth to go on from at most."""
+        ...
+
+
+def every_width(tree: DynamicTree, depth: int) -> int:
+    """How many nodes of a depth to go on from so that no other could bring one of the best `num_nodes`: a child comes
+    after its parent, the parent's ancestors and all nodes of the parent's depth that are better than it."""
+    return max(1, tree.num_nodes - depth)
+
 
 def best_tokens(
     rows: SamplerRows,
-    vocab: DraftVocab,
+    target_ids: jax.Array,  # [draft_vocab] int32, or of each row's own tokens [batch, draft_vocab]
     logits: jax.Array,  # [batch, k, draft_vocab] float32
     position_ids: jax.Array,  # [batch] int32, of the token before the one that is drawn
     top_k: int,
 ) -> tuple[jax.Array, jax.Array]:
     """The best tokens by the draft's logits and the target's noise: scores and target ids, both [batch, k, top_k]."""
-    at = jnp.broadcast_to(position_ids[:, None], logits.shape[:2])
+    own_ids = target_ids if target_ids.ndim == 1 else target_ids[:, None]
 
     def noisy() -> jax.Array:
         scaled = sampling.scale(rows, logits)
-        return scaled + sampling.noise(rows, at[:, :1], vocab.target_ids.astype(jnp.uint32))
+        return scaled + sampling.noise(rows, position_ids[:, None], own_ids.astype(jnp.uint32))
 
     ranked = jax.lax.cond(jnp.any(rows.temperature > 0), noisy, lambda: logits)
     if top_k == 1:
@@ -60,7 +69,10 @@ def best_tokens(
         best = jnp.max(ranked, axis=-1, keepdims=True)
     else:
         best, index = jax.lax.top_k(ranked, top_k)
-    return best - jax.nn.logsumexp(ranked, axis=-1, keepdims=True), vocab.target_ids[index]
+    scores = best - jax.nn.logsumexp(ranked, axis=-1, keepdims=True)
+    if target_ids.ndim == 1:
+        return scores, target_ids[index]
+    return scores, take_each(target_ids, index.reshape(len(index), -1)).reshape(index.shape)
 
 
 def grow_tree(expand: Expander, tree: Tree, root_ids: jax.Array, root: Any) -> Proposal:
@@ -85,57 +97,57 @@ class Marginals:
 
     def candidates(self, level: jax.Array, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
         of_slot = self.logits[:, depth - 1 : depth]
-        found = best_tokens(self.rows, self.vocab, of_slot, self.root_positions + depth, top_k)
+        found = best_tokens(self.rows, self.vocab.target_ids, of_slot, self.root_positions + depth, top_k)
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (*level.shape, top_k)), found)
 
     def descend(self, level: jax.Array, parents: jax.Array, token_ids: jax.Array, depth: int) -> jax.Array:
         del level, parents, depth
         return token_ids
 
+    def width(self, tree: DynamicTree, depth: int) -> int:
+        return every_width(tree, depth)
+
 
 def _grow_dynamic(expand: Expander, tree: DynamicTree, root_ids: jax.Array, root: Any) -> Proposal:
     """Grow a dynamic tree. Its pool lists candidates level by level, so a parent always stands before its children."""
     batch, top_k = root_ids.shape[0], tree.top_k
-    score, token = expand.candidates(root, 1, top_k)
-    scores, tokens = [score[:, 0]], [token[:, 0]]
+    score, token = (x[:, 0] for x in expand.candidates(root, 1, top_k))
+    scores, tokens, sizes = [score], [token], [top_k]
     parents = [jnp.full((batch, top_k), -1, jnp.int32)]  # in the pool; -1 is the root
-    frontier = jnp.broadcast_to(jnp.arange(top_k, dtype=jnp.int32), (batch, top_k))
-    level, level_score, base = root, scores[0], top_k
-    above, chosen = jnp.zeros((batch, top_k), jnp.int32), tokens[0]  # the next level: places of parents, and tokens
+    level, base = root, 0  # and where the candidates of the last depth begin in the pool
     for depth in range(2, tree.depth + 1):
-        level = expand.descend(level, above, chosen, depth - 1)
-        score, token = expand.candidates(level, depth, top_k)  # [batch, k, k]
+        # the root's candidates are in order already
+        width = min(expand.width(tree, depth - 1), sizes[-1])
+        level_score, picked = (score[:, :width], _first(batch, width)) if depth == 2 else _top_k(score, width)
+        level = expand.descend(level, picked // sizes[0], take_each(token, picked), depth - 1)
+        score, token = expand.candidates(level, depth, top_k)  # [batch, width, top_k]
         score = (score + level_score[..., None]).reshape(batch, -1)
         token = token.reshape(batch, -1)
         scores.append(score)
         tokens.append(token)
-        parents.append(jnp.repeat(frontier, top_k, axis=1))
-        if depth < tree.depth:
-            level_score, picked = _top_k(score, top_k)
-            above, chosen = picked // top_k, take_each(token, picked)
-            frontier = base + picked
-        base += top_k**2
+        parents.append(jnp.repeat(base + picked, top_k, axis=1))
+        base += sizes[-1]
+        sizes.append(width * top_k)
     if top_k == 1:
         source = jnp.full(batch, HEAD, jnp.int32)
         return chain_proposal(root_ids, jnp.concatenate(tokens, axis=1)[:, : tree.num_nodes], source)
-    return _rerank(
-        tree,
-        root_ids,
-        jnp.concatenate(scores, axis=1),
-        jnp.concatenate(tokens, axis=1),
-        jnp.concatenate(parents, axis=1),
-    )
+    pool = [jnp.concatenate(of_depths, axis=1) for of_depths in (scores, tokens, parents)]
+    return _rerank(tree, root_ids, np.repeat(np.arange(1, tree.depth + 1), sizes), *pool)
 
 
 def _rerank(
-    tree: DynamicTree, root_ids: jax.Array, scores: jax.Array, token_ids: jax.Array, parents: jax.Array
+    tree: DynamicTree,
+    root_ids: jax.Array,
+    depths: np.ndarray,  # [pool]
+    scores: jax.Array,  # [batch, pool], as the next two
+    token_ids: jax.Array,
+    parents: jax.Array,
 ) -> Proposal:
-    """Keep the best `num_nodes` of the pool. A child never scores above its parent and stands after it, and `top_k`
-    prefers the earlier of equals, so with a node all its ancestors are kept."""
+    """Keep the best `num_nodes` of the pool, or all of a `CandidatePool`. A child never scores above its parent and
+    stands after it, and `top_k` prefers the earlier of equals, so with a node all its ancestors are kept."""
     batch, pool = scores.shape
-    depths = np.repeat(np.arange(1, tree.depth + 1), [tree.top_k] + [tree.top_k**2] * (tree.depth - 1))
-    kept = jnp.broadcast_to(jnp.arange(pool), (batch, pool))
-    if tree.num_nodes < pool:
+    kept = _first(batch, pool)
+    if tree.num_nodes < pool and not isinstance(tree, CandidatePool):
         kept = jnp.sort(jax.lax.top_k(scores, tree.num_nodes)[1], axis=1)
     parent = take_each(parents, kept)
     # where each kept node's parent stands among the kept (the root is node 0, hence + 1)
@@ -149,6 +161,10 @@ def _rerank(
         source=jnp.full(batch, HEAD, jnp.int32),
         scores=jnp.concatenate([jnp.zeros_like(scores, shape=(batch, 1)), take_each(scores, kept)], axis=1),
     )
+
+
+def _first(batch: int, n: int) -> jax.Array:  # [batch, n]
+    return jnp.broadcast_to(jnp.arange(n, dtype=jnp.int32), (batch, n))
 
 
 def _top_k(scores: jax.Array, k: int) -> tuple[jax.Array, jax.Array]:

@@ -3,12 +3,11 @@ token of recorded answers.
 
 Speculation changes no token, and what a head proposes depends on the tokens so far and not on the steps in which they
 came. So the target answers plainly, and at each of its tokens the head proposes a few covering trees, each of which
-contains what many smaller ones would have proposed: the longest chain all shorter ones; a dynamic tree with its whole
-pool every one of the same `top_k`, since its scores say which nodes a smaller one keeps; the union of static trees each
-of them. Steps are then walked on the host. A test holds the counts equal to those of a live run.
+contains what many smaller ones would have proposed: the longest chain all shorter ones; the candidates of dynamic trees
+of one `top_k` all of these, since scores say which nodes a tree keeps; the union of static trees each of them. Steps
+are then walked on the host. A test holds the counts equal to those of a live run.
 """
 
-import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,7 +21,7 @@ from specserve.serve.options import sampler_rows
 from specserve.serve.request import SamplingParams
 from specserve.serve.runner import Runner
 from specserve.speculative.acceptance import Acceptance
-from specserve.speculative.tree import DynamicTree, StaticTree, Tree
+from specserve.speculative.tree import CandidatePool, DynamicTree, StaticTree, Tree
 
 
 @dataclass(frozen=True)
@@ -46,7 +45,7 @@ class Recording:
         """Return how many draft tokens a step over this tree accepts with each token of the answer as its root."""
         cover = next(cover for cover in self.proposed if covers(cover, tree))
         found = self.proposed[cover]
-        is_kept = _kept(cover, tree, found.scores, found.token_ids.shape)
+        is_kept = _kept(cover, tree, found)
         num_roots = self.length - 1  # the last token is never a root
         current, n_accepted = np.zeros(num_roots, int), np.zeros(num_roots, int)
         is_walking = np.ones(num_roots, bool)
@@ -173,8 +172,8 @@ def _propose(runner: Runner, slots: Sequence[int], cover: Tree) -> tuple[np.ndar
 def _of_row(covering: Sequence[Tree], steps: Sequence[Sequence[Any]], row: int, length: int) -> dict[Tree, Proposed]:
     found = {}
     for number, cover in enumerate(covering):
-        nodes = 1 + cover.num_nodes
         own = [step[number] for step in steps[: length - 1]]
+        nodes = own[0][0].shape[1] if own else 1
         token_ids = np.array([ids[row] for ids, _, _ in own], np.int32).reshape(-1, nodes)
         parents = np.array([above[row] for _, above, _ in own], np.int32).reshape(-1, nodes)
         has_scores = bool(own) and own[0][2] is not None
@@ -190,8 +189,9 @@ def covering_trees(trees: Sequence[Tree]) -> list[Tree]:
     fixed = [tree for tree in trees if isinstance(tree, StaticTree)]
     found: list[Tree] = [max(chains, key=lambda tree: tree.depth)] if chains else []
     for top_k in sorted({tree.top_k for tree in grown}):
-        deepest = max((tree for tree in grown if tree.top_k == top_k), key=lambda tree: tree.depth)
-        found.append(dataclasses.replace(deepest, num_nodes=deepest.pool_size))
+        alike = [tree for tree in grown if tree.top_k == top_k]
+        depth, num_nodes = max(tree.depth for tree in alike), max(tree.num_nodes for tree in alike)
+        found.append(CandidatePool(depth, top_k, num_nodes, alike[0].source))
     if fixed:
         paths = sorted(set().union(*map(rank_paths, fixed)), key=lambda path: (len(path), path))
         parents = tuple(0 if len(path) == 1 else 1 + paths.index(path[:-1]) for path in paths)
@@ -204,8 +204,9 @@ def covers(cover: Tree, tree: Tree) -> bool:
     if isinstance(tree, StaticTree) or isinstance(cover, StaticTree):
         both = isinstance(tree, StaticTree) and isinstance(cover, StaticTree)
         return both and set(rank_paths(tree)) <= set(rank_paths(cover))
-    is_whole = cover.num_nodes == cover.pool_size
-    return is_whole and cover.top_k == tree.top_k and cover.depth >= tree.depth
+    if isinstance(cover, CandidatePool):
+        return cover.top_k == tree.top_k > 1 and cover.depth >= tree.depth and cover.num_nodes >= tree.num_nodes
+    return cover.top_k == tree.top_k == 1 and cover.depth >= tree.depth
 
 
 @functools.cache
@@ -218,21 +219,21 @@ def rank_paths(tree: StaticTree) -> tuple[tuple[int, ...], ...]:
     return tuple(paths[1:])
 
 
-def _kept(
-    cover: Tree, tree: Tree, scores: np.ndarray | None, shape: tuple[int, ...]
-) -> np.ndarray:  # [step, node] bool, without the root
+def _kept(cover: Tree, tree: Tree, found: Proposed) -> np.ndarray:  # [step, node] bool, without the root
     """Return which nodes of a covering proposal the tree would have proposed."""
-    is_kept = np.zeros(shape, bool)
+    num_steps, num_nodes = found.parents.shape
+    is_kept = np.zeros((num_steps, num_nodes), bool)
     if isinstance(cover, StaticTree):
         assert isinstance(tree, StaticTree)
         is_kept[:, 1:] = [path in rank_paths(tree) for path in rank_paths(cover)]
-        return is_kept
-    assert isinstance(tree, DynamicTree)
-    pool = tree.pool_size  # levels stand one after another, so the pool of a shallower tree is the first part
-    if tree.num_nodes == pool or not shape[0]:
-        is_kept[:, 1 : 1 + pool] = True
-        return is_kept
-    assert scores is not None
-    best = np.argsort(-scores[:, 1 : 1 + pool], axis=1, kind="stable")[:, : tree.num_nodes]  # earlier of equals
-    np.put_along_axis(is_kept, 1 + best, True, axis=1)
+    elif not isinstance(cover, CandidatePool):  # a chain
+        is_kept[:, 1 : 1 + tree.num_nodes] = True
+    elif num_steps:
+        assert found.scores is not None
+        depths = np.zeros(num_nodes, int)  # the same in every step: levels stand one after another
+        for node in range(1, num_nodes):
+            depths[node] = 1 + depths[found.parents[0, node]]
+        reached = 1 + np.flatnonzero(depths[1:] <= tree.depth)
+        best = np.argsort(-found.scores[:, reached], axis=1, kind="stable")[:, : tree.num_nodes]  # earlier of equals
+        np.put_along_axis(is_kept, reached[best], True, axis=1)
     return is_kept

@@ -31,9 +31,9 @@ class _Proposed:
 
 @dataclass(frozen=True)
 class DynamicTree(_Proposed):
-    """A tree that grows where the draft is sure (Li et al. 2024, arXiv 2406.16858). The best `top_k` nodes of
-    each level are expanded, then the best `num_nodes` of all candidates by path probability are kept. Its shape is
-    decided on the device; its size is static."""
+    """A tree that grows where the draft is sure: a node's candidates are its best `top_k` tokens, and of all paths of
+    candidates that are computed the best `num_nodes` are kept, by path probability. See `drafters.grow` for how many
+    are. Its shape is decided on the device; its size is static."""
 
     depth: int
     top_k: int
@@ -42,7 +42,14 @@ class DynamicTree(_Proposed):
 
     @property
     def pool_size(self) -> int:
+        """The number of candidates where the best `top_k` nodes of a level are gone on from, the fewest there are."""
         return self.top_k + (self.depth - 1) * self.top_k**2
+
+
+@dataclass(frozen=True)
+class CandidatePool(DynamicTree):
+    """All candidates among which trees of at most this depth and these nodes choose theirs. It proposes more than
+    `num_nodes`, by as much as the drafter has; for replays, which choose on the host."""
 
 
 @dataclass(frozen=True)

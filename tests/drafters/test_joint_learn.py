@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from dflash_case import selected
 from rounding import assert_same, tolerance
 from scipy.special import log_softmax, logsumexp
 from tiny_run import tiny_trainer
@@ -64,7 +65,7 @@ def test_what_is_learned_is_what_is_served(shallow_target: Target, rng: np.rando
         logits = block_logits(draft.output, config, target, state)
         normed = rms_norm(state, draft.norm, config.backbone.norm_eps)
         if isinstance(heads, joint.Selector):
-            return logits[0, 0], joint.selected(heads, config, logits, normed, token)[0, 0]
+            return logits[0, 0], selected(heads, config, logits, normed, token)[0, 0]
         assert heads is not None
         assert heads.confidence is not None
         sure = joint.confidences(heads.confidence, config, normed, heads.previous[token])

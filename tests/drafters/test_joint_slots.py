@@ -17,26 +17,39 @@ from specserve.drafters.dflash.joint import JointSlots, Markov, Selector, markov
 from specserve.drafters.grow import grow_tree
 from specserve.models.config import ModelConfig
 from specserve.models.params import init_params
+from specserve.speculative import sampling
 from specserve.speculative.sampling import SamplerRows
 from specserve.speculative.tree import DynamicTree, Proposal
 from specserve.speculative.vocab import DraftVocab
 
-VOCAB, WIDTH, BATCH, DEPTH, TOP_K, NODES = 12, 8, 3, 3, 2, 6
-TREE = DynamicTree(DEPTH, TOP_K, NODES)
-POOL = TREE.pool_size
+VOCAB, WIDTH, BATCH, DEPTH, TOP_K, HEAT = 12, 8, 3, 3, 2, 0.8
+SIZES = (6, 9)  # of trees; all paths are 2 + 4 + 8
 BACKBONE = ModelConfig("qwen3", VOCAB, WIDTH, 1, 2, 1, 4, 8, 64)
 ROOTS = np.array([1, 5, 5], np.int32)
 KINDS: dict[str, dict[str, Any]] = {"markov": {**MARKOV, "confidence": ""}, "confidence": MARKOV, "selector": SELECTOR}
 
 
-@functools.partial(jax.jit, static_argnums=0)
+SEEDS = np.array([[row, 7] for row in range(BATCH)], np.uint32)
+
+
+def _rows(temperature: float) -> SamplerRows:
+    heat = jnp.full(BATCH, temperature, jnp.float32)
+    return dataclasses.replace(SamplerRows.greedy(BATCH), temperature=heat, seed=jnp.asarray(SEEDS))
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1))
 def _grown(
-    config: DFlashConfig, heads: Markov | Selector, logits: jax.Array, states: jax.Array
+    num_nodes: int,
+    config: DFlashConfig,
+    heads: Markov | Selector,
+    logits: jax.Array,
+    states: jax.Array,
+    rows: SamplerRows,
 ) -> tuple[Proposal, jax.Array | None]:
     vocab, seq_lens = DraftVocab(jnp.arange(VOCAB)), jnp.zeros(BATCH, jnp.int32)
-    slots = JointSlots(heads, config, SamplerRows.greedy(BATCH), vocab, seq_lens, logits, states)
+    slots = JointSlots(heads, config, rows, vocab, seq_lens, logits, states)
     roots = jnp.asarray(ROOTS)
-    return grow_tree(slots, TREE, roots, roots[:, None]), slots.confidence
+    return grow_tree(slots, DynamicTree(DEPTH, TOP_K, num_nodes), roots, roots[:, None]), slots.confidence
 
 
 def _logits_after(heads: Markov | Selector, logits: np.ndarray, state: np.ndarray, previous: int) -> np.ndarray:
@@ -65,27 +78,32 @@ def _expected(
     logits: np.ndarray,
     states: np.ndarray,
     root: int,
-    num_nodes: int = NODES,
+    num_nodes: int,
+    noise: np.ndarray | None = None,  # [slot, vocab]
 ) -> dict[tuple[int, ...], float]:
-    """The best paths below a root, with their scores: of each level the best few are expanded."""
+    """The best of all paths below a root of each node's best few tokens, with their scores. Where it is sampled, the
+    target's noise is in every rank."""
     found: dict[tuple[int, ...], float] = {}
     level: dict[tuple[int, ...], float] = {(): 0.0}
     for slot in range(DEPTH):
         children: dict[tuple[int, ...], float] = {}
         for path, score in level.items():
             previous = path[-1] if path else root
-            log_q = log_softmax(_logits_after(heads, logits[slot], states[slot], previous))
+            ranked = _logits_after(heads, logits[slot], states[slot], previous)
+            log_q = log_softmax(ranked if noise is None else ranked / HEAT + noise[slot])
             if config.confidence:
                 score += _log_confidence(heads, states[slot], previous)
             for token in np.argsort(-log_q)[:TOP_K]:
                 children[(*path, int(token))] = score + log_q[token]
-        level = dict(sorted(children.items(), key=lambda item: -item[1])[:TOP_K])
+        level = children
         found |= children
     return dict(sorted(found.items(), key=lambda item: -item[1])[:num_nodes])
 
 
+@pytest.mark.parametrize("temperature", [0.0, HEAT])
+@pytest.mark.parametrize("num_nodes", SIZES)
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_node_has_candidates_of_its_own(kind: str) -> None:
+def test_every_node_has_candidates_of_its_own(kind: str, num_nodes: int, temperature: float) -> None:
     """Rows with the same slots and other roots grow other trees; a head that is less sure of a row's later slots grows
     it wider and less deep."""
     config = dataclasses.replace(DFlashConfig(BACKBONE, (0,), VOCAB, DEPTH + 1, 0, (False,)), **KINDS[kind])
@@ -98,25 +116,31 @@ def test_every_node_has_candidates_of_its_own(kind: str) -> None:
     logits = rng.standard_normal((BATCH, DEPTH, VOCAB)).astype(np.float32)
     states = rng.standard_normal((BATCH, DEPTH, WIDTH)).astype(np.float32)
     logits[1], states[1] = logits[0], states[0]
+    rows = _rows(temperature)
+    noise = [None] * BATCH
+    if temperature:
+        at = jnp.arange(1, DEPTH + 1, dtype=jnp.int32)[None]  # the root stands at position 0
+        noise = list(np.asarray(sampling.noise(rows, at, jnp.arange(VOCAB, dtype=jnp.uint32)), np.float64))
 
     def paths(heads: Markov | Selector) -> list[list[tuple[tuple[int, ...], float]]]:
-        proposal, _ = jax.device_get(_grown(config, heads, jnp.asarray(logits), jnp.asarray(states)))
+        proposal, _ = jax.device_get(_grown(num_nodes, config, heads, jnp.asarray(logits), jnp.asarray(states), rows))
         out = []
         for row in range(BATCH):
             found: list[tuple[int, ...]] = [()]
-            for node in range(1, NODES + 1):
+            for node in range(1, num_nodes + 1):
                 found.append((*found[proposal.parents[row, node]], int(proposal.token_ids[row, node])))
             out.append(sorted(zip(found[1:], proposal.scores[row, 1:].tolist(), strict=True)))
         return out
 
     for row, told in enumerate(paths(heads)):
-        expected = sorted(_expected(config, heads, logits[row], states[row], int(ROOTS[row])).items())
+        best = _expected(config, heads, logits[row], states[row], int(ROOTS[row]), num_nodes, noise[row])
+        expected = sorted(best.items())
         assert [path for path, _ in told] == [path for path, _ in expected]
-        off = tolerance(lambda heads, row=row: np.array([score for _, score in paths(heads)[row]]), heads)
+        off = tolerance(lambda heads, row=row: np.sort([score for _, score in paths(heads)[row]]), heads)
         assert_same(np.array([score for _, score in told]), np.array([score for _, score in expected]), off)
     trees = [[path for path, _ in told] for told in paths(heads)]
     assert trees[0] != trees[1], "the same slots after another token"
-    if config.confidence:
+    if config.confidence and num_nodes == 2 + 4:
         assert isinstance(heads, Markov)
         assert heads.confidence is not None
         unsure = dataclasses.replace(heads.confidence, bias=jnp.full(1, -30.0))  # a factor for every slot
@@ -135,7 +159,9 @@ def test_it_says_how_sure_it_is_of_each_depth() -> None:
         heads = jax.tree.map(lambda x: jnp.asarray(rng.standard_normal(x.shape), jnp.float32), spec)
 
         def said(heads: Markov, config: DFlashConfig = config) -> np.ndarray | None:
-            _, confidence = jax.device_get(_grown(config, heads, jnp.asarray(logits), jnp.asarray(states)))
+            _, confidence = jax.device_get(
+                _grown(SIZES[0], config, heads, jnp.asarray(logits), jnp.asarray(states), _rows(0.0))
+            )
             return confidence
 
         found = said(heads)
@@ -145,7 +171,7 @@ def test_it_says_how_sure_it_is_of_each_depth() -> None:
         assert found is not None
         expected = np.zeros((BATCH, DEPTH))
         for row, root in enumerate(ROOTS.tolist()):
-            paths = _expected(config, heads, logits[row], states[row], root, POOL)
+            paths = _expected(config, heads, logits[row], states[row], root, 2 + 4 + 8)
             for depth in range(DEPTH):
                 level = {path: score for path, score in paths.items() if len(path) == depth}
                 best = max(level, key=level.__getitem__) if level else ()

@@ -82,7 +82,7 @@ def test_a_covering_tree_covers_and_no_other_does() -> None:
     assert [sum(covers(cover, tree) for cover in found) for tree in trees] == [1] * len(trees)
     assert len(found) == 4, "chains, static trees, and each width of dynamic ones"
     assert not covers(_tree("chain:3"), _tree("chain:4"))
-    assert not covers(_tree("tree:3x3x8"), _tree("tree:2x3x8")), "it has not its whole pool"
+    assert not covers(_tree("tree:3x3x8"), _tree("tree:2x3x8")), "it has not all candidates"
     assert not covers(_tree("static:2x1"), _tree("static:2x2"))
 
 

@@ -10,12 +10,13 @@ import jax
 import jax.numpy as jnp
 
 from specserve.drafters.dflash.config import DFlashConfig
-from specserve.drafters.grow import best_tokens
+from specserve.drafters.grow import best_tokens, every_width
 from specserve.kernels.matmul import Weight, matmul_float32
 from specserve.models.layers import linear
 from specserve.models.params import embedding_table, matrix, vector
 from specserve.pytree import pytree
 from specserve.speculative.sampling import SamplerRows
+from specserve.speculative.tree import DynamicTree
 from specserve.speculative.vocab import DraftVocab
 
 SMALLEST = 1e-9  # of a mass that is divided by
@@ -100,16 +101,16 @@ def selected(
     logits: jax.Array,  # [batch, 1, vocab] float32
     states: jax.Array,  # [batch, 1, d_model], normed
     previous: jax.Array,  # [batch, k] int32
-) -> jax.Array:  # [batch, k, vocab] float32, -inf but for the candidates
-    """The scores of a slot's best tokens after each of k tokens."""
-    unary, candidates = jax.lax.top_k(logits[:, 0], config.selector_top_k)  # [batch, candidate]
+    at_least: int,
+) -> tuple[jax.Array, jax.Array]:  # [batch, k, candidate] float32, [batch, candidate] int32
+    """The scores of a slot's best tokens after each of k tokens, and these tokens. They are `at_least` so many; those
+    that the selector does not choose among score -inf."""
+    unary, candidates = jax.lax.top_k(logits[:, 0], max(config.selector_top_k, at_least))
     context = selector.predecessor[previous] * linear(states, selector.hidden)  # [batch, k, rank]
     successors = selector.successor[candidates]
     scores = jnp.einsum("bkr,bcr->bkc", context, successors, preferred_element_type=jnp.float32)
-    batch, k = previous.shape
-    out = jnp.full((batch, k, logits.shape[-1]), -jnp.inf, jnp.float32)
-    rows = jnp.arange(batch)[:, None, None], jnp.arange(k)[:, None]
-    return out.at[*rows, candidates[:, None]].set(unary[:, None] + scores)
+    is_choice = jnp.arange(candidates.shape[-1]) < config.selector_top_k
+    return jnp.where(is_choice, unary[:, None] + scores, -jnp.inf), candidates
 
 
 class JointSlots:
@@ -143,11 +144,13 @@ class JointSlots:
     def candidates(self, level: jax.Array, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
         heads, at = self.heads, slice(depth - 1, depth)
         logits, states = self.logits[:, at], self.states[:, at]
+        target_ids = self.vocab.target_ids
         if isinstance(heads, Selector):
-            scores = selected(heads, self.config, logits, states, level)
+            scores, index = selected(heads, self.config, logits, states, level, top_k)
+            target_ids = target_ids[index]
         else:
             scores = biased(heads, logits, level)
-        best, token_ids = best_tokens(self.rows, self.vocab, scores, self.seq_lens + depth, top_k)
+        best, token_ids = best_tokens(self.rows, target_ids, scores, self.seq_lens + depth, top_k)
         if isinstance(heads, Markov) and heads.confidence is not None:
             given = heads.previous[level]
             each = jnp.broadcast_to(states, (*level.shape, states.shape[-1]))
@@ -159,6 +162,9 @@ class JointSlots:
     def descend(self, level: jax.Array, parents: jax.Array, token_ids: jax.Array, depth: int) -> jax.Array:
         del level, parents, depth
         return token_ids
+
+    def width(self, tree: DynamicTree, depth: int) -> int:
+        return every_width(tree, depth)
 
 
 @pytree

@@ -25,7 +25,7 @@ from specserve.models.cache import Cache, Prefix
 from specserve.pytree import pytree
 from specserve.speculative.drafter import SlotView
 from specserve.speculative.sampling import SamplerRows
-from specserve.speculative.tree import Proposal, Tree
+from specserve.speculative.tree import DynamicTree, Proposal, Tree
 
 
 def consume(
@@ -109,7 +109,7 @@ class _Expander:
 
     def candidates(self, level: _Level, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
         logits = draft_logits(self.draft.params.output, self.config, level.hidden)
-        return best_tokens(self.rows, self.draft.vocab, logits, self.prefix.lens + depth - 1, top_k)
+        return best_tokens(self.rows, self.draft.vocab.target_ids, logits, self.prefix.lens + depth - 1, top_k)
 
     def descend(self, level: _Level, parents: jax.Array, token_ids: jax.Array, depth: int) -> _Level:
         position_ids = jnp.broadcast_to((self.prefix.lens + depth - 1)[:, None], token_ids.shape)
@@ -133,3 +133,7 @@ class _Expander:
 
         hidden, _ = draft_forward(self.draft.params, self.config, inputs, see_ancestors)
         return _Level(hidden, tuple(grown), sees)
+
+    def width(self, tree: DynamicTree, depth: int) -> int:
+        del depth
+        return tree.top_k

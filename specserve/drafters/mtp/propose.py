@@ -20,7 +20,7 @@ from specserve.models.context import join
 from specserve.models.target import TargetParams
 from specserve.pytree import pytree
 from specserve.speculative.drafter import SlotView
-from specserve.speculative.tree import Proposal, Tree
+from specserve.speculative.tree import DynamicTree, Proposal, Tree
 from specserve.speculative.vocab import DraftVocab
 
 
@@ -118,7 +118,7 @@ class _Expander:
 
     def candidates(self, level: _Level, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
         logits = model.draft_logits(self.draft.params.output, self.config, self.draft.target, level.states)
-        return best_tokens(self.view.rows, self.draft.vocab, logits, self.view.seq_lens + depth, top_k)
+        return best_tokens(self.view.rows, self.draft.vocab.target_ids, logits, self.view.seq_lens + depth, top_k)
 
     def descend(self, level: _Level, parents: jax.Array, token_ids: jax.Array, depth: int) -> _Level:
         params, config = self.draft.params, self.config
@@ -131,3 +131,7 @@ class _Expander:
         position_ids = self.view.seq_lens[:, None] + depths
         states, left = model.run(params, config, x, position_ids, sees, self.seen, level.entries)
         return _Level(states, sees, depths, join(level.entries, left))
+
+    def width(self, tree: DynamicTree, depth: int) -> int:
+        del depth
+        return tree.top_k
