@@ -42,7 +42,7 @@ SELECTOR: dict[str, Any] = {"conv_taps": 2, "conv_group": 4, "selector_rank": 4,
 # heads that we write, by the settings they are made of and by what is changed of their config afterwards
 Z_LAB: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "full": ({}, {}),
-    "causal": ({"causal": True}, {}),
+    "causal": ({"causal": "all"}, {}),
     "windows": (WINDOWS, {}),
     "mixed": (WINDOWS, {"mixed": True}),
     "scaled": ({}, SCALES),

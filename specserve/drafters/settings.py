@@ -31,9 +31,11 @@ class DraftSettings:
         0, help="of a block drafter: positions of a block, its anchor included; 0: 8", ge=0, le=64
     )
     window: int = setting(0, help="of a block drafter: committed tokens that a masked position sees; 0: all", ge=0)
-    causal: bool = setting(
-        False, help="of a block drafter: a masked position sees those before it alone; windows imply it"
+    window_layers: tuple[int, ...] = setting((), help="of a block drafter: its layers with that window; empty: all")
+    causal: Literal["", "all", "none"] = setting(
+        "", help="of a block drafter: layers whose masked positions see those before them alone; empty: with a window"
     )
+    sinks: bool = setting(False, help="of a block drafter: heads may attend to nothing, by a learned sink each")
     mask_token: int = setting(
         -1, help="of a block drafter: id of the token in its masked positions; -1: the last one", ge=-1
     )

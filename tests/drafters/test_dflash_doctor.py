@@ -77,7 +77,7 @@ FOUND: list[tuple[str, str, Plant, bool]] = [  # head, code, fault, and whether 
     ("plain", "stated-twice", own(block_size=16), False),
     ("plain", "uncomputed", own(attention_value_scale=0.5), False),
     ("plain", "mask-token", own(mask_token_id=64), False),
-    ("windows", "windows", put(sliding_window=4), False),
+    ("windows", "windows", put(sliding_window=4, is_causal=False), False),
     ("windows", "windows", put(layer_types=["sliding_attention"]), False),
     ("windows", "forgotten-window", put(use_sliding_window=False), True),
     ("windows", "use-swa", spell_by_use_swa, True),

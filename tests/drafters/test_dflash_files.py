@@ -1,6 +1,7 @@
 """The files of DFlash heads: both layouts, their spellings, and what is refused."""
 
 import dataclasses
+import itertools
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -38,7 +39,7 @@ HEADS: dict[str, Raw] = {
     "plain": {},
     "whole vocabulary": {"vocab_size": 64},
     "causal windows": {"settings": {"window": 16}},
-    "causal": {"settings": {"causal": True}},
+    "causal": {"settings": {"causal": "all"}},
     "own": {"vocab_size": 64, "has_embedding": True, "has_own_head": True},
     "sinks": {"has_sinks": True, "qkv_bias": True, "o_bias": True},
     "scaled": {"embedding_scale": 2.0, "output_scale": 0.5, "logit_softcap": 30.0},
@@ -61,6 +62,34 @@ def test_export_then_import_is_bit_exact(tmp_path: Path, tiny_target: Target, na
         export_head(tmp_path / "ours", away, tiny_target, target_name="tiny", dialect=dialect)
         assert_same(head, import_head(away, back, tiny_target, target_name="tiny").head)
         assert_same(head, load_head(back, tiny_target, dtype="float32"))
+
+
+SETTABLE = {
+    "block_size": (1, 2, 8),
+    "window": (0, 4, 16),
+    "window_layers": ((), (1,)),
+    "causal": ("", "all", "none"),
+    "sinks": (False, True),
+}
+
+
+def test_every_head_that_can_be_trained_can_be_loaded(tmp_path: Path, tiny_target: Target) -> None:
+    """What cannot be is refused before anything is trained."""
+    num_made = 0
+    for number, values in enumerate(itertools.product(*SETTABLE.values())):
+        settings = dict(zip(SETTABLE, values, strict=True))
+        is_short = settings["causal"] == "none" and 0 < settings["window"] < settings["block_size"]
+        if settings["block_size"] == 1 or is_short or (settings["window_layers"] and not settings["window"]):
+            with pytest.raises(ConfigError, match=r"draft\.(block_size|window|window_layers) "):
+                made(tiny_target, settings=settings)
+            continue
+        head = made(tiny_target, settings=settings)
+        folder, num_made = tmp_path / str(number), num_made + 1
+        save_head(folder, head, tiny_target, dtype="float32", notes={})
+        assert_same(head, load_head(folder, tiny_target, dtype="float32"))
+        given = {name: value for name, value in settings.items() if value}
+        assert given.items() <= head.drafter.facts().items(), "what was asked for"
+    assert num_made > 20
 
 
 @pytest.fixture
@@ -124,7 +153,10 @@ def test_windows_and_causality_are_read_as_published(
         ({"dflash_config": {"mask_token_id": 64, "target_layer_ids": [1]}}, "mask_token_id is 64; expected .* 0..63"),
         ({"dflash_config": {"mask_token_id": 3, "target_layer_ids": [6]}}, r"taps layers \(6,\)"),
         ({"aux_hidden_state_layer_ids": [1, 3, 4]}, "disagree"),
-        ({"layer_types": ["sliding_attention"] * 2, "sliding_window": 4}, "a window of 4, shorter than the block"),
+        (
+            {"layer_types": ["sliding_attention"] * 2, "sliding_window": 4, "is_causal": False},
+            "a window of 4, shorter than the block",
+        ),
         ({"layer_types": ["sliding_attention"] * 2}, "windows without a size"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
         ({"num_hidden_layers": 3}, r"layers\.2\.\S* is missing|3 layers"),

@@ -132,8 +132,11 @@ def _states(head: Head, target: Target, rows: Rows, rollout: Rollout) -> tuple[A
     "settings",
     [
         {},
-        pytest.param({"causal": True, "num_layers": 2, "vocab_size": 64}, id="causal", marks=pytest.mark.slow),
+        pytest.param({"causal": "all", "num_layers": 2, "vocab_size": 64}, id="causal", marks=pytest.mark.slow),
         pytest.param({"window": 3, "num_layers": 2}, id="window"),  # less than a block
+        pytest.param(
+            {"window": 5, "window_layers": (1,), "causal": "none", "sinks": True, "num_layers": 2}, id="sinks"
+        ),
         pytest.param(
             {"switches": {"foresees_anchor": True, "conv_taps": 2, "conv_group": 16}},
             id="slot 0 counts, and slots are convolved",
@@ -269,7 +272,7 @@ def _naive(config: LossConfig, target: Target, vocab: DraftVocab, rows: Rows) ->
             _Case("greedy", "d-pace", accumulate=2, axes={"data": 2, "tensor": 2, "sequence": 2}), id="devices"
         ),
         pytest.param(
-            _Case("data", axes={"data": 2, "sequence": 4}, settings={"causal": True, "window": 5}),
+            _Case("data", axes={"data": 2, "sequence": 4}, settings={"causal": "all", "window": 5}),
             id="window, devices",
             marks=pytest.mark.slow,
         ),

@@ -107,7 +107,7 @@ def _head(kind: str, target: Target) -> Head:
     elif kind == "masked slots":
         head = tiny.random_masked_head(target.config, seed=1)
     else:
-        more = {"causal blocks": {"causal": True}, "windows": {"window": 6}}.get(kind, {})
+        more = {"causal blocks": {"causal": "all"}, "windows": {"window": 6}}.get(kind, {})
         head = tiny.random_block_head(target.config, seed=1, **BLOCKS, **more)
     rng = np.random.default_rng(7)  # every part is to matter, norms too
 

@@ -55,7 +55,8 @@ WINDOWS = _masks(
     "error",
     "windows that make no sense",
     why="they cannot be computed",
-    by_hand="write layer_types with an entry for each layer, and sliding_window, which is no shorter than a block",
+    by_hand="write layer_types with an entry for each layer, and sliding_window, no shorter than a block whose "
+    "positions see what follows them",
 )
 FORGOTTEN_WINDOW = _masks(
     "forgotten-window",

@@ -1,5 +1,6 @@
 """The config of a DFlash drafter (arXiv 2602.06036): a few layers that fill a block of masked slots in one pass."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -50,3 +51,10 @@ class DFlashConfig:
     def first_slot(self) -> int:
         """The slot that predicts the token after the anchor."""
         return 0 if self.foresees_anchor else 1
+
+
+def short_windows(windows: Sequence[int], is_causal: Sequence[bool], block_size: int) -> list[int]:
+    """Return the windows that are shorter than a block in layers whose slots see what follows them. What such a window
+    leaves out is not agreed on, so no head of ours has one."""
+    layers = zip(windows, is_causal, strict=True)
+    return [window for window, sees_before in layers if 0 < window < block_size and not sees_before]

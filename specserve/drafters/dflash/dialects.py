@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from specserve.drafters.dflash.config import DFlashConfig
+from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.start import NAMES, default_taps
 from specserve.drafters.door import Dialect
 from specserve.drafters.published import D2T, EMBEDDING, OUTPUT, inner, is_eps, rope_keys
@@ -184,9 +184,12 @@ def _check_keys(stated: Stated) -> None:
         raise ConfigError(
             f"{where}: mask_token_id is {mask!r}; expected a token of the target's embedding, 0..{vocab_size - 1}"
         )
-    block, window = stated.get("block_size"), stated.get("swa_window_size", stated.get("sliding_window"))
-    if any(0 < each < block for each in read_windows(stated)):
-        raise ConfigError(f"{where}: a window of {window}, shorter than the block of {block}, is not computed here")
+    block, windows = stated.get("block_size"), read_windows(stated)
+    if short := short_windows(windows, read_causal(stated, windows), block):
+        raise ConfigError(
+            f"{where}: a window of {short[0]}, shorter than the block of {block}, is not computed here where positions "
+            "see what follows them"
+        )
     if stated.get("draft_vocab_size", vocab_size) > vocab_size:
         raise ConfigError(f"{where}: draft_vocab_size is {stated.get('draft_vocab_size')} of a vocabulary {vocab_size}")
 

@@ -12,7 +12,7 @@ import numpy as np
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import SINGLE_FILE, TensorFolder, read_json
 from specserve.drafters.dflash import catalogue, dialects, files
-from specserve.drafters.dflash.config import DFlashConfig
+from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.model import head_spec
 from specserve.drafters.dflash.start import default_taps
 from specserve.drafters.findings import CONFIG, Copy, DoctorReport, Finding, describe, put
@@ -134,8 +134,8 @@ def check_masks(patient: BlockPatient) -> Iterator[Finding]:
     except ConfigError as error:
         yield catalogue.WINDOWS.found(CONFIG, "a window for every layer that slides", str(error))
         return
-    if any(0 < window < stated.get("block_size") for window in windows):
-        yield catalogue.WINDOWS.found(CONFIG, f"{stated.get('block_size')} or more", str(max(windows)))
+    if short := short_windows(windows, causal, stated.get("block_size")):
+        yield catalogue.WINDOWS.found(CONFIG, f"{stated.get('block_size')} or more", str(short[0]))
     kinds = stated.get("layer_types") or []
     if dialects.SLIDING in kinds and not stated.get("use_sliding_window", False):
         got = repr(stated.get("use_sliding_window"))

@@ -69,13 +69,16 @@ class DFlash(Forgetful):
     def facts(self) -> Mapping[str, Any]:
         backbone = self.config.backbone
         sizes = ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads")
+        windows = [backbone.kind(i).window for i in range(backbone.num_layers)]
         return {
             **{name: getattr(backbone, name) for name in sizes},
             "vocab_size": self.config.draft_vocab_size,
             "aux_layers": self.config.aux_layers,
             "block_size": self.config.block_size,
-            "window": max(backbone.kind(i).window for i in range(backbone.num_layers)),
-            "causal": all(self.config.is_causal),
+            "window": max(windows),
+            "window_layers": tuple(i for i, window in enumerate(windows) if window),
+            "causal": "all" if all(self.config.is_causal) else "" if any(self.config.is_causal) else "none",
+            "sinks": backbone.has_sinks,
             "rank": self.config.markov_rank or self.config.selector_rank,
         }
 

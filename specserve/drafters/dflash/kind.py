@@ -16,7 +16,7 @@ from specserve.models.config import ModelConfig
 class DFlashKind(FileKind[DFlash]):
     """A kind of DFlash head. See `door.Kind` for its methods."""
 
-    understands = frozenset({"block_size", "window", "causal", "mask_token"})
+    understands = frozenset({"block_size", "window", "window_layers", "causal", "sinks", "mask_token"})
 
     def __init__(self, name: KindName) -> None:
         super().__init__(DFlash, files, doctor.examine, list_repairs, dialects.unknown_to)

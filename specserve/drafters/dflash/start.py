@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.dflash.config import DFlashConfig
+from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.conv import Conv, Convs
 from specserve.drafters.dflash.model import DFlashParams, head_spec
 from specserve.drafters.settings import DraftSettings
@@ -47,6 +47,7 @@ def new_config(kind: KindName, settings: DraftSettings, target: ModelConfig, dra
     aux_layers = settings.aux_layers or default_taps(target.num_layers, max(num_layers, FEWEST_TAPS))
     if any(not 0 <= i < target.num_layers for i in aux_layers):
         raise ConfigError(f"draft.aux_layers {aux_layers}: the target has layers 0..{target.num_layers - 1}")
+    windows, is_causal, block_size = _masks(kind, settings, num_layers)
     backbone = ModelConfig(
         family="qwen3",
         vocab_size=target.vocab_size,
@@ -59,7 +60,8 @@ def new_config(kind: KindName, settings: DraftSettings, target: ModelConfig, dra
         max_len=target.max_len,
         norm_eps=target.norm_eps,
         rope=plain_rope(target.rope),
-        layers=(LayerKind(window=settings.window),) * num_layers,
+        layers=tuple(LayerKind(window=window) for window in windows),
+        has_sinks=settings.sinks,
         qk_norm="head",
         names=NAMES,
         dtype="float32",
@@ -69,7 +71,6 @@ def new_config(kind: KindName, settings: DraftSettings, target: ModelConfig, dra
             f"draft.vocab_size {draft_vocab_size}: the selector of a dflash2 head knows all {target.vocab_size} tokens "
             "of the target; leave --vocab-size out"
         )
-    block_size = settings.block_size or default_block_size(kind)
     rank = settings.rank or min(MOST_RANK, target.d_model // 2)
     joint: dict[str, Any] = {}
     if kind == "dspark":
@@ -87,9 +88,32 @@ def new_config(kind: KindName, settings: DraftSettings, target: ModelConfig, dra
         draft_vocab_size=draft_vocab_size,
         block_size=block_size,
         mask_token_id=mask_token_id,
-        is_causal=(settings.causal or settings.window > 0,) * num_layers,
+        is_causal=is_causal,
         **joint,
     )
+
+
+def _masks(kind: KindName, settings: DraftSettings, num_layers: int) -> tuple[tuple[int, ...], tuple[bool, ...], int]:
+    """Return the window of each layer, whether its slots see those before them alone, and the size of a block. Raises
+    ConfigError."""
+    block_size, fewest = settings.block_size or default_block_size(kind), 1 if kind == "dspark" else 2
+    if block_size < fewest:
+        raise ConfigError(
+            f"draft.block_size {block_size} leaves a {kind} block nothing to predict; give {fewest} or more"
+        )
+    if any(not 0 <= i < num_layers for i in settings.window_layers):
+        raise ConfigError(f"draft.window_layers {settings.window_layers}: the head has layers 0..{num_layers - 1}")
+    if settings.window_layers and not settings.window:
+        raise ConfigError(f"draft.window_layers {settings.window_layers} have no window; give draft.window too")
+    slides = settings.window_layers or range(num_layers)
+    windows = tuple(settings.window if i in slides else 0 for i in range(num_layers))
+    is_causal = tuple(settings.causal == "all" or (not settings.causal and window > 0) for window in windows)
+    if short := short_windows(windows, is_causal, block_size):
+        raise ConfigError(
+            f"draft.window {short[0]} is shorter than the block of {block_size}, whose positions see what follows "
+            "them; give a longer one, or leave draft.causal out"
+        )
+    return windows, is_causal, block_size
 
 
 def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
