@@ -151,15 +151,36 @@ def forward(
     eps, layers = raw["rms_norm_eps"], []
     x = weights["model.word_embeddings.weight"][token_ids]
     for i in range(raw["num_hidden_layers"]):
-        part = _Part(weights, f"model.layers.{i}")
-        normed = _norm(x, part["input_layernorm.weight"], eps)
-        x = x + _attention(raw, i, _Part(weights, f"{part.prefix}.attention"), normed)
-        normed = _norm(x, part["post_attention_layernorm.weight"], eps)
-        block = _Part(weights, f"{part.prefix}.mlp")
-        x = x + (_mlp(block, normed) if i < raw["first_k_dense_replace"] else _experts(raw, block, normed))
+        x = _layer(raw, weights, i, x)
         layers.append(x)
     logits = _norm(x, weights["model.norm.weight"], eps) @ weights["lm_head.weight"].T
     return logits, np.stack(layers[:-1])
+
+
+def predicted(
+    raw: dict[str, Any],
+    weights: Weights,
+    token_ids: np.ndarray,  # [n]
+    hidden: np.ndarray,  # [n, d_model], of the target after its final norm
+) -> np.ndarray:  # [n - 1, vocab], the logits that position t has of the token after t + 1
+    """The layer of multi-token prediction behind the target's own, as SGLang has it. It attends by distances alone, so
+    that its positions may begin at 0."""
+    weights, eps = {name: value.astype(np.float64) for name, value in weights.items()}, raw["rms_norm_eps"]
+    own = _Part(weights, f"model.layers.{raw['num_hidden_layers']}")
+    token = _norm(weights["model.word_embeddings.weight"][token_ids[1:]], own["enorm.weight"], eps)
+    state = _norm(hidden[:-1].astype(np.float64), own["hnorm.weight"], eps)
+    x = np.concatenate([token, state], axis=-1) @ own["eh_proj.weight"].T
+    x = _layer(raw, weights, raw["num_hidden_layers"], x)
+    return _norm(x, own["final_layernorm.weight"], eps) @ weights["lm_head.weight"].T
+
+
+def _layer(raw: dict[str, Any], weights: Weights, i: int, x: np.ndarray) -> np.ndarray:
+    part, eps = _Part(weights, f"model.layers.{i}"), raw["rms_norm_eps"]
+    normed = _norm(x, part["input_layernorm.weight"], eps)
+    x = x + _attention(raw, i, _Part(weights, f"{part.prefix}.attention"), normed)
+    normed = _norm(x, part["post_attention_layernorm.weight"], eps)
+    block = _Part(weights, f"{part.prefix}.mlp")
+    return x + (_mlp(block, normed) if i < raw["first_k_dense_replace"] else _experts(raw, block, normed))
 
 
 class _Part:

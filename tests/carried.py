@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import bailing
 import numpy as np
 import tiny
 
@@ -61,6 +62,9 @@ NEXT: dict[str, Any] = SMALL | {
     "moe_intermediate_size": 16,
     "shared_expert_intermediate_size": 16,
 }
+LING: dict[str, Any] = bailing.CASES["ling-2"] | {"num_nextn_predict_layers": 1}
+LING_2_5: dict[str, Any] = bailing.CASES["ling-2.5"] | {"num_nextn_predict_layers": 1}
+MIMO: dict[str, Any] = SMALL | {"model_type": "mimo"}
 
 
 def write(folder: Path, raw: dict[str, Any], seed: int) -> None:

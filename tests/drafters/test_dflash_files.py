@@ -121,6 +121,15 @@ def test_every_spelling_says_the_same(folder: Path, tiny_target: Target) -> None
     assert_same(head, load_head(folder, tiny_target, dtype="float32"))
 
 
+def test_what_the_training_of_others_writes_changes_nothing(folder: Path, tiny_target: Target) -> None:
+    """The keys of speculators' config classes and of published heads that say nothing of how a head is computed."""
+    head = load_head(folder, tiny_target, dtype="float32")
+    of_training = {"max_anchors": 3072, "auf": True, "ce_loss_alpha": 0.1, "l1_loss_alpha": 0.9, "num_anchors": 512}
+    of_domino = {"projector_type": "dflash", "shift_label": False, "emb_dim": 256, "gru_hidden_dim": 1024}
+    change(folder, **of_training, **of_domino, pure_draft_prefix_len=1, initial_context_length=4096)
+    assert_same(head, load_head(folder, tiny_target, dtype="float32"))
+
+
 @pytest.mark.parametrize(
     ("changes", "windows", "causal"),
     [
@@ -159,6 +168,8 @@ def test_windows_and_causality_are_read_as_published(
         ),
         ({"layer_types": ["sliding_attention"] * 2}, "windows without a size"),
         ({"hidden_act": "gelu"}, "hidden_act is 'gelu'"),
+        ({"projector_type": "domino"}, "projector_type is 'domino'"),
+        ({"shift_label": True}, "shift_label is True"),
         ({"num_hidden_layers": 3}, r"layers\.2\.\S* is missing|3 layers"),
         ({"draft_vocab_size": 48}, "d2t is missing"),
     ],

@@ -5,6 +5,7 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
+import bailing
 import carried
 import jax
 import jax.numpy as jnp
@@ -31,6 +32,8 @@ from specserve.models.target import TargetParams, forward
 from specserve.speculative import step
 from specserve.speculative.drafter import Weights
 from specserve.speculative.step import StepConfig
+from specserve.train.chunked_loss import Sums
+from specserve.train.step import LossConfig, rollout_loss, teach
 
 ROLLOUT = 3
 VOCAB = 64
@@ -154,6 +157,21 @@ def test_the_forward_equals_plain_numpy(dense: tuple[Target, Head], rng: np.rand
     assert_same(logits[0][:-1], expected, off[:-1])
 
 
+@pytest.mark.parametrize("raw", [carried.LING, carried.LING_2_5], ids=["ling-2", "ling-2.5"])
+def test_the_forward_equals_ling_in_numpy(tmp_path: Path, rng: np.random.Generator, raw: dict[str, Any]) -> None:
+    """Of a family that transformers has not, experts and latents included."""
+    target, head = carried.models(tmp_path, raw)
+    text = rng.integers(0, VOCAB, 16).tolist()
+    train = _trained(target, head, _rows(text))
+    logits, hidden, _ = train(target.params, head.params)
+    off = tolerance(lambda *params: train(*params)[0][0], target.params, head.params)
+    tensors = TensorFolder(tmp_path)
+    weights = {name: tensors.read(name) for name in tensors.names()}
+    expected = bailing.predicted(raw, weights, np.array(text), np.asarray(hidden))
+    assert np.abs(expected).max() > 1, "logits that say nothing prove nothing"
+    assert_same(logits[0][:-1], expected, off[:-1])
+
+
 @pytest.mark.oracle
 @pytest.mark.parametrize(
     "raw",
@@ -162,7 +180,7 @@ def test_the_forward_equals_plain_numpy(dense: tuple[Target, Head], rng: np.rand
         pytest.param(carried.LATENT, id="deepseek_v3"),
         pytest.param(carried.GLM, id="glm4_moe"),
         pytest.param(carried.NEXT, id="qwen3_next"),
-        pytest.param(carried.SMALL | {"model_type": "mimo"}, id="mimo"),
+        pytest.param(carried.MIMO, id="mimo"),
     ],
 )
 def test_the_forward_equals_transformers_layer(tmp_path: Path, rng: np.random.Generator, raw: dict[str, Any]) -> None:
@@ -182,7 +200,9 @@ def test_the_forward_equals_transformers_layer(tmp_path: Path, rng: np.random.Ge
     [
         pytest.param(carried.LATENT, id="latents and experts"),
         pytest.param(carried.WINDOWED, id="windows", marks=pytest.mark.slow),
-        pytest.param(carried.SMALL | {"model_type": "mimo"}, id="mimo", marks=pytest.mark.slow),
+        pytest.param(carried.MIMO, id="mimo", marks=pytest.mark.slow),
+        pytest.param(carried.LING, id="ling", marks=pytest.mark.slow),
+        pytest.param(carried.LING_2_5, id="latents beside lightning", marks=pytest.mark.slow),
         pytest.param(carried.GLM, id="biases and experts", marks=pytest.mark.slow),
         pytest.param(carried.NEXT, id="beside recurrent layers", marks=pytest.mark.slow),
     ],
@@ -223,6 +243,41 @@ def test_rollout_step_k_equals_servings_kth_draft_step(
         ahead = jnp.asarray(text[t + 1 : t + 1 + ROLLOUT], jnp.int32)
         for k, logits in enumerate(serve(jnp.asarray(prompt), jnp.int32(t + 1), ahead)):
             assert_same(trained[k][t], logits, off[k][t], f"position {t}, step {k}")
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        pytest.param(carried.SMALL, id="dense"),
+        pytest.param(carried.LATENT, id="latents and experts"),
+        pytest.param(carried.WINDOWED, id="windows"),
+    ],
+)
+def test_packed_documents_do_not_leak(tmp_path: Path, rng: np.random.Generator, raw: dict[str, Any]) -> None:
+    """The loss of a row is the sum of its documents' losses, each in a row of its own."""
+    target, head = carried.models(tmp_path, raw)
+    lengths, seq = (9, 17, 11), 40
+    config, vocab = LossConfig(target.config, head.drafter, Rollout(ROLLOUT, True), 0.8), head.weights().vocab
+    documents = [rng.integers(0, VOCAB, n).tolist() for n in lengths]
+
+    def row(*documents: list[int]) -> Rows:
+        text = [token for document in documents for token in document]
+        ids = [i for i, document in enumerate(documents, start=1) for _ in document]
+        positions = [t for document in documents for t in range(len(document))]
+        token_ids, ids, positions = (
+            jnp.asarray([each + [0] * (seq - len(text))], jnp.int32) for each in (text, ids, positions)
+        )
+        return Rows(token_ids, (ids > 0) & (positions > 0), ids, positions)
+
+    @jax.jit
+    def losses(params: MtpParams, target: TargetParams, rows: Rows) -> tuple[jax.Array, Sums]:
+        return rollout_loss(params, config, target, vocab, rows, teach(target, config, rows), jnp.ones(ROLLOUT))
+
+    args = head.params, target.params
+    packed, off = losses(*args, row(*documents)), tolerance(losses, *args, row(*documents))
+    each = [losses(*args, row(document)) for document in documents]
+    assert packed[1].n_known.min() > 0
+    assert_same(packed, jax.tree.map(lambda *parts: sum(map(np.asarray, parts)), *each), off)
 
 
 def _leaves(params: Any) -> list[np.ndarray]:

@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import bailing
 import carried
 import jax
 import ml_dtypes
@@ -28,7 +27,11 @@ from specserve.serve.launch import load_models
 
 Tensors = dict[str, np.ndarray]
 
-LING = bailing.CASES["ling-2"] | {"num_nextn_predict_layers": 1}
+GOLDENS = Path(__file__).parent.parent / "goldens"
+LITE, LING_3 = (
+    read_json(GOLDENS / name / "config.json") | {"num_nextn_predict_layers": 1, "num_hidden_layers": 4}
+    for name in ("glm4-moe-lite", "ling-3")
+)
 FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # and some names of each
     "deepseek_v3": (
         carried.LATENT,
@@ -58,7 +61,7 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # and some name
         ),
     ),
     "mimo": (
-        carried.SMALL | {"model_type": "mimo"},
+        carried.MIMO,
         (
             "model.mtp_layers.0.token_layernorm.weight",
             "model.mtp_layers.0.hidden_layernorm.weight",
@@ -67,12 +70,21 @@ FAMILIES: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {  # and some name
             "model.mtp_layers.0.self_attn.q_proj.bias",
         ),
     ),
+    "glm4_moe_lite": (
+        LITE,
+        tuple(f"model.layers.{LITE['num_hidden_layers']}.{name}.weight" for name in ("eh_proj", "self_attn.kv_b_proj")),
+    ),
     "ling": (
-        LING,
-        (
-            f"model.layers.{LING['num_hidden_layers']}.final_layernorm.weight",
-            f"model.layers.{LING['num_hidden_layers']}.attention.query_key_value.weight",
-        ),
+        carried.LING,
+        ("model.layers.3.final_layernorm.weight", "model.layers.3.attention.query_key_value.weight"),
+    ),
+    "ling-2.5": (
+        carried.LING_2_5,
+        ("model.layers.4.final_layernorm.weight", "model.layers.4.attention.kv_b_proj.weight"),
+    ),
+    "ling-3": (
+        LING_3,
+        (f"model.layers.{LING_3['num_hidden_layers']}.final_layernorm.weight",),
     ),
     "qwen3": (carried.SMALL, ("model.layers.3.eh_proj.weight", "model.layers.3.mlp.gate_proj.weight")),
 }

@@ -39,6 +39,8 @@ PARAMS = [
         pytest.param(carried.WINDOWED, "chain:3", id="windows, chain", marks=pytest.mark.slow),
         pytest.param(carried.GLM, "tree:3x2x6", id="biases and experts, tree", marks=pytest.mark.slow),
         pytest.param(carried.NEXT, "tree:3x2x6", id="beside recurrent layers, tree", marks=pytest.mark.slow),
+        pytest.param(carried.MIMO, "tree:3x2x6", id="before the final norm, tree", marks=pytest.mark.slow),
+        pytest.param(carried.LING_2_5, "tree:3x2x6", id="latents beside lightning, tree", marks=pytest.mark.slow),
     ],
 )
 def test_speculation_changes_no_token_and_a_hit_no_acceptance(

@@ -56,7 +56,10 @@ HARMLESS = {
     *("speculators_model_type", "speculators_version", "speculators_config", "attn_implementation"),
     *("_attn_implementation", "_attn_implementation_autoset", "output_attentions", "output_hidden_states"),
     *("return_dict", "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "id2label", "label2id"),
-    *("problem_type", "pretraining_tp", "num_anchors", "loss_decay_gamma"),
+    *("problem_type", "pretraining_tp", "num_anchors", "loss_decay_gamma", "base_model_ep_plan"),
+    *("has_no_defaults_at_init", "initial_context_length", "max_anchors", "auf", "ce_loss_alpha", "l1_loss_alpha"),
+    *("confidence_head_alpha", "lambda_base_start", "lambda_base_decay_ratio"),
+    *("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len"),  # of a projector that is none of ours, see UNCOMPUTED
 }
 UNCOMPUTED: Mapping[str, tuple[object, ...]] = {  # with the values that change nothing
     "attention_value_scale": (None, 1, 1.0),
@@ -64,6 +67,8 @@ UNCOMPUTED: Mapping[str, tuple[object, ...]] = {  # with the values that change 
     "mlp_bias": (None, False),
     "hidden_act": (None, ACTIVATION),
     "markov_head_type": (None, "vanilla"),
+    "projector_type": (None, "dflash"),
+    "shift_label": (None, False),
 }
 _DIALECTS = (("layers.0.", "midlayer."), ("fc.", "encoder.fc."), ("hidden_norm.", "encoder.output_norm_enc."))
 
@@ -87,7 +92,7 @@ class Stated:
     @property
     def unknown(self) -> list[str]:
         """List the keys that this file does not know."""
-        known = {*SIZES, *_MORE_SIZES, *_MEANING, *HARMLESS}
+        known = {*SIZES, *_MORE_SIZES, *_MEANING, *HARMLESS, *UNCOMPUTED}
         return [*sorted({*self.top} - known - {OWN, LAYER}), *(f"{OWN}.{key}" for key in sorted({*self.own} - known))]
 
 

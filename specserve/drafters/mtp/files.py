@@ -28,6 +28,7 @@ from specserve.models.families import model_config
 logger = logging.getLogger(__name__)
 
 LAYER_CONFIG = "transformer_layer_config"  # where speculators keeps the target's config.json
+OF_TARGET = "target_architectures"  # the target's own, beside the name that engines have for such a layer
 _SHAPE = ("family", "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff", "layers")
 _SHAPE += ("latent", "experts", "qk_norm", "qkv_bias", "norm_offset", "out_norms", "has_sinks", "has_attention_gate")
 
@@ -132,6 +133,8 @@ def head_files(
         stated["draft_vocab_size"] = config.draft_vocab_size
     if dialect != "speculators":
         count = {} if num_carried(raw) else {"num_nextn_predict_layers": 1}
+        if raw.get("architectures"):
+            stated[OF_TARGET] = raw["architectures"]
         return tensors, raw | count | stated | {"architectures": [config.layout.architecture], "dtype": dtype}
     if config.layer.family not in ("qwen3", "qwen3_next") or config.layer.kind(0).has_experts:
         raise CheckpointError(
@@ -206,7 +209,8 @@ def _differences(name: str, own: Any, other: Any) -> list[str]:
 def of_target(raw: Mapping[str, Any]) -> Mapping[str, Any]:
     """The target's config.json within that of a layer. Its architectures may say how it is to be read."""
     nested = raw.get(LAYER_CONFIG)
-    return nested if isinstance(nested, Mapping) else raw
+    own = nested if isinstance(nested, Mapping) else raw
+    return {**own, "architectures": own[OF_TARGET]} if OF_TARGET in own else own
 
 
 def shared_tables(target: ModelConfig, layout: Layout) -> dict[str, str]:
