@@ -75,6 +75,7 @@ FOUND: list[tuple[str, str, Plant, bool]] = [  # head, code, fault, and whether 
     ("plain", "unknown-key", put(window_size=3), False),
     ("plain", "unknown-key", own(gamma=3), False),
     ("plain", "stated-twice", own(block_size=16), False),
+    ("plain", "stated-twice", put(sample_from_anchor=True, dspark_bonus_anchor=True), False),
     ("plain", "uncomputed", own(attention_value_scale=0.5), False),
     ("plain", "mask-token", own(mask_token_id=64), False),
     ("windows", "windows", put(sliding_window=4, is_causal=False), False),

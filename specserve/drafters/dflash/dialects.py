@@ -195,6 +195,11 @@ def _check_keys(stated: Stated) -> None:
             f"{where}: a window of {short[0]}, shorter than the block of {block}, is not computed here where positions "
             "see what follows them"
         )
+    if disagrees_about_anchor(stated):
+        raise ConfigError(
+            f"{where}: sample_from_anchor and dspark_bonus_anchor are both {stated.get('sample_from_anchor')!r}, but "
+            "each is what the other is not; keep the one that the head was trained with"
+        )
     if stated.get("draft_vocab_size", vocab_size) > vocab_size:
         raise ConfigError(f"{where}: draft_vocab_size is {stated.get('draft_vocab_size')} of a vocabulary {vocab_size}")
 
@@ -204,6 +209,12 @@ def read_foresees_anchor(stated: Stated) -> bool:
     bonus = stated.get("dspark_bonus_anchor")
     default = stated.kind == "dspark" if bonus is None else not bonus
     return bool(stated.get("sample_from_anchor", default))
+
+
+def disagrees_about_anchor(stated: Stated) -> bool:
+    """Return whether the two keys that say whether the anchor's own slot predicts a token say different things."""
+    told, bonus = stated.get("sample_from_anchor"), stated.get("dspark_bonus_anchor")
+    return None not in (told, bonus) and bool(told) == bool(bonus)
 
 
 def _joint(stated: Stated, has_confidence_bias: bool) -> dict[str, Any]:

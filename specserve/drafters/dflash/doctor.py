@@ -103,6 +103,10 @@ def check_keys(patient: BlockPatient) -> Iterator[Finding]:
         if (one := stated.own[key]) != (other := stated.top[key]) and None not in (one, other):
             got = f"{one!r} in {dialects.OWN}, {other!r} beside it"
             yield catalogue.STATED_TWICE.found(f"{CONFIG}: {key}", "the same", got, key=key)
+    if dialects.disagrees_about_anchor(stated):
+        got = f"{stated.get('sample_from_anchor')!r} and {stated.get('dspark_bonus_anchor')!r}"
+        keys = "sample_from_anchor, dspark_bonus_anchor"
+        yield catalogue.STATED_TWICE.found(f"{CONFIG}: {keys}", "one true and one false", got, key=keys)
     for key, harmless in dialects.UNCOMPUTED.items():
         if (value := stated.get(key)) not in harmless:
             yield catalogue.UNCOMPUTED.found(f"{CONFIG}: {key}", repr(harmless[-1]), repr(value), key=key)
