@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import carried
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -17,7 +18,11 @@ from specserve.drafters.door import Head, Rollout, Rows
 from specserve.models.target import TargetParams
 
 WIDTH, SEQ = 16, 16
-TARGET = tiny.TARGET | {"hidden_size": WIDTH, "intermediate_size": 24, "architectures": ["Qwen3ForCausalLM"]}
+_SIZES = {"hidden_size": WIDTH, "intermediate_size": 24}
+TARGETS: dict[str, dict[str, Any]] = {
+    "plain": tiny.TARGET | _SIZES | {"architectures": ["Qwen3ForCausalLM"]},
+    "experts": carried.NEXT | _SIZES | {"architectures": ["Qwen3NextForCausalLM"]},
+}
 
 
 @dataclass(frozen=True)
@@ -32,7 +37,7 @@ class Case:
     @classmethod
     def random(cls, seed: int, embedding: np.ndarray, head: np.ndarray) -> "Case":
         rng = np.random.default_rng(seed)
-        token_ids = rng.integers(0, TARGET["vocab_size"], SEQ).astype(np.int32)
+        token_ids = rng.integers(0, len(embedding), SEQ).astype(np.int32)
         return cls(token_ids, rng.standard_normal((SEQ, WIDTH)).astype(np.float32), embedding, head)
 
     @classmethod
@@ -70,6 +75,7 @@ def _logits(
     drafter: Any, params: Any, token_ids: jax.Array, states: jax.Array, embedding: jax.Array, head: jax.Array
 ) -> jax.Array:
     ones, index = jnp.ones((1, SEQ), jnp.int32), jnp.arange(SEQ, dtype=jnp.int32)[None]
-    target, rows = TargetParams(embedding, (), jnp.ones(WIDTH), head.T), Rows(token_ids[None], ones > 0, ones, index)
+    norm = jnp.full(WIDTH, 0.0 if drafter.config.layer.norm_offset else 1.0)
+    target, rows = TargetParams(embedding, (), norm, head.T), Rows(token_ids[None], ones > 0, ones, index)
     [first] = drafter.learn(params, target, rows, states[None], Rollout(1, remat=False))
     return drafter.logits(drafter.output(params), target, first[:, 1:])[0]  # each stands at the token that it follows

@@ -6,7 +6,7 @@ Each head that we write is loaded by `dflash.DFlashDraftModel` (z-lab's layout) 
 everything in one environment:
 
     python -m venv /tmp/published
-    /tmp/published/bin/pip install torch==2.13.0 speculators dflash -e .
+    /tmp/published/bin/pip install torch==2.13.0 speculators==0.9.0 dflash==0.1.0 -e .
     /tmp/published/bin/python tools/compare_dflash.py [--write]
 
 `--write` replaces the golden files, which the suite checks without torch (tests/drafters/test_dflash_published.py).

@@ -9,7 +9,7 @@ drafts are served, where those before the root have run once. Draft logits must 
 in one environment:
 
     python -m venv /tmp/speculators
-    /tmp/speculators/bin/pip install torch==2.13.0 speculators -e .
+    /tmp/speculators/bin/pip install torch==2.13.0 speculators==0.9.0 -e .
     /tmp/speculators/bin/python tools/compare_speculators.py [--write]
 
 `--write` replaces the golden files, which the suite checks without torch (tests/drafters/test_speculators.py,
@@ -96,12 +96,14 @@ def main() -> int:
             case.save(folder / "saved" / "case.npz", logits)
         for name in peagle_case.CASES:
             is_equal &= compare_masked(Path("masked", name), name)
-        is_equal &= compare_carried(Path("carried"))
+        for name in mtp_case.TARGETS:
+            is_equal &= compare_carried(Path("carried", name), name)
         if is_writing and is_equal:
             code = shutil.ignore_patterns("*.py")  # which it saves along with a config
             made = {Path("speculators", name): Path(name) for name in (*CASES, "theirs")}
             made |= {Path("peagle", name): Path("masked", name) for name in peagle_case.CASES}
-            for goldens, folder in (made | {Path("mtp", "plain"): Path("carried")}).items():
+            made |= {Path("mtp", name): Path("carried", name) for name in mtp_case.TARGETS}
+            for goldens, folder in made.items():
                 shutil.rmtree(GOLDENS / goldens, ignore_errors=True)
                 shutil.copytree(folder / "saved", GOLDENS / goldens, ignore=code)
     return 0 if is_equal else 1
@@ -151,10 +153,10 @@ def masked_logits(
     return found[0][0].numpy()
 
 
-def compare_carried(folder: Path) -> bool:
+def compare_carried(folder: Path, name: str) -> bool:
     """A layer of multi-token prediction of ours by both; it is left under `folder` as speculators saves it."""
     (folder / "tiny").mkdir(parents=True)
-    tiny.write_target(folder / "tiny", mtp_case.TARGET, seed=0)
+    tiny.write_target(folder / "tiny", mtp_case.TARGETS[name], seed=0)
     target, tensors = describe_target(folder / "tiny"), TensorFolder(folder / "tiny")
     tables = (tensors.read(f"{name}.weight") for name in ("model.embed_tokens", "lm_head"))
     case = mtp_case.Case.random(2, *tables)
@@ -171,7 +173,7 @@ def compare_carried(folder: Path) -> bool:
     import_head(folder / "saved", folder / "back", target, target_name="tiny")
     back = load_head(folder / "back", target, dtype="float32")
     difference = np.abs(logits - mtp_case.our_logits(back, case)[: len(logits)]).max()
-    print(f"MTP largest difference of draft logits {difference:.1e} of {np.abs(logits).max():.1f}")
+    print(f"MTP {name:8} largest difference of draft logits {difference:.1e} of {np.abs(logits).max():.1f}")
     case.save(folder / "saved" / "case.npz", logits)
     return bool(difference <= TOLERANCE)
 

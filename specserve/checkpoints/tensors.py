@@ -4,11 +4,13 @@ atomically.
 A file's header is its own claim, so it is held against the file's size before anything is allocated or mapped.
 """
 
+import itertools
 import json
 import math
 import os
+import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +46,8 @@ DTYPES: dict[str, np.dtype] = {
     )
 }
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+
+FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 # Of each axis a slice with start and stop, of a weight's outputs also an array of places. Nothing: all of it.
 Index = tuple[Any, ...]
@@ -91,6 +95,39 @@ class TensorFolder:
             return np.empty(entry.shape, entry.dtype)[index]
         mapped = np.memmap(entry.file, entry.dtype, "r", entry.offset, entry.shape)
         return np.array(mapped[index])
+
+
+class ExpertByExpert(TensorFolder):
+    """A folder that keeps all experts of a layer in one tensor, as modules of transformers 5 do: `experts.gate_up_proj`
+    [expert, 2 d_ff, d_model], the rows of gate and then those of up, and `experts.down_proj` [expert, d_model, d_ff].
+    Experts are given one by one, in the names of checkpoints, where they lie."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        for name in [*self._entries]:
+            match, entry = re.fullmatch(r"(.+\.experts)\.(\w+)", name), self._entries[name]
+            parts = FUSED.get(match[2], ()) if match else ()
+            if match and parts and len(entry.shape) == 3 and entry.shape[1] % len(parts) == 0:
+                rows, width = entry.shape[1] // len(parts), entry.shape[2]
+                del self._entries[name]
+                for i, (expert, part) in enumerate(itertools.product(range(entry.shape[0]), parts)):
+                    offset = entry.offset + i * rows * width * entry.dtype.itemsize
+                    own = replace(entry, shape=(rows, width), offset=offset)
+                    self._entries[f"{match[1]}.{expert}.{part}.weight"] = own
+
+
+def fuse_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Put the experts of each layer into one tensor, as `ExpertByExpert` reads them."""
+    out = dict(tensors)
+    groups: dict[str, dict[tuple[int, str], np.ndarray]] = {}
+    for name in tensors:
+        if match := re.fullmatch(r"(.+\.experts)\.(\d+)\.(\w+)\.weight", name):
+            groups.setdefault(match[1], {})[int(match[2]), match[3]] = out.pop(name)
+    for layer, own in groups.items():
+        experts = range(1 + max(expert for expert, _ in own))
+        for name, parts in FUSED.items():
+            out[f"{layer}.{name}"] = np.stack([np.concatenate([own[i, part] for part in parts]) for i in experts])
+    return out
 
 
 def listed(problems: Sequence[str], limit: int = 8) -> str:

@@ -179,13 +179,16 @@ def test_a_layer_in_eight_bits_is_what_its_scales_make_of_it(tmp_path: Path, rng
     assert not examine(tmp_path, models.target).findings
 
 
-def test_speculators_layout_is_written_and_read(tmp_path: Path) -> None:
-    target, head = carried.models(tmp_path, carried.SMALL)
+@pytest.mark.parametrize("raw", [carried.SMALL, carried.NEXT], ids=["qwen3", "qwen3_next"])
+def test_speculators_layout_is_written_and_read(tmp_path: Path, raw: dict[str, Any]) -> None:
+    target, head = carried.models(tmp_path, raw)
     described = describe_target(tmp_path)
     save_head(tmp_path / "own", head, target, dtype="float32", notes={})
     export_head(tmp_path / "own", tmp_path / "theirs", described, target_name="Qwen/Tiny", dialect="speculators")
-    names, raw = TensorFolder(tmp_path / "theirs").names(), read_json(tmp_path / "theirs" / "config.json")
-    assert raw["speculators_model_type"] == "mtp"
+    names = TensorFolder(tmp_path / "theirs").names()
+    assert read_json(tmp_path / "theirs" / "config.json")["speculators_model_type"] == "mtp"
+    experts = {name.removeprefix("mtp_layers.0.mlp.experts.") for name in names if ".experts." in name}
+    assert experts == ({"gate_up_proj", "down_proj"} if raw is carried.NEXT else set())
     assert {f"mtp_layers.0.{name}.weight" for name in ("input_proj", "token_layernorm", "self_attn.q_proj")} < names
     assert all(name.startswith("mtp_layers.0.") for name in names)
     _assert_same(head, load_head(tmp_path / "theirs", target, dtype="float32"))
@@ -209,7 +212,7 @@ def test_a_layer_for_a_part_of_the_tokens_says_which(
     head = Head(drafter, drafter.first_params(target, target_ids, 0), target_ids)
     np.testing.assert_array_equal(head.params.head, TensorFolder(tmp_path).read("lm_head.weight")[target_ids].T)
     save_head(tmp_path / "own", head, target, dtype="float32", notes={})
-    dialects: list[Dialect] = ["sglang", "speculators"] if raw is carried.SMALL else ["sglang"]
+    dialects: tuple[Dialect, ...] = ("sglang", "speculators")
     for dialect in dialects:
         folder = tmp_path / dialect
         folder.mkdir()

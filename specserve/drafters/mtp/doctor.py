@@ -59,7 +59,7 @@ CHECKS = (UNREADABLE, TENSORS, STRANGE, NUMBERS, VOCABULARY)
 def examine(folder: Path, target: Target | None) -> DoctorReport:
     """Make all checks. Without a target, the layer's own config.json stands for it. Raises CheckpointError where there
     is nothing to look at."""
-    tensors, raw = TensorFolder(folder), read_json(folder / CONFIG)
+    tensors, raw = files.opened(folder), read_json(folder / CONFIG)
     findings: list[Finding] = []
     facts = {"kind": "a layer of multi-token prediction"}
     names = tensors.names()

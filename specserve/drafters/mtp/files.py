@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 
 from specserve.checkpoints.load import AS_VOCABULARY, Target, load_params, renamer, to_numpy
 from specserve.checkpoints.quantized import stored_block
-from specserve.checkpoints.tensors import TensorFolder, listed, read_json
+from specserve.checkpoints.tensors import ExpertByExpert, TensorFolder, fuse_experts, listed, read_json
 from specserve.drafters.door import Dialect
 from specserve.drafters.findings import CONFIG
 from specserve.drafters.mtp.config import MtpConfig, config_of
@@ -36,8 +36,19 @@ _SHAPE += ("latent", "experts", "qk_norm", "qkv_bias", "norm_offset", "out_norms
 def is_carried(folder: Path, config: MtpConfig) -> bool:
     """Return whether the checkpoint of a target carries the layer. Raises CheckpointError where there is no
     checkpoint."""
-    names = TensorFolder(folder).names()
+    names = opened(folder).names()
     return name_in(names, config.layout)(f"{config.layout.fc}.weight") in names
+
+
+def opened(folder: Path) -> TensorFolder:
+    """Open a folder, by the names of checkpoints wherever speculators has others for the experts. Raises
+    CheckpointError."""
+    tensors = TensorFolder(folder)
+    return ExpertByExpert(folder) if any(map(_is_speculators, tensors.names())) else tensors
+
+
+def _is_speculators(name: str) -> bool:
+    return name.startswith(f"{SPECULATORS.layer}.")
 
 
 def load_carried(target: Target, config: MtpConfig) -> MtpParams:
@@ -54,7 +65,7 @@ def load_carried(target: Target, config: MtpConfig) -> MtpParams:
 def read_config(folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> MtpConfig:
     """Read the config of the layer in a folder. Raises ConfigError or CheckpointError, also where it belongs to
     another target."""
-    where, names = folder / CONFIG, TensorFolder(folder).names()
+    where, names = folder / CONFIG, opened(folder).names()
     raw = read_json(where)
     own = model_config(of_target(raw), dtype=dtype, where=str(where))
     if other := [told for key in _SHAPE for told in _differences(key, getattr(own, key), getattr(target, key))]:
@@ -87,7 +98,7 @@ def load(folder: Path, target: Target, *, dtype: str, mesh: Mesh | None) -> tupl
     """Load the layer in a folder: its shape, its parameters and its draft vocabulary [draft_vocab] int32. Raises as
     `read_config` does."""
     config = read_config(folder, target.config, str(target.folder), dtype=dtype)
-    tensors = TensorFolder(folder)
+    tensors = opened(folder)
     names, where = tensors.names(), folder / CONFIG
     name_of, spec = name_in(names, config.layout), draft_spec(config)
     skipped = {re.escape(name): AS_VOCABULARY for name in (D2T, T2D)}
@@ -136,13 +147,13 @@ def head_files(
         if raw.get("architectures"):
             stated[OF_TARGET] = raw["architectures"]
         return tensors, raw | count | stated | {"architectures": [config.layout.architecture], "dtype": dtype}
-    if config.layer.family not in ("qwen3", "qwen3_next") or config.layer.kind(0).has_experts:
+    if config.layer.family not in ("qwen3", "qwen3_next"):
         raise CheckpointError(
             f"speculators has no layer of multi-token prediction for {config.layer.family} targets like this one, only "
-            "for dense qwen3; export it for vllm or sglang, in the names of the target's checkpoint"
+            "for qwen3 and qwen3_next; export it for vllm or sglang, in the names of the target's checkpoint"
         )
     rename = _as_speculators(config.layout)
-    return {rename(name): value for name, value in tensors.items()}, stated | {
+    return fuse_experts({rename(name): value for name, value in tensors.items()}), stated | {
         "architectures": [SPECULATORS.architecture],
         "speculators_model_type": "mtp",
         "num_nextn_predict_layers": 1,
@@ -158,7 +169,7 @@ def head_files(
 
 def has_own_embedding(folder: Path) -> bool:
     """Return whether the layer's folder holds an embedding or an output head, which may be copies of the target's."""
-    names, raw = TensorFolder(folder).names(), read_json(folder / CONFIG)
+    names, raw = opened(folder).names(), read_json(folder / CONFIG)
     config = config_of(model_config(of_target(raw), dtype="float32", where=str(folder / CONFIG)), dtype="float32")
     name_of = name_in(names, config.layout)
     return any(name_of(name) in names for name in shared_tables(config.layer, config.layout))
@@ -237,13 +248,13 @@ def is_whole(names: frozenset[str], target: ModelConfig) -> bool:
 def _is_copy(folder: Path, own: str, shared: str) -> bool:
     """Return whether a table of the layer is the one that stands in the same folder for the target."""
     table = _read(folder, shared)
-    return table is not None and np.array_equal(TensorFolder(folder).read(own), table)
+    return table is not None and np.array_equal(opened(folder).read(own), table)
 
 
 def _read(folder: Path, name: str) -> np.ndarray | None:
     """Read a tensor of a target, or return None where its weights are not there."""
     try:
-        tensors = TensorFolder(folder)
+        tensors = opened(folder)
     except CheckpointError:
         return None
     name = renamer(tensors.names())(name)
@@ -252,7 +263,7 @@ def _read(folder: Path, name: str) -> np.ndarray | None:
 
 def name_in(names: frozenset[str], layout: Layout) -> Callable[[str], str]:
     """Return a function from our names, the target checkpoint's, to those of a folder."""
-    if any(name.startswith(f"{SPECULATORS.layer}.") for name in names):
+    if any(map(_is_speculators, names)):
         return _as_speculators(layout)
     within = renamer(names)
 

@@ -9,7 +9,6 @@ from pathlib import Path
 import numpy as np
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.tensors import TensorFolder
 from specserve.drafters.findings import Repair
 from specserve.drafters.mending import change, exchange
 from specserve.drafters.mtp import files
@@ -20,7 +19,7 @@ from specserve.errors import CheckpointError, ConfigError
 def list_repairs(folder: Path, target: Target) -> Iterator[Repair]:
     """List all repairs that are worth a try. There are none where the folder cannot be read as a layer of this target,
     nor where it is a whole checkpoint, whose layer was not converted."""
-    names = TensorFolder(folder).names()
+    names = files.opened(folder).names()
     try:
         config = files.read_config(folder, target.config, str(target.folder), dtype="float32")
     except (ConfigError, CheckpointError):
