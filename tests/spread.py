@@ -81,6 +81,8 @@ def head_of(model: str, kind: str = "eagle3") -> Head:
         return tiny.random_carried_layer(target, seed=1)
     if kind == "p-eagle":
         return tiny.random_masked_head(target, seed=1, rope=tiny.PLAIN_ROPE, **sizes)
+    if kind == "dflash":
+        return tiny.random_block_head(target, seed=1, **blocks)
     if kind == "dspark":
         return tiny.random_joint_head(target, 1, MARKOV | {"foresees_anchor": True}, **blocks)
     if kind == "dflash2":

@@ -57,7 +57,7 @@ HEADS: dict[str, Callable[[ModelConfig], Head]] = {
     "dspark": lambda target: tiny.random_joint_head(target, 1, MARKOV | {"foresees_anchor": True}, **BLOCKS),
     "dflash2": lambda target: tiny.random_joint_head(target, 1, SELECTOR, vocab_size=VOCAB, **BLOCKS),
 }
-QUICK = {("dspark", ""), ("eagle3", "int8")}
+QUICK = {("dspark", ""), ("p-eagle", ""), ("mtp", ""), ("dflash2", ""), ("eagle3", "int8")}
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"top_k": 9, "top_p": 0.9},
@@ -153,7 +153,7 @@ def served(request: pytest.FixtureRequest, shallow_target: Target, kept: Path | 
     if bits:
         head = replace(head, params=in_eight_bits(head.params, bits))
     assert head.drafter.name == kind
-    runner = make_runner(shallow_target, head, *WAYS, has_constrained=False, folder=kept)
+    runner = make_runner(shallow_target, head, *WAYS, folder=kept)
     compile_programs(runner)
     return Served(kind, shallow_target, head, runner)
 
@@ -175,16 +175,20 @@ class Noting(Dice):
 
 
 def _asks() -> Iterator[Ask]:
-    """With every option, greedy and sampled, of prompts of all lengths."""
+    """With every option, a grammar too, greedy and sampled, of prompts of all lengths."""
     rng = np.random.default_rng(1)
     for number, (own, temperature) in enumerate(itertools.product(OPTIONS, TEMPERATURES)):
         options = {"max_tokens": 24, "ignore_eos": True, "temperature": temperature, "seed": number} | own
-        yield Ask(tuple(rng.integers(3, VOCAB, 1 + 7 * number % 41).tolist()), SamplingParams(**options))
+        prompt = tuple(rng.integers(3, VOCAB, 1 + 7 * number % 41).tolist())
+        yield Ask(prompt, SamplingParams(**options))
+        if not own:
+            yield Ask(prompt, SamplingParams(**options), is_constrained=True)
 
 
 def test_speculation_changes_no_token(served: Served, reference: Reference) -> None:
     """Of requests with options, greedy and sampled in one batch, over chains, trees, lookups beside the head and plain
-    steps in any order, where sequences must give up their pages. Beside a lookup no confidence is told."""
+    steps in any order, where sequences must give up their pages. Beside a lookup no confidence is told, nor in steps
+    with a grammar."""
     asks, controller = list(reference.firm(_asks())), Noting(0)
     assert len(asks) > len(OPTIONS)
     with serving(make_engine(served.runner, controller, num_pages=FEW_PAGES)) as engine:
@@ -194,7 +198,10 @@ def test_speculation_changes_no_token(served: Served, reference: Reference) -> N
     trees = [tree for tree in served.runner.shapes.trees if tree]
     assert len(trees) == len(WAYS) - 1
     assert all(controller.accepted[tree] > 0 for tree in trees), "nothing was accepted, so nothing was tested"
-    assert controller.is_sure == {tree: {served.kind == "dspark" and not tree.lookup} for tree in trees}
+    is_sure = {tree: {served.kind == "dspark" and not tree.lookup} for tree in trees}
+    for size in served.runner.shapes.batch_sizes:  # steps with a grammar have one tree, and tell none
+        is_sure[served.runner.shapes.constrained_tree(size)].add(False)
+    assert controller.is_sure == is_sure
 
 
 @pytest.mark.slow

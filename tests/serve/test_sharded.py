@@ -13,6 +13,7 @@ DENSE = ("dense", "data=2,tensor=4", "tree:2x2x4")
 
 ALL_WAYS = "off chain:2 tree:2x3x6"
 KINDS = [
+    ("dense", "data=2,tensor=4", "dflash"),
     ("dense", "data=2,tensor=4", "dspark"),
     ("experts", "data=2,tensor=2,expert=2", "dflash2"),
     ("experts", "data=2,tensor=2,expert=2", "p-eagle"),
