@@ -39,12 +39,12 @@ class Expander(Protocol):
         ...
 
     def width(self, tree: DynamicTree, depth: int) -> int:
-        """How many nodes of a depth to go on from at most."""
+        """The most nodes of a depth that are gone on from."""
         ...
 
 
 def every_width(tree: DynamicTree, depth: int) -> int:
-    """How many nodes of a depth to go on from so that no other could bring one of the best `num_nodes`: a child comes
+    """Return as many nodes of a depth as it takes that no other could bring one of the best `num_nodes`: a child comes
     after its parent, the parent's ancestors and all nodes of the parent's depth that are better than it."""
     return max(1, tree.num_nodes - depth)
 
