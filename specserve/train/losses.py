@@ -12,7 +12,7 @@ from typing import Literal
 import jax
 import jax.numpy as jnp
 
-LossName = Literal["ce", "kl", "tv", "lk", "lk-hybrid"]
+LossName = Literal["ce", "kl", "tv", "lk", "lk-hybrid", "ce-l1"]
 Weighting = Literal["decay", "d-pace"]
 Loss = Callable[[jax.Array, jax.Array], jax.Array]  # p, logits [..., draft_vocab] float32 -> [...]
 # acceptance and what counts (1 or 0) of each state, [rollout, column] float32 -> what the loss of a state counts
@@ -59,6 +59,12 @@ def hybrid(p: jax.Array, logits: jax.Array, kl_decay: float) -> jax.Array:
     return weight * kl_divergence(p, logits) + (1.0 - weight) * distance
 
 
+def likelihood_and_distance(p: jax.Array, logits: jax.Array) -> jax.Array:
+    """0.1 CE + 0.9 L1, the L1 distance being twice the total variation: what DSpark heads were trained with (arXiv
+    2607.05147, and its published code)."""
+    return 0.1 * soft_cross_entropy(p, logits) + 0.9 * 2.0 * total_variation(p, logits)
+
+
 def expected_length(accepted: jax.Array, weights: jax.Array) -> jax.Array:
     """Weight the states of a block by the number of its tokens that are expected to be accepted (D-PACE, arXiv
     2605.18810, equations 7 and 8). The weights shift to later states as earlier ones are learnt.
@@ -81,6 +87,7 @@ def make_loss(name: LossName, kl_decay: float) -> Loss:
         "tv": total_variation,
         "lk": log_acceptance,
         "lk-hybrid": lambda p, logits: hybrid(p, logits, kl_decay),
+        "ce-l1": likelihood_and_distance,
     }[name]
 
 

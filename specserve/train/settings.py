@@ -50,8 +50,10 @@ class TrainSettings:
     seq_len: int = setting(256, help="tokens per row; conversations are packed into rows", ge=8)
     rollout: int = setting(4, help="training-time-test steps", ge=1, le=8)
     rollout_decay: float = setting(0.8, help="weight of rollout step k is this to the power k", gt=0, le=1)
-    loss: Literal["ce", "kl", "tv", "lk", "lk-hybrid"] = setting(
-        "ce", help="soft cross-entropy, KL divergence, total variation, -log acceptance, or a blend of KL and TV"
+    loss: Literal["ce", "kl", "tv", "lk", "lk-hybrid", "ce-l1"] = setting(
+        "ce",
+        help="soft cross-entropy, KL divergence, total variation, -log acceptance, or a blend of the first or second "
+        "with the third",
     )
     teacher: Literal["soft", "greedy", "data"] = setting(
         "soft", help="what is learnt: the target's distribution, its best token, or the token that the data has"
