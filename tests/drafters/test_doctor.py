@@ -173,6 +173,8 @@ HOPELESS: list[tuple[str, Plant]] = [
 SUSPECT: list[tuple[str, Plant]] = [
     ("eps-differs", put(rms_norm_eps=1e-4)),
     ("rope-differs", put(rope_theta=5e5, rope_parameters={"rope_type": "default", "rope_theta": 5e5})),
+    ("ignored-switch", put(sliding_window=2048, use_sliding_window=True)),
+    ("ignored-switch", put(attention_bias=True)),
     ("mixed-dtypes", change("norm.weight", lambda norm: norm.astype(np.float16))),
     ("taps-order", lambda raw, tensors: raw["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[4, 2, 0])),
     ("taps-off-by-one", lambda raw, tensors: raw["eagle_config"].update(eagle_aux_hidden_state_layer_ids=[2, 3, 3])),

@@ -53,6 +53,13 @@ TIED = _keys(
     why="loaders ignore lm_head.weight and the draft vocabulary, and propose from the embedding",
     mended="write false",
 )
+IGNORED_SWITCH = _keys(
+    "ignored-switch",
+    "warning",
+    "a switch of the layer that no EAGLE-3 head is computed with here",
+    why="windows and biases are left out, here and in SGLang; vLLM has some of them, so that it accepts another share",
+    by_hand="take it out, if the head was trained without",
+)
 _speculators = partial(Check, "keys of speculators")
 IMPLICIT_FLAG = _speculators(
     "implicit-flag",

@@ -155,6 +155,12 @@ def check_taps(patient: Patient) -> Iterator[Finding]:
         yield catalogue.TAPS_OFF_BY_ONE.found(where, f"{usual} for the usual taps", got, other=other)
 
 
+def check_switches(patient: Patient) -> Iterator[Finding]:
+    """Check that no switch asks for what is left out."""
+    if ignored := dialects.unsupported(patient.raw):
+        yield catalogue.IGNORED_SWITCH.found(CONFIG, "a layer that sees everything, without biases", ", ".join(ignored))
+
+
 def check_rope(patient: Patient) -> Iterator[Finding]:
     """Check that the rotary settings are stated in both spellings, alike, and are the target's."""
     if patient.config is None:

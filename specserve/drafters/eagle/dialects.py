@@ -35,6 +35,7 @@ _D2T_NAMES = (D2T, "draft_id_to_target_id")
 _NO_TAPS = (0, 1, 2)  # three of a target that nobody named
 _FURTHER_NORM = re.compile(r"^(layers\.[1-9]\d*\.)hidden_norm\.")
 
+_NEUTRAL = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False}  # no head has anything else
 MASK_KEYS = ("mask_token_id", "pard_token", "ptd_token_id")  # what heads with masked slots call their mask's token
 
 
@@ -91,6 +92,17 @@ def flat_config(raw: Mapping[str, Any]) -> dict[str, Any]:
     if flat.get("draft_vocab_size") is None and "truncated_vocab_size" in flat:
         flat["draft_vocab_size"] = flat["truncated_vocab_size"]
     return flat
+
+
+def unsupported(raw: Mapping[str, Any]) -> list[str]:
+    """List switches of the network that are not computed, with their values."""
+    flat = flat_config(raw)
+    found = [f"{key} {flat[key]!r}" for key, value in _NEUTRAL.items() if flat.get(key) not in (None, value)]
+    if flat.get("sliding_window") is not None and flat.get("use_sliding_window") is not False:
+        found.append(f"sliding_window {flat['sliding_window']!r}")
+    if set(flat.get("layer_types") or ()) - {"full_attention"}:
+        found.append(f"layer_types {flat['layer_types']!r}")
+    return found
 
 
 def tap_ids(raw: Mapping[str, Any]) -> list[int]:

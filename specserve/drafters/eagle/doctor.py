@@ -29,7 +29,8 @@ def examine(folder: Path, target: Target | None) -> DoctorReport:
     """Make all checks. Without a target, those that need one are left out. Raises CheckpointError where there is
     nothing to look at: no config.json, no whole safetensors file."""
     patient = Patient(folder, target)
-    return report(patient, [finding for check in CHECKS for finding in check(patient)], patient.facts())
+    checks = (*CHECKS, checks_meaning.check_switches)
+    return report(patient, [finding for check in checks for finding in check(patient)], patient.facts())
 
 
 def report(patient: Patient, findings: list[Finding], facts: dict[str, str]) -> DoctorReport:

@@ -11,7 +11,7 @@ from typing import Any
 
 from specserve.drafters.door import Dialect
 from specserve.drafters.eagle.config import Eagle3Config
-from specserve.drafters.eagle.dialects import FLAGS, MASK_KEYS, TAP_IDS, flat_config, mask_ids
+from specserve.drafters.eagle.dialects import FLAGS, MASK_KEYS, TAP_IDS, mask_ids, unsupported
 from specserve.drafters.eagle.patient import EAGLE3, Family
 from specserve.drafters.peagle.config import NUM_SLOTS, PEagleConfig
 from specserve.drafters.peagle.model import mask_spec
@@ -42,7 +42,6 @@ _HEAD_KEYS = {
     *("transformer_layer_config", "dflash_config", "parallel_drafting", "down_sample_ratio", "down_sample_ratio_min"),
     *(*FLAGS, *MASK_KEYS, TAP_IDS, SLOTS),
 }
-_NEUTRAL = {"attention_bias": False, "mlp_bias": False, "use_sliding_window": False}  # no head has anything else
 
 
 def is_named(raw: Mapping[str, Any]) -> bool:
@@ -63,17 +62,6 @@ def unknown_keys(raw: Mapping[str, Any]) -> list[str]:
     ):
         found += [f"{name}.{key}" for key in inner if key not in known] if isinstance(inner, Mapping) else []
     return sorted(found)
-
-
-def unsupported(raw: Mapping[str, Any]) -> list[str]:
-    """List switches of the network that are not computed, with their values."""
-    flat = flat_config(raw)
-    found = [f"{key} {flat[key]!r}" for key, value in _NEUTRAL.items() if flat.get(key) not in (None, value)]
-    if flat.get("sliding_window") is not None and flat.get("use_sliding_window") is not False:
-        found.append(f"sliding_window {flat['sliding_window']!r}")
-    if set(flat.get("layer_types") or ()) - {"full_attention"}:
-        found.append(f"layer_types {flat['layer_types']!r}")
-    return found
 
 
 def num_slots(raw: Mapping[str, Any]) -> Any:

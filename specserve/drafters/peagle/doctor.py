@@ -7,7 +7,7 @@ from pathlib import Path
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.eagle import doctor
-from specserve.drafters.eagle.dialects import mask_ids
+from specserve.drafters.eagle.dialects import mask_ids, unsupported
 from specserve.drafters.eagle.patient import Patient
 from specserve.drafters.findings import CONFIG, Check, Copy, DoctorReport, Finding
 from specserve.drafters.peagle import dialects
@@ -66,7 +66,7 @@ def _check_keys(patient: Patient) -> Iterator[Finding]:
     """Check that every key of config.json is known, and every switch computed."""
     if unknown := dialects.unknown_keys(patient.raw):
         yield UNKNOWN_KEYS.found(CONFIG, "keys of a P-EAGLE head", ", ".join(unknown))
-    if wrong := dialects.unsupported(patient.raw):
+    if wrong := unsupported(patient.raw):
         yield UNSUPPORTED.found(CONFIG, "layers that see everything, without biases", ", ".join(wrong))
 
 
