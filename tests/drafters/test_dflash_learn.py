@@ -177,9 +177,19 @@ def test_training_slot_k_equals_servings(
         assert_same(trained[:, column], served, off[:, column], f"anchor {at}")
 
 
-def test_packed_documents_do_not_leak(shallow_target: Target, rng: np.random.Generator) -> None:
+@pytest.mark.parametrize(
+    "settings",
+    [
+        pytest.param({}, id="whole"),
+        pytest.param({"window": 3, "num_layers": 2, "sinks": True}, id="windows"),
+        pytest.param({"switches": {"conv_taps": 2, "conv_group": 16}}, id="convolved"),
+    ],
+)
+def test_packed_documents_do_not_leak(
+    shallow_target: Target, rng: np.random.Generator, settings: dict[str, Any]
+) -> None:
     """The loss of a row is the sum of its documents' losses, each in a row of its own, where all places are anchors."""
-    head, lengths, seq = _head(shallow_target), (9, 17, 11), 40
+    head, lengths, seq = _head(shallow_target, **settings), (9, 17, 11), 40
     config = LossConfig(shallow_target.config, head.drafter, Rollout(SLOTS, False, anchors=seq), 0.8)
     vocab, packed = DraftVocab(jnp.asarray(head.target_ids)), _rows(rng, (lengths,), seq)
 
