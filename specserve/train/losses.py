@@ -60,8 +60,8 @@ def hybrid(p: jax.Array, logits: jax.Array, kl_decay: float) -> jax.Array:
 
 
 def likelihood_and_distance(p: jax.Array, logits: jax.Array) -> jax.Array:
-    """0.1 CE + 0.9 L1, the L1 distance being twice the total variation: what DSpark heads were trained with (arXiv
-    2607.05147, and its published code)."""
+    """0.1 CE + 0.9 L1, the L1 distance being twice the total variation: arXiv 2607.05147, as its published code has
+    it."""
     return 0.1 * soft_cross_entropy(p, logits) + 0.9 * 2.0 * total_variation(p, logits)
 
 
