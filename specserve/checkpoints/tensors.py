@@ -47,6 +47,7 @@ DTYPES: dict[str, np.dtype] = {
 }
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 
+# all experts in one tensor, and whose rows of an expert stand in it, in this order
 FUSED = {"gate_up_proj": ("gate_proj", "up_proj"), "down_proj": ("down_proj",)}
 
 # Of each axis a slice with start and stop, of a weight's outputs also an array of places. Nothing: all of it.

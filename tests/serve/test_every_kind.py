@@ -57,7 +57,7 @@ HEADS: dict[str, Callable[[ModelConfig], Head]] = {
     "dspark": lambda target: tiny.random_joint_head(target, 1, MARKOV | {"foresees_anchor": True}, **BLOCKS),
     "dflash2": lambda target: tiny.random_joint_head(target, 1, SELECTOR, vocab_size=VOCAB, **BLOCKS),
 }
-QUICK = {("dspark", ""), ("p-eagle", ""), ("mtp", ""), ("dflash2", ""), ("eagle3", "int8")}
+QUICK = {(kind, "") for kind in HEADS if kind != "eagle3"} | {("eagle3", "int8")}
 OPTIONS: list[dict[str, Any]] = [
     {},
     {"top_k": 9, "top_p": 0.9},
