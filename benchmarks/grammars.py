@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from specserve import LLM, SamplingParams
 from specserve.eval.prompts import load_chats
-from specserve.serve.request import GrammarSpec
+from specserve.serve.requests.request import GrammarSpec
 from specserve.speculative.acceptance import Acceptance
 
 SCHEMA = {

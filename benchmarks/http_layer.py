@@ -24,10 +24,10 @@ from typing import Any, Self
 from specserve import LLM, SamplingParams
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.eval.prompts import load_chats
+from specserve.serve.engine.interface import EngineStats
 from specserve.serve.http.app import create_app
-from specserve.serve.http.server import HttpServer
-from specserve.serve.interface import EngineStats
-from specserve.serve.request import Delta, FinishReason, GrammarSpec, Request, SpeculationStats
+from specserve.serve.http.transport.server import HttpServer
+from specserve.serve.requests.request import Delta, FinishReason, GrammarSpec, Request, SpeculationStats
 from specserve.tokenizer import Tokenizer
 
 TINY = 200  # requests of one token, to see what a request costs

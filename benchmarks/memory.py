@@ -17,7 +17,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from urllib.parse import urlsplit
 
-from specserve.eval.server_process import ServerProcess
+from specserve.eval.bench.server_process import ServerProcess
 
 SAMPLE_SECONDS = 5.0
 SETTLE_SECONDS = 60.0  # in which the programs for grammars are compiled

@@ -122,7 +122,7 @@ def compare(options: argparse.Namespace, make_peer: Callable[[Path], Peer], cach
     os.environ["JAX_PLATFORMS"] = "cpu"
     sys.path.insert(0, str(ROOT))
     from specserve.checkpoints.source import BUNDLED_FOLDER
-    from specserve.eval.step_times import read_bandwidth
+    from specserve.eval.bench.step_times import read_bandwidth
     from specserve.host import cache_folder
 
     folder = (options.cache or cache_folder() / "benchmarks" / cache_name).absolute()

@@ -15,11 +15,11 @@ from contextlib import contextmanager
 import numpy as np
 
 from specserve.drafters.speculation import parse_speculation
-from specserve.serve import plans, ranks
-from specserve.serve.options import sampler_rows
-from specserve.serve.plans import Plan
-from specserve.serve.ranks import Leader
-from specserve.serve.request import SamplingParams
+from specserve.serve.engine.options import sampler_rows
+from specserve.serve.fleet import plans, ranks
+from specserve.serve.fleet.plans import Plan
+from specserve.serve.fleet.ranks import Leader
+from specserve.serve.requests.request import SamplingParams
 
 TREE = parse_speculation("chain:3")
 SLOTS = tuple(range(64))

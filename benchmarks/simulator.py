@@ -1,5 +1,5 @@
 """The simulator beside reality: plain `specserve serve` processes of the bundled target under a seeded load, and what
-`specserve.eval.simulate` says of the same load.
+`specserve.plan.simulate` says of the same load.
 
 Run from the checkout: `python benchmarks/simulator.py --replicas 2 --seconds 60`. Each replica is pinned to one core,
 the first to the first, and so on in turn. The costs of steps and prompts, and the acceptance by depth, are measured
@@ -32,14 +32,14 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from specserve.checkpoints.source import BUNDLED_FOLDER  # noqa: E402
+from specserve.eval.bench.server_process import ServerProcess  # noqa: E402
+from specserve.eval.bench.streams import Reply, Streams, stream_body  # noqa: E402
 from specserve.eval.client import Client  # noqa: E402
 from specserve.eval.prompts import load_chats  # noqa: E402
 from specserve.eval.series import DRAFTS, TOKENS, Series  # noqa: E402
-from specserve.eval.server_process import ServerProcess  # noqa: E402
-from specserve.eval.simulate import NANO, Arrival, Replica, Router, SimulationReport, simulate  # noqa: E402
-from specserve.eval.step_costs import StepCosts  # noqa: E402
-from specserve.eval.streams import Reply, Streams, stream_body  # noqa: E402
-from specserve.serve.shapes import CPU_CHUNKS  # noqa: E402
+from specserve.plan.simulate import NANO, Arrival, Replica, Router, SimulationReport, simulate  # noqa: E402
+from specserve.plan.step_costs import StepCosts  # noqa: E402
+from specserve.serve.programs.shapes import CPU_CHUNKS  # noqa: E402
 from specserve.tokenizer import Tokenizer  # noqa: E402
 
 SLOTS, PAGE_SIZE, CONTEXT = 8, 32, 1024

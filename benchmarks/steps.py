@@ -14,10 +14,10 @@ from dataclasses import dataclass
 import jax
 
 from specserve.drafters.speculation import describe, parse_speculation
-from specserve.serve import wanted
 from specserve.serve.launch import load_models
-from specserve.serve.programs import Program
-from specserve.serve.runner import Runner
+from specserve.serve.programs import wanted
+from specserve.serve.programs.programs import Program
+from specserve.serve.programs.runner import Runner
 
 PAGE_SIZE = 16
 

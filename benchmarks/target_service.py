@@ -13,8 +13,8 @@ from pathlib import Path
 import jax
 
 from specserve import cluster, config
-from specserve.train.prepare import prepare
-from specserve.train.run_folder import RunFolder
+from specserve.train.run.folder import RunFolder
+from specserve.train.run.prepare import prepare
 from specserve.train.settings import TrainRun
 from specserve.train.trainer import Progress, Trainer
 

@@ -19,11 +19,11 @@ from environments import environment
 
 from specserve.cli.bench import BenchRun, measure_engine
 from specserve.cli.options import command
-from specserve.eval.bench_cells import TimedAnswer
+from specserve.eval.bench.cells import TimedAnswer
 from specserve.host import cache_folder
 from specserve.mesh import default_dtype
-from specserve.serve.interface import EngineStats
-from specserve.serve.request import SamplingParams
+from specserve.serve.engine.interface import EngineStats
+from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.acceptance import Acceptance
 
 

@@ -8,18 +8,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from specserve.serve.completion import CompletionOutput
     from specserve.serve.llm import LLM, RequestOutput
-    from specserve.serve.request import SamplingParams
+    from specserve.serve.requests.completion import CompletionOutput
+    from specserve.serve.requests.request import SamplingParams
 
 __version__ = "0.1.0"
 __all__ = ["LLM", "CompletionOutput", "RequestOutput", "SamplingParams", "__version__"]
 
 _ROOMS = {
     "LLM": "specserve.serve.llm",
-    "CompletionOutput": "specserve.serve.completion",
+    "CompletionOutput": "specserve.serve.requests.completion",
     "RequestOutput": "specserve.serve.llm",
-    "SamplingParams": "specserve.serve.request",
+    "SamplingParams": "specserve.serve.requests.request",
 }
 
 

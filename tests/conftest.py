@@ -20,11 +20,12 @@ from specserve import hub
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.drafters.door import Head
-from specserve.drafters.head import load_head
-from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
+from specserve.interop.head import load_head
+from specserve.interop.registry import BUNDLED_HEAD_FOLDER
 from specserve.models.params import init_params
 from specserve.tokenizer import Tokenizer
 
+pytest_plugins = ["server_fixtures"]
 jax.config.update("jax_numpy_dtype_promotion", "strict")
 settings.register_profile("specserve", deadline=None, derandomize=True)
 settings.load_profile("specserve")

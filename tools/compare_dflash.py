@@ -9,7 +9,7 @@ everything in one environment:
     /tmp/published/bin/pip install torch==2.13.0 speculators==0.9.0 dflash==0.1.0 -e .
     /tmp/published/bin/python tools/compare_dflash.py [--write]
 
-`--write` replaces the golden files, which the suite checks without torch (tests/drafters/test_dflash_published.py).
+`--write` replaces the golden files, which the suite checks without torch (tests/interop/test_dflash_published.py).
 
 The two packages do not agree on windows: in `dflash`, as in vLLM, slot k of a block sees the W - 1 tokens before its
 own position, and in the training of speculators every slot sees the W tokens before its anchor. We compute the former,
@@ -37,7 +37,7 @@ from speculators.models import dflash, dflash2, dspark  # pyright: ignore[report
 from torch.nn import functional as F  # pyright: ignore[reportMissingImports]
 
 TESTS = Path(__file__).parent.parent / "tests"
-sys.path.insert(0, str(TESTS))
+sys.path.insert(0, str(TESTS / "support"))
 
 import tiny  # noqa: E402  # pyright: ignore[reportMissingImports]
 from dflash_case import (  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -54,8 +54,8 @@ from dflash_case import (  # noqa: E402  # pyright: ignore[reportMissingImports]
     random_head,
 )
 
-from specserve.drafters.exchange import describe_target, export_head, import_head  # noqa: E402
-from specserve.drafters.head import load_head, save_head  # noqa: E402
+from specserve.interop.convert import describe_target, export_head, import_head  # noqa: E402
+from specserve.interop.head import load_head, save_head  # noqa: E402
 
 GOLDENS = TESTS / "goldens" / "dflash"
 TOLERANCE = 1e-4

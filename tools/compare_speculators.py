@@ -12,7 +12,7 @@ in one environment:
     /tmp/speculators/bin/pip install torch==2.13.0 speculators==0.9.0 -e .
     /tmp/speculators/bin/python tools/compare_speculators.py [--write]
 
-`--write` replaces the golden files, which the suite checks without torch (tests/drafters/test_speculators.py,
+`--write` replaces the golden files, which the suite checks without torch (tests/interop/test_speculators.py,
 test_peagle_published.py, test_mtp_published.py).
 """
 
@@ -50,7 +50,7 @@ from speculators.proposals.greedy import (  # pyright: ignore[reportMissingImpor
 from transformers import LlamaConfig
 
 TESTS = Path(__file__).parent.parent / "tests"
-sys.path.insert(0, str(TESTS))
+sys.path.insert(0, str(TESTS / "support"))
 
 import mtp_case  # noqa: E402  # pyright: ignore[reportMissingImports]
 import peagle_case  # noqa: E402  # pyright: ignore[reportMissingImports]
@@ -67,9 +67,9 @@ from speculators_case import (  # noqa: E402  # pyright: ignore[reportMissingImp
 )
 
 from specserve.checkpoints.tensors import TensorFolder  # noqa: E402
-from specserve.drafters.exchange import describe_target, export_head, import_head  # noqa: E402
-from specserve.drafters.head import load_head, save_head  # noqa: E402
 from specserve.drafters.published import vocab_to_tensors  # noqa: E402
+from specserve.interop.convert import describe_target, export_head, import_head  # noqa: E402
+from specserve.interop.head import load_head, save_head  # noqa: E402
 
 GOLDENS = TESTS / "goldens"
 TOLERANCE = 1e-4

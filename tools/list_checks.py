@@ -6,12 +6,12 @@ import re
 from itertools import groupby
 from pathlib import Path
 
-from specserve.drafters.dflash import catalogue as block_drafters
-from specserve.drafters.doctor import RUNNING
-from specserve.drafters.eagle.catalogue import CATALOGUE
-from specserve.drafters.findings import Check
-from specserve.drafters.mtp.doctor import CHECKS as OF_CARRIED_LAYERS
-from specserve.drafters.peagle.doctor import CATALOGUE as OF_MASKS
+from specserve.interop.dflash import catalogue as block_drafters
+from specserve.interop.doctor import RUNNING
+from specserve.interop.eagle.catalogue import CATALOGUE
+from specserve.interop.findings import Check
+from specserve.interop.mtp.doctor import CHECKS as OF_CARRIED_LAYERS
+from specserve.interop.peagle.doctor import CATALOGUE as OF_MASKS
 
 PAGE = Path(__file__).parent.parent / "docs" / "checkpoints.md"
 BEGIN, END = "<!-- written by tools/list_checks.py -->\n", "<!-- end -->\n"

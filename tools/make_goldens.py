@@ -1,7 +1,8 @@
 """Write tests/goldens/*/expected.npz: what transformers' torch models compute for the config.json beside it.
 
 Needs the `oracle` extra. Run from the checkout: `python tools/make_goldens.py [case ...]`. Weights are not stored: they
-are drawn from the tensors' names and shapes, by the tool as by the tests (tests/seeded.py), which need no torch.
+are drawn from the tensors' names and shapes, by the tool as by the tests (tests/support/seeded.py), which need
+no torch.
 """
 
 import json
@@ -17,7 +18,7 @@ import transformers
 from safetensors import safe_open
 
 TESTS = Path(__file__).parent.parent / "tests"
-sys.path.insert(0, str(TESTS))
+sys.path.insert(0, str(TESTS / "support"))
 
 import seeded  # noqa: E402  # pyright: ignore[reportMissingImports]
 

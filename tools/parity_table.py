@@ -1,6 +1,6 @@
 """Print how far every family's forward is from transformers' (docs/parity.md): the largest difference of logits over a
 prompt of 64 tokens, decoding token by token over pages, a tree of 8 nodes, and of the layers' outputs. Ling and Ring up
-to 2.5 are compared with tests/bailing.py, plain NumPy.
+to 2.5 are compared with tests/support/bailing.py, plain NumPy.
 
 Needs the `oracle` extra. Run from the checkout: `python tools/parity_table.py [case ...]`.
 """
@@ -11,7 +11,7 @@ from pathlib import Path
 
 import numpy as np
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "tests"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "tests" / "support"))
 
 import bailing  # pyright: ignore[reportMissingImports]
 import parity  # pyright: ignore[reportMissingImports]

@@ -22,6 +22,7 @@ from safetensors.numpy import save_file
 from specserve.errors import CheckpointError
 from specserve.host import whole_file
 
+CONFIG = "config.json"
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 DTYPES: dict[str, np.dtype] = {

@@ -12,13 +12,13 @@ from specserve.checkpoints.tensors import write_json
 from specserve.cli.progress import Bars, console
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import DataError
-from specserve.eval.bench_cells import BenchArm, BenchPlan, Cell
-from specserve.eval.bench_engine import BenchReport, run_bench
-from specserve.eval.bench_kernels import measure_bounds, measure_kernels
+from specserve.eval.bench.cells import BenchArm, BenchPlan, Cell
+from specserve.eval.bench.engine import BenchReport, run_bench
+from specserve.eval.bench.kernels import measure_bounds, measure_kernels
+from specserve.eval.bench.synthetic import bench_models
 from specserve.eval.prompts import load_chats, random_length, random_prompts
 from specserve.eval.report import bench_lines, bench_table, coupling_table, kernels_table
 from specserve.eval.settings import BenchRun, KernelsRun
-from specserve.eval.synthetic import bench_models
 from specserve.provenance import collect
 from specserve.serve.launch import Models
 

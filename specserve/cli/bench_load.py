@@ -13,12 +13,12 @@ from rich.markup import escape
 
 from specserve.checkpoints.tensors import write_json
 from specserve.cli.progress import Bars, console
-from specserve.eval import bench_serve
+from specserve.eval.bench import serve as bench_serve
+from specserve.eval.bench.server_process import Moment, ServerProcess, moments_of_a_start, serve_flags
+from specserve.eval.bench.streams import Streams
 from specserve.eval.client import Client
 from specserve.eval.report import table
-from specserve.eval.server_process import Moment, ServerProcess, moments_of_a_start, serve_flags
 from specserve.eval.settings import ServeBenchRun, StartupRun
-from specserve.eval.streams import Streams
 from specserve.provenance import collect
 
 PERCENTILES = (10, 25, 50, 75, 90, 99)

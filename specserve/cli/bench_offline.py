@@ -8,12 +8,12 @@ from rich.markup import escape
 from specserve.checkpoints.tensors import write_json
 from specserve.cli.progress import Bars, console
 from specserve.drafters.speculation import parse_speculation
-from specserve.eval import bench_offline
-from specserve.eval.bench_offline import Measured
+from specserve.eval.bench import offline as bench_offline
+from specserve.eval.bench.offline import Measured
+from specserve.eval.bench.synthetic import bench_models
+from specserve.eval.bench.trace import newest_trace, read_operations
 from specserve.eval.report import table
 from specserve.eval.settings import LatencyRun, ThroughputRun
-from specserve.eval.synthetic import bench_models
-from specserve.eval.trace import newest_trace, read_operations
 from specserve.provenance import collect
 from specserve.serve.tuned import TUNED
 

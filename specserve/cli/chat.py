@@ -127,7 +127,7 @@ def _filter(talk: ServerChat, message: str) -> None:
 def _own_server(target: str, draft: str, speculation: str) -> Iterator[Client]:
     """A server in this process, on a port and with a key that nobody else knows."""
     from specserve.serve.http.app import create_app
-    from specserve.serve.http.server import HttpServer
+    from specserve.serve.http.transport.server import HttpServer
     from specserve.serve.launch import load_models, make_engine
     from specserve.serve.progress import warmup_bar
     from specserve.serve.settings import ServeRun

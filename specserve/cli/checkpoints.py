@@ -15,13 +15,14 @@ from rich.table import Table
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import BUNDLED_HEADS, resolve_target
-from specserve.checkpoints.tensors import read_json
-from specserve.drafters import doctor, exchange
-from specserve.drafters.exchange import describe_target
-from specserve.drafters.findings import CONFIG, DoctorReport, Finding
+from specserve.checkpoints.tensors import CONFIG, read_json
 from specserve.drafters.notes import read_notes
-from specserve.drafters.registry import KINDS, kind_of
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
+from specserve.interop import convert as exchange
+from specserve.interop import doctor
+from specserve.interop.convert import describe_target
+from specserve.interop.findings import DoctorReport, Finding
+from specserve.interop.registry import KINDS, kind_of
 from specserve.mesh import default_dtype
 from specserve.provenance import collect
 

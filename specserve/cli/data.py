@@ -9,17 +9,17 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from specserve import cluster
+from specserve.answers import ray_engines
+from specserve.answers import regenerate as eval_regenerate
+from specserve.answers.regenerate import Account, Manner
+from specserve.answers.settings import RegenerateRun
 from specserve.chat_template import THINKING_SWITCH
 from specserve.cli.progress import bar_columns, console, warmup_bar
 from specserve.data import dataset, sources
 from specserve.data.conversations import Columns, Row, parse_template_kwargs
 from specserve.errors import ConfigError
-from specserve.eval import ray_engines
-from specserve.eval import regenerate as eval_regenerate
-from specserve.eval.engines import answering_engine, load
-from specserve.eval.regenerate import Account, Manner
-from specserve.eval.settings import RegenerateRun
-from specserve.train import ray_capture
+from specserve.serve.engines import answering_engine, load
+from specserve.train.remote import ray_capture
 from specserve.train.settings import TrainRun
 
 

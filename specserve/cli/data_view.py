@@ -24,7 +24,7 @@ from specserve.errors import ConfigError
 from specserve.models.families import model_config
 from specserve.speculative.vocab import coverage
 from specserve.tokenizer import Tokenizer, read_end_ids
-from specserve.train.prepare import draft_vocab, load_data
+from specserve.train.run.prepare import draft_vocab, load_data
 from specserve.train.settings import DataSettings, TrainRun, TrainSettings
 
 OUTSIDE, LEARNED, GIVEN = "bold red", "green", "dim"  # of the draft vocabulary; bears loss; does not

@@ -15,15 +15,15 @@ from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
 from specserve.eval import evaluation_page, report
 from specserve.eval.acceptance import Read, SpeculationReport, converse, reader, warm_up
-from specserve.eval.bench_cells import PLAIN, BenchArm, EngineArm
-from specserve.eval.engines import load, measured_engine, with_draft
+from specserve.eval.bench.cells import PLAIN, BenchArm, EngineArm
+from specserve.eval.bench.step_times import StepTimes, measure_steps
 from specserve.eval.evaluation import Evaluation, TauVerdict, verdicts
 from specserve.eval.prompts import Question, load_questions
 from specserve.eval.remote import ServerArm, read_chats
 from specserve.eval.settings import EvalRun
-from specserve.eval.step_times import StepTimes, measure_steps
 from specserve.provenance import collect
-from specserve.serve.engine import Engine
+from specserve.serve.engine.engine import Engine
+from specserve.serve.engines import load, measured_engine, with_draft
 from specserve.serve.launch import Models
 
 WAYS = ("chain:3", "auto")

@@ -27,7 +27,7 @@ class Root(LazyGroup):
             "specserve.cli.train:train",
             "Train a draft head for a target, on its own answers, and write it to a folder that `serve --draft` takes.",
             "specserve.train.settings:TrainRun",
-            "specserve.train.recipe:fill",
+            "specserve.train.run.recipe:fill",
         ),
         "serve": Lazy(
             "specserve.cli.serve:serve",
@@ -128,7 +128,7 @@ class PlanCommands(LazyGroup):
         "serve": Lazy(
             "specserve.cli.plan:serve",
             "Say what a load takes on given devices: replicas, memory, tokens per second, the tau that pays.",
-            "specserve.eval.settings:PlanServeRun",
+            "specserve.plan.settings:PlanServeRun",
         ),
         "devices": Lazy(
             "specserve.cli.plan:devices",
@@ -155,13 +155,13 @@ class DataCommands(LazyGroup):
         "regenerate": Lazy(
             "specserve.cli.data:regenerate",
             "Have the target answer the questions of a data set itself: what it says is what a draft must predict.",
-            "specserve.eval.settings:RegenerateRun",
+            "specserve.answers.settings:RegenerateRun",
         ),
         "capture": Lazy(
             "specserve.cli.data:capture",
             "Capture the target's hidden states for a run, which then trains without the target; with --ray by many.",
             "specserve.train.settings:TrainRun",
-            "specserve.train.recipe:fill",
+            "specserve.train.run.recipe:fill",
         ),
     }
 

@@ -14,10 +14,10 @@ from specserve.cli.plan_view import in_bytes, make_table
 from specserve.cli.targets import short
 from specserve.devices import DEVICES
 from specserve.drafters.speculation import describe
-from specserve.eval.serve_plan import PlannedFleet, ServePlan, make_serve_plan
-from specserve.eval.settings import PlanServeRun
-from specserve.eval.simulate import SimulationReport
 from specserve.models.presets import target_size
+from specserve.plan.serving import PlannedFleet, ServePlan, make_serve_plan
+from specserve.plan.settings import PlanServeRun
+from specserve.plan.simulate import SimulationReport
 
 SHARES = (50, 90, 99)  # percentiles of what is simulated
 OTHERS = 5  # meshes that are shown besides

@@ -11,10 +11,10 @@ from rich.table import Table
 
 from specserve import config
 from specserve.devices import DEVICES
-from specserve.train.exchange import span
+from specserve.plan.collectives import span
+from specserve.plan.outline import SHARE_OF_PEAK, Outline, answer_tokens, outline
+from specserve.plan.training import RunPlan, make_plan
 from specserve.train.flops import Flops
-from specserve.train.outline import SHARE_OF_PEAK, Outline, answer_tokens, outline
-from specserve.train.plan import RunPlan, make_plan
 from specserve.train.settings import TrainRun
 
 

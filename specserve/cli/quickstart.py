@@ -16,22 +16,22 @@ from specserve.checkpoints.source import BUNDLED
 from specserve.cli.options import start
 from specserve.cli.progress import bar_columns, console
 from specserve.cli.training_bar import TrainingBar
-from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 from specserve.eval.acceptance import SpeculationReport
-from specserve.eval.bench_cells import PLAIN, ArmResult, Cell, EngineArm, TimedAnswer, run_round
+from specserve.eval.bench.cells import PLAIN, ArmResult, Cell, EngineArm, TimedAnswer, run_round
+from specserve.eval.bench.step_times import StepTimes, measure_steps
 from specserve.eval.client import Client
-from specserve.eval.engines import measured_engine
 from specserve.eval.prompts import load_questions
 from specserve.eval.report import summary_table
-from specserve.eval.step_times import StepTimes, measure_steps
-from specserve.serve.engine import Engine
+from specserve.interop.registry import BUNDLED_HEAD_FOLDER
+from specserve.serve.engine.engine import Engine
+from specserve.serve.engines import measured_engine
 from specserve.serve.http.app import create_app
-from specserve.serve.http.server import HttpServer
+from specserve.serve.http.transport.server import HttpServer
 from specserve.serve.launch import Models, load_models
-from specserve.serve.request import SamplingParams
-from specserve.train.observers import observing
-from specserve.train.prepare import prepare
-from specserve.train.run_folder import RunFolder
+from specserve.serve.requests.request import SamplingParams
+from specserve.train.run.folder import RunFolder
+from specserve.train.run.observers import observing
+from specserve.train.run.prepare import prepare
 from specserve.train.settings import DataSettings, DraftSettings, EvalSettings, TrainRun, TrainSettings
 
 SPECULATION = "chain:3"

@@ -16,14 +16,15 @@ from specserve.cli.options import report_error
 from specserve.cli.progress import console, warmup_bar
 from specserve.mesh import SERVING_AXES, parse_mesh
 from specserve.processes import ProcessError
-from specserve.serve import ranks, replicas, wanted
+from specserve.serve.fleet import ranks, replicas
+from specserve.serve.fleet.kv_events import Publisher, open_publisher
+from specserve.serve.fleet.ranks import Follower, Leader
 from specserve.serve.http.app import create_app
-from specserve.serve.http.keys import read_api_keys
-from specserve.serve.http.server import HttpServer, bind_listener, check_tls
-from specserve.serve.http.tracing import Tracing
-from specserve.serve.kv_events import Publisher, open_publisher
+from specserve.serve.http.transport.keys import read_api_keys
+from specserve.serve.http.transport.server import HttpServer, bind_listener, check_tls
+from specserve.serve.http.transport.tracing import Tracing
 from specserve.serve.launch import Models, load_models, make_engine, make_follower
-from specserve.serve.ranks import Follower, Leader
+from specserve.serve.programs import wanted
 from specserve.serve.settings import ServeRun
 
 LOST_SECONDS = 2.0  # in which clients read that the engine has ended, and probes that it is not ready

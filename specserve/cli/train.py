@@ -11,6 +11,9 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from specserve import config, processes
+from specserve.answers import stage as answers
+from specserve.answers.stage import Answering, Watch
+from specserve.checkpoints.configs import find_config, is_known_here
 from specserve.checkpoints.source import resolve_target
 from specserve.cli import evaluate
 from specserve.cli.options import report_error
@@ -18,19 +21,16 @@ from specserve.cli.plan_view import show_outline, show_plan
 from specserve.cli.progress import bar_columns, console
 from specserve.cli.training_bar import TrainingBar
 from specserve.errors import CheckpointError, DataError, SpecServeError
-from specserve.eval import answers
-from specserve.eval.answers import Answering, Watch
 from specserve.eval.prompts import load_questions
 from specserve.eval.settings import EvalRun
 from specserve.mesh import mesh_sizes
-from specserve.train import budget as budgets
-from specserve.train import workers
-from specserve.train.budget import Budget
-from specserve.train.observers import observing
-from specserve.train.plan import find_config, is_known_here
-from specserve.train.prepare import Mixture, load_mixture, prepare
-from specserve.train.recipe import BENCH
-from specserve.train.run_folder import SETTINGS_FILE, RunFolder
+from specserve.train.remote import workers
+from specserve.train.run import budget as budgets
+from specserve.train.run.budget import Budget
+from specserve.train.run.folder import SETTINGS_FILE, RunFolder
+from specserve.train.run.observers import observing
+from specserve.train.run.prepare import Mixture, load_mixture, prepare
+from specserve.train.run.recipe import BENCH
 from specserve.train.settings import TrainRun
 from specserve.train.trainer import Observer, Trainer
 from specserve.train.trainer import Progress as Moment

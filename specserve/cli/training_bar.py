@@ -13,8 +13,8 @@ from rich.text import Text
 
 from specserve.cli.progress import console
 from specserve.train.evaluation import Measurement
-from specserve.train.observers import read_metrics
-from specserve.train.report import REPORT_FILE, duration, gigabytes, outlook, tau_curve
+from specserve.train.run.observers import read_metrics
+from specserve.train.run.report import REPORT_FILE, duration, gigabytes, outlook, tau_curve
 from specserve.train.speed import Speed
 from specserve.train.trainer import Progress as Moment
 from specserve.train.trainer import Trainer

@@ -8,12 +8,12 @@ from rich.table import Table
 
 from specserve.cli.progress import Bars, console
 from specserve.errors import DataError
-from specserve.eval.engines import load
 from specserve.eval.prompts import load_chats
 from specserve.eval.report import table
 from specserve.eval.settings import TuneRun
 from specserve.eval.tune import NEAR, Found, is_near, measure_live, parse_trees, tune
 from specserve.provenance import collect
+from specserve.serve.engines import load
 from specserve.serve.launch import Models
 from specserve.serve.tuned import Profile, profile_file
 

@@ -12,13 +12,13 @@ from rich.table import Table
 from specserve.checkpoints.tensors import write_json
 from specserve.cli.progress import Bars, console
 from specserve.drafters.speculation import describe
-from specserve.eval.engines import load
 from specserve.eval.report import table
 from specserve.eval.settings import VerifyRun
-from specserve.eval.verify import ProofPlan, Prover
-from specserve.eval.verify_bench import load_prompts, make_bench, ways_to_prove
-from specserve.eval.verify_report import FALSE_ALARMS, Mismatch, ProofReport
+from specserve.eval.verify.proof import ProofPlan, Prover
+from specserve.eval.verify.report import FALSE_ALARMS, Mismatch, ProofReport
+from specserve.eval.verify.runners import load_prompts, make_bench, ways_to_prove
 from specserve.provenance import collect
+from specserve.serve.engines import load
 from specserve.serve.launch import Models
 from specserve.speculative.tree import Tree
 

@@ -7,6 +7,8 @@ KindName = Literal["eagle3", "p-eagle", "mtp", "dflash", "dspark", "dflash2"]
 DEFAULT_KIND: KindName = "eagle3"
 CARRIED: KindName = "mtp"  # in the place of a head's folder: the layer that the target's own checkpoint carries
 
+Dialect = Literal["sglang", "vllm", "speculators", "sglang-jax"]  # engines whose layouts heads are written in
+
 # of a head's weights where it runs: as they are stored, or with matrices rounded to 8 bits at load
 DraftQuantization = Literal["none", "int8", "fp8"]
 DRAFT_QUANTIZATIONS: tuple[DraftQuantization, ...] = ("none", "int8", "fp8")

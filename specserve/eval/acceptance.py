@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from specserve.errors import DataError, RequestError
-from specserve.eval.bench_cells import PLAIN, ArmResult, BenchArm, Cell, EngineArm, run_round
+from specserve.eval.bench.cells import PLAIN, ArmResult, BenchArm, Cell, EngineArm, run_round
 from specserve.eval.intervals import Interval, median_interval, tau_difference, tau_interval
 from specserve.eval.prompts import Question
-from specserve.serve.engine import Engine
-from specserve.serve.request import SamplingParams
+from specserve.serve.engine.engine import Engine
+from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.acceptance import Acceptance
 
 Messages = list[dict[str, str]]

@@ -5,8 +5,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specserve.eval.acceptance import Difference, SpeculationReport, differences
+from specserve.eval.bench.step_times import StepTimes
 from specserve.eval.intervals import Interval
-from specserve.eval.step_times import StepTimes
 
 
 @dataclass(frozen=True)

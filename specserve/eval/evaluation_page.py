@@ -8,8 +8,8 @@ from typing import Any
 from specserve.eval.acceptance import SpeculationReport
 from specserve.eval.evaluation import Evaluation, TauVerdict
 from specserve.host import whole_file
-from specserve.train.charts import Chart, ChartLine, line_chart
-from specserve.train.pages import template
+from specserve.train.run.charts import Chart, ChartLine, line_chart
+from specserve.train.run.pages import template
 
 TEMPLATE = "evaluation.html.j2"
 

@@ -326,7 +326,7 @@ def _is_writable(folder: Path) -> tuple[bool, str]:
 def check_port(check: MachineCheck, name: str, port: int) -> None:
     """Check whether a server could listen at this address."""
     from specserve.errors import ConfigError
-    from specserve.serve.http.server import bind_listener
+    from specserve.serve.http.transport.server import bind_listener
 
     check.facts = {"host": name, "port": port, "is_free": True}
     check.text = f"{name}:{port} is free"

@@ -11,11 +11,11 @@ from typing import Any
 
 from specserve.errors import ConfigError, SpecServeError
 from specserve.eval.acceptance import Messages, Read, SpeculationReport
-from specserve.eval.bench_cells import TimedAnswer
+from specserve.eval.bench.cells import TimedAnswer
 from specserve.eval.client import Client, RefusedError, UnreachableError
 from specserve.eval.series import DRAFTS, OWN_STEPS, TOKENS, Series
-from specserve.serve.interface import EngineStats
-from specserve.serve.request import SamplingParams
+from specserve.serve.engine.interface import EngineStats
+from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.acceptance import Acceptance
 
 COUNT_SECONDS = 2.0  # how long counters may lag behind an answer

@@ -16,10 +16,10 @@ from typing import Any
 import numpy as np
 
 from specserve.errors import DataError
-from specserve.eval.step_times import prefill
-from specserve.serve.options import sampler_rows
-from specserve.serve.request import SamplingParams
-from specserve.serve.runner import Runner
+from specserve.eval.bench.step_times import prefill
+from specserve.serve.engine.options import sampler_rows
+from specserve.serve.programs.runner import Runner
+from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.tree import CandidatePool, DynamicTree, StaticTree, Tree
 

@@ -7,11 +7,11 @@ from rich.markup import escape
 from rich.table import Table
 
 from specserve.eval.acceptance import Difference, SpeculationReport
-from specserve.eval.bench_cells import ArmResult, Cell
-from specserve.eval.bench_engine import AUTO, BenchReport, Coupling
-from specserve.eval.bench_kernels import KernelTimes
+from specserve.eval.bench.cells import ArmResult, Cell
+from specserve.eval.bench.engine import AUTO, BenchReport, Coupling
+from specserve.eval.bench.kernels import KernelTimes
+from specserve.eval.bench.step_times import StepTimes
 from specserve.eval.intervals import Interval
-from specserve.eval.step_times import StepTimes
 from specserve.speculative.acceptance import Acceptance
 
 

@@ -6,25 +6,9 @@ from pydantic import PositiveInt
 from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, setting
-from specserve.drafters.words import ALL_TEXT, DEFAULT_KIND, KindName
-from specserve.speculative.ranges import Temperature, TopK, TopP
-
-
-@dataclass(frozen=True, config=RULES)
-class TargetRun:
-    """Settings of the target that a command loads, which `engines.load` reads."""
-
-    target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
-    quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the target, as of `serve`")
-    draft_quantization: Literal["", "none", "int8", "fp8"] = setting("", help="of the head, as of `serve`")
-    mesh: str = setting("", help="devices to spread the models over, as of `serve`")
-
-
-@dataclass(frozen=True, config=RULES)
-class HeadRun(TargetRun):
-    """The settings of a target with one head."""
-
-    draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")
+from specserve.drafters.words import ALL_TEXT
+from specserve.serve.settings import HeadRun, TargetRun
+from specserve.speculative.ranges import Temperature
 
 
 @dataclass(frozen=True, config=RULES)
@@ -211,45 +195,6 @@ class KernelsRun:
 
 
 @dataclass(frozen=True, config=RULES)
-class PlanServeRun:
-    """The settings of `specserve plan serve`."""
-
-    target: str = setting("pydoc", rank=1, help="preset, or folder of a config.json, as of `train --dry-run`")
-    devices: str = setting(
-        rank=2,
-        help="kind and number of chips, such as h100-16 (`specserve plan devices` lists the kinds); here-N: N machines "
-        "like this one",
-    )
-    qps: float = setting(1.0, rank=3, help="requests per second, a Poisson process", gt=0)
-    prompt: int = setting(1000, rank=4, help="tokens of a prompt", ge=1)
-    answer: int = setting(500, rank=5, help="tokens of an answer", ge=1)
-    shared_prompt: int = setting(
-        0, help="tokens at the beginning of a prompt that others share, such as a system prompt's", ge=0
-    )
-    system_prompts: int = setting(1, help="different ones of these, equally likely; for the simulation", ge=1)
-    speculation: str = setting("chain:3", help="as of `serve`, but one way: off, a chain or a tree")
-    drafter: KindName = setting(DEFAULT_KIND, help="kind of the head, as `train` would make it for the target")
-    tau: float = setting(
-        0.0, help="tokens per step that speculation brings; 0: as published, of the nearest target", ge=0
-    )
-    quantization: Literal["none", "int8", "fp8"] = setting("none", help="8-bit weights of the target, as of `serve`")
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting("auto", help="of the pages, as of `serve`")
-    mesh: str = setting("", help="devices of a replica by axis, as of `serve`; empty: the one with the fastest tokens")
-    max_slots: int = setting(256, help="sequences that run at once in a replica, at most", ge=1)
-    page_size: int = setting(32, help="tokens per cache page", ge=1)
-    profile: str = setting(
-        "", help="step costs that `specserve tune` measured; empty: those kept here for such devices, else a roofline"
-    )
-    simulate: bool = setting(False, help="also play the load through a simulation of queue, pages and batches")
-    routing: Literal["round-robin", "least-loaded", "prefix", "random"] = setting(
-        "prefix", help="how the simulation spreads requests over replicas"
-    )
-    seconds: float = setting(60.0, help="of load that are simulated", gt=0)
-    seed: int = setting(0, help="of the simulation", ge=0)
-    json: bool = setting(False, help="print JSON instead of tables")
-
-
-@dataclass(frozen=True, config=RULES)
 class VerifyRun(HeadRun):
     """The settings of `specserve verify`."""
 
@@ -263,42 +208,3 @@ class VerifyRun(HeadRun):
     seed: int = setting(0, help="of the sampling", ge=0)
     json: bool = setting(False, help="print the report as JSON instead of tables")
     output: str = setting("", help="write the JSON report here")
-
-
-@dataclass(frozen=True, config=RULES)
-class RegenerateRun(HeadRun):
-    """The settings of `specserve data regenerate`."""
-
-    target: str = setting("pydoc", help="preset, Hugging Face folder or hub id: who answers")
-    speculation: str = setting("", help="as of `serve`; changes no token. Empty: auto where there is a head, else off")
-    source: tuple[str, ...] = setting(
-        ("pydoc",), help="what is asked: pydoc, data sets by name, owner/name of the hub, or files, as of `train`"
-    )
-    columns: tuple[str, ...] = setting((), help="what the columns of a source hold, as data.columns of `train`")
-    output: str = setting("regenerated.jsonl", help="file that rows are appended to; answered ones are skipped")
-    count: int = setting(2000, help="conversations, drawn by the seed; 0: all", ge=0)
-    samples: int = setting(1, help="rows per conversation, each drawn anew", ge=1)
-    max_tokens: int = setting(256, help="longest answer", ge=1)
-    temperature: Temperature = setting(0.0, help="0 is greedy")
-    top_p: TopP = setting(1.0, help="draw from the most likely tokens that together reach this probability")
-    top_k: TopK = setting(0, help="draw from so many most likely tokens; 0: all")
-    seed: int = setting(0, help="which conversations are drawn, and the sampling", ge=0)
-    thinking: Literal["keep", "drop"] = setting("keep", help="reasoning in the rows")
-    enable_thinking: Literal["", "true", "false"] = setting(
-        "", help="what the chat template is told of reasoning; empty: nothing"
-    )
-    template_kwargs: tuple[str, ...] = setting(
-        (), help="variables of the chat template, as data.template_kwargs of `train`"
-    )
-    cut: Literal["keep", "drop"] = setting("keep", help="answers that end at max_tokens")
-    max_slots: int = setting(16, help="sequences at once", ge=1)
-    max_model_len: int = setting(
-        1024,
-        help="prompt and answer together; 0: the target's context, at most 4,096; longer questions are left out",
-        ge=0,
-    )
-    ray: bool = setting(False, help="have several engines answer, each in a worker of a Ray cluster")
-    ray_address: str = setting(
-        "", help="host:port of the cluster; auto: the one on this machine; empty: one of its own, on this machine alone"
-    )
-    num_workers: int = setting(1, help="engines, with ray; the mesh is that of each", ge=1)

@@ -22,17 +22,17 @@ import numpy as np
 
 from specserve.checkpoints.load import QUANTIZATIONS, Target, load_target
 from specserve.checkpoints.source import resolve_target
-from specserve.checkpoints.tensors import TensorFolder, read_json
+from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.data.dataset import Prompt
-from specserve.drafters.doctor import BELOW_NOTES, KNOWS_NOTHING, MISREAD
 from specserve.drafters.door import Head, Rollout, Rows, TrainedDrafter
-from specserve.drafters.exchange import write_head
-from specserve.drafters.findings import CONFIG, Copy, Finding, Repair
-from specserve.drafters.head import load_head
 from specserve.drafters.notes import read_notes
-from specserve.drafters.registry import kind_of
 from specserve.errors import DataError, RequestError, SpecServeError
 from specserve.eval.prompts import load_questions
+from specserve.interop.convert import write_head
+from specserve.interop.doctor import BELOW_NOTES, KNOWS_NOTHING, MISREAD
+from specserve.interop.findings import Copy, Finding, Repair
+from specserve.interop.head import load_head
+from specserve.interop.registry import kind_of
 from specserve.kernels.rows import Documents
 from specserve.mesh import default_dtype
 from specserve.models import target as target_model

@@ -19,13 +19,13 @@ import jax
 
 from specserve.drafters.speculation import describe, parse_speculation, within_reach
 from specserve.errors import ConfigError
-from specserve.eval.bench_cells import EngineArm, steady
-from specserve.eval.engines import measured_engine
+from specserve.eval.bench.cells import EngineArm, steady
+from specserve.eval.bench.step_times import steps_timed, time_in_turns
 from specserve.eval.replay import Recording, Replayed, record, replay
 from specserve.eval.settings import TuneRun
-from specserve.eval.step_times import steps_timed, time_in_turns
+from specserve.serve.engines import measured_engine
 from specserve.serve.launch import Models, make_runner, profile_facts, with_cache_dtype
-from specserve.serve.request import SamplingParams
+from specserve.serve.requests.request import SamplingParams
 from specserve.serve.settings import ServeRun
 from specserve.serve.tuned import TUNED, Entry, Profile
 from specserve.speculative.acceptance import Acceptance

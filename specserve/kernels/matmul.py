@@ -7,7 +7,7 @@ other rows of the call. So a token's row is the same to the bit in a plain step,
 
 Where the kernel was not built, XLA multiplies. Its own kernel strides through the rows of a wide matrix. Contiguous
 blocks of columns may be faster for few rows, by a factor that differs between processors, so their width is timed where
-they run (`serve.layouts`).
+they run (`serve.programs.layouts`).
 
 Quantised matrices are multiplied in x's dtype, which holds 8-bit values exactly, and scales are applied to the float32
 product. Only where scales are by block and rows are many is the plain matrix made first.

@@ -16,28 +16,28 @@ from specserve import host
 from specserve.checkpoints.load import QUANTIZATIONS, Quantization, Target, in_eight_bits, load_target
 from specserve.checkpoints.source import BUNDLED, BUNDLED_HEADS, find_head, resolve_target
 from specserve.drafters.door import Head
-from specserve.drafters.head import load_head
 from specserve.drafters.notes import draft_quantization, read_notes
-from specserve.drafters.registry import BUNDLED_HEAD_FOLDER
 from specserve.drafters.speculation import parse_speculation, with_head, within_reach
 from specserve.drafters.words import ALL_TEXT, CARRIED, DraftQuantization
 from specserve.errors import CheckpointError, ConfigError
+from specserve.interop.head import load_head
+from specserve.interop.registry import BUNDLED_HEAD_FOLDER
 from specserve.mesh import default_dtype, free_memory, in_equal_parts, num_parts
 from specserve.models.config import ModelConfig
 from specserve.provenance import fingerprint
-from specserve.serve import wanted
-from specserve.serve.calibrate import cost_file, describe_costs, finish, step_costs
-from specserve.serve.engine import Engine, EngineOptions
-from specserve.serve.interface import DraftInfo
-from specserve.serve.pages import Watcher
-from specserve.serve.placement import bytes_per_page
-from specserve.serve.programs import Announcer, Program, compile_all
-from specserve.serve.ranks import Follower, Leader
-from specserve.serve.runner import Runner
+from specserve.serve.engine.engine import Engine, EngineOptions
+from specserve.serve.engine.interface import DraftInfo
+from specserve.serve.engine.pages import Watcher
+from specserve.serve.engine.swap import LoadedHead
+from specserve.serve.fleet.ranks import Follower, Leader
+from specserve.serve.programs import wanted
+from specserve.serve.programs.calibrate import cost_file, describe_costs, finish, step_costs
+from specserve.serve.programs.placement import bytes_per_page
+from specserve.serve.programs.programs import Announcer, Program, compile_all
+from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.shapes import DETERMINISTIC_DEPTH
 from specserve.serve.settings import ServeRun
-from specserve.serve.shapes import DETERMINISTIC_DEPTH
 from specserve.serve.startup import check_numbers, check_state_fits
-from specserve.serve.swap import LoadedHead
 from specserve.serve.tuned import TUNED, facts_of, find_profile
 from specserve.speculative.controller import Controller
 from specserve.speculative.tree import DynamicTree, Tree, chain

@@ -15,10 +15,10 @@ from typing import Any, TypedDict, Unpack
 from specserve import config, host
 from specserve.errors import CapacityError, ConfigError, RequestError
 from specserve.mesh import SERVING_AXES, parse_mesh
-from specserve.serve.completion import CompletionOutput
 from specserve.serve.launch import load_models, make_engine
 from specserve.serve.progress import answer_bar, warmup_bar
-from specserve.serve.request import PromptToken, SamplingParams
+from specserve.serve.requests.completion import CompletionOutput
+from specserve.serve.requests.request import PromptToken, SamplingParams
 from specserve.serve.settings import ServeRun
 from specserve.tokenizer import Tokenizer
 

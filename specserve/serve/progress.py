@@ -18,7 +18,7 @@ from rich.progress import (
     TimeRemainingColumn,
 )
 
-from specserve.serve.completion import CompletionOutput
+from specserve.serve.requests.completion import CompletionOutput
 from specserve.speculative.acceptance import Acceptance
 
 logger = logging.getLogger(__name__)

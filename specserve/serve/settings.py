@@ -147,3 +147,20 @@ class ServeRun:
     drain_seconds: float = setting(30.0, help="on SIGTERM, let running requests end for so long", ge=0)
     watchdog_seconds: float = setting(60.0, help="report a step that takes longer; 0: never", ge=0)
     warmup_only: bool = setting(False, help="compile everything into the cache folder and exit")
+
+
+@dataclass(frozen=True, config=RULES)
+class TargetRun:
+    """Settings of the target that a command loads, which `engines.load` reads."""
+
+    target: str = setting("", help="preset, Hugging Face folder or hub id; empty: the one the draft was trained for")
+    quantization: Literal["", "none", "stored", "int8", "fp8"] = setting("", help="of the target, as of `serve`")
+    draft_quantization: Literal["", "none", "int8", "fp8"] = setting("", help="of the head, as of `serve`")
+    mesh: str = setting("", help="devices to spread the models over, as of `serve`")
+
+
+@dataclass(frozen=True, config=RULES)
+class HeadRun(TargetRun):
+    """The settings of a target with one head."""
+
+    draft: str = setting("", help="folder of a draft head; empty: the bundled one with the bundled target, else none")

@@ -19,16 +19,16 @@ import numpy as np
 
 from specserve import provenance
 from specserve.checkpoints.tensors import write_json, write_tensors
-from specserve.drafters.exchange import write_folder
 from specserve.drafters.speculation import describe, drafter_for
 from specserve.errors import ConfigError
+from specserve.interop.convert import write_folder
 from specserve.kernels import native
-from specserve.serve.calls import Call, Calls, shape_of
+from specserve.serve.engine.options import blank_token_rows, sampler_rows
 from specserve.serve.launch import Models
-from specserve.serve.layouts import loaded_weights
-from specserve.serve.options import blank_token_rows, sampler_rows
-from specserve.serve.placement import Placement
-from specserve.serve.request import SamplingParams
+from specserve.serve.programs.calls import Call, Calls, shape_of
+from specserve.serve.programs.layouts import loaded_weights
+from specserve.serve.programs.placement import Placement
+from specserve.serve.requests.request import SamplingParams
 from specserve.speculative import step
 from specserve.speculative.step import Admission, StepConfig, StepResult
 from specserve.speculative.tree import Tree

@@ -9,11 +9,11 @@ from specserve.checkpoints.load import Target, check_weights
 from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import free_memory
 from specserve.models.target import target_spec
-from specserve.serve.options import sampler_rows
-from specserve.serve.placement import state_bytes
-from specserve.serve.request import SamplingParams
-from specserve.serve.runner import Runner
-from specserve.serve.shapes import Shapes
+from specserve.serve.engine.options import sampler_rows
+from specserve.serve.programs.placement import state_bytes
+from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.shapes import Shapes
+from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.step import StepConfig
 
 logger = logging.getLogger(__name__)

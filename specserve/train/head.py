@@ -7,12 +7,12 @@ from specserve import provenance
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import resolve_head
 from specserve.drafters.door import Head, TrainedDrafter
-from specserve.drafters.head import load_head, read_drafter
 from specserve.drafters.notes import read_notes
-from specserve.drafters.registry import KINDS
 from specserve.drafters.settings import COMMON, DraftSettings
 from specserve.drafters.words import KindName
 from specserve.errors import CheckpointError, ConfigError
+from specserve.interop.head import load_head, read_drafter
+from specserve.interop.registry import KINDS
 from specserve.models.config import ModelConfig
 
 

@@ -40,15 +40,15 @@ from specserve.checkpoints.load import Target
 from specserve.checkpoints.train_state import StateStore
 from specserve.data.loader import Loader
 from specserve.drafters.door import Head, Rows
-from specserve.drafters.head import save_head
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
+from specserve.interop.head import save_head
 from specserve.mesh import whole
 from specserve.speculative.vocab import DraftVocab
 from specserve.train.evaluation import Measurement
 from specserve.train.features import FeatureSource
 from specserve.train.head import new_drafter
 from specserve.train.optimizer import learning_rate_scale, make_optimizer
-from specserve.train.run_folder import SETTINGS_FILE, MetricsFile, RunFolder
+from specserve.train.run.folder import SETTINGS_FILE, MetricsFile, RunFolder
 from specserve.train.settings import TrainRun, TrainSettings
 from specserve.train.speed import Speed, Stopwatch
 from specserve.train.step import StepMetrics, TrainState, loss_config, make_step, place_rows, place_state

@@ -19,9 +19,9 @@ from specserve.cli.lazy import LazyGroup
 from specserve.cli.main import BenchCommands, DataCommands, PlanCommands, Root, main
 from specserve.cli.options import show_error
 from specserve.errors import CheckpointError, ConfigError, DataError
-from specserve.eval import engines
+from specserve.serve import engines
 from specserve.serve.launch import Models
-from specserve.train.run_folder import SETTINGS_FILE
+from specserve.train.run.folder import SETTINGS_FILE
 from specserve.train.settings import TrainRun
 from specserve.train.trainer import Progress
 

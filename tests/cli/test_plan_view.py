@@ -10,7 +10,7 @@ from typer.testing import CliRunner
 from specserve.cli.main import app
 from specserve.devices import DEVICES
 from specserve.models.presets import PRESETS
-from specserve.train.recipe import recipe
+from specserve.train.run.recipe import recipe
 
 
 def dry_run(*arguments: str, columns: int = 100) -> str:

@@ -18,10 +18,10 @@ from tiny_folder import write_folder, write_mixture
 from tiny_run import curve, metrics
 from typer.testing import CliRunner
 
+from specserve.answers.row_file import RowFile
 from specserve.cli.main import app
 from specserve.drafters.notes import read_notes
-from specserve.eval.row_file import RowFile
-from specserve.train import budget as budgets
+from specserve.train.run import budget as budgets
 
 pytestmark = pytest.mark.slow
 SMALL = {

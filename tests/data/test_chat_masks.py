@@ -2,7 +2,8 @@
 
 tests/goldens/chat has, for each, a template of our own with the family's structure and special tokens, and cases:
 messages, the text that the template makes of them with what the assistant itself says in «», and its tokens by one
-tiny vocabulary. Run this file, with tests/ on PYTHONPATH, to write the tokens again after a marked text has changed.
+tiny vocabulary. Run this file, with tests/support on PYTHONPATH, to write the tokens again after a marked text has
+changed.
 """
 
 import json

@@ -17,9 +17,9 @@ from specserve.drafters.dflash import joint, start
 from specserve.drafters.dflash.drafter import DFlash
 from specserve.drafters.dflash.model import DFlashParams, block_logits, head_spec
 from specserve.drafters.door import Head, Rollout, Rows
-from specserve.drafters.head import load_head
 from specserve.drafters.settings import DraftSettings
 from specserve.drafters.words import KindName
+from specserve.interop.head import load_head
 from specserve.kernels.rowwise import rms_norm
 from specserve.models.params import init_params
 from specserve.models.target import TargetParams

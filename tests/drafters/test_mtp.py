@@ -18,15 +18,15 @@ from tiny_run import metrics, tiny_trainer
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import TensorFolder, write_json, write_tensors
 from specserve.drafters.door import Head, Rollout, Rows
-from specserve.drafters.head import load_head
 from specserve.drafters.mtp.config import MtpConfig
 from specserve.drafters.mtp.drafter import Mtp, ready
 from specserve.drafters.mtp.learn import rollout_states
 from specserve.drafters.mtp.model import MtpParams, draft_logits
 from specserve.drafters.mtp.propose import at_root
-from specserve.drafters.registry import KINDS
 from specserve.drafters.settings import DraftSettings
 from specserve.errors import ConfigError
+from specserve.interop.head import load_head
+from specserve.interop.registry import KINDS
 from specserve.models.params import specs
 from specserve.models.target import TargetParams, forward
 from specserve.speculative import step

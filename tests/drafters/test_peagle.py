@@ -14,22 +14,23 @@ import pytest
 import tiny
 from rounding import assert_same, tolerance
 from safetensors.numpy import load_file, save_file
-from test_dialects import assert_same as assert_same_head
+from same_head import assert_same_head
 from tiny_run import metrics, tiny_trainer
 
 from specserve.checkpoints.load import Target
-from specserve.drafters import doctor
-from specserve.drafters.door import Dialect, Rollout, Rows
-from specserve.drafters.exchange import export_head, import_head
-from specserve.drafters.head import load_head, save_head
+from specserve.drafters.door import Rollout, Rows
 from specserve.drafters.peagle import learn
 from specserve.drafters.peagle.model import PEagleParams
 from specserve.drafters.peagle.propose import look_ahead
-from specserve.drafters.registry import KINDS, kind_of
 from specserve.drafters.settings import DraftSettings
 from specserve.drafters.speculation import drafter_for, parse_speculation
 from specserve.drafters.unroll import loss_positions
+from specserve.drafters.words import Dialect
 from specserve.errors import ConfigError, SpecServeError
+from specserve.interop import doctor
+from specserve.interop.convert import export_head, import_head
+from specserve.interop.head import load_head, save_head
+from specserve.interop.registry import KINDS, kind_of
 from specserve.models.target import TargetParams, forward
 from specserve.speculative import step
 from specserve.speculative.drafter import SlotView, Weights

@@ -7,17 +7,17 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
+from specserve.answers.regenerate import Manner, regenerate
 from specserve.checkpoints.load import Target
 from specserve.data.conversations import Conversation, Message
 from specserve.drafters.door import Head
 from specserve.eval.acceptance import SpeculationReport, evaluate
-from specserve.eval.bench_cells import ArmResult
-from specserve.eval.engines import measured_engine
+from specserve.eval.bench.cells import ArmResult
+from specserve.eval.bench.step_times import measure_steps
 from specserve.eval.prompts import Question
-from specserve.eval.regenerate import Manner, regenerate
 from specserve.eval.report import summary_table
-from specserve.eval.step_times import measure_steps
-from specserve.serve.engine import Engine
+from specserve.serve.engine.engine import Engine
+from specserve.serve.engines import measured_engine
 from specserve.serve.launch import Models
 from specserve.speculative.acceptance import Acceptance
 from specserve.tokenizer import Tokenizer

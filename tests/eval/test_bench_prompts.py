@@ -13,8 +13,9 @@ from pyarrow import parquet
 from specserve.cli.bench import measure_engine
 from specserve.cli.bench_offline import throughput
 from specserve.errors import ConfigError, DataError
-from specserve.eval import bench_serve, prompts
-from specserve.eval.bench_offline import latency_prompts, throughput_prompts
+from specserve.eval import prompts
+from specserve.eval.bench import serve as bench_serve
+from specserve.eval.bench.offline import latency_prompts, throughput_prompts
 from specserve.eval.prompts import BENCHES, Question, load_prompts, load_questions
 from specserve.eval.settings import BenchRun, LatencyRun, ServeBenchRun, ThroughputRun
 from specserve.serve.launch import Models

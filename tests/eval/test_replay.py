@@ -13,7 +13,7 @@ from specserve.drafters.speculation import parse_speculation
 from specserve.errors import DataError
 from specserve.eval.replay import Proposed, Recording, covering_trees, covers, record, replay
 from specserve.serve.launch import Models, make_runner
-from specserve.serve.runner import Runner
+from specserve.serve.programs.runner import Runner
 from specserve.serve.settings import ServeRun
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.tree import Tree

@@ -15,13 +15,13 @@ from specserve.cli.tune import pays_line, profile_table
 from specserve.drafters.speculation import describe, parse_speculation
 from specserve.errors import ConfigError
 from specserve.eval import tune as tuning
-from specserve.eval.bench_cells import TimedAnswer, steady
+from specserve.eval.bench.cells import TimedAnswer, steady
 from specserve.eval.replay import Replayed
 from specserve.eval.settings import TuneRun
 from specserve.eval.tune import Timed, can_win, is_near, measure_live, parse_trees, sensible_trees, tune, undominated
 from specserve.serve.launch import Models, choose_trees, make_engine, profile_facts
+from specserve.serve.programs.shapes import make_shapes
 from specserve.serve.settings import ServeRun
-from specserve.serve.shapes import make_shapes
 from specserve.serve.tuned import Entry, Profile, find_profile, profile_file, read_profile
 from specserve.speculative.acceptance import Acceptance
 from specserve.speculative.tree import Tree, chain

@@ -11,8 +11,8 @@ import pytest
 
 from specserve.checkpoints.load import Target
 from specserve.kernels.large_pages import empty_in_large_pages, give_back_zeros
-from specserve.serve.placement import bytes_per_token
-from specserve.serve.runner import Runner
+from specserve.serve.programs.placement import bytes_per_token
+from specserve.serve.programs.runner import Runner
 
 
 def test_arrays_in_large_pages_are_arrays_of_their_own() -> None:

@@ -1,4 +1,5 @@
-"""Every family's forward equals another implementation's, however it is called (tests/parity.py), in logits and in the
+"""Every family's forward equals another implementation's, however it is called (tests/support/parity.py), in logits and
+in the
 layers' outputs, but for rounding. Against transformers from goldens, live with `-m oracle`, and against plain NumPy.
 What is called over pages has every kind of layer and every flag that a cache or fused parameters can get wrong; all
 cases are, live."""

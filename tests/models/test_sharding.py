@@ -28,7 +28,7 @@ from specserve.models.moe import Moe, by_blocks, moe, moe_spec
 from specserve.models.params import init_params, num_params, specs
 from specserve.models.sharding import place_target
 from specserve.models.target import TargetParams, forward, logits, target_spec
-from specserve.serve.placement import bytes_per_token
+from specserve.serve.programs.placement import bytes_per_token
 
 QUICK = {("dense", "tensor=8"), ("experts", "data=2,tensor=2,expert=2"), ("latents", "tensor=4")}
 

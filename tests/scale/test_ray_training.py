@@ -107,7 +107,7 @@ def test_which_failures_are_tried_again() -> None:
     from ray.exceptions import ActorDiedError
     from ray.train.v2._internal.exceptions import WorkerHealthCheckFailedError
 
-    from specserve.train.workers import lasting_error
+    from specserve.train.remote.workers import lasting_error
 
     died, lost, wrong = WorkerHealthCheckFailedError("", ActorDiedError()), ProcessError("lost"), ConfigError("wrong")
     assert lasting_error({0: lost, 1: died}) is None

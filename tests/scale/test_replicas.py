@@ -21,7 +21,7 @@ import tiny
 from tiny_folder import write_folder
 
 from specserve.checkpoints.load import load_target
-from specserve.drafters.head import save_head
+from specserve.interop.head import save_head
 
 pytestmark = pytest.mark.scale
 

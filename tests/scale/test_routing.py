@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specserve.serve.pages import PagePool, prefix_digests
+from specserve.serve.engine.pages import PagePool, prefix_digests
 
 pytestmark = [pytest.mark.scale, pytest.mark.filterwarnings("ignore::DeprecationWarning:ray")]
 
@@ -37,7 +37,7 @@ _IDS: dict[str, Id] = {}
 
 @pytest.fixture
 def router() -> Any:
-    from specserve.serve.routing import PrefixRouter
+    from specserve.serve.fleet.routing import PrefixRouter
 
     class Alone(PrefixRouter):
         """Without Ray's own books, of which the loads are these."""
@@ -76,7 +76,7 @@ def test_the_longest_beginning_wins_unless_its_holder_is_overloaded(router: Any)
 
 
 def test_what_was_sent_counts_until_the_replica_reports(router: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    from specserve.serve import routing
+    from specserve.serve.fleet import routing
 
     one, other = Replica("f", {}), Replica("g", {})
     router.on_request_routed(SimpleNamespace(kwargs={"pages": PAGES}), one.replica_id, None)
@@ -94,7 +94,7 @@ def test_versions_and_names_bind(router: Any) -> None:
 
 
 def test_autoscaling_aims_at_its_target() -> None:
-    from specserve.serve.routing import TARGET_USE, scale
+    from specserve.serve.fleet.routing import TARGET_USE, scale
 
     def wanted(*use: float) -> float:
         context = SimpleNamespace(

@@ -14,10 +14,10 @@ import pytest
 from tiny_run import curve, tiny_trainer
 
 from specserve.checkpoints.load import Target, load_target
-from specserve.drafters.head import load_head
 from specserve.errors import CheckpointError, ConfigError
+from specserve.interop.head import load_head
 from specserve.processes import ProcessError
-from specserve.train import target_service
+from specserve.train.remote import target_service
 from specserve.train.settings import ServiceSettings
 
 pytestmark = pytest.mark.scale

@@ -18,8 +18,8 @@ from hypothesis import strategies as st
 from rounding import UNIT, assert_same, assert_within, tolerance
 from scipy.special import log_softmax
 
-from specserve.serve.options import sampler_rows, token_rows
-from specserve.serve.request import Request, SamplingParams
+from specserve.serve.engine.options import sampler_rows, token_rows
+from specserve.serve.requests.request import Request, SamplingParams
 from specserve.speculative import sampling
 from specserve.speculative.sampling import MAX_BAD_TOKENS, MAX_LOGPROBS, Nodes, SamplerRows, TokenRows
 from specserve.speculative.tree import ancestor_mask

@@ -1,6 +1,6 @@
 """The counts behind tau: a step more, two counts together, and what follows from them."""
 
-from specserve.serve.request import SpeculationStats
+from specserve.serve.requests.request import SpeculationStats
 from specserve.speculative.acceptance import Acceptance
 
 

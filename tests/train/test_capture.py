@@ -32,7 +32,7 @@ from specserve.train.capture import FeatureFolder, open_features
 from specserve.train.features import Format, TopK, bytes_per_position, decode, encode, unpack
 from specserve.train.features import pack as pack_codes
 from specserve.train.head import new_drafter
-from specserve.train.run_folder import RunFolder
+from specserve.train.run.folder import RunFolder
 from specserve.train.settings import CaptureSettings, TrainRun
 from specserve.train.trainer import TrainingData
 

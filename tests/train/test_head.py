@@ -16,13 +16,14 @@ from tiny_run import tiny_trainer
 
 from specserve import provenance
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Dialect, Head
-from specserve.drafters.exchange import export_head
-from specserve.drafters.head import load_head, save_head
+from specserve.drafters.door import Head
+from specserve.drafters.words import Dialect
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
+from specserve.interop.convert import export_head
+from specserve.interop.head import load_head, save_head
 from specserve.models.target import head_columns
+from specserve.plan.training import make_plan
 from specserve.train.head import earlier_head, new_drafter
-from specserve.train.plan import make_plan
 from specserve.train.settings import DraftSettings, TrainRun
 
 TARGET_IDS = np.arange(8, 56, dtype=np.int32)

@@ -19,9 +19,9 @@ from tiny_run import SETTINGS, NormEvaluator, curve, metrics, noise_of, numbers,
 from specserve.checkpoints.load import Target, load_target
 from specserve.drafters.door import Head
 from specserve.drafters.eagle.config import default_taps
-from specserve.drafters.head import load_head
 from specserve.drafters.notes import read_notes
 from specserve.errors import ConfigError
+from specserve.interop.head import load_head
 from specserve.mesh import make_mesh
 from specserve.train.optimizer import Schedule, learning_rate_scale
 from specserve.train.trainer import Progress

@@ -15,13 +15,13 @@ from tiny_run import metrics, tiny_run, tiny_trainer
 from specserve.checkpoints.load import Target, load_target
 from specserve.cli import training_bar
 from specserve.data.dataset import Prompt
-from specserve.drafters.head import load_head
 from specserve.drafters.notes import read_notes
+from specserve.interop.head import load_head
 from specserve.mesh import make_mesh
 from specserve.speculative.acceptance import Acceptance
 from specserve.train.acceptance import AcceptanceMeter, Arm, ArmAcceptance
 from specserve.train.evaluation import HeldOutEvaluator, Measurement
-from specserve.train.observers import observing, read_metrics
+from specserve.train.run.observers import observing, read_metrics
 from specserve.train.settings import EvalSettings, TrainRun
 from specserve.train.speed import Speed, Stopwatch
 from specserve.train.trainer import Best, Progress, Trainer

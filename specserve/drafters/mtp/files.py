@@ -13,14 +13,13 @@ from jax.sharding import Mesh
 
 from specserve.checkpoints.load import AS_VOCABULARY, Target, load_params, renamer, to_numpy
 from specserve.checkpoints.quantized import stored_block
-from specserve.checkpoints.tensors import ExpertByExpert, TensorFolder, fuse_experts, listed, read_json
-from specserve.drafters.door import Dialect
-from specserve.drafters.findings import CONFIG
+from specserve.checkpoints.tensors import CONFIG, ExpertByExpert, TensorFolder, fuse_experts, listed, read_json
 from specserve.drafters.mtp.config import MtpConfig, config_of
 from specserve.drafters.mtp.layouts import SPECULATORS, Layout, num_carried
 from specserve.drafters.mtp.model import MtpParams, draft_spec, place
 from specserve.drafters.notes import read_notes
 from specserve.drafters.published import D2T, T2D, vocab_from_tensors, vocab_to_tensors
+from specserve.drafters.words import Dialect
 from specserve.errors import CheckpointError, ConfigError
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config

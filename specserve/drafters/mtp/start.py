@@ -8,8 +8,7 @@ import numpy as np
 
 from specserve.checkpoints.load import Target, load_params, renamer
 from specserve.checkpoints.quantized import stored_block
-from specserve.checkpoints.tensors import TensorFolder, read_json
-from specserve.drafters.findings import CONFIG
+from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.mtp import files
 from specserve.drafters.mtp.config import MtpConfig, config_of
 from specserve.drafters.mtp.model import MtpParams, draft_spec

@@ -6,23 +6,23 @@ from fastapi import FastAPI, Request, Response
 from starlette.middleware import Middleware
 from starlette.middleware.cors import CORSMiddleware
 
-from specserve.serve.http.dialect_routes import add_dialect_routes
-from specserve.serve.http.draft_routes import add_draft_routes
-from specserve.serve.http.edge import HeadAsGet, HostGate
-from specserve.serve.http.guard import ApiKeyGate, BugGate, error_response, install_error_handlers
-from specserve.serve.http.messages_replies import MessagesDoor
-from specserve.serve.http.metrics import Metrics
-from specserve.serve.http.openai_routes import add_openai_routes
-from specserve.serve.http.openapi_routes import add_openapi_routes
-from specserve.serve.http.page_routes import add_page_routes
-from specserve.serve.http.prompts import ModelNotFoundError
-from specserve.serve.http.request_ids import HEADER, RequestIds
+from specserve.serve.engine.interface import EngineLike
+from specserve.serve.http.adapters.messages_replies import MessagesDoor
+from specserve.serve.http.adapters.routes import add_dialect_routes
+from specserve.serve.http.adapters.sglang_routes import add_sglang_routes
+from specserve.serve.http.admin.draft_routes import add_draft_routes
+from specserve.serve.http.admin.metrics import Metrics
+from specserve.serve.http.admin.openapi_routes import add_openapi_routes
+from specserve.serve.http.admin.status_routes import add_status_routes
+from specserve.serve.http.admin.tokenizer_routes import add_tokenizer_routes
+from specserve.serve.http.openai.prompts import ModelNotFoundError
+from specserve.serve.http.openai.routes import add_openai_routes
+from specserve.serve.http.page.routes import add_page_routes
 from specserve.serve.http.service import Service
-from specserve.serve.http.sglang_routes import add_sglang_routes
-from specserve.serve.http.status_routes import add_status_routes
-from specserve.serve.http.tokenizer_routes import add_tokenizer_routes
-from specserve.serve.http.tracing import Tracing
-from specserve.serve.interface import EngineLike
+from specserve.serve.http.transport.edge import HeadAsGet, HostGate
+from specserve.serve.http.transport.guard import ApiKeyGate, BugGate, error_response, install_error_handlers
+from specserve.serve.http.transport.request_ids import HEADER, RequestIds
+from specserve.serve.http.transport.tracing import Tracing
 from specserve.serve.settings import ServeRun
 
 

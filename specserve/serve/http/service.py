@@ -12,16 +12,15 @@ from fastapi import Request, Response
 from fastapi.sse import KEEPALIVE_COMMENT, EventSourceResponse
 
 from specserve.errors import RequestError
-from specserve.serve.http.answers import AnswerSyntax
-from specserve.serve.http.bodies import Body, UnknownFields, check_body, parse_body
-from specserve.serve.http.infill import infill_ids
-from specserve.serve.http.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
-from specserve.serve.http.mailbox import Mailbox
-from specserve.serve.http.metrics import Metrics
-from specserve.serve.http.openai_bodies import ChatBody, CompletionBody
-from specserve.serve.http.parts import MakeParser, PlainText
-from specserve.serve.http.patient_json import write_json
-from specserve.serve.http.prompts import (
+from specserve.serve.engine.interface import EngineLike
+from specserve.serve.http.admin.metrics import Metrics
+from specserve.serve.http.formats.answers import AnswerSyntax
+from specserve.serve.http.formats.parts import MakeParser, PlainText
+from specserve.serve.http.openai.bodies import ChatBody, CompletionBody
+from specserve.serve.http.openai.fields import Body, UnknownFields, check_body, parse_body
+from specserve.serve.http.openai.infill import infill_ids
+from specserve.serve.http.openai.logprobs import ChatLogprobs, CompletionLogprobs, TokenTexts
+from specserve.serve.http.openai.prompts import (
     check_model,
     check_num_tokens,
     check_token_ids,
@@ -30,13 +29,14 @@ from specserve.serve.http.prompts import (
     render_chat,
     truncated,
 )
-from specserve.serve.http.replies import ChatFormat, CompletionFormat, Json, ReplyFormat
-from specserve.serve.http.request_metrics import RequestMetrics
-from specserve.serve.http.streaming import ClientGoneError, Generation
-from specserve.serve.http.threads import in_thread
-from specserve.serve.http.tracing import Tracing
-from specserve.serve.interface import EngineLike
-from specserve.serve.request import MAX_CHOICES, SamplingParams
+from specserve.serve.http.openai.replies import ChatFormat, CompletionFormat, Json, ReplyFormat
+from specserve.serve.http.openai.request_metrics import RequestMetrics
+from specserve.serve.http.openai.streaming import ClientGoneError, Generation
+from specserve.serve.http.transport.mailbox import Mailbox
+from specserve.serve.http.transport.patient_json import write_json
+from specserve.serve.http.transport.threads import in_thread
+from specserve.serve.http.transport.tracing import Tracing
+from specserve.serve.requests.request import MAX_CHOICES, SamplingParams
 from specserve.serve.settings import ServeRun
 
 _JSON = "application/json"

@@ -1,0 +1,43 @@
+"""The config of a target by its name, without its weights and without the network."""
+
+from pathlib import Path
+
+from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER, is_hub_id
+from specserve.checkpoints.tensors import CONFIG, read_json
+from specserve.errors import ConfigError
+from specserve.models.config import ModelConfig
+from specserve.models.families import model_config
+from specserve.models.presets import PRESETS
+
+DTYPE = "bfloat16"  # configs are read for plans, and plans are for accelerators, wherever they are made
+
+
+def is_known_here(name: str) -> bool:
+    """Return whether `find_config` can find this target."""
+    return name in (BUNDLED, *PRESETS) or Path(name).expanduser().is_dir() or _cached_config(name) is not None
+
+
+def find_config(name: str) -> tuple[ModelConfig, str]:
+    """Find a target's config, and say where it stands, without the network: in a folder's config.json, in a preset's
+    facts, or in what the hub's cache on this machine has. Raises ConfigError or CheckpointError."""
+    folder = BUNDLED_FOLDER if name == BUNDLED else Path(name).expanduser()
+    if folder.is_dir():
+        file = folder / CONFIG
+        return model_config(read_json(file), dtype=DTYPE, where=str(file)), str(file)
+    if name in PRESETS:
+        return PRESETS[name].config(), f"preset {name} ({PRESETS[name].hub_id})"
+    cached = _cached_config(name)
+    if cached is not None:
+        return model_config(read_json(Path(cached)), dtype=DTYPE, where=cached), cached
+    raise ConfigError(
+        f"--target {name!r}: a dry run asks no hub, and there is no such folder or preset, nor a config.json of it in "
+        "the hub's cache; give a folder that holds its config.json"
+    )
+
+
+def _cached_config(name: str) -> str | None:
+    """A hub id's config.json in the hub's cache on this machine."""
+    from huggingface_hub import try_to_load_from_cache
+
+    cached = try_to_load_from_cache(name, CONFIG) if is_hub_id(name) else None
+    return cached if isinstance(cached, str) else None

@@ -1,0 +1,342 @@
+"""Ways of decoding side by side: the same questions through every one of them, taking turns in one process.
+
+A cell is one temperature at one concurrency. In every round of a cell every arm answers the same questions, which no
+other round asks, so no arm can profit from what it has seen; ratios are taken within a round, so a noisy machine is
+noisy for all. Answers are compared: speculation may not change a token.
+"""
+
+import itertools
+import statistics
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import numpy as np
+
+from specserve.errors import SpecServeError
+from specserve.eval.bench.arrivals import gaps, seconds_per_token
+from specserve.serve.engine.engine import Engine
+from specserve.serve.engine.interface import EngineStats
+from specserve.serve.requests.request import Delta, FinishReason, SamplingParams
+from specserve.speculative.acceptance import Acceptance
+
+PLAIN = "off"
+
+
+@dataclass(frozen=True)
+class BenchPlan:
+    """The questions that a benchmark asks, and how often it asks."""
+
+    concurrencies: tuple[int, ...] = (1, 2, 4, 8, 16, 32)
+    temperatures: tuple[float, ...] = (0.0,)
+    num_rounds: int = 3
+    num_requests: int = 8  # per round and arm; never fewer than run at once
+    max_tokens: int = 128
+    seed: int = 0
+
+    def requests_at(self, concurrency: int) -> int:
+        """Return how many questions each arm answers in a round with so many clients."""
+        return max(self.num_requests, concurrency)
+
+    @property
+    def num_prompts(self) -> int:
+        """The number of prompts that it takes to ask none of them twice."""
+        per_temperature = self.num_rounds * sum(self.requests_at(concurrency) for concurrency in self.concurrencies)
+        return per_temperature * len(self.temperatures)
+
+
+@dataclass(eq=False)
+class TimedAnswer:
+    """An answer as its client saw it arrive. Seconds count from its submission."""
+
+    begin: float = 0.0
+    token_ids: list[int] = field(default_factory=list)
+    text: str = ""  # empty where the engine has no tokenizer
+    arrivals: list[float] = field(default_factory=list)  # of deltas with tokens
+    sizes: list[int] = field(default_factory=list)  # how many tokens each of these brought
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    error: str | None = None
+    num_told: int | None = None  # tokens, where a server tells their number and not their ids
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) if self.num_told is None else self.num_told
+
+    def agrees(self, other: "TimedAnswer") -> bool:
+        """Return whether both answers are the same: token for token, or letter for letter where token ids are not
+        known."""
+        if self.num_told is None and other.num_told is None:
+            return self.token_ids == other.token_ids
+        return self.text == other.text
+
+    def take(self, token_ids: Sequence[int]) -> None:
+        """Note tokens that have just arrived."""
+        if token_ids:
+            self.token_ids += token_ids
+            self.arrivals.append(time.perf_counter() - self.begin)
+            self.sizes.append(len(token_ids))
+
+    @property
+    def gaps(self) -> list[float]:
+        """See `arrivals.gaps`."""
+        return gaps(self.arrivals)
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """See `arrivals.seconds_per_token`."""
+        return seconds_per_token(self.arrivals, self.num_tokens)
+
+
+def steady(answers: Sequence[TimedAnswer]) -> tuple[int, float]:
+    """The tokens that came while all of these answers were being made, after the last of them had begun and before the
+    first had ended, and the seconds of that time. Prompts do not count, nor steps of fewer sequences."""
+    start = max(answer.begin + answer.arrivals[0] for answer in answers)
+    end = min(answer.begin + answer.arrivals[-1] for answer in answers)
+    arrived = [
+        size
+        for answer in answers
+        for at, size in zip(answer.arrivals, answer.sizes, strict=True)
+        if start < answer.begin + at <= end
+    ]
+    return sum(arrived), max(0.0, end - start)
+
+
+class BenchArm(Protocol):
+    """A way of decoding that a benchmark measures."""
+
+    def can_run(self, temperature: float, concurrency: int, /) -> bool:
+        """Return whether the arm takes part at this temperature, with so many clients."""
+        ...
+
+    def forget(self) -> None:
+        """Drop the arm's memory of earlier questions, such as its prefix cache, so that none of it helps from
+        now on."""
+        ...
+
+    def stats(self) -> EngineStats:
+        """The counters of its engine; all zero where there is none."""
+        ...
+
+    def ask(
+        self, prompts: Sequence[Any], params: Sequence[SamplingParams], concurrency: int, /
+    ) -> tuple[list[TimedAnswer], float]:
+        """Answer the prompts (token ids, or chats where the arm is a server), `concurrency` of them at a time; also
+        returns the seconds that all of them took."""
+        ...
+
+
+class EngineArm:
+    """An arm that asks a running engine of ours."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+
+    def can_run(self, _temperature: float, concurrency: int, /) -> bool:
+        return concurrency <= self.engine.runner.shapes.num_slots
+
+    def forget(self) -> None:
+        self._settle()
+        self.engine.flush_cache()
+
+    def stats(self) -> EngineStats:
+        return self.engine.stats()
+
+    def ask(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: Sequence[SamplingParams],
+        concurrency: int,
+        on_done: Callable[[int], None] = lambda _number: None,  # how many answers have ended
+    ) -> tuple[list[TimedAnswer], float]:
+        window, finished = threading.Semaphore(concurrency), threading.Semaphore(0)
+        answers = [TimedAnswer() for _ in prompts]
+        requests = []
+
+        def listener(answer: TimedAnswer) -> Callable[[Delta], None]:
+            def on_delta(delta: Delta) -> None:
+                answer.take(delta.token_ids)
+                answer.text += delta.text
+                if delta.finish_reason is not None:
+                    answer.acceptance = delta.stats or Acceptance()
+                    if delta.finish_reason not in (FinishReason.STOP, FinishReason.LENGTH):
+                        answer.error = delta.error or delta.finish_reason
+                    window.release()
+                    finished.release()
+
+            return on_delta
+
+        begin = time.perf_counter()
+        try:
+            for prompt, own, answer in zip(prompts, params, answers, strict=True):
+                window.acquire()
+                answer.begin = time.perf_counter()
+                requests.append(self.engine.submit(prompt, own, listener(answer)))
+            for number in range(1, len(prompts) + 1):
+                finished.acquire()
+                on_done(number)
+        except BaseException:
+            for request in requests:
+                request.cancel()
+            raise
+        seconds = time.perf_counter() - begin
+        if failed := [answer.error for answer in answers if answer.error]:
+            raise SpecServeError(f"{self.engine.speculation}: {len(failed)} answers failed, the first with {failed[0]}")
+        self._settle()
+        return answers, seconds
+
+    def _settle(self) -> None:
+        """Wait until the engine's thread has nothing left to do."""
+        while (stats := self.engine.stats()).num_running or stats.num_waiting:
+            time.sleep(0.001)
+
+
+@dataclass
+class ArmResult:
+    """The results of one arm in one cell, over all its rounds."""
+
+    rates: list[float] = field(default_factory=list)  # tokens per second, by round
+    ratios: list[float] = field(default_factory=list)  # of them to the yardstick's, by round
+    first: list[float] = field(default_factory=list)  # seconds to the first token, by answer
+    gaps: list[float] = field(default_factory=list)  # seconds between deltas
+    per_token: list[float] = field(default_factory=list)  # seconds per token after the first, by answer
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    steps: Counter[str] = field(default_factory=Counter)  # by speculation
+    busy_seconds: float = 0.0
+    host_seconds: float = 0.0
+    seconds: float = 0.0  # of all rounds
+    num_tokens: int = 0
+    num_answers: int = 0
+    num_identical: int = 0  # to the yardstick's, token for token
+    must_agree: bool = True  # it is one of ours
+
+    @property
+    def ratio(self) -> float:
+        """The ratio of tokens per second to those of the plain arm in the same round, as the median over the
+        rounds."""
+        return statistics.median(self.ratios)
+
+    @property
+    def tokens_per_second(self) -> float:
+        """The tokens of all rounds over the seconds of all rounds."""
+        return self.num_tokens / max(self.seconds, 1e-9)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "tokens_per_second": statistics.median(self.rates),
+            "tokens_per_second_by_round": self.rates,
+            "ratio_to_plain": self.ratio,
+            "ratio_to_plain_by_round": self.ratios,
+            "ttft_ms": _percentiles(self.first),
+            "itl_ms": _percentiles(self.gaps),
+            "tpot_ms": _percentiles(self.per_token),
+            "tau": self.acceptance.tau,
+            "accept_rate": self.acceptance.accept_rate,
+            "steps_by_speculation": dict(self.steps),
+            "host_share": self.host_seconds / self.busy_seconds if self.busy_seconds else None,
+            "tokens": self.num_tokens,
+            "answers": self.num_answers,
+            "identical_answers": self.num_identical,
+        }
+
+
+def _percentiles(seconds: Sequence[float]) -> dict[str, float | None]:
+    return {f"p{p}": float(np.percentile(seconds, p)) * 1e3 if seconds else None for p in (50, 99)}
+
+
+@dataclass
+class Cell:
+    """The results of all arms at one temperature and one concurrency."""
+
+    temperature: float
+    concurrency: int
+    arms: dict[str, ArmResult]
+    yardstick: str = PLAIN  # the arm that all are compared with
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "temperature": self.temperature,
+            "concurrency": self.concurrency,
+            "arms": {name: result.to_json() for name, result in self.arms.items()},
+        }
+
+
+def run_cells(
+    arms: Mapping[str, BenchArm],
+    prompts: Sequence[Sequence[int]],
+    plan: BenchPlan,
+    on_round: Callable[[Cell], None] = lambda _cell: None,
+) -> list[Cell]:
+    """Measure every cell of the plan. The arm named "off" is the yardstick; every prompt must leave room for
+    `max_tokens`."""
+    assert PLAIN in arms, "ratios are to plain decoding"
+    supply = itertools.cycle(prompts)
+    for arm in arms.values():  # first touches of memory are not measured
+        arm.ask(prompts[:1], [params_of(plan, 0.0, 0)], 1)
+    cells = []
+    for temperature, concurrency in itertools.product(plan.temperatures, plan.concurrencies):
+        taking_part = {name: arm for name, arm in arms.items() if arm.can_run(temperature, concurrency)}
+        results = {name: ArmResult(must_agree=isinstance(arm, EngineArm)) for name, arm in taking_part.items()}
+        cell = Cell(temperature, concurrency, results)
+        for number in range(plan.num_rounds):
+            if number == 0 or len(prompts) < plan.num_prompts:  # where prompts come again, nobody may know them
+                for arm in taking_part.values():
+                    arm.forget()
+            asked = list(itertools.islice(supply, plan.requests_at(concurrency)))
+            run_round(taking_part, asked, [params_of(plan, temperature, i) for i in range(len(asked))], cell, number)
+            on_round(cell)
+        cells.append(cell)
+    return cells
+
+
+def run_round(
+    arms: Mapping[str, BenchArm],
+    prompts: Sequence[Any],  # as the arms take them
+    params: Sequence[SamplingParams],
+    cell: Cell,
+    number: int = 0,
+) -> dict[str, list[TimedAnswer]]:
+    """Ask every arm the same, and record the results in the cell. In round `number` the arm with that index, counted
+    around, goes first, so no arm always does. Returns the answers of each arm."""
+    answers: dict[str, list[TimedAnswer]] = {}
+    names = list(arms)
+    for i in range(len(names)):
+        name = names[(i + number) % len(names)]
+        before = arms[name].stats()
+        found, seconds = arms[name].ask(prompts, params, cell.concurrency)
+        answers[name] = found
+        _record(cell.arms[name], found, seconds, before, arms[name].stats())
+    yardstick = cell.arms[cell.yardstick].rates[-1]
+    for name, result in cell.arms.items():
+        if yardstick:  # else every question was refused
+            result.ratios.append(result.rates[-1] / yardstick)
+        pairs = zip(answers[cell.yardstick], answers[name], strict=True)
+        result.num_identical += sum(expected.agrees(got) for expected, got in pairs if not got.error)
+    return answers
+
+
+def params_of(plan: BenchPlan, temperature: float, i: int) -> SamplingParams:
+    """Return the sampling parameters of question `i` of a round, which are the same for every arm."""
+    return SamplingParams(max_tokens=plan.max_tokens, temperature=temperature, seed=plan.seed + i)
+
+
+def _record(
+    result: ArmResult, answers: Sequence[TimedAnswer], seconds: float, before: EngineStats, after: EngineStats
+) -> None:
+    answers = [answer for answer in answers if not answer.error]  # refused questions, of which nothing is measured
+    num_tokens = sum(answer.num_tokens for answer in answers)
+    result.rates.append(num_tokens / seconds)
+    result.seconds += seconds
+    result.num_tokens += num_tokens
+    result.num_answers += len(answers)
+    for answer in answers:
+        result.first.append(answer.arrivals[0])
+        result.gaps += answer.gaps
+        if answer.seconds_per_token is not None:
+            result.per_token.append(answer.seconds_per_token)
+        result.acceptance += answer.acceptance
+    result.busy_seconds += after.busy_seconds - before.busy_seconds
+    result.host_seconds += after.host_seconds - before.host_seconds
+    result.steps += Counter(after.num_steps_by_speculation) - Counter(before.num_steps_by_speculation)

@@ -1,0 +1,214 @@
+"""The parts of a step's time, and the least that the machine could take. The draft's share is timed as a program of
+its own; the rest is the target's forward, the draws and the commit. The bound is the time that reading the weights
+takes."""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from specserve.errors import ConfigError
+from specserve.host import num_cores
+from specserve.models.target import TargetParams
+from specserve.serve.engine.bursts import within_burst
+from specserve.serve.engine.options import sampler_rows
+from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.shapes import STEPS_AT_ONCE
+from specserve.serve.requests.request import SamplingParams
+from specserve.speculative.sampling import SamplerRows
+from specserve.speculative.tree import Tree
+
+BUFFER_BYTES = 256 << 20
+PASSES = 7
+STRETCH = 12  # steps in which nothing else runs
+LEAD = 2  # of them, which find caches as another program has left them, and are not counted
+
+
+@dataclass(frozen=True)
+class StepTimes:
+    """The median times of the steps of one sequence, in milliseconds."""
+
+    bound: float  # the target's weights over the read bandwidth: no plain step can be faster
+    step: float  # one whole speculative step, as the engine runs it
+    draft: float  # catch up and propose
+    plain: float  # one plain decoding step
+
+    @property
+    def verify(self) -> float:
+        """The time of a speculative step without its draft."""
+        return self.step - self.draft
+
+    def to_json(self) -> dict[str, float]:
+        return {
+            "bound_ms": self.bound,
+            "plain_ms": self.plain,
+            "speculative_ms": self.step,
+            "draft_ms": self.draft,
+            "verify_ms": self.verify,
+        }
+
+
+def measure_steps(
+    plain: Runner,
+    speculative: Runner,
+    *,
+    context: int,
+    repeats: int = 7,
+    bandwidth: float | None = None,
+) -> StepTimes:
+    """Time steps of one sequence with about `context` committed tokens: `repeats` stretches of each of the three
+    programs, in turns, or as many and as many tokens as fit. No engine may run over the runners; both forget all
+    sequences. The speculative one's first tree is timed. Raises ConfigError."""
+    tree = speculative.shapes.trees[0]
+    if tree is None or not tree.uses_head:
+        raise ConfigError("there is no draft to time; give a head, and a chain or a tree as the speculation")
+    longest = min(plain.shapes.max_model_len, speculative.shapes.max_model_len)
+    room = longest - tree.depth - 2
+    repeats = max(1, min(repeats, room // 2 // steps_timed(0) - 1))
+    context = min(context, room - steps_timed(repeats))
+    if context < 1:
+        raise ConfigError(f"timing steps takes {steps_timed(repeats)} tokens; --max-model-len {longest} is too little")
+    for runner in (plain, speculative):
+        fill(runner, context, context + longest - room + steps_timed(repeats))
+    times: dict[str, list[float]] = {"plain": [], "step": [], "draft": []}
+    for _ in range(repeats + 1):  # the first compiles, or touches memory
+        times["plain"].append(_run_ahead(plain, None, 1))
+        times["draft"].append(_run_drafts(speculative, tree, 1))
+        times["step"].append(_run_ahead(speculative, tree, 1))
+    for runner in (plain, speculative):
+        runner.reset()
+    bound = bytes_read(plain.layout_for(1, None).target) / (bandwidth or read_bandwidth())
+    warm = {name: statistics.median(values[1:]) * 1e3 for name, values in times.items()}
+    return StepTimes(bound=bound * 1e3, step=warm["step"], draft=warm["draft"], plain=warm["plain"])
+
+
+def time_step(runner: Runner, tree: Tree | None, *, context: int, batch: int, repeats: int = 15) -> tuple[float, float]:
+    """The median seconds of a step with `batch` sequences of about `context` committed tokens each, each step being
+    dispatched before the one before it is read; and of them, the draft's, timed as a program of its own (0 of a plain
+    step). No engine may run over the runner, which forgets all sequences."""
+    fill(runner, context, context + steps_timed(repeats) + 2 + (tree.depth if tree else 0), batch)
+    steps = [_run_ahead(runner, tree, batch) for _ in range(repeats + 1)][1:]
+    drafts = [0.0]
+    if tree is not None:
+        fill(runner, context, context + 2 + tree.depth, batch)
+        drafts = [_run_drafts(runner, tree, batch) for _ in range(repeats + 1)][1:]
+    runner.reset()
+    return statistics.median(steps), statistics.median(drafts)
+
+
+def time_in_turns(
+    plain: Runner, speculative: Runner, tree: Tree, *, context: int, batch: int, repeats: int
+) -> tuple[float, float]:
+    """The seconds of a plain step and of one over the tree with `batch` sequences of about `context` committed tokens
+    each: `repeats` stretches of both, taking turns, in which each step is dispatched before the one before it is read,
+    as the engine does. Of plain steps the median; of the others as many plain steps as the median turn says, since the
+    machine may be half as fast a moment later. Whatever is missing is compiled first. Both runners forget all
+    sequences."""
+    for runner in (plain, speculative):
+        fill(runner, context, context + steps_timed(repeats) + 2 + tree.depth, batch)
+    seconds: tuple[list[float], list[float]] = [], []
+    for _ in range(repeats + 1):  # the first compiles, or touches memory
+        seconds[0].append(_run_ahead(plain, None, batch))
+        seconds[1].append(_run_ahead(speculative, tree, batch))
+    for runner in (plain, speculative):
+        runner.reset()
+    turns = list(zip(*seconds, strict=True))[1:]
+    of_plain = statistics.median(plain for plain, _ in turns)
+    return of_plain, of_plain * statistics.median(step / plain for plain, step in turns)
+
+
+def steps_timed(repeats: int) -> int:
+    """Return how many tokens so many timed stretches, and the one before them, add to their sequences."""
+    return (repeats + 1) * (STRETCH + STEPS_AT_ONCE)
+
+
+def _run_ahead(runner: Runner, tree: Tree | None, batch: int) -> float:
+    """Seconds of a step, in a stretch of them: as many at once as the engine would dispatch. It runs steps of one kind
+    for long, and a step that follows another program takes longer than one that follows its like, a plain one by a
+    fifth."""
+    slots, begin = runner.shapes.spread(batch), time.perf_counter()
+    for _ in range(LEAD):
+        runner.step(slots, tree).read()
+    at_once = within_burst((time.perf_counter() - begin) / LEAD, runner.most_steps)
+    number = max(1, (STRETCH - LEAD) // at_once)
+    handle = runner.step(slots, tree, num_steps=at_once)
+    for i in range(number):
+        following = runner.step(slots, tree, num_steps=at_once)
+        handle.read_each()
+        if not i:
+            begin = time.perf_counter()
+        handle = following
+    handle.read_each()
+    return (time.perf_counter() - begin) / (number * at_once)
+
+
+def _run_drafts(runner: Runner, tree: Tree, batch: int) -> float:
+    """Seconds of a draft for the first slots, in a stretch of them."""
+    run_draft = functools.partial(runner.draft_alone, runner.shapes.spread(batch), tree)
+    return statistics.mean([_timed(run_draft) for _ in range(STRETCH)][LEAD:])
+
+
+def fill(runner: Runner, context: int, needed: int, batch: int = 1) -> None:
+    """Bring sequences with room for `needed` tokens into the first slots. Their steps emit one token each, so that the
+    context stays what it is."""
+    num_pages, pool = -(-needed // runner.shapes.page_size), runner.shapes.page_pool()
+    vocab_size = runner.config.target.vocab_size
+    runner.reset()
+    for slot in runner.shapes.spread(batch):
+        token_ids = [1 + (i + 17 * slot) % (vocab_size - 1) for i in range(context)]
+        rows = sampler_rows(SamplingParams(temperature=0.0, speculation=0), 0, context)
+        prefill(runner, slot, token_ids, pool.allocate(num_pages, rank=runner.shapes.rank_of(slot)), rows)
+
+
+def prefill(
+    runner: Runner, slot: int, token_ids: Sequence[int], pages: Sequence[int], rows: SamplerRows
+) -> int:  # the token after the prompt
+    """Run a prompt through a slot, in chunks."""
+    runner.admit(slot, token_ids, pages, 0, rows, None)
+    done = 0
+    while True:
+        num_tokens = min(len(token_ids) - done, runner.shapes.chunks[-1])
+        done += num_tokens
+        result = runner.prefill([(slot, num_tokens, done == len(token_ids))]).read()
+        if done == len(token_ids):
+            return int(result.token_ids[0, 0])
+
+
+def bytes_read(params: TargetParams) -> int:
+    """Count the bytes of the target's weights that a step reads: all but an embedding that is only looked up."""
+    total = sum(leaf.nbytes for leaf in jax.tree.leaves(params))
+    return total if params.head is None else total - params.embedding.nbytes
+
+
+def read_bandwidth(num_bytes: int = BUFFER_BYTES) -> float:
+    """Measure how many bytes per second all cores together read from memory, or the first device does: the best pass
+    over a large buffer, by the fastest of several reductions."""
+    if jax.default_backend() != "cpu":
+        buffer = jnp.ones(num_bytes // 4, jnp.float32)
+        total = jax.jit(jnp.sum)
+        return num_bytes / _best([lambda: total(buffer).block_until_ready()])
+    num_threads = num_cores()
+    parts = np.ones((num_threads, num_bytes // num_threads // 8 * 2), np.float32)
+    reductions: list[Callable[[np.ndarray], object]] = [
+        np.max,
+        lambda x: np.dot(x, x),
+        lambda x: np.bitwise_or.reduce(x.view(np.uint64)),
+    ]
+    with ThreadPoolExecutor(num_threads) as pool:  # numpy reduces without the interpreter's lock
+        return num_bytes / _best([lambda reduce=reduce: list(pool.map(reduce, parts)) for reduce in reductions])
+
+
+def _best(runs: Sequence[Callable[[], object]]) -> float:
+    return min(_timed(run) for _ in range(PASSES) for run in runs)
+
+
+def _timed(run: Callable[[], object]) -> float:
+    begin = time.perf_counter()
+    run()
+    return time.perf_counter() - begin

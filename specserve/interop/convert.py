@@ -1,0 +1,139 @@
+"""Heads to and from other people's folders: written in any dialect, read from any into our own layout."""
+
+import os
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specserve.checkpoints.load import Target
+from specserve.checkpoints.tensors import (
+    CONFIG,
+    SINGLE_FILE,
+    TensorFolder,
+    listed,
+    read_json,
+    write_json,
+    write_tensors,
+)
+from specserve.drafters.door import Head
+from specserve.drafters.notes import NOTES_FILE, read_notes
+from specserve.drafters.words import Dialect
+from specserve.errors import CheckpointError
+from specserve.interop import doctor
+from specserve.interop.findings import stored_dtype
+from specserve.interop.head import head_files, load_head
+from specserve.interop.registry import KINDS
+from specserve.models.families import model_config
+from specserve.models.target import target_spec
+from specserve.tokenizer import read_end_ids
+
+DTYPES = ("bfloat16", "float16", "float32")
+
+
+@dataclass(frozen=True)
+class Imported:
+    """A head that was imported: the layout that it was in, and what was changed, one line each."""
+
+    head: Head
+    dialect: str
+    changes: tuple[str, ...]
+
+
+def describe_target(folder: Path) -> Target:
+    """Describe a target as a head's files must fit it: specs stand in the place of its weights, so that its config.json
+    is enough. Raises ConfigError or CheckpointError."""
+    raw = read_json(folder / CONFIG)
+    config = model_config(raw, dtype="float32", where=str(folder / CONFIG))
+    return Target(config, target_spec(config), read_end_ids(folder), folder)
+
+
+def export_head(
+    folder: Path,
+    output: Path,
+    target: Target,
+    *,
+    target_name: str,
+    dialect: Dialect,
+    dtype: str = "",  # of the file; empty: as it is stored
+    is_forced: bool = False,
+) -> Head:
+    """Write a head as another engine reads it, beside what was noted of it. Raises ConfigError or CheckpointError."""
+    check_output(folder, output, is_forced=is_forced)
+    dtype = dtype or stored_dtype(TensorFolder(folder))
+    head = load_head(folder, target, dtype=dtype)
+    tensors, raw = head_files(head, target, dtype=dtype, dialect=dialect, target_name=target_name)
+    notes = read_notes(folder)
+    write_folder(output, lambda partial: write_head(partial, tensors, raw, notes))
+    return head
+
+
+def import_head(
+    folder: Path,
+    output: Path,
+    target: Target,
+    *,
+    target_name: str,
+    dtype: str = "",
+    is_forced: bool = False,
+) -> Imported:
+    """Read a head from any dialect, mend what can be mended without guessing, and write it in our own layout. Raises
+    CheckpointError that lists what cannot."""
+    check_output(folder, output, is_forced=is_forced)
+    found = doctor.examine(folder, target)
+    if hopeless := [finding for finding in found.errors if finding.fix is None]:
+        told = listed([f"{finding.where}: {finding.what} ({finding.got})" for finding in hopeless])
+        raise CheckpointError(f"{folder}: {told}; `specserve inspect {folder}` says how to mend it")
+    dtype = dtype or stored_dtype(TensorFolder(folder))
+    changes = list(found.changes)
+    with tempfile.TemporaryDirectory() as scratch:
+        write_head(Path(scratch), *found.mended(), {})
+        head = load_head(Path(scratch), target, dtype=dtype)
+    head, copies = KINDS[head.drafter.name].without_copies(head, target, dtype)
+    changes += copies
+    tensors, raw = head_files(head, target, dtype=dtype)
+    notes = read_notes(folder) | {"target": target_name, "imported": {"dialect": found.dialect, "changes": changes}}
+    write_folder(output, lambda partial: write_head(partial, tensors, raw, notes))
+    return Imported(head, found.dialect, tuple(changes))
+
+
+def check_output(folder: Path, output: Path, *, is_forced: bool) -> None:
+    """Raises CheckpointError where something would be overwritten that nobody said could be."""
+    if output.resolve() == folder.resolve():
+        raise CheckpointError(f"{output} is the folder that is read; give another folder to write")
+    if output.exists() and not output.is_dir():
+        raise CheckpointError(f"{output} is a file; give a folder to write")
+    if output.is_dir() and any(output.iterdir()) and not is_forced:
+        raise CheckpointError(f"{output} is not empty; give another folder to write, or --force to write into it")
+
+
+def write_head(folder: Path, tensors: Mapping[str, np.ndarray], raw: Mapping[str, Any], notes: dict[str, Any]) -> None:
+    write_tensors(folder / SINGLE_FILE, tensors)
+    write_json(folder / CONFIG, raw)
+    if notes:
+        write_json(folder / NOTES_FILE, notes)
+
+
+def write_folder(output: Path, write: Callable[[Path], None]) -> None:
+    """Write all of a folder or nothing of it: it is written beside, then renamed. In a folder with other files each
+    file is replaced whole, and what is not written stays. Raises CheckpointError when there is no room or no right to
+    write."""
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        partial = Path(tempfile.mkdtemp(prefix=f".{output.name}.", dir=output.parent))
+        try:
+            write(partial)
+            if output.is_dir() and any(output.iterdir()):
+                for file in partial.iterdir():
+                    os.replace(file, output / file.name)
+            else:
+                partial.chmod(0o755)
+                os.replace(partial, output)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise CheckpointError(f"{output}: cannot be written ({error})") from error

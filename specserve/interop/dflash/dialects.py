@@ -1,0 +1,477 @@
+"""The files of DFlash heads: their config.json and the names of their tensors.
+
+There are two layouts. That of z-lab's own heads (`DFlashDraftModel`, keys of a Qwen3 with some more in `dflash_config`
+or beside it) is ours too, and what SGLang, vLLM and sglang-jax read. That of speculators keeps the layers' settings in
+`transformer_layer_config` and counts taps by the inputs of layers, one more than z-lab's for the same states. A key
+that nobody here knows is an error: an engine that did not know of windows accepted a quarter of what it could.
+"""
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from specserve.drafters.dflash.config import DFlashConfig, short_windows
+from specserve.drafters.dflash.start import NAMES, default_taps
+from specserve.drafters.published import D2T, EMBEDDING, OUTPUT, inner, is_eps, rope_keys
+from specserve.drafters.words import Dialect, KindName
+from specserve.errors import ConfigError
+from specserve.models.config import LayerKind, ModelConfig
+from specserve.models.rope import rope_from_hf
+
+Layout = Literal["z-lab", "speculators"]
+ARCHITECTURES: Mapping[KindName, tuple[str, ...]] = {  # the first is the one that is written
+    "dflash": ("DFlashDraftModel", "DFlashSpeculator"),
+    "dspark": ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel"),
+    "dflash2": ("DFlash2DraftModel",),
+}
+_SPECULATORS: Mapping[KindName, str] = {
+    "dflash": "DFlashSpeculator",
+    "dspark": "DSparkSpeculator",
+    "dflash2": "DFlash2DraftModel",
+}
+_SELECTOR = ("conv_kernel_size", "conv_group_size", "selector_rank", "selector_top_k")
+OWN, LAYER = "dflash_config", "transformer_layer_config"
+TAPS, INPUT_TAPS = "target_layer_ids", ("aux_hidden_state_layer_ids", "eagle_aux_hidden_state_layer_ids")
+SLIDING, FULL = "sliding_attention", "full_attention"
+ACTIVATION = "silu"
+SIZES = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
+_MORE_SIZES = ("num_key_value_heads", "head_dim", "max_position_embeddings", "draft_vocab_size", "target_hidden_size")
+# what says how a head is computed beyond its sizes; in `dflash_config`, which comes first, or beside it
+_MEANING = {
+    *("block_size", "mask_token_id", TAPS, *INPUT_TAPS, "causal", "use_swa", "swa_window_size", "attention_sink_bias"),
+    *("add_swa_attention_sink_bias", "use_aux_hidden_state", "input_embedding_scale", "output_multiplier"),
+    *("logit_scale", "final_logit_softcapping", "attention_value_scale", "sample_from_anchor"),
+    *("is_causal", "sliding_window_non_causal", "is_neox_style", "num_target_layers", "layer_types", "sliding_window"),
+    *("use_sliding_window", "max_window_layers", "rms_norm_eps", "hidden_act", "attention_bias", "mlp_bias"),
+    *("rope_theta", "rope_scaling", "rope_parameters", "has_own_lm_head", "dspark_bonus_anchor"),
+    *("markov_rank", "markov_head_type", "enable_confidence_head", "confidence_head_with_markov", *_SELECTOR),
+}
+# what changes nothing of what is computed here: names, dtypes, token ids, training, what transformers writes of itself
+HARMLESS = {
+    *("architectures", "model_type", "auto_map", "torch_dtype", "dtype", "transformers_version", "_name_or_path"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "sep_token_id", "decoder_start_token_id", "tokenizer_class"),
+    *("use_cache", "attention_dropout", "initializer_range", "tie_word_embeddings", "embed_requires_grad"),
+    *("speculators_model_type", "speculators_version", "speculators_config", "attn_implementation"),
+    *("_attn_implementation", "_attn_implementation_autoset", "output_attentions", "output_hidden_states"),
+    *("return_dict", "chunk_size_feed_forward", "is_encoder_decoder", "is_decoder", "id2label", "label2id"),
+    *("problem_type", "pretraining_tp", "num_anchors", "loss_decay_gamma", "base_model_ep_plan"),
+    *("has_no_defaults_at_init", "initial_context_length", "max_anchors", "auf", "ce_loss_alpha", "l1_loss_alpha"),
+    *("confidence_head_alpha", "lambda_base_start", "lambda_base_decay_ratio"),
+    *("emb_dim", "gru_hidden_dim", "pure_draft_prefix_len"),  # of a projector that is none of ours, see UNCOMPUTED
+}
+UNCOMPUTED: Mapping[str, tuple[object, ...]] = {  # with the values that change nothing
+    "attention_value_scale": (None, 1, 1.0),
+    "use_aux_hidden_state": (None, True),
+    "mlp_bias": (None, False),
+    "hidden_act": (None, ACTIVATION),
+    "markov_head_type": (None, "vanilla"),
+    "projector_type": (None, "dflash"),
+    "shift_label": (None, False),
+}
+_DIALECTS = (("layers.0.", "midlayer."), ("fc.", "encoder.fc."), ("hidden_norm.", "encoder.output_norm_enc."))
+
+
+@dataclass(frozen=True)
+class Stated:
+    """A config.json without its nesting."""
+
+    layout: Layout
+    top: Mapping[str, Any]  # of the layers, and what stands beside them
+    own: Mapping[str, Any]  # dflash_config
+    where: str
+    kind: KindName
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """Return a value from wherever it stands."""
+        value = self.own.get(name)
+        value = self.top.get(name) if value is None else value
+        return default if value is None else value
+
+    @property
+    def unknown(self) -> list[str]:
+        """List the keys that this file does not know."""
+        known = {*SIZES, *_MORE_SIZES, *_MEANING, *HARMLESS, *UNCOMPUTED}
+        return [*sorted({*self.top} - known - {OWN, LAYER}), *(f"{OWN}.{key}" for key in sorted({*self.own} - known))]
+
+
+def read_stated(raw: Mapping[str, Any], where: str) -> Stated:
+    """Take the nesting out. Raises ConfigError where a part is no object."""
+    layer = inner(raw, LAYER)
+    layout: Layout = "speculators" if is_speculators(raw) else "z-lab"
+    return Stated(layout, {**layer, **raw}, inner(raw, OWN), where, kind_named(raw) or "dflash")
+
+
+def is_speculators(raw: Mapping[str, Any]) -> bool:
+    return LAYER in raw or "speculators_model_type" in raw
+
+
+def kind_named(raw: Mapping[str, Any]) -> KindName | None:
+    """Return the kind of DFlash drafter that a config.json is of, or None where it is of none of them."""
+    if "speculators_model_type" in raw:
+        return next((kind for kind in ARCHITECTURES if kind == raw["speculators_model_type"]), None)
+    stated = raw.get("architectures")
+    names = [str(name) for name in stated] if isinstance(stated, list) else []
+    return next((kind for kind, known in ARCHITECTURES.items() if not {*known}.isdisjoint(names)), None)
+
+
+def config_from_hf(
+    raw: Mapping[str, Any], target: ModelConfig | None, names: frozenset[str], *, dtype: str, where: str
+) -> DFlashConfig:
+    """Read a head's config.json; `names` are those of its tensors. Without a target the number of its layers is not
+    known, and where no taps are stated, only their number is right. Raises ConfigError."""
+    stated = read_stated(raw, where)
+    _check_keys(stated)
+    num_layers, num_heads = stated.get("num_hidden_layers"), stated.get("num_attention_heads")
+    vocab_size, hidden_size = stated.get("vocab_size"), stated.get("hidden_size")
+    has_bias = bool(stated.get("attention_bias", False))
+    windows = read_windows(stated)
+    backbone = ModelConfig(
+        family="qwen3",
+        vocab_size=vocab_size,
+        d_model=hidden_size,
+        num_layers=num_layers,
+        num_heads=num_heads,
+        num_kv_heads=stated.get("num_key_value_heads", num_heads),
+        head_dim=stated.get("head_dim", hidden_size // num_heads),
+        d_ff=stated.get("intermediate_size"),
+        max_len=stated.get("max_position_embeddings") or (target.max_len if target else 2048),
+        norm_eps=stated.get("rms_norm_eps", 1e-6),
+        rope=rope_from_hf(stated.top, where),
+        layers=tuple(LayerKind(window=window) for window in windows),
+        qkv_bias=has_bias,
+        o_bias=has_bias,
+        qk_norm="head",
+        logit_softcap=float(stated.get("final_logit_softcapping", 0.0)),
+        has_sinks=bool(stated.get("attention_sink_bias", stated.get("add_swa_attention_sink_bias", False))),
+        names=NAMES,
+        dtype=dtype,
+    )
+    rename = renamer(names)
+    draft_vocab_size = stated.get("draft_vocab_size", vocab_size)
+    return DFlashConfig(
+        backbone=backbone,
+        aux_layers=read_taps(stated, target),
+        draft_vocab_size=draft_vocab_size,
+        block_size=stated.get("block_size"),
+        mask_token_id=stated.get("mask_token_id"),
+        is_causal=read_causal(stated, windows),
+        has_embedding=rename(EMBEDDING) in names,
+        has_own_head=rename(OUTPUT) in names and draft_vocab_size == vocab_size,
+        embedding_scale=float(stated.get("input_embedding_scale", 1.0)),
+        output_scale=float(stated.get("output_multiplier", 1.0)) * float(stated.get("logit_scale", 1.0)),
+        foresees_anchor=read_foresees_anchor(stated),
+        **_joint(stated, rename("confidence_head.proj.bias") in names),
+    )
+
+
+def _check_keys(stated: Stated) -> None:
+    """Raises ConfigError unless every key is known, and the shape can be made of them."""
+    where = stated.where
+    if wrong := bad_sizes(stated):
+        told = ", ".join(f"{key} is {stated.get(key)!r}" for key in wrong)
+        raise ConfigError(f"{where}: {told}; expected positive whole numbers. Is it the config.json of a DFlash head?")
+    if stated.unknown:
+        raise ConfigError(
+            f"{where}: {', '.join(stated.unknown)}: not known to us, so the head might be computed as another one than "
+            "was trained. Take them out if they say nothing of how it is computed"
+        )
+    for key, harmless in UNCOMPUTED.items():
+        if (value := stated.get(key)) not in harmless:
+            raise ConfigError(f"{where}: {key} is {value!r}, which is not computed here; expected {harmless[-1]!r}")
+    if not stated.get("is_neox_style", True):
+        raise ConfigError(f"{where}: is_neox_style is False: a head that turns neighbours is not computed here")
+    if not is_eps(eps := stated.get("rms_norm_eps", 1e-6)):
+        raise ConfigError(f"{where}: rms_norm_eps is {eps!r}; expected a number above 0 and at most 0.01")
+    mask, vocab_size = stated.get("mask_token_id"), stated.get("vocab_size")
+    if type(mask) is not int or not 0 <= mask < vocab_size:
+        raise ConfigError(
+            f"{where}: mask_token_id is {mask!r}; expected a token of the target's embedding, 0..{vocab_size - 1}"
+        )
+    block, windows = stated.get("block_size"), read_windows(stated)
+    if short := short_windows(windows, read_causal(stated, windows), block):
+        raise ConfigError(
+            f"{where}: a window of {short[0]}, shorter than the block of {block}, is not computed here where positions "
+            "see what follows them"
+        )
+    if disagrees_about_anchor(stated):
+        raise ConfigError(
+            f"{where}: sample_from_anchor and dspark_bonus_anchor are both {stated.get('sample_from_anchor')!r}, but "
+            "each is what the other is not; keep the one that the head was trained with"
+        )
+    if stated.get("draft_vocab_size", vocab_size) > vocab_size:
+        raise ConfigError(f"{where}: draft_vocab_size is {stated.get('draft_vocab_size')} of a vocabulary {vocab_size}")
+
+
+def read_foresees_anchor(stated: Stated) -> bool:
+    """Return whether the anchor's own slot predicts a token: as stated, or else as the kind has it."""
+    bonus = stated.get("dspark_bonus_anchor")
+    default = stated.kind == "dspark" if bonus is None else not bonus
+    return bool(stated.get("sample_from_anchor", default))
+
+
+def disagrees_about_anchor(stated: Stated) -> bool:
+    """Return whether the two keys that say whether the anchor's own slot predicts a token say different things."""
+    told, bonus = stated.get("sample_from_anchor"), stated.get("dspark_bonus_anchor")
+    return None not in (told, bonus) and bool(told) == bool(bonus)
+
+
+def _joint(stated: Stated, has_confidence_bias: bool) -> dict[str, Any]:
+    """Read the settings of the heads that make slots depend on each other. Raises ConfigError."""
+    required = {"dspark": ("markov_rank",), "dflash2": _SELECTOR}.get(stated.kind, ())
+    given = {key: stated.get(key) for key in required}
+    if wrong := [f"{key} is {value!r}" for key, value in given.items() if type(value) is not int or value <= 0]:
+        told = ", ".join(wrong)
+        raise ConfigError(f"{stated.where}: {told}; expected positive whole numbers in a {stated.kind} head")
+    if stated.kind == "dspark":
+        is_default = stated.layout == "speculators"
+        sees_token = stated.get("confidence_head_with_markov", is_default)
+        has_confidence = stated.get("enable_confidence_head", is_default)
+        return {
+            "markov_rank": given["markov_rank"],
+            "confidence": ("state and token" if sees_token else "state") if has_confidence else "",
+            "has_confidence_bias": has_confidence_bias,
+        }
+    if stated.kind == "dflash":
+        return {}
+    taps, group, rank, top_k = (stated.get(key) for key in _SELECTOR)
+    vocab_size, width, block_size = (stated.get(key) for key in ("vocab_size", "hidden_size", "block_size"))
+    if width % group or taps > block_size or top_k > vocab_size:
+        raise ConfigError(
+            f"{stated.where}: conv_group_size {group} must divide the width {width}, conv_kernel_size {taps} be no "
+            f"more than the block's {block_size} slots, and selector_top_k {top_k} no more than the {vocab_size} tokens"
+        )
+    if (rows := stated.get("draft_vocab_size", vocab_size)) != vocab_size:
+        raise ConfigError(
+            f"{stated.where}: draft_vocab_size is {rows}; a dflash2 head proposes all {vocab_size} tokens"
+        )
+    return {"conv_taps": taps, "conv_group": group, "selector_rank": rank, "selector_top_k": top_k}
+
+
+def bad_sizes(stated: Stated) -> list[str]:
+    """List the keys that must be counts and are not, or that are missing where nothing else states them."""
+    given = {key: stated.get(key) for key in (*SIZES, "block_size", *_MORE_SIZES, "num_target_layers")}
+    wrong = [
+        key
+        for key, value in given.items()
+        if (type(value) is not int or value <= 0) and (value is not None or key in (*SIZES, "block_size"))
+    ]
+    fewest = 1 if read_foresees_anchor(stated) else 2
+    return wrong or (["block_size"] if given["block_size"] < fewest else [])
+
+
+def read_windows(stated: Stated) -> tuple[int, ...]:
+    """Read the window of each layer, in tokens, the slot's own among them; 0 means none. With `use_swa` every layer
+    has a window where `layer_types` gives none to any. Raises ConfigError."""
+    num_layers, kinds = stated.get("num_hidden_layers"), stated.get("layer_types")
+    if kinds is not None and (not isinstance(kinds, list) or not {*kinds} <= {SLIDING, FULL}):
+        raise ConfigError(f"{stated.where}: layer_types is {kinds!r}; expected a list of {SLIDING} and {FULL}")
+    if kinds is not None and len(kinds) != num_layers:
+        raise ConfigError(f"{stated.where}: layer_types has {len(kinds)} entries for {num_layers} layers")
+    kinds = kinds or [FULL] * num_layers
+    if stated.get("use_swa", False) and SLIDING not in kinds:
+        kinds = [SLIDING] * num_layers
+    window = stated.get("swa_window_size", stated.get("sliding_window"))
+    if SLIDING in kinds and (type(window) is not int or window <= 0):
+        raise ConfigError(f"{stated.where}: windows without a size: sliding_window is {window!r}")
+    return tuple(window if kind == SLIDING else 0 for kind in kinds)
+
+
+def read_causal(stated: Stated, windows: Sequence[int]) -> tuple[bool, ...]:
+    """Return whether a slot of each layer sees only those before it: as stated for all layers, or else where
+    `layer_types` says that the layer slides. The words `is_causal`, `causal` and `sliding_window_non_causal` go in
+    that order."""
+    for key in ("is_causal", "causal"):
+        if (value := stated.get(key)) is not None:
+            return (bool(value),) * len(windows)
+    if stated.get("sliding_window_non_causal", stated.layout == "speculators" and stated.kind == "dflash2"):
+        return (False,) * len(windows)
+    kinds = stated.get("layer_types") or [FULL] * len(windows)
+    return tuple(kind == SLIDING for kind in kinds)
+
+
+def stated_taps(stated: Stated) -> dict[str, list[int]]:
+    """Return the layers whose outputs each key names. Raises ConfigError."""
+    found = {}
+    for key in (TAPS, *INPUT_TAPS):
+        if (ids := stated.get(key)) is None:
+            continue
+        if not isinstance(ids, list) or not ids or any(type(i) is not int for i in ids):
+            raise ConfigError(f"{stated.where}: {key} must list layers, got {ids!r}")
+        found[key] = [i - (key != TAPS) for i in ids]
+    return found
+
+
+def read_taps(stated: Stated, target: ModelConfig | None) -> tuple[int, ...]:
+    """The layers whose outputs are tapped. Raises ConfigError where keys disagree, or the target has no such layers."""
+    found = stated_taps(stated)
+    if any(taps != next(iter(found.values())) for taps in found.values()):
+        told = "; ".join(f"{key}: outputs of {taps}" for key, taps in found.items())
+        raise ConfigError(f"{stated.where}: the taps are stated in two ways that disagree: {told}")
+    num_layers = target.num_layers if target else stated.get("num_target_layers", 64)
+    taps = tuple(next(iter(found.values()))) if found else default_taps(num_layers, stated.get("num_hidden_layers"))
+    if any(not 0 <= i < num_layers for i in taps):
+        raise ConfigError(f"{stated.where}: taps layers {taps}, the target has layers 0..{num_layers - 1}")
+    return taps
+
+
+def renamer(names: frozenset[str]) -> Callable[[str], str]:
+    """A function from our tensor names, which are z-lab's, to the folder's."""
+
+    def rename(name: str) -> str:
+        spelled = [name, *(name.replace(ours, other, 1) for ours, other in _DIALECTS if name.startswith(ours))]
+        if name == D2T:
+            spelled.append("draft_id_to_target_id")
+        if name.endswith("_codebook"):
+            spelled.append(f"{name}.weight")
+        return next((p + each for each in spelled for p in ("", "model.") if p + each in names), name)
+
+    return rename
+
+
+def count_layers(names: frozenset[str]) -> int:
+    """The number of layers that there are tensors of."""
+    found = [re.match(r"(?:model\.)?(?:layers\.(\d+)|midlayer)\.", name) for name in names]
+    return max((1 + int(match[1] or 0) for match in found if match), default=0)
+
+
+def config_to_hf(
+    config: DFlashConfig,
+    num_target_layers: int,
+    *,
+    dtype: str,
+    bos_id: int | None,
+    eos_id: int | None,
+    layout: Layout = "z-lab",
+    target_name: str = "",
+    target_architectures: Sequence[str] = (),
+) -> dict[str, Any]:
+    """Write the config.json of a head. Only speculators names the target."""
+    layer = _layer_to_hf(config, dtype, bos_id, eos_id)
+    if layout == "speculators":
+        layer["dtype"] = layer.pop("torch_dtype")
+        method = {"proposal_type": "greedy", "speculative_tokens": config.num_slots}
+        return {
+            "architectures": [_SPECULATORS[config.name]],
+            "speculators_model_type": config.name,
+            "draft_vocab_size": config.draft_vocab_size,
+            "block_size": config.block_size,
+            INPUT_TAPS[0]: [i + 1 for i in config.aux_layers],
+            "mask_token_id": config.mask_token_id,
+            "sliding_window_non_causal": not any(config.is_causal),
+            "sample_from_anchor": config.foresees_anchor,
+            **_joint_to_hf(config),
+            "tie_word_embeddings": False,
+            "dtype": dtype,
+            LAYER: layer,
+            "speculators_config": {
+                "algorithm": config.name,
+                "default_proposal_method": "greedy",
+                "proposal_methods": [method | {"verifier_accept_k": 1, "accept_tolerance": 0.0}],
+                "verifier": {"name_or_path": target_name, "architectures": list(target_architectures)},
+            },
+        }
+    own: dict[str, Any] = {"mask_token_id": config.mask_token_id, TAPS: list(config.aux_layers)}
+    windows = [config.backbone.kind(i).window for i in range(config.backbone.num_layers)]
+    out = {"architectures": [ARCHITECTURES[config.name][0]], **layer, "block_size": config.block_size}
+    if config.name == "dspark":  # whose readers look for everything at the top
+        out |= {**own, **_joint_to_hf(config)}
+    else:
+        own |= _joint_to_hf(config)
+    if config.foresees_anchor or config.name == "dspark":
+        out |= {"sample_from_anchor": config.foresees_anchor, "dspark_bonus_anchor": not config.foresees_anchor}
+    out |= {"num_target_layers": num_target_layers, OWN: own}
+    if config.is_causal != tuple(window > 0 for window in windows):  # else the layers' kinds say it
+        own["causal"] = out["is_causal"] = config.is_causal[0]
+    if config.backbone.has_sinks:
+        own["attention_sink_bias"] = True
+    if config.embedding_scale != 1:
+        own["input_embedding_scale"] = config.embedding_scale
+    if config.output_scale != 1:
+        own["output_multiplier"] = config.output_scale
+    if config.backbone.logit_softcap:
+        own["final_logit_softcapping"] = config.backbone.logit_softcap
+    return out | ({"draft_vocab_size": config.draft_vocab_size} if is_partial(config) else {})
+
+
+def _joint_to_hf(config: DFlashConfig) -> dict[str, Any]:
+    """Write the settings of the heads that make slots depend on each other, as keys of config.json."""
+    if config.name == "dspark":
+        return {
+            "markov_rank": config.markov_rank,
+            "markov_head_type": "vanilla",
+            "enable_confidence_head": bool(config.confidence),
+            "confidence_head_with_markov": config.confidence == "state and token",
+        }
+    sizes = (config.conv_taps, config.conv_group, config.selector_rank, config.selector_top_k)
+    return dict(zip(_SELECTOR, sizes, strict=True)) if config.name == "dflash2" else {}
+
+
+def unsaid_in(layout: Layout, config: DFlashConfig) -> list[str]:
+    """List the properties of a head that a layout has no words for."""
+    windows = [config.backbone.kind(i).window for i in range(config.backbone.num_layers)]
+    causal = list(config.is_causal)
+    if layout == "z-lab":  # one word for all layers, or the kinds of layers
+        return [] if len({*causal}) == 1 or causal == [w > 0 for w in windows] else ["causal layers among others"]
+    unsaid = [
+        "causal layers without windows" if any(c and not w for c, w in zip(causal, windows, strict=True)) else "",
+        "windows of which some are causal" if len({c for c, w in zip(causal, windows, strict=True) if w}) > 1 else "",
+        "attention sinks" if config.backbone.has_sinks else "",
+        "a scale of its embedding" if config.embedding_scale != 1 else "",
+        "a scale of its logits" if config.output_scale != 1 else "",
+        "a cap on its logits" if config.backbone.logit_softcap else "",
+        "an output head of its own for every token" if config.has_own_head and not is_partial(config) else "",
+    ]
+    return [each for each in unsaid if each]
+
+
+def unknown_to(dialect: Dialect, config: DFlashConfig) -> list[str]:
+    """List what of a head the engine that a dialect is for does not compute, as its public code reads today."""
+    scales = (
+        ["scales of its embedding or its logits"] if (config.embedding_scale, config.output_scale) != (1, 1) else []
+    )
+    if dialect == "vllm":
+        return scales
+    if dialect == "speculators":  # which vLLM reads too; it makes all layers causal where windows are
+        windows = {config.backbone.kind(i).window for i in range(config.backbone.num_layers)}
+        return ["layers that see all beside causal ones"] if len({*config.is_causal}) > 1 and len(windows) > 1 else []
+    if dialect == "sglang-jax" and config.name == "dflash2":
+        return ["convolutions and the choice among candidates"]
+    own = ["an embedding of its own"] if config.has_embedding else []
+    own += ["an output head of its own"] if config.has_head else []
+    return [*own, *(["attention sinks"] if config.backbone.has_sinks else [])]
+
+
+def is_partial(config: DFlashConfig) -> bool:
+    """Return whether the head can propose a part of the vocabulary only."""
+    return config.draft_vocab_size < config.backbone.vocab_size
+
+
+def _layer_to_hf(config: DFlashConfig, dtype: str, bos_id: int | None, eos_id: int | None) -> dict[str, Any]:
+    """The part of a config.json that describes the head's layers, in the keys of a Qwen3."""
+    backbone = config.backbone
+    windows = [backbone.kind(i).window for i in range(backbone.num_layers)]
+    has_windows = any(windows)
+    return {
+        "model_type": "qwen3",
+        "hidden_size": backbone.d_model,
+        "intermediate_size": backbone.d_ff,
+        "num_hidden_layers": backbone.num_layers,
+        "num_attention_heads": backbone.num_heads,
+        "num_key_value_heads": backbone.num_kv_heads,
+        "head_dim": backbone.head_dim,
+        "hidden_act": ACTIVATION,
+        "rms_norm_eps": backbone.norm_eps,
+        "vocab_size": backbone.vocab_size,
+        "max_position_embeddings": backbone.max_len,
+        **rope_keys(backbone.rope),
+        "layer_types": [SLIDING if window else FULL for window in windows],
+        "use_sliding_window": has_windows,  # without it transformers forgets the window
+        "sliding_window": max(windows) if has_windows else None,
+        "max_window_layers": next((i for i, window in enumerate(windows) if window), backbone.num_layers),
+        "attention_bias": backbone.qkv_bias,
+        "tie_word_embeddings": False,
+        "torch_dtype": dtype,
+        "bos_token_id": bos_id,
+        "eos_token_id": eos_id,
+    }

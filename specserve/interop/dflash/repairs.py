@@ -1,0 +1,132 @@
+"""Repairs of a block drafter's files: other readings of them, for slips of exports that no shape and no key tells.
+Whether one helps is measured by running the head (`eval.trial`)."""
+
+import itertools
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specserve.checkpoints.load import Target
+from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
+from specserve.drafters.dflash.config import DFlashConfig
+from specserve.drafters.dflash.start import FEWEST_MORE, default_taps
+from specserve.drafters.published import inner, rope_keys
+from specserve.errors import ConfigError
+from specserve.interop.dflash import dialects
+from specserve.interop.findings import Copy, Repair
+from specserve.interop.mending import change, exchange, masks, tap_order
+from specserve.models.rope import plain_rope
+
+_NORMS = (
+    ("hidden_norm.weight", "norm.weight"),
+    ("layers.0.input_layernorm.weight", "layers.0.post_attention_layernorm.weight"),
+)
+_WHOLE_ORDERS = 3  # taps of which every order is tried
+
+
+def list_repairs(folder: Path, target: Target) -> Iterator[Repair]:
+    """List all repairs that are worth a try. There are none where config.json cannot be read."""
+    raw, names = read_json(folder / CONFIG), TensorFolder(folder).names()
+    try:
+        config = dialects.config_from_hf(raw, target.config, names, dtype="float32", where=CONFIG)
+    except ConfigError:
+        return
+    yield from _taps(config, target.config.num_layers)
+    yield from _blocks(config, raw)
+    for token in masks(target, config.mask_token_id):
+        yield Repair(f"masked slots hold token {token}", _put(mask_token_id=token))
+    for one, other in _NORMS:
+        yield Repair(f"{one} and {other} stand in each other's place", exchange(dialects.renamer, one, other))
+    yield from _products(config)
+    if config.backbone.norm_eps != target.config.norm_eps:
+        yield Repair("rms_norm_eps is the target's", _put(rms_norm_eps=target.config.norm_eps))
+    rope = plain_rope(target.config.rope)
+    if config.backbone.rope != rope:
+        yield Repair("the rotary settings are the target's", _put(**rope_keys(rope)))
+
+
+def _put(**values: object) -> Callable[[Copy], None]:
+    """Make a fix that writes keys wherever they stand. A key that stands nowhere yet is written beside the layers'
+    settings."""
+
+    def fix(mended: Copy) -> None:
+        places = [mended.raw.get(dialects.OWN), mended.raw.get(dialects.LAYER), mended.raw]
+        for key, value in values.items():
+            there = [place for place in places if isinstance(place, dict) and key in place]
+            for place in there or [mended.layer]:
+                place[key] = value
+
+    return fix
+
+
+def _taps(config: DFlashConfig, num_layers: int) -> Iterator[Repair]:
+    """List repairs of the taps: all of them one layer off, as the other way of counting has them; the usual ones; and
+    fc.weight in another order."""
+    choices = [tuple(i + by for i in config.aux_layers) for by in (-1, 1)]
+    if num_layers >= len(config.aux_layers) + FEWEST_MORE:
+        choices.append(default_taps(num_layers, len(config.aux_layers)))
+    for layers in dict.fromkeys(choices):
+        if layers != config.aux_layers and all(0 <= i < num_layers for i in layers):
+            yield Repair(f"the taps are the outputs of layers {list(layers)}", _set_taps(layers))
+    taps = range(len(config.aux_layers))
+    orders = itertools.permutations(taps) if len(taps) <= _WHOLE_ORDERS else [tuple(reversed(taps))]
+    for order in orders:
+        if order == tuple(taps):
+            continue
+        told = ", ".join(str(config.aux_layers[i]) for i in order)
+        fix = change(dialects.renamer, tap_order(order), "fc.weight")
+        yield Repair(f"fc.weight takes the taps in the order {told}", fix)
+
+
+def _set_taps(layers: tuple[int, ...]) -> Callable[[Copy], None]:
+    def fix(mended: Copy) -> None:
+        stated = dialects.stated_taps(dialects.read_stated(mended.raw, CONFIG))
+        for key in stated or (dialects.TAPS,):
+            _put(**{key: [i + (key != dialects.TAPS) for i in layers]})(mended)
+
+    return fix
+
+
+def _blocks(config: DFlashConfig, raw: Mapping[str, Any]) -> Iterator[Repair]:
+    """List repairs of blocks: which slots a slot sees, how far back, and whether the first slot predicts a token."""
+    is_causal = not all(config.is_causal)
+    told = "a slot sees those before it alone" if is_causal else "a slot sees its whole block"
+    keys = ["is_causal", *(["causal"] if "causal" in inner(raw, dialects.OWN) or "causal" in raw else [])]
+    yield Repair(told, _put(**dict.fromkeys(keys, is_causal)))
+    windows = [config.backbone.kind(i).window for i in range(config.backbone.num_layers)]
+    if any(windows):
+        yield Repair("its layers see all that is committed", _set_window(0, len(windows)))
+        for window in (max(windows) - 1, max(windows) + 1):
+            yield Repair(f"its windows are of {window} tokens", _set_window(window, len(windows)))
+    elif type(window := dialects.read_stated(raw, CONFIG).get("sliding_window")) is int:
+        yield Repair(f"its layers have windows of {window} tokens", _set_window(window, len(windows)))
+    foresees = not config.foresees_anchor
+    if "sample_from_anchor" in raw or config.name == "dflash":
+        told = "the anchor's own slot foresees a token" if foresees else "the anchor's own slot foresees nothing"
+        bonus = {"dspark_bonus_anchor": not foresees} if "dspark_bonus_anchor" in raw else {}
+        yield Repair(told, _put(sample_from_anchor=foresees, **bonus))
+
+
+def _set_window(window: int, num_layers: int) -> Callable[[Copy], None]:
+    kinds = [dialects.SLIDING if window else dialects.FULL] * num_layers
+    keys = {"use_sliding_window": window > 0, "sliding_window": window or None, "layer_types": kinds}
+
+    def fix(mended: Copy) -> None:
+        for place in (mended.raw, mended.raw.get(dialects.OWN)):
+            for key in ("use_swa", "swa_window_size"):
+                if isinstance(place, dict):
+                    place.pop(key, None)
+        _put(**keys)(mended)
+
+    return fix
+
+
+def _products(config: DFlashConfig) -> Iterator[Repair]:
+    backbone, layer = config.backbone, "layers.0"
+    if backbone.num_heads * backbone.head_dim == backbone.d_model:
+        how = change(dialects.renamer, np.transpose, f"{layer}.self_attn.o_proj.weight")
+        yield Repair("the first o_proj is stored transposed", how)
+    gates = f"{layer}.mlp.gate_proj.weight", f"{layer}.mlp.up_proj.weight"
+    yield Repair("the first gate_proj and up_proj stand in each other's place", exchange(dialects.renamer, *gates))

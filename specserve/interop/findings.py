@@ -1,0 +1,144 @@
+"""The report of the draft doctor on a head's files, and the mending of them."""
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
+
+Level = Literal["error", "warning"]
+FLOATS = ("float32", "bfloat16", "float16")
+
+
+@dataclass
+class Copy:
+    """A head's files in memory, while they are being mended."""
+
+    raw: dict[str, Any]
+    tensors: dict[str, np.ndarray]
+
+    @property
+    def layer(self) -> dict[str, Any]:
+        """The settings of the layer, which speculators nests."""
+        return self.raw.get("transformer_layer_config") or self.raw
+
+
+@dataclass(frozen=True)
+class Finding:
+    """A fault, or a likely one, of the files that were examined: an entry of the catalogue with what was seen."""
+
+    code: str
+    level: Level
+    what: str
+    consequence: str
+    mend: str
+    where: str
+    expected: str
+    got: str
+    fix: Callable[[Copy], None] | None = field(default=None, repr=False, compare=False)  # None: it would be a guess
+
+    def to_json(self) -> dict[str, Any]:
+        names = ("code", "level", "what", "where", "expected", "got", "consequence", "mend")
+        return {name: getattr(self, name) for name in names} | {"is_fixable": self.fix is not None}
+
+
+@dataclass(frozen=True)
+class Check:
+    """An entry of a catalogue: one fault that a head's files can have. Texts name in braces what `found` fills in."""
+
+    looks_at: str  # the part of the files; the documents list entries by it
+    code: str
+    level: Level  # an error breaks a loader or the acceptance; a warning costs something, or might
+    what: str
+    why: str  # what follows from it
+    mended: str = ""  # what `--fix` does about it; empty: nothing, because it would have to guess
+    by_hand: str = ""  # what to do where `--fix` would have to guess
+
+    def found(
+        self, where: str, expected: str, got: str, fix: Callable[[Copy], None] | None = None, **names: object
+    ) -> Finding:
+        """The fault as it was found at `where`; `fix` mends a copy of the files, None where that would be a guess."""
+        mend = self.mended if fix else self.by_hand
+        assert mend, f"{self.code}: the catalogue does not say how it is mended {'with' if fix else 'without'} a fix"
+        what, why, mend = (text.format(**names) for text in (self.what, self.why, mend))
+        return Finding(self.code, self.level, what, why, mend, where, expected, got, fix)
+
+
+@dataclass(frozen=True)
+class Repair:
+    """A change of a head's files that undoes a slip which the files alone do not show."""
+
+    what: str  # what the files would mean, as half a sentence
+    fix: Callable[[Copy], None]
+
+
+@dataclass(frozen=True)
+class DoctorReport:
+    """The report of the doctor on a head's folder: what the head is, and what is wrong with it."""
+
+    folder: Path
+    dialect: str
+    facts: dict[str, str]  # the head in a few lines
+    tensors: list[tuple[str, tuple[int, ...], str]]  # name, shape, dtype
+    findings: list[Finding]
+
+    @property
+    def errors(self) -> list[Finding]:
+        return [finding for finding in self.findings if finding.level == "error"]
+
+    @property
+    def changes(self) -> list[str]:
+        """The changes that mending makes, one line each."""
+        return [f"{each.where}: {each.what}; now {each.expected}" for each in self.findings if each.fix]
+
+    def mended(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Return the tensors and the config.json with everything mended that can be without guessing."""
+        tensors = TensorFolder(self.folder)
+        mended = Copy(
+            copy.deepcopy(read_json(self.folder / CONFIG)), {name: tensors.read(name) for name in tensors.names()}
+        )
+        for finding in self.findings:
+            if finding.fix:
+                finding.fix(mended)
+        return mended.tensors, mended.raw
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "folder": str(self.folder),
+            "dialect": self.dialect,
+            "facts": self.facts,
+            "tensors": [{"name": name, "shape": list(shape), "dtype": dtype} for name, shape, dtype in self.tensors],
+            "findings": [finding.to_json() for finding in self.findings],
+        }
+
+
+def stored_dtype(tensors: TensorFolder) -> str:
+    """Return the dtype of the weights, or float32 where they are of several, because it holds both of the others."""
+    found = {tensors.dtype(name).name for name in tensors.names()} & set(FLOATS)
+    return found.pop() if len(found) == 1 else "float32"
+
+
+def put(key: str, value: Any, *, in_layer: bool = False, everywhere: bool = False) -> Callable[[Copy], None]:
+    """A fix that writes a key of config.json: at the top, where the layer's settings stand, or in both places."""
+
+    def fix(mended: Copy) -> None:
+        (mended.layer if in_layer else mended.raw)[key] = value
+        if everywhere:
+            mended.layer[key] = value
+
+    return fix
+
+
+def describe(table: np.ndarray | None) -> str:
+    """Describe a table of the vocabulary by its size and a few of its entries."""
+    if table is None:
+        return "nothing"
+    shown = ", ".join(str(value) for value in table.ravel()[:3].tolist())
+    last = f", .. {table.ravel()[-1]}" if table.size > 3 else ""
+    if table.dtype == np.bool_:
+        return f"{table.size:,} bools, {int(table.sum()):,} set"
+    return f"{table.size:,} from {shown}{last}"

@@ -1,0 +1,60 @@
+"""Draft heads on disk: written in the SGLang layout, read from any dialect, with `specserve.json` beside the weights
+to remember the target and what was measured."""
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from specserve.checkpoints.load import Target, check_weights
+from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, read_json, write_json, write_tensors
+from specserve.drafters.door import Head, TrainedDrafter
+from specserve.drafters.notes import NOTES_FILE
+from specserve.drafters.words import Dialect, KindName
+from specserve.errors import CheckpointError
+from specserve.interop.registry import KINDS, kind_of
+from specserve.models.config import ModelConfig
+
+
+def save_head(folder: Path, head: Head, target: Target, *, dtype: str, notes: dict[str, Any]) -> None:
+    """Write config.json, model.safetensors and specserve.json. `dtype` is that of the file; a head saved in its own
+    dtype loads back bit for bit. Raises CheckpointError when there is no room or no right to write."""
+    tensors, raw = head_files(head, target, dtype=dtype)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        write_tensors(folder / SINGLE_FILE, tensors)
+        write_json(folder / CONFIG, raw)
+        write_json(folder / NOTES_FILE, notes)
+    except OSError as error:
+        raise CheckpointError(
+            f"{folder}: the head cannot be written ({error}); make room, and go on with --resume"
+        ) from error
+
+
+def head_files(
+    head: Head, target: Target, *, dtype: str, dialect: Dialect = "sglang", target_name: str = ""
+) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+    """The tensors and the config.json of a head in a dialect. Raises CheckpointError."""
+    return KINDS[head.drafter.name].files(head, target, dtype=dtype, dialect=dialect, target_name=target_name)
+
+
+def load_head(
+    folder: Path,
+    target: Target,
+    *,
+    dtype: str,
+    mesh: Mesh | None = None,
+    kind: KindName | None = None,  # None: the one that config.json names
+) -> Head:
+    """Read a head for this target, over whose mesh it is spread too. Raises ConfigError or CheckpointError, also when
+    it belongs to another target, and where a tensor holds a value that is not finite, or nothing but zeros."""
+    reader = KINDS[kind] if kind else kind_of(read_json(folder / CONFIG))
+    head = reader.load(folder, target, dtype=dtype, mesh=mesh)
+    check_weights(head.params, head.drafter.spec(), str(folder), may_be_zero=False)
+    return head
+
+
+def read_drafter(folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
+    """Read the shape of a head from its files, without its weights. Raises as `load_head` does."""
+    return kind_of(read_json(folder / CONFIG)).read(folder, target, target_name, dtype=dtype)

@@ -1,0 +1,105 @@
+"""An outline of a whole run, made before anything is downloaded or computed: samples, hours, disk, memory, and the
+acceptance that others have reached."""
+
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from specserve.checkpoints.source import BUNDLED
+from specserve.devices import DEVICES, Device
+from specserve.drafters.words import DEFAULT_KIND, KindName
+from specserve.models.presets import PRESETS, PRESETS_FILE, target_size
+from specserve.plan.training import RunPlan
+
+TAUS_FILE = PRESETS_FILE.with_name("taus.json")
+SHARE_OF_PEAK = 0.4  # a good one for training in bfloat16
+SHARE_OF_BANDWIDTH = 0.5  # that answering many at once reaches
+ANSWER_TOKENS = 700  # of a conversation, where nothing is known of the data
+BYTES_PER_TOKEN = 4.5  # of text
+REFERENCE = "H100 80 GB"  # what hours are for where the device found is not in the table
+
+
+@dataclass(frozen=True)
+class Reached:
+    """A measured tau: tokens per forward of the target, the bonus token included."""
+
+    target: str  # a preset's name, or the bundled target's
+    tau: float
+    bench: str
+    how: str  # the speculation, as far as the source says
+    source: str
+    drafter: KindName = DEFAULT_KIND
+
+
+@dataclass(frozen=True)
+class Outline:
+    """The stages of a run in numbers. Hours are estimates from a device's data sheet; disk is in bytes."""
+
+    plan: RunPlan
+    device: Device
+    is_found: bool  # the device is that of this machine
+    answer_hours: float  # 0: the target answers nothing
+    train_hours: float
+    disk: tuple[tuple[str, float], ...]
+    expected: Reached  # of this target, or of the one nearest in size
+
+
+def outline(plan: RunPlan, device_kind: str) -> Outline:
+    """Work the numbers out for the devices that JAX calls `device_kind`."""
+    found = next((device for device in DEVICES if re.search(device.kind, device_kind)), None)
+    device = found or next(device for device in DEVICES if device.name == REFERENCE)
+    run, train = plan.run, plan.run.train
+    rate = plan.positions_per_second(device, SHARE_OF_PEAK)
+    hours = [train.max_steps * plan.positions / rate / 3600] if train.max_steps else []
+    hours += [train.max_minutes / 60] if train.max_minutes else []
+    return Outline(
+        plan,
+        device,
+        found is not None,
+        _answer_hours(plan, device) if run.data.regenerate else 0.0,
+        min(hours),
+        _disk(plan),
+        expected(run.target, plan.target_size.total),
+    )
+
+
+def expected(target: str, num_params: int) -> Reached:
+    """Return what heads have reached for this target, or else for the published one whose size is nearest."""
+    table = [Reached(**row) for row in json.loads(TAUS_FILE.read_text(encoding="utf-8"))]
+    same = [row for row in table if row.target == target]
+    if same:
+        return same[0]
+    others = [row for row in table if row.target != BUNDLED]
+    return min(others, key=lambda row: abs(math.log(target_size(PRESETS[row.target].config()).total / num_params)))
+
+
+def answer_tokens(plan: RunPlan) -> int:
+    """Estimate how many tokens the target will have written, in all or in one conversation where the number of
+    conversations is not known yet."""
+    longest = plan.run.data.answer_tokens or plan.run.train.seq_len
+    return max(1, plan.run.data.max_conversations) * min(ANSWER_TOKENS, longest)
+
+
+def _answer_hours(plan: RunPlan, device: Device) -> float:
+    """Estimate the hours of answering: a step reads the weights once and brings one token for each of the sequences."""
+    weights = plan.memory[0].num_bytes
+    steps = answer_tokens(plan) / plan.run.data.answer_slots
+    return steps * weights / (device.bandwidth * SHARE_OF_BANDWIDTH) / 3600
+
+
+def _disk(plan: RunPlan) -> tuple[tuple[str, float], ...]:
+    run = plan.run
+    is_here = run.target == BUNDLED or Path(run.target).expanduser().is_dir()
+    itemsize = 2 if run.draft.export_dtype == "bfloat16" else 4
+    sizes = {part.name: part.num_bytes for part in plan.memory}  # of one device's share
+    kept = plan.head_size * 4 * (1 + (sizes["moments"] + plan.host_bytes) / sizes["head"])
+    parts: Sequence[tuple[str, float]] = (
+        ("the target's download", 0 if is_here else plan.target_size.bf16_bytes),
+        ("answers", answer_tokens(plan) * BYTES_PER_TOKEN if run.data.regenerate else 0),
+        ("states of the run", kept * (run.train.keep + 1)),
+        ("the head", plan.head_size * itemsize),
+    )
+    return tuple((name, size) for name, size in parts if size)

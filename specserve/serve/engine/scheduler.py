@@ -1,0 +1,386 @@
+"""The scheduler decides which sequence runs next. It knows lengths, slots, pages and token ids; it never sees an array.
+
+Requests run by priority, then first come first served. A sequence is admitted when a slot and the pages of its prompt
+are free; the prompt's beginning may be in the prefix cache. It prefills in chunks, a bounded number of tokens between
+two steps, and then takes pages as it grows. When there are none left, the youngest sequence gives up its own and waits
+for its turn again; what it has said so far is prompt then, and most of it is still cached.
+
+Over a mesh that cuts sequences each data rank has slots and pages of its own (`pages.data_rank`). A sequence is bound
+to a rank while it has a slot: its pages are the rank's, and so is who gives up pages for it. The ranks prefill side by
+side, one prompt each. A prefix draws a prompt to the rank that has it where that saves more tokens than it costs.
+"""
+
+import bisect
+from collections import Counter
+from collections.abc import Mapping
+from collections.abc import Sequence as Seq
+from dataclasses import dataclass, field
+
+from specserve.serve.engine.pages import PagePool, data_rank
+from specserve.serve.requests.output import OutputStream
+from specserve.serve.requests.request import PromptToken, Request
+from specserve.speculative.acceptance import Acceptance
+from specserve.speculative.controller import Estimate
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request in the engine, from its arrival to its end: the only object that scheduler and rounds share."""
+
+    request: Request
+    # What the rounds keep. The scheduler only counts the emitted tokens.
+    output: OutputStream
+    output_ids: list[int] = field(default_factory=list)  # emitted and read
+    prompt: list[PromptToken] = field(default_factory=list)  # what is known by now of a prompt that is scored
+    estimate: Estimate | None = None  # how many draft tokens it accepts; None before its first admission
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    drafts: list[tuple[int, int]] = field(default_factory=list)  # see `SpeculationStats`
+    admit_time: float = 0.0  # of the first admission, as all times by time.monotonic; 0: not yet
+    first_time: float = 0.0  # of the first token
+    last_time: float = 0.0  # of the last one so far
+    # What the scheduler keeps.
+    order: int = -1  # of arrival
+    slot: int = -1
+    epoch: int = 0  # steps dispatched in an earlier one no longer count
+    pages: list[int] = field(default_factory=list)
+    num_shared: int = 0  # of the pages, those that the prefix cache knows already
+    num_prefilled: int = 0  # tokens whose keys and values are, or are about to be, committed
+    num_start: int = 0  # tokens to prefill: the prompt, and after a preemption the answer so far
+    num_cached: int | None = None  # prompt tokens that were cached at the first admission
+    num_in_flight: int = 0  # tokens that steps dispatched and not read emit, at least
+    most_in_flight: int = 0  # the same, at most
+    has_ended: bool = False
+
+    def dispatched(self, least: int, most: int) -> None:
+        """Note that a program was dispatched which emits so many tokens of this sequence."""
+        self.num_in_flight += least
+        self.most_in_flight += most
+
+    def landed(self, least: int, most: int) -> None:
+        """Note that the result of such a program has been read."""
+        self.num_in_flight -= least
+        self.most_in_flight -= most
+
+    @property
+    def token_ids(self) -> list[int]:
+        return [*self.request.prompt_ids, *self.output_ids]
+
+    @property
+    def is_running(self) -> bool:
+        return self.slot >= 0
+
+    def is_of(self, epoch: int) -> bool:
+        """Return whether steps of this epoch count: it has neither ended since, nor will it do them again."""
+        return self.is_running and self.epoch == epoch
+
+    @property
+    def is_scored(self) -> bool:
+        """Return whether the log-probabilities of its prompt are still to be returned."""
+        return self.request.params.prompt_logprobs is not None and not self.output_ids
+
+    @property
+    def is_prefilling(self) -> bool:
+        return self.num_prefilled < self.num_start
+
+    @property
+    def num_left(self) -> int:
+        """Tokens that it may still emit, if what is in flight brings the least."""
+        return self.request.max_new_tokens - len(self.output_ids) - self.num_in_flight
+
+    @property
+    def rank(self) -> tuple[int, int]:
+        return self.request.priority, self.order
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A part of a prompt that is to run next."""
+
+    sequence: Sequence
+    num_cached: int  # tokens that its pages held when it was admitted
+    num_tokens: int
+    is_first: bool  # the sequence has just been admitted
+    is_last: bool
+
+
+@dataclass(frozen=True)
+class Round:
+    """The work that the engine does next, in this order."""
+
+    preempted: list[Sequence]
+    decode: list[Sequence]
+    new_pages: list[tuple[int, int, int]]  # for `decode`: slot, which page of the sequence, page
+    prefills: list[tuple[Chunk, ...]]  # of each prefill program: a chunk of one prompt for each data rank that has one
+    most_steps: int = 1  # that `decode` has pages for
+
+    @property
+    def chunks(self) -> list[Chunk]:
+        """The chunks of all prefill programs."""
+        return [chunk for chunks in self.prefills for chunk in chunks]
+
+    @property
+    def is_empty(self) -> bool:
+        return not (self.decode or self.prefills)
+
+
+class Scheduler:
+    """The queue, the sequences in slots, and the pages: `schedule` decides what the next round runs."""
+
+    def __init__(
+        self,
+        num_slots: int,
+        pool: PagePool,
+        *,
+        chunks: Seq[int],  # sizes of the prefill programs
+        max_step: int,  # tokens that one step emits, at most
+        cache_lag: int = 0,  # last entries of a growing sequence that must not be cached yet
+        prefill_tokens: int = 0,  # per round; 0: one largest chunk
+        is_caching: bool = True,
+        prefers_cached: bool = False,  # among equal priorities, the longest cached prefix first
+        is_deterministic: bool = False,
+    ) -> None:
+        """Make an empty scheduler. With `is_deterministic` pages are reserved for the whole answer, so nothing is ever
+        computed again in another way, and only prompts are cached, which one program has computed. The data ranks are
+        the pool's; their number must divide `num_slots`."""
+        assert num_slots % pool.num_ranks == 0, f"{num_slots} slots for {pool.num_ranks} data ranks"
+        self.pool = pool
+        self._num_slots = num_slots
+        self.waiting: list[Sequence] = []  # by rank
+        self.running: list[Sequence] = []  # by rank
+        self.num_preemptions = self.num_queried = self.num_hits = 0
+        self._free_slots = list(range(num_slots - 1, -1, -1))
+        self._chunks, self._max_step, self._cache_lag = tuple(chunks), max_step, cache_lag
+        self._prefill_tokens = max(prefill_tokens, chunks[0]) if prefill_tokens else chunks[-1]
+        self.is_caching, self._prefers_cached, self._is_deterministic = is_caching, prefers_cached, is_deterministic
+        self._num_added = 0
+
+    def set_step(self, *, max_step: int, cache_lag: int) -> None:
+        """Steps are other ones from now on; both as for `__init__`. No sequence may be running."""
+        self._max_step, self._cache_lag = max_step, cache_lag
+
+    def add(self, sequence: Sequence) -> None:
+        """Put a new sequence into the queue: behind those of its priority, before those of a higher number."""
+        sequence.order = self._num_added
+        bisect.insort(self.waiting, sequence, key=lambda other: other.rank)
+        self._num_added += 1
+
+    def schedule(self, most_steps: int = 1) -> Round:
+        """Plan the next round, and take what it needs: pages for every sequence that decodes (from younger ones, if
+        there are no others), and slots and pages for those that leave the queue. They are pages for `most_steps` steps,
+        or for fewer where more would be in somebody's way."""
+        preempted: list[Sequence] = []
+        decode: list[Sequence] = []
+        new_pages: list[tuple[int, int, int]] = []
+        ready = [each for each in self.running if not each.is_prefilling and each.num_left > 0]
+        most_steps = self._most_steps(ready, most_steps)
+        for sequence in ready:  # the oldest takes pages first
+            pages = self._grow(sequence, most_steps, preempted) if sequence.is_running else None
+            if pages is not None:
+                new_pages += [(sequence.slot, len(sequence.pages) - len(pages) + i, p) for i, p in enumerate(pages)]
+                decode.append(sequence)
+        return Round(preempted, decode, new_pages, self._prefills_of_round(can_admit=not preempted), most_steps)
+
+    def _most_steps(self, ready: Seq[Sequence], most: int) -> int:
+        """Return how many steps these sequences may take in one round: one where a prompt runs or may be admitted next,
+        or where a token mask must see each token, and no more than end before any answer can, or than there are free
+        pages for."""
+        if any(each.is_prefilling for each in self.running) or (self.waiting and self._free_slots):
+            return 1
+        if any(each.request.token_mask is not None for each in ready):
+            return 1
+        most = min([most, *(each.num_left // self._max_step for each in ready)])
+        missing: Counter[int] = Counter()
+        for each in ready:
+            missing[self._rank_of(each.slot)] += self._num_missing(each, most)
+        return max(1, most) if all(self.pool.available(rank) >= number for rank, number in missing.items()) else 1
+
+    def _rank_of(self, slot: int) -> int:
+        return data_rank(slot, self._num_slots, self.pool.num_ranks)
+
+    def _entries(self, sequence: Sequence, num_new: int) -> int:
+        """Committed entries after `num_new` more tokens: all but the last token, which is never read."""
+        request = sequence.request
+        most = min(len(sequence.output_ids) + num_new, request.max_new_tokens)
+        return len(request.prompt_ids) + most - 1
+
+    def _pages_for(self, entries: int) -> int:
+        return -(-entries // self.pool.page_size)
+
+    def _num_missing(self, sequence: Sequence, num_steps: int) -> int:
+        """Pages that a sequence lacks for so many more steps."""
+        entries = self._entries(sequence, sequence.most_in_flight + num_steps * self._max_step)
+        return max(0, self._pages_for(entries) - len(sequence.pages))
+
+    def _grow(self, sequence: Sequence, num_steps: int, preempted: list[Sequence]) -> list[int] | None:
+        """Pages for so many more steps, taken from younger sequences of its data rank if it must; None when it had to
+        give up its own."""
+        missing, rank = self._num_missing(sequence, num_steps), self._rank_of(sequence.slot)
+        while missing > self.pool.available(rank):
+            beside = (other for other in self.running if self._rank_of(other.slot) == rank)
+            victim = max(beside, key=lambda other: other.rank)
+            self._preempt(victim)
+            preempted.append(victim)
+            if victim is sequence:
+                return None
+        pages = self.pool.allocate(missing, rank=rank)
+        sequence.pages += pages
+        return pages
+
+    def _preempt(self, sequence: Sequence) -> None:
+        self._leave(sequence)
+        self.num_preemptions += 1
+        bisect.insort(self.waiting, sequence, key=lambda other: other.rank)
+
+    def preempt_all(self) -> None:
+        """Send every running sequence back to the queue: what its pages hold is not to be read any more."""
+        for sequence in list(self.running):
+            self._preempt(sequence)
+
+    def _prefills_of_round(self, *, can_admit: bool) -> list[tuple[Chunk, ...]]:
+        prefills: list[tuple[Chunk, ...]] = []
+        room = self._prefill_tokens  # of each data rank
+        while room >= self._chunks[0]:
+            prompts = self._prompts(can_admit=can_admit)
+            if not prompts:
+                break
+            remaining = [sequence.num_start - sequence.num_prefilled for sequence, _ in prompts]
+            size = max(chunk_size(self._chunks, number, room) for number in remaining)
+            room -= size
+            prefills.append(tuple(self._chunk(sequence, size, is_first) for sequence, is_first in prompts))
+        return prefills
+
+    def _prompts(self, *, can_admit: bool) -> list[tuple[Sequence, bool]]:
+        """Return what prefills next, and whether it has just been admitted: one prompt at a time in each data rank, as
+        the next one finds in the cache what this one computes."""
+        prompts = {self._rank_of(each.slot): (each, False) for each in self.running if each.is_prefilling}
+        while can_admit and len(prompts) < self.pool.num_ranks:
+            sequence = self._admit({rank: each.num_start - each.num_prefilled for rank, (each, _) in prompts.items()})
+            if sequence is None:
+                break
+            prompts[self._rank_of(sequence.slot)] = sequence, True
+        return list(prompts.values())
+
+    def _chunk(self, sequence: Sequence, size: int, is_first: bool) -> Chunk:
+        """The next tokens of a prompt, `size` at most."""
+        num_cached = sequence.num_prefilled
+        num_tokens = min(sequence.num_start - num_cached, size)
+        sequence.num_prefilled += num_tokens
+        self._cache(sequence, sequence.num_prefilled)  # computed before anybody can read it
+        return Chunk(sequence, num_cached, num_tokens, is_first, not sequence.is_prefilling)
+
+    def _admit(self, busy: Mapping[int, int]) -> Sequence | None:
+        """Give the next waiting sequence a slot and pages of the best data rank that has them, unless that one is to be
+        waited for: nobody overtakes it. `busy` has the tokens that ranks have still to prefill of another prompt."""
+        if not self.waiting or not self._free_slots:
+            return None
+        sequence = self._next_waiting()
+        token_ids = sequence.token_ids
+        entries = len(token_ids)
+        if self._is_deterministic:
+            entries = self._entries(sequence, sequence.request.max_new_tokens)
+        # the last token is always run: its logits are wanted
+        is_reading = self.is_caching and not sequence.is_scored  # what is cached has no logits
+        prompt, salt = token_ids[:-1] if is_reading else [], sequence.request.cache_salt
+        for rank in self._ranks_for(prompt, salt, busy):
+            if rank in busy:
+                return None
+            cached = self.pool.acquire(prompt, salt, rank=rank)
+            missing = self._pages_for(entries) - len(cached)
+            if missing + self._num_reserved(rank) <= self.pool.available(rank):
+                break
+            self.pool.release(cached)
+        else:
+            assert self.running, "a request larger than the cache was let in"
+            return None
+        self.waiting.remove(sequence)
+        sequence.pages = cached + self.pool.allocate(missing, rank=rank)
+        sequence.num_shared = len(cached)
+        sequence.num_prefilled = len(cached) * self.pool.page_size
+        sequence.num_start = len(token_ids)
+        sequence.slot = next(slot for slot in reversed(self._free_slots) if self._rank_of(slot) == rank)
+        self._free_slots.remove(sequence.slot)
+        bisect.insort(self.running, sequence, key=lambda other: other.rank)
+        if sequence.num_cached is None:
+            sequence.num_cached = sequence.num_prefilled
+            self.num_queried += len(token_ids)
+            self.num_hits += sequence.num_cached
+        return sequence
+
+    def _ranks_for(self, prompt: Seq[int], salt: str, busy: Mapping[int, int]) -> list[int]:
+        """The data ranks with a free slot that a prompt may go to, or wait for, the best first: those that are worth
+        something to it, then the others that are not `busy`, the one with the most free pages first.
+
+        A rank is worth the tokens of the prompt that it has cached, less what going there costs. While a busy one is
+        waited for, idle ranks have no prompt: that costs as many tokens as it has left, for each idle rank that there
+        is a waiting prompt for. And a step takes as long as its fullest rank: one that has more sequences than the
+        emptiest by over half of its slots is worth nothing and comes last, and each that it has more costs as large a
+        part of the prompt as it is of that bound."""
+        if self.pool.num_ranks == 1:
+            return [0]
+        num_free = Counter(self._rank_of(slot) for slot in self._free_slots)
+        most, beyond = max(num_free.values()), self._num_slots // self.pool.num_ranks // 2 + 1
+        num_idle = min(len(self.waiting), len(num_free.keys() - busy.keys()))
+
+        def worth(rank: int) -> float:
+            waiting = busy.get(rank, 0) * num_idle
+            return self.pool.match(prompt, salt, rank=rank) - waiting - len(prompt) * (most - num_free[rank]) / beyond
+
+        worths = {rank: max(0.0, worth(rank)) for rank in sorted(num_free)}
+        return sorted(
+            (rank for rank in worths if worths[rank] or rank not in busy),
+            key=lambda rank: (most - num_free[rank] >= beyond, -worths[rank], -self.pool.available(rank)),
+        )
+
+    def _num_reserved(self, rank: int) -> int:
+        """Pages that the sequences of a data rank will soon grow by, one each."""
+        if self._is_deterministic:
+            return 0
+        return sum(not other.is_prefilling and self._rank_of(other.slot) == rank for other in self.running)
+
+    def _next_waiting(self) -> Sequence:
+        if not self._prefers_cached:
+            return self.waiting[0]
+        first = [s for s in self.waiting if s.request.priority == self.waiting[0].request.priority]
+
+        def longest_hit(sequence: Sequence) -> int:
+            prompt, salt = sequence.token_ids, sequence.request.cache_salt
+            return max(self.pool.match(prompt, salt, rank=rank) for rank in range(self.pool.num_ranks))
+
+        return max(first, key=lambda s: (longest_hit(s), -s.order))
+
+    def _cache(self, sequence: Sequence, num_entries: int) -> None:
+        """The sequence's first entries are committed: let others find the full pages."""
+        num_full = num_entries // self.pool.page_size
+        if self.is_caching and num_full > sequence.num_shared:
+            token_ids = sequence.token_ids[: num_full * self.pool.page_size]
+            self.pool.insert(token_ids, sequence.pages, sequence.request.cache_salt, num_known=sequence.num_shared)
+            sequence.num_shared = num_full
+
+    def _leave(self, sequence: Sequence) -> None:
+        """Free slot and pages; the answer is cached with the prompt."""
+        if not self._is_deterministic and not sequence.is_prefilling:
+            self._cache(sequence, len(sequence.token_ids) - 1 - self._cache_lag)
+        self.running.remove(sequence)
+        self._free_slots.append(sequence.slot)
+        self.pool.release(sequence.pages)
+        sequence.slot, sequence.pages, sequence.num_shared = -1, [], 0
+        sequence.num_prefilled = sequence.num_start = 0
+        sequence.num_in_flight = sequence.most_in_flight = 0
+        sequence.epoch += 1
+
+    def finish(self, sequence: Sequence) -> None:
+        """A sequence has ended, wherever it stands: its slot and its pages are free, or it waits no more."""
+        sequence.has_ended = True
+        if sequence.is_running:
+            self._leave(sequence)
+        else:
+            self.waiting.remove(sequence)
+
+
+def chunk_size(chunks: Seq[int], remaining: int, room: int) -> int:
+    """The program for the next tokens of a prompt: the smallest that takes them all, unless most of it would be
+    padding. `chunks` are the sizes that there are, the smallest first, of which at least that fits into `room`."""
+    sizes = [size for size in chunks if size <= room]
+    size = next((size for size in sizes if size >= remaining), sizes[-1])
+    filled = [size for size in sizes if size <= remaining]
+    return filled[-1] if filled and remaining <= size // 2 else size

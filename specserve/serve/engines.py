@@ -1,0 +1,71 @@
+"""Engines for measurements: over models that are loaded once, and without programs that no measurement runs."""
+
+from collections.abc import Callable
+
+from specserve.checkpoints.source import resolve_head
+from specserve.drafters.words import CARRIED
+from specserve.mesh import SERVING_AXES, in_equal_parts, parse_mesh
+from specserve.serve.engine.engine import Engine
+from specserve.serve.launch import Models, load_beside, load_models, make_engine
+from specserve.serve.settings import ServeRun, TargetRun
+
+
+def load(run: TargetRun, draft: str, *, has_tokenizer: bool = True) -> Models:
+    """The target that a command's settings name, loaded as they say, with a head. Raises ConfigError or
+    CheckpointError."""
+    mesh = parse_mesh(run.mesh, SERVING_AXES)
+    return load_models(
+        run.target,
+        draft,
+        has_tokenizer=has_tokenizer,
+        quantization=run.quantization,
+        draft_quantization=run.draft_quantization,
+        mesh=mesh,
+    )
+
+
+def with_draft(models: Models, draft: str) -> Models:
+    """Return the same loaded target with another head. Raises ConfigError or CheckpointError."""
+    return load_beside(models, draft, models.target.folder if draft == CARRIED else resolve_head(draft, "--draft"))
+
+
+def measured_engine(
+    models: Models,
+    speculation: str,
+    *,
+    num_slots: int,  # at least: over a mesh, as many as its data ranks share out evenly
+    max_model_len: int,
+    is_coupled: bool = True,
+    tuned_profile: str = "",
+    on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None,
+) -> Engine:
+    """An engine for requests without constraints, compiled and not yet started. Raises ConfigError."""
+    run = ServeRun(
+        speculation=speculation,
+        max_slots=in_equal_parts(models.mesh, "batch", num_slots),
+        max_model_len=max_model_len,
+        tuned_profile=tuned_profile,
+        constrained=False,
+        early_ready=False,
+    )
+    return make_engine(models, run, on_warmup, is_coupled=is_coupled)
+
+
+def answering_engine(
+    models: Models,
+    speculation: str,  # changes no token; empty: auto where there is a head, else off
+    *,
+    num_slots: int,
+    max_model_len: int,
+    on_warmup: Callable[[int, int, str], None],
+) -> Engine:
+    """An engine for many answers to questions that are known beforehand, compiled and not yet started."""
+    run = ServeRun(
+        speculation=speculation or ("auto" if models.head else "off"),
+        max_slots=num_slots,
+        max_model_len=max_model_len,
+        max_queue=2 * num_slots,
+        constrained=False,
+        early_ready=False,
+    )
+    return make_engine(models, run, on_warmup)

@@ -1,0 +1,251 @@
+"""A reader of an answer's text while it arrives. A format of answers is a generator over a `Reader`: it takes the text
+that it understands, says what that means, and yields where it needs more text.
+
+So a format reads like a description of its syntax. The way in which the text is cut into pieces changes nothing: text
+that may still become something else is held back.
+"""
+
+import re
+from collections import deque
+from collections.abc import Callable, Collection, Generator, Mapping, Sequence
+from typing import Any, TypeVar
+
+from specserve.serve.http.formats.parts import Part, ToolCallPart, joined
+
+_T = TypeVar("_T")
+Reading = Generator[None, None, _T]  # of a format: it yields for more text
+Say = Callable[[str], None]
+
+_ATOM = re.compile(r"(?:\(\?[^)]*\)|\[(?:\\.|[^\]\\])*\]|\\.|.)[*+?]?", re.DOTALL)
+_JSON_CHARS = frozenset('{}[],:+-. \t\r\n"0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ')
+
+
+class Shape:
+    """A regular expression that also knows whether a text may still become what it matches.
+
+    It takes a sequence of characters, classes, escapes, named groups and lookaheads, each with at most one quantifier.
+    It should end where more text cannot prolong the match: with a character, or with a lookahead.
+    """
+
+    def __init__(self, pattern: str) -> None:
+        self._whole = re.compile(pattern)
+        beginning = ""
+        for atom in reversed(_ATOM.findall(pattern)):
+            beginning = f"(?:{atom}{beginning})?"
+        self._beginning = re.compile(beginning)
+
+    def match(self, text: str) -> re.Match[str] | None:
+        return self._whole.match(text)
+
+    def may_become(self, text: str) -> bool:
+        """Return whether the text is a beginning of what matches."""
+        return self._beginning.fullmatch(text) is not None
+
+
+class Reader:
+    """The text of one answer that has come and is not taken yet, and the meaning of the text before it."""
+
+    def __init__(
+        self,
+        new_id: Callable[[], str],
+        *,
+        tools: Mapping[str, Mapping[str, Any]],  # JSON schemas of the arguments by the names of the tools
+        hidden: Collection[str] = (),  # special tokens of the format, which are never shown
+        keeps_reasoning: bool = True,
+        is_parallel: bool = True,  # else only the first call is told
+    ) -> None:
+        self.rest = ""
+        self.num_taken = 0  # characters
+        self.thoughts: list[tuple[int, int]] = []  # of the characters taken, the stretches that are reasoning
+        self.is_whole = False  # no more text will come
+        self.tools = tools
+        self._hidden = tuple(hidden)
+        self._new_id = new_id
+        self._keeps_reasoning = keeps_reasoning
+        self._is_parallel = is_parallel
+        self._num_calls = 0
+        self._content, self._reasoning = _Trimmed(), _Trimmed(is_at_start=True)
+        self._parts: list[Part] = []
+
+    # --- what the text says ---
+
+    def say(self, text: str) -> None:
+        """Note that the text is content."""
+        if said := self._content.push(text):
+            self._parts.append(Part(said))
+
+    def think(self, text: str) -> None:
+        """Note that the text, which was taken last, is reasoning."""
+        self.thoughts.append((self.num_taken - len(text), self.num_taken))
+        said = self._reasoning.push(text)
+        if said and self._keeps_reasoning:
+            self._parts.append(Part(reasoning=said))
+
+    def end_thinking(self) -> None:
+        """End the reasoning. The space around it is neither reasoning nor content."""
+        self._reasoning = _Trimmed("\n" if self._reasoning.has_said else "", is_at_start=not self._reasoning.has_said)
+        self._content.is_at_start = not self._content.has_said
+
+    def open_call(self, name: str) -> Say:
+        """Begin a call of a tool, and return a function that takes its arguments, JSON text in pieces. The space
+        before a call is not content."""
+        self._content.space = ""
+        index = self._num_calls
+        self._num_calls += 1
+        if index and not self._is_parallel:
+            return lambda _: None
+        self._parts.append(Part(tool_calls=(ToolCallPart(index, call_id=self._new_id(), name=name),)))
+
+        def say(arguments: str) -> None:
+            if arguments:
+                self._parts.append(Part(tool_calls=(ToolCallPart(index, arguments),)))
+
+        return say
+
+    def give_back(self, text: str) -> None:
+        """Note that a text which looked like a call is none, and is content."""
+        for mark in self._hidden:
+            text = text.replace(mark, "")
+        self.say(text)
+
+    def told(self) -> Part:
+        """Return the parts that were noted since the last time."""
+        if self.is_whole and not self._num_calls and (space := self._content.space):
+            self._parts.append(Part(space))
+        part = self._parts[0] if len(self._parts) == 1 else joined(self._parts)
+        self._parts.clear()
+        return part
+
+    # --- taking text ---
+
+    def take(self, num_chars: int) -> str:
+        taken, self.rest = self.rest[:num_chars], self.rest[num_chars:]
+        self.num_taken += len(taken)
+        return taken
+
+    def until(self, marks: Sequence[str], say: Say) -> Reading[str]:
+        """Take the text before the first of these marks, as it comes, and the mark, which is returned; "" where the
+        text ends without one."""
+        while True:
+            found = [(at, mark) for mark in marks if (at := self.rest.find(mark)) >= 0]
+            if found:
+                at, mark = min(found)
+                say(self.take(at))
+                return self.take(len(mark))
+            num_held = 0 if self.is_whole else _num_held(self.rest, marks)
+            say(self.take(len(self.rest) - num_held))
+            if self.is_whole:
+                return ""
+            yield
+
+    def text_until(self, marks: Sequence[str], say: Say) -> Reading[str]:
+        """Take text as `until` does, with the format's special tokens left out."""
+        while True:
+            mark = yield from self.until((*marks, *self._hidden), say)
+            if not mark or mark in marks:
+                return mark
+
+    def content_until(self, *marks: str) -> Reading[str]:
+        """Take content up to the first of these marks, which is returned; "" where the text ends without one."""
+        return (yield from self.text_until(marks, self.say))
+
+    def match(self, *shapes: Shape) -> Reading[re.Match[str] | None]:
+        """Take what one of the shapes matches; nothing, and None, where none can."""
+        while True:
+            for shape in shapes:
+                if found := shape.match(self.rest):
+                    self.take(found.end())
+                    return found
+            if self.is_whole or not any(shape.may_become(self.rest) for shape in shapes):
+                return None
+            yield
+
+    def json(self, say: Say, depth: int = 0) -> Reading[bool]:
+        """Take a JSON object or list, as it comes, or what is left of one in `depth` brackets. Stops before a
+        character that cannot be in one. Returns whether it is closed."""
+        is_text = is_escaped = False
+        while True:
+            for at, char in enumerate(self.rest):
+                if is_text:
+                    is_text = is_escaped or char != '"'
+                    is_escaped = char == "\\" and not is_escaped
+                elif char not in _JSON_CHARS or (not depth and char not in "{["):
+                    say(self.take(at))
+                    return False
+                elif char == '"':
+                    is_text = True
+                elif char in "{[":
+                    depth += 1
+                elif char in "}]":
+                    depth -= 1
+                    if not depth:
+                        say(self.take(at + 1))
+                        return True
+            say(self.take(len(self.rest)))
+            if self.is_whole:
+                return False
+            yield
+
+
+class AnswerReader:
+    """An `AnswerParser` by a format."""
+
+    def __init__(self, read: Callable[[Reader], Reading[None]], reader: Reader) -> None:
+        self._reader = reader
+        self._reading = read(reader)
+        self._num_chars = 0  # of all tokens
+        self._begins: deque[int] = deque()  # of tokens whose text is not read yet, by characters of the answer
+        self._num_reasoning_tokens = 0
+
+    @property
+    def num_reasoning_tokens(self) -> int:
+        return self._num_reasoning_tokens
+
+    def push(self, text: str, num_chars: Sequence[int] = ()) -> Part:
+        for each in num_chars:
+            self._begins.append(self._num_chars)
+            self._num_chars += each
+        self._reader.rest += text
+        next(self._reading)
+        return self._told()
+
+    def finish(self) -> Part:
+        self._reader.is_whole = True
+        for _ in self._reading:
+            raise AssertionError("a format asks for text where there is no more")
+        return self._told()
+
+    def _told(self) -> Part:
+        while self._begins and self._begins[0] < self._reader.num_taken:
+            at = self._begins.popleft()
+            self._num_reasoning_tokens += any(begin <= at < end for begin, end in self._reader.thoughts)
+        self._reader.thoughts.clear()  # later tokens begin later
+        return self._reader.told()
+
+
+class _Trimmed:
+    """A text whose last space is held back, until it is known whether anything follows it."""
+
+    def __init__(self, space: str = "", *, is_at_start: bool = False) -> None:
+        self.space = space
+        self.is_at_start = is_at_start  # space that comes now is left out
+        self.has_said = False
+
+    def push(self, text: str) -> str:
+        text = self.space + (text.lstrip() if self.is_at_start else text)
+        said = text.rstrip()
+        self.space = text[len(said) :]
+        self.is_at_start = self.is_at_start and not said
+        self.has_said = self.has_said or bool(said)
+        return said
+
+
+def _num_held(text: str, marks: Sequence[str]) -> int:
+    """Return the length of the longest end of the text that begins a mark."""
+    longest = min(len(text), max((len(mark) - 1 for mark in marks), default=0))
+    if not any(mark[0] in text[-longest:] for mark in marks):  # nearly always, and cheaper than what follows
+        return 0
+    for length in range(longest, 0, -1):
+        if any(mark.startswith(text[-length:]) for mark in marks):
+            return length
+    return 0

@@ -1,0 +1,347 @@
+"""The bodies of OpenAI's completions and chat, with the fields that clients of vLLM and SGLang send besides, and of
+/tokenize and /detokenize. See `bodies` for the rules that they are read by."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, ClassVar, Literal
+
+from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, PlainValidator
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError
+
+from specserve.errors import RequestError
+from specserve.serve.http.openai import neutral
+from specserve.serve.http.openai.chat_messages import Messages
+from specserve.serve.http.openai.fields import Body, No, at_most, check_num_fields
+from specserve.serve.http.openai.grammar_fields import GrammarFields
+from specserve.serve.http.openai.replies import ReplyOptions
+from specserve.serve.http.openai.tool_bodies import ToolChoice, Tools
+from specserve.serve.requests.request import MAX_TOKEN_IDS, SamplingParams, describe, option_schemas
+from specserve.speculative.ranges import Bias, TokenId
+
+MAX_SALT_CHARS = 1024
+MAX_ID_CHARS = 256
+DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat runs up to the context length
+
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
+
+# Field -> the values that mean "not used". null always does.
+_UNSUPPORTED_IN_CHAT = neutral.IN_CHAT | {
+    "audio": (),
+    "chat_template": (),
+    "documents": ([],),
+    "echo": (False,),
+    "function_call": ("none",),
+    "functions": ([],),
+    "modalities": (["text"],),
+    "prediction": (),
+    "verbosity": ("medium",),
+    "web_search_options": (),
+}
+
+
+# What a body and SamplingParams both have; a field that the body lacks fails when the first request is read.
+_OPTIONS = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "shown_special_ids"]
+
+
+def as_prompts(value: Any) -> list[str | list[int]]:
+    """Return a list of prompts, from a string, a list of strings, token ids, or a list of token id lists."""
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if all(isinstance(item, str) for item in value):
+            return list(value)
+        if _is_token_ids(value):
+            return [value]
+        if all(isinstance(item, list) and item and _is_token_ids(item) for item in value):
+            return list(value)
+    raise PydanticCustomError(
+        "prompt", "should be a string, a list of strings, a list of token ids or a list of token id lists, none empty"
+    )
+
+
+def _is_token_ids(items: Sequence[Any]) -> bool:
+    return all(type(item) is int for item in items)
+
+
+def _as_token_id(key: str) -> int:
+    """Read a token id from a name of a JSON object, which is a string. Only the plain spelling is read: "07" and "7"
+    would be two biases of one token."""
+    if not (key.isascii() and key.isdecimal() and len(key) <= 10 and str(int(key)) == key):
+        raise RequestError(
+            f"logit_bias must map token ids in decimal to numbers, got the key {describe(key)}", param="logit_bias"
+        )
+    return int(key)
+
+
+def _as_strings(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _as_speculation(value: Any) -> int | None:
+    if value == "auto":
+        return None
+    if value == "off":
+        return 0
+    if type(value) is int and 0 <= value < 2**31:
+        return value
+    raise PydanticCustomError("speculation", 'should be "auto", "off" or the most draft tokens to accept in a step')
+
+
+CacheSalt = Annotated[str, Field(min_length=1, max_length=MAX_SALT_CHARS)]
+Biases = Annotated[dict[str, Bias], at_most(MAX_TOKEN_IDS, "biases", "token ids")]
+Stops = Annotated[
+    list[str], Field(fail_fast=True), BeforeValidator(_as_strings, json_schema_input_type=str | list[str])
+]
+Speculation = Annotated[int | None, PlainValidator(_as_speculation, json_schema_input_type=int | str)]
+
+
+class StreamOptions(Body):
+    """The value of `stream_options`."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False  # with include_usage: every chunk counts tokens
+    include_obfuscation: No = False
+
+
+_BOUND_ELSEWHERE = ("logprobs", "prompt_logprobs", "max_tokens", "speculation")  # they differ between endpoints
+_BOUNDS = ("minimum", "exclusiveMinimum", "maximum", "exclusiveMaximum", "minItems", "maxItems", "maxProperties")
+
+
+def _bounds(known: JsonSchemaValue, kind: str | None) -> JsonSchemaValue:
+    """Return the bounds that the schema of an option has for values of one JSON type. Those of items are in the body's
+    types, because an error is to name the item."""
+    options = [option for option in known.get("anyOf", [known]) if option.get("type") == kind]
+    return {name: option[name] for option in options for name in _BOUNDS if name in option}
+
+
+class SamplingBody(GrammarFields):
+    """The fields that completions and chat share. SamplingParams checks the ranges of their values; the engine checks
+    token ids and words against its vocabulary."""
+
+    model: str | None = None  # None: the one model that is served
+    n: Int64 = SamplingParams.n
+    best_of: Int64 | None = None  # only n itself: nothing is ever ranked and dropped
+    max_tokens: Annotated[Int64, Field(ge=1)] | None = None
+    min_tokens: Int64 = SamplingParams.min_tokens
+    temperature: float = SamplingParams.temperature
+    top_p: float = SamplingParams.top_p
+    top_k: Int64 = SamplingParams.top_k
+    min_p: float = SamplingParams.min_p
+    presence_penalty: float = SamplingParams.presence_penalty
+    frequency_penalty: float = SamplingParams.frequency_penalty
+    repetition_penalty: float = SamplingParams.repetition_penalty
+    logit_bias: Biases = Field(default_factory=dict)
+    allowed_token_ids: TokenIds | None = None
+    bad_words: Annotated[list[str], Field(fail_fast=True)] = Field(default_factory=list)
+    seed: Int64 | None = None
+    stop: Stops = Field(default_factory=list)
+    stop_token_ids: TokenIds = Field(default_factory=list)
+    include_stop_str_in_output: bool = SamplingParams.include_stop_str_in_output
+    ignore_eos: bool = SamplingParams.ignore_eos
+    skip_special_tokens: bool = SamplingParams.skip_special_tokens
+    truncate_prompt_tokens: Annotated[Int64, Field(ge=-1)] | None = None  # -1: to what the context leaves
+    truncation_side: Literal["left", "right"] = "left"  # what is cut off
+    prompt_logprobs: Int64 | None = None
+    return_tokens_as_token_ids: bool = False  # names tokens "token_id:7" in logprobs
+    return_token_ids: bool = False
+    return_draft_depths: bool = False  # tells of each token where it comes from
+    return_tree: bool = SamplingParams.return_tree
+    request_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None  # of the reply
+    speculation: Speculation = None
+    priority: Int64 = 0
+    cache_salt: CacheSalt = ""
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    # Harmless by nature: they never change an answer.
+    user: str | None = None
+    metadata: Annotated[dict[str, str], BeforeValidator(check_num_fields)] | None = None
+    store: bool | None = None
+    safety_identifier: str | None = None
+    prompt_cache_key: str | None = None
+    session_id: str | None = None
+    service_tier: Literal["auto", "default"] | None = None
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """Make the schema, with the ranges that SamplingParams checks."""
+        found = super().__get_pydantic_json_schema__(schema, handler)
+        members = handler.resolve_ref_schema(found)["properties"]
+        for name, known in option_schemas().items():
+            for option in members[name]["anyOf"] if name in members and name not in _BOUND_ELSEWHERE else ():
+                option |= _bounds(known, option.get("type"))
+        return found
+
+    @property
+    def reply_options(self) -> ReplyOptions:
+        """The options of the reply: what it says besides the answers."""
+        stream_options = self.stream_options or StreamOptions()
+        return ReplyOptions(
+            request_id=self.request_id,
+            include_usage=stream_options.include_usage,
+            continuous_usage=stream_options.include_usage and stream_options.continuous_usage_stats,
+            token_ids=self.return_token_ids,
+            prompt_logprobs=self.prompt_logprobs is not None,
+        )
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        """The most tokens that one answer may have. None means as many as fit."""
+        return self.max_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        """The number of most likely tokens that are returned at each place besides the one drawn. None means no
+        log-probabilities."""
+        raise NotImplementedError
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        """The number of most likely tokens that are returned for each token of the prompt, or None."""
+        return self.prompt_logprobs
+
+    def reword(self, error: RequestError) -> RequestError:
+        """Return an error of SamplingParams or of the engine under the name that the client of this endpoint sent."""
+        return RequestError(str(error), param=self.grammar_field) if error.param == "grammar" else error
+
+    def sampling_params(self) -> SamplingParams:
+        """Return the options under the engine's names, which fields of the same name have already. Raises RequestError
+        for values out of range and for combinations of fields that cannot be."""
+        if self.best_of not in (None, self.n):
+            raise RequestError(f"best_of is not supported yet: leave it out or send n, {self.n}", param="best_of")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs cannot be streamed: leave out stream", param="prompt_logprobs")
+        if self.stream_options not in (None, StreamOptions()) and not self.stream:
+            raise RequestError("stream_options is only allowed with stream: true", param="stream_options")
+        options = {name: getattr(self, name) for name in _OPTIONS}
+        bias = {_as_token_id(key): value for key, value in self.logit_bias.items()}
+        options |= {"max_tokens": self.max_new_tokens, "logprobs": self.num_logprobs, "logit_bias": bias}
+        options["prompt_logprobs"] = self.num_prompt_logprobs
+        try:
+            return SamplingParams(**options)
+        except RequestError as error:
+            raise self.reword(error) from None
+
+
+class CompletionBody(SamplingBody):
+    """POST /v1/completions. `echo` puts the prompt's text before each answer."""
+
+    UNSUPPORTED = neutral.IN_COMPLETIONS
+
+    prompt: Annotated[
+        list[str | list[int]],
+        PlainValidator(as_prompts, json_schema_input_type=str | list[str] | list[int] | list[list[int]]),
+    ]
+    suffix: str = ""  # what comes after the answer, for models that fill in the middle
+    echo: bool = False
+    add_special_tokens: bool = True
+    max_tokens: Annotated[Int64, Field(ge=0)] | None = DEFAULT_COMPLETION_TOKENS
+    logprobs: Int64 | None = None
+
+    @property
+    def is_prompt_only(self) -> bool:
+        """Return whether nothing is to be generated, and only the prompt comes back, as some evaluations want it for
+        its log-probabilities."""
+        return self.echo and self.max_tokens == 0
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        return 1 if self.is_prompt_only else self.max_tokens  # a sequence ends with a token, which is not told
+
+    @property
+    def num_logprobs(self) -> int | None:
+        return self.logprobs
+
+    @property
+    def num_prompt_logprobs(self) -> int | None:
+        return self.logprobs if self.echo and self.prompt_logprobs is None else self.prompt_logprobs
+
+
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+
+
+class ChatTemplateKwargs(Body):
+    """The template variables that a client may set; any other name could replace the template's own."""
+
+    enable_thinking: bool | None = None
+    thinking: bool | None = None
+    reasoning_effort: Effort | None = None
+
+
+class ChatBody(SamplingBody):
+    """POST /v1/chat/completions."""
+
+    UNSUPPORTED = _UNSUPPORTED_IN_CHAT
+
+    messages: Messages
+    tools: Tools = Field(default_factory=list)
+    tool_choice: ToolChoice = "auto"
+    parallel_tool_calls: bool = True
+    reasoning_effort: Effort | None = None
+    include_reasoning: bool = True
+    max_completion_tokens: Annotated[Int64, Field(ge=1)] | None = None
+    logprobs: bool = False
+    top_logprobs: Int64 = 0
+    chat_template_kwargs: ChatTemplateKwargs | None = None
+    add_generation_prompt: bool | None = None  # None: unless the final message is continued
+    continue_final_message: bool = False
+
+    @property
+    def has_generation_prompt(self) -> bool:
+        """Return whether the prompt ends where a new answer begins. Raises RequestError where two fields ask
+        for both."""
+        if self.continue_final_message and self.add_generation_prompt:
+            raise RequestError(
+                "continue_final_message and add_generation_prompt are both true: send one of them",
+                param="continue_final_message",
+            )
+        return not self.continue_final_message if self.add_generation_prompt is None else self.add_generation_prompt
+
+    @property
+    def max_new_tokens(self) -> int | None:
+        if None not in (self.max_tokens, self.max_completion_tokens) and self.max_tokens != self.max_completion_tokens:
+            raise RequestError(
+                "max_tokens and max_completion_tokens differ: send one of them", param="max_completion_tokens"
+            )
+        return self.max_tokens if self.max_completion_tokens is None else self.max_completion_tokens
+
+    @property
+    def num_logprobs(self) -> int | None:
+        if self.top_logprobs and not self.logprobs:
+            raise RequestError("top_logprobs is only allowed with logprobs: true", param="top_logprobs")
+        return self.top_logprobs if self.logprobs else None
+
+    def reword(self, error: RequestError) -> RequestError:
+        if error.param == "grammar" and self.grammar is None:  # it was made of the tools
+            return RequestError(str(error), param="tools")
+        if error.param == "prompt":
+            return RequestError(str(error), param="messages")
+        if error.param == "max_tokens" and self.max_completion_tokens is not None:
+            return RequestError(
+                str(error).replace("max_tokens", "max_completion_tokens"), param="max_completion_tokens"
+            )
+        if error.param == "logprobs":
+            return RequestError(str(error).replace("logprobs", "top_logprobs"), param="top_logprobs")
+        return super().reword(error)
+
+
+class TokenizeBody(Body):
+    """POST /tokenize: either a prompt or messages."""
+
+    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"return_token_strs": (False,)}
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: Messages | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    tools: Tools = Field(default_factory=list)
+    chat_template_kwargs: ChatTemplateKwargs | None = None
+
+
+class DetokenizeBody(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Annotated[list[Int64], Field(fail_fast=True)]

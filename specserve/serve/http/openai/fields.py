@@ -1,0 +1,200 @@
+"""The rules that every request body is read by.
+
+Every field of a request is either honoured, harmless by nature (`user`, `metadata`, ...), accepted only at the value
+that changes nothing (`UNSUPPORTED`), or an error that names it. null means "not given", at any depth. Types are strict:
+true is not 1 and "0.5" is not 0.5. Knows nothing of HTTP; errors are RequestError with `param` set.
+"""
+
+import functools
+import json
+import logging
+from collections.abc import Callable, Mapping
+from typing import Annotated, Any, ClassVar, Literal, LiteralString, TypeVar, cast
+
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    GetJsonSchemaHandler,
+    ValidationError,
+    ValidationInfo,
+    model_validator,
+)
+from pydantic.json_schema import JsonSchemaValue
+from pydantic_core import CoreSchema, PydanticCustomError, from_json
+
+from specserve.errors import RequestError
+from specserve.serve.http.transport.patient_json import is_long, read_json
+from specserve.serve.requests.request import describe, request_error
+
+logger = logging.getLogger(__name__)
+
+MAX_OBJECT_FIELDS = 100
+Neutral = Mapping[str, tuple[Any, ...]]  # field -> the values that change nothing; null never does
+MAX_NAMES_LOGGED = 1000
+
+
+def _only(expected: bool | int) -> BeforeValidator:
+    """For literals, which take 0 for false and true for 1, as Python does."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, bool) != isinstance(expected, bool):
+            raise PydanticCustomError("literal_error", "should be {expected}", {"expected": json.dumps(expected)})
+        return value
+
+    return BeforeValidator(check)
+
+
+No = Annotated[Literal[False], _only(False)]
+One = Annotated[Literal[1], _only(1)]
+
+
+class UnknownFields:
+    """Counts unknown fields, where the server was told to let them pass. Each name is logged once. Threads may share
+    it."""
+
+    def __init__(self, count: Callable[[], None]) -> None:
+        self._count = count
+        self._names: set[str] = set()
+
+    def note(self, body: str, name: str) -> None:
+        self._count()
+        known = f"{body}.{name[:200]}"
+        if known not in self._names and len(self._names) < MAX_NAMES_LOGGED:
+            self._names.add(known)
+            logger.warning("requests have an unknown field, which is not read: %s", known)
+
+
+def check_num_fields(value: Any) -> Any:
+    """Check that an object has not too many members. pydantic reports every error of an object, and a million wrong
+    members would take it seconds."""
+    if isinstance(value, dict) and len(value) > MAX_OBJECT_FIELDS:
+        raise PydanticCustomError("fields", "has too many fields")
+    return value
+
+
+def at_most(most: int, kind: LiteralString, what: LiteralString) -> BeforeValidator:
+    """A validator of lists and objects that refuses longer ones before pydantic looks at what is in them."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list | dict) and len(value) > most:
+            raise PydanticCustomError(kind, "should have at most {most} " + what, {"most": most})
+        return value
+
+    return BeforeValidator(check)
+
+
+class Body(BaseModel):
+    """The base of all bodies, and of the objects in them. `UNSUPPORTED` has known fields that may only be sent at
+    values that change nothing."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    UNSUPPORTED: ClassVar[Neutral] = {}
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> JsonSchemaValue:
+        """null means "not given", and a field that is not supported may have the values that change nothing."""
+        found = handler(schema)
+        own = handler.resolve_ref_schema(found)
+        members = own.setdefault("properties", {})
+        for name in set(members) - set(own.get("required", ())):
+            members[name] = _or_null(members[name])
+        for name, neutral in cls.UNSUPPORTED.items():
+            members[name] = {"enum": [*neutral, None], "description": "Not supported: only what changes nothing."}
+        return found
+
+    @model_validator(mode="before")
+    @classmethod
+    def _known_members(cls, value: Any, info: ValidationInfo) -> Any:
+        """The members that are fields of this body and say something. pydantic's own refusal of others would report
+        every one of a million. The validation's context is an UnknownFields where unknown ones may pass."""
+        if not isinstance(value, dict):
+            return value
+        given, known = {}, _names(cls)
+        for name, item in value.items():
+            if name in known:
+                if item is not None:
+                    given[name] = item
+            elif name in cls.UNSUPPORTED:
+                _check_neutral(name, item, cls.UNSUPPORTED[name])
+            elif isinstance(info.context, UnknownFields):
+                info.context.note(cls.__name__, name)
+            else:
+                raise PydanticCustomError("unknown", "unknown", {"field": name[:200]})
+        return given
+
+
+def _or_null(schema: JsonSchemaValue) -> JsonSchemaValue:
+    options = schema.pop("anyOf", None) or [{name: schema.pop(name) for name in list(schema) if name != "default"}]
+    has_null = {"type": "null"} in options
+    return {"anyOf": options if has_null else [*options, {"type": "null"}]} | schema
+
+
+@functools.cache
+def _names(body_type: type[Body]) -> frozenset[str]:
+    return frozenset(field.alias or name for name, field in body_type.model_fields.items())
+
+
+_BodyT = TypeVar("_BodyT", bound=Body)
+
+
+def parse_body(body_type: type[_BodyT], raw: bytes, unknown_fields: UnknownFields | None = None) -> _BodyT:
+    """Read a checked body from these bytes. Raises RequestError, whose `param` names the field that is wrong. Unknown
+    fields are wrong too, unless `unknown` counts them."""
+    return check_body(body_type, _parse_object(raw), unknown_fields)
+
+
+def check_body(
+    body_type: type[_BodyT], value: Mapping[str, Any], unknown_fields: UnknownFields | None = None
+) -> _BodyT:
+    """Check a body that was read as an object, or made."""
+    try:
+        return body_type.model_validate(value, context=unknown_fields)
+    except ValidationError as error:
+        raise _as_request_error(error) from None
+
+
+def _parse_object(raw: bytes) -> dict[str, Any]:
+    """Read a JSON object strictly. It refuses what json.loads lets through: NaN, lone surrogates, a BOM, bad UTF-8,
+    deep nesting."""
+    try:
+        if is_long(raw):
+            value = read_json(raw, _refuse_duplicates)
+        else:
+            value = from_json(raw, allow_inf_nan=False)
+            json.loads(raw, object_pairs_hook=_refuse_duplicates)
+    except ValueError as error:
+        raise RequestError(f"the request body is not valid JSON: {error}") from None
+    if not isinstance(value, dict):
+        raise RequestError(f"the request body must be a JSON object, got {describe(value)}")
+    return cast(dict[str, Any], value)
+
+
+def _refuse_duplicates(pairs: list[tuple[str, Any]]) -> None:
+    names = [name for name, _ in pairs]
+    if len(set(names)) != len(names):
+        raise ValueError("an object has two members of one name")
+
+
+def _check_neutral(name: str, value: Any, neutral: tuple[Any, ...]) -> None:
+    is_neutral = value is None or any(
+        value == item and isinstance(value, bool) == isinstance(item, bool) for item in neutral
+    )
+    if not is_neutral:
+        allowed = " or send " + json.dumps(neutral[0]) if neutral else ""
+        raise PydanticCustomError("unsupported", "unsupported", {"field": name, "allowed": allowed})
+
+
+def _as_request_error(error: ValidationError) -> RequestError:
+    first = error.errors(include_url=False, include_input=False)[0]
+    context = first.get("ctx", {})
+    names = first["loc"] + ((context["field"],) if first["type"] in ("unknown", "unsupported") else ())
+    shown = [part for part in names if not str(part).startswith("<")]  # without the tags of alternatives
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in shown).lstrip(".")
+    if first["type"] == "unknown":
+        return RequestError(f"unknown field: {param}", param=param)
+    if first["type"] == "unsupported":
+        return RequestError(f"{param} is not supported yet: leave it out{context['allowed']}", param=param)
+    if first["type"] == "missing":
+        return RequestError(f"{param} is required", param=param)
+    return request_error(error, param)

@@ -1,0 +1,163 @@
+"""Log-probabilities in the words of the two endpoints: OpenAI's legacy lists, and the objects of chat.
+
+Owns the text of single tokens. Knows nothing of HTTP or of the engine.
+"""
+
+from collections import defaultdict
+from collections.abc import Sequence
+from typing import Any
+
+from specserve.serve.engine.interface import TokenizerLike
+from specserve.serve.requests.decoder import REPLACEMENT
+from specserve.serve.requests.request import PromptToken, TokenLogprobs
+
+Json = dict[str, Any]
+
+LOWEST_LOGPROB = -9999.0  # JSON has no infinity; vLLM's floor
+MAX_TOKENS_PER_CHAR = 4  # UTF-8 has at most four bytes a character
+
+
+class TokenTexts:
+    """A mapping of token ids to their text as it stands inside a longer text. It keeps what it has decoded, one text
+    for each token id."""
+
+    def __init__(self, tokenizer: TokenizerLike) -> None:
+        self._tokenizer = tokenizer
+        self._texts: dict[int, str] = {}
+
+    def __getitem__(self, token_id: int) -> str:
+        text = self._texts.get(token_id)
+        if text is None:
+            # Some decoders strip the space before their first token, never that of the second.
+            once, twice = (self._tokenizer.decode([token_id] * n, skip_special_tokens=False) for n in (1, 2))
+            text = self._texts[token_id] = twice[len(once) :] if twice.startswith(once) else once
+        return text
+
+    def shown(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str:
+        """Return the text that these tokens add to an answer."""
+        text = self._tokenizer.decode(token_ids, skip_special_tokens=skip_special_tokens)
+        return self[token_ids[0]] if text and len(token_ids) == 1 else text
+
+
+class TextPieces:
+    """Turns each token of one answer into the text that it adds. Of the tokens of one character, the last one
+    adds it."""
+
+    def __init__(self, texts: TokenTexts, *, skip_special_tokens: bool = True) -> None:
+        self._texts = texts
+        self._skip_special_tokens = skip_special_tokens
+        self._open_ids: list[int] = []  # of a character that is not whole yet
+
+    def push(self, token_id: int) -> str:
+        """Take the next token of the answer, and return the text that it adds."""
+        self._open_ids.append(token_id)
+        text = self._texts.shown(self._open_ids, skip_special_tokens=self._skip_special_tokens)
+        if text.endswith(REPLACEMENT) and len(self._open_ids) < MAX_TOKENS_PER_CHAR:
+            return ""
+        self._open_ids.clear()
+        return text
+
+
+class TextOffsets:
+    """Turns each token of one answer into the place where it begins in the text. The tokens of one character all begin
+    where it does."""
+
+    def __init__(self, texts: TokenTexts, *, skip_special_tokens: bool = True) -> None:
+        self._pieces = TextPieces(texts, skip_special_tokens=skip_special_tokens)
+        self._offset = 0
+
+    def push(self, token_id: int) -> int:
+        """Take the next token of the answer, and return the index of its first character in the text."""
+        offset = self._offset
+        self._offset += len(self._pieces.push(token_id))
+        return offset
+
+
+class CompletionLogprobs:
+    """Spells log-probabilities as /v1/completions does, in parallel lists. As at OpenAI, `top_logprobs` has the token
+    itself besides the most likely ones."""
+
+    def __init__(
+        self,
+        texts: TokenTexts,
+        *,
+        is_asked: bool = True,
+        as_token_ids: bool = False,
+        skip_special_tokens: bool = True,
+    ) -> None:
+        """Prepare the lists. `is_asked`: the body asks for log-probabilities of the answer, and with an echo of the
+        prompt."""
+        self.texts, self.is_asked = texts, is_asked
+        self._as_token_ids = as_token_ids
+        self._offsets: defaultdict[int, TextOffsets] = defaultdict(
+            lambda: TextOffsets(texts, skip_special_tokens=skip_special_tokens)
+        )
+
+    def __call__(self, index: int, logprobs: Sequence[TokenLogprobs], prompt: Sequence[PromptToken] = (), /) -> Json:
+        """Spell the log-probabilities of the tokens of an answer, after those of its prompt, whose first has none."""
+        token_ids = [item.token_id for item in (*prompt, *logprobs)]
+        items = [*(token.logprobs for token in prompt), *logprobs]
+        return {
+            "tokens": [self._name(token_id) for token_id in token_ids],
+            "token_logprobs": [None if item is None else finite(item.logprob) for item in items],
+            "top_logprobs": [None if item is None else self._top(item) for item in items],
+            "text_offset": [self._offsets[index].push(token_id) for token_id in token_ids],
+        }
+
+    def _top(self, item: TokenLogprobs) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for token_id, logprob in (*item.top, (item.token_id, item.logprob)):
+            found.setdefault(self._name(token_id), finite(logprob))  # of two tokens of one text, the likelier
+        return found
+
+    def _name(self, token_id: int) -> str:
+        return _name(self.texts, token_id, self._as_token_ids)
+
+
+def prompt_logprobs(texts: TokenTexts, prompt: Sequence[PromptToken]) -> list[Json | None]:
+    """Spell the log-probabilities of a prompt as vLLM does: null for the first token, then objects by token id, of the
+    token itself and of the most likely ones."""
+
+    def entry(token_id: int, logprob: float, rank: int) -> Json:
+        return {"logprob": finite(logprob), "rank": rank, "decoded_token": texts[token_id]}
+
+    found: list[Json | None] = []
+    for token in prompt:
+        if token.logprobs is None:
+            found.append(None)
+            continue
+        top = {str(each): entry(each, value, rank) for rank, (each, value) in enumerate(token.logprobs.top, 1)}
+        found.append({str(token.token_id): entry(token.token_id, token.logprobs.logprob, token.rank)} | top)
+    return found
+
+
+class ChatLogprobs:
+    """Spells log-probabilities as /v1/chat/completions does, one object for each token. `bytes` is null for a token
+    that is only a part of a character."""
+
+    def __init__(self, texts: TokenTexts, *, as_token_ids: bool = False) -> None:
+        self.texts = texts
+        self._as_token_ids = as_token_ids
+
+    def __call__(self, _index: int, logprobs: Sequence[TokenLogprobs], /) -> Json:
+        return {"content": [self._token(item) for item in logprobs], "refusal": None}
+
+    def _token(self, item: TokenLogprobs) -> Json:
+        return self._entry(item.token_id, item.logprob) | {"top_logprobs": [self._entry(*top) for top in item.top]}
+
+    def _entry(self, token_id: int, logprob: float) -> Json:
+        text = self.texts[token_id]
+        return {
+            "token": _name(self.texts, token_id, self._as_token_ids),
+            "logprob": finite(logprob),
+            "bytes": None if REPLACEMENT in text else list(text.encode()),
+        }
+
+
+def _name(texts: TokenTexts, token_id: int, as_token_id: bool) -> str:
+    return f"token_id:{token_id}" if as_token_id else texts[token_id]
+
+
+def finite(logprob: float) -> float:
+    """Return the log-probability as JSON can have it."""
+    return max(LOWEST_LOGPROB, logprob)

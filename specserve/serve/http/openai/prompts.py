@@ -1,0 +1,99 @@
+"""The way from a client's prompt to the token ids that the engine takes. Errors are RequestErrors."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from specserve.errors import RequestError
+from specserve.serve.engine.interface import EngineLike
+from specserve.serve.http.openai.bodies import SamplingBody
+from specserve.serve.http.openai.chat_messages import ChatMessage, template_messages
+
+# No tokenizer in use has longer tokens than this, so a longer text is over the context: told before tokenizing it.
+MAX_CHARS_PER_TOKEN = 1024
+
+
+class ModelNotFoundError(RequestError):
+    """Raised for a request for another model than the one served (HTTP 404)."""
+
+
+def check_model(engine: EngineLike, model: str | None) -> None:
+    if model is not None and model != engine.model_name:
+        raise ModelNotFoundError(
+            f"the model {model[:200]!r} does not exist; {engine.model_name!r} is served", param="model"
+        )
+
+
+def encode(engine: EngineLike, text: str, *, add_special_tokens: bool) -> list[int]:
+    check_text_length(engine, len(text), "prompt")
+    token_ids = engine.tokenizer.encode(text, add_special_tokens=add_special_tokens)
+    if not token_ids:
+        raise RequestError("prompt is empty: it has no tokens", param="prompt")
+    return token_ids
+
+
+def decode(engine: EngineLike, token_ids: list[int]) -> str:
+    return engine.tokenizer.decode(token_ids, skip_special_tokens=False)  # as it was sent, nothing hidden
+
+
+def render_chat(
+    engine: EngineLike,
+    messages: Sequence[ChatMessage],
+    *,
+    add_generation_prompt: bool = True,
+    tools: Sequence[Mapping[str, Any]] = (),
+    variables: Mapping[str, Any] | None = None,
+    continue_final_message: bool = False,
+) -> list[int]:
+    """Return the prompt that the chat template makes of messages and tools, with these template variables."""
+    if not engine.tokenizer.has_chat_template:
+        raise RequestError(f"{engine.model_name} has no chat template; use /v1/completions", param="messages")
+    if tools and not engine.tokenizer.template.reads_tools:
+        raise RequestError(f"the chat template of {engine.model_name} does not write tools; send none", param="tools")
+    rendered = template_messages(messages)
+    check_text_length(engine, sum(len(str(value)) for turn in rendered for value in turn.values()), "messages")
+    check_text_length(engine, sum(len(str(tool)) for tool in tools), "tools")
+    return engine.tokenizer.render_chat(
+        rendered,
+        add_generation_prompt=add_generation_prompt,
+        tools=tools or None,
+        continue_final_message=continue_final_message,
+        template_kwargs=variables or None,
+    )
+
+
+def truncated(engine: EngineLike, body: SamplingBody, token_ids: list[int]) -> list[int]:
+    """Return the tokens of a prompt that `truncate_prompt_tokens` leaves. Raises RequestError where it leaves none."""
+    most = body.truncate_prompt_tokens
+    if most is None:
+        return token_ids
+    if most == -1:
+        most = engine.max_model_len - (body.max_new_tokens or 1)
+    if most < 1:
+        raise RequestError(
+            f"truncate_prompt_tokens must leave a token of the prompt: it should be at least 1, or -1 with room for "
+            f"max_tokens in the context of {engine.max_model_len}, got {body.truncate_prompt_tokens}",
+            param="truncate_prompt_tokens",
+        )
+    return token_ids[:most] if body.truncation_side == "right" else token_ids[-most:]
+
+
+def check_text_length(engine: EngineLike, num_chars: int, param: str) -> None:
+    if num_chars > MAX_CHARS_PER_TOKEN * engine.max_model_len:
+        raise RequestError(
+            f"{param} has {num_chars} characters, far over the model's context of {engine.max_model_len} tokens",
+            param=param,
+        )
+
+
+def check_num_tokens(engine: EngineLike, num_tokens: int, param: str) -> None:
+    if num_tokens >= engine.max_model_len:
+        raise RequestError(
+            f"{param} has {num_tokens} tokens; the model takes {engine.max_model_len} with at least one left to answer",
+            param=param,
+        )
+
+
+def check_token_ids(engine: EngineLike, token_ids: list[int], param: str) -> None:
+    for token_id in token_ids:
+        if not 0 <= token_id < engine.vocab_size:
+            raise RequestError(f"{param} token ids must be in [0, {engine.vocab_size}), got {token_id}", param=param)

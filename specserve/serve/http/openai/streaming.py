@@ -1,0 +1,358 @@
+"""The way from the engine's thread to one HTTP reply: it collects the deltas of all sequences of a request, whole or
+as a stream.
+
+Owns the hop between threads and the rule that a client who goes away takes all its sequences along. Knows nothing of
+bodies and fields (`bodies`), of what text means (`parts`) or of how a reply is spelled (`replies`).
+"""
+
+import asyncio
+import contextlib
+import dataclasses
+import itertools
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from fastapi import Request as HttpRequest
+from fastapi.sse import KEEPALIVE_COMMENT
+
+from specserve.errors import CapacityError, RequestError, SpecServeError
+from specserve.serve.engine.interface import EngineLike
+from specserve.serve.http.admin.metrics import Metrics, SequenceMetrics
+from specserve.serve.http.formats.parts import AnswerParser, MakeParser, Part, PlainText
+from specserve.serve.http.openai.drafts import TokenOrigin
+from specserve.serve.http.openai.replies import TOOL_CALLS, Answer, Json, ReplyFormat, Usage, error_body
+from specserve.serve.http.openai.request_metrics import RequestMetrics
+from specserve.serve.http.transport.guard import INTERNAL_ERROR, EngineFailureError, client_of
+from specserve.serve.http.transport.mailbox import Mailbox
+from specserve.serve.http.transport.patient_json import write_json
+from specserve.serve.http.transport.request_ids import current_request_id
+from specserve.serve.http.transport.threads import in_line, in_thread
+from specserve.serve.http.transport.tracing import Tracing
+from specserve.serve.requests.request import Delta, FinishReason, Request, SamplingParams, SpeculationStats
+from specserve.speculative.acceptance import Acceptance
+
+logger = logging.getLogger(__name__)
+
+HEALTH_CHECK_SECONDS = 1.0
+_TICK = (-1, Delta())  # among the arrivals
+KEEPALIVE_SECONDS = 15.0
+ARRIVALS_AT_ONCE = 16  # that are spelled on the event loop, some tenths of a millisecond each
+
+
+class ClientGoneError(Exception):
+    """The client closed the connection; all its sequences have been cancelled."""
+
+
+@dataclass(eq=False)
+class _Choice:
+    """A sequence of a reply, and its output so far."""
+
+    request: Request
+    metrics: SequenceMetrics
+    is_first: bool  # of its prompt's
+    parser: AnswerParser
+    has_calls: bool = False
+    num_tokens: int = 0
+    waiting_ids: Sequence[int] = ()  # of tokens that a stream has not told yet
+    stats: SpeculationStats | None = None  # None until it has ended
+
+
+class Generation:
+    """The sequences of one HTTP request, `params.n` of each prompt. Make it on the event loop, `submit` it, then
+    consume `reply` or `stream` once. Choices are numbered prompt by prompt."""
+
+    def __init__(
+        self,
+        engine: EngineLike,
+        metrics: Metrics,
+        http: HttpRequest,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        mailbox: Mailbox,
+        make_parser: MakeParser = PlainText,  # one for each sequence
+        has_origins: bool = False,  # answers tell where their tokens come from
+        priority: int = 0,
+        cache_salt: str = "",
+        told: RequestMetrics | None = None,  # of a reply's one sequence; None: nothing
+        tracing: Tracing | None = None,
+    ) -> None:
+        self._engine = engine
+        self._http = http
+        self._make_parser = make_parser
+        self._has_origins = has_origins
+        self._told = told or RequestMetrics()
+        self._tracing, self._parent = tracing, tracing.parent(http.headers) if tracing else None
+        self._request_id = current_request_id()
+        self._loop, self._mailbox = asyncio.get_running_loop(), mailbox
+        self._arrivals: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()  # None: the client has gone
+        self._choices: list[_Choice] = []
+        self._early: list[tuple[int, Delta]] | None = []  # what comes while sequences are still submitted
+        self._is_cancelled = False
+        self._metrics, self._prompts, self._params = metrics, prompts, params
+        self._options = {"priority": priority, "cache_salt": cache_salt, "client": client_of(http.scope)}
+
+    async def submit(self) -> None:
+        """Hand all sequences to the engine, off the event loop. Raises what `engine.submit` raises, and
+        ClientGoneError; then no sequence is left behind."""
+        self._metrics.count_request(self._params)
+        # Watched from here on, not from the first read: a client can leave before its turn comes or its stream starts.
+        self._watch = asyncio.create_task(self._watch_client())
+        self._tick()
+        grammar = self._params.grammar
+        try:
+            if grammar is None or self._engine.knows_grammar(grammar):
+                await in_thread(self._submit_all, size=sum(map(len, self._prompts)))
+            else:
+                await in_line(self._submit_all, self._options["client"])
+        except BaseException:
+            self._end()
+            raise
+        finally:
+            early, self._early = self._early or [], None
+            for arrival in early:
+                self._receive(*arrival)
+
+    def _submit_all(self) -> None:
+        self._check_wanted()
+        each = self._params.choices()
+        for token_ids, own in itertools.product(self._prompts, each):
+            number = len(self._choices)
+            name = self._request_id and f"{self._request_id}-{number}"
+            on_delta = partial(self._on_delta, number)
+            request = self._engine.submit(token_ids, own, on_delta, request_id=name, **self._options)
+            counted = self._metrics.start_sequence(len(token_ids))
+            self._choices.append(_Choice(request, counted, number % len(each) == 0, self._make_parser()))
+            self._check_wanted()
+
+    def _check_wanted(self) -> None:
+        """Raises ClientGoneError where nobody waits any more for what is being submitted."""
+        if self._is_cancelled:
+            self.cancel()
+            raise ClientGoneError
+
+    def cancel(self) -> None:
+        """Stop every sequence, also while they are submitted. Safe at any time, also after the end."""
+        self._is_cancelled = True
+        for choice in self._choices:
+            choice.request.cancel()
+
+    def _end(self) -> None:
+        self.cancel()
+        self._watch.cancel()
+        self._ticker.cancel()
+
+    async def reply(self, reply_format: ReplyFormat) -> bytes:
+        """Return the whole reply, as JSON. Raises ClientGoneError, CapacityError or EngineFailureError."""
+        arrived: list[list[Delta]] = [[] for _ in self._choices]
+        async with contextlib.aclosing(self._deltas()) as deltas:
+            async for index, delta in deltas:
+                before = arrived[index]
+                if before and before[-1].tree is not None:  # only the last step's is told
+                    before[-1] = dataclasses.replace(before[-1], tree=None)
+                before.append(delta)
+
+        def spell() -> bytes:
+            answers = [self._whole(index, deltas) for index, deltas in enumerate(arrived)]
+            return write_json(reply_format.reply(answers, self._usage())).encode()
+
+        # Always: what it takes depends on texts, calls and log-probabilities; and one hop to a thread is little beside
+        # the two by which the request was read and submitted.
+        return await in_thread(spell, size=self._num_tokens() + sum(map(len, self._prompts)))
+
+    async def stream(self, reply_format: ReplyFormat) -> AsyncIterator[bytes]:
+        """Yield the reply as server-sent events. An error after the start becomes an event."""
+        try:
+            async with contextlib.aclosing(self._events(reply_format)) as events:
+                async for each in events:
+                    yield each
+            for each in await _spelled(lambda: reply_format.end(self._usage()), self._num_tokens()):
+                yield each
+            return
+        except ClientGoneError:
+            return
+        except RequestError as error:
+            failure = error_body(str(error), "invalid_request_error", param=error.param)
+        except SpecServeError as error:
+            failure = error_body(str(error), "server_error")
+        except Exception:
+            logger.exception("a stream failed")
+            failure = error_body(INTERNAL_ERROR, "server_error")
+        for each in reply_format.failure(failure):
+            yield each
+
+    async def _events(self, reply_format: ReplyFormat) -> AsyncGenerator[bytes, None]:
+        started: set[int] = set()
+        last_time = self._loop.time()
+        async with contextlib.aclosing(self._deltas(is_idle_reported=True)) as deltas:
+            async for index, delta in deltas:
+                if index < 0:
+                    if self._loop.time() - last_time >= KEEPALIVE_SECONDS:
+                        last_time = self._loop.time()
+                        yield KEEPALIVE_COMMENT
+                    continue
+                last_time = self._loop.time()
+                if index not in started:
+                    started.add(index)
+                    start = Answer(index, Part(), None, prompt_ids=self._choices[index].request.prompt_ids)
+                    begin = partial(reply_format.begin, start, self._usage)
+                    for each in await _spelled(begin, len(start.prompt_ids)):
+                        yield each
+                answer = self._piece(index, delta)
+                # A step may add tokens and no text yet: in the middle of a character, or of what may be a stop string.
+                # Their ids go with the next text.
+                choice = self._choices[index]
+                told = answer.part or answer.logprobs or answer.prompt or answer.origins or answer.tree
+                if told or answer.finish_reason is not None:
+                    choice.waiting_ids = ()
+                    spell = partial(reply_format.piece, answer, self._usage)
+                    size = len(answer.prompt) + choice.num_tokens
+                    for each in await _spelled(spell, size) if reply_format.is_long else spell():
+                        yield each
+                else:
+                    choice.waiting_ids = answer.token_ids
+
+    def _num_tokens(self) -> int:
+        """Return how many tokens have come so far."""
+        return sum(choice.num_tokens for choice in self._choices)
+
+    def _piece(self, index: int, delta: Delta) -> Answer:
+        """Return a delta as a piece of its choice's answer."""
+        choice = self._choices[index]
+        part = choice.parser.push(delta.text, delta.num_chars)
+        if delta.finish_reason is not None:
+            part += choice.parser.finish()
+        choice.has_calls = choice.has_calls or bool(part.tool_calls)
+        reason = None if delta.finish_reason is None else str(delta.finish_reason)
+        if reason == FinishReason.STOP and choice.has_calls:
+            reason = TOOL_CALLS
+        return Answer(
+            index,
+            part,
+            reason,
+            delta.logprobs,
+            prompt=delta.prompt,
+            stop_reason=delta.stop_reason,
+            token_ids=(*choice.waiting_ids, *delta.token_ids),
+            prompt_ids=choice.request.prompt_ids,
+            stats=delta.stats,
+            origins=self._origins([delta]),
+            tree=delta.tree,
+        )
+
+    def _origins(self, deltas: Sequence[Delta]) -> Sequence[TokenOrigin]:
+        if not self._has_origins:
+            return ()
+        return [origin for delta in deltas for origin in zip(delta.token_ids, delta.draft_depths, strict=True)]
+
+    def _whole(self, index: int, deltas: Sequence[Delta]) -> Answer:
+        """Return all deltas of a choice as one answer."""
+        text = "".join(delta.text for delta in deltas)
+        logprobs = tuple(item for delta in deltas for item in delta.logprobs)
+        token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
+        prompt = next((delta.prompt for delta in deltas if delta.prompt), ())
+        num_chars = tuple(num for delta in deltas for num in delta.num_chars)
+        everything = dataclasses.replace(
+            deltas[-1], text=text, logprobs=logprobs, token_ids=token_ids, prompt=prompt, num_chars=num_chars
+        )
+        return dataclasses.replace(self._piece(index, everything), origins=self._origins(deltas))
+
+    async def _deltas(self, *, is_idle_reported: bool = False) -> AsyncGenerator[tuple[int, Delta], None]:
+        """Yield (choice, delta) until every sequence has ended. With `is_idle_reported` also (-1, empty delta), about
+        once a second."""
+        num_open, num_taken = len(self._choices), 0
+        try:
+            while num_open:
+                arrival = await self._arrivals.get()
+                num_taken += 1
+                if num_taken % ARRIVALS_AT_ONCE == 0:
+                    await asyncio.sleep(0)  # other requests' turn, which a queue that is not empty does not give them
+                if arrival is None:
+                    raise ClientGoneError
+                index, delta = arrival
+                if index < 0:
+                    if not self._engine.is_healthy:
+                        raise EngineFailureError("the engine has stopped; the server's log has the details")
+                    if is_idle_reported:
+                        yield arrival
+                    continue
+                choice = self._choices[index]
+                _check(choice.request, delta)
+                choice.num_tokens += len(delta.token_ids)
+                choice.stats = delta.stats
+                num_open -= delta.finish_reason is not None
+                yield arrival
+        finally:
+            self._end()
+
+    def _usage(self) -> Usage:
+        """Return the token counts so far."""
+        first = [choice for choice in self._choices if choice.is_first]
+        total = sum((choice.stats for choice in self._choices if choice.stats is not None), Acceptance())
+        return Usage(
+            num_prompt=sum(len(choice.request.prompt_ids) for choice in first),
+            num_cached=sum(choice.stats.num_cached_tokens for choice in first if choice.stats is not None),
+            num_completion=self._num_tokens(),
+            num_accepted=total.num_accepted,
+            num_rejected=total.num_draft_tokens - total.num_accepted,
+            num_reasoning=sum(choice.parser.num_reasoning_tokens for choice in self._choices),
+            metrics=self._metrics_of_one(),
+        )
+
+    def _metrics_of_one(self) -> Json | None:
+        """Return the `metrics` object at the end. There is none for several sequences, because they would have to
+        share it."""
+        [first, *others] = self._choices
+        return None if others or first.stats is None else self._told.spell(first.stats, first.num_tokens)
+
+    def _on_delta(self, index: int, delta: Delta) -> None:
+        """Take a delta, on the engine's thread."""
+        try:
+            self._mailbox.post(partial(self._receive, index, delta))
+        except RuntimeError:  # the event loop is closed: the server has stopped, nobody waits
+            self.cancel()
+
+    def _receive(self, index: int, delta: Delta) -> None:
+        # Here and not where deltas are read: a sequence whose client left still ends, and still counts.
+        if self._early is not None:
+            self._early.append((index, delta))
+            return
+        choice = self._choices[index]
+        choice.metrics.observe(delta)
+        if delta.finish_reason is not None and self._tracing and self._parent is not None:
+            self._tracing.end(
+                *(self._parent, self._request_id, choice.request, delta),
+                num_tokens=choice.metrics.num_tokens,
+                model=self._engine.model_name,
+            )
+        self._arrivals.put_nowait((index, delta))
+
+    def _tick(self) -> None:
+        """Wake the reader now and then to look at the engine's health, because a dead engine sends nothing."""
+        self._arrivals.put_nowait(_TICK)
+        self._ticker = self._loop.call_later(HEALTH_CHECK_SECONDS, self._tick)
+
+    async def _watch_client(self) -> None:
+        while (await self._http.receive())["type"] != "http.disconnect":
+            pass
+        self.cancel()
+        self._ticker.cancel()  # nobody may ever read what comes
+        self._arrivals.put_nowait(None)
+
+
+async def _spelled(spell: Callable[[], Iterable[bytes]], size: int) -> list[bytes]:
+    """The events of a part of a stream that may be long: the beginning and the end tell the request back, or all that
+    was said."""
+    return await in_thread(lambda: list(spell()), size=size)
+
+
+def _check(request: Request, delta: Delta) -> None:
+    if delta.finish_reason is FinishReason.ERROR and delta.is_refused:
+        raise RequestError(str(delta.error))
+    if delta.finish_reason is FinishReason.ERROR:
+        logger.error("request %s failed: %s", request.request_id, delta.error)
+        raise EngineFailureError("the engine failed on this request; the server's log has the details")
+    if delta.finish_reason is FinishReason.CANCELLED:
+        raise CapacityError("the server is stopping")

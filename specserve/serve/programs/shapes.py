@@ -1,0 +1,266 @@
+"""The shapes that programs are compiled for: short lists, so that all of them are known at start.
+
+A step exists for each batch bucket, page-table width and tree; a prompt is prefilled in chunks of a few sizes.
+Deterministic serving is the case in which every list has one entry. Over a mesh that cuts sequences a batch has as many
+rows for each data rank, in the order of the ranks (`pages.data_rank`).
+"""
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+import numpy as np
+
+from specserve.drafters.words import OWN_TEXT
+from specserve.errors import ConfigError
+from specserve.serve.engine.pages import PagePool, Watcher, data_rank
+from specserve.speculative.tree import Tree, chain
+
+CPU_CHUNKS, DEVICE_CHUNKS = (16, 32, 64, 128, 256), (64, 256, 1024)  # prompt tokens per prefill program
+RECURRENT_CHUNK = 256  # at most, with recurrent layers: each keeps tens of kilobytes per token of the chunk
+_FIRST_WIDTH, _WIDTH_GROWTH = 8, 4  # of the page-table widths; each costs a set of programs, each step reads < 4x
+CPU_ROWS, DEVICE_ROWS = 8, 512  # with a choice of trees, none makes a step of several sequences larger than this,
+CPU_CHAIN, CPU_CHAIN_ROWS = 3, 64  # but for one chain on CPU, which pays in larger batches too (docs/log)
+CONSTRAINED_DEPTH = 3  # programs of their own, so one way to speculate for each batch bucket
+STEPS_AT_ONCE = 8  # of one kind; what the host does once for all of them is then little beside them
+DETERMINISTIC_DEPTH = 7  # every step verifies a chain of this length, whatever was proposed
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """The static shapes of the steps of a server."""
+
+    trees: tuple[Tree | None, ...]  # the ways to make a step; None is plain decoding
+    num_slots: int
+    max_model_len: int  # tokens of a sequence
+    page_size: int  # tokens
+    num_pages: int  # of all sequences together
+    batch_sizes: tuple[int, ...]
+    widths: tuple[int, ...]  # pages of each sequence that attention reads, the narrowest first
+    chunks: tuple[int, ...]  # prompt tokens, the smallest first
+    max_rows: int  # nodes of a step of several sequences, where there is a choice of trees
+    # by batch size, the smallest first: the one of `trees` that steps of up to so many sequences may take besides plain
+    # decoding, as measured by `specserve tune`; larger steps are plain. Empty: any that fits
+    tuned: tuple[tuple[int, Tree | None], ...] = ()
+    verified_depth: int = 0  # deterministic: every step verifies a chain of this length
+    accepts_nothing: bool = False  # deterministic plain decoding: a chain of which nothing may be accepted
+    num_ranks: int = 1  # data ranks: it divides slots, pages and every batch
+    most_steps: int = 1  # that one call of a program makes, one after another
+
+    @property
+    def is_deterministic(self) -> bool:
+        return self.verified_depth > 0
+
+    @property
+    def uses_head(self) -> bool:
+        """Return whether any of the ways to make a step asks for a head."""
+        return any(tree is not None and tree.uses_head for tree in self.trees)
+
+    @property
+    def max_pages(self) -> int:
+        """Pages of one sequence, at most."""
+        return -(-self.max_model_len // self.page_size)
+
+    @property
+    def pages_of_rank(self) -> int:
+        """Pages of each data rank, and so of all sequences that are bound to it together."""
+        return self.num_pages // self.num_ranks
+
+    def page_pool(self, watcher: Watcher | None = None, most: int | None = None) -> PagePool:
+        """Return a pool of the pages, of which it hands out `most` in each data rank; None: all."""
+        return PagePool(self.num_pages, self.page_size, watcher, num_ranks=self.num_ranks, most=most)
+
+    @property
+    def max_depth(self) -> int:
+        """The depth of the deepest tree, or of the chain that every deterministic step verifies."""
+        return max(self.verified_depth, *(tree.depth if tree else 0 for tree in self.trees))
+
+    @property
+    def max_step(self) -> int:
+        """Tokens that one step can emit for a sequence, at most."""
+        return 1 + max(tree.depth if tree else 0 for tree in self.trees)
+
+    @property
+    def max_accepted(self) -> int:
+        """Draft tokens that one step can accept, at most."""
+        return 0 if self.accepts_nothing else self.max_step - 1
+
+    @property
+    def deepest_tree(self) -> Tree | None:
+        return max(self.trees, key=lambda tree: tree.depth if tree else 0)
+
+    @property
+    def plain(self) -> Tree | None:
+        """The way to step that serves before the others are compiled."""
+        return None if None in self.trees else self.trees[0]
+
+    def batch_size_of(self, slots: Sequence[int]) -> int:
+        """The batch bucket of these slots: each data rank has room for its own."""
+        own = Counter(self.rank_of(slot) for slot in slots) if self.num_ranks > 1 else {0: len(slots)}
+        fullest = max(own.values(), default=0)
+        return next(size for size in self.batch_sizes if size >= fullest * self.num_ranks)
+
+    def rank_of(self, slot: int) -> int:
+        """The data rank that has this slot."""
+        return data_rank(slot, self.num_slots, self.num_ranks)
+
+    def rows_of(self, slots: Sequence[int], batch_size: int) -> list[int] | slice:
+        """The rows of a batch that these slots have: each data rank's follow one another from where its part begins."""
+        if self.num_ranks == 1:
+            return slice(len(slots))
+        next_row = list(range(0, batch_size, batch_size // self.num_ranks))
+        rows = []
+        for rank in map(self.rank_of, slots):
+            rows.append(next_row[rank])
+            next_row[rank] += 1
+        return rows
+
+    def in_rows(self, slots: Sequence[int], values: Any, batch_size: int, rest: int) -> np.ndarray:
+        """Return values of slots, [slot, ...], in the rows of a batch, whose other rows are `rest`."""
+        values = np.asarray(values)
+        found = np.full((batch_size, *values.shape[1:]), rest, values.dtype)
+        found[self.rows_of(slots, batch_size)] = values
+        return found
+
+    def pad(self, slots: Sequence[int], batch_size: int = 0) -> tuple[int, ...]:
+        """A batch of these slots, of this size or else their bucket's; its other rows are past the last slot."""
+        found = np.array(slots, np.int32)
+        return tuple(self.in_rows(slots, found, batch_size or self.batch_size_of(slots), self.num_slots).tolist())
+
+    def masks_in_rows(
+        self, slots: Sequence[int], allowed: np.ndarray | None, batch_size: int
+    ) -> np.ndarray | None:  # [batch, node, bytes] uint8
+        """Return what slots may draw, [slot, node, bytes] uint8, in the rows of a batch; padding may draw anything."""
+        return None if allowed is None else self.in_rows(slots, allowed, batch_size, 255)
+
+    def prompts_in_rows(
+        self, parts: Sequence[tuple[int, int, bool]]
+    ) -> tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]:
+        """Slots, numbers of tokens and whether these are the last, one of each data rank at most, as three columns of a
+        batch with a row for each rank."""
+        slots, *others = zip(*parts, strict=True)
+        numbers, lasts = (tuple(self.in_rows(slots, each, self.num_ranks, 0).tolist()) for each in others)
+        return self.pad(slots, self.num_ranks), numbers, lasts
+
+    def no_prompts(self, chunk: int) -> tuple[tuple[int, ...], tuple[int, ...], tuple[bool, ...]]:
+        """The same of nothing but padding."""
+        return (self.num_slots,) * self.num_ranks, (chunk,) * self.num_ranks, (True,) * self.num_ranks
+
+    def spread(self, number: int) -> list[int]:
+        """So many slots, as evenly of all data ranks as can be."""
+        each = self.num_slots // self.num_ranks
+        return [i % self.num_ranks * each + i // self.num_ranks for i in range(number)]
+
+    def widths_for(self, num_entries: int) -> tuple[int, ...]:
+        """The page-table widths that hold so many entries of a sequence, the narrowest first."""
+        pages = -(-num_entries // self.page_size)
+        return tuple(width for width in self.widths if width >= pages) or (self.max_pages,)
+
+    def num_nodes(self, tree: Tree | None) -> int:
+        """Nodes that the target runs over for each sequence, the root included."""
+        return 1 + (self.verified_depth or (tree.num_nodes if tree else 0))
+
+    def trees_for(self, batch_size: int) -> tuple[Tree | None, ...]:
+        """The ways to make a step of this batch bucket that are compiled: the first always, the others if they fit, or
+        the one that was found best for it."""
+        if self.tuned:
+            best = next((tree for size, tree in self.tuned if size >= batch_size), None)
+            return (None,) if best is None else (None, best)
+        return (*self.trees[:1], *(tree for tree in self.trees[1:] if tree is None or self._fits(tree, batch_size)))
+
+    def _fits(self, tree: Tree, batch_size: int) -> bool:
+        each = batch_size // self.num_ranks  # sequences that a device runs side by side
+        rows = each * (1 + tree.num_nodes)
+        if each == 1 or rows <= self.max_rows:
+            return True
+        return self.max_rows == CPU_ROWS and tree.num_nodes == CPU_CHAIN and rows <= CPU_CHAIN_ROWS
+
+    def constrained_tree(self, batch_size: int) -> Tree | None:
+        """Return the tree of steps with a constrained sequence: the longest chain of up to CONSTRAINED_DEPTH, or else
+        the first way that is no plain step."""
+        trees = [tree for tree in self.trees_for(batch_size) if tree is not None]
+        chains = [tree for tree in trees if tree.top_k == 1 and tree.depth <= CONSTRAINED_DEPTH]
+        return max(chains, key=lambda tree: tree.depth) if chains else next(iter(trees), None)
+
+
+def check_shared_out(what: str, number: int, num_ranks: int) -> None:
+    """Check that each data rank can have as many of something as any other. Raises ConfigError."""
+    if number % num_ranks:
+        below = number // num_ranks * num_ranks
+        raise ConfigError(
+            f"{what} {number}: sequences and their pages are shared out over data x expert = {num_ranks} of the mesh, "
+            f"so it must be a multiple of that; give {f'{below} or ' if below else ''}{below + num_ranks}"
+        )
+
+
+def make_shapes(
+    trees: Sequence[Tree | None],
+    *,
+    num_slots: int,
+    max_model_len: int,
+    page_size: int,
+    num_pages: int,
+    is_recurrent: bool,
+    tuned: Sequence[tuple[int, Tree | None]] = (),
+    reads_by_page: bool,  # attention reads the pages that a sequence has, whatever the width
+    is_deterministic: bool,
+    num_ranks: int = 1,
+) -> Shapes:
+    """For the default backend. Deterministic steps take one tree at most, a chain of at most DETERMINISTIC_DEPTH.
+    Raises ConfigError where the number of data ranks does not divide the slots or the pages."""
+    check_shared_out("--max-slots", num_slots, num_ranks)
+    check_shared_out("number of cache pages", num_pages, num_ranks)
+    assert trees, "a server needs at least one way to make a step"
+    max_pages = -(-max_model_len // page_size)
+    chunks = prefill_chunks(max_model_len, is_recurrent)
+    max_rows = CPU_ROWS if jax.default_backend() == "cpu" else DEVICE_ROWS
+    if is_deterministic:
+        assert len(trees) == 1, "deterministic steps have one shape"
+        tree = trees[0] or chain(DETERMINISTIC_DEPTH, OWN_TEXT)
+        assert tree.depth <= DETERMINISTIC_DEPTH
+        return Shapes(
+            *((tree,), num_slots, max_model_len, page_size, num_pages),
+            *((num_slots,), (max_pages,), chunks[:1], max_rows),
+            verified_depth=DETERMINISTIC_DEPTH,
+            accepts_nothing=trees[0] is None,
+            num_ranks=num_ranks,
+            most_steps=most_steps(),
+        )
+    batch_sizes = make_batch_sizes(num_slots, num_ranks)
+    widths = (max_pages,) if reads_by_page else page_widths(max_pages)
+    return Shapes(
+        *(tuple(trees), num_slots, max_model_len, page_size, num_pages),
+        *(batch_sizes, widths, chunks, max_rows),
+        tuned=tuple(tuned),
+        num_ranks=num_ranks,
+        most_steps=most_steps(),
+    )
+
+
+def most_steps() -> int:
+    """Return how many steps one call of a program may make, one after another. A GPU's loops are driven by the host,
+    which would wait for each step before it begins the next one, so there it is one."""
+    return 1 if jax.default_backend() == "gpu" else STEPS_AT_ONCE
+
+
+def make_batch_sizes(num_slots: int, num_ranks: int = 1) -> tuple[int, ...]:
+    """The batch buckets of a server: powers of two for each data rank, and all slots."""
+    each = num_slots // num_ranks
+    return (*(num_ranks << i for i in range((each - 1).bit_length())), num_slots)
+
+
+def prefill_chunks(max_model_len: int, is_recurrent: bool) -> tuple[int, ...]:
+    """Return how many prompt tokens the prefill programs take, up to the size that holds the longest prompt."""
+    chunks = CPU_CHUNKS if jax.default_backend() == "cpu" else DEVICE_CHUNKS
+    chunks = tuple(size for size in chunks if size <= RECURRENT_CHUNK or not is_recurrent)
+    return tuple(size for i, size in enumerate(chunks) if not i or chunks[i - 1] < max_model_len)
+
+
+def page_widths(max_pages: int) -> tuple[int, ...]:
+    """The page-table widths that programs are compiled for."""
+    widths = [_FIRST_WIDTH]
+    while widths[-1] < max_pages:
+        widths.append(widths[-1] * _WIDTH_GROWTH)
+    return (*(width for width in widths if width < max_pages), max_pages)

@@ -1,0 +1,187 @@
+"""Checks of a run's settings, which refuse what cannot work before anything is loaded. The run and its dry run make
+the same checks."""
+
+import math
+
+import jax
+import jax.numpy as jnp
+
+from specserve import cluster
+from specserve.checkpoints.source import resolve_head
+from specserve.data.conversations import Columns, parse_template_kwargs
+from specserve.data.sources import parse_entry
+from specserve.drafters.door import Rows, TrainedDrafter
+from specserve.drafters.settings import draft_vocab_size
+from specserve.errors import ConfigError
+from specserve.mesh import LOGICAL_TO_MESH, mesh_sizes
+from specserve.models.config import ModelConfig
+from specserve.train.acceptance import arms
+from specserve.train.head import earlier_drafter, new_drafter
+from specserve.train.run.budget import seconds_of
+from specserve.train.settings import DraftSettings, ServiceSettings, TrainRun, TrainSettings
+from specserve.train.step import rollout_of
+
+
+def check_settings(run: TrainRun) -> None:
+    """Check what is wrong with any target and on any device. Raises ConfigError."""
+    train = run.train
+    if not train.max_steps and not train.max_minutes:
+        raise ConfigError("train.max_steps and train.max_minutes are both 0; give one of them")
+    if train.batch_size % train.accumulate:
+        raise ConfigError(
+            f"train.batch_size is {train.batch_size}, which train.accumulate {train.accumulate} does not divide"
+        )
+    _check_shares(train, run.mesh)
+    _check_patience(run)
+    _check_stages(run)
+    _check_service(run)
+    _check_ray(run)
+    arms(run.eval.speculation, run.eval.temperature)
+    Columns.parse(run.data.columns)
+    parse_template_kwargs(run.data.template_kwargs)
+    for entry in run.data.source:
+        parse_entry(entry)
+
+
+def check_target(train: TrainSettings, draft: DraftSettings, target: ModelConfig) -> None:
+    """Raises ConfigError where rows are longer than what the target can read, or the draft vocabulary is larger than
+    the target's."""
+    if train.seq_len > target.max_len:
+        raise ConfigError(
+            f"train.seq_len is {train.seq_len}, more than the positions of the target, {target.max_len}; lower "
+            "--seq-len to that"
+        )
+    if draft.vocab_size > target.vocab_size:
+        raise ConfigError(
+            f"draft.vocab_size is {draft.vocab_size}, the target has {target.vocab_size} tokens; lower --vocab-size to "
+            "that"
+        )
+
+
+def check_drafter(train: TrainSettings, drafter: TrainedDrafter) -> None:
+    """Raises ConfigError where the settings ask for what only a drafter of another kind can learn by."""
+    shape = 1, train.seq_len
+    arrays = [jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.bool_, jnp.int32, jnp.int32)]
+    rows = Rows(*arrays, seeds=jax.ShapeDtypeStruct((1,), jnp.uint32))  # type: ignore[arg-type]
+    aims = jax.eval_shape(lambda rows: drafter.aims(rows, rollout_of(train, drafter)), rows)
+    if train.anchors > train.seq_len:
+        raise ConfigError(
+            f"train.anchors is {train.anchors}, more than the {train.seq_len} positions of a row; lower --anchors, or "
+            "raise --seq-len"
+        )
+    is_by_blocks = aims.positions is not None
+    for setting, is_unknown, neutral in (
+        (
+            f"train.weighting is {train.weighting}, which is for drafters that learn whole blocks",
+            train.weighting != "decay" and not is_by_blocks,
+            "--weighting decay",
+        ),
+        (
+            f"train.anchors is {train.anchors}, which is for drafters that learn at so many places of a row",
+            train.anchors > 0 and not (is_by_blocks and aims.weights.shape[2] == train.anchors),
+            "--anchors 0",
+        ),
+    ):
+        if is_unknown:
+            raise ConfigError(f"{setting}, and {drafter.name} does not; give {neutral}, or another --drafter")
+
+
+def _check_shares(train: TrainSettings, mesh: str) -> None:
+    """Check that the mesh cuts batches and rows evenly. Raises ConfigError."""
+    sizes = mesh_sizes(mesh)
+    for axis, what, size in (
+        ("batch", "train.batch_size / train.accumulate", train.batch_size // train.accumulate),
+        ("sequence", "train.seq_len", train.seq_len),
+    ):
+        cuts = {name: sizes[name] for name in LOGICAL_TO_MESH[axis] if sizes.get(name, 1) > 1}
+        if size % math.prod(cuts.values()):
+            given = " x ".join(f"{name}={parts}" for name, parts in cuts.items())
+            raise ConfigError(f"{what} is {size}, no multiple of --mesh {given}; change one of them")
+
+
+def _check_stages(run: TrainRun) -> None:
+    """Check stages that only one process can run, or that need the target in memory. Raises ConfigError."""
+    if run.budget:
+        seconds_of(run.budget)
+    if run.budget and not run.has_layers:
+        name = "--capture" if run.features.capture else "--target-service"
+        raise ConfigError(f"--budget measures steps with the target in memory; with {name} give --max-steps")
+    if run.is_of_several and (run.budget or run.data.regenerate):
+        raise ConfigError(
+            "--budget and --regenerate are for one process: have the target answer first (specserve data regenerate), "
+            "and give the file as --source, with --max-steps"
+        )
+
+
+def _check_ray(run: TrainRun) -> None:
+    """Check that the processes of the run are started either by Ray or with a coordinator, and not by both. Raises
+    ConfigError."""
+    if run.ray and (run.coordinator or run.num_processes > 1 or run.process_id):
+        raise ConfigError(
+            "--ray starts the processes of a run itself: give --num-workers, and no --coordinator, --num-processes or "
+            "--process-id"
+        )
+    cluster.check(run.ray, "" if run.service.target_service else run.ray_address, run.num_workers)
+
+
+def _check_service(run: TrainRun) -> None:
+    """Check the settings of a target that runs in processes of its own, which only hold where it does. Raises
+    ConfigError."""
+    service = run.service
+    if not service.target_service and service != ServiceSettings():
+        raise ConfigError(
+            "--target-mesh, --target-ahead and --target-transport are for a target in processes of its own; give "
+            "--target-service N, or leave them out"
+        )
+    if service.target_service and run.features.capture:
+        raise ConfigError("--capture and --target-service both give the target's states; leave one of them out")
+    if service.target_service and run.coordinator and not run.ray_address:
+        raise ConfigError(
+            "--target-service with several training processes: all of them start their targets on one Ray cluster; "
+            "give each its --ray-address, or start the run with --ray --num-workers N in place of --coordinator"
+        )
+    if service.target_service:
+        targets_of_each(run, run.num_workers if run.ray else run.num_processes)
+    mesh_sizes(service.target_mesh)
+
+
+def targets_of_each(run: TrainRun, num_trainers: int) -> int:
+    """Return the number of target processes that work for each training process. Raises ConfigError where they cannot
+    be shared out."""
+    if run.service.target_service % num_trainers:
+        raise ConfigError(
+            f"--target-service {run.service.target_service}: each of the {num_trainers} training processes has target "
+            f"processes of its own; give a multiple of {num_trainers}"
+        )
+    return run.service.target_service // num_trainers
+
+
+def _check_patience(run: TrainRun) -> None:
+    unmeasured = [
+        fix
+        for is_so, fix in (
+            (not run.train.eval_every, "--eval-every above 0"),
+            (not run.data.eval_prompts, "--eval-prompts above 0"),
+            (bool(run.features.capture), "no --capture"),
+            (bool(run.service.target_service), "no --target-service"),
+        )
+        if is_so
+    ]
+    if run.train.patience and unmeasured:
+        raise ConfigError(
+            f"train.patience is {run.train.patience}, but nothing is measured while this run trains; give "
+            f"{' and '.join(unmeasured)}, or --patience 0"
+        )
+
+
+def plan_drafter(run: TrainRun, target: ModelConfig) -> TrainedDrafter:
+    """The drafter that the run would train, before there is a vocabulary. Raises ConfigError or CheckpointError where
+    there can be none, or where it cannot learn as the settings say."""
+    check_target(run.train, run.draft, target)
+    if run.init_from:
+        drafter = earlier_drafter(resolve_head(run.init_from, "--init-from"), run.draft, target, run.target)
+    else:
+        vocab_size = draft_vocab_size(run.draft.vocab_size, target.vocab_size)
+        drafter = new_drafter(run.drafter, run.draft, target, vocab_size)
+    check_drafter(run.train, drafter)
+    return drafter

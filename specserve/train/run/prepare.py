@@ -1,0 +1,211 @@
+"""The way from the settings of a run to a trainer: target, tokenised data, draft vocabulary, held-out prompts."""
+
+import logging
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from specserve import cluster, processes, provenance
+from specserve.checkpoints.configs import find_config
+from specserve.checkpoints.load import Target, load_target
+from specserve.checkpoints.source import BUNDLED, TargetSource, resolve_target
+from specserve.data import dataset, pydoc, sources
+from specserve.data.conversations import Columns, parse_template_kwargs
+from specserve.data.dataset import Dataset, Prompt
+from specserve.data.loader import Loader
+from specserve.drafters.door import TrainedDrafter
+from specserve.drafters.settings import draft_vocab_size
+from specserve.errors import ConfigError
+from specserve.mesh import default_dtype, parse_mesh, use_compilation_cache
+from specserve.speculative.vocab import choose_draft_vocab, coverage
+from specserve.tokenizer import Tokenizer
+from specserve.train import capture
+from specserve.train.capture import FeatureFolder
+from specserve.train.evaluation import HeldOutEvaluator
+from specserve.train.head import earlier_head, new_drafter
+from specserve.train.remote.target_service import open_service
+from specserve.train.run.checks import plan_drafter
+from specserve.train.run.folder import RunFolder
+from specserve.train.run.report import summarize
+from specserve.train.settings import TrainRun
+from specserve.train.speed import make_stopwatch
+from specserve.train.step import place_rows
+from specserve.train.trainer import Trainer, TrainingData
+
+logger = logging.getLogger(__name__)
+
+Mixture = tuple[sources.SourceRows, ...]
+
+
+@dataclass(frozen=True)
+class Materials:
+    """The materials of a run, whatever it computes: target, data, prompts and drafter."""
+
+    source: TargetSource
+    target: Target  # without its layers, where their states come from elsewhere
+    loaded: Dataset
+    prompts: list[Prompt]
+    data: TrainingData
+    drafter: TrainedDrafter
+
+    def features(self, run: TrainRun) -> FeatureFolder:
+        """The captured states of the run, complete or not. Raises ConfigError or CheckpointError."""
+        digest = self.data.loader.state()["rows_digest"]
+        return capture.open_features(
+            *(run, self.source.folder, self.drafter, self.target.config),
+            *(self.loaded.rows, digest, self.data.target_ids),
+        )
+
+
+def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) -> Trainer:
+    """Load everything a run needs. The mixture is read here where it is not given, as one with the target's own answers
+    is. Raises ConfigError, CheckpointError or DataError."""
+    if run.service.target_service:
+        cluster.connect(run.ray_address)  # before JAX has threads, which are not for a process that forks
+    mesh = parse_mesh(run.mesh)
+    if mesh is None and jax.process_count() > 1:
+        raise ConfigError(f"{jax.process_count()} processes need a mesh over their devices, such as --mesh data=N")
+    has = load_materials(run, mesh, mixture)
+    target, data = has.target, has.data
+    evaluator = features = None
+    if run.features.capture:
+        features = has.features(run)
+        capture.capture(features, has.source.folder, run, has.loaded.rows, data.target_ids, mesh)
+    elif run.service.target_service:
+        features = open_service(run, has.source, target.config, has.drafter, data.loader)
+    if features:
+        logger.warning(
+            "training from states that come from elsewhere: tau is not measured; afterwards run specserve eval "
+            f"--target {run.target} --draft {run.output}"
+        )
+    elif has.prompts:
+        evaluator = HeldOutEvaluator(
+            target,
+            has.drafter,
+            data.target_ids,
+            has.prompts,
+            run.eval,
+            quantization=run.draft_quantization,
+            seed=run.train.seed,
+            mesh=mesh,
+        )
+    return Trainer(
+        run,
+        target,
+        data,
+        _notes(run, has.source, has.loaded, data.target_ids),
+        folder,
+        evaluator=evaluator,
+        stopwatch=make_stopwatch(run, target.config, has.drafter, mesh),
+        features=features,
+        mesh=mesh,
+    )
+
+
+def load_materials(run: TrainRun, mesh: Mesh | None, mixture: Mixture | None = None) -> Materials:
+    """Load target, data and draft vocabulary. Raises ConfigError, CheckpointError or DataError."""
+    use_compilation_cache()
+    source = resolve_target(run.target)
+    plan_drafter(run, find_config(str(source.folder))[0])
+    shape = run.train.batch_size, run.train.seq_len
+    shard = processes.shard_of(place_rows(mesh, shape), shape)
+    target = load_target(
+        source.folder,
+        dtype=default_dtype(),
+        quantization=run.quantization,
+        mesh=mesh,
+        is_checked=run.check_weights,
+        has_layers=run.has_layers,
+    )
+    tokenizer = Tokenizer.load(source.folder, parse_template_kwargs(run.data.template_kwargs))
+    loaded, prompts = load_data(run, tokenizer, source.folder, target.config.vocab_size, mixture)
+    rows, counts = loaded.rows, loaded.counts
+    head = earlier_head(run.init_from, run.draft, target) if run.init_from else None
+    target_ids = head.target_ids if head else draft_vocab(counts, tokenizer, target.eos_ids, run.draft.vocab_size)
+    data = TrainingData(
+        loader=Loader(rows, run.train.batch_size, run.train.seed, shard),
+        target_ids=target_ids,
+        coverage=coverage(counts, target_ids),
+        head=head,
+    )
+    logger.info(
+        "%d rows of %d tokens, %.1f%% padding; draft vocabulary of %d covers %.2f%% of the tokens to predict",
+        len(rows),
+        run.train.seq_len,
+        100 * rows.padding_share,
+        len(target_ids),
+        100 * data.coverage,
+    )
+    drafter = head.drafter if head else new_drafter(run.drafter, run.draft, target.config, len(target_ids))
+    return Materials(source, target, loaded, prompts, data, drafter)
+
+
+def _notes(run: TrainRun, source: TargetSource, loaded: Dataset, target_ids: np.ndarray) -> dict[str, Any]:
+    """Return the notes that a head carries about the run that trained it, as far as they are known before its first
+    step."""
+    return {
+        "target": source.name,
+        "target_fingerprint": provenance.fingerprint(source.folder),
+        "quantization": run.quantization,
+        "draft_quantization": run.draft_quantization,
+        **({"init_from": run.init_from} if run.init_from else {}),
+        "data": list(run.data.source),
+        **({"answers": "of the target"} if run.data.regenerate else {}),
+        "data_summary": summarize(loaded, target_ids),
+    }
+
+
+def draft_vocab(
+    counts: np.ndarray,  # [vocab] how often each token bears loss
+    tokenizer: Tokenizer,
+    eos_ids: Collection[int],
+    size: int,  # as `DraftSettings.vocab_size` has it
+) -> np.ndarray:  # [draft_vocab] int32, sorted
+    """The target's tokens that the head can propose: the most frequent, and always the template's and every EOS."""
+    pinned = frozenset(i for i in tokenizer.template_token_ids() if i < len(counts))
+    return choose_draft_vocab(counts, pinned | frozenset(eos_ids), draft_vocab_size(size, len(counts)))
+
+
+def load_mixture(run: TrainRun, vocab_size: int, *, needs_answers: bool = True) -> Mixture:
+    """Read the sources of a run. Where the target answers the questions itself, those of the sources are not needed.
+    Raises ConfigError or DataError."""
+    # the bundled target is measured on the bundled questions, whatever it is trained on
+    measured = pydoc.build("held-out") if run.target == BUNDLED else ()
+    if run.target != BUNDLED and any(sources.parse_entry(entry)[0] == sources.PYDOC for entry in run.data.source):
+        logger.warning(
+            "--source pydoc is data for the bundled target: a head for %s learns more from other data", run.target
+        )
+    return sources.load_mixture(
+        run.data.source,
+        Columns.parse(run.data.columns),
+        vocab_size=vocab_size,
+        withheld={conversation.key for conversation in measured},
+        needs_answers=needs_answers,
+    )
+
+
+def load_data(
+    run: TrainRun,
+    tokenizer: Tokenizer,
+    folder: Path,  # of the tokenizer
+    vocab_size: int,
+    mixture: Mixture | None = None,  # of `load_mixture`, where it is read already
+) -> tuple[Dataset, list[Prompt]]:
+    """Load the packed training rows, and the held-out prompts to measure on, which are not trained on."""
+    mixture = mixture or load_mixture(run, vocab_size)
+    drawn = dataset.draw(mixture, run.data.max_conversations, run.train.seed)
+    max_len, workers = run.train.seq_len, run.data.workers
+    tokens = [dataset.tokenize_source(part, tokenizer, folder, max_len=max_len, workers=workers) for part in drawn]
+    questions = (sources.SourceRows(sources.PYDOC, 1.0, (), ()),) if run.target == BUNDLED else mixture
+    prompts = dataset.held_out_prompts(questions, tokenizer, run.data.eval_prompts, max_len=max_len)
+    if run.data.eval_prompts and not prompts:
+        lack = f"no held-out question of at most {max_len} tokens: acceptance cannot be measured"
+        if run.train.patience:
+            raise ConfigError(f"{lack}, which --patience needs; raise --seq-len, give a larger source, or --patience 0")
+        logger.warning(lack)
+    return dataset.build(tokens, seq_len=max_len, vocab_size=vocab_size), prompts

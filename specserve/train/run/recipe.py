@@ -1,0 +1,171 @@
+"""The settings that a target brings along, so that `specserve train --target NAME` alone is a whole job.
+
+There is one order, weakest first: the defaults of the schema, the target's recipe, what suits the kind of drafter, the
+settings file (`--config`), `--set`, the flags. A resumed run takes its own settings (`run.yaml`) in place of a recipe.
+The recipe of a preset is how published heads were trained; any other target gets the same by its size. The bundled
+target brings nothing: the schema's defaults are its own.
+"""
+
+import functools
+import math
+from collections.abc import Mapping
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import jax
+import yaml
+
+from specserve import config
+from specserve.checkpoints.configs import find_config, is_known_here
+from specserve.checkpoints.source import BUNDLED, resolve_target
+from specserve.data.sources import PYDOC, SUFFIXES, parse_entry
+from specserve.drafters.words import DEFAULT_KIND
+from specserve.errors import ConfigError
+from specserve.interop.registry import KINDS
+from specserve.mesh import mesh_sizes
+from specserve.models.config import ModelConfig
+from specserve.models.presets import DRAFT_VOCAB_SIZE, PRESETS, Preset, target_size
+from specserve.train.run.folder import SETTINGS_FILE
+from specserve.train.settings import TrainRun
+
+FOLDER = Path(__file__).parents[2] / "targets" / "recipes"  # of runs that do not follow the one below
+MIXTURE, CONVERSATIONS, BENCH = "perfectblend", 200_000, "mt-bench"
+ANSWER_SLOTS = 64  # on accelerators, where a step of many sequences takes as long as one of few
+MAX_STEPS, SEQ_LEN, BATCH_SIZE, EVERY = 40_000, 2048, 8, 2000
+DEVICE_BYTES = 40e9  # of weights on one device of 80 GB, where a target has no preset
+# Learning rates: published heads for targets of width 4096 were trained at 1e-4, ours for width 512 at 8e-4. Between
+# the two the rate falls as one over the width.
+WIDTH, LEARNING_RATE, HIGHEST_RATE = 4096, 1e-4, 8e-4
+
+
+def fill(given: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run that the user has not given, by dotted name, from those that were. Raises ConfigError or
+    CheckpointError where the target is not to be found."""
+    if given.get("train.resume"):
+        return _earlier(given)
+    kind = dict(KINDS[given.get("drafter", DEFAULT_KIND)].suits(given))
+    name = given.get("target", BUNDLED)
+    if name == BUNDLED:
+        return kind
+    is_dry = given.get("dry_run", False)
+    if not is_dry and not is_known_here(name):
+        name = str(resolve_target(name, needs_weights=False).folder)
+    target, _ = find_config(name)
+    settings = _of_target(target, PRESETS.get(name) or _preset_of(target))
+    if "data.source" in given:
+        settings["data.regenerate"] = any(map(_is_published, given["data.source"]))
+        del settings["data.max_conversations"]
+    if not (
+        given.get("coordinator") or given.get("ray")
+    ):  # the devices of several processes are known only when they have joined
+        settings |= _of_devices(settings, given, is_dry=is_dry)
+    steps = given.get("train.max_steps") or MAX_STEPS
+    return settings | kind | dict.fromkeys(("train.eval_every", "train.save_every"), min(EVERY, max(1, steps // 10)))
+
+
+def recipe(name: str) -> str:
+    """A target's recipe as YAML. Raises ConfigError for a name that has none."""
+    own = FOLDER / f"{name}.yaml"
+    if own.is_file():
+        return own.read_text(encoding="utf-8")
+    if name not in PRESETS:
+        raise ConfigError(f"{name!r} has no recipe; `specserve targets` lists the names that have one")
+    defaults = {leaf.name: leaf.default for leaf in config.leaves(TrainRun)}
+    nested: dict[str, Any] = {"target": name}
+    for setting, value in _of_target(PRESETS[name].config(), PRESETS[name]).items():
+        if value != defaults[setting]:
+            *sections, last = setting.split(".")
+            inner = functools.reduce(lambda inside, section: inside.setdefault(section, {}), sections, nested)
+            inner[last] = list(value) if isinstance(value, tuple) else value
+    title = f"# what `specserve train --target {name}` does by itself, on one device or on those of the mesh\n"
+    return title + yaml.safe_dump(nested, sort_keys=False)
+
+
+def _of_target(target: ModelConfig, preset: Preset | None) -> dict[str, Any]:
+    """Return the settings by which the published heads were trained: answers of the target's own, rows of 2,048
+    tokens, a rollout of 7."""
+    rate = min(max(LEARNING_RATE * WIDTH / target.d_model, LEARNING_RATE), HIGHEST_RATE)
+    draft = preset.draft if preset else _draft_of(target)
+    return {
+        "mesh": preset.mesh if preset else _least_mesh(target),
+        "data.source": (MIXTURE,),
+        "data.regenerate": True,
+        "data.max_conversations": CONVERSATIONS,
+        "data.answer_slots": ANSWER_SLOTS,
+        "draft.vocab_size": min(DRAFT_VOCAB_SIZE, target.vocab_size),
+        **{f"draft.{key}": value for key, value in draft.items()},
+        "train.max_steps": MAX_STEPS,
+        "train.max_minutes": 0.0,
+        "train.seq_len": min(SEQ_LEN, target.max_len),
+        "train.remat": True,
+        "train.rollout": 7,
+        "train.lr": float(f"{rate:.1e}"),
+        "train.eval_every": EVERY,
+        "train.save_every": EVERY,
+        "eval.bench": (BENCH,),
+    }
+
+
+def _preset_of(target: ModelConfig) -> Preset | None:
+    """The preset with this very config: a folder may hold a target that has a name."""
+    return next((preset for preset in PRESETS.values() if preset.config() == target), None)
+
+
+def _draft_of(target: ModelConfig) -> dict[str, Any]:
+    """The sizes of a head where the target's own do not suit one: an MLP as narrow as one expert, more heads than its
+    width has room for, or layers so few that the usual ones cannot be tapped."""
+    sizes: dict[str, Any] = {}
+    if target.num_layers < 5:
+        sizes["aux_layers"] = tuple(sorted({0, target.num_layers // 2, target.num_layers - 1}))
+    if target.experts and target.d_ff < 2 * target.d_model:
+        sizes["d_ff"] = 3 * target.d_model
+    if target.latent and target.num_heads > target.d_model // 128 >= 8:
+        sizes |= {"num_heads": target.d_model // 128, "num_kv_heads": 8}
+    return sizes
+
+
+def _least_mesh(target: ModelConfig) -> str:
+    """The fewest devices of 80 GB that hold the target's weights and leave room for training, by powers of two."""
+    number = 2 ** max(0, math.ceil(math.log2(target_size(target).bf16_bytes / DEVICE_BYTES)))
+    tensor = math.gcd(min(number, 8), target.num_heads)
+    expert = number // tensor if target.experts else 1
+    return ",".join(f"{axis}={size}" for axis, size in (("tensor", tensor), ("expert", expert)) if size > 1)
+
+
+def _of_devices(settings: Mapping[str, Any], given: Mapping[str, Any], *, is_dry: bool) -> dict[str, Any]:
+    """The mesh and the batch for the devices found: those that the target needs, and batches cut over as many times
+    that as there are. A CPU is one device, however its host counts; a dry run there is for the recipe's own mesh."""
+    is_cpu = jax.default_backend() == "cpu"
+    if is_cpu and not is_dry:
+        return {"mesh": "", "data.answer_slots": 16}
+    mesh = given.get("mesh", settings["mesh"])
+    sizes = mesh_sizes(mesh)
+    least = sizes.get("expert", 1) * given.get("train.accumulate", 1)  # rows of a batch, for each part along data
+    parts = sizes.get("data", 1)
+    if not is_cpu and "mesh" not in given:
+        parts = max(1, jax.device_count() // math.prod(sizes.values()))
+        if "train.batch_size" in given:
+            parts = max(
+                (part for part in range(1, parts + 1) if given["train.batch_size"] % (part * least) == 0), default=1
+            )
+        mesh = ",".join(filter(None, (f"data={parts}" if parts > 1 else "", mesh)))
+    return {"mesh": mesh, "train.batch_size": parts * least * -(-BATCH_SIZE // (parts * least))}
+
+
+def _is_published(entry: str) -> bool:
+    """Return whether a source's answers are other people's, as far as its name tells: a data set's are, a file's are
+    not."""
+    name, _ = parse_entry(entry)
+    return name != PYDOC and not name.endswith(SUFFIXES)
+
+
+def _earlier(given: Mapping[str, Any]) -> dict[str, Any]:
+    """Read all settings of the run in the output folder, so that a resumed run depends on nothing that is
+    found today."""
+    defaults = {leaf.name: leaf.default for leaf in config.leaves(TrainRun)}
+    file = Path(given.get("output", defaults["output"])) / SETTINGS_FILE
+    if not file.is_file():
+        return {}
+    earlier = config.resolve(TrainRun, file=file)
+    return {name: attrgetter(name)(earlier) for name in defaults if name not in ("output", "train.resume", "dry_run")}

@@ -1,0 +1,153 @@
+"""Laws of the target's own answers: whenever the stage is killed, whatever was answered before and in whatever order, a
+run trains on the same rows; nothing is asked twice; what is held out stays so."""
+
+import dataclasses
+import json
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from scripted import Scripted, echo
+from tiny_folder import FAMILY, write_folder, write_mixture
+from tiny_run import tiny_run
+
+from specserve.answers import stage as answers
+from specserve.answers.stage import Answering, Watch
+from specserve.checkpoints.load import Target
+from specserve.checkpoints.source import TargetSource
+from specserve.data.conversations import Conversation
+from specserve.errors import DataError
+from specserve.mesh import parse_mesh
+from specserve.serve.launch import Models
+from specserve.serve.programs.placement import bytes_per_token
+from specserve.train.run import budget as budgets
+from specserve.train.run.budget import Budget
+from specserve.train.run.prepare import Mixture, load_mixture
+from specserve.train.settings import DataSettings, TrainRun
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(tmp_path_factory.mktemp("made") / "target")
+
+
+@pytest.fixture
+def run(tmp_path: Path, folder: Path, monkeypatch: pytest.MonkeyPatch) -> TrainRun:
+    """A run over two sources, with a cache of its own."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    sources = [str(write_mixture(tmp_path / name, number)) for name, number in (("a.jsonl", 60), ("b.jsonl", 80))]
+    data = DataSettings(source=(sources[0], f"{sources[1]}=2"), regenerate=True, answer_tokens=40, max_conversations=30)
+    return tiny_run(tmp_path / "run", target=str(folder), data=data)
+
+
+Answer = Callable[..., Mixture]
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
+    """Run the stage with an engine of our own; `most` is how many answers it gives before the process is killed."""
+
+    def answer(run: TrainRun, most: int = 10**9, budget: Budget | None = None, reply: Any = echo) -> Mixture:
+        asked.append(0)
+
+        @contextmanager
+        def engine(run: TrainRun, watch: Watch) -> Iterator[Scripted]:
+            made = Scripted(FAMILY, reply)
+            yield made
+            asked[-1] = len(made.prompts)
+
+        def kill(so_far: Answering) -> None:
+            if so_far.account.num_answers >= most:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(answers, "_engine", engine)
+        source = TargetSource(run.target, Path(run.target))
+        mixture = load_mixture(run, 512, needs_answers=False)
+        return answers.answer(run, source, mixture, budget, Watch(on_answer=kill))[0]
+
+    asked: list[int] = []
+    answer.asked = asked  # type: ignore[attr-defined]  # of each call
+    return answer
+
+
+def texts(mixture: Mixture) -> list[str]:
+    """All that is said in the rows, source by source."""
+    rows = [row for source in mixture for row in source.train if isinstance(row, Conversation)]
+    return [message.content for row in rows for message in row.messages]
+
+
+def test_a_killed_stage_goes_on_to_the_same_rows(run: TrainRun, answer: Answer, tmp_path: Path) -> None:
+    elsewhere = dataclasses.replace(run, output=str(tmp_path / "other"))
+    for most in (1, 9):
+        with pytest.raises(KeyboardInterrupt):
+            answer(run, most)
+    [file] = (tmp_path / "cache" / "specserve" / "answers").glob("*/a.jsonl-*.jsonl")
+    with file.open("ab") as half:
+        half.write(b'{"id": "00')
+    found = answer(run)
+    assert [source.weight for source in found] == [1, 2]
+    assert sum(len(source.train) for source in found) == 30
+    assert "old" not in texts(found)
+    assert not {row.key for s in found for row in s.train} & {row.key for s in found for row in s.held_out}
+    assert any(source.held_out for source in found)
+
+    again = answer(elsewhere)  # another run with the same questions
+    assert texts(again) == texts(found)
+    assert answer.asked[-1] == 0  # type: ignore[attr-defined]
+    fewer = dataclasses.replace(run, data=dataclasses.replace(run.data, max_conversations=10))
+    assert {*texts(answer(fewer))} < {*texts(found)}
+    assert answer.asked[-1] == 0  # type: ignore[attr-defined]
+    for file in (tmp_path / "cache" / "specserve" / "answers").glob("*/*"):
+        file.unlink()
+    assert texts(answer(run)) == texts(found), "in whatever order the answers came"
+
+
+def test_what_has_no_answer_is_not_asked_again(run: TrainRun, answer: Answer) -> None:
+    def reply(prompt: str, seed: int) -> str:
+        return " " if "1" in prompt.rpartition("user")[2] else echo(prompt, seed)
+
+    found = answer(run, reply=reply)
+    assert 0 < sum(len(source.train) for source in found) < 30 == answer.asked[-1]  # type: ignore[attr-defined]
+    assert texts(answer(run)) == texts(found)
+    assert answer.asked[-1] == 0  # type: ignore[attr-defined]
+
+
+def test_another_manner_of_answering_is_asked_anew(run: TrainRun, answer: Answer) -> None:
+    answer(run)
+    for changed in ({"answer_tokens": 30}, {"answer_temperature": 0.5}, {"template_kwargs": ()}):
+        answer(dataclasses.replace(run, data=dataclasses.replace(run.data, **changed)))
+        assert bool(answer.asked[-1]) == ("template_kwargs" not in changed), changed  # type: ignore[attr-defined]
+
+
+def test_a_budget_decides_once(run: TrainRun, answer: Answer) -> None:
+    """How many are answered follows from the first that were timed; a resumed run takes what was decided."""
+    budget = Budget(2.0)
+    timed = dataclasses.replace(run, budget="2s")
+    Path(run.output).mkdir()
+    found = answer(timed, budget=budget)
+    decided = json.loads((Path(run.output) / budgets.FILE).read_text())
+    assert 1 <= decided["conversations"] == sum(len(source.train) for source in found) <= 30
+    assert decided["spent"] > 0
+    kept = Budget(2.0, conversations=7)
+    assert sum(len(source.train) for source in answer(timed, budget=kept)) == 7
+
+
+def test_a_target_that_says_nothing_of_use_is_an_error(run: TrainRun, answer: Answer) -> None:
+    with pytest.raises(DataError, match=r"no answer that can be trained on to 30 questions.*--no-regenerate"):
+        answer(run, reply=lambda _prompt, _seed: " ")
+
+
+@pytest.mark.parametrize(
+    ("free", "mesh", "expected"), [(1e12, "", 16), (1e12, "data=3", 18), (0, "", 1), (0, "data=2,expert=2", 4)]
+)
+def test_as_many_at_once_as_there_is_room_for(
+    run: TrainRun, tiny_target: Target, monkeypatch: pytest.MonkeyPatch, free: float, mesh: str, expected: int
+) -> None:
+    monkeypatch.setattr(answers, "free_memory", lambda _mesh: free)
+    spread = Models("tiny", tiny_target, None, None, mesh=parse_mesh(mesh))
+    assert answers._num_slots(run, spread) == expected
+    each = bytes_per_token(tiny_target.config, None) * run.train.seq_len
+    monkeypatch.setattr(answers, "free_memory", lambda _mesh: 5 * each / answers.CACHE_SHARE)
+    assert answers._num_slots(run, Models("tiny", tiny_target, None, None)) == 5

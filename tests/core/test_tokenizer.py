@@ -1,0 +1,129 @@
+"""Laws of the tokenizer: streamed text is the decoded text, and a folder is read by the class it names."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import tokenizers
+from chats import PYDOC
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import decoders
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+from specserve.checkpoints.source import BUNDLED_FOLDER
+from specserve.errors import CheckpointError, RequestError
+from specserve.serve.requests.decoder import IncrementalDecoder
+from specserve.tokenizer import Tokenizer, _import_class
+
+BYTE_IDS = [PYDOC.encode(char)[0] for char in "é中😀"]  # first bytes of longer characters
+
+chunks = st.lists(st.lists(st.integers(0, 8200) | st.sampled_from([*range(256), *BYTE_IDS]), max_size=12), max_size=12)
+
+
+@settings(max_examples=400, deadline=None)
+@given(chunks, st.booleans())
+def test_streamed_text_is_the_decoded_text(pieces, skip):
+    decoder = IncrementalDecoder(PYDOC, skip_special_tokens=skip)
+    whole = PYDOC.decode([i for piece in pieces for i in piece], skip_special_tokens=skip)
+    streamed = ""
+    for piece in pieces:
+        streamed += decoder.push(piece)
+        assert whole.startswith(streamed)
+    assert streamed + decoder.finish() == whole
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.text(max_size=40))
+def test_streaming_never_emits_half_a_character(text):
+    decoder = IncrementalDecoder(PYDOC)
+    streamed = [decoder.push([token_id]) for token_id in PYDOC.encode(text)]
+    assert "\ufffd" in text or not any("\ufffd" in piece for piece in streamed)
+    assert "".join(streamed) + decoder.finish() == text
+
+
+def test_streaming_survives_pieces_that_always_end_inside_a_character():
+    for text in ("中" * 60, "é" * 60, "😀" * 60):
+        token_ids = PYDOC.encode(text)  # one per byte
+        num_bytes = len(token_ids) // len(text)
+        decoder = IncrementalDecoder(PYDOC)
+        cuts = [0, *range(1, len(token_ids), num_bytes), len(token_ids)]
+        streamed = [decoder.push(token_ids[low:high]) for low, high in pairwise(cuts)]
+        assert "\ufffd" not in "".join(streamed)
+        assert "".join(streamed) + decoder.finish() == text
+
+
+def test_streaming_of_a_tokenizer_that_falls_back_to_bytes():
+    """There (Llama, Gemma) an open character makes every byte token before it unreadable, too, until it closes."""
+    vocab = {f"<0x{byte:02X}>": byte for byte in range(256)} | {"\u2581a": 256, "<unk>": 257}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, [], unk_token="<unk>", byte_fallback=True))
+    parts = [decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    backend.decoder = decoders.Sequence(parts)
+    tokenizer = Tokenizer(PreTrainedTokenizerFast(tokenizer_object=backend, unk_token="<unk>"))
+    token_ids = [256, *"😀😀é中".encode(), 256, 256, *"中".encode()]
+    for size in (1, 2, 3, 5):
+        decoder = IncrementalDecoder(tokenizer)
+        streamed = [decoder.push(token_ids[low : low + size]) for low in range(0, len(token_ids), size)]
+        assert "".join(streamed) + decoder.finish() == "a😀😀é中 a a中" == tokenizer.decode(token_ids)
+
+
+@pytest.mark.parametrize("token_id", [PYDOC.encode("中")[0], PYDOC.encode("a")[0]])
+def test_cost_of_a_push_does_not_grow(token_id, monkeypatch):
+    num_decoded = 0
+    decode = Tokenizer.decode
+
+    def counting(self, token_ids, **options):
+        nonlocal num_decoded
+        num_decoded += len(token_ids)
+        return decode(self, token_ids, **options)
+
+    monkeypatch.setattr(Tokenizer, "decode", counting)
+    decoder = IncrementalDecoder(PYDOC)
+    costs = []
+    for _ in range(1000):  # of a lone lead byte: no clean end ever comes
+        before = num_decoded
+        decoder.push([token_id])
+        costs.append(num_decoded - before)
+    assert sum(costs) < 2 * IncrementalDecoder.NUM_WINDOW * len(costs)
+    assert max(costs) < 3 * IncrementalDecoder.NUM_WINDOW
+
+
+def test_bad_inputs_are_named():
+    with pytest.raises(RequestError, match="U\\+D800 at character 1"):
+        PYDOC.encode("a\ud800")
+    with pytest.raises(CheckpointError, match="no such folder"):
+        Tokenizer.load(BUNDLED_FOLDER / "nowhere")
+    with pytest.raises(CheckpointError, match="cannot read the tokenizer"):
+        Tokenizer.load(Path(__file__).parent)
+
+
+def test_a_final_message_that_is_continued_ends_the_prompt():
+    chat = [{"role": "user", "content": "hi"}]
+    prompt = PYDOC.render_chat(chat)
+    begun = [*chat, {"role": "assistant", "content": "so be"}]
+    continued = PYDOC.render_chat(begun, add_generation_prompt=False, continue_final_message=True)
+    assert continued == prompt + PYDOC.encode("so be", add_special_tokens=False)
+    [mark] = PYDOC.special_tokens_in(PYDOC.decode(prompt, skip_special_tokens=False))[:1]
+    assert PYDOC.encode(mark, add_special_tokens=False) == [PYDOC.token_id(mark)]
+    assert PYDOC.token_id("so be") is None
+    told = json.loads(json.dumps(PYDOC.info()))
+    assert PYDOC.token_id(told["eos_token"]) == PYDOC.eos_token_id
+    assert told["chat_template"]
+
+
+def test_a_folder_that_has_nothing_but_its_json_is_read_by_the_generic_class(tmp_path):
+    """The class that AutoTokenizer finds, without importing that; every other folder is for AutoTokenizer."""
+
+    generic = type(AutoTokenizer.from_pretrained(str(BUNDLED_FOLDER), local_files_only=True))
+    assert _import_class(BUNDLED_FOLDER) is generic
+    for text in (
+        "{",
+        "[]",
+        "{}",
+        '{"tokenizer_class": "Qwen2Tokenizer"}',
+        '{"tokenizer_class": "TokenizersBackend", "auto_map": {}}',
+    ):
+        (tmp_path / "tokenizer_config.json").write_text(text)
+        assert _import_class(tmp_path) is AutoTokenizer
+    assert _import_class(tmp_path / "nowhere") is AutoTokenizer

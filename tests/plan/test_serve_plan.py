@@ -1,0 +1,226 @@
+"""A plan for a fleet: its memory is what an engine takes, its roofline is the other one's, what it promises follows
+from its costs, and what cannot be is one error with the fix."""
+
+import dataclasses
+import json
+import re
+from pathlib import Path
+
+import jax
+import pytest
+import tiny
+from jax.sharding import Mesh
+from typer.testing import CliRunner
+
+from specserve.checkpoints.load import Target, load_target
+from specserve.checkpoints.tensors import write_json
+from specserve.cli.main import app
+from specserve.devices import DEVICES, Device, parse_devices
+from specserve.errors import ConfigError
+from specserve.eval.bench.roofline import step_work
+from specserve.mesh import make_mesh
+from specserve.plan.outline import SHARE_OF_BANDWIDTH, SHARE_OF_PEAK
+from specserve.plan.serving import fit_into, make_serve_plan
+from specserve.plan.settings import PlanServeRun
+from specserve.plan.step_costs import RooflineCosts, measured_costs
+from specserve.plan.training import abstract_mesh
+from specserve.serve.programs.runner import Runner
+from specserve.serve.tuned import Entry, Profile, machine_facts
+from specserve.speculative.drafter import Weights
+from specserve.speculative.tree import DynamicTree, Tree, chain
+
+QWEN = PlanServeRun(target="qwen3-8b", devices="h100-4", qps=2.0, prompt=600, answer=200)
+LONGEST, PAGE = 96, 16
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Target:
+    folder = tmp_path_factory.mktemp("target")
+    tiny.write_target(folder, tiny.TARGET, 0)
+    return load_target(folder, dtype="float32")
+
+
+def _on_first(tree: object) -> int:
+    """Bytes of a tree's arrays on the first device."""
+    first = jax.devices()[0]
+    leaves = [leaf for leaf in jax.tree.leaves(tree) if isinstance(leaf, jax.Array)]
+    return sum(shard.data.nbytes for leaf in leaves for shard in leaf.addressable_shards if shard.device == first)
+
+
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_the_memory_is_that_of_an_engines_arrays(target: Target, tensor: int) -> None:
+    """Weights, head, slots and pages of a runner that is really there, byte for byte; the pages are all that fit."""
+    mesh: Mesh | None = make_mesh(tensor=tensor) if tensor > 1 else None
+    target = load_target(target.folder, dtype="float32", mesh=mesh)
+    head = tiny.random_head(target.config, 1)
+    if mesh is not None:
+        head = dataclasses.replace(head, params=jax.device_put(head.params, head.drafter.place(mesh)))
+    fixed = {"num_slots": 4, "max_model_len": LONGEST, "page_size": PAGE}
+    runner = Runner(target, head, [chain(3)], num_pages=40, mesh=mesh, has_constrained=False, **fixed)
+    room = _on_first(target.params) + _on_first(head.params) + _on_first(runner.state)
+    wanted = {"slots": 4, "longest": LONGEST, "own": LONGEST, "page_size": PAGE}
+    for spare in (0, -1):
+        fit = fit_into(runner.config, head.drafter, mesh, room + spare, **wanted)
+        assert fit is not None
+        held = {part.name: part.num_bytes for part in fit.memory}
+        assert held["target's weights"] == _on_first(target.params)
+        assert held["head"] == _on_first(head.params)
+        assert fit.num_pages == (40 if spare == 0 else 39)
+        if spare == 0:
+            assert held["pages"] + held["slots"] == _on_first(runner.state)
+    assert fit_into(runner.config, head.drafter, mesh, 1000.0, **wanted) is None
+
+
+@pytest.mark.parametrize("tree", [None, chain(3), DynamicTree(3, 2, 6)], ids=["plain", "chain", "tree"])
+@pytest.mark.parametrize("is_tied", [False, True])
+def test_on_one_device_the_roofline_is_that_of_the_benchmarks(
+    target: Target, tree: Tree | None, is_tied: bool, tmp_path: Path
+) -> None:
+    """Bytes and operations are counted from shapes here, and from arrays there."""
+    if is_tied:
+        tiny.write_target(tmp_path, tiny.TARGET | {"tie_word_embeddings": True}, 0)
+        target = load_target(tmp_path, dtype="float32")
+    random = tiny.random_head(target.config, 1)
+    head, weights = random.drafter, Weights(target.params, random.weights(None))
+    mesh, never = abstract_mesh({}), 1e60
+    fast = Device(
+        "x", "x", "x", peak=never, peak_8bit=never, memory=1, bandwidth=1.0, link=1, linked=1, network=1, source=""
+    )
+    wide = dataclasses.replace(fast, peak=1.0, bandwidth=never)
+    for batch, context in ((1, 7), (4, 64)):
+        work = step_work(target.config, weights, head, tree, batch=batch, context=context)
+        read, computed = (
+            RooflineCosts(target.config, head, mesh, device, context).costs(tree, (batch,)).step[0]
+            for device in (fast, wide)
+        )
+        assert read * SHARE_OF_BANDWIDTH == pytest.approx(work.num_bytes)
+        assert computed * SHARE_OF_PEAK == pytest.approx(work.num_flops)
+
+
+def test_better_devices_and_more_sequences_follow_the_obvious_order() -> None:
+    plan = make_serve_plan(QWEN)
+    twice = make_serve_plan(dataclasses.replace(QWEN, qps=4.0))
+    faster = make_serve_plan(dataclasses.replace(QWEN, devices="b200-4"))
+    assert twice.fleet.best.batch > plan.fleet.best.batch
+    assert faster.fleet.best.token_seconds < plan.fleet.best.token_seconds
+    for fleet in (plan.fleet, *plan.others):
+        assert fleet.replicas * fleet.devices == 4
+        for costs in (fleet.costs.plain, fleet.costs.step, fleet.costs.prefill):
+            assert sorted(costs) == list(costs)
+        assert all(step > plain for step, plain in zip(fleet.costs.step, fleet.costs.plain, strict=True))
+        assert fleet.break_even_tau > 1
+
+
+def test_too_much_load_is_an_error_whose_fix_works() -> None:
+    with pytest.raises(ConfigError, match=r"--qps 5000: h100-4 carries .* requests per second") as raised:
+        make_serve_plan(dataclasses.replace(QWEN, qps=5000.0))
+    found = re.search(r"--devices (h100-\d+) would do", str(raised.value))
+    assert found is not None
+    plan = make_serve_plan(dataclasses.replace(QWEN, qps=5000.0, devices=found[1]))
+    assert not plan.fleet.best.is_full
+
+
+def test_the_load_that_the_documents_call_too_much_is() -> None:
+    text = " ".join((Path(__file__).parents[2] / "docs" / "scale.md").read_text().split())
+    run = PlanServeRun(target="deepseek-v3", devices="tpu-v7x-64", qps=200.0, prompt=2000, answer=500)
+    assert "--target deepseek-v3 --devices tpu-v7x-64 --qps 200 --prompt 2000 --answer 500 ```" in text
+    with pytest.raises(ConfigError) as raised:
+        make_serve_plan(run)
+    assert f"`error: {raised.value}`" in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"devices": "h900-4"}, r"'h900' is not in the table, expected one of a100, .*plan devices"),
+        ({"devices": "h100"}, r"expected a name and a number of chips, such as h100-8"),
+        ({"devices": "h100-0"}, r"expected a name and a number of chips"),
+        ({"target": "deepseek-v3"}, r"takes 1,342.1 GB, and 4 x H100 80 GB hold .* more --devices, or 8-bit weights"),
+        ({"mesh": "tensor=3"}, r"--mesh tensor=3: .* does not divide"),
+        ({"mesh": "tensor=8"}, r"it takes 8 devices, and --devices h100-4 has 4"),
+        ({"mesh": "sequence=2"}, r"expected data=N"),
+        ({"tau": 5.0}, r"--tau 5: a step of chain:3 emits 1 to 4 tokens"),
+        ({"speculation": "ngram:3"}, r"published taus are those of heads"),
+        ({"speculation": "chain:0"}, r"describes no tree"),
+        ({"target": "no-such"}, r"no such folder or preset"),
+        ({"prompt": 40_900}, r"the context of qwen3-8b is 40960 tokens"),
+        ({"shared_prompt": 600}, r"must be shorter than --prompt 600"),
+        ({"profile": "nowhere.json"}, r"there is no such profile"),
+        ({"devices": "here-1"}, r"nothing was measured for qwen3-8b on this machine"),
+    ],
+)
+def test_what_cannot_be_planned_says_why(
+    changes: dict[str, object], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    with pytest.raises(ConfigError, match=said):
+        make_serve_plan(dataclasses.replace(QWEN, **changes))
+
+
+def test_measured_steps_take_the_place_of_figures(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A profile that was kept for this machine is found by the target's name, or is given; its steps are the plan's."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    steps = [
+        {"batch_size": size, "speculation": "chain:3", "plain_ms": 10.0 + size, "step_ms": 15.0 + 2 * size}
+        for size in (1, 2, 4)
+    ]
+    facts = machine_facts()
+    entries = tuple(Entry(size, "chain:3", 2.5, 10.0 + size, 15.0 + 2 * size, 1.5) for size in (1, 2, 4))
+    profile = Profile(facts, entries, {"names": {"target": "qwen3-8b"}, "timed": {"context": 100, "steps": steps}})
+    kept = tmp_path / "specserve" / "profiles" / "x.json"
+    profile.write(kept)
+    asked = dataclasses.replace(QWEN, qps=0.05, prompt=100, answer=20)
+    given = make_serve_plan(dataclasses.replace(asked, profile=str(kept)))
+    assert given.fleet.costs.plain == pytest.approx((0.011, 0.012, 0.014))
+    assert given.fleet.costs.step == pytest.approx((0.017, 0.019, 0.023))
+    assert (given.fleet.replicas, given.others) == (4, ())
+    with pytest.raises(ConfigError, match=r"steps of chain:2 were not timed \(timed were: chain:3\)"):
+        make_serve_plan(dataclasses.replace(asked, profile=str(kept), speculation="chain:2"))
+    small = dataclasses.replace(asked, target="qwen3-0.6b", devices="here-3")
+    write_json(kept.with_name("y.json"), profile.to_json() | {"names": {"target": "qwen3-0.6b"}})
+    here = make_serve_plan(small)
+    assert here.fleet.replicas == 3
+    assert here.fleet.costs.plain == given.fleet.costs.plain
+
+
+@pytest.mark.parametrize("num_ranks", [1, 4])
+@pytest.mark.parametrize("sizes", [(1, 2, 8), (1,)], ids=str)
+def test_prompts_of_a_profile_are_rows_of_all_data_ranks(num_ranks: int, sizes: tuple[int, ...]) -> None:
+    """Where a step takes so much for each row, and so does a prefill program, which has a chunk of each rank."""
+    fixed = 3.0 if len(sizes) > 1 else 0.0  # milliseconds; one size alone does not tell them from those of a row
+    steps = [{"batch_size": num_ranks * size, "plain_ms": fixed + 0.5 * num_ranks * size} for size in sizes]
+    profile = Profile({}, (), {"timed": {"steps": steps}})
+    costs = measured_costs(profile, None, "a profile", num_ranks)
+    assert costs.num_ranks == num_ranks
+    assert costs.prefill == pytest.approx([1e-3 * (fixed + 0.5 * num_ranks * chunk) for chunk in costs.chunks])
+
+
+def test_the_command_says_the_same_in_json_as_in_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "160")
+    flags = "plan serve --target qwen3-8b --devices tpu-v6e-8 --qps 3 --prompt 500 --answer 60 --shared-prompt 256"
+    flags += " --system-prompts 3 --simulate --seconds 4"
+    shown = CliRunner().invoke(app, flags.split())
+    found = CliRunner().invoke(app, [*flags.split(), "--json"])
+    assert (shown.exit_code, found.exit_code) == (0, 0)
+    said = json.loads(found.stdout)
+    fleet, played = said["fleet"], said["simulated"]
+    assert f"{fleet['replicas']} on {fleet['devices_per_replica']} x TPU v6e each" in shown.stdout
+    assert f"{fleet['break_even_tau']:.2f} at " in shown.stdout
+    assert set(played) == {"off", "chain:3"} == {"off", said["speculation"]}
+    assert f"{played['chain:3']['tokens_per_second']:,.0f}" in shown.stdout
+    assert all(0 < share <= 1 for each in played.values() for share in each["pages_most"])
+    assert played["off"]["prefix_hit_rate"] > 0
+    assert CliRunner().invoke(app, [*flags.split(), "--json"]).stdout == found.stdout
+
+
+def test_the_table_of_devices_is_sound() -> None:
+    shown = CliRunner().invoke(app, ["plan", "devices", "--json"])
+    rows = json.loads(shown.stdout)
+    assert [row["id"] for row in rows] == [device.id for device in DEVICES]
+    for device in DEVICES:
+        assert parse_devices(f"{device.id.upper()}-3") == (device, 3 * device.per_chip)
+        assert device.peak < device.peak_8bit
+        assert device.network < device.link < device.bandwidth < device.peak
+        assert device.source
+        # one kind of device of JAX's is one row
+        assert sum(re.search(other.kind, device.name) is not None for other in DEVICES) == 1

@@ -1,0 +1,165 @@
+"""Steps that run at once are steps that run one by one."""
+
+import dataclasses
+import itertools
+import random
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import numpy as np
+import pytest
+from engines import MAX_LEN, PAGE_SIZE, VOCAB, make_engine, make_runner
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specserve.checkpoints.load import Target
+from specserve.drafters.speculation import parse_speculation
+from specserve.eval.bench.step_times import prefill
+from specserve.serve.engine.bursts import BURST_SECONDS, Bursts
+from specserve.serve.engine.handles import HostResult, StepHandle
+from specserve.serve.engine.ledger import Ledger
+from specserve.serve.engine.options import blank_token_rows, sampler_rows
+from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.shapes import STEPS_AT_ONCE
+from specserve.serve.requests.request import SamplingParams
+from specserve.speculative.tree import Tree
+
+PARAMS = (
+    SamplingParams(temperature=0.0, logprobs=3),
+    SamplingParams(temperature=0.9, seed=5, presence_penalty=0.7, logit_bias={3: 2.0, 9: -4.0}),
+    SamplingParams(temperature=0.0, speculation=1, return_tree=True),
+)
+
+
+def _fill(runner: Runner) -> list[int]:
+    """Three sequences of different lengths and options, one slot being empty."""
+    runner.reset()
+    each = MAX_LEN // PAGE_SIZE
+    for slot, params in enumerate(PARAMS):
+        prompt = [(5 * slot + 3 * i) % VOCAB for i in range(9 + 4 * slot)]
+        rows = sampler_rows(params, 7 + slot, len(prompt))
+        prefill(runner, slot, prompt, range(each * slot, each * (slot + 1)), rows)
+    return [*range(len(PARAMS))]
+
+
+def _run(runner: Runner, way: str, bursts: list[int]) -> tuple[list[HostResult], Any]:
+    slots, tree = _fill(runner), parse_speculation(way)
+    wanted = {"has_logprobs": True, "has_tree": tree is not None}
+    handles = [runner.step(slots, tree, num_steps=number, **wanted) for number in bursts]  # none is read meanwhile
+    results = list(itertools.chain.from_iterable(handle.read_each() for handle in handles))
+    # whatever was left pending when: what the head would propose now says that it has read the same
+    results.append(runner.step(slots, parse_speculation("chain:3")).read())
+    return results, runner.state
+
+
+@pytest.mark.parametrize("way", ["off", "chain:3", "tree:3x3x8", "static:2x1", "head+suffix:3"])
+def test_steps_at_once_are_steps_one_by_one(runner: Runner, way: str) -> None:
+    """Bit for bit in what they emit, how likely it was and what was proposed, and in what they leave behind."""
+    most = runner.most_steps
+    assert most > 2
+    expected, state = _run(runner, way, [1] * (2 * most + 1))
+    kept = jax.tree.map(np.asarray, state.cache), np.asarray(state.seq_lens), np.asarray(state.history)
+    found, state = _run(runner, way, [2, most, most - 1])
+    assert len(found) == len(expected)
+    jax.tree.map(np.testing.assert_array_equal, [vars(each) for each in found], [vars(each) for each in expected])
+    jax.tree.map(np.testing.assert_array_equal, (state.cache, state.seq_lens, state.history), kept)
+    if way != "off":
+        assert any((each.n_accepted > 0).any() for each in expected), "nothing was accepted, so little was tested"
+
+
+@pytest.mark.parametrize("way", ["off", "chain:3"])
+def test_no_step_is_made_once_all_sequences_have_stopped(runner: Runner, way: str) -> None:
+    """Neither in the burst in which the last one stops, nor in one that was dispatched behind it."""
+    most, tree, slots = runner.most_steps, parse_speculation(way), [0, 1]
+    prompts = [[(5 * slot + 3 * i) % VOCAB for i in range(9 + 4 * slot)] for slot in slots]
+    rows = sampler_rows(SamplingParams(temperature=0.0), 0, 0)
+
+    def emitted(stops: Sequence[int | None]) -> list[list[int]]:  # by step, of both
+        runner.reset()
+        for slot, prompt in zip(slots, prompts, strict=True):
+            stop_ids = [] if stops[slot] is None else [stops[slot]]
+            pages = range(slot * MAX_LEN // PAGE_SIZE, (slot + 1) * MAX_LEN // PAGE_SIZE)
+            runner.admit(slot, prompt, pages, 0, rows, blank_token_rows(VOCAB, stop_ids))
+            runner.prefill([(slot, len(prompt), True)]).read()
+        handles = [runner.step(slots, tree, num_steps=most) for _ in range(2)]
+        steps = itertools.chain.from_iterable(handle.read_each() for handle in handles)
+        return [[result.emitted(row) for row in slots] for result in steps]
+
+    free = emitted([None, None])
+    assert len(free) == 2 * most
+    first_seen = [
+        {token_id: at for at, step in reversed([*enumerate(free)]) for token_id in step[row]} for row in slots
+    ]
+    stops = [next(token_id for token_id, at in seen.items() if at in (1, 2)) for seen in first_seen]
+    last = max(seen[stop] for seen, stop in zip(first_seen, stops, strict=True))
+    assert emitted(stops) == free[: last + 1]
+    assert emitted([stops[0], None]) == free, "one goes on"
+
+
+def test_a_plain_server_makes_as_many_as_its_program_can(runner: Runner, tiny_target: Target) -> None:
+    """Where a head has to be left room for what it has not read, they are fewer."""
+    assert runner.most_steps == runner.config.max_pending - 1 < STEPS_AT_ONCE
+    alone = make_runner(tiny_target, None, "off")
+    assert alone.most_steps == STEPS_AT_ONCE
+
+
+def test_a_burst_stays_in_the_program_of_its_first_step(tiny_target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wider page table is another program, which may not be compiled yet, and takes another time."""
+    runner = make_runner(tiny_target, None, "off")
+    runner.shapes = dataclasses.replace(runner.shapes, widths=(2, 4, runner.shapes.widths[-1]))
+    run, seen = runner.step, []
+
+    def step(slots: Sequence[int], tree: Tree | None, *, num_steps: int, **more: Any) -> StepHandle:
+        seen.append((num_steps, runner.width_of(slots), runner.width_of(slots, num_steps - 1)))
+        return run(slots, tree, num_steps=num_steps, **more)
+
+    monkeypatch.setattr(runner, "step", step)
+    monkeypatch.setattr(Bursts, "num_steps", lambda _self, _shape, most: most)
+    params = SamplingParams(max_tokens=MAX_LEN - 10, temperature=0, ignore_eos=True)
+    with make_engine(runner) as engine:
+        engine.generate([[5, 6, 7], [8, 9]], params)
+    assert all(first == last for _, first, last in seen)
+    assert len({first for _, first, _ in seen}) == 3
+    assert max(number for number, _, _ in seen) == STEPS_AT_ONCE
+
+
+@given(seconds=st.lists(st.floats(0.001, 0.03), min_size=1, max_size=4), most=st.integers(1, STEPS_AT_ONCE))
+def test_a_burst_is_over_soon(seconds: list[float], most: int) -> None:
+    """Steps of which nothing is known, and those that take long, run alone."""
+    bursts, shape = Bursts(), (1, 8, None)
+    assert bursts.num_steps(shape, most) == 1
+    for each in seconds:
+        bursts.observe(shape, each)
+    number = bursts.num_steps(shape, most)
+    assert 1 <= number <= most
+    assert number == 1 or number * min(seconds) <= BURST_SECONDS * (1 + 1e-9)
+    assert number == most or (number + 1) * max(seconds) >= BURST_SECONDS * (1 - 1e-9)
+    assert bursts.num_steps((2, 8, None), most) == 1, "steps of another shape take another time"
+
+
+@given(
+    steps=st.lists(st.tuples(st.sampled_from([0, 3, 5]), st.integers(1, 7)), max_size=8),
+    ahead=st.integers(0, 3),
+    rng=st.randoms(use_true_random=False),
+)
+def test_the_host_never_takes_a_sequence_for_shorter_than_it_is(
+    steps: list[tuple[int, int]], ahead: int, rng: random.Random
+) -> None:
+    """Nor for longer, when every step has been read."""
+    ledger, length, unread = Ledger(1, 8), 20, deque()
+    ledger.begin(0, 0)
+    ledger.prefilled(0, length)
+    for depth, number in steps:
+        accepted = rng.randint(0, depth * number)
+        unread.append((ledger.stepped((0,), depth, number), accepted))
+        length += number + accepted
+        assert ledger.num_entries((0,)) >= length
+        while len(unread) > ahead:
+            on_read, accepted = unread.popleft()
+            on_read(np.array([accepted]))
+            assert ledger.num_entries((0,)) >= length
+    for on_read, accepted in unread:
+        on_read(np.array([accepted]))
+    assert ledger.num_entries((0,)) == length

@@ -1,0 +1,321 @@
+"""What can go wrong and whom it may harm: devices that fail or hang, listeners that raise, engines that stop."""
+
+import dataclasses
+import functools
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import pytest
+from engines import VOCAB, Ask, Dice, Fixed, Reference, greedy, make_engine, run, serving, submit, wait_until
+
+from specserve.drafters.speculation import parse_speculation
+from specserve.errors import CapacityError
+from specserve.serve.engine import engine as engine_module
+from specserve.serve.engine.engine import Engine
+from specserve.serve.engine.handles import StepHandle
+from specserve.serve.programs import wanted
+from specserve.serve.programs.programs import Call, Program, Programs, compile_all
+from specserve.serve.programs.runner import Runner
+from specserve.serve.requests.request import Delta, FinishReason, SamplingParams
+from specserve.speculative.controller import Controller
+
+CHAIN = parse_speculation("chain:3")
+PROMPTS = [tuple((7 * i + 3 * j) % VOCAB for j in range(10 + 5 * i)) for i in range(8)]
+ASKS = [
+    Ask(prompt, greedy(30, ignore_eos=True) if i % 2 else SamplingParams(max_tokens=30, seed=i, ignore_eos=True))
+    for i, prompt in enumerate(PROMPTS)
+]
+
+
+def _fail_at(
+    monkeypatch: pytest.MonkeyPatch, owner: object, name: str, is_time: Callable[[int], bool], runner: Runner
+) -> None:
+    """The device is lost, with all that was donated to it, in one call."""
+    original = getattr(owner, name)
+    num_calls = 0
+
+    def call(*args, **options):  # type: ignore[no-untyped-def]
+        nonlocal num_calls
+        num_calls += 1
+        if is_time(num_calls):
+            runner.state = None  # type: ignore[assignment]
+            raise RuntimeError("out of memory on the device")
+        return original(*args, **options)
+
+    monkeypatch.setattr(owner, name, call)
+
+
+@pytest.mark.parametrize(
+    ("place", "call"),
+    [
+        ("step", 1),
+        ("step", 7),
+        ("prefill", 1),
+        ("prefill", 4),
+        ("admit", 2),
+        ("extend", 3),
+        ("read_each", 1),
+        ("read_each", 6),
+    ],
+)
+def test_a_device_error_ends_the_running_and_spares_the_waiting(
+    runner: Runner, reference: Reference, monkeypatch: pytest.MonkeyPatch, place: str, call: int
+) -> None:
+    engine = make_engine(runner, Fixed(CHAIN))
+    owner = StepHandle if place == "read_each" else runner
+    _fail_at(monkeypatch, owner, place, lambda num_calls: num_calls == call, runner)
+    inboxes = [submit(engine, ask)[1] for ask in ASKS]
+    with serving(engine):
+        last = [inbox.wait() for inbox in inboxes]
+        failed = [delta.finish_reason == FinishReason.ERROR for delta in last]
+        assert 1 <= sum(failed) <= 4, "those that ran, and only those"
+        for ask, inbox, delta in zip(ASKS, inboxes, last, strict=True):
+            if delta.finish_reason == FinishReason.ERROR:
+                assert delta.error == "the device failed: out of memory on the device"
+                assert inbox.token_ids == reference.answer(ask).token_ids[: len(inbox.token_ids)]
+            else:
+                reference.check(ask, inbox)
+        assert engine.stats().num_rebuilds == 1
+        for ask, inbox in zip(ASKS, run(engine, ASKS), strict=True):  # the rebuilt cache serves as before
+            reference.check(ask, inbox)
+
+
+def test_a_device_error_spares_those_who_were_preempted(
+    runner: Runner, reference: Reference, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They had begun to answer; they go on where they were."""
+    engine = make_engine(runner, Fixed(CHAIN), num_pages=14)
+    begun: set[int] = set()
+
+    def someone_was_preempted(_num_calls: int) -> bool:
+        if not begun:
+            begun.update(s.order for s in engine.rounds.scheduler.waiting if s.output_ids)
+            return bool(begun)
+        return False
+
+    _fail_at(monkeypatch, runner, "step", someone_was_preempted, runner)
+    inboxes = [submit(engine, ask)[1] for ask in ASKS]
+    with serving(engine):
+        last = [inbox.wait() for inbox in inboxes]
+    for i, (ask, inbox) in enumerate(zip(ASKS, inboxes, strict=True)):
+        assert i not in begun or last[i].finish_reason == FinishReason.LENGTH
+        if last[i].finish_reason != FinishReason.ERROR:
+            reference.check(ask, inbox)
+    assert begun
+    assert engine.stats().num_rebuilds == 1
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_device_that_does_not_come_back_ends_the_engine(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine(runner, Fixed(CHAIN))
+    reset = runner.reset
+
+    def gone() -> None:
+        raise RuntimeError("no device")
+
+    _fail_at(monkeypatch, runner, "step", lambda num_calls: num_calls == 3, runner)
+    monkeypatch.setattr(runner, "reset", gone)
+    inboxes = [submit(engine, ask)[1] for ask in ASKS]
+    with engine:
+        reasons = [inbox.wait().finish_reason for inbox in inboxes]
+        wait_until(lambda: not engine.is_healthy)
+        assert not engine.is_ready
+        with pytest.raises(CapacityError):
+            submit(engine, ASKS[0])
+        engine.drain(60)
+    assert set(reasons) == {FinishReason.ERROR, FinishReason.CANCELLED}
+    reset()
+
+
+@pytest.mark.parametrize("nth", [1, 2, -1])
+def test_a_failing_listener_harms_its_request_alone(runner: Runner, reference: Reference, nth: int) -> None:
+    heard: list[Delta] = []
+
+    def fail(delta: Delta) -> None:
+        heard.append(delta)
+        if len(heard) == nth or (nth < 0 and delta.finish_reason):
+            raise ValueError("a listener's own fault")
+
+    with serving(make_engine(runner, Dice(0))) as engine:
+        engine.submit(PROMPTS[1], greedy(30, ignore_eos=True), fail)
+        for ask, inbox in zip(ASKS, run(engine, ASKS), strict=True):
+            reference.check(ask, inbox)
+    assert len(heard) == nth or nth < 0, "it is not called again"
+
+
+def test_a_listener_may_fail_while_it_waits(runner: Runner) -> None:
+    def fail(delta: Delta) -> None:
+        raise ValueError("a listener's own fault")
+
+    engine = make_engine(runner, Fixed(CHAIN))
+    engine.submit(PROMPTS[1], greedy(30), fail).cancel()
+    with serving(engine):
+        assert run(engine, ASKS[:1])[0].wait().finish_reason == FinishReason.LENGTH
+
+
+def test_draining_lets_all_that_was_taken_end(runner: Runner, reference: Reference) -> None:
+    with serving(make_engine(runner, Fixed(CHAIN))) as engine:
+        inboxes = [submit(engine, ask)[1] for ask in ASKS]  # more than there are slots
+        engine.drain(60)
+        assert all(inbox.is_done for inbox in inboxes)
+        assert not engine.is_ready
+        with pytest.raises(CapacityError, match="stopping"):
+            submit(engine, ASKS[0])
+    for ask, inbox in zip(ASKS, inboxes, strict=True):
+        reference.check(ask, inbox)
+
+
+def test_draining_waits_for_who_is_being_told(runner: Runner) -> None:
+    """A sequence gives its place back before its listener hears of the end."""
+    told = threading.Event()
+
+    def slow(delta: Delta) -> None:
+        if delta.finish_reason is not None:
+            time.sleep(0.2)
+            told.set()
+
+    with serving(make_engine(runner, Fixed(CHAIN))) as engine:
+        engine.submit(PROMPTS[1], greedy(4, ignore_eos=True), slow)
+        engine.drain(60)
+        assert told.is_set()
+
+
+class _Stuck:
+    """A device that answers nothing until it is released."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.release, read_each = threading.Event(), StepHandle.read_each
+
+        def wait(handle: StepHandle):  # type: ignore[no-untyped-def]
+            assert self.release.wait(60)
+            return read_each(handle)
+
+        monkeypatch.setattr(StepHandle, "read_each", wait)
+
+
+def test_draining_takes_no_longer_than_it_may(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    stuck = _Stuck(monkeypatch)
+    with make_engine(runner, Fixed(CHAIN)) as engine:
+        _, inbox = submit(engine, ASKS[0])
+        start = time.monotonic()
+        engine.drain(0.1)
+        assert 0.1 <= time.monotonic() - start < 10
+        assert not inbox.is_done
+        stuck.release.set()
+    assert inbox.wait().finish_reason in (FinishReason.CANCELLED, FinishReason.LENGTH)
+
+
+def test_a_stuck_step_is_reported_once(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck = _Stuck(monkeypatch)
+    with serving(make_engine(runner, Fixed(CHAIN), watchdog_seconds=0.05)) as engine, caplog.at_level(logging.ERROR):
+        _, inbox = submit(engine, ASKS[0])
+        wait_until(lambda: "is the device stuck?" in caplog.text)
+        time.sleep(0.1)
+        assert caplog.text.count("is the device stuck?") == 1
+        assert engine.stats().seconds_in_step > 0.05
+        stuck.release.set()
+        assert inbox.wait().finish_reason == FinishReason.LENGTH
+        wait_until(lambda: engine.stats().seconds_in_step == 0)  # the answer is out before its step is over
+
+
+def test_stopping_does_not_wait_for_a_stuck_device_for_ever(
+    runner: Runner, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    stuck = _Stuck(monkeypatch)
+    monkeypatch.setattr(engine_module, "STOP_SECONDS", 0.1)
+    engine = make_engine(runner, Fixed(CHAIN)).start()
+    _, inbox = submit(engine, ASKS[0])
+    wait_until(lambda: engine.stats().seconds_in_step > 0)
+    engine.stop()
+    assert "its device is stuck" in caplog.text
+    assert not inbox.is_done
+    stuck.release.set()
+    assert inbox.wait().finish_reason == FinishReason.CANCELLED
+    monkeypatch.setattr(engine_module, "STOP_SECONDS", 60)
+    engine.stop()
+
+
+def test_plain_decoding_serves_while_the_rest_compiles(runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the largest plain programs alone, for every batch; the others follow, and then what is chosen."""
+    released, masks_released, seen = threading.Event(), threading.Event(), []
+    whole, partial = runner.compiled, Programs()
+
+    def waiting(programs: Sequence[Program], event: threading.Event) -> list[Program]:
+        def wait_and_call(program: Program) -> Call:
+            assert event.wait(60)
+            return program.call()
+
+        return [dataclasses.replace(each, call=functools.partial(wait_and_call, each)) for each in programs]
+
+    def on_compiled(_runner: Runner) -> Iterator[object]:
+        seen.append(engine.rounds.is_partial)
+        yield
+        return Fixed(parse_speculation("static:2x1"))
+
+    # nothing is compiled anew: what the runner has is given to it again
+    monkeypatch.setattr(partial, "compile", lambda call: partial._compiled.setdefault(call.key, whole.compile(call)))
+    monkeypatch.setattr(runner, "compiled", partial)
+    runner.reset()
+    programs = wanted.programs(runner)
+    compile_all(partial, [program for program in programs if program.is_plain])
+    late = [program for program in programs if not program.is_plain and not program.is_for_masks]
+    for_masks = [program for program in programs if program.is_for_masks]
+    constrained = [dataclasses.replace(ask, is_constrained=True) for ask in ASKS[:3]]
+    engine = Engine(
+        runner,
+        None,
+        model_name="tiny",
+        eos_ids=(2,),
+        controller=Controller({}),
+        late_programs=waiting(late, released),
+        mask_programs=waiting(for_masks, masks_released),
+        on_compiled=on_compiled,
+    )
+    with engine:
+        assert engine.is_ready
+        first = run(engine, ASKS[:3])
+        assert set(engine.stats().num_steps_by_speculation) == {"off"}
+        assert engine.stats().num_programs_left == len(late)
+        released.set()
+        wait_until(lambda: not engine.rounds.is_partial)
+        assert engine.stats().num_programs_left == 0
+        again = run(engine, ASKS[:3])
+        assert set(engine.stats().num_steps_by_speculation) == {"off", "static:2x1"}
+        assert len(partial) == len(programs) - len(for_masks), "nobody has asked for them"
+        engine.rounds.controller = Fixed(CHAIN)
+        plainly = run(engine, constrained)
+        assert set(engine.stats().num_steps_by_speculation) == {"off", "static:2x1"}
+        masks_released.set()
+        wait_until(lambda: len(partial) == len(programs))
+        speculating = run(engine, constrained)
+        assert set(engine.stats().num_steps_by_speculation) == {"off", "static:2x1", "chain:3"}
+    assert seen == [True]
+    assert [inbox.token_ids for inbox in first] == [inbox.token_ids for inbox in again]
+    assert [inbox.token_ids for inbox in plainly] == [inbox.token_ids for inbox in speculating]
+    assert engine.stats().num_late_compiles == 0
+    assert len(partial) == len(programs)
+
+
+def test_a_program_that_cannot_be_compiled_is_never_used(runner: Runner, caplog: pytest.LogCaptureFixture) -> None:
+    def fail() -> Call:
+        raise RuntimeError("no such instruction")
+
+    runner.reset()
+    engine = Engine(
+        runner,
+        None,
+        model_name="tiny",
+        eos_ids=(2,),
+        controller=Fixed(CHAIN),
+        late_programs=[Program("the late one", False, fail)],
+    )
+    with caplog.at_level(logging.INFO), serving(engine):
+        wait_until(lambda: "all programs are compiled" in caplog.text)
+        assert "the late one could not be compiled" in caplog.text
+        assert engine.rounds.is_partial, "steps are made of those that are there"
+        run(engine, ASKS[:1])
+        assert set(engine.stats().num_steps_by_speculation) == {"chain:3"}

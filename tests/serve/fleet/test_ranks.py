@@ -1,0 +1,466 @@
+"""One server over several processes: what the first one's devices run, the others' run too; and all end together."""
+
+import contextlib
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import jax
+import numpy as np
+import pytest
+import tiny
+from engines import PATIENCE, Ask, Dice, Reference, make_engine, make_runner, submit, wait_until
+from served import SCRIPT, environment, free_ports, write_folder
+
+from specserve.checkpoints.load import Target
+from specserve.drafters.door import Head
+from specserve.errors import ConfigError
+from specserve.interop.head import save_head
+from specserve.processes import ProcessError
+from specserve.serve.fleet import plans, ranks
+from specserve.serve.fleet.plans import Plan
+from specserve.serve.fleet.ranks import Follower, Leader
+from specserve.serve.programs.runner import Runner
+from specserve.serve.requests.request import SamplingParams
+from specserve.speculative.tree import Proposal, Tree
+
+
+class Tape:
+    """Stands for the first process: it writes down what the others would be sent. And for another, which reads it."""
+
+    lost = None
+
+    def __init__(self, trees: Sequence[Tree | None]) -> None:
+        self.trees, self.frames = trees, list[bytes]()
+
+    def send(self, plan: Plan) -> None:
+        self.frames.append(plans.write(plan, self.trees))
+
+    def plans(self, trees: Sequence[Tree | None], proposal: Callable[[], Proposal | None]) -> Iterator[Plan]:
+        for frame in self.frames:
+            begin = plans.LENGTHS.size
+            length, _ = plans.LENGTHS.unpack(frame[:begin])
+            yield plans.read(frame[begin : begin + length], frame[begin + length :], trees, proposal())
+
+
+def test_what_follows_the_plans_has_the_same_state(
+    runner: Runner, tiny_target: Target, tiny_head: Head, kept: Path | None, rng: np.random.Generator
+) -> None:
+    """Bit for bit, though it is told nothing but plans: after every kind of step in any order, options, token masks,
+    prompts that are scored, requests that go away, and a cache that is flushed."""
+    ways = "tree:3x3x8", "chain:3", "static:2x1", "head+suffix:3", "off"
+    twin = make_runner(tiny_target, tiny_head, *ways, folder=kept)
+    engine, tape = make_engine(runner, Dice(3)), Tape(runner.shapes.trees)
+    options: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.0, "logprobs": 2},
+        {"presence_penalty": 0.4, "bad_words": ["a"]},
+        {"logit_bias": {7: 3.0}, "min_tokens": 4},
+        {"prompt_logprobs": 1, "speculation": 0},
+    ]
+    runner.leader = tape  # type: ignore[assignment]
+    try:
+        with engine:
+            for turn in range(2):
+                asked = []
+                for i in range(12):
+                    prompt = tuple(rng.integers(3, 64, int(rng.integers(1, 40))).tolist())
+                    params = SamplingParams(seed=i, max_tokens=20, **options[i % len(options)])
+                    asked.append(submit(engine, Ask(prompt, params, is_constrained=i % 5 == turn)))
+                for request, _ in asked[::4]:
+                    request.cancel()
+                for _, inbox in asked:
+                    inbox.wait()
+                engine.flush_cache()
+        state = jax.tree.map(np.asarray, runner.state)
+    finally:
+        runner.leader = None
+    twin.follow(tape)  # type: ignore[arg-type]
+    told = {json.loads(frame[plans.LENGTHS.size :].split(b"]", 1)[0].split(b",")[0][1:]) for frame in tape.frames}
+    assert told == {*plans.MAKERS, "forget_answers"}
+    for ours, theirs in zip(jax.tree.leaves(state), jax.tree.leaves(twin.state), strict=True):
+        assert np.array_equal(ours, np.asarray(theirs), equal_nan=True)
+
+
+@contextlib.contextmanager
+def _group(count: int) -> Iterator[tuple[Leader, list[Follower], list[str]]]:
+    """A first process and others, and what is said in any of them when one has ended."""
+    lost: list[str] = []
+
+    def hear(error: ProcessError) -> None:
+        lost.append(str(error))
+
+    listener = socket.create_server(("127.0.0.1", 0))
+    address = listener.getsockname()
+    leaders: list[Leader] = []
+    waiting = threading.Thread(target=lambda: leaders.append(Leader(listener, "secret", count, hear)))
+    waiting.start()
+    stranger = socket.create_connection(address)
+    stranger.sendall(b"guess 1\n")
+    hellos = [f"secret {number}\n".encode() for number in range(1, count + 1)]
+    followers = [Follower(ranks._reach(["127.0.0.1"], address[1], hello), hear) for hello in hellos]
+    waiting.join(PATIENCE)
+    with stranger, listener:
+        yield leaders[0], followers, lost
+    wires = [*leaders[0]._wires.values(), *(follower._wire for follower in followers)]
+    for wire in wires:
+        wire.close()
+    wait_until(lambda: not any(wire._thread.is_alive() for wire in wires))
+
+
+def _both(leader: Callable[[], Any], follower: Callable[[], Any]) -> list[Any]:
+    """What both return or raise, side by side."""
+    found: list[Any] = [None, None]
+
+    def run(place: int, call: Callable[[], Any]) -> None:
+        try:
+            found[place] = call()
+        except Exception as error:
+            found[place] = error
+
+    threads = [threading.Thread(target=run, args=pair) for pair in enumerate((leader, follower))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    return found
+
+
+def test_processes_that_differ_are_refused_by_name() -> None:
+    with _group(1) as (leader, [follower], lost):
+        facts = {"--page-size": 32, "--mesh": "tensor=2"}
+        assert _both(lambda: leader.agree(facts), lambda: follower.agree(facts)) == [None, None]
+        assert _both(lambda: leader.least(7), lambda: follower.least(5)) == [5, 5]
+        errors = _both(lambda: leader.agree(facts), lambda: follower.agree(facts | {"--page-size": 16}))
+        for error in errors:
+            assert isinstance(error, ConfigError)
+            assert "--page-size is 16 in process 1 and 32 in the first" in str(error)
+            assert "--mesh" not in str(error)
+        with leader:
+            leader.send(Plan("x", (1, (2, 3), np.arange(3)), {"y": True}))
+        [plan] = follower.plans((), lambda: None)
+        assert (plan.name, plan.arguments[:2], plan.arguments[2].tolist(), plan.options) == (
+            *("x", (1, (2, 3)), [0, 1, 2]),
+            {"y": True},
+        )
+        assert not lost, "the end was told"
+
+
+@pytest.mark.parametrize("is_first", [True, False])
+def test_the_end_of_one_process_is_told_to_the_others(is_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped = threading.Event()
+    monkeypatch.setattr(ranks, "_stop", stopped.set)
+    with _group(1) as (leader, [follower], lost):
+        follower.leave()
+        assert stopped.wait(PATIENCE), "a process that is told to stop lets the first one drain"
+        if is_first:
+            leader._wires[1].close()
+            with pytest.raises(ProcessError, match="the first process has ended"):
+                next(follower.plans((), lambda: None))
+        else:
+            follower._wire.close()
+        wait_until(lambda: leader.lost is not None)
+        with pytest.raises(ProcessError, match="process 1 has ended"):
+            leader.send(Plan("x"))
+        assert "start all of its processes again" in str(leader.lost)
+        wait_until(lambda: len(lost) == 2)
+
+
+def test_all_hear_which_process_has_ended() -> None:
+    """Of the others only the first process has a connection with it."""
+    with _group(3) as (leader, followers, lost):
+        followers[1]._wire.close()
+        wait_until(lambda: len(lost) == 4)
+        [own] = [text for text in lost if not text.startswith("process 2 has ended (")]
+        assert own.startswith("the first process has ended"), "it is closed on this side"
+        for rank in (leader, followers[0], followers[2]):
+            assert rank.reason(ValueError("a collective failed")) is rank.lost
+
+
+class Several:
+    """`specserve serve` as several processes with Gloo between them; `more` are flags of all of them."""
+
+    def __init__(
+        self,
+        folder: Path,
+        cache: Path,
+        *,
+        mesh: str = "tensor=2",
+        count: int = 2,
+        ids: Sequence[int] | None = None,  # of those that are started; None: all
+        host: str = "127.0.0.1",  # of the first one
+        changes: Sequence[str] = (),  # further flags of the last one
+        more: Sequence[str] = (),
+        inside: Callable[[int], list[str]] = lambda _number: [],  # the command that each is started by
+    ) -> None:
+        ports = free_ports(2)
+        self.url = f"http://{host}:{ports[0]}"
+        flags = ["--target", str(folder), "--speculation", "ngram:3", "--max-slots", "2", "--mesh", mesh]
+        flags += ["--max-model-len", "64", "--no-constrained", "--host", host, "--port", str(ports[0])]
+        flags += ["--coordinator", f"{host}:{ports[1]}", "--num-processes", str(count), "--drain-seconds", "60", *more]
+        self.ids = list(range(count)) if ids is None else list(ids)
+        command = [sys.executable, "-c", SCRIPT, "serve", *flags]
+        self.processes = [
+            subprocess.Popen(
+                [*inside(i), *command, "--process-id", str(i), *(changes if i == self.ids[-1] else ())],
+                env=environment(cache),
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                text=True,
+            )
+            for i in self.ids
+        ]
+
+    def __enter__(self) -> "Several":
+        return self
+
+    def __exit__(self, *_exc: object) -> None:
+        for each in self.processes:
+            each.kill()
+            each.communicate()
+
+    def wait_until_ready(self) -> None:
+        wait_until(lambda: self.status("/ready") == 200 or any(each.poll() is not None for each in self.processes))
+        assert self.status("/ready") == 200, self.end()
+
+    def status(self, path: str) -> int:
+        try:
+            return httpx.get(self.url + path, timeout=PATIENCE).status_code
+        except httpx.TransportError:
+            return 0
+
+    def end(self, seconds: float = PATIENCE) -> list[tuple[int, str]]:
+        """How each has ended, and what it has said."""
+        return [(each.returncode, said) for each in self.processes for said in [each.communicate(timeout=seconds)[0]]]
+
+
+Outcome = tuple[str, float]  # how a client's last request ended, and when
+
+
+class Clients:
+    """Streams, one after another in each thread, until the server ends them."""
+
+    def __init__(self, url: str, count: int) -> None:
+        self.outcomes: list[Outcome] = []
+        self.num_begun = 0
+        self._url, self._body = (
+            url,
+            _body(Ask((5, 6, 7), SamplingParams(max_tokens=48, temperature=1.0)), is_stream=True),
+        )
+        self._threads = [threading.Thread(target=self._ask) for _ in range(count)]
+        for thread in self._threads:
+            thread.start()
+
+    def wait(self) -> list[Outcome]:
+        for thread in self._threads:
+            thread.join(PATIENCE)
+        return self.outcomes
+
+    def _ask(self) -> None:
+        how = ""
+        while not how:
+            try:
+                with httpx.stream("POST", f"{self._url}/v1/completions", json=self._body, timeout=PATIENCE) as reply:
+                    self.num_begun += 1
+                    lines = [line for line in reply.iter_lines() if line]
+                if reply.status_code != 200:
+                    how = f"status {reply.status_code}"
+                elif lines[-1] != "data: [DONE]" or '"error"' in lines[-2]:
+                    how = "error"
+            except httpx.TransportError:
+                how = "cut"
+        self.outcomes.append((how, time.monotonic()))
+
+
+def _body(ask: Ask, *, is_stream: bool = False) -> dict[str, Any]:
+    body = {"prompt": list(ask.prompt), "max_tokens": ask.params.max_tokens, "temperature": ask.params.temperature}
+    return body | {"seed": ask.params.seed, "ignore_eos": True, "return_token_ids": True, "stream": is_stream}
+
+
+def _answer(url: str, ask: Ask, *, is_cut: bool = False) -> list[int]:
+    if is_cut:  # gone after a few tokens
+        body = _body(ask, is_stream=True)
+        with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=PATIENCE) as reply:
+            next(reply.iter_lines())
+        return []
+    reply = httpx.post(f"{url}/v1/completions", json=_body(ask), timeout=PATIENCE)
+    return reply.json()["choices"][0]["token_ids"]
+
+
+@pytest.fixture(scope="module")
+def folder(shallow_target: Target, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_folder(shallow_target, tmp_path_factory.mktemp("served") / "target")
+
+
+@pytest.fixture(scope="module")
+def cache(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Programs that one server has compiled are there for the next one."""
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture(scope="module")
+def plain(shallow_target: Target, kept: Path | None) -> Iterator[Reference]:
+    reference = Reference(shallow_target, kept)
+    with reference.engine:
+        yield reference
+
+
+def _storm(server: Several, plain: Reference, rng: np.random.Generator) -> None:
+    """Requests at once, of which some go away: all others have the tokens of one process."""
+    asks = [plain.any_ask(rng, length, i % 2 == 1) for i, length in enumerate((1, 16, 9, 12))]
+    with ThreadPoolExecutor(8) as pool:
+        running = [pool.submit(_answer, server.url, ask, is_cut=i % 3 == 2) for i, ask in enumerate(asks * 6)]
+    expected = [plain.answer(ask).token_ids for ask in asks] * 6
+    assert [each.result() for each in running] == [[] if i % 3 == 2 else ids for i, ids in enumerate(expected)]
+
+
+def _check_the_end(server: Several, left: Sequence[int], name: str, clients: Clients) -> None:
+    """Clients see /ready at 503, and what they read ends with an error, which the docs promise within 10 seconds; then
+    the processes that are left end with status 3 and one error."""
+    begin, not_ready = time.monotonic(), 0.0
+    while any(each.poll() is None for each in server.processes):
+        if not not_ready and server.status("/ready") == 503:
+            not_ready = time.monotonic()
+        time.sleep(0.02)
+    assert not_ready, "nobody could see that it was not ready"
+    outcomes = clients.wait()
+    assert {how for how, _ in outcomes} <= {"error", "status 503"}, outcomes
+    assert any(how == "error" for how, _ in outcomes)
+    for when in (not_ready, *(when for _, when in outcomes)):
+        assert when - begin < 3 * 10, "thrice the promise, as this machine may be busy"
+    for place, (code, said) in enumerate(server.end()):
+        if place in left:
+            assert (code, said.count("error: "), said.count(f"error: {name} has ended")) == (3, 1, 1), said
+            assert "Traceback" not in said
+
+
+@pytest.mark.slow
+def test_two_processes_serve_as_one(folder: Path, cache: Path, plain: Reference, rng: np.random.Generator) -> None:
+    """Tokens are those of one process, with clients that go away between them. A process that is told to stop lets all
+    end in order; one that is killed ends all, with one error; and one of other settings is refused."""
+    with Several(folder, cache, changes=["--page-size", "16"]) as other:
+        for code, said in other.end():
+            assert (code, "--page-size is 16 in process 1 and 32 in the first" in said) == (2, True), said
+    with Several(folder, cache) as two:
+        two.wait_until_ready()
+        _storm(two, plain, rng)
+        two.processes[1].send_signal(signal.SIGTERM)
+        assert [code for code, _ in two.end()] == [0, 0]
+    with Several(folder, cache) as two:
+        two.wait_until_ready()
+        two.processes[0].kill()
+        [_, (code, said)] = two.end()
+        assert (code, said.count("error: the first process has ended")) == (3, 1), said
+
+
+@pytest.mark.slow
+def test_two_processes_share_a_head(
+    folder: Path, cache: Path, shallow_target: Target, plain: Reference, tmp_path: Path, rng: np.random.Generator
+) -> None:
+    """It is cut over both, and what it drafts is accepted now and then: tokens are those of plain decoding."""
+    head = tmp_path / "head"
+    save_head(head, tiny.random_head(shallow_target.config, seed=1), shallow_target, dtype="float32", notes={})
+    with Several(folder, cache, more=["--draft", str(head), "--speculation", "chain:2"]) as two:
+        two.wait_until_ready()
+        _storm(two, plain, rng)
+        told = httpx.get(two.url + "/metrics", timeout=PATIENCE).text
+        drafted, accepted = (
+            float(re.search(rf"^vllm:spec_decode_num_{name}_tokens_total\S* (\S+)$", told, re.M)[1])  # type: ignore[index]
+            for name in ("draft", "accepted")
+        )
+        assert drafted > accepted > 0
+        two.processes[0].send_signal(signal.SIGTERM)
+        assert [code for code, _ in two.end()] == [0, 0]
+
+
+@pytest.mark.slow
+def test_four_processes_serve_as_one_until_one_is_killed(
+    folder: Path, cache: Path, plain: Reference, rng: np.random.Generator
+) -> None:
+    with Several(folder, cache, mesh="data=2,tensor=2", count=4) as four:
+        four.wait_until_ready()
+        _storm(four, plain, rng)
+        clients = Clients(four.url, 4)
+        wait_until(lambda: clients.num_begun > 8)
+        four.processes[2].kill()
+        _check_the_end(four, [0, 1, 3], "process 2", clients)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ids", [[0, 1, 1], [0, 2]])
+def test_a_wrong_number_of_processes_is_one_error_in_each(folder: Path, cache: Path, ids: list[int]) -> None:
+    """tests/train/test_processes.py has what the errors say."""
+    seconds = 60 if ids == [0, 1, 1] else 15  # so long that all come, however busy the machine is
+    with Several(folder, cache, mesh="tensor=3", count=3, ids=ids, more=["--join-seconds", str(seconds)]) as wrong:
+        for code, said in wrong.end():
+            assert (code, said.count("error: coordinator"), "Traceback" in said) == (2, 1, False), said
+
+
+class Network:
+    """Two machines: namespaces of their own, whose links meet in a bridge here."""
+
+    def __init__(self) -> None:
+        self.name = f"sp{os.getpid()}"
+        self.addresses = [f"10.231.7.{number}" for number in (1, 2)]
+        self._run("link", "add", self.name, "type", "bridge")
+        self._run("addr", "add", "10.231.7.254/24", "dev", self.name)
+        self._run("link", "set", self.name, "up")
+        for number, address in enumerate(self.addresses):
+            space = f"{self.name}n{number}"
+            self._run("netns", "add", space)
+            self._run("link", "add", f"{self.name}l{number}", "type", "veth", "peer", "name", "eth0", "netns", space)
+            self._run("link", "set", f"{self.name}l{number}", "master", self.name, "up")
+            for link in ("lo", "eth0"):
+                self._run("-n", space, "link", "set", link, "up")
+            self._run("-n", space, "addr", "add", f"{address}/24", "dev", "eth0")
+            hosts = Path("/etc/netns", space, "hosts")  # as `ip netns exec` puts it in place: Gloo asks for its name
+            hosts.parent.mkdir(parents=True)
+            hosts.write_text(f"127.0.0.1 localhost\n{address} {socket.gethostname()}\n")
+
+    def inside(self, number: int) -> list[str]:
+        return ["ip", "netns", "exec", f"{self.name}n{number}"]
+
+    def cut(self, number: int) -> None:
+        """Nothing comes from there any more, and nobody hears of it."""
+        self._run("link", "set", f"{self.name}l{number}", "down")
+
+    def remove(self) -> None:
+        for number in range(len(self.addresses)):
+            subprocess.run(["ip", "netns", "del", f"{self.name}n{number}"], check=False)
+            shutil.rmtree(f"/etc/netns/{self.name}n{number}", ignore_errors=True)
+        subprocess.run(["ip", "link", "del", self.name], check=False)
+
+    def _run(self, *words: str) -> None:
+        subprocess.run(["ip", *words], check=True)
+
+
+@pytest.fixture
+def network() -> Iterator[Network]:
+    if os.geteuid() or not shutil.which("ip") or subprocess.run(["ip", "netns"], check=False).returncode:
+        pytest.skip("no network namespaces here: they need root and iproute2")
+    network = Network()
+    yield network
+    network.remove()
+
+
+@pytest.mark.slow
+def test_a_dead_machine_ends_the_server(folder: Path, cache: Path, network: Network) -> None:
+    """Nothing is heard from it any more, not even that its connections have ended."""
+    with Several(folder, cache, host=network.addresses[0], inside=network.inside) as two:
+        two.wait_until_ready()
+        clients = Clients(two.url, 4)
+        wait_until(lambda: clients.num_begun > 8)
+        network.cut(1)
+        _check_the_end(two, [0], "process 1", clients)

@@ -1,0 +1,131 @@
+"""Laws of reading answers: what models write as calls of tools comes out as calls, however the text is cut; and all
+else stays the text that it is."""
+
+import json
+
+import pytest
+from answer_texts import FORMATS, TOOLS, VARIANTS, WRITERS, calls_of, make_reader, parse
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specserve.serve.http.formats.parts import Part
+
+texts = st.text(st.characters(exclude_categories=["Cs"], exclude_characters="<[｜\r"), max_size=8)
+arguments = st.fixed_dictionaries(
+    {
+        "a": st.integers(-(2**40), 2**40),
+        "text": texts.map(str.strip) | st.sampled_from(["1", "true", "null", '"x"', "{}"]),
+    },
+    optional={"mode": st.sampled_from("rw"), "deep": st.none() | st.lists(st.booleans(), max_size=3)},
+)
+calls = st.lists(st.tuples(st.just("add"), arguments) | st.just(("no_args", {})), min_size=1, max_size=3)
+
+
+def cut(data: st.DataObject, text: str) -> list[str]:
+    places = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
+    return [text[i:j] for i, j in zip([0, *places], [*places, len(text)], strict=True)]
+
+
+@settings(max_examples=200)
+@given(st.data(), st.sampled_from(VARIANTS), calls, texts.map(str.strip))
+def test_calls_are_read_as_they_were_written_however_the_text_is_cut(data, variant, calls, content):
+    name, write = variant
+    text = write(calls)
+    if name == "harmony" and content:
+        text = f"<|channel|>commentary<|message|>{content}<|end|><|start|>assistant{text}"
+    elif content and not text.startswith("{"):
+        text = f"{content}\n\n{text}"
+    else:
+        content = ""
+    part = parse(make_reader(name), *cut(data, text))
+    assert calls_of(part) == calls
+    assert (part.content, part.reasoning) == (content, "")
+    assert [call.call_id for call in part.tool_calls] == [f"id-{i}" for i in range(len(calls))]
+
+
+pieces = """add¦no_args¦x¦{"name": "add", ¦"arguments": ¦{"name": "add", "parameters": {¦{"a": 1, "text": ""}
+{¦}¦"¦\\¦[¦]¦,¦<¦<tool_call>¦</tool_call>¦<|python_tag|>¦[TOOL_CALLS]¦[ARGS]¦[CALL_ID]¦[/THINK]¦</think>¦<think>
+<arg_key>¦</arg_key>¦<arg_value>¦</arg_value>¦<function=add>¦<parameter=text>¦</parameter>¦</function>¦<|¦\u00e9
+<｜tool▁calls▁begin｜>¦<｜tool▁call▁begin｜>¦function<｜tool▁sep｜>¦```json¦<｜tool▁call▁end｜>¦<｜tool▁calls▁end｜>
+analysis¦commentary¦final¦ to=functions.add¦assistant¦ ¦<|channel|>analysis<|message|>"""
+pieces = [*pieces.replace("\n", "¦").split("¦"), "\n", *FORMATS["harmony"].marks]
+pieces += [write([("add", {"a": 1, "text": "x"})]) for _, write in VARIANTS]
+
+
+@settings(max_examples=200)
+@given(
+    st.data(),
+    st.sampled_from([*FORMATS, ""]),
+    st.lists(st.sampled_from(pieces), max_size=10),
+    st.sampled_from(["", "think"]),
+)
+def test_no_text_fails_and_no_cut_changes_what_it_says(data, name, written, think):
+    text = "".join(written)
+    hidden = data.draw(st.sampled_from([(), FORMATS[name].marks if name else ()]))
+    is_open = bool(think) and data.draw(st.booleans())
+    whole = parse(make_reader(name, think=think, is_thinking=is_open, hidden=hidden), text)
+    assert parse(make_reader(name, think=think, is_thinking=is_open, hidden=hidden), *cut(data, text)) == whole
+    shown = whole.content + whole.reasoning
+    assert not any(mark in shown for mark in hidden)
+    if not think and name != "harmony":  # what calls no tool is content, to the letter
+        assert parse(make_reader(name, tools={}), *cut(data, text)) == Part(text)
+
+
+@settings(max_examples=200)
+@given(st.data(), st.sampled_from(["think", "mistral"]), texts, texts, st.booleans(), st.sampled_from(["", *WRITERS]))
+def test_reasoning_is_told_apart_and_goes_with_calls(data, think, thought, content, is_thinking, name):
+    if name == "harmony":
+        text = f"<|channel|>analysis<|message|>{thought}<|end|><|start|>assistant"
+        text += f"<|channel|>final<|message|>{content}"
+        part = parse(make_reader(name), *cut(data, text))
+    else:
+        begin, end = {"think": ("<think>\n", "</think>"), "mistral": ("[THINK]", "[/THINK]")}[think]
+        called = WRITERS[name]([("no_args", {})]) if name else ""
+        text = ("" if is_thinking else begin) + f"{thought}\n{end}\n\n{content.strip()}\n\n{called}"
+        part = parse(make_reader(name, think=think, is_thinking=is_thinking), *cut(data, text))
+        assert len(part.tool_calls) == bool(name)
+    assert part.reasoning == thought.strip()
+    assert part.content.strip() == content.strip()
+    hides = make_reader(name, think="" if name == "harmony" else think, is_thinking=is_thinking, keeps_reasoning=False)
+    assert parse(hides, text) == Part(part.content, "", part.tool_calls)
+
+
+def test_tagged_arguments_have_the_types_of_the_schema():
+    properties = {"yes": {"type": "boolean"}, "no": {"type": ["integer", "null"]}, "text": {"type": ["string", "null"]}}
+    tools = {"f": {"properties": properties | {"free": {}}}}
+    for written, meant in [
+        (["True", "None", "True", "[1]"], {"yes": True, "no": None, "text": "True", "free": [1]}),
+        (["false", "3", "null", "word"], {"yes": False, "no": 3, "text": None, "free": "word"}),
+    ]:
+        text = WRITERS["qwen3-coder"]([("f", dict(zip(meant, written, strict=True)))])
+        assert calls_of(parse(make_reader("qwen3-coder", tools=tools), text)) == [("f", meant)]
+
+
+def test_arguments_arrive_while_they_are_written():
+    long = json.dumps({"a": 1, "text": "word " * 20})
+    for name, text in [
+        ("hermes", f'<tool_call>\n{{"name": "add", "arguments": {long}}}\n</tool_call>'),
+        ("harmony", f"<|channel|>commentary to=functions.add<|message|>{long}<|call|>"),
+        ("mistral", f"[TOOL_CALLS]add[ARGS]{long}"),
+    ]:
+        parser = make_reader(name)
+        told = [part.tool_calls for char in text if (part := parser.push(char))]
+        assert "".join(call.arguments for calls in told for call in calls) == long
+        assert len(told) >= len(long), name  # each character on its own
+
+
+def test_a_call_that_is_cut_short_is_told_as_far_as_it_goes():
+    part = parse(make_reader("hermes"), '<tool_call>{"name": "add", "arguments": {"a": 1, "te')
+    assert [(call.name, call.arguments) for call in part.tool_calls] == [("add", '{"a": 1, "te')]
+    assert parse(make_reader("hermes"), '<tool_call>{"name": "ad') == Part('<tool_call>{"name": "ad')
+    assert parse(make_reader("hermes"), '<tool_call>{"name": "mul", "arguments": {}}</tool_call>') == Part(
+        '<tool_call>{"name": "mul", "arguments": {}}</tool_call>'
+    )
+
+
+@pytest.mark.parametrize("name", WRITERS)
+def test_only_one_call_is_told_where_they_may_not_be_parallel(name):
+    text = WRITERS[name]([("no_args", {}), ("add", {"a": 1, "text": "x"})])
+    assert calls_of(parse(make_reader(name, is_parallel=False), text)) == [("no_args", {})]
+    assert set(WRITERS) == set(FORMATS)
+    assert TOOLS.keys() == {"add", "no_args"}

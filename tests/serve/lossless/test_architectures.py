@@ -1,0 +1,133 @@
+"""Speculation changes no token of any architecture: experts, latents, windows, recurrent states. Through the engine, in
+mixed batches with preemptions, over plain steps and trees in any order, against plain decoding alone."""
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tiny
+from engines import VOCAB, Ask, Dice, Reference, compile_programs, make_engine, make_runner, run, serving
+
+from specserve.checkpoints.load import Target
+from specserve.models.families import model_config
+from specserve.models.params import init_params, is_spec
+from specserve.models.target import TargetParams, target_spec
+from specserve.serve.programs import shapes
+from specserve.serve.programs.runner import Runner
+
+EXPERTS: dict[str, Any] = {"num_experts_per_tok": 2, "moe_intermediate_size": 16, "norm_topk_prob": True}
+ROUTED: dict[str, Any] = EXPERTS | {
+    "n_routed_experts": 8,
+    "n_shared_experts": 1,
+    "n_group": 4,
+    "topk_group": 2,
+    "routed_scaling_factor": 1.5,
+    "first_k_dense_replace": 1,
+}
+LATENT: dict[str, Any] = {
+    "q_lora_rank": 12,
+    "kv_lora_rank": 16,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 8,
+}
+WINDOWS: dict[str, Any] = {"sliding_window": 11}
+CASES: dict[str, dict[str, Any]] = {
+    "dense": {"model_type": "glm4"},
+    "experts": {"model_type": "qwen3_moe", "num_experts": 8, **EXPERTS},
+    "latents": {"model_type": "deepseek_v3", **ROUTED, **LATENT},
+    "windows and softcaps": {"model_type": "gemma2", "query_pre_attn_scalar": 8, "hidden_activation": None, **WINDOWS},
+    "windows and sinks": {"model_type": "gpt_oss", "num_local_experts": 4, "num_experts_per_tok": 2, **WINDOWS},
+    "delta nets": {
+        "model_type": "qwen3_next",
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_key_heads": 2,
+        "linear_num_value_heads": 4,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+        "full_attention_interval": 2,
+        **EXPERTS,
+    },
+    "delta nets by channel": {
+        "model_type": "bailing_hybrid",
+        "layer_group_size": 3,
+        "short_conv_kernel_size": 3,
+        **ROUTED,
+        **LATENT,
+    },
+    "lightning and latents": {
+        "model_type": "bailing_hybrid",
+        "architectures": ["BailingMoeV2_5ForCausalLM"],
+        "num_experts": 8,
+        "num_shared_experts": 1,
+        "layer_group_size": 3,
+        "group_norm_size": 2,
+        "use_qk_norm": True,
+        **ROUTED,
+        **LATENT,
+    },
+}
+
+
+CACHES = {"dense in int8": ("dense", "int8"), "latents in float8": ("latents", "float8_e4m3fn")}
+
+
+def make_target(case: str, num_layers: int = 3) -> Target:
+    """Random, with weights large enough that every part has a say. Three layers are one of every kind."""
+    case, cache_dtype = CACHES.get(case, (case, ""))
+    config = model_config(tiny.TARGET | {"num_hidden_layers": num_layers} | CASES[case], dtype="float32")
+    config = dataclasses.replace(config, cache_dtype=cache_dtype)
+    spec = target_spec(config)
+    params: TargetParams = init_params(spec, jax.random.key(3), "float32")
+    rng = np.random.default_rng(4)
+
+    def stir(leaf: jax.Array) -> jax.Array:
+        values = np.asarray(leaf)
+        stirred = values + 0.3 * rng.standard_normal(values.shape) if values.ndim == 1 else values * 1.2
+        return jnp.asarray(stirred, leaf.dtype)
+
+    assert jax.tree.structure(spec, is_leaf=is_spec) == jax.tree.structure(params)
+    params = jax.tree.map(stir, params)
+    if params.head is not None:
+        params = dataclasses.replace(params, head=params.head * np.float32(1.5))
+    return Target(config, params, (2,), Path("tiny"))
+
+
+BROADEST = ("delta nets",)  # latents are in test_sharded; the others take minutes more
+
+
+@pytest.mark.parametrize(
+    "case", [case if case in BROADEST else pytest.param(case, marks=pytest.mark.slow) for case in (*CASES, *CACHES)]
+)
+def test_speculation_changes_no_token_of(case: str, rng: np.random.Generator) -> None:
+    target = make_target(case, 2 if case == "delta nets" else 3)
+    head = tiny.random_head(target.config, seed=1, num_kv_heads=2, head_dim=8, rope=tiny.PLAIN_ROPE)
+    runner = make_runner(target, head, "off", "tree:3x3x9", num_slots=3, has_constrained=False)
+    compile_programs(runner)
+    reference = Reference(target)
+    with serving(make_engine(runner, Dice(0), num_pages=18)) as engine, reference.engine:
+        asks = [reference.any_ask(rng, length, i % 2 == 1) for i, length in enumerate((1, 16, 37, 20, 9))]
+        begins_alike = (Ask((*asks[2].prompt, token), asks[2].params) for token in range(3, VOCAB))
+        asks.append(next(reference.firm(begins_alike)))
+        inboxes = run(engine, asks)
+        for ask, inbox in zip(asks, inboxes, strict=True):
+            reference.check(ask, inbox)
+        stats = [inbox.wait().stats for inbox in inboxes]
+        assert engine.stats().num_preemptions > 0, "nobody had to give up its pages"
+    assert sum(sum(each.accepted_per_depth) for each in stats if each) > 10, "nothing was accepted"
+
+
+def test_chunks_are_as_long_as_prompts_and_layers_let_them_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shapes, "CPU_CHUNKS", shapes.DEVICE_CHUNKS)
+
+    def chunks(case: str, max_model_len: int = 2048) -> tuple[int, ...]:
+        sizes = {"num_slots": 1, "num_pages": 4, "page_size": 16, "max_model_len": max_model_len}
+        return Runner(make_target(case), None, [None], **sizes).shapes.chunks
+
+    assert (chunks("dense"), chunks("delta nets")) == ((64, 256, 1024), (64, 256))
+    assert (chunks("dense", 64), chunks("dense", 65)) == ((64,), (64, 256))

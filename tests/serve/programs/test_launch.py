@@ -1,0 +1,492 @@
+"""From settings to an engine: which ways to step, how large a cache, what is refused, and what steps cost here."""
+
+import dataclasses
+import gc
+import json
+import logging
+import math
+import time
+import weakref
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import carried
+import jax
+import jax.numpy as jnp
+import pytest
+import tiny
+from spread import mesh_of
+
+from specserve.checkpoints.load import Target
+from specserve.checkpoints.tensors import write_json
+from specserve.drafters.door import Head
+from specserve.drafters.speculation import describe, parse_speculation
+from specserve.errors import ConfigError
+from specserve.interop.head import save_head
+from specserve.serve import launch
+from specserve.serve.engine.interface import DraftInfo
+from specserve.serve.engines import with_draft
+from specserve.serve.launch import (
+    AUTO_CHAINS,
+    Models,
+    choose_trees,
+    load_beside,
+    load_models,
+    make_engine,
+    make_runner,
+    with_cache_dtype,
+)
+from specserve.serve.programs import calibrate, wanted
+from specserve.serve.programs.calibrate import AGAIN_ROUNDS, IN_A_ROW, ROUNDS, describe_costs, finish, step_costs
+from specserve.serve.programs.placement import bytes_per_token, state_bytes
+from specserve.serve.programs.programs import Program
+from specserve.serve.programs.shapes import DETERMINISTIC_DEPTH
+from specserve.serve.requests.request import SamplingParams
+from specserve.serve.settings import ServeRun
+from specserve.speculative.drafter import Weights
+from specserve.speculative.step import StepConfig
+from specserve.speculative.tree import Tree, chain, static_tree
+
+
+@pytest.fixture
+def models(tiny_target: Target, tiny_head: Head) -> Models:
+    return Models("tiny", tiny_target, tiny_head, None)
+
+
+@pytest.fixture
+def headless(tiny_target: Target) -> Models:
+    return Models("tiny", tiny_target, None, None)
+
+
+@pytest.mark.parametrize(
+    ("trained_on", "bits", "served"),
+    [
+        ("these", "none", "none"),
+        ("others", "int8", "int8"),
+        ("these", "int8", "none"),
+        ("", "", "int8"),
+        ("", "", "none"),
+    ],
+)
+def test_a_head_of_other_weights_or_bits_is_warned_of(
+    models: Models, tmp_path: Path, caplog: pytest.LogCaptureFixture, trained_on: str, bits: str, served: str
+) -> None:
+    """However it comes beside the target: at the start, in an evaluation, or in another head's place."""
+    assert models.head is not None
+    notes = {"target_fingerprint": trained_on, "acceptance": {"accept_rate": [0.5], "tau": 1.5}, "quantization": bits}
+    save_head(tmp_path / "head", models.head, models.target, dtype="float32", notes=notes if trained_on else {})
+    own = dataclasses.replace(models, fingerprint="these", quantization=served)
+    found = (
+        load_beside(own, "", tmp_path / "head").head_acceptance,
+        with_draft(own, str(tmp_path / "head")).head_acceptance,
+        launch._head_loader(own, ServeRun(speculation="chain:1"))(str(tmp_path / "head")).acceptance,
+    )
+    assert [tuple(each) for each in found] == [(0.5,) if trained_on else ()] * 3
+    assert caplog.text.count("was trained on other weights") == 3 * (trained_on == "others")
+    said = f"against a target with quantization {bits or 'none'} and is served with {served}"
+    assert caplog.text.count(said) == caplog.text.count("quantization") == 3 * ((bits or "none") != served)
+
+
+@pytest.mark.parametrize(("max_model_len", "page_size"), [(96, 16), (97, 16), (50, 32), (7, 32)])
+def test_every_slot_has_room_for_the_longest_sequence(models: Models, max_model_len: int, page_size: int) -> None:
+    """By default, wherever its last page begins: whoever fills all slots beforehand takes whole pages for each."""
+    run = ServeRun(max_slots=3, max_model_len=max_model_len, page_size=page_size, constrained=False)
+    shapes = make_runner(models, run, (None,)).shapes
+    pool = shapes.page_pool()
+    pages = [page for _ in range(3) for page in pool.allocate(shapes.max_pages)]
+    assert len(set(pages)) == 3 * shapes.max_pages
+    assert shapes.max_pages * page_size >= max_model_len
+
+
+def test_auto_may_choose_every_way_there_is(models: Models, headless: Models) -> None:
+    """Plain decoding first: it is compiled for every batch. Without a head, lookups; they need none."""
+    chains = [chain(depth, "head+suffix") for depth in AUTO_CHAINS]
+    trees = launch.AUTO_TREES_CPU if jax.default_backend() == "cpu" else launch.AUTO_TREES
+    assert choose_trees(models, ServeRun(speculation="auto")) == (None, *chains, *trees)
+    block_head = tiny.random_block_head(models.target.config, seed=0, block_size=4)
+    chosen = choose_trees(dataclasses.replace(models, head=block_head), ServeRun(speculation="auto"))
+    assert chosen == (None, *chains[:3]), "no way is deeper than a head can look"
+    lookups = [chain(depth, "suffix") for depth in AUTO_CHAINS]
+    assert choose_trees(headless, ServeRun(speculation="auto")) == (None, *lookups)
+
+
+@pytest.mark.parametrize("text", ["off", "chain:3", "tree:3x2x6", "static:3x2x1", "suffix:4", "head+ngram:2"])
+def test_what_is_asked_for_is_what_runs(models: Models, text: str) -> None:
+    tree = parse_speculation(text)
+    assert choose_trees(models, ServeRun(speculation=text, early_ready=False)) == (tree,)
+    early = choose_trees(models, ServeRun(speculation=text))
+    assert early == ((None,) if tree is None else (tree, None)), "plain decoding serves while the tree compiles"
+
+
+def test_without_a_head_decoding_is_plain_and_said_to_be(headless: Models, caplog: pytest.LogCaptureFixture) -> None:
+    for text in ("chain:3", "static:2x1", "head+suffix:3"):
+        with caplog.at_level(logging.WARNING):
+            assert choose_trees(headless, ServeRun(speculation=text)) == (None,)
+        assert "no draft head for tiny" in caplog.text
+        caplog.clear()
+    for text in ("ngram:3", "suffix:3", "off"):
+        run = ServeRun(speculation=text, early_ready=False)
+        assert choose_trees(headless, run) == (parse_speculation(text),)
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (ServeRun(speculation="eagle"), "'eagle' is not understood"),
+        (ServeRun(speculation="chain:0"), "describes no tree"),
+        (ServeRun(speculation="auto", deterministic=True), "give --speculation chain:K, or off"),
+        (ServeRun(speculation="tree:3x2x6", deterministic=True), "chains of at most 7"),
+        (ServeRun(speculation="static:2x1", deterministic=True), "chains of at most 7"),
+        (ServeRun(speculation="chain:8", deterministic=True), "chains of at most 7"),
+        (ServeRun(speculation="off", max_model_len=513), "--max-model-len 513: the target's context is 512"),
+        (ServeRun(speculation="off", max_model_len=1), "at least 2: one token to ask, one to answer"),
+        (ServeRun(speculation="off", cache_gb=1e-6), "1,000 bytes.*32 tokens takes 29,056.*--cache-gb"),
+    ],
+    ids=lambda value: None if isinstance(value, ServeRun) else value[:30],
+)
+def test_a_server_that_cannot_be_is_refused(models: Models, run: ServeRun, message: str) -> None:
+    """Before anything is compiled."""
+    with pytest.raises(ConfigError, match=message):
+        make_engine(models, run, lambda *_: pytest.fail("something was compiled"))
+
+
+def test_deterministic_chains_of_every_source_are_taken(models: Models) -> None:
+    for text in ("off", "chain:1", f"chain:{DETERMINISTIC_DEPTH}", "ngram:7", "head+suffix:3"):
+        assert choose_trees(models, ServeRun(speculation=text, deterministic=True)) == (parse_speculation(text),)
+
+
+def test_cache_sizes(models: Models, headless: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens are pages, rounded up; bytes are pages, rounded down; else every slot has its whole context."""
+    monkeypatch.setattr(launch, "free_memory", lambda _mesh: 10**6)
+    per_token = 2 * 2 * 8 * 4  # keys and values of 2 heads of 8 float32 numbers, for each layer
+    assert bytes_per_token(models.target.config, models.head.drafter if models.head else None) == 7 * per_token
+    assert bytes_per_token(headless.target.config, None) == 6 * per_token
+
+    quantized = with_cache_dtype(models, ServeRun(kv_cache_dtype="int8"))
+    per_head = 8 + 4  # a byte for each number, and the scale; the draft keeps its own in float32
+    assert bytes_per_token(quantized.target.config, None) == 6 * 2 * 2 * per_head
+
+    def pages(models: Models = models, **settings: Any) -> int:
+        return launch._num_pages(models, ServeRun(page_size=16, max_slots=3, **settings), 100)
+
+    assert pages() == 3 * 7, "a sequence of 100 tokens ends in its seventh page"
+    assert pages(cache_tokens=33) == 3
+    for given, each in (
+        (models, 7 * per_token),
+        (quantized, 6 * 2 * 2 * per_head + per_token),
+        (headless, 6 * per_token),
+    ):
+        drafter = given.head.drafter if given.head else None
+        config = StepConfig(given.target.config, drafter, max_depth=0)
+        fitting = pages(given, cache_gb=0.001)
+        empty, full, over = (
+            state_bytes(config, None, 3, number, page_size=16, max_pages=7) for number in (0, fitting, fitting + 1)
+        )
+        assert full - empty <= 10**6 < over - empty, "with what the head keeps of each page"
+        assert 16 * each <= over - full <= 17 * each
+    assert pages(cache_fraction=0.5) == pages(cache_gb=0.0005)
+    assert pages(cache_fraction=0.5, cache_gb=0.001) == pages(cache_gb=0.001), "the more definite one counts"
+    assert pages(cache_tokens=33, cache_gb=0.001) == 3
+    with pytest.raises(ConfigError, match=r"10,000 bytes.*16 tokens takes 14,720.*--cache-fraction"):
+        pages(cache_fraction=0.01)
+    spread = dataclasses.replace(models, mesh=mesh_of("data=2,tensor=2"))
+    assert pages(spread) == 22, "as many for each data rank"
+    assert pages(spread, cache_tokens=33) == 4
+    of_rank = pages(spread, cache_gb=0.001) // 2
+    config = StepConfig(models.target.config, models.head.drafter if models.head else None, max_depth=0)
+    empty, full, over = (
+        state_bytes(config, spread.mesh, 3, number, page_size=16, max_pages=7) for number in (0, of_rank, of_rank + 1)
+    )
+    assert full - empty <= 10**6 < over - empty, "each device has the pages of its data rank"
+
+
+@pytest.mark.parametrize(
+    ("run", "late", "has_controller"),
+    [
+        (ServeRun(speculation="chain:3", max_slots=2, early_ready=False), [], False),
+        (ServeRun(speculation="chain:3", max_slots=2, deterministic=True), [], False),
+        (ServeRun(speculation="chain:3", max_slots=2), ["step", "too much", "constrained"], False),
+        (ServeRun(speculation="auto", max_slots=2), ["step", "too much", "constrained"], True),
+    ],
+    ids=["whole", "deterministic", "early", "early auto"],
+)
+def test_what_is_compiled_before_serving_and_what_later(
+    models: Models, monkeypatch: pytest.MonkeyPatch, run: ServeRun, late: list[str], has_controller: bool
+) -> None:
+    ran: list[str] = []
+    programs = [
+        Program(name, is_plain, lambda name=name: name)  # type: ignore[arg-type, return-value]
+        for name, is_plain in (("admission", True), ("plain step", True), ("step", False), ("too much", False))
+    ] + [Program("constrained", False, lambda: "constrained", is_for_masks=True)]  # type: ignore[arg-type, return-value]
+    asked: dict[str, Any] = {}
+
+    def make_runner(_target: Target, _head: Head, trees: tuple[Tree | None, ...], **settings: Any) -> SimpleNamespace:
+        asked.update(settings, trees=trees)
+        return SimpleNamespace(
+            has_room_for=lambda program: program.name != "too much",
+            compiled=SimpleNamespace(compile=ran.append),
+        )
+
+    monkeypatch.setattr(launch.host, "num_cores", lambda: 1)
+    monkeypatch.setattr(launch, "Runner", make_runner)
+    monkeypatch.setattr(wanted, "programs", lambda _runner: programs)
+    monkeypatch.setattr(launch, "Engine", lambda _runner, _tokenizer, **settings: SimpleNamespace(**settings))
+    reported: list[tuple[int, int, str]] = []
+    monkeypatch.setattr(launch, "check_numbers", lambda *_models: None)
+    engine: Any = make_engine(models, run, lambda *report: reported.append(report))
+    early = [program.name for program in programs if program.name not in late]
+    assert ran == [name for name in early if name != "too much"], "what the process has no room for is left out"
+    assert reported[: len(early)] == [(i + 1, 5, name) for i, name in enumerate(early)]
+    assert [program.name for program in (*engine.late_programs, *engine.mask_programs)] == late
+    assert [program.name for program in engine.mask_programs] == late[2:], "nobody has asked for them yet"
+    assert (engine.controller is not None) == has_controller, "one that knows no costs yet, and takes the first way"
+    assert asked["trees"] == choose_trees(models, run)
+    assert (asked["max_model_len"], asked["num_pages"], asked["num_slots"]) == (512, 2 * 512 // 32, 2)
+
+
+def test_another_head_speculates_as_the_settings_say(tmp_path: Path) -> None:
+    """Also where the server began without one; the target's own layer has the name that `--draft` knows it by."""
+    target, _ = carried.models(tmp_path, carried.SMALL)
+    models = Models("tiny", target, None, None)
+    for speculation in ("auto", "chain:3"):
+        run = ServeRun(speculation=speculation)
+        loaded = launch._head_loader(models, run)("mtp")
+        assert loaded.info == DraftInfo("mtp", None)
+        assert loaded.head.drafter.name == "mtp"
+        assert loaded.trees == choose_trees(dataclasses.replace(models, head=loaded.head), run)
+        assert any(tree is not None and tree.uses_head for tree in loaded.trees)
+    with pytest.raises(ConfigError, match="no such folder on the server"):
+        launch._head_loader(models, run)(str(tmp_path / "missing"))
+
+
+@pytest.mark.slow
+def test_a_server_that_began_without_a_head_goes_on_with_one(tmp_path: Path) -> None:
+    """`auto` then knows the costs of steps with it, and a grammar its programs."""
+    target, _ = carried.models(tmp_path, carried.SMALL)
+    models = Models("tiny", target, None, None)
+    run = ServeRun(speculation="auto", max_slots=1, max_model_len=64, early_ready=False)
+    with make_engine(models, run, lambda *_: None) as engine:
+        params = SamplingParams(max_tokens=40, temperature=0.8, seed=3, ignore_eos=True)
+        [before] = engine.generate([[5, 6, 7]], params)
+        lookups = set(engine.stats().num_steps_by_speculation)
+        assert engine.load_draft("mtp").name == "mtp"
+        deadline = time.monotonic() + 600
+        while not engine.rounds.controller.costs.keys() >= {(1, 2, tree) for tree in engine.runner.shapes.trees}:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        for way in engine.runner.shapes.trees:
+            engine.set_speculation(describe(way))
+            [after] = engine.generate([[5, 6, 7]], params)
+            assert after.token_ids == before.token_ids
+        assert not any(way.startswith("head") for way in lookups)
+        assert any(way.startswith("head") for way in engine.stats().num_steps_by_speculation)
+        assert engine.stats().num_late_compiles == 0
+
+
+def test_free_memory_is_a_number_of_bytes() -> None:
+    assert 2**20 < launch.free_memory() < 2**50
+
+
+def test_heads_are_found_or_missed_with_a_reason(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no such folder; train a head first"):
+        load_models("", str(tmp_path / "missing"))
+    folder = tmp_path / "head"
+    folder.mkdir()
+    write_json(folder / "config.json", {})
+    with pytest.raises(ConfigError, match="does not say which target"):
+        load_models("", str(folder))
+    for draft, name, kind in (("", "pydoc-mtp", "mtp"), ("pydoc-eagle3", "pydoc-eagle3", "eagle3")):
+        bundled = load_models("", draft, has_tokenizer=False)
+        assert bundled.draft is not None
+        assert bundled.head is not None
+        assert (bundled.draft.name, bundled.head.drafter.name) == (name, kind)
+    (tmp_path / "target").mkdir()
+    tiny.write_target(tmp_path / "target", tiny.TARGET, seed=0)
+    found = load_models(str(tmp_path / "target"), "", has_tokenizer=False)
+    assert found.head is None, "the bundled head is of another target"
+    assert found.fingerprint
+    assert not found.head_fingerprint
+
+
+class _FakeRunner(SimpleNamespace):
+    """Programs that take as long as they say, on a clock of their own, where they follow their like and nothing
+    disturbs them, which is so once."""
+
+    def __init__(self, seconds: dict[tuple[int, int, Tree | None], float], clock: list[float]) -> None:
+        super().__init__(state=jnp.zeros(1), shapes="shapes", config="config", place="here")
+        self.layouts = SimpleNamespace(one=Weights(jnp.zeros(1), None))
+        self.seconds, self.clock, self.ran = seconds, clock, []
+
+    def programs(self) -> list[Program]:
+        nothing: Any = None
+        others = [Program("admission", True, nothing, lambda: self.ran.append("admission"))]
+        return others + [
+            Program(self.name(shape), shape[2] is None, nothing, lambda shape=shape: self.run(shape), shape)
+            for shape in [*self.seconds, MISSING]
+        ]
+
+    def is_compiled(self, *shape: Any) -> bool:
+        return shape != MISSING
+
+    @staticmethod
+    def name(shape: tuple[int, int, Tree | None]) -> str:
+        return f"{describe(shape[2])} for {shape[0]}, {shape[1]}"
+
+    def run(self, shape: tuple[int, int, Tree | None]) -> None:
+        self.ran.append(shape)
+        is_disturbed = self.ran.count(shape) != 3 * IN_A_ROW or self.ran[-2:] != [shape, shape]
+        self.clock[0] += self.seconds[shape] * (1 + is_disturbed * len(self.ran))
+
+
+MISSING = (2, 32, chain(7))  # could not be compiled
+SECONDS = {(1, 8, None): 0.010, (1, 8, chain(3)): 0.014, (2, 8, None): 0.011, (1, 32, None): 0.012}
+
+
+@pytest.fixture
+def runner(monkeypatch: pytest.MonkeyPatch) -> _FakeRunner:
+    clock = [0.0]
+    monkeypatch.setattr(calibrate.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(wanted, "programs", _FakeRunner.programs)
+    monkeypatch.setattr(wanted, "is_compiled", _FakeRunner.is_compiled)
+    return _FakeRunner(SECONDS, clock)
+
+
+def _in_a_row(shapes: Iterable[Any]) -> list[Any]:
+    return [shape for shape in shapes for _ in range(IN_A_ROW)]
+
+
+def _costs(runner: Any, file: Path | None) -> dict[Any, float]:
+    return finish(step_costs(runner, file))
+
+
+def test_costs_are_measured_and_remembered(runner: Any, tmp_path: Path) -> None:
+    file = tmp_path / "costs" / "x.json"
+    costs = _costs(runner, file)
+    assert costs == pytest.approx(SECONDS), "the least disturbed run tells what a step costs"
+    assert runner.ran == _in_a_row(SECONDS) * ROUNDS, "they take turns, and what is no step, or missing, is not timed"
+    assert [path.name for path in file.parent.iterdir()] == ["x.json"]
+    runner.ran.clear()
+    assert _costs(runner, file) == pytest.approx(costs)
+    ordered = sorted(SECONDS, key=SECONDS.__getitem__)
+    assert runner.ran == _in_a_row(ordered) * AGAIN_ROUNDS, "looked at again, for a moment"
+    runner.ran.clear()
+    assert _costs(runner, None) == pytest.approx(SECONDS)
+
+
+def test_looking_again_takes_about_a_second(runner: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    costs = _costs(runner, tmp_path / "x.json")
+    runner.ran.clear()
+    monkeypatch.setattr(calibrate, "AGAIN_SECONDS", IN_A_ROW * AGAIN_ROUNDS * (0.010 + 0.011) + 1e-6)
+    assert _costs(runner, tmp_path / "x.json") == pytest.approx(costs)
+    assert runner.ran == _in_a_row([(1, 8, None), (2, 8, None)]) * AGAIN_ROUNDS, "the cheapest"
+
+
+def test_costs_of_a_busy_machine_do_not_stay(runner: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """And those of a quiet one are not forgotten on a busy one."""
+    file = tmp_path / "x.json"
+    runner.seconds = {shape: 1.5 * seconds for shape, seconds in SECONDS.items()}
+    assert _costs(runner, file)[1, 8, None] == pytest.approx(0.015)
+    runner.seconds = SECONDS
+    runner.ran.clear()
+    with caplog.at_level(logging.INFO):
+        assert _costs(runner, file) == pytest.approx(SECONDS)
+    assert "busy machine" in caplog.text
+    assert len(runner.ran) == IN_A_ROW * len(SECONDS) * (AGAIN_ROUNDS + ROUNDS), "every step is timed again"
+    runner.seconds = {shape: 3 * seconds for shape, seconds in SECONDS.items()}
+    assert _costs(runner, file) == pytest.approx(SECONDS)
+
+
+DAMAGE: dict[str, Callable[[str], str]] = {
+    "cut off": lambda text: text[:20],
+    "empty": lambda _text: "",
+    "a list": lambda _text: "[]",
+    "null": lambda _text: "null",
+    "of other programs": lambda _text: "{}",
+    "not numbers": lambda text: json.dumps(dict.fromkeys(json.loads(text), "fast")),
+    "nulls": lambda text: json.dumps(dict.fromkeys(json.loads(text))),
+    "no numbers": lambda text: json.dumps(dict.fromkeys(json.loads(text), math.nan)),
+    "no time at all": lambda text: json.dumps(dict.fromkeys(json.loads(text), 0.0)),
+}
+
+
+@pytest.mark.parametrize("damage", DAMAGE.values(), ids=DAMAGE.keys())
+def test_a_damaged_file_is_measured_again(
+    runner: Any, tmp_path: Path, damage: Callable[[str], str], caplog: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "x.json"
+    costs = _costs(runner, file)
+    file.write_text(damage(file.read_text()))
+    runner.ran.clear()
+    assert _costs(runner, file) == pytest.approx(costs)
+    assert runner.ran
+    assert "damaged" in caplog.text
+    runner.ran.clear()
+    assert _costs(runner, file) == pytest.approx(costs)
+    assert len(runner.ran) == IN_A_ROW * len(SECONDS) * AGAIN_ROUNDS, "and mended"
+
+
+def test_a_folder_that_cannot_be_written_is_a_warning(
+    runner: Any, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").write_text("")
+    assert _costs(runner, tmp_path / "file" / "x.json") == pytest.approx(SECONDS)
+    assert "cannot be kept" in caplog.text
+
+
+def test_the_file_depends_on_what_costs_depend_on(runner: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    first = calibrate.cost_file("target head", runner)
+    assert tmp_path in first.parents
+    assert calibrate.cost_file("target head", runner) == first
+    others = {calibrate.cost_file("another head", runner)}
+    for name, value in (
+        ("shapes", "others"),
+        ("config", "another"),
+        ("place", "mesh"),
+        ("seconds", {(1, 8, None): 1.0}),
+        ("layouts", SimpleNamespace(one=Weights(jnp.ones(1, jnp.int8), None))),  # other bits of the same files
+        ("layouts", SimpleNamespace(one=Weights(jnp.ones(1), jnp.ones(1, jnp.int8)))),
+    ):
+        before = getattr(runner, name)
+        setattr(runner, name, value)
+        others.add(calibrate.cost_file("target head", runner))
+        setattr(runner, name, before)
+    assert len(others | {first}) == 8
+
+
+def test_costs_in_one_line() -> None:
+    costs = SECONDS | {(1, 8, static_tree((2, 1))): 0.02}
+    assert describe_costs(costs) == "batch 1: off 10.0, chain:3 14.0, static:2x1 20.0; batch 2: off 11.0"
+
+
+def test_what_was_loaded_is_dropped_once_it_is_packed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By whoever makes one engine alone. A layout takes over what it does not change, as norms and embeddings."""
+    tiny.write_target(tmp_path, tiny.TARGET, seed=0)
+    monkeypatch.setattr(launch, "compile_all", lambda *_programs, **_settings: None)
+    monkeypatch.setattr(launch, "check_numbers", lambda *_models: None)
+    models = load_models(str(tmp_path), "", has_tokenizer=False)
+    matrices = [weakref.ref(jax.tree.leaves(layer.attention)[0]) for layer in models.target.params.layers]
+    engine = make_engine(models, ServeRun(max_slots=1, max_model_len=64), lambda *_report: None)
+    assert all(matrix() is not None for matrix in matrices), "the models are still whole"
+    params = weakref.ref(models.target.params)
+    del models
+    gc.collect()
+    assert params() is None
+    is_changed = jax.default_backend() == "cpu"  # elsewhere the programs take what was loaded
+    assert [matrix() is None for matrix in matrices] == [is_changed] * len(matrices)
+    assert engine.runner.layouts.one.target.embedding.shape == (64, engine.runner.config.target.d_model)
+
+
+def test_the_tokenizer_is_read_while_programs_are_compiled(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, and not before: its import takes longer than loading small models."""
+    read: list[str] = []
+    lazy = dataclasses.replace(models, read_tokenizer=lambda: read.append("read"))  # type: ignore[arg-type, return-value]
+    monkeypatch.setattr(
+        launch, "compile_all", lambda *_programs, meanwhile, **_settings: [read.append("begin"), meanwhile()]
+    )
+    monkeypatch.setattr(launch, "check_numbers", lambda *_models: None)
+    make_engine(lazy, ServeRun(speculation="off", max_slots=1, max_model_len=64), lambda *_report: None)
+    assert read == ["begin", "read"]

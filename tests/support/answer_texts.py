@@ -1,0 +1,125 @@
+"""What models of each family write when they call tools, as their chat templates have it."""
+
+import itertools
+import json
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from specserve.serve.http.formats.answers import THINK_MARKS, answer_format
+from specserve.serve.http.formats.parts import Part, joined
+from specserve.serve.http.formats.reader import AnswerReader, Reader
+from specserve.serve.http.formats.tool_formats import TOOL_FORMATS
+
+Calls = Sequence[tuple[str, Mapping[str, Any]]]
+SCHEMA = {
+    "type": "object",
+    "properties": {
+        "a": {"type": "integer"},
+        "text": {"type": "string"},
+        "mode": {"type": "string", "enum": ["r", "w"]},
+        "deep": {"anyOf": [{"$ref": "#/$defs/Deep"}, {"type": "null"}]},
+    },
+    "required": ["a", "text"],
+    "additionalProperties": False,
+    "$defs": {"Deep": {"type": "array", "items": {"type": "boolean"}}},
+}
+TOOLS: dict[str, Mapping[str, Any]] = {"add": SCHEMA, "no_args": {"type": "object", "properties": {}}}
+
+
+def _tagged(calls: Calls, begin: str, value: str, end: str) -> str:
+    def call(name: str, arguments: Mapping[str, Any]) -> str:
+        spelled = {k: v if isinstance(v, str) else json.dumps(v) for k, v in arguments.items()}
+        return begin % name + "".join(value % item for item in spelled.items()) + end
+
+    return "\n".join(call(*each) for each in calls)
+
+
+def _each(calls: Calls, template: str, between: str = "\n") -> str:
+    return between.join(template % (name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in calls)
+
+
+WRITERS: dict[str, Callable[[Calls], str]] = {
+    "hermes": lambda calls: _each(calls, '<tool_call>\n{"name": "%s", "arguments": %s}\n</tool_call>'),
+    "llama3": lambda calls: "<|python_tag|>" + _each(calls, '{"name": "%s", "parameters": %s}', "; "),
+    "mistral": lambda calls: _each(calls, "[TOOL_CALLS]%s[ARGS]%s", ""),
+    "glm": lambda calls: _tagged(
+        calls, "<tool_call>%s\n", "<arg_key>%s</arg_key>\n<arg_value>%s</arg_value>\n", "</tool_call>"
+    ),
+    "qwen3-coder": lambda calls: _tagged(
+        calls,
+        "<tool_call>\n<function=%s>\n",
+        "<parameter=%s>\n%s\n</parameter>\n",
+        "</function>\n</tool_call>",
+    ),
+    "deepseek": lambda calls: (
+        "<｜tool▁calls▁begin｜>"
+        + _each(calls, "<｜tool▁call▁begin｜>function<｜tool▁sep｜>%s\n```json\n%s\n```<｜tool▁call▁end｜>")
+        + "<｜tool▁calls▁end｜>"
+    ),
+    "harmony": lambda calls: (
+        "<|end|><|start|>assistant".join(
+            _each([call], "<|channel|>commentary to=functions.%s <|constrain|>json<|message|>%s") for call in calls
+        )
+        + "<|call|>"
+    ),
+}
+# (format, what it writes too)
+VARIANTS: list[tuple[str, Callable[[Calls], str]]] = [
+    *WRITERS.items(),
+    ("llama3", lambda calls: _each(calls, '{"name": "%s", "parameters": %s}', "; ")),
+    ("llama3", lambda calls: _each(calls, '{"type": "function", "name": "%s", "parameters": %s}')),
+    ("mistral", lambda calls: "[TOOL_CALLS] [" + _each(calls, '{"name": "%s", "arguments": %s}', ", ") + "]"),
+    (
+        "mistral",
+        lambda calls: "[TOOL_CALLS][" + _each(calls, '{"name": "%s", "arguments": %s, "id": "x12345678"}', ", ") + "]",
+    ),
+    ("mistral", lambda calls: _each(calls, "[TOOL_CALLS]%s[CALL_ID]x12345678[ARGS]%s", "")),
+    (
+        "deepseek",
+        lambda calls: (
+            "<｜tool▁calls▁begin｜>"
+            + _each(calls, "<｜tool▁call▁begin｜>%s<｜tool▁sep｜>%s<｜tool▁call▁end｜>", "")
+            + "<｜tool▁calls▁end｜>"
+        ),
+    ),
+    ("hermes", lambda calls: _each(calls, '<tool_call>{"name":"%s","arguments":%s}</tool_call>', "")),
+    (
+        "hermes",
+        lambda calls: _each([(n, a) for n, a in calls], '<tool_call>{"name": "%s", "arguments": %s</tool_call>'),
+    ),
+    (
+        "hermes",
+        lambda calls: "".join(
+            f"<tool_call>{json.dumps({'arguments': json.dumps(a), 'name': n})}</tool_call>" for n, a in calls
+        ),
+    ),
+    (
+        "harmony",
+        lambda calls: "<|end|><|start|>assistant".join(
+            _each([call], " to=functions.%s<|channel|>commentary json<|message|>%s") for call in calls
+        ),
+    ),
+]
+FORMATS = {each.name: each for each in TOOL_FORMATS}
+
+
+def make_reader(
+    name: str,
+    *,
+    tools: Mapping[str, Mapping[str, Any]] = TOOLS,
+    think: str = "",
+    is_thinking: bool = False,
+    **options: Any,
+) -> AnswerReader:
+    ids = itertools.count()
+    reader = Reader(lambda: f"id-{next(ids)}", tools=tools, **options)
+    marks = THINK_MARKS[think] if think else None  # type: ignore[index]
+    return AnswerReader(answer_format(FORMATS.get(name), marks, is_thinking=is_thinking), reader)  # type: ignore[arg-type]
+
+
+def parse(parser: AnswerReader, *pieces: str) -> Part:
+    return joined([*[parser.push(piece) for piece in pieces], parser.finish()])
+
+
+def calls_of(part: Part) -> list[tuple[str, Any]]:
+    return [(call.name, json.loads(call.arguments)) for call in part.tool_calls]

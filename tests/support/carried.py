@@ -1,0 +1,100 @@
+"""Tiny random checkpoints that carry a layer of multi-token prediction after the target's own, in the names of their
+families."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import bailing
+import numpy as np
+import tiny
+
+from specserve.checkpoints.load import Target, load_target
+from specserve.checkpoints.tensors import write_json, write_tensors
+from specserve.drafters.door import Head
+from specserve.drafters.mtp.config import config_of
+from specserve.drafters.mtp.model import MtpParams, draft_spec
+from specserve.drafters.words import CARRIED
+from specserve.interop.head import load_head
+from specserve.models.config import ModelConfig
+from specserve.models.families import model_config
+from specserve.models.params import specs
+from specserve.models.target import target_spec
+
+SMALL: dict[str, Any] = tiny.TARGET | {"num_hidden_layers": 3, "num_nextn_predict_layers": 1}
+WINDOWED = SMALL | {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2}
+EXPERTS: dict[str, Any] = {
+    "first_k_dense_replace": 1,
+    "moe_intermediate_size": 16,
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 2,
+    "n_shared_experts": 1,
+    "n_group": 2,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "routed_scaling_factor": 1.5,
+    "num_nextn_predict_layers": 1,
+}
+LATENT: dict[str, Any] = SMALL | {
+    "model_type": "deepseek_v3",
+    **EXPERTS,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 16,
+    "q_lora_rank": 12,
+    "qk_nope_head_dim": 8,
+    "qk_rope_head_dim": 4,
+    "v_head_dim": 12,
+    "scoring_func": "sigmoid",
+    "topk_method": "noaux_tc",
+}
+
+GLM = SMALL | EXPERTS | {"model_type": "glm4_moe", "use_qk_norm": True, "attention_bias": True}
+NEXT: dict[str, Any] = SMALL | {
+    "model_type": "qwen3_next",
+    "num_hidden_layers": 2,
+    "full_attention_interval": 2,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8,
+    "linear_value_head_dim": 8,
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 16,
+    "shared_expert_intermediate_size": 16,
+}
+LING: dict[str, Any] = bailing.CASES["ling-2"] | {"num_nextn_predict_layers": 1}
+LING_2_5: dict[str, Any] = bailing.CASES["ling-2.5"] | {"num_nextn_predict_layers": 1}
+MIMO: dict[str, Any] = SMALL | {"model_type": "mimo"}
+
+
+def write(folder: Path, raw: dict[str, Any], seed: int) -> None:
+    """A target's folder with the layer in it, all of it random."""
+    config, rng = model_config(raw, dtype="float32"), np.random.default_rng(seed)
+    folder.mkdir(exist_ok=True)
+    write_json(folder / "config.json", raw)
+    tensors = {name: value for spec in (target_spec(config), layer_spec(config)) for name, value in _random(spec, rng)}
+    tensors["lm_head.weight"] *= 1.5  # so that distributions have peaks
+    write_tensors(folder / "model.safetensors", tensors)
+
+
+def layer_spec(config: ModelConfig) -> MtpParams:
+    return draft_spec(config_of(config, dtype="float32"))
+
+
+def _random(tree: Any, rng: np.random.Generator) -> Iterator[tuple[str, np.ndarray]]:
+    """Norms near one or zero, as they begin; matrices and embeddings as large as `init_params` has them."""
+    for spec in specs(tree):
+        size = 0.02 if spec.init == "embedding" else 0.2 if len(spec.shape) == 1 else spec.shape[-2] ** -0.5
+        for name in spec.names:
+            value = rng.normal(0, size, spec.stored_shape) + (spec.init == "ones")
+            yield name, value.astype(np.float32)
+
+
+def models(folder: Path, raw: dict[str, Any], seed: int = 0) -> tuple[Target, Head]:
+    write(folder, raw, seed)
+    target = load_target(folder, dtype="float32")
+    return target, load_head(folder, target, dtype="float32", kind=CARRIED)
+
+
+def is_of_the_layer(name: str, raw: dict[str, Any]) -> bool:
+    return name.startswith((f"model.layers.{raw['num_hidden_layers']}.", "mtp.", "model.mtp_layers."))

@@ -1,0 +1,41 @@
+"""Holds what a server sends against the shapes that /openapi.json tells."""
+
+import json
+from functools import cache
+from typing import Any
+
+import httpx
+from pydantic import TypeAdapter
+
+from specserve.serve.http.admin.openapi import ERRORS, EVENTS, REPLIES
+from specserve.serve.http.admin.reply_shapes import Error
+
+_TYPES: dict[str, Any] = {"error": ERRORS, "reply": REPLIES, "event": EVENTS}
+
+
+@cache
+def _shape(kind: str, key: str) -> TypeAdapter[Any]:
+    return TypeAdapter(_TYPES[kind][key])
+
+
+def check_reply(reply: httpx.Response) -> None:
+    """A hook for clients: what comes as JSON, from whatever test, has the shape that is described."""
+    if reply.headers.get("content-type") != "application/json":
+        return
+    content, path = reply.read(), reply.request.url.path
+    if reply.status_code == 200 and content:  # none for HEAD
+        _shape("reply", "/v1/models/{model}" if path.startswith("/v1/models/") else path).validate_json(content)
+    elif content:
+        _shape("error", "AnthropicError" if path.startswith("/v1/messages") else "Error").validate_json(content)
+
+
+def check_events(path: str, stream: str) -> list[Any]:
+    """The events of a whole stream, whose shape each has; or that of an error, which ends it."""
+    lines = [line.removeprefix("data: ") for line in stream.split("\n") if line.startswith("data: ")]
+    events = [json.loads(line) for line in lines if line != "[DONE]"]
+    for event in events:
+        if set(event) == {"error"}:
+            Error.model_validate(event)
+        else:
+            _shape("event", path).validate_json(json.dumps(event))
+    return events

@@ -1,0 +1,163 @@
+"""Laws of what a target brings along: who says what wins, a resumed run follows its own settings, and every target that
+has a name or a config gets settings that a run takes."""
+
+import dataclasses
+import json
+import math
+import random
+from operator import attrgetter
+from pathlib import Path
+from typing import Any
+
+import jax
+import pytest
+from tiny_run import tiny_run
+
+from specserve import config
+from specserve.checkpoints.source import BUNDLED
+from specserve.mesh import mesh_sizes
+from specserve.models.presets import PRESETS
+from specserve.plan.outline import TAUS_FILE, outline
+from specserve.plan.training import make_plan
+from specserve.train.run.checks import check_settings, check_target
+from specserve.train.run.folder import RunFolder
+from specserve.train.run.recipe import CONVERSATIONS, MIXTURE, fill
+from specserve.train.settings import TrainRun
+
+VALUES: dict[str, Any] = {
+    "data.source": ("mine.jsonl",),
+    "data.regenerate": False,
+    "data.max_conversations": 7,
+    "data.answer_slots": 3,
+    "draft.vocab_size": 500,
+    "draft.d_ff": 96,
+    "train.max_steps": 70,
+    "train.max_minutes": 3.0,
+    "train.seq_len": 64,
+    "train.batch_size": 24,
+    "train.rollout": 2,
+    "train.lr": 0.5,
+    "train.eval_every": 5,
+    "train.save_every": 6,
+    "eval.bench": (),
+    "mesh": "data=2",
+    "output": "mine",
+}
+DEFAULTS = {leaf.name: leaf.default for leaf in config.leaves(TrainRun)}
+
+
+def resolved(**given: Any) -> TrainRun:
+    return config.resolve(TrainRun, arguments=given, fill=fill)
+
+
+def values(run: TrainRun) -> dict[str, Any]:
+    return {name: attrgetter(name)(run) for name in DEFAULTS}
+
+
+@pytest.mark.parametrize("target", ["qwen3-8b", "gpt-oss-120b", "deepseek-v3"])
+def test_what_is_given_wins_over_the_recipe_and_the_recipe_over_defaults(target: str, tmp_path: Path) -> None:
+    """By flag, override or file alike, and whichever other settings are given."""
+    chosen = random.Random(target)
+    for _ in range(20):
+        given = {name: VALUES[name] for name in chosen.sample(sorted(VALUES), chosen.randrange(len(VALUES)))}
+        brought = fill({"target": target, **given})
+        expected = {**DEFAULTS, **brought, **given, "target": target}
+        layers: dict[str, dict[str, Any]] = {"file": {}, "overrides": {}, "flags": {}}
+        for name, value in given.items():
+            layers[chosen.choice(sorted(layers))][name] = value
+        file = tmp_path / "some.yaml"
+        file.write_text("".join(f"{name}: {json.dumps(value)}\n" for name, value in layers["file"].items()))
+        texts = [f"{n}={','.join(v) if isinstance(v, tuple) else v}" for n, v in layers["overrides"].items()]
+        flags = {n: ",".join(v) if isinstance(v, tuple) else v for n, v in layers["flags"].items()}
+        run = config.resolve(TrainRun, file=file, overrides=[*texts, f"target={target}"], flags=flags, fill=fill)
+        assert values(run) == expected
+        assert set(brought) <= set(DEFAULTS)
+
+
+def test_data_that_is_given_is_answered_anew_where_it_is_published() -> None:
+    for source, is_answered in ((("ultrachat",), True), (("me/chats", "mine.jsonl"), True), (("mine.jsonl=2",), False)):
+        run = resolved(**{"target": "qwen3-8b", "data.source": source})
+        assert run.data.regenerate == is_answered
+        assert run.data.max_conversations == 0
+    assert resolved(target="qwen3-8b").data.source == (MIXTURE,)
+    assert resolved(target="qwen3-8b").data.max_conversations == CONVERSATIONS
+
+
+def test_the_bundled_target_has_the_defaults() -> None:
+    assert resolved() == TrainRun() == resolved(target=BUNDLED)
+
+
+def test_a_resumed_run_takes_its_own_settings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those that the target would bring today; what is given still wins."""
+    run = tiny_run(tmp_path / "run", target="qwen3-8b", budget="2h")
+    RunFolder(run).close()
+    monkeypatch.chdir(tmp_path)
+    again = resolved(**{"target": "qwen3-8b", "output": "run", "train.resume": True, "train.max_steps": 99})
+    train = dataclasses.replace(run.train, resume=True, max_steps=99)
+    assert again == dataclasses.replace(run, output="run", train=train)
+
+
+def test_every_preset_has_settings_that_a_run_takes() -> None:
+    for name, preset in PRESETS.items():
+        run = resolved(target=name, dry_run=True)
+        check_settings(run)
+        check_target(run.train, run.draft, preset.config())
+        assert (run.mesh, run.train.seq_len, run.train.rollout, run.data.source) == (preset.mesh, 2048, 7, (MIXTURE,))
+
+
+def test_a_folder_gets_settings_by_its_size_and_those_of_its_preset(tmp_path: Path) -> None:
+    for name in ("qwen3-0.6b", "gpt-oss-20b", "deepseek-v3", "llama-3.3-70b"):
+        facts = dict(PRESETS[name].facts)
+        (tmp_path / "config.json").write_text(json.dumps(facts))
+        named, folder = (values(resolved(target=target, dry_run=True)) for target in (name, str(tmp_path)))
+        assert folder | {"target": name} == named
+        other = facts | {"max_position_embeddings": 1024}  # no preset's
+        (tmp_path / "config.json").write_text(json.dumps(other))
+        run = resolved(target=str(tmp_path), dry_run=True)
+        assert run.train.seq_len == 1024
+        assert make_plan(run).device_bytes < 64e9
+        assert 1e-4 <= run.train.lr <= 8e-4
+
+
+@pytest.mark.parametrize("number", [1, 2, 6, 8, 16])
+def test_batches_are_cut_over_the_devices_found(number: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(jax, "device_count", lambda: number)
+    for target, needed in (("qwen3-8b", 1), ("qwen3-32b", 2), ("llama-3.3-70b", 4)):
+        for given in ({}, {"train.batch_size": 4}, {"mesh": "data=2"}, {"train.accumulate": 2}):
+            run = resolved(target=target, **given)
+            check_settings(run)
+            sizes = mesh_sizes(run.mesh)
+            if not given:
+                assert sizes.get("tensor", 1) == needed
+                assert sizes.get("data", 1) == max(1, number // needed)
+                assert run.train.batch_size >= 8
+
+
+def test_what_is_expected_is_of_the_target_or_the_nearest() -> None:
+    table = json.loads(TAUS_FILE.read_text())
+    assert all(row["target"] in (BUNDLED, *PRESETS) and 1 < row["tau"] < 10 and row["source"] for row in table)
+    for name, whose in (("qwen3-8b", "qwen3-8b"), ("qwen2.5-72b", "llama-3.3-70b"), (BUNDLED, BUNDLED)):
+        assert outline(make_plan(resolved(target=name, dry_run=True)), "cpu").expected.target == whose
+
+
+def test_hours_are_those_of_the_device_that_was_found() -> None:
+    plan = make_plan(resolved(target="qwen3-8b", dry_run=True))
+    kinds = ("NVIDIA A100-SXM4-80GB", "NVIDIA H100 80GB HBM3", "NVIDIA H200", "NVIDIA B200", "TPU v5", "TPU v5 lite")
+    found = [outline(plan, kind) for kind in kinds]
+    assert all(each.is_found for each in found)
+    assert len({each.device.name for each in found}) == len(kinds)
+    assert found[0].train_hours > found[1].train_hours > found[3].train_hours
+    assert found[1].answer_hours > found[2].answer_hours > found[3].answer_hours
+    assert not outline(plan, "TPU v4").is_found
+
+
+@pytest.mark.parametrize(
+    ("drafter", "block_size", "gamma"),
+    [("dflash", None, 4), ("dflash", 8, 4), ("dflash2", 16, 7), ("dspark", None, 4), ("dspark", 15, 7)],
+)
+def test_what_a_slot_counts_follows_from_the_block(drafter: str, block_size: int | None, gamma: float) -> None:
+    """As published heads of 7 and of 15 slots were trained; what is given wins."""
+    given: dict[str, Any] = {"drafter": drafter} | ({"draft.block_size": block_size} if block_size else {})
+    assert resolved(**given).train.rollout_decay == pytest.approx(math.exp(-1 / gamma), abs=0.005)
+    assert resolved(**given, **{"train.rollout_decay": 0.5}).train.rollout_decay == 0.5
