@@ -52,11 +52,6 @@ class Root(LazyGroup):
             "Measure tau, acceptance by depth and category, and the gain over plain decoding, of heads or a server.",
             "specserve.eval.settings:EvalRun",
         ),
-        "tune": Lazy(
-            "specserve.cli.tune:search",
-            "Find the best way to speculate for each batch size on this machine; `serve --speculation tuned` reads it.",
-            "specserve.eval.settings:TuneRun",
-        ),
         "verify": Lazy(
             "specserve.cli.verify:verify",
             "Prove on your own target and head that speculation changes no token. Exit status 1 where there are bugs.",

@@ -77,7 +77,7 @@ class Calls:
         self._decode = jit(step.decode, 1, both, "width")
         self._speculate = jit(step.speculate, 1, both, "tree", "width")
         self._steps = jit(_steps, 1, both, "tree", "width", "most")
-        self._propose = jit(step.propose_tree, 1, both, "tree", "width", "has_scores")
+        self._propose = jit(step.propose_tree, 1, both, "tree", "width")
         self._verify = jit(step.verify_tree, 1, both, "tree", "width")
 
     def begin(self, **sizes: int) -> Call:
@@ -152,10 +152,8 @@ class Calls:
         key = ("steps", len(slots), *static.values())
         return Call(key, self._steps, (layout, state, slots, num_steps, allowed), static)
 
-    def propose(
-        self, layout: Weights, state: SlotState, slots: jax.Array, *, tree: Tree, width: int, has_scores: bool = False
-    ) -> Call:
-        static = {"tree": tree, "width": width, "has_scores": has_scores}
+    def propose(self, layout: Weights, state: SlotState, slots: jax.Array, *, tree: Tree, width: int) -> Call:
+        static = {"tree": tree, "width": width}
         key = ("propose", len(slots), *static.values())
         return Call(key, self._propose, (layout, state, slots), static)
 
