@@ -37,16 +37,6 @@ class Call:
         """Trace the function for arguments of these shapes. Their values are not read, so donated arrays will do."""
         return self.function.lower(*jax.tree.map(shape_of, self.arguments), **self.static)
 
-    def flat(self) -> "Call":
-        """Return the same call with every array as an argument and a result of its own, in the order of the pytrees'
-        leaves. It is for programs that are called without knowing the pytrees."""
-        leaves, tree = jax.tree.flatten(self.arguments)
-
-        def run(*leaves: Any) -> tuple[Any, ...]:
-            return tuple(jax.tree.leaves(self.function(*jax.tree.unflatten(tree, leaves), **self.static)))
-
-        return Call(("flat", self.key), jax.jit(run), tuple(leaves))
-
 
 def shape_of(x: jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic) -> jax.ShapeDtypeStruct:
     """Return the shape, dtype and sharding of an array, for which a program is compiled."""
