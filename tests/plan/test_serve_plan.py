@@ -25,6 +25,7 @@ from specserve.plan.settings import PlanServeRun
 from specserve.plan.step_costs import RooflineCosts, measured_costs
 from specserve.plan.training import abstract_mesh
 from specserve.serve.programs.runner import Runner
+from specserve.serve.programs.shapes import make_shapes
 from specserve.serve.tuned import Entry, Profile, machine_facts
 from specserve.speculative.drafter import Weights
 from specserve.speculative.tree import DynamicTree, Tree, chain
@@ -55,8 +56,10 @@ def test_the_memory_is_that_of_an_engines_arrays(target: Target, tensor: int) ->
     head = tiny.random_head(target.config, 1)
     if mesh is not None:
         head = dataclasses.replace(head, params=jax.device_put(head.params, head.drafter.place(mesh)))
-    fixed = {"num_slots": 4, "max_model_len": LONGEST, "page_size": PAGE}
-    runner = Runner(target, head, [chain(3)], num_pages=40, mesh=mesh, has_constrained=False, **fixed)
+    sizes = {"num_slots": 4, "max_model_len": LONGEST, "page_size": PAGE, "num_pages": 40}
+    runner = Runner(
+        target, head, make_shapes([chain(3)], target.config, mesh, **sizes), mesh=mesh, has_constrained=False
+    )
     room = _on_first(target.params) + _on_first(head.params) + _on_first(runner.state)
     wanted = {"slots": 4, "longest": LONGEST, "own": LONGEST, "page_size": PAGE}
     for spare in (0, -1):

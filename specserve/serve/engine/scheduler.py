@@ -133,7 +133,7 @@ class Scheduler:
         *,
         chunks: Seq[int],  # sizes of the prefill programs
         max_step: int,  # tokens that one step emits, at most
-        cache_lag: int = 0,  # last entries of a growing sequence that must not be cached yet
+        cache_lag: int = 0,  # last entries of a growing sequence, which its drafter may not have written yet
         prefill_tokens: int = 0,  # per round; 0: one largest chunk
         is_caching: bool = True,
         prefers_cached: bool = False,  # among equal priorities, the longest cached prefix first

@@ -32,7 +32,7 @@ from specserve.serve.http.transport.server import bind_listener, check_tls
 from specserve.serve.http.transport.tracing import Tracing
 from specserve.serve.launch import find_names, load_models, make_engine, read_tokenizer
 from specserve.serve.requests.request import Delta, SamplingParams
-from specserve.serve.settings import ServeRun
+from specserve.serve.settings import CLUSTER, FLEET, LISTENER, PROCESS, ServeRun, check_unset, names_of
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,6 @@ REPORT_SECONDS = 1.0  # between two reports
 HEALTH_SECONDS = 2.0  # between two questions whether a replica's engine is well
 PATIENCE_SECONDS = 10.0  # after which a deployment that is not ready says what it waits for, again and again
 END_SECONDS = 15.0  # for processes to end, once they have drained
-_OUTSIDE = {"ray", "ray_address", "host", "port", "ssl_certfile", "ssl_keyfile"}  # of Ray's own, not of a replica's
 
 
 class EngineReplica:
@@ -233,15 +232,12 @@ def _number(run: ServeRun) -> dict[str, Any]:
 
 def check(run: ServeRun) -> None:
     """Check that these settings are possible for replicas. Raises ConfigError."""
-    for name in ("coordinator", "num_processes", "process_id", "join_seconds", "warmup_only"):
-        if getattr(run, name) != getattr(ServeRun(), name):
-            raise ConfigError(f"--{name.replace('_', '-')} does not go with --ray, which starts processes of its own")
-    for name in ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic"):
-        if getattr(run, name):
-            raise ConfigError(
-                f"--{name.replace('_', '-')} does not go with --ray, which routes by its replicas' own reports; it is "
-                "for servers behind another router"
-            )
+    check_unset(run, names_of(PROCESS), "does not go with --ray, which starts processes of its own")
+    check_unset(
+        run,
+        ("kv_events_endpoint", "kv_events_replay_endpoint", "kv_events_topic"),
+        "does not go with --ray, which routes by its replicas' own reports; it is for servers behind another router",
+    )
     if not run.port:
         raise ConfigError("--port 0 does not go with --ray: every machine of the cluster listens there; give a number")
     if run.min_replicas and not run.max_replicas:
@@ -255,10 +251,7 @@ def check(run: ServeRun) -> None:
 
 def check_none(run: ServeRun) -> None:
     """Check that no setting for replicas is given without `--ray`. Raises ConfigError."""
-    plain = ServeRun()
-    for name in ("ray_address", "replicas", "min_replicas", "max_replicas", "replica_resources"):
-        if getattr(run, name) != getattr(plain, name):
-            raise ConfigError(f"--{name.replace('_', '-')} needs --ray, which starts replicas")
+    check_unset(run, names_of(CLUSTER, FLEET), "needs --ray, which starts replicas")
 
 
 def actor_options(resources: str) -> dict[str, Any]:
@@ -286,14 +279,13 @@ def settings_of(args: Mapping[str, Any]) -> ServeRun:
 def deployment_of(run: ServeRun) -> dict[str, Any]:
     """Return this deployment as Ray Serve's YAML has it, for `serve deploy` and a RayService. Raises ConfigError."""
     check(run)
-    plain = asdict(ServeRun())
+    plain, of_ray = asdict(ServeRun()), {*names_of(CLUSTER, LISTENER)}
     args = {
         name: list(value) if isinstance(value, tuple) else value
         for name, value in asdict(run).items()
-        if value != plain[name] and name not in _OUTSIDE
+        if value != plain[name] and name not in of_ray
     }
-    options = {"host": run.host, "port": run.port}
-    options |= {name: getattr(run, name) for name in ("ssl_certfile", "ssl_keyfile") if getattr(run, name)}
+    options = {name: getattr(run, name) for name in names_of(LISTENER) if getattr(run, name)}
     return {
         "proxy_location": "EveryNode",
         "http_options": options,

@@ -1,4 +1,4 @@
-"""A step that has been dispatched, and the result that it brings back to the host."""
+"""The results of steps: in flight between the device and the host, and read."""
 
 import operator
 from collections.abc import Callable
@@ -17,12 +17,12 @@ class HostResult:
 
     token_ids: np.ndarray  # [batch, depth + 1] int32
     n_accepted: np.ndarray  # [batch] int32
-    source: np.ndarray  # [batch] int32, who proposed: the head (0) or a lookup
+    source: np.ndarray  # [batch] int32, the source of the proposal: the head (0) or a lookup
     logprobs: tuple[np.ndarray, np.ndarray, np.ndarray] | None  # chosen, top, top_ids; see `sampling.Logprobs`
     prompt: Scores | None = None  # of a scored chunk, arrays of NumPy
     node_ids: np.ndarray | None = None  # [batch, node] int32, the root and the proposed tokens, when asked for
     parents: np.ndarray | None = None  # [batch, node] int32, of the nodes
-    confidence: np.ndarray | None = None  # [batch, depth] float32, see `tree.Proposal`; None where the draft says none
+    confidence: np.ndarray | None = None  # [batch, depth] float32, see `tree.Proposal`; None where the draft gives none
 
     def emitted(self, row: int) -> list[int]:
         """The tokens that the step adds to a sequence: the accepted ones and the bonus token."""

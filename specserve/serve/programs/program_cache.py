@@ -2,8 +2,8 @@
 
 A program is looked for before it is traced. So the name of its file is a hash of all that decides what would be traced
 and what it would be compiled for: the code that is traced, the versions and settings of JAX and XLA, the processor and
-its devices, the objects that the functions are bound to, and the arguments. Where a file cannot be used, the log says
-so and the program is compiled anew.
+its devices, the objects that the functions are bound to, and the arguments. Where a file cannot be used, a warning is
+logged and the program is compiled anew.
 """
 
 import contextlib
@@ -35,16 +35,16 @@ LARGEST_BYTES = 2**29  # of all files together; what was not used for longest go
 TRACED = (
     *(f"{name}.py" for name in ("errors", "host", "mesh", "pytree")),
     *(f"{room}/**/*.py" for room in ("kernels", "models", "speculative", "drafters")),
-    *(f"serve/{name}.py" for name in ("programs/calls", "programs/placement", "fleet/plans")),
+    *(f"serve/{name}.py" for name in ("programs/calls", "programs/placement")),
     f"kernels/native/{native.build.LIBRARY}",
 )
 _JAX_HIT = "/jax/compilation_cache/cache_hits"
 
 
-class KeptPrograms:
+class ProgramCache:
     """The files of one folder, for functions that are bound to the same `facts`. Every method may be called from any
-    thread, and several processes may share the folder, which is written and read by its user alone: loading a program
-    runs what the file says."""
+    thread, and several processes may share the folder, which is written and read by its user alone, because loading a
+    program runs what is in its file."""
 
     def __init__(self, folder: Path, facts: Sequence[str], devices: Sequence[Any]) -> None:
         self._folder, self._facts, self._devices = folder, tuple(facts), tuple(devices)
@@ -66,7 +66,7 @@ class KeptPrograms:
         except FileNotFoundError:
             return None
         except OSError as error:
-            self._say_once("cannot be read from", error)
+            self._warn_once("cannot be read from", error)
             return None
         except Exception as error:  # whatever zlib, pickle and XLA make of a damaged file
             logger.warning("%s cannot be used, its program is compiled anew: %s", path, first_line(error))
@@ -82,21 +82,21 @@ class KeptPrograms:
         # XLA writes only a part of what it has itself read from a file, so what a compilation cache of JAX's had stays
         # there
         if _of_jax.num_hits == hits:
-            self._keep(self._path(call), compiled)
+            self._write(self._path(call), compiled)
         return compiled
 
-    def _keep(self, path: Path, compiled: jax.stages.Compiled) -> None:
+    def _write(self, path: Path, compiled: jax.stages.Compiled) -> None:
         try:
             serialized, _, results = serialize_executable.serialize(compiled)
-            # a tree of numbers tells the structure of the results; a structure itself cannot always be pickled
+            # a tree of numbers stands for the structure of the results; a structure itself cannot always be pickled
             content = path.name, serialized, jax.tree.unflatten(results, range(results.num_leaves))
             self._folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             host.write_whole(path, zlib.compress(pickle.dumps(content), level=1))
             self._make_room()
         except Exception as error:  # a full disk, or a backend that cannot write programs: none needs to be kept
-            self._say_once("cannot be kept in", error)
+            self._warn_once("cannot be kept in", error)
 
-    def _say_once(self, what: str, error: Exception) -> None:
+    def _warn_once(self, what: str, error: Exception) -> None:
         with self._lock:
             has_failed, self._has_failed = self._has_failed, True
         if not has_failed:

@@ -1,22 +1,25 @@
-"""The host's knowledge of the sequences in their slots, without reading anything back from the device.
+"""The host's bounds of the sequences in their slots, without reading anything back from the device.
 
 Steps are dispatched before the ones before them are read, so these are upper bounds: a sequence is taken to have grown
-by the most that the steps on their way can emit, until they are read.
+by the most that the steps in flight can emit, until they are read.
 """
 
 from collections.abc import Callable, Sequence
 
 import numpy as np
 
+from specserve.serve.programs.shapes import Shapes
+from specserve.speculative.tree import Tree
 
-class Ledger:
+
+class SlotBounds:
     """Upper bounds of how long each slot's sequence is and of how much of it the drafter has not read. There is one row
     for each slot, and one more for padding."""
 
-    def __init__(self, num_slots: int, max_pending: int) -> None:
-        """Make the ledger. `max_pending` is the number of tokens that a drafter may leave unread, see
-        `speculative.drafter`."""
-        self._max_pending = max_pending
+    def __init__(self, shapes: Shapes, max_pending: int) -> None:
+        """`max_pending` is the number of tokens that a drafter may leave unread, see `speculative.drafter`."""
+        self._shapes, self._max_pending = shapes, max_pending
+        num_slots = shapes.num_slots
         self._lens = [0] * (num_slots + 1)  # committed entries, at most
         self._pending = [1] * (num_slots + 1)  # tokens that the drafter has not read, at most
         self._generation = [0] * (num_slots + 1)  # of the slot's sequences
@@ -36,10 +39,11 @@ class Ledger:
         for slot in slots:
             self._pending[slot] = 1
 
-    def stepped(self, slots: Sequence[int], depth: int, num_steps: int = 1) -> Callable[[np.ndarray], None]:
-        """Note that so many steps have been dispatched, each of which emits 1 to 1 + `depth` tokens for each of these
-        slots; depth 0 is a plain step. Returns a function, which the caller calls with the accepted tokens of each
-        slot in all of them, [slot], once they are read."""
+    def stepped(self, slots: Sequence[int], tree: Tree | None, num_steps: int = 1) -> Callable[[np.ndarray], None]:
+        """Note that so many steps over this tree have been dispatched, each of which emits 1 to 1 + its depth tokens
+        for each of these slots. Returns a function, which the caller calls with the accepted tokens of each slot in all
+        of them, [slot], once they are read."""
+        depth = tree.depth if tree else 0
         for slot in slots:
             self._lens[slot] += num_steps * (1 + depth)
             self._pending[slot] = 1 + depth if depth else min(self._pending[slot] + num_steps, self._max_pending)
@@ -56,7 +60,19 @@ class Ledger:
         """Return how many entries the longest sequence in these slots has committed, at most."""
         return max((self._lens[slot] for slot in slots), default=0)
 
-    def num_pending(self, slots: Sequence[int]) -> int:
-        """Return how many tokens the drafter has not read, at most, of the sequence in these slots that has the
+    def must_catch_up(self, slots: Sequence[int], tree: Tree | None, num_steps: int) -> bool:
+        """Return whether the draft could not hold what is pending in these slots after so many steps over this tree."""
+        if not self._max_pending or not slots:
+            return False
+        room = self._max_pending - num_steps if tree is None else tree.depth + 1
+        return max(self._pending[slot] for slot in slots) > room
+
+    def width_of(self, slots: Sequence[int], num_before: int = 0) -> int:
+        """Return the page-table width of the next step of these slots, before which others emit so many tokens at
         most."""
-        return max((self._pending[slot] for slot in slots), default=0)
+        return self._shapes.widths_for(self.num_entries(slots) + num_before + 1)[0]
+
+    def num_alike(self, slots: Sequence[int], tree: Tree | None, most: int) -> int:
+        """Return how many steps, up to `most`, the program of the next one can make at once: those of its width."""
+        width, size = self.width_of(slots), 1 + (tree.depth if tree else 0)
+        return max(number for number in range(1, most + 1) if self.width_of(slots, (number - 1) * size) == width)
