@@ -122,7 +122,9 @@ def test_imports_point_down(trees: dict[str, ast.Module]) -> None:
 def _modules(tree: ast.Module) -> Iterator[str]:
     """The files of the package that a file imports, be it at once or in a function of it."""
     for node in ast.walk(tree):
-        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        for alias in node.names:
             for found in (f"{node.module}.{alias.name}", node.module or ""):
                 file = Path(*found.split(".")[1:]).with_suffix(".py").as_posix() if "." in found else ""
                 if (PACKAGE / file).is_file():
