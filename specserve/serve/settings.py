@@ -5,7 +5,8 @@ from typing import Literal
 from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, setting
-from specserve.drafters.words import CARRIED, WAYS
+from specserve.drafters.registry import CARRIED
+from specserve.drafters.words import SPECULATIONS
 
 ToolParser = Literal["auto", "none", "hermes", "qwen3-coder", "llama3", "mistral", "glm", "deepseek", "harmony"]
 ReasoningParser = Literal["auto", "none", "think", "mistral", "harmony"]
@@ -57,7 +58,7 @@ class ServeRun:
     speculation: str = setting(
         "auto",
         help="auto, by what each way costs and brings here; tuned, the same with the trees alone that `specserve tune` "
-        f"found best for each batch size; {WAYS}",
+        f"found best for each batch size; {SPECULATIONS}",
     )
     tuned_profile: str = setting(
         "", help="profile that `--speculation tuned` reads; empty: the one kept for this target, head and machine"

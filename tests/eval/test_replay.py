@@ -8,7 +8,7 @@ import tiny
 
 from specserve.checkpoints.load import Target
 from specserve.data.dataset import Prompt
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import DataError
 from specserve.eval.replay import Proposed, Recording, covering_trees, covers, record, replay

@@ -34,7 +34,7 @@ from engines import (
 
 from specserve.checkpoints.load import Target, in_eight_bits
 from specserve.data.dataset import Prompt
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.eval.replay import Recording, record, replay
 from specserve.models.config import ModelConfig

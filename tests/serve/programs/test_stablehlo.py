@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from specserve.checkpoints.load import Target
 from specserve.cli.main import app
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
 from specserve.serve.launch import Models
