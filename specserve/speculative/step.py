@@ -242,7 +242,6 @@ def propose_tree(
     *,
     tree: Tree,
     width: int,
-    has_scores: bool = False,  # keep `Proposal.scores`
     has_confidence: bool = False,  # keep `Proposal.confidence`
 ) -> tuple[SlotState, Proposal]:
     """Run the first half of a speculative step: propose a tree. Steps with constrained sequences run it alone, because
@@ -254,8 +253,7 @@ def propose_tree(
         view = dataclasses.replace(view, rows=dataclasses.replace(view.rows, temperature=view.rows.temperature * 0))
     draft, proposal = config.drafter.propose(weights, state.draft, view, tree)
     state = dataclasses.replace(state, draft=draft)
-    if not has_scores:
-        proposal = dataclasses.replace(proposal, scores=None)
+    proposal = dataclasses.replace(proposal, scores=None)
     if not has_confidence:
         proposal = dataclasses.replace(proposal, confidence=None)
     return state, pad_chain(proposal, config.verified_depth) if config.verified_depth else proposal

@@ -47,12 +47,6 @@ class DynamicTree(_Proposed):
 
 
 @dataclass(frozen=True)
-class CandidatePool(DynamicTree):
-    """All candidates among which trees of at most this depth and these nodes choose theirs. It proposes more than
-    `num_nodes`, by as much as the drafter has; for replays, which choose on the host."""
-
-
-@dataclass(frozen=True)
 class StaticTree(_Proposed):
     """A tree of fixed topology: node i + 1 is the `ranks[i]`-th best child of node `parents[i]` (0 is the root). For
     example parents (0, 0, 1) and ranks (0, 1, 0) are the root's two best children, and the best child of the first."""
@@ -113,8 +107,8 @@ class Proposal:
     parents: jax.Array  # [batch, node] int32; the root's is itself
     depths: jax.Array  # [batch, node] int32; the root's is 0
     source: jax.Array  # [batch] int32, the proposer, see `drafter`
-    # [batch, node] float32, the draft's log-probability of the path to each node of a dynamic tree, by which a smaller
-    # tree would choose among them; None of other trees, and where they were not requested
+    # [batch, node] float32, the draft's log-probability of the path to each node of a dynamic tree, by which its
+    # nodes were chosen; None of other trees
     scores: jax.Array | None = None
     # [batch, depth] float32, how likely the draft thinks it that a token of each depth is accepted after the best node
     # above it; None where it has no such estimate
