@@ -70,11 +70,7 @@ def attend_pages(
     """
     batch, num_kv_heads, num_rows, head_dim = q.shape
     page_size, width = k_pages.shape[2], page_table.shape[1]
-    row_tile, key_tile, num_warps = 64, 64, 4
-    if max(head_dim, v_dim) > 128:
-        row_tile = key_tile = 32
-    if v_dim > 256:
-        row_tile, num_warps = 16, 8
+    row_tile, key_tile, num_warps = _tiles(head_dim, v_dim)
     row_tile = min(row_tile, max(_MIN_TILE, pl.next_power_of_2(num_rows)))
     num_tiles = pl.cdiv(num_rows, row_tile)
     most = max(1, width * page_size // _MIN_SPLIT)
@@ -106,6 +102,15 @@ def attend_pages(
         name="attend_pages",
     )(*arrays)
     return _merge(out, lse)
+
+
+def _tiles(head_dim: int, v_dim: int) -> tuple[int, int, int]:
+    """The rows and the keys of a tile at most, and the number of warps, so that registers hold it."""
+    if v_dim > 256:
+        return 16, 32, 8
+    if max(head_dim, v_dim) > 128:
+        return 32, 32, 4
+    return 64, 64, 4
 
 
 def _merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:

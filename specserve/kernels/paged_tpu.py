@@ -92,8 +92,6 @@ def attend_pages(
         raise ConfigError(f"attention over pages on TPU: {reason}")
     assert v_pages is not None or v_scale is None, "values that are keys have the keys' scale"
     assert positions is not None or not window, "a window goes by positions"
-    if not window:
-        positions = None
     if q.dtype != jnp.bfloat16:
         q = q.astype(jnp.float32)
     blocks = _plan(q, k_pages, v_pages, v_dim, page_table.shape[1])
@@ -103,10 +101,9 @@ def attend_pages(
     run = functools.partial(_attend_pages, pages=pages, scales=scales, blocks=blocks, v_dim=v_dim)
     run = functools.partial(run, first=first, window=window, softcap=softcap, interpret=interpret)
     parts = _parts(len(q), page_table.shape[1], row_blocks=-(-q.shape[2] // blocks.rows))
-    results = [run(*jax.tree.map(lambda x, i=i: x[i], (q, page_table, lens, positions))) for i in parts]
-    if len(results) == 1:
-        return results[0]
-    return jax.tree.map(lambda *each: jnp.concatenate(each), *results)
+    arrays = (q, page_table, lens, positions if window else None)
+    results = [run(*jax.tree.map(lambda x, i=i: x[i], arrays)) for i in parts]
+    return results[0] if len(results) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *results)
 
 
 def _parts(batch: int, num_pages: int, row_blocks: int) -> list[slice]:
