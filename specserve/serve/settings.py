@@ -6,7 +6,8 @@ from typing import Literal
 from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, leaves, setting
-from specserve.drafters.words import CARRIED, WAYS
+from specserve.drafters.registry import CARRIED
+from specserve.drafters.words import SPECULATIONS
 from specserve.errors import ConfigError
 
 ToolParser = Literal["auto", "none", "hermes", "qwen3-coder", "llama3", "mistral", "glm", "deepseek", "harmony"]
@@ -83,7 +84,7 @@ class ServeRun:
     speculation: str = setting(
         "auto",
         scope=PROGRAM,
-        help=f"auto, by what each way costs and brings here; {WAYS}",
+        help=f"auto, by what each way costs and brings here; {SPECULATIONS}",
     )
     served_model_name: str = setting(
         "", help="the model's name for clients; empty: the target's, of a folder its last part"

@@ -19,7 +19,7 @@ from jax.sharding import Mesh
 
 from specserve import host
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import drafter_for
 from specserve.errors import ConfigError, first_line
 from specserve.serve.programs.calls import Call, Calls
