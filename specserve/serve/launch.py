@@ -67,8 +67,8 @@ class Models:
     fingerprint: str = ""  # of the target's weights
     head_fingerprint: str = ""
     head_acceptance: Sequence[float] = ()  # by depth, from the head's own evaluation; unknown where empty
-    mesh: Mesh | None = None  # what both are spread over; None: one device
-    draft: DraftInfo | None = None  # what is told of the head
+    mesh: Mesh | None = None  # the mesh that both are spread over; None: one device
+    draft: DraftInfo | None = None  # the head's name and promise
     quantization: str = "none"  # of the target's weights, as `load_target` takes it
     draft_quantization: DraftQuantization | Literal[""] = ""  # asked for; empty: as a head's notes say
 
@@ -86,7 +86,7 @@ def load_models(
     quantization: Quantization | Literal[""] = "",  # of the target; empty: as when the head was trained
     draft_quantization: DraftQuantization | Literal[""] = "",  # of the head; empty: as its notes say
     is_checked: bool = False,  # every weight must be a number
-    mesh: Mesh | None = None,  # what to spread both over
+    mesh: Mesh | None = None,  # the mesh to spread both over
 ) -> Models:
     """Find and load target and head; the head's notes know its target. Raises ConfigError or CheckpointError."""
     is_carried = draft == CARRIED

@@ -26,7 +26,7 @@ class StepProgram:
     kind: Kind = "step"
     chunk: int = 0  # tokens of each prompt, of a prefill
     is_scored: bool = False  # a prefill that returns the log-probabilities of its prompts' tokens
-    layout: int = 0  # which layout of the weights a catch-up takes (`layouts.Layouts.number`)
+    layout: int = 0  # the number of the layout of the weights that a catch-up takes (`layouts.Layouts.number`)
 
     @property
     def is_for_masks(self) -> bool:

@@ -101,15 +101,15 @@ class Delivery:
 
 
 def prompt_tokens(request: Request, start: int, num_tokens: int, result: HostResult, row: int) -> list[PromptToken]:
-    """The next tokens of a scored prompt, of which `start` are known, by the row of its chunk. A chunk tells of the
+    """The next tokens of a scored prompt, of which `start` are known, by the row of its chunk. A chunk has the scores of the
     tokens after its own; the last one's is drawn, and the first of all has nothing before it."""
     assert result.prompt is not None
     assert request.params.prompt_logprobs is not None
     found = [] if start else [PromptToken(request.prompt_ids[0], None, 0)]
     token_ids = request.prompt_ids[start + len(found) :][:num_tokens]
     scores, num_top = result.prompt.logprobs, request.params.prompt_logprobs
-    told = scores.chosen, scores.top, scores.top_ids, result.prompt.ranks
-    each = zip(token_ids, *(array[row] for array in told), strict=False)
+    arrays = scores.chosen, scores.top, scores.top_ids, result.prompt.ranks
+    each = zip(token_ids, *(array[row] for array in arrays), strict=False)
     for token_id, chosen, top, top_ids, rank in each:
         likeliest = tuple(zip(top_ids[:num_top].tolist(), top[:num_top].tolist(), strict=True))
         found.append(PromptToken(token_id, TokenLogprobs(token_id, float(chosen), likeliest), int(rank)))

@@ -95,7 +95,7 @@ class Engine:
             on_end=self._count_ended,
         )
         self._num_left = len(late_programs)
-        self._has_late, self._has_failed = bool(late_programs), False  # what failed is never asked for
+        self._has_late, self._has_failed = bool(late_programs), False  # a program that failed is never used
         self._compiler = self._in_background(late_programs, self._count_late)
         self._mask_programs = tuple(mask_programs)
         self._on_compiled = on_compiled
@@ -122,7 +122,7 @@ class Engine:
         return self.runner.config.target.vocab_size
 
     @property
-    def _num_pages(self) -> int:  # that a sequence may hold at most: its data rank's
+    def _num_pages(self) -> int:  # a sequence's share at most: its data rank's
         return self.options.num_pages or self.runner.shapes.pages_of_rank
 
     @property
@@ -217,7 +217,7 @@ class Engine:
         if self.runner.shapes.is_deterministic:
             raise ConfigError("a deterministic server never computes an answer's keys again, so its head stays")
         with self._one_swap:
-            while self._has_late:  # what is compiled and timed for the head before
+            while self._has_late:  # programs of the head before are still compiled or timed
                 self._check_ready()
                 time.sleep(IDLE_SECONDS)
             loaded = self._load_head(folder)
@@ -250,7 +250,7 @@ class Engine:
         cache_salt: str = "",
         token_mask: TokenMask | None = None,
         request_id: str = "",  # as the log names it; empty: a number
-        client: str = "",  # who shares the queue with the others
+        client: str = "",  # the one that shares the queue with the others
     ) -> Request:
         """Queue one sequence. It never waits for the device; a grammar that is not known (`knows_grammar`) is compiled
         first, when those before it are. Raises RequestError, whose param names what does not fit, or CapacityError."""
@@ -287,7 +287,7 @@ class Engine:
             raise RequestError(f"{param}: this engine was started with constrained=False", param=param)
 
     def check(self, prompt_ids: Sequence[int], params: SamplingParams) -> int:
-        """Tell how many tokens the sequence may grow by. Raises RequestError, as `submit` does."""
+        """Return how many tokens the sequence may grow by. Raises RequestError, as `submit` does."""
         if params.n != 1:
             raise RequestError("the engine takes one sequence at a time; submit params.choices()", param="n")
         if params.grammar is not None:
@@ -364,7 +364,7 @@ class Engine:
                     self._look_for_masks()
         except BaseException as error:
             self._has_died = True
-            if not isinstance(error, ProcessError):  # which is said where the process ends
+            if not isinstance(error, ProcessError):  # it is reported where the process ends
                 logger.exception("the engine died")
                 raise
         finally:

@@ -210,7 +210,7 @@ class Rounds:
         dispatched: list[InFlight] = []
         decode = work.decode
         if any(sequence.request.token_mask is not None for sequence in decode):
-            while self.in_flight:  # what may come next depends on what has come
+            while self.in_flight:  # the masks of the next tokens depend on those before
                 self._read()
             decode = [sequence for sequence in decode if sequence.is_running and sequence.num_left > 0]
         if decode:

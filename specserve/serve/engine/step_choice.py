@@ -58,7 +58,9 @@ class StepChoice:
         self.is_partial = is_partial  # not every program is compiled, so that steps are made of those that are
         self._runner, self._bursts = runner, Bursts()
         self._prior: Seq[float] | None = None  # acceptance by depth of a head that took the first one's place
-        self._num_tokens = self._plain_tokens = 0.0  # that steps were expected to emit, and plain ones in their time
+        self._num_tokens = self._plain_tokens = (
+            0.0  # tokens that steps were expected to emit, and plain ones in their time
+        )
 
     def complete(self, controller: Controller | None, *, is_partial: bool) -> None:
         """Note that every program is compiled, or has failed to compile; then steps are still made of those that are

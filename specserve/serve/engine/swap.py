@@ -28,7 +28,7 @@ class LoadedHead:
     acceptance: Sequence[float]  # by depth, from its own evaluation; unknown where empty
     info: DraftInfo
     trees: Sequence[Tree | None] = ()  # the ways to make a step with it; none: those of the head before
-    on_compiled: Callable[[Runner], Finish] | None = None  # what is left to do then, as for `Engine`
+    on_compiled: Callable[[Runner], Finish] | None = None  # the work that is left then, as for `Engine`
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class EngineReplica:
         pages: tuple[bytes, ...] = (),  # noqa: ARG002 (the router's)
     ) -> AsyncIterator[Taken | Refused | list[Delta]]:
         """Yield first whether the engine takes the request, and if so its deltas, as lists of those that came
-        together. A caller who cancels this cancels the sequence."""
+        together. A caller that cancels this cancels the sequence."""
         if self._mailbox is None:
             self._mailbox = Mailbox(asyncio.get_running_loop())
         post, arrivals = self._mailbox.post, asyncio.Queue[Delta]()
@@ -143,10 +143,10 @@ class EngineReplica:
         self._version = version
         try:
             if folder != self._folder:
-                if not (wanted := folder or self._first_folder):
+                if not (source := folder or self._first_folder):
                     self._is_beyond_help = True  # a layer of the target's cannot be read again: begin anew
                     return None
-                await asyncio.to_thread(self._engine.load_draft, wanted)
+                await asyncio.to_thread(self._engine.load_draft, source)
                 self._folder = folder
         except SpecServeError as error:
             return Refused.of(error)
@@ -316,18 +316,18 @@ class Deployment:
     def __enter__(self) -> "Deployment":
         """Deploy, and wait until it serves. Raises ConfigError where it cannot."""
         run = self._run
-        wanted = deployment_of(run)
+        deployment = deployment_of(run)
         check_tls(run.ssl_certfile, run.ssl_keyfile)
         if not run.ray_address:
-            bind_listener(run.host, run.port).close()  # what cannot be is said before minutes of loading
+            bind_listener(run.host, run.port).close()  # an impossible setting is reported before minutes of loading
             resolve_target(find_names(run.target, run.draft)[0], needs_weights=False)
         self._ray, self._serve = connect(run.ray_address), load("ray.serve")
         for number in (signal.SIGTERM, signal.SIGINT):  # now, since Ray has put its own handlers there
             signal.signal(number, lambda *_: self.is_stopped.set())
         try:
             self._check_room()
-            [app] = wanted["applications"]
-            self._serve.start(proxy_location=wanted["proxy_location"], http_options=wanted["http_options"])
+            [app] = deployment["applications"]
+            self._serve.start(proxy_location=deployment["proxy_location"], http_options=deployment["http_options"])
             self._is_there = True
             target = self._serve.RunTarget(application(app["args"]), name=NAME, route_prefix=app["route_prefix"])
             self._serve.run_many(
@@ -357,8 +357,8 @@ class Deployment:
         number = run.replicas if not run.max_replicas else max(1, run.min_replicas)
         options = actor_options(run.replica_resources)
         there = self._ray.cluster_resources()
-        wanted = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
-        for name, amount in wanted.items():
+        needed = {"CPU": options["num_cpus"], "GPU": options.get("num_gpus", 0), **options.get("resources", {})}
+        for name, amount in needed.items():
             if amount * number > there.get(name, 0):
                 text = f"{number} replicas of {amount:g} {name} need {amount * number:g}, the cluster has "
                 text += f"{there.get(name, 0):g}; lower --replicas or --replica-resources {run.replica_resources}"

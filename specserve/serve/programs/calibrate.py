@@ -46,7 +46,7 @@ def cost_file(models_fingerprint: str, runner: Runner) -> Path:
         str(runner.place),
         models_fingerprint,
         str((runner.shapes, runner.config)),
-        *_dtypes(runner.inputs.layouts.one.target),  # which the fingerprint of files does not give
+        *_dtypes(runner.inputs.layouts.one.target),  # the fingerprint of files does not give them
         *_dtypes(runner.inputs.layouts.one.draft),
         *[runner.shapes.label(program) for program in program_list.list_programs(runner)],
     ]

@@ -22,7 +22,7 @@ from specserve.speculative.program import StepProgram
 
 logger = logging.getLogger(__name__)
 
-MAX_THREADS = 8  # that compile side by side: tracing is Python, so more would wait for each other
+MAX_THREADS = 8  # threads side by side: tracing is Python, so more would wait for each other
 LOG_SECONDS = 10.0
 CHECK_SECONDS = 0.2
 

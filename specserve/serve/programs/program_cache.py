@@ -68,7 +68,7 @@ class ProgramCache:
         except OSError as error:
             self._warn_once("cannot be read from", error)
             return None
-        except Exception as error:  # whatever zlib, pickle and XLA make of a damaged file
+        except Exception as error:  # zlib, pickle and XLA raise anything for a damaged file
             logger.warning("%s cannot be used, its program is compiled anew: %s", path, first_line(error))
             return None
         with contextlib.suppress(OSError):  # a folder that may only be read

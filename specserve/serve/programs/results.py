@@ -39,7 +39,7 @@ class StepHandle:
         on_read: Callable[[np.ndarray], None],
         rows: Callable[[int], list[int] | slice],  # of a batch of this size, those of the slots that were asked for
         *,
-        num_steps: int = 0,  # that the result has an axis of, before all others; 0: it has no such axis
+        num_steps: int = 0,  # steps that the result has an axis of, before all others; 0: it has no such axis
         has_logprobs: bool,
         has_tree: bool = False,
     ) -> None:

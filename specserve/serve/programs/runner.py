@@ -55,7 +55,7 @@ class Runner:
         *,
         is_coupled: bool = True,
         has_constrained: bool = True,
-        mesh: Mesh | None = None,  # that the parameters are spread over
+        mesh: Mesh | None = None,  # the mesh that the parameters are spread over
         folder: Path | None = None,  # where compiled programs are kept; None: nowhere
         check: Callable[[StepConfig, Shapes], None] | None = None,  # called before anything is allocated
     ) -> None:

@@ -51,7 +51,7 @@ class Shapes:
     verified_depth: int = 0  # deterministic: every step verifies a chain of this length
     accepts_nothing: bool = False  # deterministic plain decoding: a chain of which nothing may be accepted
     num_ranks: int = 1  # data ranks: it divides slots, pages and every batch
-    most_steps: int = 1  # that one call of a program makes, one after another
+    most_steps: int = 1  # steps that one call of a program makes, one after another
 
     @property
     def is_deterministic(self) -> bool:
@@ -271,7 +271,7 @@ def make_shapes(
             most_steps=most_steps(),
         )
     batch_sizes = make_batch_sizes(num_slots, num_ranks)
-    by_page = reads_by_page(target, num_pages, page_size, mesh)  # whatever the width
+    by_page = reads_by_page(target, num_pages, page_size, mesh)  # with any width
     widths = (max_pages,) if by_page else page_widths(max_pages)
     return Shapes(
         *(tuple(trees), num_slots, max_model_len, page_size, num_pages),
