@@ -101,8 +101,8 @@ class Delivery:
 
 
 def prompt_tokens(request: Request, start: int, num_tokens: int, result: HostResult, row: int) -> list[PromptToken]:
-    """The next tokens of a scored prompt, of which `start` are known, by the row of its chunk. A chunk has the scores of the
-    tokens after its own; the last one's is drawn, and the first of all has nothing before it."""
+    """The next tokens of a scored prompt, of which `start` are known, by the row of its chunk. A chunk has the scores
+    of the tokens after its own; the last one's is drawn, and the first of all has nothing before it."""
     assert result.prompt is not None
     assert request.params.prompt_logprobs is not None
     found = [] if start else [PromptToken(request.prompt_ids[0], None, 0)]

@@ -6,8 +6,9 @@ two steps, and then takes pages as it grows. When there are none left, the young
 for its turn again; what it has said so far is prompt then, and most of it is still cached.
 
 Over a mesh that cuts sequences each data rank has slots and pages of its own (`pages.data_rank`). A sequence is bound
-to a rank while it has a slot: its pages are the rank's, and so are the sequences that give up pages for it. The ranks prefill side by
-side, one prompt each. A prefix draws a prompt to the rank that has it where that saves more tokens than it costs.
+to a rank while it has a slot: its pages are the rank's, and so are the sequences that give up pages for it. The ranks
+prefill side by side, one prompt each. A prefix draws a prompt to the rank that has it where that saves more tokens than
+it costs.
 """
 
 import bisect

@@ -61,8 +61,8 @@ def _numbers(digests: Sequence[bytes]) -> list[int]:
 
 
 class Publisher:
-    """A `pages.Watcher` that publishes the changes that the pool reports to it. It is a context manager: all changes before its end
-    are sent.
+    """A `pages.Watcher` that publishes the changes that the pool reports to it. It is a context manager: all changes
+    before its end are sent.
 
     `address` and `replay_address` are where the sockets are found, with the ports that were taken.
     """
