@@ -103,7 +103,7 @@ class ResponsesFormat:
         where: Json = {"item_id": self._ids[block.index], "output_index": block.index}
         return where if block.kind == "call" else where | {"content_index": 0}
 
-    def _event(self, name: str, **members: Any) -> bytes:
+    def _event(self, name: str, /, **members: Any) -> bytes:
         payload = {"type": name, "sequence_number": self._num_events} | members
         self._num_events += 1
         return event(payload, name, is_long=self.is_long or "response" in members)  # which tells the request back
