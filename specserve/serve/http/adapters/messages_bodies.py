@@ -7,10 +7,11 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import BeforeValidator, Discriminator, Field, Tag
 
 from specserve.errors import RequestError
-from specserve.serve.http.adapters.dialects import DialectBody, Json, Tagged
+from specserve.serve.http.adapters.translation import Tagged, TranslatedBody
 from specserve.serve.http.openai.bodies import Int64
-from specserve.serve.http.openai.chat_messages import MAX_MESSAGES
-from specserve.serve.http.openai.fields import Body, Neutral
+from specserve.serve.http.openai.chat import MAX_MESSAGES
+from specserve.serve.http.openai.fields import Body, UnsupportedFields
+from specserve.serve.http.transport.json_codec import Json
 
 MAX_BLOCKS = 10_000
 
@@ -25,7 +26,7 @@ class CacheControl(Body):
 class TextBlock(Body):
     """Text of a message."""
 
-    UNSUPPORTED: ClassVar[Neutral] = {"citations": ([],)}
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {"citations": ([],)}
 
     type: Literal["text"]
     text: str
@@ -43,7 +44,7 @@ class ThinkingBlock(Body):
 class ToolUseBlock(Body):
     """A call of a tool, as the model has asked for it."""
 
-    UNSUPPORTED: ClassVar[Neutral] = {"caller": ({"type": "direct"},)}
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {"caller": ({"type": "direct"},)}
 
     type: Literal["tool_use"]
     id: str
@@ -116,7 +117,7 @@ class MessageBody(Body):
 class Tool(Body):
     """A tool that the client runs. Chat's `tools` checks the schema of its input."""
 
-    UNSUPPORTED: ClassVar[Neutral] = {
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {
         "defer_loading": (False,),
         "input_examples": ([],),
         "allowed_callers": (["direct"],),
@@ -154,7 +155,7 @@ class ToolChoice(Body):
 class Thinking(Body):
     """Whether the model is to think. How long cannot be set."""
 
-    UNSUPPORTED: ClassVar[Neutral] = {"display": ("summarized",)}
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {"display": ("summarized",)}
 
     type: Literal["adaptive", "enabled", "disabled"]
     budget_tokens: Annotated[Int64, Field(ge=1)] | None = None
@@ -197,7 +198,7 @@ class OutputConfig(Body):
         return {name: value for name, value in fields.items() if value is not None}
 
 
-class _Prompt(DialectBody):
+class _Prompt(TranslatedBody):
     """The prompt of a request in Anthropic's API."""
 
     RENAMED: ClassVar[Mapping[str, str]] = {
@@ -205,7 +206,7 @@ class _Prompt(DialectBody):
         "response_format": "output_config",
         "reasoning_effort": "output_config",
     }
-    UNSUPPORTED: ClassVar[Neutral] = {
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {
         "container": (),
         "context_management": (),
         "diagnostics": (),

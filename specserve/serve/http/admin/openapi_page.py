@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from html import escape
 
-from specserve.serve.http.openai.replies import Json
+from specserve.serve.http.transport.json_codec import Json
 
 _STYLE = """
 :root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }

@@ -1,8 +1,8 @@
 """The bodies of OpenAI's completions and chat, with the fields that clients of vLLM and SGLang send besides, and of
-/tokenize and /detokenize. See `bodies` for the rules that they are read by."""
+/tokenize and /detokenize. `fields` has the rules that they are read by."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import BeforeValidator, Field, GetJsonSchemaHandler, PlainValidator
@@ -10,12 +10,18 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
 from specserve.errors import RequestError
-from specserve.serve.http.openai import neutral
-from specserve.serve.http.openai.chat_messages import Messages
-from specserve.serve.http.openai.fields import Body, No, at_most, check_num_fields
+from specserve.serve.http.openai.chat import Messages, ToolChoice, Tools
+from specserve.serve.http.openai.fields import (
+    UNSUPPORTED_IN_CHAT,
+    UNSUPPORTED_IN_COMPLETIONS,
+    Body,
+    No,
+    UnsupportedFields,
+    at_most,
+    check_num_fields,
+)
 from specserve.serve.http.openai.grammar_fields import GrammarFields
 from specserve.serve.http.openai.replies import ReplyOptions
-from specserve.serve.http.openai.tool_bodies import ToolChoice, Tools
 from specserve.serve.requests.request import MAX_TOKEN_IDS, SamplingParams, describe, option_schemas
 from specserve.speculative.ranges import Bias, TokenId
 
@@ -25,21 +31,6 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat run
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
-
-# Field -> the values that mean "not used". null always does.
-_UNSUPPORTED_IN_CHAT = neutral.IN_CHAT | {
-    "audio": (),
-    "chat_template": (),
-    "documents": ([],),
-    "echo": (False,),
-    "function_call": ("none",),
-    "functions": ([],),
-    "modalities": (["text"],),
-    "prediction": (),
-    "verbosity": ("medium",),
-    "web_search_options": (),
-}
-
 
 # What a body and SamplingParams both have; a field that the body lacks fails when the first request is read.
 _OPTIONS = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "shown_special_ids"]
@@ -146,7 +137,7 @@ class SamplingBody(GrammarFields):
     prompt_logprobs: Int64 | None = None
     return_tokens_as_token_ids: bool = False  # names tokens "token_id:7" in logprobs
     return_token_ids: bool = False
-    return_draft_depths: bool = False  # tells of each token where it comes from
+    return_draft_depths: bool = False  # the origin of each token
     return_tree: bool = SamplingParams.return_tree
     request_id: Annotated[str, Field(min_length=1, max_length=MAX_ID_CHARS)] | None = None  # of the reply
     speculation: Speculation = None
@@ -175,7 +166,7 @@ class SamplingBody(GrammarFields):
 
     @property
     def reply_options(self) -> ReplyOptions:
-        """The options of the reply: what it says besides the answers."""
+        """The options of the reply: what it holds besides the answers."""
         stream_options = self.stream_options or StreamOptions()
         return ReplyOptions(
             request_id=self.request_id,
@@ -227,7 +218,7 @@ class SamplingBody(GrammarFields):
 class CompletionBody(SamplingBody):
     """POST /v1/completions. `echo` puts the prompt's text before each answer."""
 
-    UNSUPPORTED = neutral.IN_COMPLETIONS
+    UNSUPPORTED = UNSUPPORTED_IN_COMPLETIONS
 
     prompt: Annotated[
         list[str | list[int]],
@@ -247,7 +238,7 @@ class CompletionBody(SamplingBody):
 
     @property
     def max_new_tokens(self) -> int | None:
-        return 1 if self.is_prompt_only else self.max_tokens  # a sequence ends with a token, which is not told
+        return 1 if self.is_prompt_only else self.max_tokens  # a sequence ends with a token, which is left out
 
     @property
     def num_logprobs(self) -> int | None:
@@ -272,7 +263,7 @@ class ChatTemplateKwargs(Body):
 class ChatBody(SamplingBody):
     """POST /v1/chat/completions."""
 
-    UNSUPPORTED = _UNSUPPORTED_IN_CHAT
+    UNSUPPORTED = UNSUPPORTED_IN_CHAT
 
     messages: Messages
     tools: Tools = Field(default_factory=list)
@@ -329,7 +320,7 @@ class ChatBody(SamplingBody):
 class TokenizeBody(Body):
     """POST /tokenize: either a prompt or messages."""
 
-    UNSUPPORTED: ClassVar[Mapping[str, tuple[Any, ...]]] = {"return_token_strs": (False,)}
+    UNSUPPORTED: ClassVar[UnsupportedFields] = {"return_token_strs": (False,)}
 
     model: str | None = None
     prompt: str | None = None

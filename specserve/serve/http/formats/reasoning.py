@@ -12,12 +12,11 @@ from typing import Any
 from specserve.chat_template import END_THINK, THINK, thinking_switch
 from specserve.errors import RequestError
 from specserve.serve.engine.interface import TokenizerLike
-from specserve.serve.http.formats.answer_grammars import answer_grammar
-from specserve.serve.http.formats.parts import MakeParser, PlainText
-from specserve.serve.http.formats.reader import AnswerReader, Reader, Reading, Shape
-from specserve.serve.http.formats.tool_formats import TOOL_FORMATS, ToolFormat, choose_tool_format, new_call_id
+from specserve.serve.http.formats.grammars import answer_grammar
+from specserve.serve.http.formats.reader import MakeParser, PlainText, Reader, Reading, Shape
+from specserve.serve.http.formats.tools import TOOL_FORMATS, ToolFormat, choose_tool_format, new_call_id
 from specserve.serve.http.openai.bodies import ChatBody
-from specserve.serve.http.openai.tool_bodies import FunctionTool, chosen_tools
+from specserve.serve.http.openai.chat import FunctionTool, chosen_tools
 from specserve.serve.requests.request import SamplingParams
 from specserve.serve.settings import ReasoningParser, ToolParser
 
@@ -99,15 +98,15 @@ class AnswerSyntax:
         shown = dict.fromkeys((*params.shown_special_ids, *hidden.values()))
         params = dataclasses.replace(params, shown_special_ids=tuple(shown))
 
-        def make_parser() -> AnswerReader:
-            reader = Reader(
+        def make_parser() -> Reader:
+            return Reader(
+                answer_format(tool_format, marks, is_thinking=is_open),
                 tool_format.new_id if tool_format else new_call_id,
                 tools={tool.function.name: tool.function.schema_of_arguments for tool in tools},
                 hidden=tuple(hidden),
                 keeps_reasoning=body.include_reasoning,
                 is_parallel=body.parallel_tool_calls,
             )
-            return AnswerReader(answer_format(tool_format, marks, is_thinking=is_open), reader)
 
         return params, make_parser
 

@@ -1,5 +1,5 @@
 """The formats in which models write calls of tools into their answers, one for each family, and the choice of one by
-the chat template. Each reads answers (see `reader`); `answer_grammars` has the grammars by which a model must write
+the chat template. Each reads answers (see `reader`); `grammars` has the grammars by which a model must write
 it.
 
 A call counts where it is whole enough to have the name of a tool that the request has, and arguments that begin. All
@@ -307,7 +307,7 @@ class ToolFormat:
     other_wording: str = ""
 
     def wording_for(self, template: TemplateLike) -> str:
-        """Return which wording of the format `answer_grammars` takes for this template."""
+        """Return which wording of the format `grammars` takes for this template."""
         return self.name if template.mentions(self.usual_sign) else self.other_wording
 
 
