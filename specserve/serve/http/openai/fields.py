@@ -151,7 +151,7 @@ class Body(BaseModel):
     """The base of all bodies, and of the objects in them. `UNSUPPORTED` has known fields that may only be sent at
     values that change nothing."""
 
-    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False)
+    model_config = ConfigDict(strict=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True)
     UNSUPPORTED: ClassVar[UnsupportedFields] = {}
 
     @classmethod
@@ -188,7 +188,9 @@ class Body(BaseModel):
 
 
 def _or_null(schema: JsonSchemaValue) -> JsonSchemaValue:
-    options = schema.pop("anyOf", None) or [{name: schema.pop(name) for name in list(schema) if name != "default"}]
+    options = schema.pop("anyOf", None) or [
+        {name: schema.pop(name) for name in list(schema) if name not in ("default", "description")}
+    ]
     has_null = {"type": "null"} in options
     return {"anyOf": options if has_null else [*options, {"type": "null"}]} | schema
 
