@@ -17,7 +17,7 @@ MAX_BLOCKS = 10_000
 
 
 class CacheControl(Body):
-    """A hint of what is worth caching. Every prefix is cached here, so it changes nothing."""
+    """A hint that a prefix is worth caching. Every prefix is cached here, so it changes nothing."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] | None = None
@@ -34,7 +34,7 @@ class TextBlock(Body):
 
 
 class ThinkingBlock(Body):
-    """What the model has thought. Nobody signs it here."""
+    """The thinking of the model. It is not signed here."""
 
     type: Literal["thinking"]
     thinking: str
@@ -65,7 +65,7 @@ Texts = Annotated[
 
 
 class ToolResultBlock(Body):
-    """What a tool has returned."""
+    """The result of a tool."""
 
     type: Literal["tool_result"]
     tool_use_id: str
@@ -84,7 +84,7 @@ ContentBlock = Annotated[
 
 
 class MessageBody(Body):
-    """One message. What the assistant says last is continued."""
+    """One message. A last message of the assistant is continued."""
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[
@@ -137,7 +137,7 @@ class Tool(Body):
 
 
 class ToolChoice(Body):
-    """Whether the model has to call a tool."""
+    """The choice whether the model has to call a tool."""
 
     type: Literal["auto", "any", "tool", "none"]
     name: str | None = None  # of the tool
@@ -153,7 +153,7 @@ class ToolChoice(Body):
 
 
 class Thinking(Body):
-    """Whether the model is to think. How long cannot be set."""
+    """The switch of thinking. Its length cannot be set."""
 
     UNSUPPORTED: ClassVar[UnsupportedFields] = {"display": ("summarized",)}
 
@@ -177,7 +177,7 @@ class Thinking(Body):
 
 
 class Metadata(Body):
-    """Who has sent this, for the sender's own use."""
+    """The sender of the request, for the client's own use."""
 
     user_id: str | None = None
 

@@ -25,7 +25,7 @@ class ContentPart(Body):
 
 
 class ReasoningPart(Body):
-    """One part of what a model has thought."""
+    """One part of the reasoning of a model."""
 
     type: Literal["reasoning_text", "summary_text"]
     text: str
@@ -51,7 +51,7 @@ class Item(Body):
 
 
 class MessageItem(Item):
-    """What somebody has said."""
+    """A message of the conversation."""
 
     UNSUPPORTED: ClassVar[UnsupportedFields] = {"phase": ("final_answer",)}
 
@@ -72,7 +72,7 @@ class CallItem(Item):
 
 
 class CallOutputItem(Item):
-    """What a function has returned."""
+    """The result of a function."""
 
     UNSUPPORTED: ClassVar[UnsupportedFields] = {"caller": ()}
 
@@ -82,7 +82,7 @@ class CallOutputItem(Item):
 
 
 class ReasoningItem(Item):
-    """What a model has thought before it answered or called. It is read from `content`."""
+    """The reasoning of a model before it answered or called. It is read from `content`."""
 
     UNSUPPORTED: ClassVar[UnsupportedFields] = {"encrypted_content": ()}
 
@@ -171,7 +171,7 @@ class ResponsesBody(TranslatedBody):
     max_tokens: None = None  # type: ignore[assignment]  # it is max_output_tokens here
     max_output_tokens: Annotated[Int64, Field(ge=1)] | None = None
     top_logprobs: Int64 = 0
-    # Reasoning is told in plain text, which can be sent back; so asking for it encrypted changes nothing.
+    # Reasoning is sent in plain text, which can be sent back; so asking for it encrypted changes nothing.
     include: list[Literal["message.output_text.logprobs", "reasoning.encrypted_content"]] = Field(
         default_factory=list, max_length=8
     )

@@ -224,7 +224,7 @@ class ResponsesFormat:
     def _event(self, name: str, /, **members: Any) -> bytes:
         payload = {"type": name, "sequence_number": self._num_events, **members}
         self._num_events += 1
-        return event(payload, name, is_long=self.is_long or "response" in members)  # which repeats the request
+        return event(payload, name, is_long=self.is_long or "response" in members)  # such events repeat the request
 
     def _part(self, block: Block) -> OutputText | ReasoningText:
         return self._thought(block) if block.kind == "reasoning" else self._text(block)

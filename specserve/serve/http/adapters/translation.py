@@ -79,7 +79,7 @@ class Block:
     text: str = ""  # of a call its arguments, JSON
 
 
-BlockEvent = tuple[Literal["start", "delta", "stop"], Block, str]  # what happens to a block; a delta has its text
+BlockEvent = tuple[Literal["start", "delta", "stop"], Block, str]  # the change of a block; a delta has its text
 
 
 class Blocks:

@@ -180,7 +180,7 @@ def _operation(route: APIRoute, method: str, refs: Mapping[tuple[str, str], Json
 def _statuses(path: str, *, has_body: bool) -> Iterator[int]:
     """Return the statuses of the errors that a route may reply."""
     yield from _OF_ALL
-    if path != "/version":  # which is always there
+    if path != "/version":  # it is always there
         yield 503
     if has_body:
         yield from _OF_BODIES

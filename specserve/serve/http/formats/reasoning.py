@@ -50,9 +50,9 @@ class AnswerSyntax:
             logger.info("answers: calls of tools as %s, reasoning as %s", name, self.reasoning)
 
     def question(self, body: ChatBody, thinks: bool | None = None) -> TemplateRequest:
-        """Return what the template is to be told. `thinks` says whether the model is to reason, in whatever way the
-        template is told that; None leaves it to the template. Raises RequestError for tools, efforts or a choice that
-        it does not know."""
+        """Return the input of the template. `thinks`: whether the model is to reason, by whatever variable the template
+        reads; None leaves it to the template. Raises RequestError for tools, efforts or a choice that it does not
+        know."""
         chosen = chosen_tools(body.tools, body.tool_choice)
         if chosen and self.tool_format is None and self._template.reads_tools:  # else the prompt is refused
             raise RequestError(
@@ -118,15 +118,15 @@ class AnswerSyntax:
         effort = body.reasoning_effort
         if effort is None:
             return given
-        wanted = self._effort(effort, "reasoning_effort")
-        for name, value in wanted.items():
+        variables = self._effort(effort, "reasoning_effort")
+        for name, value in variables.items():
             if given.get(name, value) != value:
                 raise RequestError(
                     f"reasoning_effort {json.dumps(effort)} and chat_template_kwargs.{name} "
                     f"{json.dumps(given[name])} contradict each other: send one of them",
                     param="reasoning_effort",
                 )
-        return given | wanted
+        return given | variables
 
     def _thinking(self, thinks: bool) -> dict[str, Any]:
         """The variables by which the model reasons, by default as much as it likes, or does not."""

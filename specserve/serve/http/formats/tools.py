@@ -252,7 +252,7 @@ _AS_JSON = {"True": "true", "False": "false", "None": "null"}  # as templates wr
 
 
 def _typed(schema: Mapping[str, Any], name: str, text: str) -> str:
-    """Return a tagged value as JSON. Its tool's schema tells whether `1` is a number or text."""
+    """Return a tagged value as JSON. By its tool's schema `1` is a number or text."""
     text = text.removeprefix("\n").removesuffix("\n")
     types = argument_types(schema, name)
     if "string" not in types or (text.strip() == "null" and "null" in types):
@@ -300,10 +300,10 @@ class ToolFormat:
 
     name: ToolParser
     signs: tuple[str, ...]  # a chat template with one of these writes calls so
-    marks: tuple[str, ...]  # what may be special tokens
+    marks: tuple[str, ...]  # strings that may be special tokens
     read: Callable[[Reader], Reading[None]]
     new_id: Callable[[], str] = new_call_id
-    usual_sign: str = ""  # what a template has whose model writes the format's usual wording
+    usual_sign: str = ""  # templates of models that write the format's usual wording have it
     other_wording: str = ""
 
     def wording_for(self, template: TemplateLike) -> str:

@@ -32,7 +32,7 @@ DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default for /v1/completions; chat run
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 TokenIds = Annotated[list[TokenId], Field(max_length=MAX_TOKEN_IDS, fail_fast=True)]
 
-# What a body and SamplingParams both have; a field that the body lacks fails when the first request is read.
+# The fields that a body and SamplingParams share; a field that the body lacks fails when the first request is read.
 _OPTIONS = [field.name for field in dataclasses.fields(SamplingParams) if field.name != "shown_special_ids"]
 
 

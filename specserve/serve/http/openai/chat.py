@@ -42,7 +42,7 @@ class TextPart(Body):
 
 
 class CalledFunction(Body):
-    """What a message's call called. `arguments` are JSON text; some clients send the object itself."""
+    """The function that a message's call names. `arguments` are JSON text; some clients send the object itself."""
 
     name: str
     arguments: Annotated[

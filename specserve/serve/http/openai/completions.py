@@ -207,7 +207,7 @@ class OpenAIFormat:
         self._options = options or ReplyOptions()
         name = self._options.request_id or uuid.uuid4().hex
         self._head: ReplyHead = {"id": f"{self.ID_PREFIX}-{name}", "created": int(time.time()), "model": model_name}
-        # what all chunks of a stream begin with, encoded once
+        # the beginning of all chunks of a stream, encoded once
         self._chunk_head = ENCODER.encode({**self._head, "object": self.CHUNK_KIND}).removesuffix("}")
         self._texts = logprobs.texts
         self._pieces = defaultdict[int, TextPieces](lambda: TextPieces(self._texts))  # by choice

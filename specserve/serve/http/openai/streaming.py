@@ -116,7 +116,7 @@ class Generation:
         self._loop, self._calls = asyncio.get_running_loop(), calls
         self._arrivals: asyncio.Queue[tuple[int, Delta] | None] = asyncio.Queue()  # None: the client has gone
         self._choices: list[_Choice] = []
-        self._early: list[tuple[int, Delta]] | None = []  # what comes while sequences are still submitted
+        self._early: list[tuple[int, Delta]] | None = []  # arrivals while sequences are still submitted
         self._is_cancelled = False
         self._client = client_of(http.scope)
 

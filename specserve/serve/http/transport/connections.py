@@ -14,7 +14,7 @@ from specserve.serve.http.transport.errors import error_body
 
 KEEP_ALIVE_SECONDS = 5.0  # between two requests
 HEAD_SECONDS = 20.0  # in which the head of a request must be there, once its connection or its first byte is
-STALL_SECONDS = 60.0  # that a client may not read while there is more to send
+STALL_SECONDS = 60.0  # a client may not read for so long while there is more to send
 PROBE_SECONDS = (0.1, 1.0)  # between the first two probes, and between later ones
 RESERVE = 32  # connections beyond the bound, for probes of the server's health
 READ_BYTES = 2**13  # at once: chunks of one byte, or lines of a head, take some microseconds each

@@ -20,7 +20,7 @@ from specserve.serve.http.transport.guard import ConnectionLimit
 logger = logging.getLogger(__name__)
 
 START_TIMEOUT_SECONDS = 10.0
-_OTHER_FILES = 200  # that a server may have open besides its connections
+_OTHER_FILES = 200  # files that a server may have open besides its connections
 
 
 def bind_listener(host: str, port: int) -> socket.socket:

@@ -15,7 +15,7 @@ from specserve.serve.engine.admission import Queue
 
 LARGE = 2**16  # bytes of a body, or tokens, from which on work waits for other large work alone
 MAX_GRAMMARS = 1024  # requests that wait for their grammars, divided among the clients
-GRAMMAR_SECONDS = 30.0  # that a request waits for its grammar's turn
+GRAMMAR_SECONDS = 30.0  # a request waits at most so long for its grammar's turn
 
 # Threads take turns, some milliseconds each, so every thread at work makes the event loop wait for its own turn longer.
 _small = ThreadPoolExecutor(3, "specserve-http")
