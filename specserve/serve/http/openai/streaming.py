@@ -83,14 +83,56 @@ class Work:
 class _Choice:
     """A sequence of a reply as its client sees it: the engine's request, and the output so far."""
 
+    index: int
     request: Request
     metrics: SequenceMetrics
     is_first: bool  # of its prompt's
     parser: AnswerParser
+    has_origins: bool
     has_calls: bool = False
     num_tokens: int = 0
     waiting_ids: Sequence[int] = ()  # of tokens that a stream has not sent yet
     stats: SpeculationStats | None = None  # None until it has ended
+
+    def piece(self, delta: Delta) -> Answer:
+        """Return a delta as a piece of the answer."""
+        part = self.parser.push(delta.text, delta.num_chars)
+        if delta.finish_reason is not None:
+            part += self.parser.finish()
+        self.has_calls = self.has_calls or bool(part.tool_calls)
+        reason = None if delta.finish_reason is None else ENDINGS[delta.finish_reason]
+        if reason == "stop" and self.has_calls:
+            reason = "tool_calls"
+        return Answer(
+            self.index,
+            part,
+            reason,
+            delta.logprobs,
+            prompt=delta.prompt,
+            stop_reason=delta.stop_reason,
+            token_ids=(*self.waiting_ids, *delta.token_ids),
+            prompt_ids=self.request.prompt_ids,
+            stats=delta.stats,
+            origins=self._origins([delta]),
+            tree=delta.tree,
+        )
+
+    def whole(self, deltas: Sequence[Delta]) -> Answer:
+        """Return all deltas as one answer."""
+        everything = dataclasses.replace(
+            deltas[-1],
+            text="".join(delta.text for delta in deltas),
+            logprobs=tuple(item for delta in deltas for item in delta.logprobs),
+            token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+            prompt=next((delta.prompt for delta in deltas if delta.prompt), ()),
+            num_chars=tuple(num for delta in deltas for num in delta.num_chars),
+        )
+        return dataclasses.replace(self.piece(everything), origins=self._origins(deltas))
+
+    def _origins(self, deltas: Sequence[Delta]) -> Sequence[TokenOrigin]:
+        if not self.has_origins:
+            return ()
+        return [origin for delta in deltas for origin in zip(delta.token_ids, delta.draft_depths, strict=True)]
 
 
 class Generation:
@@ -156,7 +198,8 @@ class Generation:
                 client=self._client,
             )
             counted = self._metrics.start_sequence(len(token_ids))
-            self._choices.append(_Choice(request, counted, number % len(each) == 0, self._work.make_parser()))
+            is_first, parser = number % len(each) == 0, self._work.make_parser()
+            self._choices.append(_Choice(number, request, counted, is_first, parser, self._work.has_origins))
             self._check_client()
 
     def _check_client(self) -> None:
@@ -187,7 +230,7 @@ class Generation:
                 before.append(delta)
 
         def spell() -> bytes:
-            answers = [self._whole(index, deltas) for index, deltas in enumerate(arrived)]
+            answers = [choice.whole(deltas) for choice, deltas in zip(self._choices, arrived, strict=True)]
             return write_json(self._work.reply_format.reply(answers, self._usage())).encode()
 
         # Always: what it takes depends on texts, calls and log-probabilities; and one hop to a thread is little beside
@@ -234,10 +277,10 @@ class Generation:
                     begin = partial(reply_format.begin, start, self._usage)
                     for each in await _spelled(begin, len(start.prompt_ids)):
                         yield each
-                answer = self._piece(index, delta)
+                choice = self._choices[index]
+                answer = choice.piece(delta)
                 # A step may add tokens and no text yet: in the middle of a character, or of what may be a stop string.
                 # Their ids go with the next text.
-                choice = self._choices[index]
                 has_news = answer.part or answer.logprobs or answer.prompt or answer.origins or answer.tree
                 if has_news or answer.finish_reason is not None:
                     choice.waiting_ids = ()
@@ -254,47 +297,6 @@ class Generation:
     def _num_tokens(self) -> int:
         """Return how many tokens have come so far."""
         return sum(choice.num_tokens for choice in self._choices)
-
-    def _piece(self, index: int, delta: Delta) -> Answer:
-        """Return a delta as a piece of its choice's answer."""
-        choice = self._choices[index]
-        part = choice.parser.push(delta.text, delta.num_chars)
-        if delta.finish_reason is not None:
-            part += choice.parser.finish()
-        choice.has_calls = choice.has_calls or bool(part.tool_calls)
-        reason = None if delta.finish_reason is None else ENDINGS[delta.finish_reason]
-        if reason == "stop" and choice.has_calls:
-            reason = "tool_calls"
-        return Answer(
-            index,
-            part,
-            reason,
-            delta.logprobs,
-            prompt=delta.prompt,
-            stop_reason=delta.stop_reason,
-            token_ids=(*choice.waiting_ids, *delta.token_ids),
-            prompt_ids=choice.request.prompt_ids,
-            stats=delta.stats,
-            origins=self._origins([delta]),
-            tree=delta.tree,
-        )
-
-    def _origins(self, deltas: Sequence[Delta]) -> Sequence[TokenOrigin]:
-        if not self._work.has_origins:
-            return ()
-        return [origin for delta in deltas for origin in zip(delta.token_ids, delta.draft_depths, strict=True)]
-
-    def _whole(self, index: int, deltas: Sequence[Delta]) -> Answer:
-        """Return all deltas of a choice as one answer."""
-        text = "".join(delta.text for delta in deltas)
-        logprobs = tuple(item for delta in deltas for item in delta.logprobs)
-        token_ids = tuple(token_id for delta in deltas for token_id in delta.token_ids)
-        prompt = next((delta.prompt for delta in deltas if delta.prompt), ())
-        num_chars = tuple(num for delta in deltas for num in delta.num_chars)
-        everything = dataclasses.replace(
-            deltas[-1], text=text, logprobs=logprobs, token_ids=token_ids, prompt=prompt, num_chars=num_chars
-        )
-        return dataclasses.replace(self._piece(index, everything), origins=self._origins(deltas))
 
     async def _deltas(self, *, is_idle_reported: bool = False) -> AsyncGenerator[tuple[int, Delta], None]:
         """Yield (choice, delta) until every sequence has ended. With `is_idle_reported` also (-1, empty delta), about
