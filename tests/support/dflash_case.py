@@ -15,10 +15,9 @@ import tiny
 from specserve.checkpoints.load import Target
 from specserve.drafters.dflash import joint
 from specserve.drafters.dflash.config import DFlashConfig
-from specserve.drafters.dflash.drafter import DFlash
+from specserve.drafters.dflash.drafter import DFlash, run_block
 from specserve.drafters.dflash.model import DFlashParams, block_logits, context_kv, head_spec
-from specserve.drafters.dflash.propose import run_block
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.kernels.rowwise import rms_norm
 from specserve.models.params import init_params
 from specserve.models.target import TargetParams
@@ -84,8 +83,8 @@ class Case:
             return cls(*(arrays[name] for name in names)), [arrays[name] for name in OUTPUTS if name in arrays]
 
     def save(self, path: Path, outputs: list[np.ndarray]) -> None:
-        told = {name: array.astype(np.float32) for name, array in zip(OUTPUTS, outputs, strict=False)}
-        np.savez_compressed(path, **told, **vars(self))
+        named = {name: array.astype(np.float32) for name, array in zip(OUTPUTS, outputs, strict=False)}
+        np.savez_compressed(path, **named, **vars(self))
 
     @property
     def target(self) -> TargetParams:
