@@ -209,7 +209,6 @@ OWN_RECORDS = {
     ("answers/regenerate.py", "self._account"),
     ("eval/verify/proof.py", "self.report"),
     ("serve/http/formats/reader.py", "self._content"),
-    ("serve/http/formats/reader.py", "self._reader"),
     ("serve/fleet/ranks.py", "self._wire"),
     ("serve/engine/rounds.py", "self._counters"),
     ("train/trainer.py", "self._stopping"),

@@ -1,5 +1,5 @@
 """The formats in which models write calls of tools into their answers, one for each family, and the choice of one by
-the chat template. Each reads answers (see `reader`); `answer_grammars` has the grammars by which a model must write
+the chat template. Each reads answers (see `reader`); `grammars` has the grammars by which a model must write
 it.
 
 A call counts where it is whole enough to have the name of a tool that the request has, and arguments that begin. All
@@ -252,7 +252,7 @@ _AS_JSON = {"True": "true", "False": "false", "None": "null"}  # as templates wr
 
 
 def _typed(schema: Mapping[str, Any], name: str, text: str) -> str:
-    """Return a tagged value as JSON. Its tool's schema tells whether `1` is a number or text."""
+    """Return a tagged value as JSON. By its tool's schema `1` is a number or text."""
     text = text.removeprefix("\n").removesuffix("\n")
     types = argument_types(schema, name)
     if "string" not in types or (text.strip() == "null" and "null" in types):
@@ -300,14 +300,14 @@ class ToolFormat:
 
     name: ToolParser
     signs: tuple[str, ...]  # a chat template with one of these writes calls so
-    marks: tuple[str, ...]  # what may be special tokens
+    marks: tuple[str, ...]  # strings that may be special tokens
     read: Callable[[Reader], Reading[None]]
     new_id: Callable[[], str] = new_call_id
-    usual_sign: str = ""  # what a template has whose model writes the format's usual wording
+    usual_sign: str = ""  # templates of models that write the format's usual wording have it
     other_wording: str = ""
 
     def wording_for(self, template: TemplateLike) -> str:
-        """Return which wording of the format `answer_grammars` takes for this template."""
+        """Return which wording of the format `grammars` takes for this template."""
         return self.name if template.mentions(self.usual_sign) else self.other_wording
 
 

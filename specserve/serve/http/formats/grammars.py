@@ -1,5 +1,5 @@
 """Grammars by which an answer must call tools, or be what a response format says, and may reason before. A call is
-written in the way of its format in `tool_formats`, with each tool's own arguments. The grammars are in llguidance's
+written in the way of its format in `tools`, with each tool's own arguments. The grammars are in llguidance's
 dialect of Lark, where <[7]> is the token of id 7."""
 
 import json
@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specserve.errors import RequestError
-from specserve.serve.http.formats.tool_formats import argument_types
-from specserve.serve.http.openai.tool_bodies import FunctionDefinition
+from specserve.serve.http.formats.tools import argument_types
+from specserve.serve.http.openai.chat import FunctionDefinition
 from specserve.serve.requests.request import GrammarSpec
 
 # How JSON is spaced: as chat templates write it, and without a place where a model could write spaces for ever.

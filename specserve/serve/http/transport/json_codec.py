@@ -1,6 +1,6 @@
-"""A reader and a writer of JSON in Python, for bodies and replies of many values. Those in C let no other thread run
-before they are done, which takes seconds for millions of values, and other clients' streams are sent by another
-thread."""
+"""JSON as it is read and written here: in C where it is short, and in Python where it has many values. The codecs in C
+let no other thread run before they are done, which takes seconds for millions of values, and other clients' streams are
+sent by another thread."""
 
 import itertools
 import json
@@ -9,10 +9,26 @@ from collections.abc import Callable
 from json.decoder import scanstring  # type: ignore[attr-defined] (of one string: it has no end of values in it)
 from typing import Any
 
+from pydantic import ConfigDict, with_config
+from typing_extensions import TypedDict
+
+Json = dict[str, Any]
+
 MAX_VALUES = 2**19  # about; more are refused, as making and freeing them holds all threads as well
 MAX_CONTAINERS = 2**17  # lists and objects, all of which Python's garbage collector may have to walk at once
 MAX_AT_ONCE = 2**15  # for what is done in C: some milliseconds
 ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False, separators=(",", ":"))  # of all that is sent
+
+
+@with_config(ConfigDict(extra="forbid", strict=True))
+class ReplyObject(TypedDict):
+    """The base of the JSON objects that the server sends. /openapi.json has its schemas from them. An object has the
+    members named in its type and no others, unless its docstring gives a reason."""
+
+
+def encoded(value: Any, *, is_long: bool) -> str:
+    """Return a part of a stream as JSON. `is_long`: it may have many values."""
+    return write_json(value) if is_long else ENCODER.encode(value)  # in C, for there are many parts
 
 
 def is_long(raw: bytes) -> bool:

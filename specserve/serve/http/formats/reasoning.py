@@ -12,12 +12,11 @@ from typing import Any
 from specserve.chat_template import END_THINK, THINK, thinking_switch
 from specserve.errors import RequestError
 from specserve.serve.engine.interface import TokenizerLike
-from specserve.serve.http.formats.answer_grammars import answer_grammar
-from specserve.serve.http.formats.parts import MakeParser, PlainText
-from specserve.serve.http.formats.reader import AnswerReader, Reader, Reading, Shape
-from specserve.serve.http.formats.tool_formats import TOOL_FORMATS, ToolFormat, choose_tool_format, new_call_id
+from specserve.serve.http.formats.grammars import answer_grammar
+from specserve.serve.http.formats.reader import MakeParser, PlainText, Reader, Reading, Shape
+from specserve.serve.http.formats.tools import TOOL_FORMATS, ToolFormat, choose_tool_format, new_call_id
 from specserve.serve.http.openai.bodies import ChatBody
-from specserve.serve.http.openai.tool_bodies import FunctionTool, chosen_tools
+from specserve.serve.http.openai.chat import FunctionTool, chosen_tools
 from specserve.serve.requests.request import SamplingParams
 from specserve.serve.settings import ReasoningParser, ToolParser
 
@@ -51,9 +50,9 @@ class AnswerSyntax:
             logger.info("answers: calls of tools as %s, reasoning as %s", name, self.reasoning)
 
     def question(self, body: ChatBody, thinks: bool | None = None) -> TemplateRequest:
-        """Return what the template is to be told. `thinks` says whether the model is to reason, in whatever way the
-        template is told that; None leaves it to the template. Raises RequestError for tools, efforts or a choice that
-        it does not know."""
+        """Return the input of the template. `thinks`: whether the model is to reason, by whatever variable the template
+        reads; None leaves it to the template. Raises RequestError for tools, efforts or a choice that it does not
+        know."""
         chosen = chosen_tools(body.tools, body.tool_choice)
         if chosen and self.tool_format is None and self._template.reads_tools:  # else the prompt is refused
             raise RequestError(
@@ -99,15 +98,15 @@ class AnswerSyntax:
         shown = dict.fromkeys((*params.shown_special_ids, *hidden.values()))
         params = dataclasses.replace(params, shown_special_ids=tuple(shown))
 
-        def make_parser() -> AnswerReader:
-            reader = Reader(
+        def make_parser() -> Reader:
+            return Reader(
+                answer_format(tool_format, marks, is_thinking=is_open),
                 tool_format.new_id if tool_format else new_call_id,
                 tools={tool.function.name: tool.function.schema_of_arguments for tool in tools},
                 hidden=tuple(hidden),
                 keeps_reasoning=body.include_reasoning,
                 is_parallel=body.parallel_tool_calls,
             )
-            return AnswerReader(answer_format(tool_format, marks, is_thinking=is_open), reader)
 
         return params, make_parser
 
@@ -119,15 +118,15 @@ class AnswerSyntax:
         effort = body.reasoning_effort
         if effort is None:
             return given
-        wanted = self._effort(effort, "reasoning_effort")
-        for name, value in wanted.items():
+        variables = self._effort(effort, "reasoning_effort")
+        for name, value in variables.items():
             if given.get(name, value) != value:
                 raise RequestError(
                     f"reasoning_effort {json.dumps(effort)} and chat_template_kwargs.{name} "
                     f"{json.dumps(given[name])} contradict each other: send one of them",
                     param="reasoning_effort",
                 )
-        return given | wanted
+        return given | variables
 
     def _thinking(self, thinks: bool) -> dict[str, Any]:
         """The variables by which the model reasons, by default as much as it likes, or does not."""
