@@ -29,7 +29,7 @@ from specserve.drafters.learning import Rollout, Rows
 from specserve.errors import DataError, RequestError, SpecServeError
 from specserve.eval.prompts import load_questions
 from specserve.interop.convert import write_head
-from specserve.interop.doctor import BELOW_NOTES, KNOWS_NOTHING, MISREAD
+from specserve.interop.doctor import RUNNING
 from specserve.interop.findings import Copy, Finding, Repair
 from specserve.interop.formats import format_of
 from specserve.interop.head import load_head
@@ -209,9 +209,9 @@ def run_head(
     where, got = "the head, running", f"{found.accept_rate[0]:.0%} of {found.num_steps:,} first drafts are accepted"
     if found.accept_rate[0] * texts.num_places <= texts.commonest:
         expected = f"more than {texts.commonest / texts.num_places:.0%}, the share of the commonest token"
-        return Trial(found, noted, num_tried, [KNOWS_NOTHING.found(where, expected, got)])
+        return Trial(found, noted, num_tried, [RUNNING["knows-nothing"].found(where, expected, got)])
     if noted:
-        below = BELOW_NOTES.found(where, f"{_rates(noted)} by depth", _rates(found.accept_rate))
+        below = RUNNING["below-notes"].found(where, f"{_rates(noted)} by depth", _rates(found.accept_rate))
         return Trial(found, noted, num_tried, [below])
     return Trial(found, noted, num_tried, [])
 
@@ -277,7 +277,7 @@ def find_misreading(
     told = {"how": how, "others": ", or ".join(others)}
     fix = None if others else _all(chosen)
     where = f"the head, over {texts.num_places:,} places of the target's own answers"
-    return MISREAD.found(where, expected, got, fix, **told), num_tried
+    return RUNNING["misread"].found(where, expected, got, fix, **told), num_tried
 
 
 def deviations(found: np.ndarray, before: np.ndarray) -> float:

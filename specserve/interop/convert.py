@@ -23,8 +23,7 @@ from specserve.checkpoints.tensors import (
 from specserve.drafters.interface import Head
 from specserve.errors import CheckpointError
 from specserve.interop import doctor
-from specserve.interop.findings import stored_dtype
-from specserve.interop.format import Dialect
+from specserve.interop.findings import Dialect, stored_dtype
 from specserve.interop.formats import format_for
 from specserve.interop.head import head_files, load_head
 from specserve.interop.notes import NOTES_FILE, read_notes

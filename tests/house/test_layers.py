@@ -75,7 +75,7 @@ DRAFTERS = re.compile(
     re.IGNORECASE,
 )
 OF_ALL_DRAFTERS = ("interface", "learning", "settings", "follow", "grow")
-OF_ALL_HEADS = ("format", "head", "convert", "doctor", "findings", "repairs", "values", "notes", "published")
+OF_ALL_HEADS = ("format", "head", "convert", "doctor", "findings", "repairs", "examined", "notes", "published")
 NAMES_LAYERS_OF_TARGETS = "checkpoints/load.py"  # which of a target's own checkpoint are not the target's
 
 

@@ -14,7 +14,7 @@ from typing import Any, Literal
 from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.start import NAMES, default_taps
 from specserve.errors import ConfigError
-from specserve.interop.format import Dialect
+from specserve.interop.findings import Dialect
 from specserve.interop.published import D2T, EMBEDDING, OUTPUT, inner, is_eps, rope_keys
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.rope import rope_from_hf

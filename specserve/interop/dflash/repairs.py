@@ -3,17 +3,16 @@ Whether one helps is measured by running the head (`eval.trial`)."""
 
 import itertools
 from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from specserve.checkpoints.load import Target
-from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
+from specserve.checkpoints.tensors import CONFIG
 from specserve.drafters.dflash.config import DFlashConfig
 from specserve.drafters.dflash.start import FEWEST_MORE, default_taps
 from specserve.errors import ConfigError
 from specserve.interop.dflash import dialects
+from specserve.interop.dflash.checks import BlockFiles
 from specserve.interop.findings import Copy, Repair
 from specserve.interop.published import inner, rope_keys
 from specserve.interop.repairs import change, exchange, masks, tap_order
@@ -26,9 +25,10 @@ _NORMS = (
 _WHOLE_ORDERS = 3  # taps of which every order is tried
 
 
-def list_repairs(folder: Path, target: Target) -> Iterator[Repair]:
+def list_repairs(files: BlockFiles) -> Iterator[Repair]:
     """List all repairs that are worth a try. There are none where config.json cannot be read."""
-    raw, names = read_json(folder / CONFIG), TensorFolder(folder).names()
+    raw, names, target = files.raw, files.names, files.target
+    assert target is not None, "repairs are tried beside the target"
     try:
         config = dialects.config_from_hf(raw, target.config, names, dtype="float32", where=CONFIG)
     except ConfigError:

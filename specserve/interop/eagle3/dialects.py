@@ -14,7 +14,7 @@ import numpy as np
 
 from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.errors import ConfigError
-from specserve.interop.format import Dialect
+from specserve.interop.findings import Dialect
 from specserve.interop.published import D2T, EMBEDDING, inner, is_eps, rope_keys
 from specserve.models.config import ModelConfig
 from specserve.models.rope import rope_from_hf

@@ -15,7 +15,7 @@ from specserve.drafters.peagle.model import mask_spec
 from specserve.errors import ConfigError
 from specserve.interop.eagle3.dialects import FLAGS, MASK_KEYS, TAP_IDS, mask_ids, unsupported
 from specserve.interop.eagle3.head_files import EAGLE3, Family
-from specserve.interop.format import Dialect
+from specserve.interop.findings import Dialect
 
 ARCHITECTURE, MODEL_TYPE = "PEagleDraftModel", "peagle"
 OWN = frozenset((ARCHITECTURE, "PEagleSpeculator", "LlamaForCausalLMPeagle"))
