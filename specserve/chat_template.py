@@ -11,11 +11,15 @@ from typing import Any
 
 from specserve.errors import ConfigError, RequestError
 
-THINKING_SWITCH = "enable_thinking"  # the variable by which templates of hybrid models are told not to reason
+THINKING_SWITCH = "enable_thinking"  # the variable that turns reasoning on and off in templates of hybrid models
 # All such variables, and what a template that reads one has. Messages too may have a `thinking`.
 _SWITCHES = {THINKING_SWITCH: (THINKING_SWITCH,), "thinking": ("if thinking", "not thinking")}
 THINK, END_THINK = "<think>", "</think>"
-REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # what templates call the reasoning of a message
+REASONING_NAMES = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # a message's reasoning, by template
 _VARIABLES = frozenset({"documents"})  # parameters of transformers that reach the template
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE = "zqprobe"  # a word that no template writes of itself
@@ -25,8 +29,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def thinking_switch(mentions: Callable[[str], bool]) -> str | None:
-    """Return the variable by which a template is told to reason or not, None where there is none. `mentions` is that of
-    the template."""
+    """Return the variable that turns reasoning on and off, None where there is none. `mentions` is that of the
+    template."""
     return next((name for name, signs in _SWITCHES.items() if any(map(mentions, signs))), None)
 
 
@@ -62,7 +66,7 @@ class ChatTemplate:
                 raise ConfigError(f"template_kwargs sets {name}, which the target's chat template does not read")
 
     def has_generation_tags(self, tools: Messages | None) -> bool:
-        """Return whether `{% generation %}` tags mark what the assistant says in a chat with these tools."""
+        """Return whether `{% generation %}` tags mark the assistant's words in a chat with these tools."""
         return self.exists and bool(_GENERATION_TAG.search(self._backend.get_chat_template(tools=tools)))
 
     @property
@@ -104,7 +108,7 @@ class ChatTemplate:
         taken = list(messages)
         if any(turn.get("tool_calls") for turn in messages) and self._splices_arguments:
             taken = [_with_argument_text(turn) if turn.get("tool_calls") else turn for turn in messages]
-        reasoning = next((taken[-1][name] for name in REASONING_NAMES if taken[-1].get(name)), "") if taken else ""
+        reasoning = next((turn[name] for turn in taken[-1:] for name in REASONING_NAMES if turn.get(name)), "")
         if reasoning and not self._reads_reasoning_apart and self.mentions(END_THINK):
             # Templates such as DeepSeek R1's know it within the content alone, and leave it out of earlier answers.
             content = f"{THINK}\n{reasoning}\n{END_THINK}\n\n{taken[-1].get('content') or ''}"
@@ -145,13 +149,15 @@ class ChatTemplate:
                 f"chat_template_kwargs cannot set {', '.join(reserved)}: the name is reserved",
                 param="chat_template_kwargs",
             )
-        return {**self.kwargs, **(template_kwargs or {}), "tools": list(tools) if tools else None}
+        return {**self.kwargs, **(template_kwargs or {}), "tools": list(tools or ()) or None}
 
     @cached_property
     def _sources(self) -> tuple[str, ...]:
         """The chat templates of the model, of which some have another one for chats with tools."""
         template = self._backend.chat_template or ()
-        return (template,) if isinstance(template, str) else tuple(dict(template).values())
+        if isinstance(template, str):
+            return (template,)
+        return tuple(dict(template).values())
 
     @cached_property
     def _writes_tools(self) -> bool:

@@ -44,20 +44,22 @@ def num_cores() -> int:
     """The number of cores that this process may use, which is that of the machine where a process cannot be bound to
     cores."""
     process = psutil.Process()
-    return len(process.cpu_affinity() or ()) if hasattr(process, "cpu_affinity") else psutil.cpu_count() or 1
+    if hasattr(process, "cpu_affinity"):
+        return len(process.cpu_affinity() or ())
+    return psutil.cpu_count() or 1
 
 
 def processor() -> str:
-    """Describe the processor and its instructions, as far as the system tells. Machine code that a compiler has made
-    for one processor runs wherever the text is the same. Elsewhere than on Linux the text names the machine."""
+    """Describe the processor and its instructions, as far as the system reports them. Machine code that a compiler has
+    made for one processor runs wherever the text is the same. Elsewhere than on Linux the text names the machine."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return f"{platform.machine()} {platform.node()}"
-    # of the first core; what differs between two moments, as its frequency does, is left out
-    wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features")
-    named = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part")
-    lines = [line for line in text.split("\n\n")[0].splitlines() if line.split("\t")[0] in wanted + named]
+    # The facts of the first core. What differs between two moments, as its frequency does, is left out.
+    generic = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features")
+    arm = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part")
+    lines = [line for line in text.split("\n\n")[0].splitlines() if line.split("\t")[0] in generic + arm]
     return f"{platform.machine()} " + "; ".join(lines)
 
 
@@ -71,7 +73,9 @@ def whole_file(path: Path, *, is_shared: bool = False) -> Iterator[Path]:
     """Give a file to write beside `path`, which takes its place at the end: a reader sees the old file or the new one,
     never half of one. Where other processes may write the same file (`is_shared`) each writes a file of its own name;
     otherwise what a killed process has left is overwritten the next time. Raises OSError."""
-    own = f".{os.getpid()}-{threading.get_ident()}" if is_shared else ""
+    own = ""
+    if is_shared:
+        own = f".{os.getpid()}-{threading.get_ident()}"
     partial = path.with_name(f"{path.name}{own}.partial")
     try:
         yield partial
@@ -101,8 +105,8 @@ def keep_freed_memory() -> bool:
         logger.debug("freed memory is not kept: this is not glibc")
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    asked = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _LARGEST), (_M_TOP_PAD, _TOP_PAD_BYTES))
-    results = [mallopt(name, value) for name, value in asked]  # all of them, whatever the first says
+    options = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _LARGEST), (_M_TOP_PAD, _TOP_PAD_BYTES))
+    results = [mallopt(name, value) for name, value in options]  # all of them, even where the first fails
     return all(results)
 
 

@@ -38,7 +38,7 @@ def collect() -> dict[str, object]:
 
 
 def fingerprint(path: Path) -> str:
-    """16 hex digits that tell the model in a folder from other models.
+    """16 hex digits that distinguish the model in a folder from other models.
 
     They cover the config, and of every safetensors file its name, size, header and evenly spread samples of its
     content: a megabyte per file, whatever its size. Names of folders and times do not count. A fingerprint guards
@@ -78,7 +78,9 @@ def _git(folder: Path) -> dict[str, object]:
     if not (folder / ".git").exists():  # installed, perhaps inside somebody else's repository
         return {}
     commit, status = _run_git(folder, "rev-parse", "HEAD"), _run_git(folder, "status", "--porcelain")
-    return {} if commit is None or status is None else {"git_commit": commit, "git_is_dirty": bool(status)}
+    if commit is None or status is None:
+        return {}
+    return {"git_commit": commit, "git_is_dirty": bool(status)}
 
 
 def _run_git(folder: Path, *arguments: str) -> str | None:

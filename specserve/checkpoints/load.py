@@ -39,14 +39,14 @@ from specserve.tokenizer import read_end_ids
 logger = logging.getLogger(__name__)
 Tree = TypeVar("Tree")
 
-# What becomes of the matrices that rows are multiplied by: of the dtype that is computed in, as they are stored (so in
+# The form of the matrices that rows are multiplied by: the dtype that is computed in, as they are stored (so in
 # 8 bits where the checkpoint is), or quantised here.
 Quantization = Literal["none", "stored", "int8", "fp8"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "stored", "int8", "fp8")
 
 TIED, AS_VOCABULARY = "tied to the embedding", "read as the draft vocabulary"
 _COMPUTED = "rotary buffers, computed here"
-_NOT_MISSED = frozenset((TIED, AS_VOCABULARY, _COMPUTED))  # reasons that nobody needs to hear of
+_NOT_MISSED = frozenset((TIED, AS_VOCABULARY, _COMPUTED))  # reasons that a user need not know
 _SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED, **UNUSED_SCALES}
 _FURTHER = {"qwen3_next": r"mtp\..*", "mimo": r"model\.mtp_layers\..*"}  # layers of multi-token prediction, by family
 # families whose checkpoints append such layers to the model's own, and the key that counts them
@@ -87,7 +87,7 @@ def load_target(
     *,
     dtype: str,
     quantization: Quantization = "none",
-    mesh: Mesh | None = None,  # what the parameters are spread over; None: the default device
+    mesh: Mesh | None = None,  # the devices that hold the parameters; None: the default one
     is_checked: bool = False,  # every value must be a number
     has_layers: bool = True,  # without them: embedding, final norm and output head alone
 ) -> Target:
@@ -134,9 +134,10 @@ def _skipped(config: ModelConfig, raw: Mapping[str, Any], rename: Callable[[str]
     skipped = {_OTHER_SENSES: "of a model that also sees or hears; text alone is served"}
     if config.tie_embeddings:
         skipped[re.escape(rename("lm_head.weight"))] = TIED
-    further = {_FURTHER[config.family]} if config.family in _FURTHER else set()
+    further = {pattern for family, pattern in _FURTHER.items() if family == config.family}
     count = raw.get(_PREDICTS_FURTHER.get(config.family, "num_nextn_predict_layers"))
-    count = int(config.family in _PREDICTS_FURTHER) if count is None else count
+    if count is None:
+        count = int(config.family in _PREDICTS_FURTHER)
     for i in range(config.num_layers, config.num_layers + count):
         further.add(re.escape(rename(config.names.layer.format(i=i))) + r"\..*")
     return skipped | dict.fromkeys(further, "layers of multi-token prediction")
@@ -148,7 +149,7 @@ def load_params(
     dtype: str,
     *,
     shardings: Tree | None = None,  # a jax.sharding.Sharding for each leaf; None: all on the default device
-    skipped: Mapping[str, str] | None = None,  # pattern of checkpoint tensors -> why they are not wanted
+    skipped: Mapping[str, str] | None = None,  # pattern of checkpoint tensors -> why they are left out
     rename: Callable[[str], str] = lambda name: name,  # our name -> the checkpoint's
     quantization: Quantization = "none",
     block: tuple[int, int] = DEFAULT_BLOCK,  # outputs and inputs that share a scale, where scales are by block
@@ -156,7 +157,7 @@ def load_params(
     """Read every leaf of the spec tree, cast to `dtype` or quantised. Raises CheckpointError that lists all that does
     not fit, before anything is read."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(spec_tree, is_leaf=is_spec)
-    places: Sequence[Sharding | None] = jax.tree.leaves(shardings) if shardings is not None else [None] * len(leaves)
+    places: Sequence[Sharding | None] = jax.tree.leaves(shardings) or [None] * len(leaves)
     opened = _open_all([spec for _, spec in leaves], tensors, {**_SKIPPED, **(skipped or {})}, rename, block)
     loaded = []
     for (path, spec), weights, place in zip(leaves, opened, places, strict=True):
@@ -166,7 +167,7 @@ def load_params(
 
 
 def _open_all(
-    wanted: Sequence[ParamSpec],
+    expected: Sequence[ParamSpec],
     tensors: TensorFolder,
     skipped: Mapping[str, str],
     rename: Callable[[str], str],
@@ -176,7 +177,7 @@ def _open_all(
     problems: list[str] = []
     used: set[str] = set()
     opened: list[list[LazyTensor | LazyQuantized]] = []
-    for spec in wanted:
+    for spec in expected:
         opened.append([])
         for name in map(rename, spec.names):
             used.add(name)
@@ -187,14 +188,13 @@ def _open_all(
                 continue
             used |= set(made_of)
             opened[-1].append(weight)
-            got, expected = (
-                (weight.values.shape, _outputs_first(spec).stored_shape)
-                if isinstance(weight, LazyQuantized)
-                else (weight.shape, spec.stored_shape)
-            )
-            if got != expected:
+            if isinstance(weight, LazyQuantized):
+                got, shape = weight.values.shape, _outputs_first(spec).stored_shape
+            else:
+                got, shape = weight.shape, spec.stored_shape
+            if got != shape:
                 where = tensors.file(made_of[0]).name
-                problems.append(f"{where}: {name} has shape {got}, config.json says {expected}")
+                problems.append(f"{where}: {name} has shape {got}, config.json says {shape}")
         if len({weight.layout for weight in opened[-1]}) > 1:
             problems.append(f"{spec.name} is not stored alike for every expert")
     problems += _account_for(tensors.names() - used, tensors.folder, skipped)
@@ -206,12 +206,14 @@ def _open_all(
 
 
 def _account_for(names: frozenset[str], folder: Path, skipped: Mapping[str, str]) -> list[str]:
-    """Say which tensors are not loaded, and why. Those without a reason are problems."""
+    """Log which tensors are not loaded, and why. Return those without a reason as problems."""
     reasons = {name: [why for pattern, why in skipped.items() if re.fullmatch(pattern, name)] for name in names}
     counts = Counter(why[0] for why in reasons.values() if why)
     if counts:
         counted = ", ".join(f"{count} ({why})" for why, count in sorted(counts.items()))
-        level = logging.DEBUG if counts.keys() <= _NOT_MISSED else logging.INFO
+        level = logging.INFO
+        if counts.keys() <= _NOT_MISSED:
+            level = logging.DEBUG
         logger.log(level, "%s: tensors that are not loaded: %s", folder, counted)
     return [f"{name} is not part of this architecture" for name in sorted(names) if not reasons[name]]
 
@@ -232,7 +234,9 @@ def _load(
     else:
         plain = [weight for weight in weights if isinstance(weight, LazyTensor)]
         array = _put(_cast(in_memory(spec, plain), dtype), place)
-    return _quantize(array, how) if how in ("int8", "fp8") else array
+    if how in ("int8", "fp8"):
+        return _quantize(array, how)
+    return array
 
 
 def in_eight_bits(params: Tree, to: EightBits) -> Tree:
@@ -265,16 +269,18 @@ def in_memory(spec: ParamSpec, stored: Sequence[LazyTensor]) -> LazyTensor:
     outputs picked, inputs first."""
 
     def read(index: Index) -> np.ndarray:
-        rest = index[1:] if spec.is_per_expert else index
+        rest = index[int(spec.is_per_expert) :]
         if spec.part:
             rest = (*rest[:-1], _places(spec.part, rest[-1]))
         if spec.transpose:
             rest = (*rest[:-2], rest[-1], rest[-2])
-        if not spec.is_per_expert:
-            value = stored[0].read(rest)
-        else:
+        if spec.is_per_expert:
             value = np.stack([expert.read(rest) for expert in stored[index[0]]])
-        return value.swapaxes(-1, -2) if spec.transpose else value
+        else:
+            value = stored[0].read(rest)
+        if spec.transpose:
+            value = value.swapaxes(-1, -2)
+        return value
 
     return LazyTensor(spec.shape, stored[0].dtype, read)
 
@@ -284,8 +290,9 @@ def _places(part: TensorPart, outputs: slice) -> slice | np.ndarray:
     width = part.stop - part.start
     numbers = np.arange(outputs.start, outputs.stop)
     places = numbers // width * part.period + part.start + numbers % width
-    is_run = places[-1] - places[0] == len(places) - 1
-    return slice(int(places[0]), int(places[-1]) + 1) if is_run else places
+    if places[-1] - places[0] == len(places) - 1:  # they follow each other
+        return slice(int(places[0]), int(places[-1]) + 1)
+    return places
 
 
 def _cast(tensor: LazyTensor, dtype: np.dtype) -> LazyTensor:
@@ -322,21 +329,24 @@ def _place_of_scale(place: Sharding | None, scale: LazyTensor) -> Sharding | Non
 def check_weights(params: Any, spec_tree: Any, where: str, *, may_be_zero: bool = True) -> None:
     """Raises CheckpointError that names every tensor with a value that is not a number, or is infinite; and, unless
     they `may_be_zero`, every tensor that holds nothing but zeros and did not begin so."""
-    wanted, structure = jax.tree.flatten(spec_tree, is_leaf=is_spec)
-    weights = list(zip(wanted, structure.flatten_up_to(params), strict=True))
+    expected, structure = jax.tree.flatten(spec_tree, is_leaf=is_spec)
+    weights = list(zip(expected, structure.flatten_up_to(params), strict=True))
     wrong = [name for spec, weight in weights for name in _not_finite(spec, weight)]
     if wrong:
         raise CheckpointError(f"{where}: not a number or infinite: {listed(wrong)}; copy or download the weights again")
-    filled = [] if may_be_zero else [pair for pair in weights if pair[0].init != "zeros"]  # those begin as zeros
-    dead = [spec.name for spec, weight in filled if not any(map(jnp.any, jax.tree.leaves(weight)))]
-    if dead:
+    if may_be_zero:
+        return
+    filled = [pair for pair in weights if pair[0].init != "zeros"]  # the others begin as zeros
+    if dead := [spec.name for spec, weight in filled if not any(map(jnp.any, jax.tree.leaves(weight)))]:
         raise CheckpointError(
             f"{where}: nothing but zeros: {listed(dead)}, as if never filled; export or download the weights again"
         )
 
 
 def _not_finite(spec: ParamSpec, weight: jax.Array | QuantizedMatrix) -> list[str]:
-    inner = tuple(range(1, len(spec.shape))) if spec.is_per_expert else None
+    inner = None
+    if spec.is_per_expert:
+        inner = tuple(range(1, len(spec.shape)))
     floats = [leaf for leaf in jax.tree.leaves(weight) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     is_finite = np.all([np.atleast_1d(jnp.isfinite(leaf).all(inner)) for leaf in floats], axis=0)
     return [name for name, is_fine in zip(spec.names, is_finite, strict=True) if not is_fine]
@@ -347,8 +357,11 @@ def to_numpy(params: Any, spec_tree: Any, dtype: str) -> dict[str, np.ndarray]:
     out: dict[str, np.ndarray] = {}
     for spec, leaf in zip(specs(spec_tree), jax.tree.leaves(params), strict=True):
         value = np.asarray(leaf).astype(spec.dtype(dtype))
-        value = value.swapaxes(-1, -2) if spec.transpose else value
-        for name, tensor in zip(spec.names, value if spec.is_per_expert else [value], strict=True):
+        if spec.transpose:
+            value = value.swapaxes(-1, -2)
+        if not spec.is_per_expert:
+            value = value[None]
+        for name, tensor in zip(spec.names, value, strict=True):
             if spec.part is None:
                 out[name] = tensor
                 continue

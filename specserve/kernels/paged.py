@@ -75,8 +75,8 @@ def reads_by_page(pages: Sequence[Pages], mesh: Any | None) -> bool:
 
 def kernel_for(pages: Pages) -> Kernel | None:
     """The kernel of the default backend that takes these pages. None: XLA gathers all pages of the table (a copy) and
-    multiplies page by page. That is so on CPU without the native kernels, and where a kernel says that it cannot take
-    the pages (`takes` in `paged_gpu` and `paged_tpu`)."""
+    multiplies page by page. That is so on CPU without the native kernels, and where a kernel reports that it cannot
+    take the pages (`takes` in `paged_gpu` and `paged_tpu`)."""
     if pages.layout != "rows" or native.are_left_out():
         return None
     # Pallas takes a while to import, which other backends need not wait for
@@ -138,7 +138,7 @@ def _gathered(
     k_pages = take_pages(pages.k, prefix).astype(q.dtype)
     batch, width = prefix.page_table.shape
     per_page_q = jnp.broadcast_to(q[:, None], (batch, width, *q.shape[1:]))
-    k_axes = "bpksh" if pages.layout == "rows" else "bpkhs"
+    k_axes = {"rows": "bpksh", "columns": "bpkhs"}[pages.layout]
     scores = jnp.einsum(f"bpkrh,{k_axes}->bpkrs", per_page_q, k_pages, preferred_element_type=jnp.float32)
     if pages.k_scale is not None:
         scores *= take_pages(pages.k_scale, prefix)[:, :, :, None]

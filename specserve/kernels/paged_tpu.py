@@ -1,7 +1,7 @@
 """Attention over the committed prefix on TPUs: one Mosaic kernel that reads the pages where they are.
 
 `attend_pages` knows queries, pages and lengths. Of masks it knows a window alone; new keys, trees and models are not
-its business. `takes` says which arrays it can serve.
+its business. `takes` reports which arrays it can serve.
 """
 
 import functools
@@ -85,25 +85,25 @@ def attend_pages(
     in blocks of h heads, r' rows and k keys, which are chosen so that this stays below 12 MiB. Scales, of 4 bytes
     each, are gathered for the whole table before the kernel reads them, so they move three times.
 
-    Raises ConfigError for pages that the kernel cannot take; `takes` tells so beforehand.
+    Raises ConfigError for pages that the kernel cannot take; `takes` reports so beforehand.
     """
     reason = _refusal(k_pages, v_pages)
     if reason is not None:
         raise ConfigError(f"attention over pages on TPU: {reason}")
     assert v_pages is not None or v_scale is None, "values that are keys have the keys' scale"
     assert positions is not None or not window, "a window goes by positions"
-    positions = positions if window else None
-    q = q if q.dtype == jnp.bfloat16 else q.astype(jnp.float32)
+    if q.dtype != jnp.bfloat16:
+        q = q.astype(jnp.float32)
     blocks = _plan(q, k_pages, v_pages, v_dim, page_table.shape[1])
     assert blocks is not None, "what `takes` promises"
-    pages = {"k": k_pages} if v_pages is None else {"k": k_pages, "v": v_pages}
+    pages = {name: array for name, array in (("k", k_pages), ("v", v_pages)) if array is not None}
     scales = {name: scale for name, scale in (("k", k_scale), ("v", v_scale)) if scale is not None}
     run = functools.partial(_attend_pages, pages=pages, scales=scales, blocks=blocks, v_dim=v_dim)
     run = functools.partial(run, first=first, window=window, softcap=softcap, interpret=interpret)
     parts = _parts(len(q), page_table.shape[1], row_blocks=-(-q.shape[2] // blocks.rows))
-    results = [run(q[i], page_table[i], lens[i], None if positions is None else positions[i]) for i in parts]
-    out, lse = results[0] if len(results) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *results)
-    return out, lse
+    arrays = (q, page_table, lens, positions if window else None)
+    results = [run(*jax.tree.map(lambda x, i=i: x[i], arrays)) for i in parts]
+    return results[0] if len(results) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *results)
 
 
 def _parts(batch: int, num_pages: int, row_blocks: int) -> list[slice]:
@@ -116,7 +116,7 @@ def _parts(batch: int, num_pages: int, row_blocks: int) -> list[slice]:
 
 
 def takes(k_pages: jax.Array, v_pages: jax.Array | None) -> bool:
-    """Return whether `attend_pages` can read pages of these shapes and dtypes. Where it cannot, its error says why."""
+    """Return whether `attend_pages` can read pages of these shapes and dtypes. Else its error gives the reason."""
     return _refusal(k_pages, v_pages) is None
 
 
@@ -124,8 +124,9 @@ def _refusal(k_pages: jax.Array, v_pages: jax.Array | None) -> str | None:
     """Return why the kernel cannot take these pages, or None where it can. The compilers for TPU v4 to v7x take all
     other pages."""
     page_size, head_dim = k_pages.shape[2:]
-    v_dim = head_dim if v_pages is None else v_pages.shape[3]
-    for pages in (k_pages,) if v_pages is None else (k_pages, v_pages):
+    all_pages = [pages for pages in (k_pages, v_pages) if pages is not None]
+    v_dim = all_pages[-1].shape[3]
+    for pages in all_pages:
         if pages.dtype not in _DTYPES:
             return f"pages must be one of {', '.join(str(jnp.dtype(each)) for each in _DTYPES)}, not {pages.dtype}"
         tile = 32 // pages.dtype.itemsize  # the sublanes that a register has for the type
@@ -134,8 +135,8 @@ def _refusal(k_pages: jax.Array, v_pages: jax.Array | None) -> str | None:
     for dtype in (jnp.float32, jnp.bfloat16):
         q = jax.ShapeDtypeStruct((1, k_pages.shape[1], _MAX_ROWS, head_dim), dtype)
         if _plan(q, k_pages, v_pages, v_dim, _MAX_KEYS) is None:
-            told = f"{page_size} tokens with {head_dim} + {v_dim} channels"
-            return f"pages of {told} do not fit into {_VMEM} bytes of fast memory twice; use smaller pages"
+            sizes = f"{page_size} tokens with {head_dim} + {v_dim} channels"
+            return f"pages of {sizes} do not fit into {_VMEM} bytes of fast memory twice; use smaller pages"
     return None
 
 
@@ -147,7 +148,9 @@ def _plan(
     kv_heads, num_rows, head_dim = q.shape[1:]
     page_size, item = k_pages.shape[2], q.dtype.itemsize
     d, e = _up(head_dim, _LANES), _up(v_dim, _LANES)
-    stored = d if v_pages is None else d + e
+    stored = d
+    if v_pages is not None:
+        stored += e
 
     def fits(heads: int, rows: int, keys: int) -> bool:
         pages = 2 * heads * keys * stored * k_pages.dtype.itemsize
@@ -353,7 +356,7 @@ def _kernel(
     num_blocks = jnp.where(start < end, _div(end + blocks.keys - 1, blocks.keys) - first_block, 0)
 
     @pl.when(program == 0)
-    def _() -> None:  # what memory happens to hold may be NaN, of which a probability of 0 makes NaN
+    def _() -> None:  # memory may hold NaN by chance, and a probability of 0 times NaN is NaN
         values[...] = jnp.zeros_like(values)
 
     @pl.when((before[program] == 0) & (num_blocks > 0))

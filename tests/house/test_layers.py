@@ -34,7 +34,6 @@ FLAT = {"cluster", "errors", "host", "hub", "log", "pytree", "config", "mesh", "
 FLAT |= {"chat_template", "devices", "tokenizer"}
 MAY_JIT = (
     "serve/programs/calls.py",
-    "serve/stablehlo_run.py",  # copied beside exported programs, which it runs
     "serve/programs/layouts.py",  # products that are timed to choose how matrices are cut
     "train/step.py",
     "train/capture.py",  # the target's pass alone, whose results are kept on disk
@@ -66,8 +65,8 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield from ((f"{module}.{alias.name}", node.lineno) for alias in node.names)
 
 
-# What users call the kinds, the rooms, and lookups as they are written (`suffix` alone is a word of code models too);
-# a lookup is no kind, but the interface's own word for whoever proposes without a head: `Tree.lookup`.
+# The names that users have for the kinds, the rooms, and lookups as they are written (`suffix` alone is a word of code
+# models too). A lookup is no kind, but the interface's own word for a proposer without a head: `Tree.lookup`.
 ROOMS = {path.parent.name for path in PACKAGE.glob("drafters/*/*.py")}
 DRAFTERS = re.compile(
     "|".join(sorted({*get_args(KindName), *ROOMS - {"lookup"}, "eagle", OWN_TEXT}))
@@ -76,7 +75,7 @@ DRAFTERS = re.compile(
 )
 OF_ALL_DRAFTERS = ("interface", "learning", "settings", "follow", "grow")
 OF_ALL_HEADS = ("format", "head", "convert", "doctor", "findings", "repairs", "examined", "notes", "published")
-NAMES_LAYERS_OF_TARGETS = "checkpoints/load.py"  # which of a target's own checkpoint are not the target's
+NAMES_LAYERS_OF_TARGETS = "checkpoints/load.py"  # some layers in a target's checkpoint are not its own
 
 
 def test_a_drafter_is_named_in_its_own_room_alone() -> None:
@@ -125,7 +124,9 @@ def test_imports_point_down(trees: dict[str, ast.Module]) -> None:
 def _modules(tree: ast.Module) -> Iterator[str]:
     """The files of the package that a file imports, be it at once or in a function of it."""
     for node in ast.walk(tree):
-        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        for alias in node.names:
             for found in (f"{node.module}.{alias.name}", node.module or ""):
                 file = Path(*found.split(".")[1:]).with_suffix(".py").as_posix() if "." in found else ""
                 if (PACKAGE / file).is_file():
@@ -200,8 +201,8 @@ def test_public_functions_are_fully_typed(trees: dict[str, ast.Module]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-# Files and the parts whose fields they set: records of figures that an object keeps for itself, and what a library
-# wants to be told in this way. Whatever else an object has is changed by its own methods.
+# Files and the parts whose fields they set: records of figures that an object keeps for itself, and fields by
+# which a library is configured. Whatever else an object has is changed by its own methods.
 OWN_RECORDS = {
     ("checkpoints/train_state.py", "self._best"),
     ("cli/conversation.py", "self.told"),
@@ -273,12 +274,11 @@ def test_nothing_is_there_for_tests_alone(trees: dict[str, ast.Module]) -> None:
 
 WRITE_NO_FILE_OF_OURS_THAT_ANOTHER_READS = {
     "kernels/native/build.py",  # why there is no library, beside where it would be
-    "serve/stablehlo.py",  # into a folder that takes its place when it is whole
 }
 
 
 def test_files_are_written_whole(trees: dict[str, ast.Module]) -> None:
-    """Whoever reads a file while it is written sees the old one: texts go to the `partial` of `host.whole_file`."""
+    """A reader of a file that is being written sees the old one: texts go to the `partial` of `host.whole_file`."""
     wrong = [
         f"{name}:{node.lineno} {ast.unparse(node)}"
         for name, tree in trees.items()

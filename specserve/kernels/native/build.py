@@ -2,7 +2,7 @@
 
 It is not a CPython extension, so one library serves every Python of a platform. pip's build hook, `hatch_build.py`,
 loads this file by its path before anything is installed, so it imports nothing but the standard library. From a
-checkout, `python -m specserve.kernels.native build` builds again and shows all that the compiler says.
+checkout, `python -m specserve.kernels.native build` builds again and shows all that the compiler prints.
 
 The XLA headers are those that ship in jaxlib. pip's isolated build environment gets the oldest jaxlib that specserve
 runs on (pyproject.toml), because XLA takes kernels that were built for an older FFI and refuses those for a newer one.
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 LIBRARY = "libspecserve_kernels.so"
-MARKER = "not_built.txt"  # lies where the library would, and says why there is none
+MARKER = "not_built.txt"  # lies in place of the library, and gives the reason
 AGAIN = "python -m specserve.kernels.native build"
 
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-Wno-psabi", "-fPIC", "-fvisibility=hidden", "-pthread")
@@ -41,7 +41,7 @@ VARIANTS = {
 
 
 class NotBuilt(Exception):
-    """The library could not be built. The message is one line; `output` is all that the compiler said."""
+    """The library could not be built. The message is one line; `output` is all that the compiler printed."""
 
     def __init__(self, reason: str, output: str = "") -> None:
         super().__init__(reason)
@@ -78,7 +78,7 @@ def source_hash(folder: Path = FOLDER) -> str | None:
 def find_compiler() -> list[str]:
     """The C++ compiler as the first words of a command: $CXX where it is set, else a compiler on the path. Raises
     NotBuilt."""
-    wish = os.environ.get("CXX")
+    wish = os.environ.get("CXX", "")
     if wish:
         command = shlex.split(wish)
         if command and shutil.which(command[0]):
@@ -87,9 +87,9 @@ def find_compiler() -> list[str]:
         for name in ("g++", "clang++", "c++"):
             if found := shutil.which(name):
                 return [found]
-    told = f" (CXX is {wish})" if wish else ""
+    given = wish and f" (CXX is {wish})"
     raise NotBuilt(
-        f"no C++ compiler when specserve was installed{told}; "
+        f"no C++ compiler when specserve was installed{given}; "
         "install one (Debian: apt install g++) and run pip install again"
     )
 
@@ -98,7 +98,7 @@ def find_headers() -> Path:
     """The folder with XLA's headers. jax.ffi.include_dir() would give it, but needs jax, which building does not.
     Raises NotBuilt."""
     jaxlib = importlib.util.find_spec("jaxlib")
-    for folder in (jaxlib.submodule_search_locations or ()) if jaxlib else ():
+    for folder in (jaxlib and jaxlib.submodule_search_locations) or ():
         if (Path(folder) / "include" / "xla" / "ffi" / "api" / "ffi.h").is_file():
             return Path(folder) / "include"
     raise NotBuilt("no jaxlib with XLA's headers where specserve was built; run pip install again, with a network")
@@ -112,8 +112,10 @@ def compile_command(compiler: list[str], source: Path, output: Path) -> list[str
 
 
 def _architecture() -> tuple[str, ...]:
+    if sys.platform != "darwin":
+        return ()
     # a Mac's compiler builds for the Mac's own processor, even where Python runs translated
-    return ("-arch", platform.machine()) if sys.platform == "darwin" else ()
+    return "-arch", platform.machine()
 
 
 def build(folder: Path = FOLDER, into: Path | None = None) -> Path:
@@ -150,7 +152,7 @@ def _run(command: list[str], product: str) -> None:
 
 
 def build_or_say(folder: Path, into: Path) -> str | None:
-    """Build the library. Where that fails, leave a file in its place that says why, and return the same line. It
+    """Build the library. Where that fails, leave a file with the reason in its place, and return the reason. It
     raises nothing that a machine without a compiler, or with an odd one, could cause, so an installation goes on
     without the library."""
     try:
@@ -167,7 +169,7 @@ def build_or_say(folder: Path, into: Path) -> str | None:
 
 
 def main() -> None:
-    """Build the library beside the sources, and show what the compiler says where that fails."""
+    """Build the library beside the sources, and show what the compiler prints where that fails."""
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     try:
         logger.info("built %s", build())
