@@ -1,7 +1,7 @@
-"""The draft doctor: what is wrong with a head's files, what it would cost, and how to mend it.
+"""The draft doctor: what is wrong with a head's files, what it would cost, and how to repair it.
 
 Engines load a faulty head without an error, and then accept less than they could. The doctor looks at everything that
-they do not. It reads files only, and mends nothing that it would have to guess. `eval.trial` runs the head as well,
+they do not. It reads files only, and repairs nothing that it would have to guess. `eval.trial` runs the head as well,
 and reports the entries of `RUNNING`.
 """
 

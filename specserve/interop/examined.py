@@ -78,7 +78,7 @@ def check_specs(
     specs: Iterable[ParamSpec],
     checks: tuple[Check, Check, Check],  # for a tensor that is missing, of another shape, or none of the head's
     is_harmless: Callable[[str], object],  # of a tensor that is none of the head's
-    instead: Callable[[ParamSpec], str] = lambda _: "nothing",  # what there is in place of a missing tensor
+    instead: Callable[[ParamSpec], str] = lambda _: "nothing",  # describes the place of a missing tensor
 ) -> Iterator[Finding]:
     """Check that the tensors are those that config.json asks for."""
     missing, shape, unknown = checks

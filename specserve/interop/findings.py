@@ -57,9 +57,9 @@ class Check:
     code: str
     level: Level  # an error breaks a loader or the acceptance; a warning costs something, or might
     what: str
-    why: str  # what follows from it
-    by_fix: str = ""  # what `--fix` does about it; empty: nothing, because it would have to guess
-    by_hand: str = ""  # what to do where `--fix` would have to guess
+    why: str  # its consequence
+    by_fix: str = ""  # the change that `--fix` makes; empty: nothing, because it would have to guess
+    by_hand: str = ""  # the advice where `--fix` would have to guess
 
     def found(
         self, where: str, expected: str, got: str, fix: Callable[[Copy], None] | None = None, **names: object
@@ -99,7 +99,7 @@ def read_checks(table: str) -> Mapping[str, Check]:
 class Repair:
     """A change of a head's files that undoes a slip which the files alone do not show."""
 
-    what: str  # what the files would mean, as half a sentence
+    what: str  # the meaning of the files after it, as half a sentence
     fix: Callable[[Copy], None]
 
 
@@ -119,7 +119,7 @@ class DoctorReport:
 
     @property
     def changes(self) -> list[str]:
-        """The changes that mending makes, one line each."""
+        """The changes that the repair makes, one line each."""
         return [f"{each.where}: {each.what}; now {each.expected}" for each in self.findings if each.fix]
 
     def repaired(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:

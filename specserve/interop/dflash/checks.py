@@ -119,11 +119,11 @@ def check_keys(files: BlockFiles) -> Iterator[Finding]:
     for key, harmless in dialects.UNCOMPUTED.items():
         if (value := stated.get(key)) not in harmless:
             yield CHECKS["uncomputed"].found(f"{CONFIG}: {key}", repr(harmless[-1]), repr(value), key=key)
-    told = stated.get("num_hidden_layers")
-    if files.has_sizes and told != files.num_layers:
-        is_cut = type(told) is int and told > files.num_layers  # or the config is of another head
+    count = stated.get("num_hidden_layers")
+    if files.has_sizes and count != files.num_layers:
+        is_cut = type(count) is int and count > files.num_layers  # or the config is of another head
         fix = None if is_cut else put("num_hidden_layers", files.num_layers, in_layer=True)
-        yield CHECKS["block-layers"].found(f"{CONFIG}: num_hidden_layers", str(files.num_layers), repr(told), fix)
+        yield CHECKS["block-layers"].found(f"{CONFIG}: num_hidden_layers", str(files.num_layers), repr(count), fix)
     mask, vocab_size = stated.get("mask_token_id"), stated.get("vocab_size")
     if files.has_sizes and (type(mask) is not int or not 0 <= mask < vocab_size):
         yield CHECKS["mask-token"].found(f"{CONFIG}: mask_token_id", f"0..{vocab_size - 1}", repr(mask))
@@ -169,10 +169,10 @@ def check_masks(files: BlockFiles) -> Iterator[Finding]:
     has_flag = stated.get("attention_sink_bias", stated.get("add_swa_attention_sink_bias", False))
     if any(map(_SINKS.fullmatch, files.names)) and not has_flag:
 
-        def say(repaired: Copy) -> None:
+        def write_sinks(repaired: Copy) -> None:
             repaired.raw.setdefault(dialects.OWN, {})["attention_sink_bias"] = True
 
-        yield CHECKS["sinks"].found(f"{CONFIG}: {dialects.OWN}.attention_sink_bias", "true", "nothing", say)
+        yield CHECKS["sinks"].found(f"{CONFIG}: {dialects.OWN}.attention_sink_bias", "true", "nothing", write_sinks)
 
 
 def check_target(files: BlockFiles) -> Iterator[Finding]:
@@ -182,13 +182,13 @@ def check_target(files: BlockFiles) -> Iterator[Finding]:
         return
     target = files.target.config
     width = stated.get("target_hidden_size", stated.get("hidden_size"))
-    for key, got, wanted in (
+    for key, got, required in (
         ("vocab_size", stated.get("vocab_size"), target.vocab_size),
         ("hidden_size", width, target.d_model),
         ("num_target_layers", stated.get("num_target_layers", target.num_layers), target.num_layers),
     ):
-        if got != wanted:
-            expected = f"{wanted:,}, as in {files.target.folder}"
+        if got != required:
+            expected = f"{required:,}, as in {files.target.folder}"
             yield CHECKS["other-target"].found(f"{CONFIG}: {key}", expected, f"{got:,}")
     length = stated.get("max_position_embeddings")
     if length is None or length < target.max_len:

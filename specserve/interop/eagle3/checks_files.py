@@ -86,8 +86,8 @@ def check_tensors(files: EagleFiles) -> Iterator[Finding]:
         return f"nothing, though {asking[0]} is true" if asking else "nothing"
 
     checks = CHECKS["missing-tensor"], CHECKS["shape"], CHECKS["unknown-tensor"]
-    wanted = (*specs(draft_spec(config)), *files.family.more(config))
-    yield from check_specs(files, wanted, checks, _BUFFERS.fullmatch, instead)
+    required = (*specs(draft_spec(config)), *files.family.more(config))
+    yield from check_specs(files, required, checks, _BUFFERS.fullmatch, instead)
 
 
 def check_dtypes(files: EagleFiles) -> Iterator[Finding]:

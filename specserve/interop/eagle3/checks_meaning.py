@@ -37,12 +37,12 @@ def check_fit(files: EagleFiles) -> Iterator[Finding]:
     if files.config is None or files.target is None:
         return
     config, target = files.config, files.target.config
-    for check, key, got, wanted in (
+    for check, key, got, required in (
         (CHECKS["vocabulary-size"], "vocab_size", config.vocab_size, target.vocab_size),
         (CHECKS["target-width"], "target_hidden_size", config.target_d_model, target.d_model),
     ):
-        if got != wanted:
-            yield check.found(f"{CONFIG}: {key}", f"{wanted:,}, as in {files.target.folder}", f"{got:,}")
+        if got != required:
+            yield check.found(f"{CONFIG}: {key}", f"{required:,}, as in {files.target.folder}", f"{got:,}")
     if not config.has_embedding and config.d_model != target.d_model:
         where, expected = files.where(EMBEDDING), f"[{config.vocab_size}, {config.d_model}]"
         yield CHECKS["embedding"].found(where, expected, "nothing", width=target.d_model)
@@ -116,13 +116,13 @@ def _check_special_tokens(files: EagleFiles, target_ids: np.ndarray) -> Iterator
     tokenizer = _tokenizer(files.target)
     template = tokenizer.template_token_ids() if tokenizer else frozenset[int]()
 
-    def told(i: int) -> str:
+    def named(i: int) -> str:
         return f"{i} {tokenizer.decode([i], skip_special_tokens=False)!r}" if tokenizer else str(i)
 
-    for check, wanted in ((CHECKS["eos"], ends), (CHECKS["template-tokens"], sorted(template - set(ends)))):
-        missing = [i for i in wanted if i not in drafted and i < files.flat["vocab_size"]]
+    for check, required in ((CHECKS["eos"], ends), (CHECKS["template-tokens"], sorted(template - set(ends)))):
+        missing = [i for i in required if i not in drafted and i < files.flat["vocab_size"]]
         if missing:
-            got = f"{len(missing)} missing: {listed(list(map(told, missing)), 6)}"
+            got = f"{len(missing)} missing: {listed(list(map(named, missing)), 6)}"
             yield check.found(files.where(D2T), "all of them", got)
 
 
@@ -166,25 +166,25 @@ def check_rope(files: EagleFiles) -> Iterator[Finding]:
     """Check that the rotary settings are stated in both spellings, alike, and are the target's."""
     if files.config is None:
         return
-    wanted = plain_rope(files.target.config.rope) if files.target else None
+    required = plain_rope(files.target.config.rope) if files.target else None
     ropes, where = files.ropes, f"{CONFIG}: rope_theta, rope_scaling, rope_parameters"
     readable = [rope for rope in ropes.values() if rope is not None]
     stated = "; ".join(f"{name}: {_describe_rope(rope)}" for name, rope in ropes.items()) or "nothing"
-    both = "both spellings, alike" + (f": {_describe_rope(wanted)}" if wanted else "")
+    both = "both spellings, alike" + (f": {_describe_rope(required)}" if required else "")
     if not ropes:
-        fix = _write_rope(wanted) if wanted else None
+        fix = _write_rope(required) if required else None
         yield CHECKS["rope-missing"].found(where, both, "nothing", fix)
         return
     if len(set(readable)) != 1 or len(readable) < len(ropes):
-        fix = _write_rope(wanted) if wanted and wanted in readable else None
+        fix = _write_rope(required) if required and required in readable else None
         yield CHECKS["rope-spellings"].found(where, both, stated, fix)
         return
     rope = readable[0]
     if len(ropes) == 1 and rope != Rope():
         fix = _write_rope(rope)
         yield CHECKS["rope-one-spelling"].found(where, "both spellings, alike", stated, fix)
-    if wanted and rope != wanted:
-        yield CHECKS["rope-differs"].found(where, _describe_rope(wanted), _describe_rope(rope))
+    if required and rope != required:
+        yield CHECKS["rope-differs"].found(where, _describe_rope(required), _describe_rope(rope))
 
 
 def _write_rope(rope: Rope) -> Callable[[Copy], None]:
@@ -207,13 +207,13 @@ def check_positions(files: EagleFiles) -> Iterator[Finding]:
     """Check that the head can follow sequences as long as the target's."""
     if files.config is None or files.target is None:
         return
-    stated, wanted = files.flat.get("max_position_embeddings"), files.target.config.max_len
-    if isinstance(stated, int) and stated >= wanted:
+    stated, required = files.flat.get("max_position_embeddings"), files.target.config.max_len
+    if isinstance(stated, int) and stated >= required:
         return
     rope = files.rope  # some kinds follow from the length: they are to stay as they are
 
     def fix(repaired: Copy) -> None:
-        repaired.layer["max_position_embeddings"] = wanted
+        repaired.layer["max_position_embeddings"] = required
         if repaired.layer is not repaired.raw:
             repaired.raw.pop("max_position_embeddings", None)
         if rope is not None and read_rope(repaired.layer) != rope:
@@ -221,4 +221,4 @@ def check_positions(files: EagleFiles) -> Iterator[Finding]:
 
     got = "nothing" if stated is None else f"{stated:,}" if isinstance(stated, int) else repr(stated)
     where = f"{CONFIG}: max_position_embeddings"
-    yield CHECKS["max-positions"].found(where, f"at least {wanted:,}, the target's", got, fix)
+    yield CHECKS["max-positions"].found(where, f"at least {required:,}, the target's", got, fix)

@@ -92,23 +92,23 @@ def check_layer(files: MtpFiles) -> Iterator[Finding]:
         yield CHECKS["mtp-unreadable"].found(str(files.folder), "a layer of the target", str(config))
         return
     stored = layouts.name_in(names, config.layout)
-    wanted = {stored(name): spec.stored_shape for spec in specs(draft_spec(config)) for name in spec.names}
-    lacking = [f"{name} {shape}" for name, shape in wanted.items() if name not in names]
-    found = {name: files.tensors.shape(name) for name in wanted.keys() & names}
-    odd = [f"{name} {shape}, not {wanted[name]}" for name, shape in sorted(found.items()) if shape != wanted[name]]
+    required = {stored(name): spec.stored_shape for spec in specs(draft_spec(config)) for name in spec.names}
+    lacking = [f"{name} {shape}" for name, shape in required.items() if name not in names]
+    found = {name: files.tensors.shape(name) for name in required.keys() & names}
+    odd = [f"{name} {shape}, not {required[name]}" for name, shape in sorted(found.items()) if shape != required[name]]
     if lacking or odd:
         yield CHECKS["mtp-tensors"].found(where, "all of the layer", listed([*lacking, *odd]))
     own = files.own(config)
     tables = {stored(name) for name in shared_tables(config.layer, config.layout)} | {D2T, T2D}
     scales = {name for name in own if "scale" in name.rsplit(".", 1)[-1]}
-    if strange := sorted(own - wanted.keys() - tables - scales):
+    if strange := sorted(own - required.keys() - tables - scales):
         yield CHECKS["mtp-strange-tensors"].found(where, "the layer alone", listed(strange))
     try:
         layouts.read_target_ids(files.tensors, config, "its tables")
     except CheckpointError as error:
         expected = f"{config.draft_vocab_size:,} tokens of the target"
         yield CHECKS["mtp-vocabulary"].found(where, expected, str(error))
-    if broken := [name for name in sorted(own & wanted.keys()) if not _is_finite(files.tensors.read(name))]:
+    if broken := [name for name in sorted(own & required.keys()) if not _is_finite(files.tensors.read(name))]:
         yield CHECKS["mtp-not-finite"].found(where, "numbers", listed(broken))
 
 

@@ -1,5 +1,5 @@
 """Repairs of the files of a layer of multi-token prediction: other readings of them, for slips of conversions that no
-shape tells. Whether one helps is measured by running the layer (`eval.trial`)."""
+shape shows. Whether one helps is measured by running the layer (`eval.trial`)."""
 
 import functools
 import itertools
