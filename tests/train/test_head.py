@@ -19,7 +19,7 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.interface import Head
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.interop.convert import export_head
-from specserve.interop.format import Dialect
+from specserve.interop.findings import Dialect
 from specserve.interop.head import load_head, save_head
 from specserve.models.target import head_columns
 from specserve.plan.training import make_plan

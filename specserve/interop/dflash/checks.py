@@ -1,7 +1,7 @@
 """The checks of the files of a DFlash head."""
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
@@ -10,33 +10,38 @@ from typing import Any
 import numpy as np
 
 from specserve.checkpoints.load import Target
-from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, TensorFolder, read_json
+from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE
 from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.model import head_spec
 from specserve.drafters.dflash.start import default_taps
 from specserve.errors import ConfigError
-from specserve.interop.dflash import catalogue, dialects
-from specserve.interop.findings import Copy, DoctorReport, Finding, describe, put
+from specserve.interop.dflash import dialects
+from specserve.interop.dflash.catalogue import CHECKS
+from specserve.interop.examined import ExaminedFiles, check_specs, check_values
+from specserve.interop.findings import Copy, Finding, describe, put
 from specserve.interop.published import D2T, T2D, read_vocab, rope_keys, vocab_to_tensors
-from specserve.interop.values import check_values
 from specserve.models.params import specs
 from specserve.models.rope import plain_rope
 
+_HARMLESS = re.compile("|".join([*dialects.SKIPPED, r"(.*\.)?rotary_emb\.inv_freq"]))
 _SINKS = re.compile(r".*\.attention_sink_bias")
 
 
-class BlockFiles:
-    """The files of a head under examination, and what can be read from them."""
+class BlockFiles(ExaminedFiles):
+    """The files of a block drafter."""
 
     def __init__(self, folder: Path, target: Target | None) -> None:
-        self.target = target
-        self.tensors = TensorFolder(folder)
-        self.names = self.tensors.names()
-        self.raw = read_json(folder / CONFIG)
+        super().__init__(folder, target)
         self.stated = dialects.read_stated(self.raw, CONFIG)
-        self.rename = dialects.renamer(self.names)
-        self.unread = ""  # why there is no config
+        self._rename = dialects.renamer(self.names)
         self.has_sizes = not dialects.bad_sizes(self.stated)
+
+    @property
+    def dialect(self) -> str:
+        return self.stated.layout
+
+    def rename(self, name: str) -> str:
+        return self._rename(name)
 
     @cached_property
     def num_layers(self) -> int:
@@ -44,15 +49,19 @@ class BlockFiles:
         return dialects.count_layers(self.names)
 
     @cached_property
-    def config(self) -> DFlashConfig | None:
-        """The head's shape; None where config.json does not state it in a way that we compute."""
+    def read(self) -> DFlashConfig | ConfigError:
+        """The head's shape, or why config.json does not state it in a way that we compute."""
         target = self.target.config if self.target else None
         try:
             config = dialects.config_from_hf(self.raw, target, self.names, dtype="float32", where=CONFIG)
         except ConfigError as error:
-            self.unread = str(error)
-            return None
+            return error
         return replace(config, backbone=replace(config.backbone, has_sinks=any(map(_SINKS.fullmatch, self.names))))
+
+    @property
+    def config(self) -> DFlashConfig | None:
+        """The head's shape; None where it cannot be read."""
+        return None if isinstance(self.read, ConfigError) else self.read
 
     @property
     def num_target_layers(self) -> int | None:
@@ -96,31 +105,31 @@ def check_keys(files: BlockFiles) -> Iterator[Finding]:
     stated = files.stated
     if wrong := dialects.bad_sizes(stated):
         got = ", ".join(f"{key}: {stated.get(key)!r}" for key in wrong)
-        yield catalogue.SIZES.found(CONFIG, "positive whole numbers, block_size at least 2", got)
+        yield CHECKS["block-sizes"].found(CONFIG, "positive whole numbers, block_size at least 2", got)
     for key in stated.unknown:
-        yield catalogue.UNKNOWN_KEY.found(f"{CONFIG}: {key}", "a key of the layout", repr(_value(files.raw, key)))
+        yield CHECKS["unknown-key"].found(f"{CONFIG}: {key}", "a key of the layout", repr(_value(files.raw, key)))
     for key in sorted({*stated.own} & {*stated.top}):
         if (one := stated.own[key]) != (other := stated.top[key]) and None not in (one, other):
             got = f"{one!r} in {dialects.OWN}, {other!r} beside it"
-            yield catalogue.STATED_TWICE.found(f"{CONFIG}: {key}", "the same", got, key=key)
+            yield CHECKS["stated-twice"].found(f"{CONFIG}: {key}", "the same", got, key=key)
     if dialects.disagrees_about_anchor(stated):
         got = f"{stated.get('sample_from_anchor')!r} and {stated.get('dspark_bonus_anchor')!r}"
         keys = "sample_from_anchor, dspark_bonus_anchor"
-        yield catalogue.STATED_TWICE.found(f"{CONFIG}: {keys}", "one true and one false", got, key=keys)
+        yield CHECKS["stated-twice"].found(f"{CONFIG}: {keys}", "one true and one false", got, key=keys)
     for key, harmless in dialects.UNCOMPUTED.items():
         if (value := stated.get(key)) not in harmless:
-            yield catalogue.UNCOMPUTED.found(f"{CONFIG}: {key}", repr(harmless[-1]), repr(value), key=key)
-    told = stated.get("num_hidden_layers")
-    if files.has_sizes and told != files.num_layers:
-        is_cut = type(told) is int and told > files.num_layers  # or the config is of another head
+            yield CHECKS["uncomputed"].found(f"{CONFIG}: {key}", repr(harmless[-1]), repr(value), key=key)
+    count = stated.get("num_hidden_layers")
+    if files.has_sizes and count != files.num_layers:
+        is_cut = type(count) is int and count > files.num_layers  # or the config is of another head
         fix = None if is_cut else put("num_hidden_layers", files.num_layers, in_layer=True)
-        yield catalogue.BLOCK_LAYERS.found(f"{CONFIG}: num_hidden_layers", str(files.num_layers), repr(told), fix)
+        yield CHECKS["block-layers"].found(f"{CONFIG}: num_hidden_layers", str(files.num_layers), repr(count), fix)
     mask, vocab_size = stated.get("mask_token_id"), stated.get("vocab_size")
     if files.has_sizes and (type(mask) is not int or not 0 <= mask < vocab_size):
-        yield catalogue.MASK_TOKEN.found(f"{CONFIG}: mask_token_id", f"0..{vocab_size - 1}", repr(mask))
+        yield CHECKS["mask-token"].found(f"{CONFIG}: mask_token_id", f"0..{vocab_size - 1}", repr(mask))
 
 
-def _value(raw: dict[str, Any], key: str) -> Any:
+def _value(raw: Mapping[str, Any], key: str) -> Any:
     own = raw.get(dialects.OWN)
     if isinstance(own, dict) and key.startswith(f"{dialects.OWN}."):
         return own[key.removeprefix(f"{dialects.OWN}.")]
@@ -136,15 +145,15 @@ def check_masks(files: BlockFiles) -> Iterator[Finding]:
         windows = dialects.read_windows(stated)
         causal = dialects.read_causal(stated, windows)
     except ConfigError as error:
-        yield catalogue.WINDOWS.found(CONFIG, "a window for every layer that slides", str(error))
+        yield CHECKS["windows"].found(CONFIG, "a window for every layer that slides", str(error))
         return
     if short := short_windows(windows, causal, stated.get("block_size")):
-        yield catalogue.WINDOWS.found(CONFIG, f"{stated.get('block_size')} or more", str(short[0]))
+        yield CHECKS["windows"].found(CONFIG, f"{stated.get('block_size')} or more", str(short[0]))
     kinds = stated.get("layer_types") or []
     if dialects.SLIDING in kinds and not stated.get("use_sliding_window", False):
         got = repr(stated.get("use_sliding_window"))
         fix = put("use_sliding_window", True, in_layer=True)
-        yield catalogue.FORGOTTEN_WINDOW.found(f"{CONFIG}: use_sliding_window", "true", got, fix)
+        yield CHECKS["forgotten-window"].found(f"{CONFIG}: use_sliding_window", "true", got, fix)
     if any(windows) and dialects.SLIDING not in kinds:
 
         def spell(repaired: Copy) -> None:
@@ -152,18 +161,18 @@ def check_masks(files: BlockFiles) -> Iterator[Finding]:
             repaired.layer.update(sliding_window=windows[0], use_sliding_window=True, max_window_layers=0)
             repaired.raw["is_causal"] = causal[0]
 
-        yield catalogue.USE_SWA.found(f"{CONFIG}: layer_types", "layers that slide", "nothing", spell)
+        yield CHECKS["use-swa"].found(f"{CONFIG}: layer_types", "layers that slide", "nothing", spell)
     key = "sliding_window_non_causal"
     if stated.layout == "speculators" and stated.get(key) is False and not all(windows):
         fix = None if any(windows) else put(key, True)
-        yield catalogue.ALL_CAUSAL.found(f"{CONFIG}: {key}", "true", "False", fix)
+        yield CHECKS["all-causal"].found(f"{CONFIG}: {key}", "true", "False", fix)
     has_flag = stated.get("attention_sink_bias", stated.get("add_swa_attention_sink_bias", False))
     if any(map(_SINKS.fullmatch, files.names)) and not has_flag:
 
-        def say(repaired: Copy) -> None:
+        def write_sinks(repaired: Copy) -> None:
             repaired.raw.setdefault(dialects.OWN, {})["attention_sink_bias"] = True
 
-        yield catalogue.SINKS.found(f"{CONFIG}: {dialects.OWN}.attention_sink_bias", "true", "nothing", say)
+        yield CHECKS["sinks"].found(f"{CONFIG}: {dialects.OWN}.attention_sink_bias", "true", "nothing", write_sinks)
 
 
 def check_target(files: BlockFiles) -> Iterator[Finding]:
@@ -173,19 +182,19 @@ def check_target(files: BlockFiles) -> Iterator[Finding]:
         return
     target = files.target.config
     width = stated.get("target_hidden_size", stated.get("hidden_size"))
-    for key, got, wanted in (
+    for key, got, required in (
         ("vocab_size", stated.get("vocab_size"), target.vocab_size),
         ("hidden_size", width, target.d_model),
         ("num_target_layers", stated.get("num_target_layers", target.num_layers), target.num_layers),
     ):
-        if got != wanted:
-            expected = f"{wanted:,}, as in {files.target.folder}"
-            yield catalogue.OTHER_TARGET.found(f"{CONFIG}: {key}", expected, f"{got:,}")
+        if got != required:
+            expected = f"{required:,}, as in {files.target.folder}"
+            yield CHECKS["other-target"].found(f"{CONFIG}: {key}", expected, f"{got:,}")
     length = stated.get("max_position_embeddings")
     if length is None or length < target.max_len:
         where, expected = f"{CONFIG}: max_position_embeddings", f"at least {target.max_len:,}, the target's"
         fix = put("max_position_embeddings", target.max_len, in_layer=True)
-        yield catalogue.BLOCK_POSITIONS.found(where, expected, "nothing" if length is None else f"{length:,}", fix)
+        yield CHECKS["block-positions"].found(where, expected, "nothing" if length is None else f"{length:,}", fix)
 
 
 def check_rope(files: BlockFiles) -> Iterator[Finding]:
@@ -199,7 +208,7 @@ def check_rope(files: BlockFiles) -> Iterator[Finding]:
         repaired.layer.update(rope_keys(rope))
 
     expected = f"{rope.kind}, theta {rope.theta:g}" if rope else "rope_theta or rope_parameters"
-    yield catalogue.BLOCK_ROPE.found(f"{CONFIG}: rope_parameters", expected, "nothing", fix if rope else None)
+    yield CHECKS["block-rope"].found(f"{CONFIG}: rope_parameters", expected, "nothing", fix if rope else None)
 
 
 def check_taps(files: BlockFiles) -> Iterator[Finding]:
@@ -211,7 +220,7 @@ def check_taps(files: BlockFiles) -> Iterator[Finding]:
         found = dialects.stated_taps(stated)
         taps = dialects.read_taps(stated, files.target.config if files.target else None)
     except ConfigError as error:
-        yield catalogue.TAPS.found(CONFIG, "layers of the target, the same in all keys", str(error))
+        yield CHECKS["block-taps"].found(CONFIG, "layers of the target, the same in all keys", str(error))
         return
     is_nested = stated.layout == "speculators"
     if not found:
@@ -224,13 +233,13 @@ def check_taps(files: BlockFiles) -> Iterator[Finding]:
 
         fix = write if num_layers else None
         if fix:
-            yield catalogue.TAPS_UNSTATED.found(CONFIG, f"outputs of layers {list(taps)}", "nothing", fix)
+            yield CHECKS["taps-unstated"].found(CONFIG, f"outputs of layers {list(taps)}", "nothing", fix)
         return
     key = next(iter(found))
     if num_layers is None:
         return
     if max(taps) == num_layers - 1:
-        yield catalogue.LAST_TAP.found(f"{CONFIG}: {key}", f"layers before {num_layers - 1}", f"outputs of {taps}")
+        yield CHECKS["last-tap"].found(f"{CONFIG}: {key}", f"layers before {num_layers - 1}", f"outputs of {taps}")
     try:
         usual = default_taps(num_layers, len(taps))
     except ConfigError:
@@ -238,28 +247,14 @@ def check_taps(files: BlockFiles) -> Iterator[Finding]:
     slipped = tuple(i + (1 if key == dialects.TAPS else -1) for i in usual)
     if taps == slipped:
         got = f"outputs of {list(taps)} as {key} counts"
-        yield catalogue.TAPS_SLIPPED.found(f"{CONFIG}: {key}", f"{list(usual)} are the usual ones", got)
+        yield CHECKS["taps-slipped"].found(f"{CONFIG}: {key}", f"{list(usual)} are the usual ones", got)
 
 
 def check_tensors(files: BlockFiles) -> Iterator[Finding]:
-    """Check that the tensors are those that config.json asks for, and hold weights."""
-    used = {files.rename(name) for name in (D2T, T2D)}
+    """Check that the tensors are those that config.json asks for."""
     if files.config is not None:
-        for spec in specs(head_spec(files.config)):
-            stored, expected = files.rename(spec.name), f"{list(spec.stored_shape)}"
-            used.add(stored)
-            if stored not in files.names:
-                yield catalogue.MISSING.found(SINGLE_FILE, expected, "nothing", name=stored)
-            elif (shape := files.tensors.shape(stored)) != spec.stored_shape:
-                where = f"{files.tensors.file(stored).name}: {stored}"
-                yield catalogue.SHAPE.found(where, expected, f"{list(shape)}", name=stored)
-        harmless = [*dialects.SKIPPED, r"(.*\.)?rotary_emb\.inv_freq"]
-        for name in sorted(files.names - used):
-            if not any(re.fullmatch(pattern, name) for pattern in harmless):
-                where, got = files.tensors.file(name).name, f"{list(files.tensors.shape(name))}"
-                yield catalogue.UNKNOWN.found(where, "nothing", got, name=name)
-    tables = {files.rename(name) for name in (D2T, T2D)}
-    yield from check_values(files.tensors, files.names - tables)
+        checks = CHECKS["block-missing"], CHECKS["block-shape"], CHECKS["block-unknown"]
+        yield from check_specs(files, specs(head_spec(files.config)), checks, _HARMLESS.fullmatch)
 
 
 def check_vocabulary(files: BlockFiles) -> Iterator[Finding]:
@@ -268,7 +263,7 @@ def check_vocabulary(files: BlockFiles) -> Iterator[Finding]:
     if config is None or not dialects.is_partial(config):
         return
     stored = [files.rename(name) for name in (D2T, T2D)]
-    d2t, t2d = (files.tensors.read(name) if name in files.names else None for name in stored)
+    d2t, t2d = map(files.table, (D2T, T2D))
     rows, size = config.draft_vocab_size, config.backbone.vocab_size
     vocab = read_vocab(d2t, t2d, rows, size)
     if vocab.reading == "offset" and vocab.is_sorted and (t2d is None or vocab.agrees):
@@ -283,27 +278,16 @@ def check_vocabulary(files: BlockFiles) -> Iterator[Finding]:
 
     expected = f"{rows:,} ascending offsets to ids below {size:,}, and a mask that agrees"
     got = f"d2t {describe(d2t)}; t2d {describe(t2d)}"
-    yield catalogue.DRAFT_VOCABULARY.found(SINGLE_FILE, expected, got, fix if target_ids is not None else None)
+    yield CHECKS["block-vocabulary"].found(SINGLE_FILE, expected, got, fix if target_ids is not None else None)
 
 
-_CHECKS: tuple[Callable[[BlockFiles], Iterator[Finding]], ...] = (
+OF_BLOCKS = (
     check_keys,
     check_masks,
     check_target,
     check_rope,
     check_taps,
     check_tensors,
+    check_values,
     check_vocabulary,
 )
-
-
-def examine(folder: Path, target: Target | None) -> DoctorReport:
-    """Make all checks. Without a target, those that need one are left out. Raises CheckpointError where there is
-    nothing to look at: no config.json, no whole safetensors file."""
-    files = BlockFiles(folder, target)
-    findings = [finding for check in _CHECKS for finding in check(files)]
-    if files.unread and not any(finding.level == "error" for finding in findings):
-        findings.append(catalogue.SIZES.found(CONFIG, "a head that can be made", files.unread))
-    tensors = files.tensors
-    rows = [(name, tensors.shape(name), tensors.dtype(name).name) for name in sorted(tensors.names())]
-    return DoctorReport(folder, files.stated.layout, files.facts(), rows, findings)
