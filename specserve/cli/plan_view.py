@@ -12,8 +12,9 @@ from rich.table import Table
 from specserve import config
 from specserve.devices import DEVICES
 from specserve.plan.collectives import span
-from specserve.plan.outline import SHARE_OF_PEAK, Outline, answer_tokens, outline
+from specserve.plan.outline import Outline, answer_tokens, outline
 from specserve.plan.training import RunPlan, make_plan
+from specserve.plan.work import SHARE_OF_PEAK
 from specserve.train.flops import Flops
 from specserve.train.settings import TrainRun
 
@@ -25,7 +26,7 @@ def show_plan(run: TrainRun) -> None:
 
     console.print(_outline(outline(plan, jax.devices()[0].device_kind)), highlight=False)
     console.print(Syntax(config.to_yaml(plan.run).rstrip(), "yaml", theme="ansi_dark", background_color="default"))
-    sent = [_exchanges(plan)] if plan.exchanges else []
+    sent = [_collectives(plan)] if plan.collectives else []
     for table in (_sizes(plan), _memory(plan), _operations(plan), *sent, _devices(plan)):
         console.print()
         console.print(table, highlight=False)
@@ -129,12 +130,12 @@ def _operations(plan: RunPlan) -> Table:
     return table
 
 
-def _exchanges(plan: RunPlan) -> Table:
-    whole = in_bytes(sum(each.num_bytes for each in plan.exchanges))
+def _collectives(plan: RunPlan) -> Table:
+    whole = in_bytes(sum(each.num_bytes for each in plan.collectives))
     table = make_table(
         f"Sent by each device in a step ({_mesh(plan)})", "", "bytes", "along", "within", footers=("sum", whole, "", "")
     )
-    for each in plan.exchanges:
+    for each in plan.collectives:
         axes = ", ".join(axis for axis in each.axes if axis in plan.mesh)
         table.add_row(each.what, in_bytes(each.num_bytes), axes, f"{span(plan.mesh, each.axes):,} devices")
     table.caption = "as rings send it, by shape: over NVLink or ICI where these join so many, else over the network"
@@ -142,7 +143,7 @@ def _exchanges(plan: RunPlan) -> Table:
 
 
 def _devices(plan: RunPlan) -> Table:
-    sending = ("sending",) if plan.exchanges else ()
+    sending = ("sending",) if plan.collectives else ()
     columns = ("memory", "", *sending, "positions/s at peak", f"at {SHARE_OF_PEAK:.0%}", "the run")
     table = make_table(f"On {plan.num_devices} of", "", *columns)
     for device in DEVICES:
@@ -151,7 +152,7 @@ def _devices(plan: RunPlan) -> Table:
         peak, rate = plan.positions_per_second(device), plan.positions_per_second(device, SHARE_OF_PEAK)
         steps = plan.run.train.max_steps
         hours = f"{steps * plan.positions / rate / 3600:,.1f} h" if steps else ""
-        sent = (f"{plan.sending_seconds(device):,.2f} s",) if plan.exchanges else ()
+        sent = (f"{plan.sending_seconds(device):,.2f} s",) if plan.collectives else ()
         table.add_row(device.name, in_bytes(device.memory), fits, *sent, f"{peak:,.0f}", f"{rate:,.0f}", hours)
     if plan.run.train.max_steps:
         table.caption = f"the run: {plan.run.train.max_steps:,} steps at {SHARE_OF_PEAK:.0%}, without measurements"
