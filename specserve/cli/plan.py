@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from specserve.cli.plan_view import in_bytes, make_table
+from specserve.cli.plan_view import in_bytes, make_table, memory_table, whose
 from specserve.cli.targets import short
 from specserve.devices import DEVICES
 from specserve.drafters.speculation import describe
@@ -26,7 +26,7 @@ def serve(run: PlanServeRun) -> None:
     if run.json:
         print(json.dumps(plan.to_json(), indent=2))
         return
-    tables = [_outline(plan), _memory(plan), _load(plan)]
+    tables = [_outline(plan), memory_table("Memory of each device", plan.fleet.fit.memory), _load(plan)]
     if plan.others:
         tables.append(_others(plan))
     console = Console()
@@ -80,24 +80,14 @@ def _outline(plan: ServePlan) -> Table:
     shown.add_row("replicas", f"{fleet.replicas} on {fleet.devices} x {order.device.name} each: {on}")
     shown.add_row("step costs", escape(fleet.costs.source))
     if reached is not None:
-        whose = "" if reached.target == run.target else f" for {reached.target}, the nearest in size that is known"
-        text = f"published: {reached.tau}{whose} ({reached.bench}, {reached.how}; {reached.source})"
-        shown.add_row("expected tau", escape(f"{order.tau:.2f} with {run.speculation}; {text}"))
+        published = f"{reached.tau}{whose(reached, run.target)}"
+        shown.add_row("expected tau", escape(f"{order.tau:.2f} with {run.speculation}; published: {published}"))
     if order.tree is not None:
         plain = fleet.states["plain"].batch
         batch = f"{plain:.1f}" if plain >= 0.05 else "fewer than 0.1"
         shown.add_row(
             "break-even tau", f"{fleet.break_even_tau:.2f} at {batch} sequences at once, as many as plain decoding has"
         )
-    return shown
-
-
-def _memory(plan: ServePlan) -> Table:
-    parts = plan.fleet.fit.memory
-    total = in_bytes(sum(part.num_bytes for part in parts))
-    shown = make_table("Memory of each device", "", "bytes", "", footers=("sum", total, ""))
-    for part in parts:
-        shown.add_row(part.name, in_bytes(part.num_bytes), part.what)
     return shown
 
 

@@ -60,11 +60,9 @@ class Activations:
         """The bytes of the draft's logits and of their gradient, which their softmax becomes, and of the target's
         logits and distribution, for one chunk of positions, and of the output head's gradient, added up over chunks."""
         target, drafter, costs = self.shape.target, self.shape.drafter, self.shape.costs()
-        steps = self.shape.rollout.length
-        logits = at_once = steps * drafter.draft_vocab_size
-        distributions = 1
+        logits = at_once = self.shape.rollout.length * drafter.draft_vocab_size
+        distributions = self.shape.distributions
         if not costs.has_one_teacher:
-            distributions = steps
             at_once += distributions * target.vocab_size
         length = chunked_loss.chunk_length(math.ceil(self.positions * costs.states), at_once, self.platform)
         teacher = 2 * target.vocab_size if self.shape.has_logits else 0

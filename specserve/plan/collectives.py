@@ -33,14 +33,12 @@ class Collective:
 def step_collectives(shape: StepShape, mesh: Mesh, gradient_bytes: int) -> tuple[Collective, ...]:
     """Count what is sent in a step, axis by axis of the mesh. `gradient_bytes` are those of the head's gradient on each
     device."""
-    positions = shape.positions // (num_parts(mesh, "batch") * num_parts(mesh, "sequence"))
-    target, costs = shape.target, shape.costs()
+    target, costs, positions = shape.target, shape.costs(), shape.positions_of_each(mesh)
     found = [_gradient(mesh, gradient_bytes * shape.accumulate), *_head(shape, costs, mesh, positions)]
     if shape.has_layers:
         found += [_experts(target, mesh, positions), *_layers(target, mesh, positions)]
     if shape.has_logits and _is_cut(mesh, target.vocab_size):
-        distributions = 1 if costs.has_one_teacher else shape.rollout.length
-        of_each = costs.states * distributions * shape.drafter.draft_vocab_size
+        of_each = costs.states * shape.distributions * shape.drafter.draft_vocab_size
         found.append(_sums("the target's logits of the draft's tokens", mesh, positions * of_each * 4))
     return tuple(each for each in found if each.num_bytes)
 

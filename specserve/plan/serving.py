@@ -67,7 +67,7 @@ class PlannedFleet:
     states: dict[str, SteadyState]  # "plain", and "speculative" where anything speculates
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything that was found about the fleet, in units as the names say."""
+        """Return everything that was found about the fleet, in the units that the names carry."""
         return {
             "mesh": self.mesh,
             "devices_per_replica": self.devices,
@@ -147,7 +147,7 @@ class ServePlan:
     others: tuple[PlannedFleet, ...]  # on other meshes, the best first
 
     def to_json(self) -> dict[str, Any]:
-        """Return everything that was found, in units as the names say."""
+        """Return everything that was found, in the units that the names carry."""
         order, run = self.order, self.order.run
         tau = {"value": order.tau, "from": order.reached and asdict(order.reached)}
         return {

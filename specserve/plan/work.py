@@ -3,7 +3,7 @@ bytes sent, from shapes alone.
 
 Counted is what any implementation must do: the bytes of the matrices that a device holds (of a mixture, those of the
 experts that so many tokens are expected to choose), the committed keys and values of its sequences, two operations for
-each number of a matrix and each row, attention's, and the bytes that layers exchange between devices. A pass takes as
+each number of a matrix and each row, attention's, and the bytes that layers send between devices. A pass takes as
 long as the slower of memory and arithmetic, each at a share of its peak that is usual, and what is sent besides (a
 roofline).
 """

@@ -59,6 +59,15 @@ class StepShape:
         """True where the step computes the target's logits."""
         return not self.is_captured and self.teacher != "data"
 
+    @property
+    def distributions(self) -> int:
+        """The number of the target's distributions with which a position's states are compared."""
+        return 1 if self.costs().has_one_teacher else self.rollout.length
+
+    def positions_of_each(self, mesh: Mesh | None) -> int:
+        """Return the number of positions that each device has."""
+        return self.positions // (num_parts(mesh, "batch") * num_parts(mesh, "sequence"))
+
     def costs(self, mesh: Mesh | None = None) -> Costs:
         """Return what the head's rollout costs each device for a position."""
         return self.drafter.costs(self.rollout, self.seq, mesh)
@@ -84,7 +93,7 @@ def step_flops(shape: StepShape, platform: str, mesh: Mesh | None = None) -> Ste
 
     def over(mesh: Mesh | None) -> tuple[Flops, Flops, Flops]:
         """Return the operations of one device of the mesh."""
-        positions = shape.positions // (num_parts(mesh, "batch") * num_parts(mesh, "sequence"))
+        positions = shape.positions_of_each(mesh)
         forward, costs = Flops(0, 0), shape.costs(mesh)
         if shape.has_layers:
             forward = _target(shape.target, shape.seq, positions, platform, mesh)
@@ -105,7 +114,9 @@ def _target(config: ModelConfig, seq: int, positions: int, platform: str, mesh: 
     if mesh is not None:
         spec = on_device(spec, place_target(config, spec, mesh))
     for i, layer in enumerate(spec.layers):
-        together = positions * num_parts(mesh, "experts")  # those that have different experts exchange their tokens
+        together = positions * num_parts(
+            mesh, "experts"
+        )  # those that have different experts send each other their tokens
         total += _products(config, layer, together, platform) + _mixing(config, config.kind(i), seq, mesh)
     return total
 
@@ -127,14 +138,13 @@ def mixing_flops(config: ModelConfig, seq: int) -> float:
 def _loss(shape: StepShape, costs: Costs, mesh: Mesh | None) -> Flops:
     """Count the output heads' operations for one position: the target's logits once for all states that are compared
     with them, and the draft's of every state with the gradients of both factors, if both learn."""
-    target, drafter, length = shape.target, shape.drafter, shape.rollout.length
+    target, drafter = shape.target, shape.drafter
     vocab_size, draft_size = (
         on_each_device(mesh, "vocab", size) for size in (target.vocab_size, drafter.draft_vocab_size)
     )
     teacher = 2 * target.d_model * vocab_size if shape.has_logits else 0
     each = (2 if costs.shares_output else 3) * 2 * drafter.d_model * draft_size
-    distributions = 1 if costs.has_one_teacher else length
-    return Flops(1, 1) * (costs.states * (distributions * teacher + length * each))
+    return Flops(1, 1) * (costs.states * (shape.distributions * teacher + shape.rollout.length * each))
 
 
 def _products(config: ModelConfig, layer: Any, positions: int, platform: str) -> Flops:

@@ -1,4 +1,4 @@
-"""A plan is what the compiler says: operations within a few percent, arguments to the byte. Every recipe has one."""
+"""A plan is what the compiler counts: operations within a few percent, arguments to the byte. Every recipe has one."""
 
 import dataclasses
 import math
@@ -147,7 +147,7 @@ def test_operations_are_those_of_the_program(
 def test_operations_of_blocks_are_those_of_the_program(
     monkeypatch: pytest.MonkeyPatch, blocks: DraftSettings, rollout: Rollout, flags: dict[str, Any]
 ) -> None:
-    """Of a head that shares the target's output head, and of one that has its own and learns what the data says."""
+    """Of a head that shares the target's output head, and of one that has its own and learns from the data."""
     monkeypatch.setattr(learn, "SLOTS_AT_ONCE", 1 << 40)
     blocks = dataclasses.replace(blocks, aux_layers=(0, 2, 4))
     lowered, loss = _lowered(WIDE, rollout, blocks=blocks, **flags)
@@ -293,7 +293,7 @@ def test_a_group_that_fits_no_host_goes_over_the_network() -> None:
 
 
 def test_every_recipe_has_a_plan_that_fits(tmp_path: Path) -> None:
-    """On devices of 80 GB with a fifth left, as many as its mesh says, which is one where that is enough."""
+    """On devices of 80 GB with a fifth left, as many as its mesh has, which is one where that is enough."""
     for name in (BUNDLED, *PRESETS):
         file = tmp_path / f"{name}.yaml"
         file.write_text(recipe(name))
@@ -339,9 +339,9 @@ def test_a_plan_follows_the_settings() -> None:
     host = _plan(run, train=dataclasses.replace(train, moments="host"))
     assert host.host_bytes + _part(host, "moments") == _part(plain, "moments")
     assert _part(host, "moments") < 1e6
-    kept = _plan(run, train=dataclasses.replace(train, remat=False))
-    assert kept.device_bytes == plain.device_bytes + plain.without_remat
-    assert kept.flops.total.executed < plain.flops.total.executed
+    stored = _plan(run, train=dataclasses.replace(train, remat=False))
+    assert stored.device_bytes == plain.device_bytes + plain.without_remat
+    assert stored.flops.total.executed < plain.flops.total.executed
     halved = _plan(run, train=dataclasses.replace(train, accumulate=2))
     assert _part(halved, "rollout") == _part(plain, "rollout") / 2
     cached = _plan(run, features=CaptureSettings(capture="features"))

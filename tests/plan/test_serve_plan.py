@@ -127,7 +127,7 @@ def test_the_load_that_the_documents_call_too_much_is() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "said"),
+    ("changes", "reason"),
     [
         ({"devices": "h900-4"}, r"'h900' is not in the table, expected one of a100, .*plan devices"),
         ({"devices": "h100"}, r"expected a name and a number of chips, such as h100-8"),
@@ -144,22 +144,22 @@ def test_the_load_that_the_documents_call_too_much_is() -> None:
         ({"shared_prompt": 600}, r"must be shorter than --prompt 600"),
     ],
 )
-def test_what_cannot_be_planned_says_why(changes: dict[str, object], said: str) -> None:
-    with pytest.raises(ConfigError, match=said):
+def test_what_cannot_be_planned_has_a_reason(changes: dict[str, object], reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
         make_serve_plan(dataclasses.replace(QWEN, **changes))
 
 
-def test_the_command_says_the_same_in_json_as_in_tables(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_writes_the_same_in_json_as_in_tables(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "160")
     flags = "plan serve --target qwen3-8b --devices tpu-v6e-8 --qps 3 --prompt 500 --answer 60 --shared-prompt 256"
     shown = CliRunner().invoke(app, flags.split())
     found = CliRunner().invoke(app, [*flags.split(), "--json"])
     assert (shown.exit_code, found.exit_code) == (0, 0)
-    said = json.loads(found.stdout)
-    fleet = said["fleet"]
+    written = json.loads(found.stdout)
+    fleet = written["fleet"]
     assert f"{fleet['replicas']} on {fleet['devices_per_replica']} x TPU v6e each" in shown.stdout
     assert f"{fleet['break_even_tau']:.2f} at " in shown.stdout
-    assert said["speculation"] == "chain:3"
+    assert written["speculation"] == "chain:3"
     assert all(f"{each['ms_per_token']:.2f}" in shown.stdout for each in fleet["ways"].values())
     assert CliRunner().invoke(app, [*flags.split(), "--json"]).stdout == found.stdout
 
