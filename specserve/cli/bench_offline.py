@@ -15,7 +15,6 @@ from specserve.eval.bench.trace import newest_trace, read_operations
 from specserve.eval.report import table
 from specserve.eval.settings import LatencyRun, ThroughputRun
 from specserve.provenance import collect
-from specserve.serve.tuned import TUNED
 
 TOP = 12  # operations of a trace that are shown
 
@@ -48,7 +47,7 @@ def throughput(run: ThroughputRun) -> None:
 
 
 def _measure(run: LatencyRun | ThroughputRun) -> Measured:
-    if run.speculation not in ("auto", TUNED):
+    if run.speculation != "auto":
         parse_speculation(run.speculation)  # a wrong one is said before minutes of work
     models = bench_models(run)
     with Bars() as progress:
@@ -69,8 +68,8 @@ def _show(run: LatencyRun | ThroughputRun, found: Measured) -> None:
             f"{1e3 * roofline.seconds:.2f}",
             f"{1e3 * roofline.draft_seconds:.2f}" if roofline.draft_seconds else "",
             f"{1e3 * (roofline.seconds - roofline.draft_seconds):.2f}",
-            f"{roofline.work.num_bytes / 1e6:,.0f}",
-            f"{roofline.work.num_flops / 1e9:,.2f}",
+            f"{roofline.work.read / 1e6:,.0f}",
+            f"{roofline.work.flops / 1e9:,.2f}",
             f"{roofline.mbu:.0%}",
             f"{roofline.mfu:.0%}",
         )

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
-from specserve.drafters.door import Costs
+from specserve.drafters.learning import Costs
 from specserve.mesh import LOGICAL_TO_MESH, MESH_AXES, num_parts, on_each_device
 from specserve.models.config import ModelConfig
 from specserve.train.flops import StepShape

@@ -12,9 +12,9 @@ from typing import Any
 from specserve import config
 from specserve.checkpoints.configs import find_config
 from specserve.devices import Device, parse_devices
-from specserve.drafters.door import TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
+from specserve.drafters.registry import KindName
 from specserve.drafters.speculation import describe, drafter_for, parse_speculation
-from specserve.drafters.words import KindName
 from specserve.errors import ConfigError
 from specserve.mesh import SERVING_AXES, mesh_sizes, num_parts
 from specserve.models.config import ModelConfig

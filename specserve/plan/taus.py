@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from specserve.checkpoints.source import BUNDLED
-from specserve.drafters.words import DEFAULT_KIND, KindName
+from specserve.drafters.registry import DEFAULT_KIND, KindName
 from specserve.models.presets import PRESETS, PRESETS_FILE, target_size
 
 TAUS_FILE = PRESETS_FILE.with_name("taus.json")

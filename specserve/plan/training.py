@@ -13,7 +13,7 @@ from jax.sharding import Mesh
 from specserve import processes
 from specserve.checkpoints.configs import find_config
 from specserve.devices import Device
-from specserve.drafters.door import TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
 from specserve.mesh import mesh_sizes, whole
 from specserve.models.config import ModelConfig
 from specserve.models.params import abstract, num_params

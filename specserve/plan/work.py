@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import AbstractMesh, AxisType, Mesh
 
 from specserve.devices import Device
-from specserve.drafters.door import TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
 from specserve.kernels.grouped import expected_experts
 from specserve.mesh import MESH_AXES, num_parts
 from specserve.models.config import ModelConfig

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from specserve.checkpoints.source import resolve_head
-from specserve.drafters.words import CARRIED
+from specserve.drafters.registry import CARRIED
 from specserve.mesh import SERVING_AXES, in_equal_parts, parse_mesh
 from specserve.serve.engine.engine import Engine
 from specserve.serve.launch import Models, load_beside, load_models, make_engine
@@ -36,7 +36,6 @@ def measured_engine(
     num_slots: int,  # at least: over a mesh, as many as its data ranks share out evenly
     max_model_len: int,
     is_coupled: bool = True,
-    tuned_profile: str = "",
     on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None,
 ) -> Engine:
     """An engine for requests without constraints, compiled and not yet started. Raises ConfigError."""
@@ -44,7 +43,6 @@ def measured_engine(
         speculation=speculation,
         max_slots=in_equal_parts(models.mesh, "batch", num_slots),
         max_model_len=max_model_len,
-        tuned_profile=tuned_profile,
         constrained=False,
         early_ready=False,
     )

@@ -13,7 +13,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specserve.drafters.door import TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
 from specserve.eval.bench.step_times import bytes_read, read_bandwidth
 from specserve.models.config import ModelConfig
 from specserve.plan.work import DeviceWork, Replica, abstract_mesh, total_bytes
