@@ -78,7 +78,7 @@ def join(coordinator: str, num_processes: int, process_id: int, seconds: int) ->
         _initialize(INITIALIZE_SECONDS, _unconnected(coordinator, num_processes, process_id), **told)
     except (OSError, RuntimeError, ValueError) as error:
         raise ConfigError(
-            f"coordinator {coordinator}: process {process_id} of {num_processes} could not join ({_line(error)}); "
+            f"coordinator {coordinator}: process {process_id} of {num_processes} could not join ({as_line(error)}); "
             "every process needs the same address of the first one, a number of its own, and a way there"
         ) from error
 
@@ -120,7 +120,7 @@ def _initialize(seconds: int, late: str, **told: Any) -> None:
         raise outcome[0]
     if outcome:
         raise ConfigError(
-            f"coordinator auto: no launcher says who takes part ({_line(outcome[0])}); asked are Slurm, Open MPI, "
+            f"coordinator auto: no launcher says who takes part ({as_line(outcome[0])}); asked are Slurm, Open MPI, "
             "Cloud TPU, and Kubernetes with pip install 'jax[k8s]'. Elsewhere give host:port of the first process, "
             "num_processes and process_id"
         )
@@ -200,7 +200,7 @@ def _report(coordinator: str, num_processes: int, process_id: int, seconds: int)
                     logger.info(said)
                     word = time.monotonic() + log.SAY_SECONDS
         except OSError as error:  # it is not there yet
-            reason, said = _line(error), ""
+            reason, said = as_line(error), ""
         if said == _COME:
             return
         if said.isprintable() and said:
@@ -319,12 +319,13 @@ def as_lost(error: Exception) -> ProcessError | None:
     if jax.process_count() == 1 or not is_runtime:
         return None
     return ProcessError(
-        f"process {jax.process_index()} cannot go on without the others, one of which has ended ({_line(error)}); "
+        f"process {jax.process_index()} cannot go on without the others, one of which has ended ({as_line(error)}); "
         "start all of them again with --resume"
     )
 
 
-def _line(error: Exception) -> str:
+def as_line(error: BaseException) -> str:
+    """The first line of an error, or the name of its class where it has no text."""
     return str(error).splitlines()[0] if str(error) else type(error).__name__
 
 

@@ -205,10 +205,10 @@ def capture(
     begin = time.monotonic()
     for done, number in enumerate(missing):
         capturer.write(number)
-        say_left(features, number, done + 1, len(missing), begin)
+        log_time_left(features, number, done + 1, len(missing), begin)
 
 
-def say_left(features: FeatureFolder, number: int, done: int, total: int, begin: float) -> None:
+def log_time_left(features: FeatureFolder, number: int, done: int, total: int, begin: float) -> None:
     """Log that a file is there, and how long the others will take."""
     left = (time.monotonic() - begin) / done * (total - done) / 60
     logger.info("captured file %d of %d, about %.0f minutes left", number + 1, features.manifest.num_files, left)

@@ -25,13 +25,13 @@ from specserve.drafters.door import TrainedDrafter
 from specserve.errors import ConfigError, DataError, SpecServeError
 from specserve.mesh import num_devices
 from specserve.models.config import ModelConfig
-from specserve.processes import ProcessError
+from specserve.processes import ProcessError, as_line
 from specserve.train.features import States
 from specserve.train.remote.messages import LIFE, PrefillSpec, Sample
 from specserve.train.remote.prefill import expected_states, from_bytes
 from specserve.train.remote.target_actor import TargetActor
 from specserve.train.run.checks import targets_of_each
-from specserve.train.settings import TrainRun
+from specserve.train.settings import ServiceSettings, TrainRun
 
 logger = logging.getLogger(__name__)
 
@@ -132,19 +132,19 @@ class TargetService:
             cause = error.cause
             if isinstance(cause, SpecServeError):
                 raise type(cause)(f"{who}: {cause}") from None
-            raise ProcessError(f"{who} failed ({_line(cause)}); mend that, then {AGAIN}") from error
+            raise ProcessError(f"{who} failed ({as_line(cause)}); mend that, then {AGAIN}") from error
         except (errors.ObjectStoreFullError, errors.OutOfDiskError) as error:
             raise ProcessError(
-                f"{who}: Ray's object store is full, and its disk too ({_line(error)}); give Ray more of either, or "
+                f"{who}: Ray's object store is full, and its disk too ({as_line(error)}); give Ray more of either, or "
                 f"lower --target-ahead, then {AGAIN}"
             ) from error
         except errors.RayActorError as error:
             raise ProcessError(
-                f"{who} died {RETRIES + 1} times over {_rows(lease.batch)} ({_line(error)}); look for its memory, then "
-                f"{AGAIN}"
+                f"{who} died {RETRIES + 1} times over {_rows(lease.batch)} ({as_line(error)}); look for its memory, "
+                f"then {AGAIN}"
             ) from error
         except errors.RayError as error:
-            raise ProcessError(f"{who}: its states are lost ({_line(error)}); {AGAIN}") from error
+            raise ProcessError(f"{who}: its states are lost ({as_line(error)}); {AGAIN}") from error
         if self._processes.setdefault(lease.actor, sample.process) != sample.process:
             logger.warning("%s died and was started again", who)
             self._processes[lease.actor] = sample.process
@@ -210,7 +210,7 @@ def open_service(
     num_ahead = settings.target_ahead or 2 * count
     ray = cluster.connect(run.ray_address)
     _check_room(ray, expected, num_ahead, num_trainers)
-    resources = reserve_targets(ray, run)
+    resources = reserve_targets(ray, settings)
     kind = ray.remote(
         max_restarts=-1,
         max_task_retries=RETRIES,
@@ -226,10 +226,12 @@ def open_service(
     return TargetService(ray, actors, expected, num_ahead, count * jax.process_index())
 
 
-def reserve_targets(ray: Any, run: TrainRun, taken: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
-    """Reserve the devices of each target process, and return what Ray keeps for it, as `cluster.reserve` says it."""
+def reserve_targets(
+    ray: Any, settings: ServiceSettings, taken: Mapping[str, float] = MappingProxyType({})
+) -> dict[str, float]:
+    """Reserve the devices of each target process. Returns what Ray keeps for it (see `cluster.reserve`)."""
     fewer = "--target-service or --target-mesh"
-    return cluster.reserve(ray, num_devices(run.service.target_mesh), run.service.target_service, fewer, taken)
+    return cluster.reserve(ray, num_devices(settings.target_mesh), settings.target_service, fewer, taken)
 
 
 def _check_room(ray: Any, expected: States, num_ahead: int, num_trainers: int) -> None:
@@ -251,7 +253,3 @@ def _check_room(ray: Any, expected: States, num_ahead: int, num_trainers: int) -
 
 def _rows(batch: Batch) -> str:
     return f"rows {', '.join(map(str, batch.row_ids[:4].tolist()))}{', ...' if len(batch.row_ids) > 4 else ''}"
-
-
-def _line(error: BaseException) -> str:
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
