@@ -13,8 +13,7 @@ from rich.text import Text
 
 from specserve.cli.progress import console
 from specserve.train.evaluation import Measurement
-from specserve.train.run.observers import read_metrics
-from specserve.train.run.report import REPORT_FILE, duration, gigabytes, outlook, tau_curve
+from specserve.train.run.report import REPORT_FILE, duration, gigabytes
 from specserve.train.speed import Speed
 from specserve.train.trainer import Progress as Moment
 from specserve.train.trainer import Trainer
@@ -99,7 +98,7 @@ class TrainingBar:
         return f"step {moment.step:,}  tau {moment.evaluation.tau:.3f} ({best})  by depth {rates}"
 
     def summary(self, next_command: str) -> None:
-        """Print the last measurement, the best one, the outlook, and the command to go on with."""
+        """Print the last measurement, the best one, and the command to go on with."""
         trainer = self._trainer
         if self._evaluation:
             console.print(_arms_table(self._evaluation.to_json()))
@@ -107,9 +106,6 @@ class TrainingBar:
                 console.print(
                     f"the best was tau {trainer.best.tau:.3f} at step {trainer.best.step:,}; that head is kept"
                 )
-        measured = [row for row in read_metrics(trainer.output) if row["tau"] is not None]
-        for line in outlook(tau_curve(trainer.run, measured)):
-            console.print(line, highlight=False)
         output = escape(str(trainer.output))
         console.print(f"the head is in {output}, the report in {output}/{REPORT_FILE}", highlight=False, soft_wrap=True)
         console.print(f"next: [bold]{escape(next_command)}[/]", highlight=False, soft_wrap=True)
