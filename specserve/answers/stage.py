@@ -36,7 +36,7 @@ from specserve.tokenizer import Tokenizer
 from specserve.train.run import budget as budgets
 from specserve.train.run.budget import Budget
 from specserve.train.run.prepare import Mixture
-from specserve.train.settings import TrainRun
+from specserve.train.settings import DataSettings, TrainRun, TrainSettings
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +67,7 @@ def answer(
     """Have the target answer as many conversations as the run draws. Returns the mixture with the target's answers in
     place of its own, and the budget with what was decided. Held-out questions stay as they are. Raises DataError where
     nothing can be asked, ConfigError or CheckpointError where the target cannot be run."""
-    store = _Store(run, target)
+    store = _Store(target, run.data, run.train, run.quantization)
     with store.lock():
         begin = time.monotonic()
         drawn = dataset.draw(mixture, run.data.max_conversations, run.train.seed)
@@ -77,7 +77,7 @@ def answer(
             with _engine(run, watch) as engine:
                 if budget and not budget.conversations:
                     budget = _measured(store, engine, drawn, budget)
-                    budgets.record(run, budget)
+                    budgets.record(Path(run.output), budget)
                     drawn = dataset.draw(mixture, budget.conversations, run.train.seed)
                 store.ask(engine, drawn, watch.on_answer)
             store.settle(drawn)
@@ -85,7 +85,7 @@ def answer(
         if budget:
             count = budget.conversations or sum(len(source.train) for source in drawn)
             budget = dataclasses.replace(budget, conversations=count, spent=budget.spent + time.monotonic() - begin)
-            budgets.record(run, budget)
+            budgets.record(Path(run.output), budget)
         return store.read(drawn, mixture), budget
 
 
@@ -99,7 +99,7 @@ def _engine(run: TrainRun, watch: Watch) -> Iterator[Engine]:
     engine = answering_engine(
         models,
         "",
-        num_slots=_num_slots(run, models),
+        num_slots=_num_slots(models, run.data.answer_slots, run.train.seq_len),
         max_model_len=run.train.seq_len,
         on_warmup=watch.on_warmup,
     )
@@ -108,15 +108,15 @@ def _engine(run: TrainRun, watch: Watch) -> Iterator[Engine]:
         yield engine
 
 
-def _num_slots(run: TrainRun, models: Models) -> int:
-    """Return how many answers are made at once: as many as the run asks for and the devices have room for, as a
-    multiple of the parts that they are spread over."""
+def _num_slots(models: Models, most: int, seq_len: int) -> int:
+    """Return how many answers of at most `seq_len` tokens are made at once: as many as the devices have room for, at
+    most `most`, as a multiple of the parts that they are spread over."""
     drafter = models.head.drafter if models.head else None
-    each = bytes_per_token(models.target.config, drafter, models.mesh) * run.train.seq_len
+    each = bytes_per_token(models.target.config, drafter, models.mesh) * seq_len
     room = num_parts(models.mesh, "batch") * int(CACHE_SHARE * free_memory(models.mesh) / max(each, 1))
-    if room < run.data.answer_slots:
-        logger.info("%d answers at once, for which there is memory, in place of %d", room, run.data.answer_slots)
-    return in_equal_parts(models.mesh, "batch", max(1, min(room, run.data.answer_slots)))
+    if room < most:
+        logger.info("%d answers at once, for which there is memory, in place of %d", room, most)
+    return in_equal_parts(models.mesh, "batch", max(1, min(room, most)))
 
 
 class _Enough(Exception):
@@ -150,19 +150,19 @@ def _measured(store: "_Store", engine: Engine, drawn: Mixture, budget: Budget) -
 class _Store:
     """A store of the answers that one target gave in one manner."""
 
-    def __init__(self, run: TrainRun, target: TargetSource) -> None:
-        template_kwargs = parse_template_kwargs(run.data.template_kwargs)
+    def __init__(self, target: TargetSource, data: DataSettings, train: TrainSettings, quantization: str) -> None:
+        template_kwargs = parse_template_kwargs(data.template_kwargs)
         tokenizer = Tokenizer.load(target.folder, template_kwargs)
         self._manner = Manner(
-            max_tokens=run.data.answer_tokens or run.train.seq_len,
-            temperature=run.data.answer_temperature,
-            seed=run.train.seed,
+            max_tokens=data.answer_tokens or train.seq_len,
+            temperature=data.answer_temperature,
+            seed=train.seed,
             thinking="drop" if tokenizer.template.mentions(FINAL_CHANNEL) else "keep",
             template_kwargs=template_kwargs,
         )
         self._manner.check(tokenizer)
         self._fingerprint = fingerprint(target.folder)
-        manner = {**dataclasses.asdict(self._manner), "max_model_len": run.train.seq_len, "weights": run.quantization}
+        manner = {**dataclasses.asdict(self._manner), "max_model_len": train.seq_len, "weights": quantization}
         self.folder = cache_folder() / "answers" / f"{self._fingerprint}-{_digest(json.dumps(manner, sort_keys=True))}"
 
     @contextlib.contextmanager

@@ -24,8 +24,8 @@ from specserve.errors import ConfigError
 from specserve.models.families import model_config
 from specserve.speculative.vocab import coverage
 from specserve.tokenizer import Tokenizer, read_end_ids
-from specserve.train.run.prepare import draft_vocab, load_data
-from specserve.train.settings import DataSettings, TrainRun, TrainSettings
+from specserve.train.run.prepare import draft_vocab, load_data, load_mixture
+from specserve.train.settings import DataSettings, TrainSettings
 
 OUTSIDE, LEARNED, GIVEN = "bold red", "green", "dim"  # of the draft vocabulary; bears loss; does not
 MARKS = "⟦⟧"  # around what bears loss, where there are no colours
@@ -56,8 +56,8 @@ def load(run: MixtureRun) -> Prepared:
         workers=run.workers,
         eval_prompts=0,
     )
-    train = TrainRun(target=run.target, data=data, train=TrainSettings(seq_len=run.seq_len, seed=run.seed))
-    dataset, _ = load_data(train, tokenizer, folder, vocab_size)
+    train, mixture = TrainSettings(seq_len=run.seq_len, seed=run.seed), load_mixture(run.target, data, vocab_size)
+    dataset, _ = load_data(run.target, data, train, mixture, tokenizer, folder, vocab_size)
     draft_ids = draft_vocab(dataset.counts, tokenizer, read_end_ids(folder), run.vocab_size)
     return Prepared(dataset, tokenizer, folder, draft_ids)
 

@@ -79,7 +79,7 @@ def _train(run: TrainRun, listen: Callable[[Trainer], None] = lambda _trainer: N
                 mixture, budget = _answered(run, mixture, budget)
             last = _learn(run, folder, mixture, budget, observers, listen)
     if last.ending.startswith("stopped"):
-        _say_how_to_go_on(run, f"{last.ending} at step {last.step}")
+        _show_how_to_go_on(run.output, f"{last.ending} at step {last.step}")
         return
     for bench in benches:
         _measure(run, bench)
@@ -93,7 +93,7 @@ def _read(run: TrainRun) -> Mixture:
         resolve_target(run.target)  # whose error names the weights too
         raise
     target, _ = find_config(str(folder))
-    return load_mixture(run, target.vocab_size, needs_answers=not run.data.regenerate)
+    return load_mixture(run.target, run.data, target.vocab_size, needs_answers=not run.data.regenerate)
 
 
 def _is_there(bench: str) -> bool:
@@ -130,7 +130,7 @@ def _answered(run: TrainRun, mixture: Mixture, budget: Budget | None) -> tuple[M
             return answers.answer(run, target, mixture, budget, Watch(on_warmup, on_answer))
         except KeyboardInterrupt:
             progress.stop()
-            _say_how_to_go_on(run, "stopped; the answers so far are kept")
+            _show_how_to_go_on(run.output, "stopped; the answers so far are kept")
             raise
 
 
@@ -151,7 +151,7 @@ def _learn(
             seconds = trainer.time_steps(budget.probe_seconds)
         spent = budget.spent + time.monotonic() - begin
         budget = budget.with_steps(most=run.train.max_steps, seconds_each=seconds, spent=spent)
-        budgets.record(run, budget)
+        budgets.record(folder.path, budget)
         console.print(f"{budget.steps:,} steps of {seconds:.3g} s fit the budget", highlight=False)
         run = budget.apply(run)
         trainer.rebound(run)
@@ -189,6 +189,6 @@ def _mesh_to_measure(run: TrainRun) -> str:
     return ",".join(f"{axis}={sizes[axis]}" for axis in ("tensor", "expert") if axis in sizes)
 
 
-def _say_how_to_go_on(run: TrainRun, what: str) -> None:
-    settings = escape(shlex.quote(str(Path(run.output) / SETTINGS_FILE)))
+def _show_how_to_go_on(folder: str, what: str) -> None:
+    settings = escape(shlex.quote(str(Path(folder) / SETTINGS_FILE)))
     console.print(f"{what}; go on with specserve train --config {settings} --resume", highlight=False, soft_wrap=True)

@@ -64,7 +64,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
 
         monkeypatch.setattr(answers, "_engine", engine)
         source = TargetSource(run.target, Path(run.target))
-        mixture = load_mixture(run, 512, needs_answers=False)
+        mixture = load_mixture(run.target, run.data, 512, needs_answers=False)
         return answers.answer(run, source, mixture, budget, Watch(on_answer=kill))[0]
 
     asked: list[int] = []

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from quick_compile import compile_without_emitters
 from rounding import tolerance
 
-from specserve import config, processes
+from specserve import cluster, config, processes
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import TargetSource
 from specserve.data.dataset import Prompt
@@ -41,7 +41,7 @@ from specserve.train.evaluation import HeldOutEvaluator, Measurement
 from specserve.train.features import FeatureSource
 from specserve.train.head import new_drafter
 from specserve.train.optimizer import make_optimizer
-from specserve.train.remote.target_service import open_service
+from specserve.train.remote.target_service import open_service, prefill_spec
 from specserve.train.run.folder import MetricsFile, RunFolder
 from specserve.train.settings import DraftSettings, EvalSettings, TrainRun, TrainSettings
 from specserve.train.speed import Speed
@@ -132,7 +132,8 @@ def tiny_trainer(
     if run.service.target_service:
         drafter = new_drafter(run.drafter, run.draft, target.config, len(data.target_ids))
         source = TargetSource(str(target.folder), target.folder)
-        features = open_service(run, source, target.config, drafter, data.loader)
+        spec = prefill_spec(run, source, target.config, drafter)
+        features = open_service(cluster.connect(run.ray_address), run.service, spec, target.config, data.loader)
     folder, notes = RunFolder(run, is_first=processes.is_first()), {"target": "tiny"}
     return make_trainer(run, target, data, notes, folder, evaluator=evaluator, features=features, mesh=mesh)
 

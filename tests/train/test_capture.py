@@ -28,7 +28,7 @@ from specserve.mesh import make_mesh
 from specserve.models.config import ModelConfig
 from specserve.speculative.vocab import DraftVocab
 from specserve.train import capture
-from specserve.train.capture import FeatureFolder, open_features
+from specserve.train.capture import Capturer, FeatureFolder, open_features
 from specserve.train.features import Format, TopK, bytes_per_position, decode, encode, unpack
 from specserve.train.features import pack as pack_codes
 from specserve.train.head import new_drafter
@@ -61,14 +61,15 @@ def _run(tmp_path: Path, how: Format = "int8", top_k: int = 20, **changes: Any) 
 def _open(run: TrainRun, target: Target, rows: PackedRows, ids: np.ndarray = IDS) -> FeatureFolder:
     drafter = new_drafter(run.drafter, run.draft, target.config, len(ids))
     digest = Loader(rows, 4, 0).state()["rows_digest"]
-    return open_features(run, target.folder, drafter, target.config, rows, digest, ids)
+    return open_features(run.features, target, run.quantization, drafter, rows, digest, ids)
 
 
 def _capture(
     run: TrainRun, target: Target, rows: PackedRows, mesh: Mesh | None = None, ids: np.ndarray = IDS
 ) -> FeatureFolder:
     features = _open(run, target, rows, ids)
-    capture.capture(features, target.folder, run, rows, ids, mesh)
+    sizes = {"batch_size": run.train.batch_size, "is_checked": run.check_weights, "mesh": mesh}
+    capture.capture(features, lambda: Capturer(features, target.folder, rows, ids, **sizes))
     assert not features.missing()
     return features
 

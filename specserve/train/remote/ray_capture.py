@@ -11,7 +11,7 @@ from specserve.checkpoints.source import resolve_target
 from specserve.errors import CapacityError, ConfigError
 from specserve.mesh import num_devices, parse_mesh, use_compilation_cache
 from specserve.provenance import fingerprint
-from specserve.train.capture import Capturer, FeatureFolder, capture, log_time_left
+from specserve.train.capture import Capturer, FeatureFolder, log_time_left
 from specserve.train.run.checks import check_settings
 from specserve.train.run.prepare import load_materials
 from specserve.train.settings import TrainRun
@@ -33,17 +33,14 @@ def capture_states(run: TrainRun) -> FeatureFolder:
     if run.ray:
         return _capture_on_ray(run)
     mesh = parse_mesh(run.mesh)
-    materials = load_materials(run, mesh)
-    features = materials.features(run)
-    capture(features, materials.source.folder, run, materials.loaded.rows, materials.data.target_ids, mesh)
-    return features
+    return load_materials(run, mesh).capture(mesh)
 
 
 def _capture_on_ray(run: TrainRun) -> FeatureFolder:
     ray = cluster.connect(run.ray_address)  # before JAX has threads, which are not for a process that forks
     try:
         materials = load_materials(run, None)
-        features = materials.features(run)
+        features = materials.features()
         if missing := features.missing():
             pool = cluster.Pool(run.num_workers, cluster.reserve(ray, num_devices(run.mesh), run.num_workers))
             rows = ray.put((materials.loaded.rows, materials.data.target_ids))
@@ -71,7 +68,15 @@ def _make_writer(run: TrainRun, features: FeatureFolder, rows: Any) -> Callable[
     if not features.folder.is_dir():
         raise ConfigError(f"{features.folder} is not there for this worker; let --capture be on a disk that all share")
     packed, target_ids = cluster.load("ray").get(rows)
-    capturer = Capturer(features, folder, run, packed, target_ids, parse_mesh(run.mesh))
+    capturer = Capturer(
+        features,
+        folder,
+        packed,
+        target_ids,
+        batch_size=run.train.batch_size,
+        is_checked=run.check_weights,
+        mesh=parse_mesh(run.mesh),
+    )
 
     def write(numbers: list[int]) -> int:
         [number] = numbers

@@ -182,33 +182,36 @@ class TargetService:
         return states
 
 
-def open_service(
-    run: TrainRun, source: TargetSource, config: ModelConfig, drafter: TrainedDrafter, loader: Loader
-) -> TargetService:
-    """Start the processes that work for this training process, which load the target when rows are asked for. Raises
-    ConfigError where the cluster cannot hold those of all training processes, or what they send."""
-    settings, num_trainers = run.service, jax.process_count()
-    count = targets_of_each(run, num_trainers)
-    shape = loader.peek().token_ids.shape
-    if shape[0] * num_trainers != loader.batch_size:
-        raise ConfigError(
-            f"--mesh {run.mesh}: the {num_trainers} training processes do not have rows of their own, which "
-            "--target-service needs; give a mesh such as data=N over all of them"
-        )
-    spec = PrefillSpec(
+def prefill_spec(run: TrainRun, source: TargetSource, config: ModelConfig, drafter: TrainedDrafter) -> PrefillSpec:
+    """Describe what the target processes of a run load, and what they send."""
+    return PrefillSpec(
         target=source.name,
         fingerprint=provenance.fingerprint(source.folder),
         dtype=config.dtype,
         quantization=run.quantization,
-        mesh=settings.target_mesh,
+        mesh=run.service.target_mesh,
         is_checked=run.check_weights,
         aux_layers=drafter.aux_layers,
         accumulate=run.train.accumulate,
-        transport=settings.target_transport,
+        transport=run.service.target_transport,
     )
+
+
+def open_service(
+    ray: Any, settings: ServiceSettings, spec: PrefillSpec, config: ModelConfig, loader: Loader
+) -> TargetService:
+    """Start the processes that work for this training process, which load the target when rows are asked for. Raises
+    ConfigError where the cluster cannot hold those of all training processes, or what they send."""
+    num_trainers = jax.process_count()
+    count = targets_of_each(settings, num_trainers)
+    shape = loader.peek().token_ids.shape
+    if shape[0] * num_trainers != loader.batch_size:
+        raise ConfigError(
+            f"--mesh: the {num_trainers} training processes do not have rows of their own, which --target-service "
+            "needs; give a mesh such as data=N over all of them"
+        )
     expected = expected_states(config, spec, shape)
     num_ahead = settings.target_ahead or 2 * count
-    ray = cluster.connect(run.ray_address)
     _check_room(ray, expected, num_ahead, num_trainers)
     resources = reserve_targets(ray, settings)
     kind = ray.remote(
@@ -222,7 +225,7 @@ def open_service(
         runtime_env=cluster.environment(),
     )(TargetActor)
     actors = [kind.remote(spec, cluster.Driver.here()) for _ in range(count)]
-    logger.info("%s runs in %d processes of its own", source.name, settings.target_service)
+    logger.info("%s runs in %d processes of its own", spec.target, settings.target_service)
     return TargetService(ray, actors, expected, num_ahead, count * jax.process_index())
 
 

@@ -108,9 +108,9 @@ def _read(path: Path) -> Budget:
         raise CheckpointError(f"{path}: not what a run wrote ({error}); begin another run") from error
 
 
-def record(run: TrainRun, budget: Budget) -> None:
-    """Write the decisions down for a run that resumes this one. Raises CheckpointError."""
-    path = Path(run.output) / FILE
+def record(folder: Path, budget: Budget) -> None:
+    """Write the decisions into the run's folder, for a run that resumes this one. Raises CheckpointError."""
+    path = folder / FILE
     try:
         with whole_file(path) as partial:
             partial.write_text(json.dumps(dataclasses.asdict(budget), indent=2) + "\n", encoding="utf-8")

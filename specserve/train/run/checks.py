@@ -141,19 +141,19 @@ def _check_service(run: TrainRun) -> None:
             "give each its --ray-address, or start the run with --ray --num-workers N in place of --coordinator"
         )
     if service.target_service:
-        targets_of_each(run, run.num_workers if run.ray else run.num_processes)
+        targets_of_each(service, run.num_workers if run.ray else run.num_processes)
     mesh_sizes(service.target_mesh)
 
 
-def targets_of_each(run: TrainRun, num_trainers: int) -> int:
+def targets_of_each(settings: ServiceSettings, num_trainers: int) -> int:
     """Return the number of target processes that work for each training process. Raises ConfigError where they cannot
     be shared out."""
-    if run.service.target_service % num_trainers:
+    if settings.target_service % num_trainers:
         raise ConfigError(
-            f"--target-service {run.service.target_service}: each of the {num_trainers} training processes has target "
+            f"--target-service {settings.target_service}: each of the {num_trainers} training processes has target "
             f"processes of its own; give a multiple of {num_trainers}"
         )
-    return run.service.target_service // num_trainers
+    return settings.target_service // num_trainers
 
 
 def _check_patience(run: TrainRun) -> None:

@@ -61,7 +61,7 @@ def render(report: RunReport) -> str:
         data=report.notes.get("data_summary", {}),
         settings=_settings(report.run),
         provenance=_shown(report),
-        commands=commands(report.run, is_stopped=report.ending.startswith("stopped")),
+        commands=commands(report.run.output, is_stopped=report.ending.startswith("stopped")),
     )
 
 
@@ -70,17 +70,18 @@ def comparable(measured: Sequence[Row]) -> list[Row]:
     return [row for row in measured if row.get("measurement") == measured[-1].get("measurement")]
 
 
-def commands(run: TrainRun, *, is_stopped: bool = False) -> list[tuple[str, str]]:
-    """List what one may do with the head, each with the command for it."""
-    folder, settings = shlex.quote(run.output), shlex.quote(f"{run.output.rstrip('/')}/{SETTINGS_FILE}")
-    more = f"--init-from {folder} --output {shlex.quote(run.output.rstrip('/') + '-2')}"
+def commands(output: str, *, is_stopped: bool = False) -> list[tuple[str, str]]:
+    """List what one may do with the head in this folder, each with the command for it."""
+    folder = output.rstrip("/")
+    head, settings, other = map(shlex.quote, (output, f"{folder}/{SETTINGS_FILE}", f"{folder}-2"))
+    last = ("Train it further", f"specserve train --config {settings} --init-from {head} --output {other}")
+    if is_stopped:
+        last = ("Go on", f"specserve train --config {settings} --resume")
     return [
-        ("Serve it", f"specserve serve --draft {folder}"),
-        ("Measure its speed", f"specserve eval --draft {folder}"),
-        ("Give it to vLLM", f"specserve export {folder} --to vllm"),
-        ("Go on", f"specserve train --config {settings} --resume")
-        if is_stopped
-        else ("Train it further", f"specserve train --config {settings} {more}"),
+        ("Serve it", f"specserve serve --draft {head}"),
+        ("Measure its speed", f"specserve eval --draft {head}"),
+        ("Give it to vLLM", f"specserve export {head} --to vllm"),
+        last,
     ]
 
 
