@@ -23,10 +23,16 @@ logger = logging.getLogger(__name__)
 
 OLDEST, BEYOND = Version("2.60"), Version("3")  # of Ray; what `serve` and `train` ask of it is of 2.60
 JOIN_SECONDS = 20  # to reach a cluster that is there
-START_SECONDS = 120  # for one of our own to start; Ray's 30 are too few where other programs run, and it is said
+START_SECONDS = 120  # for one of our own to start; Ray's 30 are too few where other programs run, and the log shows it
 START_VARIABLE = "RAY_raylet_start_wait_time_s"  # Ray's own, of other seconds
 KINDS = {"cpu": "CPU", "cuda": "GPU", "gpu": "GPU", "rocm": "GPU", "tpu": "TPU"}  # JAX's platforms, as Ray's resources
-COMPUTING = ("JAX_", "XLA_", "LIBTPU_", "NCCL_", "SPECSERVE_")  # what workers find in their environment as we did
+COMPUTING = (
+    "JAX_",
+    "XLA_",
+    "LIBTPU_",
+    "NCCL_",
+    "SPECSERVE_",
+)  # variables that workers find in their environment as this process did
 _INSTALL = "pip install 'specserve[scale]'"
 
 
@@ -160,7 +166,7 @@ class Pool:
     count: int
     each: Mapping[str, float]  # resources of each, by Ray's own names (`reserve`)
     size: int = 1  # items of a call
-    calls: int = 1  # that an actor has at once
+    calls: int = 1  # batches that an actor has at once
 
 
 def map_over(

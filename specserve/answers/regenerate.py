@@ -1,6 +1,6 @@
 """Training data in the target's own words: every question of a data set, answered by the target through the engine.
 
-A head learns to predict what the target says, not what a data set's authors wrote. A row depends on its question and
+A head learns to predict the target's words, not those of a data set's authors. A row depends on its question and
 the settings alone, never on batch mates, order or speculation; so a run that was killed goes on where it stopped and
 ends with the same rows.
 """
@@ -132,7 +132,7 @@ def regenerate(
     manner: Manner,
     *,
     samples: int = 1,  # rows per conversation, each drawn with its own seed
-    target: str = "",  # who answers: a name or fingerprint, kept with the settings
+    target: str = "",  # the name or fingerprint of the target, kept with the settings
     on_answer: Callable[[Account], None] = lambda _account: None,
 ) -> Account:
     """Append one row per conversation to `output` as it is done: `messages` with every answer given anew, each to the
@@ -243,7 +243,7 @@ class _Run:
             while self._open:
                 job, _ = self._finished.get(timeout=CANCEL_SECONDS)
                 self._open.pop(job.key, None)
-        except queue.Empty:  # an engine that is stuck: who asks next is told
+        except queue.Empty:  # the engine is stuck, which its next caller notices
             log.warning("%d answers that were asked for do not end", len(self._open))
 
     def _advance(self, job: Job, step: Callable[[Job], None]) -> None:
@@ -253,7 +253,7 @@ class _Run:
         except _Refused as reason:
             while job.messages and job.messages[-1]["role"] != "assistant":
                 job.messages.pop()
-            is_row = bool(job.messages) and str(reason) != FAILED  # what failed may succeed in the next run
+            is_row = bool(job.messages) and str(reason) != FAILED  # the next run may succeed
             (self._account.shortened if is_row else self._account.left_out)[str(reason)] += 1
             if is_row:
                 self._write(job)
@@ -304,7 +304,7 @@ class _Run:
         job.messages.append({"role": "assistant", "content": content})
         job.finish_reasons.append(str(completion.finish_reason))
         if is_cut and job.asked:
-            raise _Refused(CUT)  # nobody goes on from half an answer
+            raise _Refused(CUT)  # half an answer is not gone on from
         if job.asked:
             self._ask(job)
         else:

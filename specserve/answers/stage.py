@@ -192,11 +192,11 @@ class _Store:
         total, before, accounts = sum(len(source.train) for source in drawn), 0, []
         for source in drawn:
 
-            def tell(account: Account, before: int = before) -> None:
+            def report(account: Account, before: int = before) -> None:
                 on_answer(Answering(before + account.num_settled, total, account))
 
             account = regenerate(
-                engine, source.train, self.path(source), self._manner, target=self._fingerprint, on_answer=tell
+                engine, source.train, self.path(source), self._manner, target=self._fingerprint, on_answer=report
             )
             logger.info("%s: %s", source.name, account.describe().replace("\n", "; "))
             accounts.append(account)

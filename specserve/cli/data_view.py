@@ -84,8 +84,8 @@ def prepare(run: PrepareRun) -> None:
             parts.append(("held-out", tokens))
     num_rows = write_rows(parts, Path(run.output))
     next_command = f"specserve train --source {shlex.quote(run.output)}"
-    told = f"{num_rows:,} rows of token ids in {escape(run.output)}; next: [bold]{escape(next_command)}[/]"
-    console.print(told, soft_wrap=True)
+    line = f"{num_rows:,} rows of token ids in {escape(run.output)}; next: [bold]{escape(next_command)}[/]"
+    console.print(line, soft_wrap=True)
 
 
 def inspect(run: InspectRun) -> None:

@@ -37,7 +37,7 @@ from specserve.train.trainer import Progress as Moment
 
 logger = logging.getLogger(__name__)
 
-SAID_EVERY = 60.0  # seconds, where there is no terminal for a bar
+SHOWN_EVERY = 60.0  # seconds, where there is no terminal for a bar
 
 
 def train(run: TrainRun) -> None:
@@ -73,7 +73,7 @@ def _train(run: TrainRun, listen: Callable[[Trainer], None] = lambda _trainer: N
         with observing(run) as observers:
             budget, mixture = budgets.begin(run), None
             if not run.is_of_several:
-                mixture = _read(run)  # before the weights: where there is no hub, that is said at once
+                mixture = _read(run)  # before the weights: where there is no hub, the error comes at once
             benches = [bench for bench in run.eval.bench if _is_there(bench)]
             if run.data.regenerate and mixture:
                 mixture, budget = _answered(run, mixture, budget)
@@ -90,7 +90,7 @@ def _read(run: TrainRun) -> Mixture:
     try:
         folder = resolve_target(run.target, needs_weights=False).folder
     except CheckpointError:
-        resolve_target(run.target)  # whose error names the weights too
+        resolve_target(run.target)  # its error names the weights too
         raise
     target, _ = find_config(str(folder))
     return load_mixture(run.target, run.data, target.vocab_size, needs_answers=not run.data.regenerate)
@@ -110,7 +110,7 @@ def _is_there(bench: str) -> bool:
 
 def _answered(run: TrainRun, mixture: Mixture, budget: Budget | None) -> tuple[Mixture, Budget | None]:
     """Have the target answer. Answers that are there when the process ends are kept."""
-    target, said = resolve_target(run.target), [time.monotonic()]
+    target, shown = resolve_target(run.target), [time.monotonic()]
     with Progress(*bar_columns(), console=console) as progress:
         compiling = progress.add_task("compiling", note="", visible=False)
         answering = progress.add_task("answering", note="", visible=False)
@@ -122,8 +122,8 @@ def _answered(run: TrainRun, mixture: Mixture, budget: Budget | None) -> tuple[M
             account = so_far.account
             note = f"{account.num_tokens:,} tokens  {account.tokens_per_second:,.0f} tokens/s"
             progress.update(answering, completed=so_far.done, total=so_far.total, note=note, visible=True)
-            if not console.is_terminal and time.monotonic() > said[-1] + SAID_EVERY:
-                said.append(time.monotonic())
+            if not console.is_terminal and time.monotonic() > shown[-1] + SHOWN_EVERY:
+                shown.append(time.monotonic())
                 console.print(f"answered {so_far.done:,} of {so_far.total:,}  {note}", highlight=False, soft_wrap=True)
 
         try:
@@ -142,7 +142,7 @@ def _learn(
     observers: Sequence[Observer],
     listen: Callable[[Trainer], None],
 ) -> Moment:
-    """Train for as many steps as the run says, or its budget has time for. Returns the last moment."""
+    """Train for as many steps as the settings ask for, or the budget has time for. Returns the last moment."""
     begin = time.monotonic()
     run = budget.apply(run) if budget else run
     trainer = prepare(run, folder, mixture)

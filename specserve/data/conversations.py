@@ -202,7 +202,7 @@ class BadRowError(Exception):
 
 
 def report(problems: Sequence[RowProblem]) -> str:
-    """Tell in one line how many rows were left out, and for each reason its count and first five line numbers."""
+    """Describe in one line how many rows were left out, with each reason, its count and first five line numbers."""
     by_reason: dict[str, list[int]] = {}
     for problem in problems:
         by_reason.setdefault(problem.reason, []).append(problem.line)
@@ -227,7 +227,7 @@ def parse_row(row: Any, source: str, vocab_size: int | None = None, *, needs_ans
     `chat_template_kwargs`. A column that is null is as good as not there, and what has a structure may be JSON text.
 
     Token ids are checked against `vocab_size` where it is given. A chat must have an answer to learn from, unless only
-    its questions are wanted. Raises BadRowError.
+    its questions are used. Raises BadRowError.
     """
     if not isinstance(row, Mapping):
         raise BadRowError("not a JSON object")
@@ -250,7 +250,7 @@ def parse_row(row: Any, source: str, vocab_size: int | None = None, *, needs_ans
 
 
 def unread_fields(row: Mapping[str, Any]) -> set[str]:
-    """Find the names of fields of the row's messages that say something and that no chat template is given."""
+    """Find the names of fields of the row's messages that are not empty and that no chat template is given."""
     turns = row.get("messages") or row.get("conversations")
     return {
         str(name)

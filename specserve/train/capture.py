@@ -1,5 +1,5 @@
 """Captured hidden states on disk (`--capture`): a target's `Features` of every training row, as a folder of safetensors
-files with a manifest that says whose they are.
+files with a manifest that names the target, the data and the draft vocabulary.
 
 A file holds the same number of rows of the data, in order, and is there whole or not at all; so an interrupted capture
 goes on where it was, and a file is read by row through the operating system's own cache.
@@ -221,7 +221,7 @@ class Capturer:
         ids: np.ndarray,  # [draft_vocab] the draft vocabulary
         *,
         batch_size: int,
-        is_checked: bool,  # that all weights of the target are numbers
+        is_checked: bool,  # all weights of the target are numbers
         mesh: Mesh | None,
     ) -> None:
         """Load the target. Raises CheckpointError."""

@@ -1,11 +1,11 @@
 """The loss of a rollout over all its positions, a chunk of them at a time.
 
 Neither the target's logits of all positions nor the draft's of any rollout step ever exist. For a chunk of positions
-the target's distribution is computed once, and what every rollout step says about the same positions is compared with
-it. The gradient is computed right there, where the chunk's logits are at hand, and kept in place of them: of the output
-head, and of each state. So a position costs three products with the draft's head (logits and two gradients) for each
-rollout step and one with the target's. Chunks of the vocabulary, the other way to cut, would cost two more: softmaxes
-need the whole vocabulary before the first gradient, and the acceptance another pass.
+the target's distribution is computed once, and the predictions of all rollout steps at the same positions are compared
+with it. The gradient is computed right there, where the chunk's logits are at hand, and kept in place of them: of the
+output head, and of each state. So a position costs three products with the draft's head (logits and two gradients) for
+each rollout step and one with the target's. Chunks of the vocabulary, the other way to cut, would cost two more:
+softmaxes need the whole vocabulary before the first gradient, and the acceptance another pass.
 """
 
 import functools
@@ -88,12 +88,12 @@ def sum_losses(
     output: tuple[jax.Array, ...],  # the parameters that make logits of states
     drafter: TrainedDrafter,
     states: list[jax.Array],  # rollout x [batch, n, d_model]
-    aims: Aims,  # what they foresee
-    coefficients: jax.Array,  # [rollout] float32, what a nat at each rollout step counts
+    aims: Aims,  # the tokens that the states predict
+    coefficients: jax.Array,  # [rollout] float32, the weight of a nat at each rollout step
     teacher: Teacher,
     target: tuple[TargetParams, ModelConfig, DraftVocab],
     loss: Loss,
-    weigh: Weigh | None = None,  # what a state counts beside that, by its column
+    weigh: Weigh | None = None,  # the weight of a state beside that, by its column
 ) -> tuple[jax.Array, Sums]:
     """sum_k coefficients[k] * (sum over states of the loss at step k), differentiable in `output` and `states`. Where
     later steps have fewer states, columns that reach as many steps are summed together, and none that has no state."""

@@ -57,7 +57,7 @@ class HeldOutEvaluator:
         *,
         quantization: DraftQuantization = "none",  # of the head where it will be served
         seed: int,
-        mesh: Mesh | None = None,  # what the target is spread over
+        mesh: Mesh | None = None,  # the target is spread over it
     ) -> None:
         """Raises ConfigError where an arm cannot be measured, DataError where no prompt fits the context."""
         self._arms = arms(settings.speculation, settings.temperature)

@@ -13,7 +13,7 @@ from specserve.train.settings import TrainSettings
 Schedule = Literal["cosine", "linear", "constant"]
 FINAL_SCALE = 0.05  # of the peak learning rate, where it falls at all
 # Of each Newton-Schulz iteration, the same for all (Jordan et al. 2024, https://kellerjordan.github.io/posts/muon).
-# Told one by one, optax makes a loop of the iterations: unrolled, XLA's CPU backend fuses the sums of all of them with
+# Given one by one, optax makes a loop of the iterations: unrolled, XLA's CPU backend fuses the sums of all of them with
 # a transpose, and takes twice the time.
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5
 

@@ -32,7 +32,7 @@ class BestTokens:
 
 @pytree
 class Written:
-    """The tokens that the rows themselves go on with, whoever wrote them."""
+    """The tokens that the rows themselves go on with, written by the target or not."""
 
     token_ids: jax.Array  # [batch, seq] int32, the next token of each position
 

@@ -157,8 +157,8 @@ class Trainer:
         *,
         evaluator: Evaluator | None = None,
         stopwatch: Stopwatch | None = None,
-        features: FeatureSource | None = None,  # what gives the target's states, in place of its layers
-        mesh: Mesh | None = None,  # what the target, the head and the batch are spread over
+        features: FeatureSource | None = None,  # the source of the target's states, in place of its layers
+        mesh: Mesh | None = None,  # the target, the head and the batch are spread over it
     ) -> None:
         self.run, self.target, self.data, self.notes, self.folder = run, target, data, notes, folder
         self.settings: TrainSettings = run.train
@@ -356,7 +356,7 @@ class Trainer:
             raise
 
     def _read_metrics(self) -> None:
-        """Wait for the steps whose metrics nobody has read, and log those that are due."""
+        """Wait for the steps whose metrics are not read yet, and log those that are due."""
         while self._unread:
             step, scale, metrics = self._unread.popleft()
             loss, rollout, norm, n_tokens = jax.device_get(
@@ -384,7 +384,7 @@ class Trainer:
 
     def _diverged(self, what: str) -> str:
         """Return the error message for a loss that is no number, with what to do. A resumed run would keep its
-        learning rate, and the newest state may be past mending, so it names a new run."""
+        learning rate, and the newest state may be past repair, so it names a new run."""
         settings, output = self.settings, str(self.output)
         rates = f"train.lr ({settings.lr:g})", "--lr LOWER"
         if settings.optimizer == "muon":

@@ -35,8 +35,8 @@ from specserve.train.settings import ServiceSettings, TrainRun
 
 logger = logging.getLogger(__name__)
 
-ASK_SECONDS = 5  # to wait before asking whether somebody still lives
-SILENCE_SECONDS = 20  # to wait for an answer to that
+ASK_SECONDS = 5  # to wait for an answer before the process is probed
+SILENCE_SECONDS = 20  # to wait for an answer to the probe
 RETRIES = 3  # of a batch whose process died
 AGAIN = "go on with --resume"
 
@@ -47,7 +47,7 @@ class Lease:
 
     position: int  # of the loader
     batch: Batch
-    actor: int  # who was asked
+    actor: int  # its number
     answer: Any  # Ray's reference to a Sample
 
 
@@ -125,28 +125,28 @@ class TargetService:
 
     def _get(self, lease: Lease) -> Sample:
         """Get the answer that is there. Where it is an error, raises a SpecServeError that names the process."""
-        errors, who = self._ray.exceptions, f"target process {lease.actor}"
+        errors, name = self._ray.exceptions, f"target process {lease.actor}"
         try:
             sample: Sample = self._ray.get(lease.answer, timeout=SILENCE_SECONDS)
         except errors.RayTaskError as error:  # raised over there
             cause = error.cause
             if isinstance(cause, SpecServeError):
-                raise type(cause)(f"{who}: {cause}") from None
-            raise ProcessError(f"{who} failed ({as_line(cause)}); mend that, then {AGAIN}") from error
+                raise type(cause)(f"{name}: {cause}") from None
+            raise ProcessError(f"{name} failed ({as_line(cause)}); repair that, then {AGAIN}") from error
         except (errors.ObjectStoreFullError, errors.OutOfDiskError) as error:
             raise ProcessError(
-                f"{who}: Ray's object store is full, and its disk too ({as_line(error)}); give Ray more of either, or "
+                f"{name}: Ray's object store is full, and its disk too ({as_line(error)}); give Ray more of either, or "
                 f"lower --target-ahead, then {AGAIN}"
             ) from error
         except errors.RayActorError as error:
             raise ProcessError(
-                f"{who} died {RETRIES + 1} times over {_rows(lease.batch)} ({as_line(error)}); look for its memory, "
+                f"{name} died {RETRIES + 1} times over {_rows(lease.batch)} ({as_line(error)}); look for its memory, "
                 f"then {AGAIN}"
             ) from error
         except errors.RayError as error:
-            raise ProcessError(f"{who}: its states are lost ({as_line(error)}); {AGAIN}") from error
+            raise ProcessError(f"{name}: its states are lost ({as_line(error)}); {AGAIN}") from error
         if self._processes.setdefault(lease.actor, sample.process) != sample.process:
-            logger.warning("%s died and was started again", who)
+            logger.warning("%s died and was started again", name)
             self._processes[lease.actor] = sample.process
         return sample
 
@@ -238,7 +238,7 @@ def reserve_targets(
 
 
 def _check_room(ray: Any, expected: States, num_ahead: int, num_trainers: int) -> None:
-    """Say how much the batches that are on their way take of Ray's object store. Raises ConfigError where that is
+    """Log how much the batches that are on their way take of Ray's object store. Raises ConfigError where that is
     more than there is."""
     batch = num_trainers * sum(leaf.size * leaf.dtype.itemsize for leaf in jax.tree.leaves(expected))
     rows = num_trainers * expected.taps.shape[0]

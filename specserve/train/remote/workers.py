@@ -79,7 +79,7 @@ def fit(run: TrainRun, work: Work) -> None:
     ray = cluster.connect(run.ray_address)
     try:
         each = cluster.reserve(ray, devices // run.num_workers, run.num_workers)
-        if run.service.target_service:  # which the workers start: without room Ray would let them wait
+        if run.service.target_service:  # the workers start them, and without room Ray would let them wait
             reserve_targets(ray, run.service, {name: number * run.num_workers for name, number in each.items()})
         group = ProcessGroup(
             TrainingProcess,

@@ -70,7 +70,7 @@ def check_drafter(train: TrainSettings, drafter: TrainedDrafter) -> None:
             "raise --seq-len"
         )
     is_by_blocks = aims.positions is not None
-    for setting, is_unknown, neutral in (
+    for setting, is_unknown, default in (
         (
             f"train.weighting is {train.weighting}, which is for drafters that learn whole blocks",
             train.weighting != "decay" and not is_by_blocks,
@@ -83,7 +83,7 @@ def check_drafter(train: TrainSettings, drafter: TrainedDrafter) -> None:
         ),
     ):
         if is_unknown:
-            raise ConfigError(f"{setting}, and {drafter.name} does not; give {neutral}, or another --drafter")
+            raise ConfigError(f"{setting}, and {drafter.name} does not; give {default}, or another --drafter")
 
 
 def _check_shares(train: TrainSettings, mesh: str) -> None:
@@ -176,7 +176,7 @@ def _check_patience(run: TrainRun) -> None:
 
 def plan_drafter(run: TrainRun, target: ModelConfig) -> TrainedDrafter:
     """The drafter that the run would train, before there is a vocabulary. Raises ConfigError or CheckpointError where
-    there can be none, or where it cannot learn as the settings say."""
+    there can be none, or where it cannot learn under the settings."""
     check_target(run.train, run.draft, target)
     if run.init_from:
         drafter = earlier_drafter(resolve_head(run.init_from, "--init-from"), run.draft, target, run.target)
