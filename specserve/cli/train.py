@@ -148,7 +148,7 @@ def _learn(
     trainer = prepare(run, folder, mixture)
     if budget and not budget.steps:
         with console.status("measuring a step"):
-            seconds = trainer.time_steps(budget.probe_seconds)
+            seconds = trainer.learner.time_steps(budget.probe_seconds)
         spent = budget.spent + time.monotonic() - begin
         budget = budget.with_steps(most=run.train.max_steps, seconds_each=seconds, spent=spent)
         budgets.record(folder.path, budget)

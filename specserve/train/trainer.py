@@ -31,27 +31,19 @@ from types import FrameType, TracebackType
 from typing import Any, Protocol
 
 import jax
-import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
 
 from specserve import config, processes, provenance
-from specserve.checkpoints.load import Target
 from specserve.checkpoints.train_state import StateStore
-from specserve.data.loader import Loader
-from specserve.drafters.door import Head, Rows
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.interop.head import save_head
-from specserve.mesh import whole
-from specserve.speculative.vocab import DraftVocab
 from specserve.train.evaluation import Measurement
-from specserve.train.features import FeatureSource
-from specserve.train.head import new_drafter
-from specserve.train.optimizer import learning_rate_scale, make_optimizer
+from specserve.train.learner import Learner
+from specserve.train.optimizer import learning_rate_scale
 from specserve.train.run.folder import SETTINGS_FILE, MetricsFile, RunFolder
 from specserve.train.settings import TrainRun, TrainSettings
 from specserve.train.speed import Speed, Stopwatch
-from specserve.train.step import StepMetrics, TrainState, loss_config, make_step, place_rows, place_state
+from specserve.train.step import StepMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -113,16 +105,6 @@ Observer = Callable[[Progress], None]
 
 
 @dataclass(frozen=True)
-class TrainingData:
-    """The data of a run, and the head that it starts from."""
-
-    loader: Loader
-    target_ids: np.ndarray  # [draft_vocab] int32, the draft vocabulary
-    coverage: float  # share of loss-bearing tokens inside it
-    head: Head | None = None  # to go on from, with that vocabulary; None: a new one
-
-
-@dataclass(frozen=True)
 class Best:
     """The best head so far by measured tau, and the number of measurements since then that found no better tau.
     Patience ends a run after so many.
@@ -150,33 +132,16 @@ class Trainer:
     def __init__(
         self,
         run: TrainRun,
-        target: Target,
-        data: TrainingData,
+        learner: Learner,
         notes: dict[str, Any],
         folder: RunFolder,
         *,
         evaluator: Evaluator | None = None,
         stopwatch: Stopwatch | None = None,
-        features: FeatureSource | None = None,  # the source of the target's states, in place of its layers
-        mesh: Mesh | None = None,  # the target, the head and the batch are spread over it
     ) -> None:
-        self.run, self.target, self.data, self.notes, self.folder = run, target, data, notes, folder
+        self.run, self.learner, self.notes, self.folder = run, learner, notes, folder
         self.settings: TrainSettings = run.train
-        head, num_ids = data.head, len(data.target_ids)
-        self.drafter = head.drafter if head else new_drafter(run.drafter, run.draft, target.config, num_ids)
-        self.evaluator, self._features = evaluator, features
-        loss = loss_config(self.settings, target.config, self.drafter)
-        self._optimizer = optimizer = make_optimizer(self.settings)
-        self._mesh = mesh
-        shape = self.settings.batch_size, self.settings.seq_len
-        self._place = place_rows(mesh, shape)
-        self._shard = processes.shard_of(self._place, shape)
-        self._step = make_step(loss, optimizer, mesh)
-        self.state = self._first_state()
-        costs = self.drafter.costs(loss.rollout, self.settings.seq_len)
-        if features and not (features.needs_head or costs.shares_output):  # only the embedding is needed from here on
-            self.target = dataclasses.replace(target, params=dataclasses.replace(target.params, head=None))
-        self._vocab = jax.device_put(DraftVocab(jnp.asarray(data.target_ids)), whole(mesh))
+        self.evaluator = evaluator
         self._store = StateStore(folder.state, keep=self.settings.keep)
         self._metrics = MetricsFile(folder)
         self._observers: Sequence[Observer] = ()
@@ -194,23 +159,6 @@ class Trainer:
     def output(self) -> Path:
         return self.folder.path
 
-    def time_steps(self, seconds: float) -> float:
-        """Return the seconds that a step takes: the mean of as many steps as fit into `seconds`, after one that
-        compiles. The steps' learning is dropped, so a run that begins afterwards is the same as without them. It is
-        not for captured states, with which the target that a new head begins from is gone."""
-        assert self._features is None
-        position = self.data.loader.state()
-        jax.block_until_ready(self._step_on_batch(1.0))
-        begin, number = time.monotonic(), 0
-        while number < 2 or time.monotonic() - begin < seconds:
-            jax.block_until_ready(self._step_on_batch(1.0))
-            number += 1
-        found = (time.monotonic() - begin) / number
-        self.data.loader.restore(position)
-        del self.state  # before there is another one
-        self.state = self._first_state()
-        return found
-
     def rebound(self, run: TrainRun) -> None:
         """Take other bounds, and other intervals of measuring and saving, before the run begins."""
         assert self.step == 0
@@ -220,7 +168,7 @@ class Trainer:
         """Run to the bound, or until patience ends or a signal comes; save, export, and return the last moment."""
         self._observers = observers if self.folder.is_first else ()
         try:
-            source = closing(self._features) if self._features else nullcontext()
+            source = closing(self.learner.features) if self.learner.features else nullcontext()
             with self.folder, self._stopping, self._store, closing(self._metrics), source:
                 ending = self._run()
         except Exception as error:
@@ -236,19 +184,8 @@ class Trainer:
         before the run begins."""
         self._stopping.number = number
 
-    def _first_state(self) -> TrainState:
-        # the first step takes the arrays of its state for its own, so an earlier head's are copied
-        head = self.data.head
-        params: Any = (
-            jax.tree.map(jnp.array, head.params)
-            if head
-            else self.drafter.first_params(self.target, self.data.target_ids, self.settings.seed)
-        )
-        state = TrainState(params, self._optimizer.init(params), jnp.int32(0))
-        return jax.device_put(state, place_state(self.drafter, self._optimizer, self._mesh))
-
     def _run(self) -> str:
-        shared = _shared_settings(self.run), self.data.loader.state(), self._identity()
+        shared = _shared_settings(self.run), self.learner.data.loader.state(), self._identity()
         processes.check_same("settings or data", shared)
         self._restore()
         self._metrics.open(self.step, is_measured=self._measured == self.step)
@@ -264,14 +201,15 @@ class Trainer:
     def _restore(self) -> None:
         self._start = time.monotonic()
         if self.folder.has_state:
-            self.state, extra = self._store.restore(self.state)
+            state, extra = self._store.restore(self.learner.state)
+            self.learner.restore(state)
             for key, value in self._identity().items():
                 if extra["identity"][key] != value:
                     raise CheckpointError(
                         f"{self.output}: the saved state belongs to another {key}; give the same --{key}"
                     )
-            self.data.loader.restore(extra["data"])
-            self.step = int(self.state.step)
+            self.learner.data.loader.restore(extra["data"])
+            self.step = int(self.learner.state.step)
             self._tokens = extra["tokens"]
             if extra["measurement"] == self._measurement:
                 self.best, self._measured = Best(**extra["best"]), extra["measured"]
@@ -288,7 +226,7 @@ class Trainer:
 
     def _identity(self) -> dict[str, str]:
         """Return hashes of the files that the settings only name, by which a saved state is recognised."""
-        vocabulary = hashlib.sha256(self.data.target_ids.tobytes()).hexdigest()[:16]
+        vocabulary = hashlib.sha256(self.learner.data.target_ids.tobytes()).hexdigest()[:16]
         return {"target": self.notes.get("target_fingerprint", ""), "source": vocabulary}
 
     @property
@@ -331,29 +269,15 @@ class Trainer:
 
     def _train_step(self) -> None:
         scale = learning_rate_scale(self._share, self.settings.warmup_share, self.settings.schedule)
-        metrics = self._step_on_batch(scale)
-        self.step += 1
-        self._read_metrics()
-        self._unread.append((self.step, scale, metrics))
-
-    def _step_on_batch(self, scale: float) -> StepMetrics:
-        """Train on the next batch, with the learning rate scaled."""
-        features = self._features and self._next_features(self._features)
-        batch = self.data.loader.next_batch()
-        arrays = batch.token_ids, batch.loss_mask, batch.document_ids, batch.position_ids
-        placed = jax.tree.map(lambda x: processes.place_shard(x, self._shard, self._place), (arrays, features))
-        rows = Rows(*placed[0], features=placed[1])
-        self.state, metrics = self._step(self.state, self.target.params, self._vocab, rows, jnp.float32(scale))
-        return metrics
-
-    def _next_features(self, source: FeatureSource) -> Any:
-        """Return the target's outputs on the next batch. Where they cannot be had, the steps so far are saved."""
         try:
-            return source.next_features(self.data.loader)
-        except SpecServeError:
+            metrics = self.learner.step(scale)
+        except SpecServeError:  # the target's outputs cannot be had
             if jax.process_count() == 1 and self.step:  # of several, which captured states may have, others are needed
                 self._save()
             raise
+        self.step += 1
+        self._read_metrics()
+        self._unread.append((self.step, scale, metrics))
 
     def _read_metrics(self) -> None:
         """Wait for the steps whose metrics are not read yet, and log those that are due."""
@@ -414,7 +338,7 @@ class Trainer:
         self._read_metrics()
         if self.evaluator is None:
             return False
-        evaluation = self.evaluator.measure(self.state.params, is_last=is_last)
+        evaluation = self.evaluator.measure(self.learner.state.params, is_last=is_last)
         self._stopwatch.skip(self.step, self._tokens)
         self._tell(dataclasses.replace(self._now(), evaluation=evaluation, is_last=is_last))
         if not is_last:
@@ -433,7 +357,7 @@ class Trainer:
         if self.evaluator is None:
             self._export(None)
         extra = {
-            "data": self.data.loader.state(),
+            "data": self.learner.data.loader.state(),
             "tokens": self._tokens,
             "milliseconds": round((time.monotonic() - self._start) * 1000),
             "best": dataclasses.asdict(self.best),
@@ -441,26 +365,24 @@ class Trainer:
             "measurement": self._measurement,
             "identity": self._identity(),
         }
-        self._store.save(self.step, self.state, extra, best_step=self.best.step)
+        self._store.save(self.step, self.learner.state, extra, best_step=self.best.step)
         self._stopwatch.skip(self.step, self._tokens)
 
     def _export(self, evaluation: Measurement | None) -> None:
         """Write the head in the SGLang layout, with its notes."""
-        # parts of it may live where only other processes reach them
-        params = jax.device_put(self.state.params, whole(self._mesh)) if jax.process_count() > 1 else self.state.params
+        head = self.learner.head()
         if not self.folder.is_first:
             return
         notes = {
             **self.notes,
             "steps": self.step,
             "tokens": self._tokens,
-            "draft_vocab_coverage": round(self.data.coverage, 5),
+            "draft_vocab_coverage": round(self.learner.data.coverage, 5),
             "provenance": provenance.collect(),
         }
         if evaluation:
             notes["acceptance"] = {"speculation": self.run.eval.speculation[0], **evaluation.to_json()}
-        head = Head(self.drafter, params, self.data.target_ids)
-        save_head(self.output, head, self.target, dtype=self.run.draft.export_dtype, notes=notes)
+        save_head(self.output, head, self.learner.target, dtype=self.run.draft.export_dtype, notes=notes)
 
 
 def _shared_settings(run: TrainRun) -> str:

@@ -147,7 +147,7 @@ def test_as_many_at_once_as_there_is_room_for(
 ) -> None:
     monkeypatch.setattr(answers, "free_memory", lambda _mesh: free)
     spread = Models("tiny", tiny_target, None, None, mesh=parse_mesh(mesh))
-    assert answers._num_slots(run, spread) == expected
+    assert answers._num_slots(spread, run.data.answer_slots, run.train.seq_len) == expected
     each = bytes_per_token(tiny_target.config, None) * run.train.seq_len
     monkeypatch.setattr(answers, "free_memory", lambda _mesh: 5 * each / answers.CACHE_SHARE)
-    assert answers._num_slots(run, Models("tiny", tiny_target, None, None)) == 5
+    assert answers._num_slots(Models("tiny", tiny_target, None, None), run.data.answer_slots, run.train.seq_len) == 5

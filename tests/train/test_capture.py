@@ -15,7 +15,7 @@ import pytest
 import tiny
 from jax.sharding import Mesh
 from rounding import UNIT, assert_same
-from tiny_run import make_trainer, noise_of, tiny_run
+from tiny_run import make_learner, noise_of, tiny_run
 
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.tensors import SINGLE_FILE
@@ -32,9 +32,10 @@ from specserve.train.capture import Capturer, FeatureFolder, open_features
 from specserve.train.features import Format, TopK, bytes_per_position, decode, encode, unpack
 from specserve.train.features import pack as pack_codes
 from specserve.train.head import new_drafter
+from specserve.train.learner import TrainingData
 from specserve.train.run.folder import RunFolder
 from specserve.train.settings import CaptureSettings, TrainRun
-from specserve.train.trainer import TrainingData
+from specserve.train.trainer import Trainer
 
 FORMATS: tuple[Format, ...] = ("int8", "int4", "fp8")
 IDS = np.arange(8, 56, dtype=np.int32)
@@ -85,10 +86,12 @@ def _losses(
     """The loss of every step of a run."""
     data = TrainingData(Loader(rows, run.train.batch_size, run.train.seed), ids, 0.75)
     seen: list[float] = []
-    trainer = make_trainer(run, target, data, {"target": "tiny"}, RunFolder(run), features=features, mesh=mesh)
+    trainer = Trainer(
+        run, make_learner(run, target, data, features=features, mesh=mesh), {"target": "tiny"}, RunFolder(run)
+    )
     if features:
-        assert trainer.target.params.layers == ()
-        assert (trainer.target.params.head is None) == (len(ids) < 64)  # or the draft's logits are made by it
+        assert trainer.learner.target.params.layers == ()
+        assert (trainer.learner.target.params.head is None) == (len(ids) < 64)  # or the draft's logits are made by it
     trainer.train([lambda progress: seen.append(progress.loss) if progress.loss is not None else None])
     return np.array(seen)
 

@@ -29,6 +29,7 @@ from specserve.train import capture
 from specserve.train.capture import Capturer, FeatureFolder
 from specserve.train.evaluation import HeldOutEvaluator
 from specserve.train.head import earlier_head, new_drafter
+from specserve.train.learner import Learner, TrainingData
 from specserve.train.remote.target_service import open_service, prefill_spec
 from specserve.train.run.checks import plan_drafter
 from specserve.train.run.folder import RunFolder
@@ -36,7 +37,7 @@ from specserve.train.run.report import summarize
 from specserve.train.settings import DataSettings, TrainRun, TrainSettings
 from specserve.train.speed import make_stopwatch
 from specserve.train.step import place_rows
-from specserve.train.trainer import Trainer, TrainingData
+from specserve.train.trainer import Trainer
 
 logger = logging.getLogger(__name__)
 
@@ -117,17 +118,10 @@ def prepare(run: TrainRun, folder: RunFolder, mixture: Mixture | None = None) ->
             seed=run.train.seed,
             mesh=mesh,
         )
-    return Trainer(
-        run,
-        target,
-        data,
-        _notes(run, materials.source, materials.loaded, data.target_ids),
-        folder,
-        evaluator=evaluator,
-        stopwatch=make_stopwatch(run, target.config, materials.drafter, mesh),
-        features=features,
-        mesh=mesh,
-    )
+    learner = Learner(run.train, materials.drafter, target, data, features=features, mesh=mesh)
+    notes = _notes(run, materials.source, materials.loaded, data.target_ids)
+    stopwatch = make_stopwatch(run, target.config, materials.drafter, mesh)
+    return Trainer(run, learner, notes, folder, evaluator=evaluator, stopwatch=stopwatch)
 
 
 def load_materials(run: TrainRun, mesh: Mesh | None, mixture: Mixture | None = None) -> Materials:

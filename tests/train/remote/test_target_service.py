@@ -88,7 +88,7 @@ def test_exact_states_train_the_same_head(tmp_path: Path, tiny_target: Target, a
     assert other.target.params.layers == ()
     other.train()
     assert curve(tmp_path / "other") == curve(tmp_path / "whole")
-    for leaf, same in zip(*map(jax.tree.leaves, (other.state, whole.state)), strict=True):
+    for leaf, same in zip(*map(jax.tree.leaves, (other.learner.state, whole.learner.state)), strict=True):
         np.testing.assert_array_equal(leaf, same)
 
 
@@ -218,8 +218,8 @@ def test_states_of_other_tokens_are_refused_and_the_steps_before_are_saved(
 
     def run(name: str, spoil: Callable[[Sample], Sample] = lambda sample: sample, **changes: Any) -> Trainer:
         trainer = tiny_trainer(tmp_path / name, alone, save_every=0, features=Unset(), **changes)
-        ray = FakeRay(alone, trainer.data.loader, trainer.drafter.aux_layers)
-        ray.spoil, trainer._features = spoil, ray.service
+        ray = FakeRay(alone, trainer.learner.data.loader, trainer.learner.drafter.aux_layers)
+        ray.spoil, trainer.learner.features = spoil, ray.service
         return trainer
 
     run("whole").train()
