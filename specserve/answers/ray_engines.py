@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from specserve import cluster, host
-from specserve.answers.regenerate import Account, AnswerSource, Job, Manner, Write, answer, regenerate_by
+from specserve.answers.account import Account
+from specserve.answers.questions import Job
+from specserve.answers.regenerate import AnswerSettings, AnswerSource, Write, answer, regenerate_by
 from specserve.answers.settings import RegenerateRun
 from specserve.checkpoints.configs import find_config
 from specserve.checkpoints.source import resolve_target
@@ -26,7 +28,7 @@ CALLS = 2  # batches at once in an engine: one fills the slots that the other's 
 
 
 def regenerate(
-    run: RegenerateRun, rows: Sequence[Row], manner: Manner, on_answer: Callable[[Account], None]
+    run: RegenerateRun, rows: Sequence[Row], settings: AnswerSettings, on_answer: Callable[[Account], None]
 ) -> Account:
     """Do what `regenerate.regenerate` does, with `run.num_workers` engines. Raises ConfigError where the cluster is
     missing or too small, and CapacityError where its workers die again and again."""
@@ -45,7 +47,7 @@ def regenerate(
             size = max(1, min(run.max_slots, -(-len(jobs) // (2 * CALLS * run.num_workers))))
             each = cluster.reserve(ray, num_devices(run.mesh, SERVING_AXES), run.num_workers)
             pool = cluster.Pool(run.num_workers, each, size, CALLS)
-            for found, answered in cluster.map_over(ray, jobs, _make_answerer, (run, manner, target), pool):
+            for found, answered in cluster.map_over(ray, jobs, _make_answerer, (run, settings, target), pool):
                 for row in found:
                     write(row)
                 account.add(answered)
@@ -53,13 +55,13 @@ def regenerate(
         finally:
             ray.shutdown()
 
-    return regenerate_by(ask, source, rows, Path(run.output), manner, samples=run.samples)
+    return regenerate_by(ask, source, rows, Path(run.output), settings, samples=run.samples)
 
 
 Answered = tuple[list[dict[str, Any]], Account]  # the rows of a batch of questions, and the account of them
 
 
-def _make_answerer(run: RegenerateRun, manner: Manner, target: str) -> Callable[[list[Job]], Answered]:
+def _make_answerer(run: RegenerateRun, settings: AnswerSettings, target: str) -> Callable[[list[Job]], Answered]:
     """Start an engine in a worker, for the target of this fingerprint. Returns the function that has it answer."""
     host.keep_freed_memory()
     models = load(run, run.draft)
@@ -79,7 +81,7 @@ def _make_answerer(run: RegenerateRun, manner: Manner, target: str) -> Callable[
 
     def answer_all(jobs: list[Job]) -> Answered:
         rows, account = list[dict[str, Any]](), Account()
-        answer(engine, jobs, manner, rows.append, account)
+        answer(engine, jobs, settings, rows.append, account)
         return rows, account
 
     return answer_all

@@ -11,8 +11,8 @@ from rich.markup import escape
 from rich.progress import Progress
 
 from specserve import config, processes
-from specserve.answers import stage as answers
-from specserve.answers.stage import Answering, Watch
+from specserve.answers import cache as answers
+from specserve.answers.cache import AnswerProgress, Watch
 from specserve.checkpoints.configs import find_config, is_known_here
 from specserve.checkpoints.source import resolve_target
 from specserve.cli import evaluate
@@ -118,7 +118,7 @@ def _answered(run: TrainRun, mixture: Mixture, budget: Budget | None) -> tuple[M
         def on_warmup(done: int, total: int, name: str) -> None:
             progress.update(compiling, completed=done, total=total, note=name, visible=True)
 
-        def on_answer(so_far: Answering) -> None:
+        def on_answer(so_far: AnswerProgress) -> None:
             account = so_far.account
             note = f"{account.num_tokens:,} tokens  {account.tokens_per_second:,.0f} tokens/s"
             progress.update(answering, completed=so_far.done, total=so_far.total, note=note, visible=True)

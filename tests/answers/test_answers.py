@@ -13,8 +13,8 @@ from scripted import Scripted, echo
 from tiny_folder import FAMILY, write_folder, write_mixture
 from tiny_run import tiny_run
 
-from specserve.answers import stage as answers
-from specserve.answers.stage import Answering, Watch
+from specserve.answers import cache as answers
+from specserve.answers.cache import AnswerProgress, Watch
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import TargetSource
 from specserve.data.conversations import Conversation
@@ -58,7 +58,7 @@ def answer(monkeypatch: pytest.MonkeyPatch) -> Answer:
             yield made
             asked[-1] = len(made.prompts)
 
-        def kill(so_far: Answering) -> None:
+        def kill(so_far: AnswerProgress) -> None:
             if so_far.account.num_answers >= most:
                 raise KeyboardInterrupt
 
