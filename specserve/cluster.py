@@ -48,7 +48,10 @@ def connect(address: str = "") -> Any:
     that is attached already, stays where it is. Raises ConfigError where Ray is missing, of another version, or not
     there."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # nothing is sent to anybody
-    seconds = float(os.environ.setdefault(START_VARIABLE, str(JOIN_SECONDS if address else START_SECONDS)))
+    patience = JOIN_SECONDS
+    if not address:
+        patience = START_SECONDS
+    seconds = float(os.environ.setdefault(START_VARIABLE, str(patience)))
     os.environ.setdefault("RAY_DEDUP_LOGS", "0")  # lines of several workers that differ in numbers alone
     ray = load("ray")
     if not OLDEST <= (found := Version(ray.__version__)) < BEYOND:

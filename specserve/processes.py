@@ -42,7 +42,9 @@ class ProcessError(SpecServeError):
 def exit_status(error: Exception) -> int:
     """Return the status that one of several processes ends with after an error: 2 where it would come again, as a wrong
     setting does, and 3 where all may go on once they are started again."""
-    return 2 if isinstance(error, SpecServeError) and not isinstance(error, ProcessError) else 3
+    if isinstance(error, SpecServeError) and not isinstance(error, ProcessError):
+        return 2
+    return 3
 
 
 def check(coordinator: str, num_processes: int, process_id: int) -> None:
@@ -328,7 +330,7 @@ def as_lost(error: Exception) -> ProcessError | None:
 
 def as_line(error: BaseException) -> str:
     """The first line of an error, or the name of its class where it has no text."""
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return next(iter(str(error).splitlines()), type(error).__name__)
 
 
 def is_first() -> bool:

@@ -73,8 +73,8 @@ def row_id(row: Conversation) -> str:
 
 
 def _row_id(row: Conversation, asked: list[list[dict[str, Any]]], sample: int) -> str:
-    question = [asked, row.variables()] if row.template_kwargs else [asked]
-    return f"{digest(*question)}-{sample}"
+    variables = [row.variables()] if row.template_kwargs else []
+    return f"{digest(asked, *variables)}-{sample}"
 
 
 def _asked(row: Conversation) -> tuple[list[list[dict[str, Any]]], str]:
@@ -93,7 +93,7 @@ def _asked(row: Conversation) -> tuple[list[list[dict[str, Any]]], str]:
             turns.append([])
         # An answer to nothing, such as a greeting, was not the target's: it is left out.
     asked = [turn for turn in turns if any(message["role"] == "user" for message in turn)]
-    return (asked, "") if asked else ([], "asks nothing")
+    return asked, "asks nothing" * (not asked)
 
 
 def digest(*parts: object) -> str:

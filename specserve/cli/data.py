@@ -46,7 +46,10 @@ def regenerate(run: RegenerateRun) -> None:
         cut=run.cut,
     )
     cluster.check(run.ray, run.ray_address, run.num_workers)
-    account = (_on_ray if run.ray else _here)(run, rows, settings)
+    answer = _here
+    if run.ray:
+        answer = _on_ray
+    account = answer(run, rows, settings)
     console.print(escape(account.describe()), highlight=False, soft_wrap=True)
     next_command = f"specserve train --target {shlex.quote(run.target)} --source {shlex.quote(run.output)}"
     console.print(f"the rows are in {escape(run.output)}; next: [bold]{escape(next_command)}[/]", soft_wrap=True)

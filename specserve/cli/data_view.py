@@ -121,7 +121,7 @@ def summary(prepared: Prepared) -> Table:
     columns = [_measures(report) for report in reports]
     for measure in columns[0]:
         values = [column[measure] for column in columns]
-        total = [f"{sum(values):,}"] if len(reports) > 1 else []
+        total = [f"{sum(values):,}"] * (len(reports) > 1)
         table.add_row(measure, *(f"{value:,}" for value in values), *total)
     weights = [f"{report.tokens.source.weight:g}" for report in reports]
     table.add_row("times per epoch", *weights)
@@ -189,4 +189,6 @@ def _loss_share(reports: Sequence[SourceReport]) -> float:
 
 
 def _short(name: str) -> str:
-    return Path(name).name if "." in name else name
+    if "." not in name:
+        return name
+    return Path(name).name

@@ -144,7 +144,8 @@ def _learn(
 ) -> Moment:
     """Train for as many steps as the settings ask for, or the budget has time for. Returns the last moment."""
     begin = time.monotonic()
-    run = budget.apply(run) if budget else run
+    if budget:
+        run = budget.apply(run)
     trainer = prepare(run, folder, mixture)
     if budget and not budget.steps:
         with console.status("measuring a step"):

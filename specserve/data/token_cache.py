@@ -127,8 +127,8 @@ def _write(path: Path, tokenized: TokenizedDocuments) -> None:
     account = {"counts": tokenized.counts, "rejection": tokenized.rejection}
     parts = tokenized.documents
     arrays = {
-        "token_ids": np.concatenate([part.token_ids for part in parts]) if parts else np.empty(0, np.int32),
-        "loss_mask": np.concatenate([part.loss_mask for part in parts]) if parts else np.empty(0, bool),
+        "token_ids": np.concatenate([np.empty(0, np.int32), *(part.token_ids for part in parts)]),
+        "loss_mask": np.concatenate([np.empty(0, bool), *(part.loss_mask for part in parts)]),
         "lengths": np.array([len(part) for part in parts], np.int64),
         "origins": np.array(tokenized.origins, np.int64),
         "account": np.frombuffer(json.dumps(account).encode(), np.uint8),

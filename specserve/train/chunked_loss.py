@@ -210,7 +210,7 @@ def _filled_up(tree: Tree, missing: int, axis: int) -> Tree:
     """Return the arrays with so many zeros appended along an axis."""
 
     def fill(x: jax.Array) -> jax.Array:
-        return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
+        return jnp.pad(x, [(0, missing * (i == axis)) for i in range(x.ndim)])
 
     return jax.tree.map(fill, tree)
 

@@ -27,9 +27,11 @@ def make_optimizer(settings: TrainSettings) -> optax.GradientTransformation:
         matrices = muon(settings.muon_lr, NEWTON_SCHULZ, adam_b2=0.95, weight_decay=settings.weight_decay)
         adam = optax.partition({"muon": matrices, "adam": adam}, _muon_labels)
     optimizer = optax.chain(optax.clip_by_global_norm(settings.clip), adam)
-    if settings.moments == "float32":
-        return optimizer
-    return in_eight_bits(optimizer) if settings.moments == "int8" else on_host(optimizer)
+    if settings.moments == "int8":
+        return in_eight_bits(optimizer)
+    if settings.moments == "host":
+        return on_host(optimizer)
+    return optimizer
 
 
 def learning_rate_scale(progress: float, warmup_share: float, schedule: Schedule) -> float:

@@ -48,4 +48,6 @@ def make_teacher(name: TeacherName, target: Teacher, rows: Rows) -> Teacher:
     """The teacher that the setting names. `target` is the target's whole distribution."""
     if name == "data":
         return Written(shift(rows.token_ids, 1))
-    return BestTokens(target) if name == "greedy" else target
+    if name == "greedy":
+        return BestTokens(target)
+    return target

@@ -90,15 +90,20 @@ class Progress:
             "tau": None,
         }
         if self.evaluation:
-            return row | self.evaluation.to_json() | ({"is_last": True} if self.is_last else {})
-        return row | {
+            row |= self.evaluation.to_json()
+            if self.is_last:
+                row["is_last"] = True
+            return row
+        row |= {
             "rollout_loss": list(self.rollout_loss),
             "rollout_accuracy": list(self.rollout_accuracy),
             "rollout_acceptance": list(self.rollout_acceptance),
             "gradient_norm": self.gradient_norm,
             "learning_rate": self.learning_rate,
-            **(dataclasses.asdict(self.speed) if self.speed else {}),
         }
+        if self.speed:
+            row |= dataclasses.asdict(self.speed)
+        return row
 
 
 Observer = Callable[[Progress], None]
@@ -119,11 +124,14 @@ class Best:
     num_worse: int = 0  # measurements in a row since then
 
     def after(self, step: int, tau: float, *, is_last: bool) -> "Best":
-        best = Best(step, tau, self.on_the_way, self.num_worse) if tau > self.tau or step == self.step else self
+        best = self
+        if tau > self.tau or step == self.step:
+            best = dataclasses.replace(self, step=step, tau=tau)
         if is_last:
             return best
-        num_worse = 0 if tau > self.on_the_way else self.num_worse + 1
-        return dataclasses.replace(best, on_the_way=max(tau, self.on_the_way), num_worse=num_worse)
+        if tau > self.on_the_way:
+            return dataclasses.replace(best, on_the_way=tau, num_worse=0)
+        return dataclasses.replace(best, num_worse=self.num_worse + 1)
 
 
 class Trainer:
@@ -237,9 +245,8 @@ class Trainer:
         """Look at the clock and for signals, once per step, so that all processes decide alike."""
         milliseconds, number = self._agree(round((time.monotonic() - self._start) * 1000), self._stopping.number)
         self._seconds, self._signal = milliseconds / 1000, number
-        by_steps = self.step / self.settings.max_steps if self.settings.max_steps else 0.0
-        by_time = self._seconds / 60 / self.settings.max_minutes if self.settings.max_minutes else 0.0
-        self._share = max(by_steps, by_time)
+        bounds = (self.step, self.settings.max_steps), (self._seconds / 60, self.settings.max_minutes)
+        self._share = max((done / most for done, most in bounds if most), default=0.0)
 
     def _ending(self) -> str:
         """Return the reason why the run is over, or an empty string while it is not."""

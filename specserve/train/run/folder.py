@@ -188,7 +188,9 @@ class MetricsFile:
             self._file = None
 
     def _rows(self) -> Iterable[tuple[dict[str, Any], str]]:
-        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True) if self._path.is_file() else []
+        if not self._path.is_file():
+            return
+        lines = self._path.read_text(encoding="utf-8").splitlines(keepends=True)
         for number, line in enumerate(lines, start=1):
             if not line.endswith("\n"):  # the process died in the middle of it
                 return

@@ -47,7 +47,8 @@ def render(report: RunReport) -> str:
     steps = [row for row in report.rows if row["loss"] is not None]
     all_measured = [row for row in report.rows if row["tau"] is not None]
     measured = comparable(all_measured)
-    arms = measured[-1].get("arms", {}) if measured else {}
+    newest = next(reversed(measured), None)
+    arms = (newest or {}).get("arms", {})
     depth = max((len(arm["accept_rate"]) for arm in arms.values()), default=0)
     return template(Path(__file__).parent, TEMPLATE).render(
         run=report.run,
@@ -55,7 +56,7 @@ def render(report: RunReport) -> str:
         ending=report.ending,
         tiles=_tiles(steps, measured),
         charts=_charts(steps, measured, num_others=len(all_measured) - len(measured)),
-        measured=measured[-1] if measured else None,
+        measured=newest,
         depth=depth,
         depth_names=[f"depth {d}" for d in range(1, depth + 1)],
         data=report.notes.get("data_summary", {}),

@@ -131,7 +131,9 @@ def _leaves(values: Mapping[str, Any] | Sequence[Any], prefix: str = "") -> Iter
 
 def _project() -> str | None:
     """The project to log to, or None where the environment names it."""
-    return None if os.environ.get("WANDB_PROJECT") else PROJECT
+    if os.environ.get("WANDB_PROJECT"):
+        return None
+    return PROJECT
 
 
 def _load(module: str, package: str, extra: str) -> Any:
