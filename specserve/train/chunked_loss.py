@@ -16,7 +16,8 @@ from typing import Any, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 
-from specserve.drafters.door import Aims, TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
+from specserve.drafters.learning import DraftTargets
 from specserve.kernels.rows import part_length
 from specserve.mesh import num_parts, over_parts, partition, sum_parts, traced_mesh
 from specserve.models import target as target_model
@@ -88,7 +89,7 @@ def sum_losses(
     output: tuple[jax.Array, ...],  # the parameters that make logits of states
     drafter: TrainedDrafter,
     states: list[jax.Array],  # rollout x [batch, n, d_model]
-    aims: Aims,  # the tokens that the states predict
+    draft_targets: DraftTargets,  # the tokens that the states predict
     coefficients: jax.Array,  # [rollout] float32, the weight of a nat at each rollout step
     teacher: Teacher,
     target: tuple[TargetParams, ModelConfig, DraftVocab],
@@ -97,16 +98,16 @@ def sum_losses(
 ) -> tuple[jax.Array, Sums]:
     """sum_k coefficients[k] * (sum over states of the loss at step k), differentiable in `output` and `states`. Where
     later steps have fewer states, columns that reach as many steps are summed together, and none that has no state."""
-    if aims.positions is not None:
-        teacher = _teachers(teacher, aims.positions)
+    if draft_targets.positions is not None:
+        teacher = _teachers(teacher, draft_targets.positions)
     ends = sorted({state.shape[1] for state in states})
     if len(ends) == 1:
-        return _sum_columns(output, drafter, states, aims, coefficients, teacher, target, loss, weigh)
+        return _sum_columns(output, drafter, states, draft_targets, coefficients, teacher, target, loss, weigh)
     found = []
     for first, end in itertools.pairwise((0, *ends)):
         reached = [state[:, first:end] for state in states if state.shape[1] >= end]
         steps = len(reached)
-        own = jax.tree.map(lambda x, a=first, b=end, n=steps: x[:n, :, a:b], aims)
+        own = jax.tree.map(lambda x, a=first, b=end, n=steps: x[:n, :, a:b], draft_targets)
         of_columns = jax.tree.map(lambda x, a=first, b=end, n=steps: x[:, a:b, :n], teacher)
         value, sums = _sum_columns(output, drafter, reached, own, coefficients[:steps], of_columns, target, loss, weigh)
         found.append((value, jax.tree.map(lambda x, n=steps: jnp.pad(x, (0, len(states) - n)), sums)))
@@ -117,7 +118,7 @@ def _sum_columns(
     output: tuple[jax.Array, ...],
     drafter: TrainedDrafter,
     states: list[jax.Array],  # steps x [batch, n, d_model]
-    aims: Aims,
+    draft_targets: DraftTargets,
     coefficients: jax.Array,  # [steps] float32
     teacher: Teacher,  # of positions [batch, n], or where states have positions of their own [batch, n, steps]
     target: tuple[TargetParams, ModelConfig, DraftVocab],
@@ -126,7 +127,10 @@ def _sum_columns(
 ) -> tuple[jax.Array, Sums]:
     """`sum_losses` of columns that have a state in every step."""
     target_params, target_config, vocab = target
-    weights, is_shared = aims.weights, aims.positions is None  # one teacher for the states of all steps
+    weights, is_shared = (
+        draft_targets.weights,
+        draft_targets.positions is None,
+    )  # one teacher for the states of all steps
 
     def of_chunk(common: Any, head: Any, chunk: Any) -> tuple[Any, ...]:
         (coefficients, target_params, vocab), (states, weights, teacher) = common, chunk
@@ -138,7 +142,7 @@ def _sum_columns(
             cast = jax.tree.map(lambda leaf: leaf.astype(drafter.dtype), head)
             stacked = jnp.stack(states)
             logits = drafter.logits(cast, target_params, stacked)
-            also = drafter.also_learned(cast, target_params, stacked, logits, p)
+            also = drafter.auxiliary_loss(cast, target_params, stacked, logits, p)
             sums, weighed = _compare(logits, p, best, weights, loss, weigh, also)
             return jnp.sum(coefficients * weighed), sums
 

@@ -13,7 +13,8 @@ from jax.sharding import Mesh
 from specserve import processes
 from specserve.checkpoints.load import Target
 from specserve.data.loader import Loader
-from specserve.drafters.door import Head, Rows, TrainedDrafter
+from specserve.drafters.interface import Head, TrainedDrafter
+from specserve.drafters.learning import Rows
 from specserve.mesh import whole
 from specserve.speculative.vocab import DraftVocab
 from specserve.train.features import FeatureSource
@@ -103,6 +104,6 @@ class Learner:
         if self.data.head:
             params: Any = jax.tree.map(jnp.array, self.data.head.params)
         else:
-            params = self.drafter.first_params(self.target, self.data.target_ids, self._seed)
+            params = self.drafter.init_params(self.target, self.data.target_ids, self._seed)
         state = TrainState(params, self._optimizer.init(params), jnp.int32(0))
         return jax.device_put(state, place_state(self.drafter, self._optimizer, self._mesh))

@@ -10,7 +10,8 @@ from specserve import cluster
 from specserve.checkpoints.source import resolve_head
 from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.data.sources import parse_entry
-from specserve.drafters.door import Rows, TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
+from specserve.drafters.learning import Rows
 from specserve.drafters.settings import draft_vocab_size
 from specserve.errors import ConfigError
 from specserve.mesh import LOGICAL_TO_MESH, mesh_sizes
@@ -63,13 +64,13 @@ def check_drafter(train: TrainSettings, drafter: TrainedDrafter) -> None:
     shape = 1, train.seq_len
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.bool_, jnp.int32, jnp.int32)]
     rows = Rows(*arrays, seeds=jax.ShapeDtypeStruct((1,), jnp.uint32))  # type: ignore[arg-type]
-    aims = jax.eval_shape(lambda rows: drafter.aims(rows, rollout_of(train, drafter)), rows)
+    draft_targets = jax.eval_shape(lambda rows: drafter.draft_targets(rows, rollout_of(train, drafter)), rows)
     if train.anchors > train.seq_len:
         raise ConfigError(
             f"train.anchors is {train.anchors}, more than the {train.seq_len} positions of a row; lower --anchors, or "
             "raise --seq-len"
         )
-    is_by_blocks = aims.positions is not None
+    is_by_blocks = draft_targets.positions is not None
     for setting, is_unknown, default in (
         (
             f"train.weighting is {train.weighting}, which is for drafters that learn whole blocks",
@@ -78,7 +79,7 @@ def check_drafter(train: TrainSettings, drafter: TrainedDrafter) -> None:
         ),
         (
             f"train.anchors is {train.anchors}, which is for drafters that learn at so many places of a row",
-            train.anchors > 0 and not (is_by_blocks and aims.weights.shape[2] == train.anchors),
+            train.anchors > 0 and not (is_by_blocks and draft_targets.weights.shape[2] == train.anchors),
             "--anchors 0",
         ),
     ):
