@@ -1,5 +1,9 @@
 """Acceptance measured by the code that serves: prefill and speculative steps of `speculative.step` over a small state
-of its own. Tau here is tau in production, for chains and trees, greedy and sampled (a test holds the two equal)."""
+of its own. Tau here is tau in production, for chains and trees, greedy and sampled (a test holds the two equal).
+
+Its loop is another one than the server's, and shorter: all prompts are known beforehand, none arrives, leaves or is
+preempted, and each step is read before the next. So it has no scheduler, no page allocator and nothing in flight.
+"""
 
 import dataclasses
 import functools
