@@ -184,7 +184,7 @@ class Trainer:
                 raise lost from error
             raise
         last = dataclasses.replace(self._now(), ending=ending)
-        self._tell(last)
+        self._report(last)
         return last
 
     def stop(self, number: int) -> None:
@@ -296,10 +296,11 @@ class Trainer:
             self._tokens += int(n_tokens)
             for name, value in (("loss", loss), ("gradient norm", norm)):
                 if not np.isfinite(value):
-                    raise ConfigError(self._diverged(f"the {name} is {value} at step {step}"))
+                    what = f"the {name} is {value} at step {step}"
+                    raise ConfigError(_diverged(what, self.settings, str(self.output), self.best))
             if step % self.settings.log_every and step != 1:
                 continue
-            self._tell(
+            self._report(
                 dataclasses.replace(
                     self._now(),
                     step=step,
@@ -313,28 +314,10 @@ class Trainer:
                 )
             )
 
-    def _diverged(self, what: str) -> str:
-        """Return the error message for a loss that is no number, with what to do. A resumed run would keep its
-        learning rate, and the newest state may be past repair, so it names a new run."""
-        settings, output = self.settings, str(self.output)
-        rates = f"train.lr ({settings.lr:g})", "--lr LOWER"
-        if settings.optimizer == "muon":
-            rates = f"{rates[0]} or train.muon_lr ({settings.muon_lr:g})", f"{rates[1]} --muon-lr LOWER"
-        best = (
-            f"; with --init-from {shlex.quote(output)} it begins from the head in there, of step {self.best.step}, "
-            f"whose tau is {self.best.tau:.2f}"
-            if self.best.step
-            else ""
-        )
-        return (
-            f"{what}: {rates[0]} is too high. Begin another run with a lower one, `specserve train --config "
-            f"{shlex.quote(f'{output}/{SETTINGS_FILE}')} {rates[1]} --output {shlex.quote(f'{output}-2')}`{best}"
-        )
-
     def _now(self) -> Progress:
         return Progress(self.step, time.monotonic() - self._start, self._share, self._tokens)
 
-    def _tell(self, progress: Progress) -> None:
+    def _report(self, progress: Progress) -> None:
         if not progress.ending:
             self._metrics.write(progress.row())
         for observer in self._observers:
@@ -347,7 +330,7 @@ class Trainer:
             return False
         evaluation = self.evaluator.measure(self.learner.state.params, is_last=is_last)
         self._stopwatch.skip(self.step, self._tokens)
-        self._tell(dataclasses.replace(self._now(), evaluation=evaluation, is_last=is_last))
+        self._report(dataclasses.replace(self._now(), evaluation=evaluation, is_last=is_last))
         if not is_last:
             self._measured = self.step
         self.best = self.best.after(self.step, evaluation.tau, is_last=is_last)
@@ -390,6 +373,24 @@ class Trainer:
         if evaluation:
             notes["acceptance"] = {"speculation": self.run.eval.speculation[0], **evaluation.to_json()}
         save_head(self.output, head, self.learner.target, dtype=self.run.draft.export_dtype, notes=notes)
+
+
+def _diverged(what: str, settings: TrainSettings, output: str, best: Best) -> str:
+    """Return the error message for a loss that is no number, with what to do. A resumed run would keep its learning
+    rate, and the newest state may be past repair, so it names a new run."""
+    rates, flags = f"train.lr ({settings.lr:g})", "--lr LOWER"
+    if settings.optimizer == "muon":
+        rates, flags = f"{rates} or train.muon_lr ({settings.muon_lr:g})", f"{flags} --muon-lr LOWER"
+    begin = ""
+    if best.step:
+        begin = (
+            f"; with --init-from {shlex.quote(output)} it begins from the head in there, of step {best.step}, whose "
+            f"tau is {best.tau:.2f}"
+        )
+    return (
+        f"{what}: {rates} is too high. Begin another run with a lower one, `specserve train --config "
+        f"{shlex.quote(f'{output}/{SETTINGS_FILE}')} {flags} --output {shlex.quote(f'{output}-2')}`{begin}"
+    )
 
 
 def _shared_settings(run: TrainRun) -> str:
