@@ -30,7 +30,20 @@ FLOORS = {
     "eval": 8,
     "cli": 9,
 }
-FLAT = {"cluster", "errors", "host", "hub", "log", "pytree", "config", "mesh", "processes", "provenance", "__init__"}
+FLAT = {
+    "cluster",
+    "errors",
+    "host",
+    "hub",
+    "launcher",
+    "log",
+    "pytree",
+    "config",
+    "mesh",
+    "processes",
+    "provenance",
+    "__init__",
+}
 FLAT |= {"chat_template", "devices", "tokenizer"}
 MAY_JIT = (
     "serve/programs/calls.py",

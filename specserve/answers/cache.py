@@ -1,7 +1,7 @@
 """The first stage of a training run: the target's own answers to the questions that the run draws.
 
-They are kept in the user's cache, in a folder for each target (its fingerprint) and manner of answering and a file for
-each source, whose rows are known by their question. So a run that was killed goes on with the first question that is
+They are kept in the user's cache: in a folder for each target (its fingerprint) and settings, with a file for each
+source, whose rows are known by their question. So a run that was killed goes on with the first question that is
 not answered, and another run over the same questions asks none of them again. A run reads the answers to its own
 questions in the order in which it drew them, whatever else is in the file: the same run trains on the same rows.
 """
@@ -19,7 +19,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from specserve.answers.regenerate import FINAL_CHANNEL, Account, Manner, regenerate, row_id
+from specserve.answers.account import Account
+from specserve.answers.questions import row_id
+from specserve.answers.regenerate import FINAL_CHANNEL, AnswerSettings, regenerate
 from specserve.checkpoints.source import TargetSource
 from specserve.data import dataset
 from specserve.data.conversations import Conversation, Row, parse_row, parse_template_kwargs
@@ -36,7 +38,7 @@ from specserve.tokenizer import Tokenizer
 from specserve.train.run import budget as budgets
 from specserve.train.run.budget import Budget
 from specserve.train.run.prepare import Mixture
-from specserve.train.settings import TrainRun
+from specserve.train.settings import DataSettings, TrainRun, TrainSettings
 
 logger = logging.getLogger(__name__)
 
@@ -44,7 +46,7 @@ CACHE_SHARE = 0.4  # of the memory that is free beside the weights, which are pa
 
 
 @dataclass(frozen=True)
-class Answering:
+class AnswerProgress:
     """The progress of the stage: the number of questions that are settled, the number of all, and the account of the
     source that is being asked."""
 
@@ -58,7 +60,7 @@ class Watch:
     """The callbacks that follow the stage: one for each program that is compiled, and one for each answer."""
 
     on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None
-    on_answer: Callable[[Answering], None] = lambda _answering: None
+    on_answer: Callable[[AnswerProgress], None] = lambda _answering: None
 
 
 def answer(
@@ -67,26 +69,26 @@ def answer(
     """Have the target answer as many conversations as the run draws. Returns the mixture with the target's answers in
     place of its own, and the budget with what was decided. Held-out questions stay as they are. Raises DataError where
     nothing can be asked, ConfigError or CheckpointError where the target cannot be run."""
-    store = _Store(run, target)
-    with store.lock():
+    cache = _AnswerCache(target, run.data, run.train, run.quantization)
+    with cache.lock():
         begin = time.monotonic()
         drawn = dataset.draw(mixture, run.data.max_conversations, run.train.seed)
         if budget and budget.conversations:
             drawn = dataset.draw(mixture, budget.conversations, run.train.seed)
-        if not store.is_settled(drawn):
+        if not cache.is_settled(drawn):
             with _engine(run, watch) as engine:
                 if budget and not budget.conversations:
-                    budget = _measured(store, engine, drawn, budget)
-                    budgets.record(run, budget)
+                    budget = _measured(cache, engine, drawn, budget)
+                    budgets.record(Path(run.output), budget)
                     drawn = dataset.draw(mixture, budget.conversations, run.train.seed)
-                store.ask(engine, drawn, watch.on_answer)
-            store.settle(drawn)
+                cache.ask(engine, drawn, watch.on_answer)
+            cache.settle(drawn)
             gc.collect()  # the engine's arrays, before training needs the memory
         if budget:
             count = budget.conversations or sum(len(source.train) for source in drawn)
             budget = dataclasses.replace(budget, conversations=count, spent=budget.spent + time.monotonic() - begin)
-            budgets.record(run, budget)
-        return store.read(drawn, mixture), budget
+            budgets.record(Path(run.output), budget)
+        return cache.read(drawn, mixture), budget
 
 
 @contextlib.contextmanager
@@ -99,7 +101,7 @@ def _engine(run: TrainRun, watch: Watch) -> Iterator[Engine]:
     engine = answering_engine(
         models,
         "",
-        num_slots=_num_slots(run, models),
+        num_slots=_num_slots(models, run.data.answer_slots, run.train.seq_len),
         max_model_len=run.train.seq_len,
         on_warmup=watch.on_warmup,
     )
@@ -108,22 +110,22 @@ def _engine(run: TrainRun, watch: Watch) -> Iterator[Engine]:
         yield engine
 
 
-def _num_slots(run: TrainRun, models: Models) -> int:
-    """Return how many answers are made at once: as many as the run asks for and the devices have room for, as a
-    multiple of the parts that they are spread over."""
+def _num_slots(models: Models, most: int, seq_len: int) -> int:
+    """Return how many answers of at most `seq_len` tokens are made at once: as many as the devices have room for, at
+    most `most`, as a multiple of the parts that they are spread over."""
     drafter = models.head.drafter if models.head else None
-    each = bytes_per_token(models.target.config, drafter, models.mesh) * run.train.seq_len
+    each = bytes_per_token(models.target.config, drafter, models.mesh) * seq_len
     room = num_parts(models.mesh, "batch") * int(CACHE_SHARE * free_memory(models.mesh) / max(each, 1))
-    if room < run.data.answer_slots:
-        logger.info("%d answers at once, for which there is memory, in place of %d", room, run.data.answer_slots)
-    return in_equal_parts(models.mesh, "batch", max(1, min(room, run.data.answer_slots)))
+    if room < most:
+        logger.info("%d answers at once, for which there is memory, in place of %d", room, most)
+    return in_equal_parts(models.mesh, "batch", max(1, min(room, most)))
 
 
 class _Enough(Exception):
     """Raised where a stage has been measured for long enough."""
 
 
-def _measured(store: "_Store", engine: Engine, drawn: Mixture, budget: Budget) -> Budget:
+def _measured(cache: "_AnswerCache", engine: Engine, drawn: Mixture, budget: Budget) -> Budget:
     """Answer for as long as a stage is measured, all sources in turn, and decide how many conversations there is time
     for. The answers that were made stay."""
     most = sum(len(source.train) for source in drawn)
@@ -131,12 +133,12 @@ def _measured(store: "_Store", engine: Engine, drawn: Mixture, budget: Budget) -
     for source in drawn:
         begin = time.monotonic()
 
-        def stop(so_far: Answering, begin: float = begin) -> None:
+        def stop(so_far: AnswerProgress, begin: float = begin) -> None:
             if time.monotonic() - begin > budget.probe_seconds / len(drawn):
                 raise _Enough(so_far.account)
 
         try:
-            accounts = store.ask(engine, (source,), stop)
+            accounts = cache.ask(engine, (source,), stop)
         except _Enough as enough:
             accounts = list(enough.args)
         spent += time.monotonic() - begin
@@ -147,23 +149,25 @@ def _measured(store: "_Store", engine: Engine, drawn: Mixture, budget: Budget) -
     )
 
 
-class _Store:
-    """A store of the answers that one target gave in one manner."""
+class _AnswerCache:
+    """A cache of the answers that one target gave in one settings."""
 
-    def __init__(self, run: TrainRun, target: TargetSource) -> None:
-        template_kwargs = parse_template_kwargs(run.data.template_kwargs)
+    def __init__(self, target: TargetSource, data: DataSettings, train: TrainSettings, quantization: str) -> None:
+        template_kwargs = parse_template_kwargs(data.template_kwargs)
         tokenizer = Tokenizer.load(target.folder, template_kwargs)
-        self._manner = Manner(
-            max_tokens=run.data.answer_tokens or run.train.seq_len,
-            temperature=run.data.answer_temperature,
-            seed=run.train.seed,
+        self._settings = AnswerSettings(
+            max_tokens=data.answer_tokens or train.seq_len,
+            temperature=data.answer_temperature,
+            seed=train.seed,
             thinking="drop" if tokenizer.template.mentions(FINAL_CHANNEL) else "keep",
             template_kwargs=template_kwargs,
         )
-        self._manner.check(tokenizer)
+        self._settings.check(tokenizer)
         self._fingerprint = fingerprint(target.folder)
-        manner = {**dataclasses.asdict(self._manner), "max_model_len": run.train.seq_len, "weights": run.quantization}
-        self.folder = cache_folder() / "answers" / f"{self._fingerprint}-{_digest(json.dumps(manner, sort_keys=True))}"
+        settings = {**dataclasses.asdict(self._settings), "max_model_len": train.seq_len, "weights": quantization}
+        self.folder = (
+            cache_folder() / "answers" / f"{self._fingerprint}-{_digest(json.dumps(settings, sort_keys=True))}"
+        )
 
     @contextlib.contextmanager
     def lock(self) -> Iterator[None]:
@@ -187,16 +191,16 @@ class _Store:
         words = re.sub(r"[^\w.-]+", "-", Path(source.name).name)[:60]
         return self.folder / f"{words}-{_digest(source.name)[:8]}.jsonl"
 
-    def ask(self, engine: Engine, drawn: Mixture, on_answer: Callable[[Answering], None]) -> list[Account]:
+    def ask(self, engine: Engine, drawn: Mixture, on_answer: Callable[[AnswerProgress], None]) -> list[Account]:
         """Have the target answer the questions that have no answer yet. Returns an account of each source."""
         total, before, accounts = sum(len(source.train) for source in drawn), 0, []
         for source in drawn:
 
-            def tell(account: Account, before: int = before) -> None:
-                on_answer(Answering(before + account.num_settled, total, account))
+            def report(account: Account, before: int = before) -> None:
+                on_answer(AnswerProgress(before + account.num_settled, total, account))
 
             account = regenerate(
-                engine, source.train, self.path(source), self._manner, target=self._fingerprint, on_answer=tell
+                engine, source.train, self.path(source), self._settings, target=self._fingerprint, on_answer=report
             )
             logger.info("%s: %s", source.name, account.describe().replace("\n", "; "))
             accounts.append(account)
