@@ -1,11 +1,9 @@
-"""`specserve bench`: how fast the engine is, from one client to many, and how fast its kernels."""
+"""`specserve bench engine`: how fast the engine is, from one client to many."""
 
-import itertools
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import jax
 from rich.markup import escape
 
 from specserve.checkpoints.tensors import write_json
@@ -14,11 +12,10 @@ from specserve.drafters.speculation import parse_speculation
 from specserve.errors import DataError
 from specserve.eval.bench.cells import BenchArm, BenchPlan, Cell
 from specserve.eval.bench.engine import BenchReport, run_bench
-from specserve.eval.bench.kernels import measure_bounds, measure_kernels
 from specserve.eval.bench.synthetic import bench_models
 from specserve.eval.prompts import load_chats, random_length, random_prompts
-from specserve.eval.report import bench_lines, bench_table, coupling_table, kernels_table
-from specserve.eval.settings import BenchRun, KernelsRun
+from specserve.eval.report import bench_lines, bench_table, coupling_table
+from specserve.eval.settings import BenchRun
 from specserve.provenance import collect
 from specserve.serve.launch import Models
 
@@ -26,31 +23,6 @@ from specserve.serve.launch import Models
 def engine(run: BenchRun) -> None:
     """Measure plain decoding, fixed speculations and `auto` on the same questions in one process, in turns."""
     measure_engine(run)
-
-
-def kernels(run: KernelsRun) -> None:
-    """Time each kernel of this backend beside XLA's own operations, over the shapes asked for."""
-    bounds = measure_bounds()
-    device = jax.devices()[0].device_kind
-    rows = []
-    with Bars() as progress:
-        timing = progress.add("timing")
-        for row in measure_kernels(run, bounds):
-            rows.append(row)
-            progress.update(timing, advance=1, note=f"{row.work.kernel} {row.work.shape}")
-    bounds = bounds.raised_by(rows)
-    rows = [row.within(bounds) for row in rows]
-    console.print(
-        f"{escape(device)}: {bounds.bytes_per_second / 1e9:,.0f} GB/s read, "
-        f"{bounds.flops_per_second / 1e12:,.2f} TFLOP/s multiplied",
-        highlight=False,
-    )
-    for _, of_kernel in itertools.groupby(rows, key=lambda row: row.work.kernel):
-        console.print(kernels_table(list(of_kernel)))
-    if run.output:
-        facts = {"device": device, **asdict(bounds), "rows": [row.to_json() for row in rows]}
-        write_json(Path(run.output), {**facts, "settings": asdict(run), "provenance": collect()})
-        console.print(f"report written to {escape(run.output)}")
 
 
 def measure_engine(run: BenchRun, others: Callable[[Path], Mapping[str, BenchArm]] | None = None) -> None:

@@ -9,7 +9,6 @@ from rich.table import Table
 from specserve.eval.acceptance import Difference, SpeculationReport
 from specserve.eval.bench.cells import ArmResult, Cell
 from specserve.eval.bench.engine import AUTO, BenchReport, Coupling
-from specserve.eval.bench.kernels import KernelTimes
 from specserve.eval.bench.step_times import StepTimes
 from specserve.eval.intervals import Interval
 from specserve.speculative.acceptance import Acceptance
@@ -155,22 +154,3 @@ def step_line(times: StepTimes) -> str:
         f"bound of {times.bound:.2f} ms); speculative step {times.step:.2f} ms "
         f"= draft {times.draft:.2f} + verify {times.verify:.2f}"
     )
-
-
-def kernels_table(rows: Sequence[KernelTimes]) -> Table:
-    """Make a table with a row for each shape of one kernel. Times are in milliseconds."""
-    shape = list(rows[0].work.shape)
-    numbers = (*shape, "own", "XLA", "to XLA", "MB", "of bound")
-    shown = table(rows[0].work.kernel, ("path",), numbers)
-    for row in rows:
-        own = row.own_ms
-        shown.add_row(
-            row.work.path or "XLA",
-            *[f"{row.work.shape[key]:,}" for key in shape],
-            "" if own is None else f"{own:.3f}",
-            f"{row.xla_ms:.3f}",
-            "" if own is None else f"{row.xla_ms / own:.2f}x",
-            f"{row.work.num_bytes / 1e6:,.1f}",
-            f"{row.bound_ms / (row.xla_ms if own is None else own):.0%}",
-        )
-    return shown

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 import numpy as np
 
 from specserve.errors import SpecServeError
-from specserve.eval.bench.arrivals import gaps, seconds_per_token
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engine.interface import EngineStats
 from specserve.serve.requests.request import Delta, FinishReason, SamplingParams
@@ -81,13 +80,15 @@ class TimedAnswer:
 
     @property
     def gaps(self) -> list[float]:
-        """See `arrivals.gaps`."""
-        return gaps(self.arrivals)
+        """The seconds between each delta and the next; with speculation a delta may hold several tokens."""
+        return [late - early for early, late in itertools.pairwise(self.arrivals)]
 
     @property
     def seconds_per_token(self) -> float | None:
-        """See `arrivals.seconds_per_token`."""
-        return seconds_per_token(self.arrivals, self.num_tokens)
+        """The mean seconds for each token after the first, which is vLLM's TPOT; None for an answer of one token."""
+        if self.num_tokens <= 1:
+            return None
+        return (self.arrivals[-1] - self.arrivals[0]) / (self.num_tokens - 1) if self.arrivals else 0.0
 
 
 class BenchArm(Protocol):

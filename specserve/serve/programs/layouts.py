@@ -102,11 +102,6 @@ def make_layouts(target: Target, head: Head | None, mesh: Mesh | None = None) ->
     return Layouts(one, few, plain, (for_one, for_few, as_loaded), mesh)
 
 
-def loaded_weights(target: Target, head: Head | None) -> Weights:
-    """The weights as they were loaded, which every backend multiplies with."""
-    return Weights(target.params, None if head is None else head.weights())
-
-
 def _draft_weights(head: Head, mesh: Mesh | None) -> DraftWeights:
     """The head's weights, with matrices of 8 bits as wider numbers of the same values where that is quicker: a head is
     small, so what counts is time."""
