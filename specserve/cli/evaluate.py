@@ -13,7 +13,7 @@ from specserve.checkpoints.tensors import write_json
 from specserve.cli.progress import Bars, console
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
-from specserve.eval import evaluation_page, report
+from specserve.eval import report
 from specserve.eval.acceptance import Read, SpeculationReport, converse, reader, warm_up
 from specserve.eval.bench.cells import PLAIN, BenchArm, EngineArm
 from specserve.eval.bench.step_times import StepTimes, measure_steps
@@ -36,7 +36,7 @@ Key = tuple[str, str]  # a head as it was given, empty where the way needs none,
 def evaluate(run: EvalRun) -> None:
     """Measure tau, acceptance by depth and category, and plain against speculative tokens/s in one run, for every
     head, speculation, temperature and concurrency that was asked for. Prints a table of each, and writes the JSON
-    report and a page where they are wanted. Exit status 1 where a published tau is outside its interval."""
+    report with --output. Exit status 1 where a published tau is outside its interval."""
     _check(run)
     questions = load_questions(run.bench, run.limit)
     found = _evaluate_servers(run, questions) if run.server else _evaluate_heads(run, questions)
@@ -222,7 +222,7 @@ def _show(found: Evaluation, limit: int) -> None:
 
 
 def _write(run: EvalRun, found: Evaluation, judged: Sequence[TauVerdict]) -> None:
-    """Write the report and the page beside it, without the secrets among the settings."""
+    """Write the report, without the secrets among the settings."""
     settings = {name: value for name, value in dataclasses.asdict(run).items() if name != "api_key"}
     provenance = collect()
     if run.api_key:
@@ -230,6 +230,4 @@ def _write(run: EvalRun, found: Evaluation, judged: Sequence[TauVerdict]) -> Non
     path = Path(run.output)
     facts = {**found.to_json(), "verdicts": [verdict.to_json() for verdict in judged]}
     write_json(path, {**facts, "settings": settings, "provenance": provenance})
-    page = path.with_suffix(".html")
-    evaluation_page.write(page, found, judged, settings, provenance)
-    console.print(f"report written to {escape(str(path))}, and to {escape(str(page))} for people")
+    console.print(f"report written to {escape(str(path))}")

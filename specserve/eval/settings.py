@@ -39,7 +39,7 @@ class EvalRun(TargetRun):
     expect: tuple[float, ...] = setting(
         (), help="published tau, one for each row of the table; exit status 1 where one is outside the interval"
     )
-    output: str = setting("", help="write the JSON report here, and a page for people beside it (.html)")
+    output: str = setting("", help="write the JSON report here")
 
 
 RANDOM_WEIGHTS = (

@@ -127,7 +127,7 @@ def test_the_command_measures_a_server_and_judges_what_was_published(
     run = EvalRun(bench=str(path), server=(f"{url}/v1",), api_key="hush", max_tokens=MAX_TOKENS, output=str(output))
     command.evaluate(run)
     found = json.loads(output.read_text())
-    assert "hush" not in output.read_text() + output.with_suffix(".html").read_text()
+    assert "hush" not in output.read_text()
     (report,) = found["reports"]
     low, high = report["tau_interval"]
     assert low <= report["tau"] <= high
@@ -169,6 +169,3 @@ def test_two_heads_are_compared_on_one_target(
         taus = [by_name[name, "chain:2", *cell]["tau"] for name in ("b", "a")]
         assert difference["difference"] == pytest.approx(taus[0] - taus[1])
         assert difference["interval"][0] <= difference["interval"][1]
-    page = output.with_suffix(".html").read_text()
-    assert "<script" not in page
-    assert "Between heads" in page
