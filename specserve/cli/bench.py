@@ -10,7 +10,7 @@ from specserve.checkpoints.tensors import write_json
 from specserve.cli.progress import Bars, console
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import DataError
-from specserve.eval.bench.cells import BenchArm, BenchPlan, Cell
+from specserve.eval.bench.comparison import BenchArm, BenchSize, Comparison
 from specserve.eval.bench.engine import BenchReport, run_bench
 from specserve.eval.bench.synthetic import bench_models
 from specserve.eval.prompts import load_chats, random_length, random_prompts
@@ -32,10 +32,10 @@ def measure_engine(run: BenchRun, others: Callable[[Path], Mapping[str, BenchArm
         if name != "auto":
             parse_speculation(name)  # a wrong one is said before minutes of work
     run = replace(run, input_len=random_length(run.bench, run.input_len, run.max_model_len - run.max_tokens))
-    plan = BenchPlan(run.concurrency, run.temperature, run.rounds, run.requests, run.max_tokens, run.seed)
+    size = BenchSize(run.concurrency, run.temperature, run.rounds, run.requests, run.max_tokens, run.seed)
     models = bench_models(run)
     further = others(models.target.folder) if others else {}
-    report = _measure(run, models, _prompts(run, models, plan), plan, further)
+    report = _measure(run, models, _prompts(run, models, size), size, further)
     _show(report)
     if run.output:
         draft = models.draft.name if models.draft else ""
@@ -44,11 +44,11 @@ def measure_engine(run: BenchRun, others: Callable[[Path], Mapping[str, BenchArm
         console.print(f"report written to {escape(run.output)}")
 
 
-def _prompts(run: BenchRun, models: Models, plan: BenchPlan) -> list[list[int]]:
+def _prompts(run: BenchRun, models: Models, size: BenchSize) -> list[list[int]]:
     if run.input_len:
-        return random_prompts(range(1, models.target.config.vocab_size), plan.num_prompts, run.input_len, run.seed)
+        return random_prompts(range(1, models.target.config.vocab_size), size.num_prompts, run.input_len, run.seed)
     assert models.tokenizer is not None
-    chats = load_chats(run.bench, plan.num_prompts, run.history)
+    chats = load_chats(run.bench, size.num_prompts, run.history)
     rendered = [models.tokenizer.render_chat(chat) for chat in chats]
     prompts = [prompt for prompt in rendered if len(prompt) + run.max_tokens <= run.max_model_len]
     if not prompts:
@@ -62,7 +62,7 @@ def _prompts(run: BenchRun, models: Models, plan: BenchPlan) -> list[list[int]]:
 
 
 def _measure(
-    run: BenchRun, models: Models, prompts: list[list[int]], plan: BenchPlan, others: Mapping[str, BenchArm]
+    run: BenchRun, models: Models, prompts: list[list[int]], size: BenchSize, others: Mapping[str, BenchArm]
 ) -> BenchReport:
     with Bars() as progress:
         compiling = progress.add("compiling")
@@ -72,16 +72,16 @@ def _measure(
         def on_warmup(arm: str, done: int, total: int, name: str) -> None:
             progress.update(compiling, completed=done, total=total, note=f"{arm}: {name}")
 
-        def on_round(cell: Cell) -> None:
-            rates = ", ".join(f"{name} {result.rates[-1]:.0f}" for name, result in cell.arms.items())
-            note = f"{cell.concurrency} clients, T={cell.temperature:g}: {rates} tokens/s"
+        def on_round(comparison: Comparison) -> None:
+            rates = ", ".join(f"{name} {result.rates[-1]:.0f}" for name, result in comparison.arms.items())
+            note = f"{comparison.concurrency} clients, T={comparison.temperature:g}: {rates} tokens/s"
             progress.update(asking, advance=1, note=note)
 
         return run_bench(
             models,
             run.arms,
             prompts,
-            plan,
+            size,
             max_model_len=run.max_model_len,
             others=others,
             has_coupling=run.coupling,
@@ -91,8 +91,8 @@ def _measure(
 
 
 def _show(report: BenchReport) -> None:
-    for temperature in report.plan.temperatures:
-        console.print(bench_table(report.cells, temperature))
+    for temperature in report.size.temperatures:
+        console.print(bench_table(report.comparisons, temperature))
     if report.couplings:
         console.print(coupling_table(report.couplings))
     for line in bench_lines(report):

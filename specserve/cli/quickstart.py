@@ -17,7 +17,7 @@ from specserve.cli.options import start
 from specserve.cli.progress import bar_columns, console
 from specserve.cli.training_bar import TrainingBar
 from specserve.eval.acceptance import SpeculationReport
-from specserve.eval.bench.cells import PLAIN, ArmResult, Cell, EngineArm, TimedAnswer, run_round
+from specserve.eval.bench.comparison import PLAIN, ArmResult, Comparison, EngineArm, TimedAnswer, run_round
 from specserve.eval.bench.step_times import StepTimes, measure_steps
 from specserve.eval.client import Client
 from specserve.eval.prompts import load_questions
@@ -172,18 +172,18 @@ def compare(
     """Ask every running engine the questions, in turns, one at a time; a report of each that speculates, beside the one
     named "off". `on_question` hears the tau of each so far. Raises SpecServeError where an engine fails."""
     arms = {name: _Way(engine) for name, engine in engines.items()}
-    cell = Cell(0.0, 1, {name: ArmResult() for name in arms})
+    comparison = Comparison(0.0, 1, {name: ArmResult() for name in arms})
     prompts = [engines[PLAIN].tokenizer.render_chat([{"role": "user", "content": text}]) for text in questions]
     for arm in arms.values():  # first touches of memory are not measured
         arm.ask(prompts[:1], [SamplingParams(temperature=0.0, max_tokens=8)], 1)
     for number, prompt in enumerate(prompts):
         room = min(MAX_TOKENS, engines[PLAIN].max_model_len - len(prompt))
-        run_round(arms, [prompt], [SamplingParams(temperature=0.0, max_tokens=room)], cell, number)
-        spoken = itertools.islice(cell.arms.items(), 1, None)
+        run_round(arms, [prompt], [SamplingParams(temperature=0.0, max_tokens=room)], comparison, number)
+        spoken = itertools.islice(comparison.arms.items(), 1, None)
         on_question(", ".join(f"{name} tau {result.acceptance.tau:.2f}" for name, result in spoken))
     return {
-        name: SpeculationReport("pydoc", name, 0.0, 1, cell.arms[PLAIN], result)
-        for name, result in cell.arms.items()
+        name: SpeculationReport("pydoc", name, 0.0, 1, comparison.arms[PLAIN], result)
+        for name, result in comparison.arms.items()
         if name != PLAIN
     }
 

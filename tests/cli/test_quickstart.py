@@ -6,7 +6,7 @@ from rich.console import Console
 
 from specserve.cli import quickstart
 from specserve.eval.acceptance import SpeculationReport
-from specserve.eval.bench.cells import ArmResult
+from specserve.eval.bench.comparison import ArmResult
 from specserve.eval.bench.step_times import StepTimes
 from specserve.eval.report import summary_table
 from specserve.speculative.acceptance import Acceptance

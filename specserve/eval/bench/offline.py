@@ -12,7 +12,7 @@ import numpy as np
 
 from specserve.drafters.speculation import describe
 from specserve.errors import DataError
-from specserve.eval.bench.cells import EngineArm, TimedAnswer
+from specserve.eval.bench.comparison import EngineArm, TimedAnswer
 from specserve.eval.bench.roofline import Roofline, measure_peaks, step_work
 from specserve.eval.bench.step_times import steps_timed, time_step
 from specserve.eval.prompts import RANDOM, load_prompts, random_length, random_prompts

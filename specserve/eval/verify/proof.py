@@ -34,7 +34,7 @@ Script = Callable[[], Tree | None]  # the tree of the next steps that are dispat
 
 
 @dataclass(frozen=True)
-class ProofPlan:
+class ProofSize:
     """The size of a proof: the tokens of an answer, and the draws of a statistical test."""
 
     max_tokens: int = 32
@@ -102,11 +102,11 @@ class Prover:
         self,
         bench: ProofSubject,
         prompts: Sequence[Sequence[int]],
-        plan: ProofPlan,
+        size: ProofSize,
         report: ProofReport,
         on_progress: Callable[[str, int, int | None], None] = lambda _what, _done, _total: None,
     ) -> None:
-        self.bench, self.prompts, self.plan, self.report = bench, prompts, plan, report
+        self.bench, self.prompts, self.size, self.report = bench, prompts, size, report
         self._on_progress = on_progress
         self._plain: dict[int, CompletionOutput] = {}  # by the ask's id
         self._judge = Judge(bench, report)
@@ -178,7 +178,7 @@ class Prover:
             return answers
 
         self._begin("off", "answers")
-        first = base_asks(self.prompts, self.plan.max_tokens, self.plan.seed)
+        first = base_asks(self.prompts, self.size.max_tokens, self.size.seed)
         answers = answer(first)
         second = follow_ups(first, answers)
         self.first, self.base = first, [*first, *second]
@@ -186,8 +186,8 @@ class Prover:
             self.prompts,
             answers[::2],
             self.bench.tokenizer,
-            max_tokens=self.plan.max_tokens,
-            seed=self.plan.seed,
+            max_tokens=self.size.max_tokens,
+            seed=self.size.seed,
             has_grammars=self._runner.has_constrained,
         )
         self._total = self._number_in_all()
@@ -201,8 +201,8 @@ class Prover:
     def _number_in_all(self) -> int:
         """The tokens of all answers that the checks take, drawn ones included."""
         first, base, everything = (sum(map(_num_tokens, asks)) for asks in (self.first, self.base, self.everything))
-        drawn = num_answers(self.plan.draws) * (1 + COUNTED_TOKENS)
-        number = everything + base + self.plan.draws + drawn  # plain ones
+        drawn = num_answers(self.size.draws) * (1 + COUNTED_TOKENS)
+        number = everything + base + self.size.draws + drawn  # plain ones
         for group in self.bench.groups:
             number += everything
             for tree in group.trees:
@@ -289,7 +289,7 @@ class Prover:
     def _check_any(self, trees: Sequence[Tree]) -> None:
         """Check steps that are each done in another way, with all options in a batch, and with sequences that are
         preempted. An option's state must be there again when its sequence goes on, perhaps in another way."""
-        dice = random.Random(self.plan.seed)
+        dice = random.Random(self.size.seed)
         ways = [None, *trees]
         name = "any way at each step" if len(trees) > 1 else f"{describe(trees[0])} or off at each step"
         self._in_few_pages(name, "preemption, all options", lambda: dice.choice(ways), self.everything)
@@ -309,7 +309,7 @@ class Prover:
         been there always."""
         way = describe(tree)
         self._begin(way, "after plain steps")
-        length = self.plan.max_tokens // 3
+        length = self.size.max_tokens // 3
         late, fresh = [], []
         for ask in self.first:
             steps = itertools.chain(itertools.repeat(None, length), itertools.repeat(tree))
@@ -317,7 +317,7 @@ class Prover:
             late.append(self._answer(steps.__next__, [ask], is_caching=False, most_steps=1))
             # the prompt of the fresh run ends before the token that is the root when speculation begins
             prompt = (*ask.prompt, *self._plain[id(ask)].token_ids[:length])
-            params = dataclasses.replace(ask.params, max_tokens=self.plan.max_tokens - length)
+            params = dataclasses.replace(ask.params, max_tokens=self.size.max_tokens - length)
             fresh.append(self._answer(lambda: tree, [Ask(ask.name, prompt, params)], is_caching=False))
         late, fresh = _joined(late), _joined(fresh)
         self._compare(way, "after plain steps", self.first, late)
@@ -359,10 +359,10 @@ class Prover:
         self._begin(way, "distribution")
         prompt = min(self.prompts, key=len)
         if tree is None:
-            asks = self._drawing(prompt, self.plan.draws, 1)
+            asks = self._drawing(prompt, self.size.draws, 1)
             answers = self._answer(lambda: None, asks, is_caching=True).of
             self._test_draws(way, "first token", prompt, answers, 0)
-            self._drawn = self._drawing(prompt, num_answers(self.plan.draws), 1 + COUNTED_TOKENS)
+            self._drawn = self._drawing(prompt, num_answers(self.size.draws), 1 + COUNTED_TOKENS)
         found = self._answer(lambda: tree, self._drawn, is_caching=True)
         if tree is None:
             self._plain |= {id(ask): answer for ask, answer in zip(self._drawn, found.of, strict=True)}
@@ -372,7 +372,7 @@ class Prover:
 
     def _drawing(self, prompt: Sequence[int], number: int, max_tokens: int) -> list[Ask]:
         """Make the asks of one prompt with `number` different seeds."""
-        seeds = range(self.plan.seed, self.plan.seed + number)
+        seeds = range(self.size.seed, self.size.seed + number)
         options: dict[str, Any] = {"max_tokens": max_tokens, "ignore_eos": True}
         return [Ask(f"seed {seed}", tuple(prompt), SamplingParams(seed=seed, **options)) for seed in seeds]
 
