@@ -5,8 +5,9 @@ import contextlib
 import itertools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
+
+from rich.progress import TaskID
 
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
@@ -14,7 +15,7 @@ from specserve.eval.acceptance import Difference, Read, SpeculationReport, conve
 from specserve.eval.bench.comparison import PLAIN, BenchArm, EngineArm
 from specserve.eval.bench.step_times import StepTimes, measure_steps
 from specserve.eval.intervals import Interval
-from specserve.eval.prompts import load_questions
+from specserve.eval.prompts import Question, load_questions
 from specserve.eval.remote import ServerArm, read_chats
 from specserve.eval.settings import EvalRun
 from specserve.serve.engine.engine import Engine
@@ -110,10 +111,9 @@ def _evaluate_servers(run: EvalRun) -> Evaluation:
                 arms[each.name].describe(each)
 
         reports = [
-            [SpeculationReport(run.bench, "", *condition, draft=name) for name in arms]
-            for condition in _conditions(run)
+            [SpeculationReport(run.bench, "", *where, draft=name) for name in arms] for where in _conditions(run)
         ]
-        found = _converse_all(run, arms, reports, read_chats(run.max_tokens), describe)
+        found = _converse_all(run, questions, arms, reports, read_chats(run.max_tokens), describe)
     return Evaluation(run.bench, len(questions), " and ".join(arm.model for arm in arms.values()), found, {})
 
 
@@ -146,12 +146,15 @@ def _evaluate_heads(run: EvalRun) -> Evaluation:
     with contextlib.ExitStack() as stack:
         running = {name: EngineArm(stack.enter_context(engine)) for name, engine in engines.items()}
         reports = [
-            [SpeculationReport(run.bench, arm.speculation, *condition, draft=arm.head) for arm in arms.values()]
-            for condition in _conditions(run)
+            [
+                SpeculationReport(run.bench, arm.speculation, temperature, concurrency, draft=arm.head)
+                for arm in arms.values()
+            ]
+            for temperature, concurrency in _conditions(run)
         ]
         read = reader(engines[PLAIN], run.max_tokens)
         warm_up(running.values(), questions[0], read)
-        found = _converse_all(run, running, reports, read)
+        found = _converse_all(run, questions, running, reports, read)
     return Evaluation(run.bench, len(questions), models[first].name, found, steps)
 
 
@@ -165,15 +168,14 @@ def _engines(run: EvalRun, arms: Mapping[str, _HeadArm]) -> tuple[dict[str, Engi
         for name, arm in arms.items():
             task = bars.add(f"{name}: compiling")
 
-            def on_warmup(done: int, total: int, text: str, update: Callable[..., None]) -> None:
-                update(completed=done, total=total, note=text)
-
             engines[name] = measured_engine(
                 arm.models,
                 arm.speculation,
                 num_slots=max(run.concurrency),
                 max_model_len=run.max_model_len,
-                on_warmup=partial(on_warmup, update=partial(bars.update, task)),
+                on_warmup=lambda done, total, text, task=task: bars.update(
+                    task, completed=done, total=total, note=text
+                ),
             )
             if arm.speculation not in (PLAIN, "auto") and _uses_head(arm.speculation):
                 steps[name] = measure_steps(engines[PLAIN].runner, engines[name].runner, context=CONTEXT)
@@ -182,29 +184,26 @@ def _engines(run: EvalRun, arms: Mapping[str, _HeadArm]) -> tuple[dict[str, Engi
 
 def _converse_all(
     run: EvalRun,
+    questions: Sequence[Question],
     arms: Mapping[str, BenchArm],
     reports: Sequence[Sequence[SpeculationReport]],  # of each condition
     read: Read,
     describe: Callable[[Sequence[SpeculationReport]], None] = lambda _reports: None,
 ) -> list[SpeculationReport]:
     """Have every conversation at every temperature and concurrency, and fill the reports."""
-    questions = load_questions(run.bench, run.limit)
     with Bars() as bars:
         for some in reports:
             describe(some)
             total = sum(len(question.turns) for question in questions)
             task = bars.add(f"T={some[0].temperature:g}, {some[0].concurrency} at once: answering", total=total)
 
-            def on_answer(some: Sequence[SpeculationReport], update: Callable[..., None]) -> None:
+            def on_answer(some: Sequence[SpeculationReport] = some, task: TaskID = task) -> None:
                 describe(some)
-                taus = [f"{each.tau:.2f}" for each in some if each.tau is not None]
-                update(completed=some[0].speculative.num_answers + some[0].num_skipped, note=f"tau {' '.join(taus)}")
+                taus = " ".join(f"{each.tau:.2f}" for each in some if each.tau is not None)
+                done = some[0].speculative.num_answers + some[0].num_skipped
+                bars.update(task, completed=done, note=f"tau {taus}")
 
-            converse(
-                *(arms, questions, some, read),
-                seed=run.seed,
-                on_answer=partial(on_answer, some, partial(bars.update, task)),
-            )
+            converse(arms, questions, some, read, seed=run.seed, on_answer=on_answer)
     return list(itertools.chain.from_iterable(reports))
 
 
@@ -246,9 +245,8 @@ class TauVerdict:
 def verdicts(reports: Sequence[SpeculationReport], expected: Sequence[float]) -> list[TauVerdict]:
     """Compare each report with its own published tau. The list is empty where no taus are given."""
     pairs = zip(reports, expected, strict=True) if expected else ()
-    return [
-        TauVerdict(
-            f"{each.name}, T={each.temperature:g}, {each.concurrency} at once", value, each.tau, each.tau_interval
-        )
-        for each, value in pairs
-    ]
+    found = []
+    for each, value in pairs:
+        name = f"{each.name}, T={each.temperature:g}, {each.concurrency} at once"
+        found.append(TauVerdict(name, value, each.tau, each.tau_interval))
+    return found
