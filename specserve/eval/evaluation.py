@@ -146,11 +146,8 @@ def _evaluate_heads(run: EvalRun) -> Evaluation:
     with contextlib.ExitStack() as stack:
         running = {name: EngineArm(stack.enter_context(engine)) for name, engine in engines.items()}
         reports = [
-            [
-                SpeculationReport(run.bench, arm.speculation, temperature, concurrency, draft=arm.head)
-                for arm in arms.values()
-            ]
-            for temperature, concurrency in _conditions(run)
+            [SpeculationReport(run.bench, arm.speculation, *where, draft=arm.head) for arm in arms.values()]
+            for where in _conditions(run)
         ]
         read = reader(engines[PLAIN], run.max_tokens)
         warm_up(running.values(), questions[0], read)

@@ -457,8 +457,8 @@ def _emit(
     token_ids: jax.Array,  # [batch, n] int32
     is_emitted: jax.Array,  # [batch, n] bool
 ) -> SlotState:
-    """Add emitted tokens to history and ledger, and set `seq_lens`, so that all but the last token counts as
-    committed."""
+    """Add emitted tokens to the history and to `TokenRows.seen`, and set `seq_lens`, so that all but the last token
+    counts as committed."""
     index = start[:, None] + jnp.arange(token_ids.shape[1])
     is_emitted = jnp.broadcast_to(is_emitted, index.shape)
     column = jnp.where(is_emitted, index, state.history.shape[1])
@@ -470,5 +470,5 @@ def _emit(
         state,
         seq_lens=state.seq_lens.at[slots].set(seq_lens, mode="drop"),
         history=state.history.at[row, column].set(token_ids, mode="drop"),
-        tokens=dataclasses.replace(state.tokens, ledger=state.tokens.ledger.at[row, token_ids].add(entry, mode="drop")),
+        tokens=dataclasses.replace(state.tokens, seen=state.tokens.seen.at[row, token_ids].add(entry, mode="drop")),
     )
