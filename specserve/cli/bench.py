@@ -30,7 +30,7 @@ def measure_engine(run: BenchRun, others: Callable[[Path], Mapping[str, BenchArm
     name. Raises ConfigError, CheckpointError or DataError."""
     for name in run.arms:
         if name != "auto":
-            parse_speculation(name)  # a wrong one is said before minutes of work
+            parse_speculation(name)  # a wrong one is reported before minutes of work
     run = replace(run, input_len=random_length(run.bench, run.input_len, run.max_model_len - run.max_tokens))
     size = BenchSize(run.concurrency, run.temperature, run.rounds, run.requests, run.max_tokens, run.seed)
     models = bench_models(run)

@@ -21,7 +21,7 @@ class Root(LazyGroup):
         ),
         "doctor": Lazy(
             "specserve.cli.doctor:doctor",
-            "Say what this machine has, what is wrong with it, and the fix. Exit status 1 where there are errors.",
+            "Show what this machine has, what is wrong with it, and the fix. Exit status 1 where there are errors.",
         ),
         "train": Lazy(
             "specserve.cli.train:train",
@@ -63,8 +63,8 @@ class Root(LazyGroup):
         ),
         "import": Lazy(
             "specserve.cli.checkpoints:import_",
-            "Read a head from elsewhere and write it as ours. What is wrong and can be mended without guessing is "
-            "mended.",
+            "Read a head from elsewhere and write it as ours. What is wrong and can be repaired without guessing "
+            "is repaired.",
         ),
         "inspect": Lazy(
             "specserve.cli.checkpoints:inspect",
@@ -129,7 +129,7 @@ class DataCommands(LazyGroup):
         ),
         "regenerate": Lazy(
             "specserve.cli.data:regenerate",
-            "Have the target answer the questions of a data set itself: what it says is what a draft must predict.",
+            "Have the target answer the questions of a data set itself: its own answers are what a draft must predict.",
             "specserve.answers.settings:RegenerateRun",
         ),
         "capture": Lazy(

@@ -168,9 +168,9 @@ def compare(
 
 
 def explain(report: SpeculationReport, times: StepTimes) -> str:
-    """Say where a gain comes from, or why there is none: the tokens of a step, and what it costs beside a plain one."""
+    """Explain a gain, or why there is none: the tokens of a step, and what it costs beside a plain one."""
     tau, cost = report.speculative.acceptance.tau, times.step / times.plain
-    said = (
+    text = (
         f"Why {report.speculative.ratio:.2f}x: on this machine a plain step takes {times.plain:.1f} ms and emits one "
         f"token; a step of {report.speculation} takes {times.step:.1f} ms, of which {times.draft:.1f} are the draft's, "
         f"and emits {tau:.2f} (tau), so it can gain {tau:.2f} x {times.plain:.1f} / {times.step:.1f} = "
@@ -178,10 +178,10 @@ def explain(report: SpeculationReport, times: StepTimes) -> str:
     )
     if tau / cost < PAYS:
         return (
-            f"{said} It pays above tau {cost:.2f}: longer training raises tau, and auto turns to plain decoding where "
+            f"{text} It pays above tau {cost:.2f}: longer training raises tau, and auto turns to plain decoding where "
             "drafts do not pay."
         )
-    return f"{said} Longer training raises tau, and beside a larger target a draft costs less."
+    return f"{text} Longer training raises tau, and beside a larger target a draft costs less."
 
 
 def _serve_and_ask(engine: Engine, question: str) -> str:

@@ -26,7 +26,7 @@ SHOWN_BUGS, SHOWN_TIES = 5, 2
 
 
 def verify(run: VerifyRun) -> None:
-    """Have plain decoding and every way to speculate answer the same requests, and tell where they differ. Exit status
+    """Have plain decoding and every way to speculate answer the same requests, and show where they differ. Exit status
     1 where a difference is a bug."""
     models = load(run, run.draft)
     trees = ways_to_prove(models, run.speculation)
@@ -37,13 +37,13 @@ def verify(run: VerifyRun) -> None:
         "draft": models.draft.name if models.draft else "",
         "ways": list(map(describe, trees)),
     }
-    told = {**facts, **report.to_json(), "settings": dataclasses.asdict(run), "provenance": collect()}
+    found_json = {**facts, **report.to_json(), "settings": dataclasses.asdict(run), "provenance": collect()}
     if run.json:
-        print(json.dumps(told, indent=2))
+        print(json.dumps(found_json, indent=2))
     else:
         _show(report)
     if run.output:
-        write_json(Path(run.output), told)
+        write_json(Path(run.output), found_json)
         if not run.json:
             console.print(f"report written to {escape(run.output)}")
     if report.num_bugs:

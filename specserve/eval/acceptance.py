@@ -39,14 +39,14 @@ class SpeculationReport:
     categories: dict[Unit, str] = field(default_factory=dict)  # of units of one category
     rounds: list[str] = field(default_factory=list)  # the category of each round, empty where there are several
     num_skipped: int = 0  # turns that do not fit the context
-    detail: str = "all"  # of acceptance: all; "no depths"; "mean", without counts; "nothing". Engines tell all
+    detail: str = "all"  # of acceptance: all; "no depths"; "mean", without counts; "nothing". Engines report all
     is_per_answer: bool = True  # of each answer; else of what was asked together
-    reported_mean: float | None = None  # tau, of an arm that tells a mean alone
+    reported_mean: float | None = None  # tau, of an arm that reports a mean alone
     notes: list[str] = field(default_factory=list)  # what a reader of the figures has to know
 
     @property
     def name(self) -> str:
-        """The name that tells this report from the others of an evaluation at the same temperature and concurrency."""
+        """The name that this report alone has in an evaluation, at the same temperature and concurrency."""
         return ", ".join(filter(None, (self.draft, self.speculation)))
 
     @property
@@ -230,7 +230,7 @@ def converse(
     fits, SpecServeError where an arm fails."""
     baseline, size = next(iter(arms)), reports[0].concurrency
     comparison = _comparison(baseline, reports)
-    for arm in arms.values():  # what was asked in another comparison helps nobody
+    for arm in arms.values():  # earlier comparisons must not help
         arm.forget()
     chats = [_Chat(i, question) for i, question in enumerate(questions)]
     for number, group in enumerate(_groups(chats, size)):

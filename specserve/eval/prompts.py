@@ -18,7 +18,7 @@ from specserve.errors import ConfigError, DataError
 
 PYDOC, SPEED_BENCH = "pydoc", "speed-bench"
 RANDOM = "random"  # prompts of random token ids, for benchmarks alone
-RANDOM_LENGTH = 128  # tokens of such a prompt where nobody says how many
+RANDOM_LENGTH = 128  # tokens of such a prompt where none is given
 MASKED = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE"  # of SPEED-Bench, instead of most of its questions
 ROW = '{"question_id": 1, "category": "writing", "turns": ["..."]}'
 
@@ -50,7 +50,7 @@ def _alpaca(row: Raw) -> list[str]:
 
 
 # A bench is asked as those who publish heads ask it: the row's own text as the user's turn, without a system prompt and
-# without examples. Where they do not agree, docs/evaluation.md says what is done here.
+# without examples. Where they do not agree, docs/evaluation.md describes what is done here.
 BENCHES = {
     "mt-bench": QuestionSet(
         HubDataset("HuggingFaceH4/mt_bench_prompts", "apache-2.0"),

@@ -37,7 +37,7 @@ def parse_counts(text: str) -> Counts | None:
 
 
 class ServerArm:
-    """An arm that asks one server. `kind` says where its acceptance comes from: `counters` of /metrics, `timings` of
+    """An arm that asks one server. `kind` names where its acceptance comes from: `counters` of /metrics, `timings` of
     each answer (llama.cpp), the `mean` that SGLang keeps, or `nothing`."""
 
     def __init__(self, url: str, api_key: str = "") -> None:
@@ -52,7 +52,7 @@ class ServerArm:
         self.num_refused, self.refusal = 0, ""  # questions that do not fit the context
         if self._counts() is not None:
             self.kind = "counters"
-        else:  # what an answer tells is only known from one, which also warms the server up
+        else:  # what an answer reports is only known from one, which also warms the server up
             self._answer([{"role": "user", "content": "Count to twenty."}], SamplingParams(max_tokens=32, seed=0))
             self._look_for_mean()
             self.num_refused = 0
@@ -101,7 +101,7 @@ class ServerArm:
         report.reported_mean = self.reported_mean
         notes = {
             "mean": "tau is the server's own mean over all that it has answered, so there is no interval",
-            "nothing": "the server does not tell its acceptance: no counters in /metrics, no timings in its answers",
+            "nothing": "the server does not report its acceptance: no counters in /metrics, no timings in its answers",
         }
         report.notes = [notes[self.kind]] if self.kind in notes else []
         if self.kind == "counters" and report.concurrency > 1:
@@ -132,7 +132,7 @@ class ServerArm:
             self.num_refused += 1
             return answer
         if answer.arrivals and not answer.num_reported:
-            raise SpecServeError(f"{self.url}: an answer has no usage, so nobody knows how many tokens it took")
+            raise SpecServeError(f"{self.url}: an answer has no usage, so the number of its tokens is unknown")
         answer.arrivals = answer.arrivals or [time.perf_counter() - answer.begin]
         return answer
 

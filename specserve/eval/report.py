@@ -39,7 +39,7 @@ def summary_table(rows: Sequence[tuple[str, SpeculationReport]], title: str) -> 
 
 def _with_interval(value: float | None, interval: Interval | None, unit: str = "") -> str:
     if value is None:
-        return "not told"
+        return "unknown"
     return f"{value:.2f}{unit}" + (f"\n{interval.low:.2f}-{interval.high:.2f}" if interval else "")
 
 

@@ -35,7 +35,7 @@ class EvalRun(TargetRun):
         help="address of a running server (ours, vLLM, SGLang, llama.cpp) to measure instead; of several, the first "
         "is what the others are compared with",
     )
-    api_key: str = setting("", help="what the server wants to be told")
+    api_key: str = setting("", help="key of the server")
     expect: tuple[float, ...] = setting(
         (), help="published tau, one for each row of the table; exit status 1 where one is outside the interval"
     )
@@ -116,7 +116,8 @@ class VerifyRun(HeadRun):
     """The settings of `specserve verify`."""
 
     speculation: tuple[str, ...] = setting(
-        ("auto", f"{ALL_TEXT}:3"), help="ways to put to the proof, as for serve; auto: all that it would choose from"
+        ("auto", f"{ALL_TEXT}:3"),
+        help="what to prove, as for serve; auto: all that it would choose from",
     )
     bench: str = setting("pydoc", help="what is asked, as of `eval`")
     limit: int = setting(4, help="questions that are asked, evenly spread", ge=1)

@@ -58,7 +58,7 @@ class TimedAnswer:
     sizes: list[int] = field(default_factory=list)  # how many tokens each of these brought
     acceptance: Acceptance = field(default_factory=Acceptance)
     error: str | None = None
-    num_reported: int | None = None  # tokens, where a server tells their number and not their ids
+    num_reported: int | None = None  # tokens, where a server reports their number and not their ids
 
     @property
     def num_tokens(self) -> int:
@@ -267,7 +267,7 @@ def run_comparisons(
         results = {name: ArmResult(must_agree=isinstance(arm, EngineArm)) for name, arm in taking_part.items()}
         comparison = Comparison(temperature, concurrency, results)
         for number in range(size.num_rounds):
-            if number == 0 or len(prompts) < size.num_prompts:  # where prompts come again, nobody may know them
+            if number == 0 or len(prompts) < size.num_prompts:  # where prompts come again, no arm may know them
                 for arm in taking_part.values():
                     arm.forget()
             asked = list(itertools.islice(supply, size.requests_at(concurrency)))

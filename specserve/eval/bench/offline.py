@@ -99,8 +99,8 @@ def throughput(
         arm.ask(prompts[:1], params[:1], 1)  # first touches of memory
         arm.forget()
         before = engine.stats()
-        said = lambda done: on_progress("answering", done, len(prompts))  # noqa: E731
-        answers, seconds = arm.ask(prompts, params, len(prompts), said)
+        on_done = lambda done: on_progress("answering", done, len(prompts))  # noqa: E731
+        answers, seconds = arm.ask(prompts, params, len(prompts), on_done)
         after = engine.stats()
         _trace(arm, prompts[:slots], params[:slots], run.profile)
     num_output = sum(len(answer.token_ids) for answer in answers)

@@ -104,7 +104,7 @@ def _open(
     runner.shapes = dataclasses.replace(
         shapes, batch_sizes=batch_sizes, widths=shapes.widths[-1:], chunks=shapes.chunks[:CHUNKS], max_rows=rows
     )
-    programs = [program for program in wanted.programs(runner) if program.name != wanted.SCORING]  # nothing asks for it
+    programs = [program for program in wanted.programs(runner) if program.name != wanted.SCORING]
     done = itertools.count(1)
 
     def report(program: Program) -> None:
