@@ -30,7 +30,20 @@ FLOORS = {
     "eval": 8,
     "cli": 9,
 }
-FLAT = {"cluster", "errors", "host", "hub", "log", "pytree", "config", "mesh", "processes", "provenance", "__init__"}
+FLAT = {
+    "cluster",
+    "errors",
+    "host",
+    "hub",
+    "launcher",
+    "log",
+    "pytree",
+    "config",
+    "mesh",
+    "processes",
+    "provenance",
+    "__init__",
+}
 FLAT |= {"chat_template", "devices", "tokenizer"}
 MAY_JIT = (
     "serve/programs/calls.py",
@@ -74,7 +87,7 @@ DRAFTERS = re.compile(
     re.IGNORECASE,
 )
 OF_ALL_DRAFTERS = ("interface", "learning", "settings", "follow", "grow")
-OF_ALL_HEADS = ("format", "head", "convert", "doctor", "findings", "repairs", "values", "notes", "published")
+OF_ALL_HEADS = ("format", "head", "convert", "doctor", "findings", "repairs", "examined", "notes", "published")
 NAMES_LAYERS_OF_TARGETS = "checkpoints/load.py"  # some layers in a target's checkpoint are not its own
 
 
