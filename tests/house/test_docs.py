@@ -14,7 +14,7 @@ from specserve.train.settings import TrainRun
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "benchmarks/README.md")
-PAGES = [*(ROOT / name for name in OUTSIDE), *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [*(ROOT / name for name in OUTSIDE), *sorted((ROOT / "docs").rglob("*.md"))]
 SCHEMAS = {
     ROOT / "docs" / "training.md": TrainRun,
     ROOT / "docs" / "serving.md": ServeRun,
