@@ -1,11 +1,14 @@
 """The documents say what the code does. Run this file to rewrite the tables that are made from it."""
 
 import re
+import sys
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
+from command_tables import commands, settings_table
 
-from specserve import config
 from specserve.answers.settings import RegenerateRun
 from specserve.eval.settings import EvalRun
 from specserve.plan.settings import PlanServeRun
@@ -14,41 +17,42 @@ from specserve.train.settings import TrainRun
 
 ROOT = Path(__file__).parents[2]
 OUTSIDE = ("README.md", "CONTRIBUTING.md", "AGENTS.md", "CHANGELOG.md", "benchmarks/README.md")
-PAGES = [*(ROOT / name for name in OUTSIDE), *sorted((ROOT / "docs").rglob("*.md"))]
+DOCS = ROOT / "docs"
+PAGES = [*(ROOT / name for name in OUTSIDE), *sorted(DOCS.rglob("*.md"))]
 SCHEMAS = {
-    ROOT / "docs" / "training.md": TrainRun,
-    ROOT / "docs" / "serving.md": ServeRun,
-    ROOT / "docs" / "data.md": RegenerateRun,
-    ROOT / "docs" / "evaluation.md": EvalRun,
-    ROOT / "docs" / "scale.md": PlanServeRun,
+    DOCS / "training.md": TrainRun,
+    DOCS / "serving.md": ServeRun,
+    DOCS / "data.md": RegenerateRun,
+    DOCS / "evaluation.md": EvalRun,
+    DOCS / "scale.md": PlanServeRun,
 }
-SETTINGS = re.compile(
-    r"(?<=<!-- settings: rewritten by `python tests/house/test_docs.py` -->\n).*(?=<!-- /settings -->)", re.S
-)
 
 
-def settings_table(schema: type) -> str:
-    rows = ["| setting | flag | default | takes | |", "|---|---|---|---|---|"]
-    for leaf in config.leaves(schema):
-        expected = leaf.expected.replace("|", "\\|")
-        rows.append(f"| `{leaf.name}` | `{leaf.flag}` | {_default(leaf)} | {expected} | {leaf.help} |")
-    return "\n".join(rows) + "\n"
+def _support(name: str) -> str:
+    import support_tables  # needs tests/support on the path
+
+    return getattr(support_tables, name)()
 
 
-def _default(leaf: config.Leaf) -> str:
-    if leaf.field.is_required():
-        return "required"
-    value = leaf.default
-    if isinstance(value, bool):
-        return str(value).lower()
-    return "empty" if value in ((), "") else f"{value:g}" if isinstance(value, float) else str(value)
+Make = Callable[[], str]
+TABLES: dict[tuple[Path, str], Make] = {  # page, what the comments around the text call it -> what makes it
+    **{(page, "settings"): partial(settings_table, schema) for page, schema in SCHEMAS.items()},
+    (DOCS / "commands.md", "commands"): lambda: commands({of: page.name for page, of in SCHEMAS.items()}),
+    (DOCS / "support.md", "families"): partial(_support, "families"),
+    (DOCS / "support.md", "weights"): partial(_support, "weights"),
+}
 
 
-@pytest.mark.parametrize("page", SCHEMAS, ids=lambda page: page.name)
-def test_the_settings_table_is_current(page):
-    found = SETTINGS.search(page.read_text())
+def between(name: str) -> re.Pattern[str]:
+    begin = f"<!-- {name}: rewritten by `python tests/house/test_docs.py` -->\n"
+    return re.compile(rf"(?<={re.escape(begin)}).*?(?=<!-- /{name} -->)", re.S)
+
+
+@pytest.mark.parametrize(("page", "name"), TABLES, ids=lambda part: getattr(part, "name", part))
+def test_a_table_that_is_made_from_the_code_is_current(page, name):
+    found = between(name).search(page.read_text())
     assert found is not None
-    assert found[0] == settings_table(SCHEMAS[page]), "run `python tests/house/test_docs.py` to rewrite the table"
+    assert found[0] == TABLES[page, name](), "run `python tests/house/test_docs.py` to rewrite the table"
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -59,11 +63,12 @@ def test_links_resolve(page):
 
 def test_the_readme_has_the_two_lines():
     lines = [line.split("  #")[0].strip() for line in (ROOT / "README.md").read_text().splitlines()]
-    assert "pip install -e '.[dev]' && specserve quickstart" in lines
+    assert "pip install -e . && specserve quickstart" in lines
     assert "pip install -e '.[dev]' && pytest" in lines
 
 
 if __name__ == "__main__":
-    for page, schema in SCHEMAS.items():
-        table = settings_table(schema)
-        page.write_text(SETTINGS.sub(lambda _, table=table: table, page.read_text()))
+    sys.path.insert(0, str(ROOT / "tests" / "support"))
+    for (page, name), make in TABLES.items():
+        text = make()
+        page.write_text(between(name).sub(lambda _, text=text: text, page.read_text()))
