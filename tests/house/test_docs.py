@@ -61,6 +61,19 @@ def test_links_resolve(page):
         assert link.startswith("http") or (page.parent / link).exists(), f"{page.name} links to {link}"
 
 
+ROOMS = "|".join(sorted(path.name for path in (ROOT / "specserve").iterdir() if path.is_dir()))
+PLACE = re.compile(rf"`((?:specserve|tests|tools|benchmarks|deploy|{ROOMS})/[\w/.]+)`")
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if page.parent.name != "log"], ids=lambda page: page.name)
+def test_files_that_are_named_exist(page):
+    """As `room/file`, be it with .py or with a name in it, and from the package or from the checkout."""
+    for place in PLACE.findall(page.read_text()):
+        names = (place, f"{place}.py", f"{place.rpartition('.')[0]}.py")
+        found = any((folder / name).exists() for folder in (ROOT, ROOT / "specserve") for name in names)
+        assert found or place.endswith("/NAME"), f"{page.name} names {place}, which is not there"
+
+
 def test_the_readme_has_the_lines_that_ci_runs():
     lines = [line.split("  #")[0].strip() for line in (ROOT / "README.md").read_text().splitlines()]
     assert lines.index("specserve quickstart") == lines.index("pip install -e .") + 1
