@@ -11,11 +11,15 @@ from typing import Any
 
 from specserve.errors import ConfigError, RequestError
 
-THINKING_SWITCH = "enable_thinking"  # the variable by which templates of hybrid models are told not to reason
+THINKING_SWITCH = "enable_thinking"  # the variable that turns reasoning on and off in templates of hybrid models
 # All such variables, and what a template that reads one has. Messages too may have a `thinking`.
 _SWITCHES = {THINKING_SWITCH: (THINKING_SWITCH,), "thinking": ("if thinking", "not thinking")}
 THINK, END_THINK = "<think>", "</think>"
-REASONING_NAMES = ("reasoning_content", "reasoning", "thinking")  # what templates call the reasoning of a message
+REASONING_NAMES = (
+    "reasoning_content",
+    "reasoning",
+    "thinking",
+)  # a message's reasoning, by template
 _VARIABLES = frozenset({"documents"})  # parameters of transformers that reach the template
 _GENERATION_TAG = re.compile(r"\{%[-+]?\s*generation\s*[-+]?%\}")
 _PROBE = "zqprobe"  # a word that no template writes of itself
@@ -25,8 +29,8 @@ Messages = Sequence[Mapping[str, Any]]
 
 
 def thinking_switch(mentions: Callable[[str], bool]) -> str | None:
-    """Return the variable by which a template is told to reason or not, None where there is none. `mentions` is that of
-    the template."""
+    """Return the variable that turns reasoning on and off, None where there is none. `mentions` is that of the
+    template."""
     return next((name for name, signs in _SWITCHES.items() if any(map(mentions, signs))), None)
 
 
@@ -62,7 +66,7 @@ class ChatTemplate:
                 raise ConfigError(f"template_kwargs sets {name}, which the target's chat template does not read")
 
     def has_generation_tags(self, tools: Messages | None) -> bool:
-        """Return whether `{% generation %}` tags mark what the assistant says in a chat with these tools."""
+        """Return whether `{% generation %}` tags mark the assistant's words in a chat with these tools."""
         return self.exists and bool(_GENERATION_TAG.search(self._backend.get_chat_template(tools=tools)))
 
     @property

@@ -2,7 +2,7 @@
 
 A schema is a pydantic dataclass, `@dataclass(frozen=True, config=RULES)`. Its leaves are made with `setting`, and its
 sections are other such dataclasses. pydantic checks and converts values; this file adds the layers (defaults < YAML <
-overrides < flags) and says in which of them a wrong value stands. It knows no setting by name.
+overrides < flags) and reports in which of them a wrong value stands. It knows no setting by name.
 
 A command may have defaults that depend on what was given, such as those of a named target: `resolve` asks for them
 (`fill`) once everything given is known to be right. They are weaker than anything given.
@@ -111,8 +111,8 @@ def resolve(
     arguments: Mapping[str, object] | None = None,
     fill: Callable[[Mapping[str, Any]], Mapping[str, Any]] | None = None,
 ) -> T:
-    """Fill the schema from its defaults, then what `fill` says, then the YAML file, then `a.b=value` texts, then flags
-    or arguments.
+    """Fill the schema from its defaults, then what `fill` returns, then the YAML file, then `a.b=value` texts, then
+    flags or arguments.
 
     `fill` is called with all values that were given, by dotted name, and returns values of settings in the same way;
     those that were given win over them. `flags` maps dotted names to values; None means that the flag was not given.

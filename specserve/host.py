@@ -48,16 +48,16 @@ def num_cores() -> int:
 
 
 def processor() -> str:
-    """Describe the processor and its instructions, as far as the system tells. Machine code that a compiler has made
-    for one processor runs wherever the text is the same. Elsewhere than on Linux the text names the machine."""
+    """Describe the processor and its instructions, as far as the system reports them. Machine code that a compiler has
+    made for one processor runs wherever the text is the same. Elsewhere than on Linux the text names the machine."""
     try:
         text = Path("/proc/cpuinfo").read_text()
     except OSError:
         return f"{platform.machine()} {platform.node()}"
-    # of the first core; what differs between two moments, as its frequency does, is left out
-    wanted = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features")
-    named = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part")
-    lines = [line for line in text.split("\n\n")[0].splitlines() if line.split("\t")[0] in wanted + named]
+    # The facts of the first core. What differs between two moments, as its frequency does, is left out.
+    generic = ("vendor_id", "cpu family", "model", "model name", "stepping", "flags", "Features")
+    arm = ("CPU implementer", "CPU architecture", "CPU variant", "CPU part")
+    lines = [line for line in text.split("\n\n")[0].splitlines() if line.split("\t")[0] in generic + arm]
     return f"{platform.machine()} " + "; ".join(lines)
 
 
@@ -101,8 +101,8 @@ def keep_freed_memory() -> bool:
         logger.debug("freed memory is not kept: this is not glibc")
         return False
     mallopt = ctypes.CDLL(None).mallopt
-    asked = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _LARGEST), (_M_TOP_PAD, _TOP_PAD_BYTES))
-    results = [mallopt(name, value) for name, value in asked]  # all of them, whatever the first says
+    options = ((_M_MMAP_MAX, 0), (_M_TRIM_THRESHOLD, _LARGEST), (_M_TOP_PAD, _TOP_PAD_BYTES))
+    results = [mallopt(name, value) for name, value in options]  # all of them, even where the first fails
     return all(results)
 
 

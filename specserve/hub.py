@@ -1,7 +1,7 @@
-"""The Hugging Face hub: whether it can be asked, which is found out once and fast, and what to say where it cannot.
+"""The Hugging Face hub: whether it can be asked, which is found out once and fast, and the reason where it cannot.
 
 The hub's own libraries try each of many requests five times, with pauses, before they give up. Here one request
-decides: where it fails, the libraries are told to be offline, so that they answer from their caches, or fail, at once.
+decides: where it fails, the libraries are set to be offline, so that they answer from their caches, or fail, at once.
 """
 
 import functools
@@ -12,7 +12,7 @@ PROBE_SECONDS = 5.0  # for a name to be resolved, a connection to be made and a 
 
 
 def absence() -> str:
-    """Say why the hub cannot be asked; empty where it can. Proxies and HF_ENDPOINT count, and with HF_HUB_OFFLINE
+    """Return why the hub cannot be asked; empty where it can. Proxies and HF_ENDPOINT count, and with HF_HUB_OFFLINE
     nothing is asked. Where it cannot be asked, `huggingface_hub` and `datasets` use their caches alone from now on."""
     from huggingface_hub import constants  # heavy
 
@@ -28,7 +28,7 @@ def absence() -> str:
 
 
 def why(error: Exception) -> str:
-    """Say in one line why something could not be had: that the hub cannot be asked, or the error of one of its
+    """Return in one line why something could not be had: that the hub cannot be asked, or the error of one of its
     libraries."""
     from huggingface_hub import constants
 

@@ -13,17 +13,17 @@ from specserve.errors import ConfigError
 
 LEVELS = ("debug", "info", "warning", "error")
 HANDLER_NAME = "specserve"
-SAY_SECONDS = 10.0  # between two lines that say what is waited for
+SAY_SECONDS = 10.0  # between two lines that report a wait
 
 
 @contextlib.contextmanager
-def waiting(say: Callable[[str], None], what: str, seconds: float) -> Iterator[None]:
-    """Say again and again, while the body waits, what it waits for, and for how many seconds more it may."""
+def waiting(report: Callable[[str], None], what: str, seconds: float) -> Iterator[None]:
+    """Report again and again, while the body waits, what it waits for, and for how many seconds more it may."""
     is_over, end = threading.Event(), time.monotonic() + seconds
 
     def run() -> None:
         while not is_over.wait(SAY_SECONDS):
-            say(still_waiting(what, end - time.monotonic()))
+            report(still_waiting(what, end - time.monotonic()))
 
     thread = threading.Thread(target=run, name="waiting", daemon=True)
     thread.start()
@@ -35,7 +35,7 @@ def waiting(say: Callable[[str], None], what: str, seconds: float) -> Iterator[N
 
 
 def still_waiting(what: str, seconds: float) -> str:
-    """The line that says so."""
+    """The line that reports a wait for `what`."""
     return f"waiting for {what}, {max(0.0, seconds):.0f} seconds more at most"
 
 

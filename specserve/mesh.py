@@ -209,7 +209,7 @@ def shardings(spec_tree: Any, mesh: Mesh, units: Mapping[str, int] | None = None
 
 
 def on_mesh(mesh: Mesh | None, function: Callable[Arguments, Result]) -> Callable[Arguments, Result]:
-    """Wrap a function so that `traced_mesh`, called while it is traced, tells the mesh that it is compiled for."""
+    """Wrap a function so that `traced_mesh`, called while it is traced, returns the mesh that it is compiled for."""
     if mesh is None:
         return function
 
@@ -257,7 +257,8 @@ def over_parts(
     out_partitions: Any,  # of the results'
 ) -> Callable[..., Result]:
     """The function as each device runs it (`jax.shard_map`), with its own parts of the arrays that are cut along these
-    axes, and all of the rest. Within it `part_index` tells which parts it has, and `sum_parts` adds up over devices."""
+    axes, and all of the rest. Within it `part_index` gives the index of its parts, and `sum_parts` adds up over
+    devices."""
     # unchecked: some of JAX's own functions, such as `searchsorted`, do not pass the check
     return jax.shard_map(
         function, in_specs=in_partitions, out_specs=out_partitions, axis_names=_names(cut), check_vma=False

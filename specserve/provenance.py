@@ -38,7 +38,7 @@ def collect() -> dict[str, object]:
 
 
 def fingerprint(path: Path) -> str:
-    """16 hex digits that tell the model in a folder from other models.
+    """16 hex digits that distinguish the model in a folder from other models.
 
     They cover the config, and of every safetensors file its name, size, header and evenly spread samples of its
     content: a megabyte per file, whatever its size. Names of folders and times do not count. A fingerprint guards

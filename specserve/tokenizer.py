@@ -18,7 +18,7 @@ from specserve.errors import CheckpointError, RequestError
 
 log = logging.getLogger(__name__)
 
-GENERIC_CLASS = "TokenizersBackend"  # what transformers calls its class for a tokenizer.json alone
+GENERIC_CLASS = "TokenizersBackend"  # transformers' class for a tokenizer.json alone
 _VOCABULARIES = ("tokenizer.json", "*.model", "vocab.json", "vocab.txt", "*.tiktoken")
 
 
@@ -200,7 +200,7 @@ def _is_generic(folder: Path) -> bool:
         found = json.loads((folder / "tokenizer_config.json").read_text())
         return found["tokenizer_class"] == GENERIC_CLASS and "auto_map" not in found
     except (OSError, ValueError, KeyError, TypeError):
-        return False  # AutoTokenizer will say what is wrong
+        return False  # AutoTokenizer will report what is wrong
 
 
 def _reject(record: logging.LogRecord) -> bool:

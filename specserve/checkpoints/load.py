@@ -39,14 +39,14 @@ from specserve.tokenizer import read_end_ids
 logger = logging.getLogger(__name__)
 Tree = TypeVar("Tree")
 
-# What becomes of the matrices that rows are multiplied by: of the dtype that is computed in, as they are stored (so in
+# The form of the matrices that rows are multiplied by: the dtype that is computed in, as they are stored (so in
 # 8 bits where the checkpoint is), or quantised here.
 Quantization = Literal["none", "stored", "int8", "fp8"]
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "stored", "int8", "fp8")
 
 TIED, AS_VOCABULARY = "tied to the embedding", "read as the draft vocabulary"
 _COMPUTED = "rotary buffers, computed here"
-_NOT_MISSED = frozenset((TIED, AS_VOCABULARY, _COMPUTED))  # reasons that nobody needs to hear of
+_NOT_MISSED = frozenset((TIED, AS_VOCABULARY, _COMPUTED))  # reasons that a user need not know
 _SKIPPED = {r"(.*\.)?rotary_emb\.inv_freq": _COMPUTED, **UNUSED_SCALES}
 _FURTHER = {"qwen3_next": r"mtp\..*", "mimo": r"model\.mtp_layers\..*"}  # layers of multi-token prediction, by family
 # families whose checkpoints append such layers to the model's own, and the key that counts them
@@ -87,7 +87,7 @@ def load_target(
     *,
     dtype: str,
     quantization: Quantization = "none",
-    mesh: Mesh | None = None,  # what the parameters are spread over; None: the default device
+    mesh: Mesh | None = None,  # the devices that hold the parameters; None: the default one
     is_checked: bool = False,  # every value must be a number
     has_layers: bool = True,  # without them: embedding, final norm and output head alone
 ) -> Target:
@@ -148,7 +148,7 @@ def load_params(
     dtype: str,
     *,
     shardings: Tree | None = None,  # a jax.sharding.Sharding for each leaf; None: all on the default device
-    skipped: Mapping[str, str] | None = None,  # pattern of checkpoint tensors -> why they are not wanted
+    skipped: Mapping[str, str] | None = None,  # pattern of checkpoint tensors -> why they are left out
     rename: Callable[[str], str] = lambda name: name,  # our name -> the checkpoint's
     quantization: Quantization = "none",
     block: tuple[int, int] = DEFAULT_BLOCK,  # outputs and inputs that share a scale, where scales are by block
@@ -166,7 +166,7 @@ def load_params(
 
 
 def _open_all(
-    wanted: Sequence[ParamSpec],
+    expected: Sequence[ParamSpec],
     tensors: TensorFolder,
     skipped: Mapping[str, str],
     rename: Callable[[str], str],
@@ -176,7 +176,7 @@ def _open_all(
     problems: list[str] = []
     used: set[str] = set()
     opened: list[list[LazyTensor | LazyQuantized]] = []
-    for spec in wanted:
+    for spec in expected:
         opened.append([])
         for name in map(rename, spec.names):
             used.add(name)
@@ -187,14 +187,14 @@ def _open_all(
                 continue
             used |= set(made_of)
             opened[-1].append(weight)
-            got, expected = (
+            got, shape = (
                 (weight.values.shape, _outputs_first(spec).stored_shape)
                 if isinstance(weight, LazyQuantized)
                 else (weight.shape, spec.stored_shape)
             )
-            if got != expected:
+            if got != shape:
                 where = tensors.file(made_of[0]).name
-                problems.append(f"{where}: {name} has shape {got}, config.json says {expected}")
+                problems.append(f"{where}: {name} has shape {got}, config.json says {shape}")
         if len({weight.layout for weight in opened[-1]}) > 1:
             problems.append(f"{spec.name} is not stored alike for every expert")
     problems += _account_for(tensors.names() - used, tensors.folder, skipped)
@@ -206,7 +206,7 @@ def _open_all(
 
 
 def _account_for(names: frozenset[str], folder: Path, skipped: Mapping[str, str]) -> list[str]:
-    """Say which tensors are not loaded, and why. Those without a reason are problems."""
+    """Log which tensors are not loaded, and why. Return those without a reason as problems."""
     reasons = {name: [why for pattern, why in skipped.items() if re.fullmatch(pattern, name)] for name in names}
     counts = Counter(why[0] for why in reasons.values() if why)
     if counts:
@@ -322,8 +322,8 @@ def _place_of_scale(place: Sharding | None, scale: LazyTensor) -> Sharding | Non
 def check_weights(params: Any, spec_tree: Any, where: str, *, may_be_zero: bool = True) -> None:
     """Raises CheckpointError that names every tensor with a value that is not a number, or is infinite; and, unless
     they `may_be_zero`, every tensor that holds nothing but zeros and did not begin so."""
-    wanted, structure = jax.tree.flatten(spec_tree, is_leaf=is_spec)
-    weights = list(zip(wanted, structure.flatten_up_to(params), strict=True))
+    expected, structure = jax.tree.flatten(spec_tree, is_leaf=is_spec)
+    weights = list(zip(expected, structure.flatten_up_to(params), strict=True))
     wrong = [name for spec, weight in weights for name in _not_finite(spec, weight)]
     if wrong:
         raise CheckpointError(f"{where}: not a number or infinite: {listed(wrong)}; copy or download the weights again")

@@ -24,7 +24,7 @@ _COPIES = ["*/*", "consolidated*"]  # the same weights again, as others lay them
 class TargetSource:
     """The name of a target, and the folder in which it was found."""
 
-    name: str  # what a checkpoint remembers and the server shows
+    name: str  # shown by the server and remembered by a head trained for it
     folder: Path
 
 

@@ -233,7 +233,7 @@ def write_tensors(path: Path, tensors: Mapping[str, np.ndarray]) -> None:
     with whole_file(path) as partial:
         try:
             save_file({name: np.ascontiguousarray(value) for name, value in tensors.items()}, partial, {"format": "pt"})
-        except SafetensorError as error:  # what the library makes of a full disk
+        except SafetensorError as error:  # the library raises it for a full disk
             raise OSError(f"{partial}: {error}") from error
         partial.chmod(0o644)  # the library makes it readable by its owner alone
 

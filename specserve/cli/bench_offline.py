@@ -15,7 +15,6 @@ from specserve.eval.bench.trace import newest_trace, read_operations
 from specserve.eval.report import table
 from specserve.eval.settings import LatencyRun, ThroughputRun
 from specserve.provenance import collect
-from specserve.serve.tuned import TUNED
 
 TOP = 12  # operations of a trace that are shown
 
@@ -48,7 +47,7 @@ def throughput(run: ThroughputRun) -> None:
 
 
 def _measure(run: LatencyRun | ThroughputRun) -> Measured:
-    if run.speculation not in ("auto", TUNED):
+    if run.speculation != "auto":
         parse_speculation(run.speculation)  # a wrong one is said before minutes of work
     models = bench_models(run)
     with Bars() as progress:

@@ -28,7 +28,6 @@ from specserve.provenance import collect
 
 Flavour = Literal["sglang", "vllm", "speculators", "sglang-jax"]
 Dtype = Literal["", "bfloat16", "float16", "float32"]
-STABLEHLO = "with --stablehlo"
 TARGET_HELP = "Preset, folder or hub id; left out: the one that the head was trained for. Its config.json is enough."
 RUN_LIMIT, RUN_TOKENS = 16, 64  # questions and tokens of an answer, where a head is run
 LIMIT_HELP = f"With --prompts: so many questions, evenly spread (default: {RUN_LIMIT})."
@@ -37,53 +36,18 @@ LONGEST_HELP = f"With --prompts: longest answer (default: {RUN_TOKENS})."
 
 def export(
     folder: Annotated[
-        Path | None,
+        Path,
         typer.Argument(
-            help="A head: what `specserve train` wrote, or any that `serve` takes, a bundled one by its name. With "
-            "--stablehlo it may be left out for the bundled one."
+            help="A head: what `specserve train` wrote, or any that `serve` takes, a bundled one by its name."
         ),
-    ] = None,
-    to: Annotated[Flavour | None, typer.Option("--to", help="The engine that is to read it.")] = None,
+    ],
+    to: Annotated[Flavour, typer.Option("--to", help="The engine that is to read it.")],
     output: Annotated[Path | None, typer.Option(help="Folder to write; left out: FOLDER-TO.")] = None,
     target: Annotated[str, typer.Option(help=TARGET_HELP)] = "",
     dtype: Annotated[Dtype, typer.Option(help="Of the weights; left out: as they are stored.")] = "",
     force: Annotated[bool, typer.Option("--force", help="Write into a folder that is not empty.")] = False,
-    stablehlo: Annotated[
-        Path | None, typer.Option(help="Write the served step of target and head instead, into this folder.")
-    ] = None,
-    speculation: Annotated[
-        str, typer.Option(help="Of the step: chain:3, tree:4x2x7, off, ...", rich_help_panel=STABLEHLO)
-    ] = "chain:3",
-    platforms: Annotated[
-        str, typer.Option(help="To lower for: cpu, cuda, rocm, tpu; a comma list.", rich_help_panel=STABLEHLO)
-    ] = "cpu",
-    batch: Annotated[int, typer.Option(help="Sequences of a step.", rich_help_panel=STABLEHLO)] = 1,
-    max_model_len: Annotated[
-        int, typer.Option(help="Prompt and answer together, in tokens.", rich_help_panel=STABLEHLO)
-    ] = 512,
-    chunk: Annotated[int, typer.Option(help="Prompt tokens of a prefill.", rich_help_panel=STABLEHLO)] = 64,
-    page_size: Annotated[int, typer.Option(help="Tokens of a page.", rich_help_panel=STABLEHLO)] = 32,
-    width: Annotated[
-        int, typer.Option(help="Pages of a sequence that attention reads; 0: all.", rich_help_panel=STABLEHLO)
-    ] = 0,
 ) -> None:
-    """Write `folder` in the layout of the engine `to`, and warn of what that engine does not compute; or write the
-    served step of target and head (`specserve.serve.stablehlo`)."""
-    if (to is None) == (stablehlo is None):
-        raise ConfigError("export what? Give --to ENGINE for a head, or --stablehlo FOLDER for the served step")
-    if stablehlo is not None:
-        if output or dtype or force:
-            raise ConfigError("--stablehlo FOLDER is the output; --output, --dtype and --force are of --to")
-        # imports the server, which --to does not wait for
-        from specserve.cli.stablehlo import ExportSizes, export_stablehlo
-
-        sizes = ExportSizes(batch, max_model_len, page_size, chunk, width)
-        head = _existing(folder) if folder else None
-        export_stablehlo(head, stablehlo, target=target, speculation=speculation, platforms=platforms, sizes=sizes)
-        return
-    if folder is None:
-        raise ConfigError("export which head? Give its folder")
-    assert to is not None
+    """Write `folder` in the layout of the engine `to`, and warn of what that engine does not compute."""
     given, folder = folder, _existing(folder)
     name, described = _target(folder, target, needs_weights=to == "speculators" and not _has_embedding(folder))
     output = output or given.expanduser().with_name(f"{folder.resolve().name}-{to}")

@@ -43,19 +43,10 @@ class Root(LazyGroup):
             "specserve.cli.chat:chat",
             "Talk with a target in the terminal. Accepted draft tokens are coloured by their depth.",
         ),
-        "top": Lazy(
-            "specserve.cli.top:top",
-            "Watch a running server: tau, acceptance by depth, tokens/s, requests, pages, latency.",
-        ),
         "eval": Lazy(
             "specserve.cli.evaluate:evaluate",
             "Measure tau, acceptance by depth and category, and the gain over plain decoding, of heads or a server.",
             "specserve.eval.settings:EvalRun",
-        ),
-        "tune": Lazy(
-            "specserve.cli.tune:search",
-            "Find the best way to speculate for each batch size on this machine; `serve --speculation tuned` reads it.",
-            "specserve.eval.settings:TuneRun",
         ),
         "verify": Lazy(
             "specserve.cli.verify:verify",
@@ -68,7 +59,7 @@ class Root(LazyGroup):
         ),
         "export": Lazy(
             "specserve.cli.checkpoints:export",
-            "Write a head as another engine reads it, its weights bit for bit; or the served step as StableHLO.",
+            "Write a head as another engine reads it, its weights bit for bit.",
         ),
         "import": Lazy(
             "specserve.cli.checkpoints:import_",

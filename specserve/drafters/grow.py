@@ -20,7 +20,7 @@ from specserve.kernels.rowwise import argmax
 from specserve.speculative import sampling
 from specserve.speculative.drafter import HEAD
 from specserve.speculative.sampling import SamplerRows
-from specserve.speculative.tree import CandidatePool, DynamicTree, Proposal, StaticTree, Tree, chain_proposal
+from specserve.speculative.tree import DynamicTree, Proposal, StaticTree, Tree, chain_proposal
 from specserve.speculative.vocab import DraftVocab
 
 
@@ -143,11 +143,11 @@ def _rerank(
     token_ids: jax.Array,
     parents: jax.Array,
 ) -> Proposal:
-    """Keep the best `num_nodes` of the pool, or all of a `CandidatePool`. A child never scores above its parent and
+    """Keep the best `num_nodes` of the pool. A child never scores above its parent and
     stands after it, and `top_k` prefers the earlier of equals, so with a node all its ancestors are kept."""
     batch, pool = scores.shape
     kept = _first(batch, pool)
-    if tree.num_nodes < pool and not isinstance(tree, CandidatePool):
+    if tree.num_nodes < pool:
         kept = jnp.sort(jax.lax.top_k(scores, tree.num_nodes)[1], axis=1)
     parent = take_each(parents, kept)
     # where each kept node's parent stands among the kept (the root is node 0, hence + 1)

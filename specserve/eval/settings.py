@@ -1,4 +1,4 @@
-"""The settings of `specserve eval`, `tune`, `bench`, `plan` and `data regenerate` (see `config`)."""
+"""The settings of `specserve eval`, `bench`, `verify` and `data regenerate` (see `config`)."""
 
 from typing import Literal
 
@@ -68,24 +68,6 @@ class BenchRun(HeadRun):
     coupling: bool = setting(True, help="also measure what it brings that the draft ranks with the target's noise")
     seed: int = setting(0, help="of the sampling", ge=0)
     output: str = setting("", help="write the JSON report here")
-
-
-@dataclass(frozen=True, config=RULES)
-class TuneRun(HeadRun):
-    """The settings of `specserve tune`."""
-
-    kv_cache_dtype: Literal["auto", "int8", "fp8"] = setting("auto", help="of the pages, as of `serve`")
-    bench: str = setting("pydoc", help="what is asked, as of `eval`: ask what your clients will ask")
-    requests: int = setting(32, help="questions whose answers are recorded", ge=1)
-    max_tokens: int = setting(128, help="longest answer", ge=2)
-    temperature: Temperature = setting(0.0, help="0 is greedy")
-    trees: tuple[str, ...] = setting((), help="speculations to choose from, each by a head alone; empty: all sensible")
-    max_slots: int = setting(8, help="the largest batch size; the others are the powers of two below", ge=1)
-    max_model_len: int = setting(1024, help="prompt and answer together", ge=16)
-    repeats: int = setting(5, help="stretches in which steps of each tree are timed, in turns with plain ones", ge=3)
-    live: bool = setting(True, help="check what was found by a short run of plain and tuned decoding, in turns")
-    seed: int = setting(0, help="of the sampling", ge=0)
-    output: str = setting("", help="write the profile here; empty: where `serve --speculation tuned` looks for it")
 
 
 @dataclass(frozen=True, config=RULES)

@@ -48,7 +48,7 @@ def attend_anchors(
     `attention.attend` computes it over pages and new keys.
 
     Each slot must see an entry of its own. With a `window` a slot sees the row's entries that are fewer than so many
-    places before it; what it means for the own entries, `own_mask` says. Sinks are those of `attention.attend`. The
+    places before it; `own_mask` decides about the own entries. Sinks are those of `attention.attend`. The
     own entries join the softmax by log-sum-exp (Milakov and Gimelshein 2018, arXiv 1805.02867), so that the row's are
     never copied beside them. Over a mesh that cuts the sequence, each device computes its part of the anchors and
     gathers the row's entries.

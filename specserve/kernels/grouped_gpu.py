@@ -38,7 +38,7 @@ from specserve.kernels.rowwise import Activation, gated
 
 LEAST = 16  # rows, columns and inputs of a product that tensor cores take
 COLUMNS = 64  # of a tile
-INPUTS = 64  # that a program multiplies at a time
+INPUTS = 64  # multiplied at a time by a program
 MOST_INDEXED = 2**31  # elements that an array may have where its offsets are of 32 bits
 
 

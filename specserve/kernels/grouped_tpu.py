@@ -25,9 +25,9 @@ from specserve.kernels.grouped import TPU_ROWS, ExpertMatrices, Matrix, matrix, 
 from specserve.kernels.rowwise import Activation, gated
 
 LANES = 128  # the width of a register, which the width of a tile is a multiple of
-ROWS = 16  # of bfloat16 fill a register
+ROWS = 16  # rows of bfloat16 that fill a register
 TILE_BYTES = 4 << 20  # of an expert's three matrices, of which there are two sets at a time: one is copied meanwhile
-LEAST_VMEM = 16 << 20  # what every TPU lets a kernel use
+LEAST_VMEM = 16 << 20  # every TPU lets a kernel use as much
 
 
 class _Form(NamedTuple):

@@ -1,4 +1,4 @@
-"""Memory for weights, which every step reads from one end to the other, and for what begins as zeros."""
+"""Memory for weights, which every step reads from one end to the other, and for arrays that begin as zeros."""
 
 import contextlib
 import ctypes
@@ -13,15 +13,15 @@ _LARGE_PAGE = 2 << 20  # of x86-64 and AArch64, where the kernel's base page has
 _SHARED_MAPPING = 16 * _LARGE_PAGE  # smaller arrays lie in one mapping side by side
 _ALIGNMENT = 64  # of arrays that XLA takes without a copy
 _mapping = threading.Lock()
-_shared = np.empty(0, np.uint8)  # what is left of the last mapping
+_shared = np.empty(0, np.uint8)  # the rest of the last mapping
 
 
 def empty_in_large_pages(shape: tuple[int, ...], dtype: np.dtype) -> np.ndarray:
     """An array without values, in memory that the kernel is asked to map in large pages.
 
-    It is for what every step reads from one end to the other: with pages of 4 KiB a processor waits for addresses half
-    of the time (docs/log). Linux maps large pages for who asks, unless it is told never to. Elsewhere this is
-    `numpy.empty`. The memory is free again once no array lies in its mapping.
+    It is for arrays that every step reads from one end to the other: with pages of 4 KiB a processor waits for
+    addresses half of the time (docs/log). Linux maps large pages on request, unless its settings forbid them. Elsewhere
+    this is `numpy.empty`. The memory is free again once no array lies in its mapping.
     """
     num_bytes = math.prod(shape) * dtype.itemsize
     if not num_bytes or not hasattr(mmap, "MADV_HUGEPAGE"):
@@ -54,7 +54,7 @@ def _map_large_pages(num_bytes: int) -> np.ndarray:
     """Map at least `num_bytes` bytes of memory, rounded up to whole large pages, beginning at the start of one."""
     size = -(-num_bytes // _LARGE_PAGE) * _LARGE_PAGE
     mapping = mmap.mmap(-1, size + _LARGE_PAGE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError):  # a kernel without them
+    with contextlib.suppress(OSError):  # this kernel has no large pages
         mapping.madvise(mmap.MADV_HUGEPAGE)
     whole = np.frombuffer(mapping, np.uint8)
     begin = -whole.ctypes.data % _LARGE_PAGE

@@ -75,8 +75,8 @@ def reads_by_page(pages: Sequence[Pages], mesh: Any | None) -> bool:
 
 def kernel_for(pages: Pages) -> Kernel | None:
     """The kernel of the default backend that takes these pages. None: XLA gathers all pages of the table (a copy) and
-    multiplies page by page. That is so on CPU without the native kernels, and where a kernel says that it cannot take
-    the pages (`takes` in `paged_gpu` and `paged_tpu`)."""
+    multiplies page by page. That is so on CPU without the native kernels, and where a kernel reports that it cannot
+    take the pages (`takes` in `paged_gpu` and `paged_tpu`)."""
     if pages.layout != "rows" or native.are_left_out():
         return None
     # Pallas takes a while to import, which other backends need not wait for

@@ -1,7 +1,7 @@
 """Attention over the committed prefix on TPUs: one Mosaic kernel that reads the pages where they are.
 
 `attend_pages` knows queries, pages and lengths. Of masks it knows a window alone; new keys, trees and models are not
-its business. `takes` says which arrays it can serve.
+its business. `takes` reports which arrays it can serve.
 """
 
 import functools
@@ -85,7 +85,7 @@ def attend_pages(
     in blocks of h heads, r' rows and k keys, which are chosen so that this stays below 12 MiB. Scales, of 4 bytes
     each, are gathered for the whole table before the kernel reads them, so they move three times.
 
-    Raises ConfigError for pages that the kernel cannot take; `takes` tells so beforehand.
+    Raises ConfigError for pages that the kernel cannot take; `takes` reports so beforehand.
     """
     reason = _refusal(k_pages, v_pages)
     if reason is not None:
@@ -116,7 +116,7 @@ def _parts(batch: int, num_pages: int, row_blocks: int) -> list[slice]:
 
 
 def takes(k_pages: jax.Array, v_pages: jax.Array | None) -> bool:
-    """Return whether `attend_pages` can read pages of these shapes and dtypes. Where it cannot, its error says why."""
+    """Return whether `attend_pages` can read pages of these shapes and dtypes. Else its error gives the reason."""
     return _refusal(k_pages, v_pages) is None
 
 
@@ -134,8 +134,8 @@ def _refusal(k_pages: jax.Array, v_pages: jax.Array | None) -> str | None:
     for dtype in (jnp.float32, jnp.bfloat16):
         q = jax.ShapeDtypeStruct((1, k_pages.shape[1], _MAX_ROWS, head_dim), dtype)
         if _plan(q, k_pages, v_pages, v_dim, _MAX_KEYS) is None:
-            told = f"{page_size} tokens with {head_dim} + {v_dim} channels"
-            return f"pages of {told} do not fit into {_VMEM} bytes of fast memory twice; use smaller pages"
+            sizes = f"{page_size} tokens with {head_dim} + {v_dim} channels"
+            return f"pages of {sizes} do not fit into {_VMEM} bytes of fast memory twice; use smaller pages"
     return None
 
 
@@ -353,7 +353,7 @@ def _kernel(
     num_blocks = jnp.where(start < end, _div(end + blocks.keys - 1, blocks.keys) - first_block, 0)
 
     @pl.when(program == 0)
-    def _() -> None:  # what memory happens to hold may be NaN, of which a probability of 0 makes NaN
+    def _() -> None:  # memory may hold NaN by chance, and a probability of 0 times NaN is NaN
         values[...] = jnp.zeros_like(values)
 
     @pl.when((before[program] == 0) & (num_blocks > 0))

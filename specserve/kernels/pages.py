@@ -1,4 +1,4 @@
-"""Pages of keys and values: how they are laid out, and `write_pages`, the door to committing. Arrays in, arrays out.
+"""Pages of keys and values: how they are laid out, and `write_pages`, which commits new ones. Arrays in, arrays out.
 
 `kernels.paged` reads what is written here. The layout is the backend's choice, and nothing outside of this room needs
 to know it.

@@ -1,4 +1,4 @@
-"""The door to linear recurrences: layers that keep a matrix for each head instead of every token's key and value.
+"""Linear recurrences: layers that keep a matrix for each head instead of every token's key and value.
 
 A token decays the matrix S of the token before it and writes a value under its key, and its query reads the result:
 
@@ -200,7 +200,7 @@ def _absorb(
     """Compute the matrix after the kept tokens, which are a path in the order given."""
     k, u, log_decay = (jnp.where(is_kept[:, None, :, None], x, 0.0) for x in (k, u, log_decay))
     to_end = jax.lax.cumsum(log_decay, axis=2, reverse=True)
-    after = jnp.pad(to_end[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))  # what decays a token's own write
+    after = jnp.pad(to_end[:, :, 1:], ((0, 0), (0, 0), (0, 1), (0, 0)))  # the decay of a token's own write
     written = _matmul((k * jnp.exp(after)).swapaxes(-1, -2), u)
     return jnp.exp(to_end[:, :, 0])[..., None] * matrix + written
 

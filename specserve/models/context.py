@@ -9,8 +9,8 @@ from specserve.kernels.rows import Documents, Unrolled
 from specserve.pytree import pytree
 
 Tables = tuple[jax.Array, jax.Array]  # cos, sin: see `models.rope.rope_tables`
-# [batch or 1, n, m] bool: who sees whom among the m new tokens, of which the last n run now, oneself always; packed
-# rows say it by documents
+# [batch or 1, n, m] bool: which of the m new tokens each of the last n sees, which run now. Each sees itself. Packed
+# rows give documents instead.
 Mask = jax.Array | Documents | Unrolled
 
 
@@ -20,7 +20,7 @@ class Context:
     mask: Mask
     rope: Tables
     local_rope: Tables | None
-    earlier: Any = None  # what the first m - n have left when they ran, [batch, m - n, ...]; None: all run now
+    earlier: Any = None  # the entries that the first m - n left when they ran, [batch, m - n, ...]; None: all run now
 
 
 def join(earlier: Any, own: Any) -> Any:

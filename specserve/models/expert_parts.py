@@ -66,7 +66,7 @@ def in_parts(
         num_experts = experts.down.shape[0]
         expert_ids = expert_ids - part_index("experts") * num_experts
         is_own = (expert_ids >= 0) & (expert_ids < num_experts)
-        if "mlp" in cut and experts.down_bias is not None:  # which is added once
+        if "mlp" in cut and experts.down_bias is not None:  # the shared bias is added once
             bias = jnp.where(part_index("mlp") == 0, experts.down_bias, 0)
             experts = dataclasses.replace(experts, down_bias=bias)
         expert_ids, weights = jnp.where(is_own, expert_ids, num_experts), jnp.where(is_own, weights, 0.0)

@@ -287,8 +287,8 @@ def _qwen3_next(keys: Keys) -> Flags:
     }
 
 
-# What published config.jsons leave to transformers' defaults, and nobody else would assume. A null is not a default: it
-# switches a window or a softcap off.
+# The published config.jsons leave these values to transformers' defaults, and nobody else would assume them. A null is
+# not a default: it switches a window or a softcap off.
 DEFAULTS: dict[str, dict[str, Any]] = {
     "mistral": {"sliding_window": 4096},
     "qwen2": {"sliding_window": 4096},

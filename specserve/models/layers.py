@@ -49,7 +49,7 @@ def mlp_spec(
 
 
 def norm_spec(name: str, size: int, *, offset: bool = False) -> Any:
-    """The weight of an `rms_norm`, which begins as the neutral one: ones, or zeros with `offset`."""
+    """The weight of an `rms_norm`, which begins without effect: as ones, or as zeros with `offset`."""
     return vector(f"{name}.weight", size, init="zeros" if offset else "ones")
 
 

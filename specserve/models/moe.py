@@ -264,7 +264,7 @@ def by_kernel_gpu(
     params: Moe, activation: Activation, x: jax.Array, expert_ids: jax.Array, weights: jax.Array
 ) -> jax.Array:
     """Call the kernels for GPUs, for any number of tokens. They do only the needed work, and have no gradient."""
-    from specserve.kernels import grouped_gpu  # which takes a quarter of a second to import, in vain on a CPU
+    from specserve.kernels import grouped_gpu  # its import takes a quarter of a second, in vain on a CPU
 
     return grouped_gpu.expert_mlps(x, expert_ids, weights, params, activation)
 

@@ -40,7 +40,7 @@ class ParamSpec:
     transpose: bool = False  # the last two axes
     init: str = "normal"  # normal (std fan_in ** -0.5) | embedding (std 0.02) | ones | zeros
     part: TensorPart | None = None  # where the tensor holds the outputs of other parameters too
-    is_float32: bool = False  # whatever the model is computed in: few numbers that decide much
+    is_float32: bool = False  # in a model of any dtype: few numbers that decide much
 
     def dtype(self, model_dtype: str) -> str:
         return "float32" if self.is_float32 else model_dtype

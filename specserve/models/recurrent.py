@@ -1,4 +1,4 @@
-"""The layers that keep a recurrent state instead of every token's keys and values: one door to both kinds."""
+"""The layers that keep a recurrent state instead of every token's keys and values: one interface to both kinds."""
 
 import jax
 
@@ -39,7 +39,7 @@ def mix(
     context: Context,
 ) -> tuple[jax.Array, New]:
     """Compute what the layer adds to the residual, [batch, n, d_model], and how the tokens would change its state
-    (`advance`). `kernels.recurrence.recur` says which masks are possible."""
+    (`advance`). See `kernels.recurrence.recur` for the masks that are possible."""
     assert not isinstance(context.mask, Unrolled), "a rollout is of layers that attend"
     assert context.earlier is None, "a layer that keeps a state runs over all new tokens at once"
     seen = init_state(config, kind, x.shape[0]) if seen is None else seen

@@ -78,7 +78,7 @@ def _yarn(rope: Rope, dim: int, plain: np.ndarray) -> np.ndarray:
     """Frequencies by YaRN (Peng et al. 2023, arXiv 2309.00071): fast channels keep theirs, slow ones are stretched, and
     between both there is a ramp."""
 
-    def channel(num_turns: float) -> float:  # that turns so often over the original length
+    def channel(num_turns: float) -> float:  # the channel that turns so often over the original length
         return dim * math.log(rope.original_max_len / (num_turns * 2 * math.pi)) / (2 * math.log(rope.theta))
 
     low, high = channel(rope.beta_fast), channel(rope.beta_slow)

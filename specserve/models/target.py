@@ -51,7 +51,7 @@ class TargetParams:
 class TargetOutput:
     hidden_states: jax.Array  # [batch, n, d_model], after the final norm
     aux_hidden_states: jax.Array | None  # [batch, n, taps * d_model], the tapped layers' outputs side by side
-    new: tuple[Any, ...]  # what this call's tokens would leave in the cache, layer by layer
+    new: tuple[Any, ...]  # the entries of this call's tokens for the cache, layer by layer
 
 
 def target_spec(config: ModelConfig) -> TargetParams:
@@ -99,7 +99,7 @@ def forward(
     config: ModelConfig,
     token_ids: jax.Array,  # [batch, n] int32
     position_ids: jax.Array,  # [batch, n] int32
-    mask: Mask,  # [batch or 1, n, n] bool: who sees whom among the n
+    mask: Mask,  # [batch or 1, n, n] bool: which of the n tokens each of them sees
     *,
     cache: Cache | None = None,
     prefix: Prefix | None = None,

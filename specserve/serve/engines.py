@@ -36,7 +36,6 @@ def measured_engine(
     num_slots: int,  # at least: over a mesh, as many as its data ranks share out evenly
     max_model_len: int,
     is_coupled: bool = True,
-    tuned_profile: str = "",
     on_warmup: Callable[[int, int, str], None] = lambda _done, _total, _name: None,
 ) -> Engine:
     """An engine for requests without constraints, compiled and not yet started. Raises ConfigError."""
@@ -44,7 +43,6 @@ def measured_engine(
         speculation=speculation,
         max_slots=in_equal_parts(models.mesh, "batch", num_slots),
         max_model_len=max_model_len,
-        tuned_profile=tuned_profile,
         constrained=False,
         early_ready=False,
     )

@@ -38,7 +38,6 @@ from specserve.serve.programs.runner import Runner
 from specserve.serve.programs.shapes import DETERMINISTIC_DEPTH
 from specserve.serve.settings import ServeRun
 from specserve.serve.startup import check_numbers, check_state_fits
-from specserve.serve.tuned import TUNED, facts_of, find_profile
 from specserve.speculative.controller import Controller
 from specserve.speculative.tree import DynamicTree, Tree, chain
 from specserve.tokenizer import Tokenizer, check_files
@@ -229,7 +228,7 @@ def make_engine(
         leader.trees, runner.leader = runner.shapes.trees, leader
     check_numbers(runner, models.target)
     make_controller = _controller_maker(run, models.fingerprint, models.head_fingerprint, models.head_acceptance)
-    controller = Controller({}) if run.speculation in ("auto", TUNED) else None
+    controller = Controller({}) if run.speculation == "auto" else None
     if not late:
         on_warmup(len(programs), len(programs), "timing the steps")
         controller = finish(make_controller(runner))
@@ -258,7 +257,7 @@ def _controller_maker(
     def make_controller(runner: Runner) -> Generator[object, None, Controller | None]:
         """Make a controller from the costs of each step on this machine, and from the acceptance of the head's own
         evaluation."""
-        if run.speculation not in ("auto", TUNED):
+        if run.speculation != "auto":
             return None
         costs = yield from step_costs(runner, cost_file(f"{target_fingerprint} {head_fingerprint}", runner))
         logger.info("milliseconds per step: %s", describe_costs(costs))
@@ -278,8 +277,7 @@ def _make_runner(models: Models, run: ServeRun, rank: Leader | Follower | None, 
     """A runner for the ways to speculate that the settings name, the same one in all processes. Raises ConfigError."""
     if rank is not None:
         rank.agree({"the target's fingerprint": models.fingerprint, "the head's": models.head_fingerprint})
-    tuned = find_profile(profile_facts(models, run), run.tuned_profile).trees if run.speculation == TUNED else ()
-    runner = make_runner(models, run, choose_trees(models, run, tuned), tuned=tuned, is_coupled=is_coupled, rank=rank)
+    runner = make_runner(models, run, choose_trees(models, run), is_coupled=is_coupled, rank=rank)
     if rank is not None:
         rank.agree({"the models' config": runner.config, "the shapes of steps": runner.shapes})
     return runner
@@ -314,26 +312,11 @@ def _head_loader(models: Models, run: ServeRun) -> Callable[[str], LoadedHead]:
             found.head,
             found.head_acceptance,
             found.draft,
-            () if run.speculation == TUNED else choose_trees(found, run),
+            choose_trees(found, run),
             _controller_maker(run, found.fingerprint, found.head_fingerprint, found.head_acceptance),
         )
 
     return load
-
-
-def profile_facts(models: Models, run: ServeRun) -> dict[str, str]:
-    """Return the facts that a profile of these models holds for. Raises ConfigError where there is no head to tune
-    for."""
-    if models.head is None:
-        raise ConfigError(f"there is no draft head for {models.name}, so nothing to tune; give one with --draft")
-    config = with_cache_dtype(models, run).target.config
-    return facts_of(
-        target=models.fingerprint,
-        head=models.head_fingerprint,
-        params=models.target.params,
-        cache_dtype=config.cache_dtype or config.dtype,
-        num_devices=1 if models.mesh is None else models.mesh.size,
-    )
 
 
 def make_runner(
@@ -341,7 +324,6 @@ def make_runner(
     run: ServeRun,
     trees: Sequence[Tree | None],
     *,
-    tuned: Sequence[tuple[int, Tree | None]] = (),
     is_coupled: bool = True,
     rank: Leader | Follower | None = None,  # of several processes, whose caches are as large as the smallest
 ) -> Runner:
@@ -362,7 +344,6 @@ def make_runner(
         max_model_len=longest,
         page_size=run.page_size,
         num_pages=num_pages if rank is None else rank.least(num_pages),
-        tuned=tuned,
         is_deterministic=run.deterministic,
         is_coupled=is_coupled,
         has_constrained=run.constrained,
@@ -393,23 +374,16 @@ def with_cache_dtype(models: Models, run: ServeRun) -> Models:
     return dataclasses.replace(models, target=dataclasses.replace(models.target, config=config))
 
 
-def choose_trees(
-    models: Models, run: ServeRun, tuned: Sequence[tuple[int, Tree | None]] = ()
-) -> tuple[Tree | None, ...]:
-    """Return the ways to make a step: the one asked for, all that `auto` may choose from, or those of a profile, by
-    batch size. Where the way asked for needs a head and there is none, plain decoding is returned, and the log says
-    so."""
+def choose_trees(models: Models, run: ServeRun) -> tuple[Tree | None, ...]:
+    """Return the ways to make a step: the one asked for, or all that `auto` may choose from. Where the way asked for
+    needs a head and there is none, plain decoding is returned, and the log says so."""
     has_head = models.head is not None
     if run.deterministic and models.target.config.is_recurrent:
         raise ConfigError(
             f"--deterministic: {models.name} has recurrent layers, whose sums depend on how a prompt is cut into chunks"
         )
-    if run.tuned_profile and run.speculation != TUNED:
-        raise ConfigError(f"--tuned-profile is read with --speculation {TUNED} alone, and this is {run.speculation}")
-    if run.speculation in ("auto", TUNED) and run.deterministic:
+    if run.speculation == "auto" and run.deterministic:
         raise ConfigError("--deterministic makes every step of one shape: give --speculation chain:K, or off")
-    if run.speculation == TUNED:
-        return tuple(dict.fromkeys((None, *(tree for _, tree in tuned))))
     if run.speculation == "auto":
         source = with_head(ALL_TEXT) if has_head else ALL_TEXT
         trees: list[Tree | None] = [None, *[chain(depth, source) for depth in AUTO_CHAINS]]

@@ -30,7 +30,6 @@ class EngineSettings(TypedDict, total=False):
     draft_quantization: str
     kv_cache_dtype: str
     mesh: str
-    tuned_profile: str
     check_weights: bool
     max_slots: int
     max_model_len: int

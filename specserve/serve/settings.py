@@ -56,11 +56,7 @@ class ServeRun:
     check_weights: bool = setting(False, help="refuse a target with weights that are not numbers (reads them all)")
     speculation: str = setting(
         "auto",
-        help="auto, by what each way costs and brings here; tuned, the same with the trees alone that `specserve tune` "
-        f"found best for each batch size; {WAYS}",
-    )
-    tuned_profile: str = setting(
-        "", help="profile that `--speculation tuned` reads; empty: the one kept for this target, head and machine"
+        help=f"auto, by what each way costs and brings here; {WAYS}",
     )
     served_model_name: str = setting(
         "", help="the model's name for clients; empty: the target's, of a folder its last part"

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from specserve.drafters.speculation import describe, parse_speculation
 from specserve.errors import ConfigError
 from specserve.speculative.tree import Tree
 
-TUNED = "tuned"  # as a speculation
 VERSION = 1
 
 
@@ -55,26 +54,6 @@ class Profile:
     def pays_at(self) -> tuple[int, ...]:
         """The measured batch sizes at which speculation is faster than plain decoding."""
         return tuple(entry.batch_size for entry in self.entries if entry.speculation != "off")
-
-    @property
-    def trees(self) -> tuple[tuple[int, Tree | None], ...]:
-        """The trees by batch size, as `shapes.Shapes.tuned` takes them."""
-        return tuple((entry.batch_size, entry.tree) for entry in self.entries)
-
-    @property
-    def losses(self) -> tuple[Entry, ...]:
-        """The entries that were slower than plain decoding in the live run, whatever their steps had promised."""
-        return tuple(each for each in self.entries if each.measured_gain is not None and each.measured_gain < 1)
-
-    def without_losses(self) -> "Profile":
-        """Return the profile with plain decoding in place of each of the `losses`, which stay in the details."""
-        lost = {each.batch_size: each for each in self.losses}
-        entries = tuple(
-            Entry(each.batch_size, "off", 1.0, each.plain_ms, each.plain_ms, 1.0) if each.batch_size in lost else each
-            for each in self.entries
-        )
-        told = {"slower_when_tried": {str(size): _without_size(each) for size, each in lost.items()}} if lost else {}
-        return replace(self, entries=entries, details={**self.details, **told})
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -119,20 +98,6 @@ def read_profile(file: Path) -> Profile:
     return Profile(facts, entries, {name: value for name, value in raw.items() if name not in known})
 
 
-def facts_of(*, target: str, head: str, params: Any, cache_dtype: str, num_devices: int) -> dict[str, str]:
-    """Return the facts that decide whether a profile holds: the target (its fingerprint) with the dtypes of its
-    weights, the head, the dtype of cached keys and values, and the kind of machine. Its name does not count, so
-    machines of one kind may share a profile."""
-    return {
-        "target": target,
-        "head": head,
-        "weights": ",".join(sorted({str(leaf.dtype) for leaf in jax.tree.leaves(params)})),
-        "kv_cache": cache_dtype,
-        "devices": str(num_devices),
-        **machine_facts(),
-    }
-
-
 def machine_facts() -> dict[str, str]:
     """The facts of a profile that are those of the machine."""
     return {
@@ -140,30 +105,3 @@ def machine_facts() -> dict[str, str]:
         "processor": hashlib.sha256(host.processor().encode()).hexdigest()[:12],
         "cores": str(host.num_cores()),
     }
-
-
-def profile_file(facts: Mapping[str, str]) -> Path:
-    """Return the file in which `tune` keeps the profile of these facts, and where `serve` looks for it."""
-    name = hashlib.sha256(json.dumps(dict(facts), sort_keys=True).encode()).hexdigest()[:24]
-    return host.cache_folder() / "profiles" / f"{name}.json"
-
-
-def find_profile(facts: Mapping[str, str], given: str) -> Profile:
-    """Find the profile: the one in the file `given`, or where that is empty the one that was kept for these facts.
-    Raises ConfigError where there is none, and where it is one of something else."""
-    file = Path(given).expanduser() if given else profile_file(facts)
-    if not given and not file.is_file():
-        raise ConfigError(
-            f"--speculation {TUNED}: nothing was tuned for this target, head and machine ({file} is not there); run "
-            "`specserve tune` with the same --target, --draft, --quantization, --kv-cache-dtype and --mesh, or give a "
-            "profile with --tuned-profile"
-        )
-    profile = read_profile(file)
-    other = [
-        f"{name} {profile.facts.get(name, 'unknown')} instead of {facts.get(name, 'none')}"
-        for name in sorted({*facts, *profile.facts})
-        if profile.facts.get(name) != facts.get(name)
-    ]
-    if other:
-        raise ConfigError(f"{file}: this profile was measured for something else ({'; '.join(other)}); tune again here")
-    return profile

@@ -1,4 +1,4 @@
-"""The values that the sampler's options may have, said once for settings and requests. Imports no JAX."""
+"""The values that the sampler's options may have, defined once for settings and requests. Imports no JAX."""
 
 from typing import Annotated
 

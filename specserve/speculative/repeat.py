@@ -47,6 +47,6 @@ def repeat(
 def _have_stopped(state: SlotState, slots: jax.Array) -> jax.Array:  # [] bool
     """Return whether each of the step's sequences has emitted one of its stop ids. A step over nothing but padding goes
     on, since it is made to be timed."""
-    is_padding, ledger = slots >= len(state.seq_lens), take_rows(state.tokens.ledger, slots)
-    has_stopped = jnp.any((ledger & sampling.IS_STOP != 0) & (ledger >= sampling.EMITTED), axis=-1)
+    is_padding, seen = slots >= len(state.seq_lens), take_rows(state.tokens.seen, slots)
+    has_stopped = jnp.any((seen & sampling.IS_STOP != 0) & (seen >= sampling.EMITTED), axis=-1)
     return jnp.all(has_stopped | is_padding) & ~jnp.all(is_padding)

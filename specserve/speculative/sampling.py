@@ -19,7 +19,7 @@ from specserve.pytree import pytree
 _NEG_INF = float("-inf")
 MAX_LOGPROBS = 20  # most likely tokens that a step reports
 MAX_BAD_SEQUENCES, MAX_BAD_TOKENS = 128, 16  # of one request; a bad word is one or two token sequences
-IN_PROMPT, IS_STOP, EMITTED = 1, 2, 4  # the parts of a ledger entry
+IN_PROMPT, IS_STOP, EMITTED = 1, 2, 4  # the parts of an entry of `TokenRows.seen`
 UNBOUNDED = 2**31 - 1
 NOTHING = -1  # drawn in place of a token id where every token is banned
 
@@ -69,17 +69,17 @@ class SamplerRows:
 
 @pytree
 class TokenRows:
-    """The options of each sequence that concern single tokens, and a ledger of the tokens that it holds already."""
+    """The options of each sequence that concern single tokens, and a record of the tokens that it holds already."""
 
     bias: jax.Array  # [batch, vocab] float32, added to the logits; -inf bans
-    ledger: jax.Array  # [batch, vocab] int32: IN_PROMPT | IS_STOP | times emitted * EMITTED
+    seen: jax.Array  # [batch, vocab] int32: IN_PROMPT | IS_STOP | times emitted * EMITTED
     bad_words: jax.Array  # [batch, MAX_BAD_SEQUENCES, MAX_BAD_TOKENS] int32, each ends at the right; -1 pads
 
     @classmethod
     def zeros(cls, batch: int, vocab: int) -> "TokenRows":
         return cls(
             bias=jnp.zeros((batch, vocab), jnp.float32),
-            ledger=jnp.zeros((batch, vocab), jnp.int32),
+            seen=jnp.zeros((batch, vocab), jnp.int32),
             bad_words=jnp.full((batch, MAX_BAD_SEQUENCES, MAX_BAD_TOKENS), -1, jnp.int32),
         )
 
@@ -88,7 +88,7 @@ class TokenRows:
 class Nodes:
     """The nodes after which tokens are drawn: those of a tree, or one per sequence."""
 
-    token_ids: jax.Array  # [batch, node] int32; node 0 is the last token that is emitted, and in the ledger, already
+    token_ids: jax.Array  # [batch, node] int32; node 0 is emitted, and in `TokenRows.seen`, already
     parents: jax.Array  # [batch, node] int32
     depths: jax.Array  # [batch, node] int32
     ancestors: jax.Array  # [batch or 1, node, node] bool, each node its own ancestor
@@ -107,7 +107,7 @@ def constrain(
     so its logits are those that plain decoding would have met there."""
     logits = _when(rows.has_bias, logits, lambda x: x + tokens.bias[:, None])
     is_early = position_ids < rows.stop_start[:, None]
-    is_stop = tokens.ledger & IS_STOP != 0
+    is_stop = tokens.seen & IS_STOP != 0
     logits = _when(is_early, logits, lambda x: jnp.where(is_early[..., None] & is_stop[:, None], _NEG_INF, x))
     logits = _when(rows.has_bad_words, logits, lambda x: _ban_words(rows, tokens, nodes, x))
     if allowed is not None:
@@ -129,13 +129,13 @@ def _ban_others(allowed: jax.Array, logits: jax.Array) -> jax.Array:
 def _penalise(rows: SamplerRows, tokens: TokenRows, nodes: Nodes, logits: jax.Array) -> jax.Array:
     """Apply repetition (Keskar et al. 2019, arXiv 1909.05858), frequency and presence penalties (OpenAI's)."""
     batch, n = nodes.token_ids.shape
-    ledger = jnp.broadcast_to(tokens.ledger[:, None], logits.shape)
-    below_root = jnp.arange(n) > 0  # node 0 is in the ledger
+    seen = jnp.broadcast_to(tokens.seen[:, None], logits.shape)
+    below_root = jnp.arange(n) > 0  # node 0 is in `seen`
     emitted = jnp.where(nodes.ancestors & below_root, EMITTED, 0)  # [batch, node, ancestor]
     index = jnp.arange(batch)[:, None, None], jnp.arange(n)[:, None], nodes.token_ids[:, None]
-    ledger = ledger.at[index].add(jnp.broadcast_to(emitted, (batch, n, n)))
-    count = ledger // EMITTED
-    repetition = jnp.where((count > 0) | (ledger & IN_PROMPT != 0), rows.repetition_penalty[:, None, None], 1.0)
+    seen = seen.at[index].add(jnp.broadcast_to(emitted, (batch, n, n)))
+    count = seen // EMITTED
+    repetition = jnp.where((count > 0) | (seen & IN_PROMPT != 0), rows.repetition_penalty[:, None, None], 1.0)
     logits = jnp.where(logits > 0, logits / repetition, logits * repetition)
     logits -= rows.frequency_penalty[:, None, None] * count.astype(jnp.float32)
     return logits - rows.presence_penalty[:, None, None] * (count > 0).astype(jnp.float32)

@@ -242,7 +242,6 @@ def propose_tree(
     *,
     tree: Tree,
     width: int,
-    has_scores: bool = False,  # keep `Proposal.scores`
     has_confidence: bool = False,  # keep `Proposal.confidence`
 ) -> tuple[SlotState, Proposal]:
     """Run the first half of a speculative step: propose a tree. Steps with constrained sequences run it alone, because
@@ -254,8 +253,7 @@ def propose_tree(
         view = dataclasses.replace(view, rows=dataclasses.replace(view.rows, temperature=view.rows.temperature * 0))
     draft, proposal = config.drafter.propose(weights, state.draft, view, tree)
     state = dataclasses.replace(state, draft=draft)
-    if not has_scores:
-        proposal = dataclasses.replace(proposal, scores=None)
+    proposal = dataclasses.replace(proposal, scores=None)
     if not has_confidence:
         proposal = dataclasses.replace(proposal, confidence=None)
     return state, pad_chain(proposal, config.verified_depth) if config.verified_depth else proposal
@@ -459,8 +457,8 @@ def _emit(
     token_ids: jax.Array,  # [batch, n] int32
     is_emitted: jax.Array,  # [batch, n] bool
 ) -> SlotState:
-    """Add emitted tokens to history and ledger, and set `seq_lens`, so that all but the last token counts as
-    committed."""
+    """Add emitted tokens to the history and to `TokenRows.seen`, and set `seq_lens`, so that all but the last token
+    counts as committed."""
     index = start[:, None] + jnp.arange(token_ids.shape[1])
     is_emitted = jnp.broadcast_to(is_emitted, index.shape)
     column = jnp.where(is_emitted, index, state.history.shape[1])
@@ -472,5 +470,5 @@ def _emit(
         state,
         seq_lens=state.seq_lens.at[slots].set(seq_lens, mode="drop"),
         history=state.history.at[row, column].set(token_ids, mode="drop"),
-        tokens=dataclasses.replace(state.tokens, ledger=state.tokens.ledger.at[row, token_ids].add(entry, mode="drop")),
+        tokens=dataclasses.replace(state.tokens, seen=state.tokens.seen.at[row, token_ids].add(entry, mode="drop")),
     )

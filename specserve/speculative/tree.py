@@ -15,7 +15,7 @@ from specserve.pytree import pytree
 
 
 class _Proposed:
-    """A tree's `source` names who proposes it: `head`, the name of a lookup, or `head+` that name."""
+    """A tree's `source` names its proposer: `head`, the name of a lookup, or `head+` that name."""
 
     source: str
 
@@ -44,12 +44,6 @@ class DynamicTree(_Proposed):
     def pool_size(self) -> int:
         """The number of candidates where the best `top_k` nodes of a level are gone on from, the fewest there are."""
         return self.top_k + (self.depth - 1) * self.top_k**2
-
-
-@dataclass(frozen=True)
-class CandidatePool(DynamicTree):
-    """All candidates among which trees of at most this depth and these nodes choose theirs. It proposes more than
-    `num_nodes`, by as much as the drafter has; for replays, which choose on the host."""
 
 
 @dataclass(frozen=True)
@@ -112,12 +106,12 @@ class Proposal:
     token_ids: jax.Array  # [batch, node] int32
     parents: jax.Array  # [batch, node] int32; the root's is itself
     depths: jax.Array  # [batch, node] int32; the root's is 0
-    source: jax.Array  # [batch] int32, who proposed, see `drafter`
-    # [batch, node] float32, the draft's log-probability of the path to each node of a dynamic tree, by which a smaller
-    # tree would choose among them; None of other trees, and where nobody asked for it
+    source: jax.Array  # [batch] int32, the proposer, see `drafter`
+    # [batch, node] float32, the draft's log-probability of the path to each node of a dynamic tree, by which its
+    # nodes were chosen; None of other trees
     scores: jax.Array | None = None
     # [batch, depth] float32, how likely the draft thinks it that a token of each depth is accepted after the best node
-    # above it; None where it says nothing of the kind
+    # above it; None where it has no such estimate
     confidence: jax.Array | None = None
 
 

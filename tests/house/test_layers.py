@@ -33,7 +33,6 @@ FLAT = {"cluster", "errors", "host", "hub", "log", "pytree", "config", "mesh", "
 FLAT |= {"chat_template", "devices", "tokenizer"}
 MAY_JIT = (
     "serve/programs/calls.py",
-    "serve/stablehlo_run.py",  # copied beside exported programs, which it runs
     "serve/programs/layouts.py",  # products that are timed to choose how matrices are cut
     "train/step.py",
     "train/capture.py",  # the target's pass alone, whose results are kept on disk
@@ -123,7 +122,9 @@ def test_imports_point_down(trees: dict[str, ast.Module]) -> None:
 def _modules(tree: ast.Module) -> Iterator[str]:
     """The files of the package that a file imports, be it at once or in a function of it."""
     for node in ast.walk(tree):
-        for alias in node.names if isinstance(node, ast.ImportFrom) else ():
+        if not isinstance(node, ast.ImportFrom):
+            continue
+        for alias in node.names:
             for found in (f"{node.module}.{alias.name}", node.module or ""):
                 file = Path(*found.split(".")[1:]).with_suffix(".py").as_posix() if "." in found else ""
                 if (PACKAGE / file).is_file():
@@ -271,7 +272,6 @@ def test_nothing_is_there_for_tests_alone(trees: dict[str, ast.Module]) -> None:
 
 WRITE_NO_FILE_OF_OURS_THAT_ANOTHER_READS = {
     "kernels/native/build.py",  # why there is no library, beside where it would be
-    "serve/stablehlo.py",  # into a folder that takes its place when it is whole
 }
 
 

@@ -90,20 +90,6 @@ class TimedAnswer:
         return seconds_per_token(self.arrivals, self.num_tokens)
 
 
-def steady(answers: Sequence[TimedAnswer]) -> tuple[int, float]:
-    """The tokens that came while all of these answers were being made, after the last of them had begun and before the
-    first had ended, and the seconds of that time. Prompts do not count, nor steps of fewer sequences."""
-    start = max(answer.begin + answer.arrivals[0] for answer in answers)
-    end = min(answer.begin + answer.arrivals[-1] for answer in answers)
-    arrived = [
-        size
-        for answer in answers
-        for at, size in zip(answer.arrivals, answer.sizes, strict=True)
-        if start < answer.begin + at <= end
-    ]
-    return sum(arrived), max(0.0, end - start)
-
-
 class BenchArm(Protocol):
     """A way of decoding that a benchmark measures."""
 

@@ -102,27 +102,6 @@ def time_step(runner: Runner, tree: Tree | None, *, context: int, batch: int, re
     return statistics.median(steps), statistics.median(drafts)
 
 
-def time_in_turns(
-    plain: Runner, speculative: Runner, tree: Tree, *, context: int, batch: int, repeats: int
-) -> tuple[float, float]:
-    """The seconds of a plain step and of one over the tree with `batch` sequences of about `context` committed tokens
-    each: `repeats` stretches of both, taking turns, in which each step is dispatched before the one before it is read,
-    as the engine does. Of plain steps the median; of the others as many plain steps as the median turn says, since the
-    machine may be half as fast a moment later. Whatever is missing is compiled first. Both runners forget all
-    sequences."""
-    for runner in (plain, speculative):
-        fill(runner, context, context + steps_timed(repeats) + 2 + tree.depth, batch)
-    seconds: tuple[list[float], list[float]] = [], []
-    for _ in range(repeats + 1):  # the first compiles, or touches memory
-        seconds[0].append(_run_ahead(plain, None, batch))
-        seconds[1].append(_run_ahead(speculative, tree, batch))
-    for runner in (plain, speculative):
-        runner.reset()
-    turns = list(zip(*seconds, strict=True))[1:]
-    of_plain = statistics.median(plain for plain, _ in turns)
-    return of_plain, of_plain * statistics.median(step / plain for plain, step in turns)
-
-
 def steps_timed(repeats: int) -> int:
     """Return how many tokens so many timed stretches, and the one before them, add to their sequences."""
     return (repeats + 1) * (STRETCH + STEPS_AT_ONCE)

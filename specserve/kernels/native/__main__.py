@@ -12,7 +12,7 @@ logger = logging.getLogger("specserve.kernels.native")
 
 
 def main() -> None:
-    """Log the instruction set. Exit with status 1 where there are no kernels, or they are wrong, after saying why."""
+    """Log the instruction set. Exit with status 1 where there are no kernels, or they are wrong; the reason is logged."""
     if sys.argv[1:] == ["build"]:
         build.main()
         return

@@ -2,7 +2,7 @@
 
 It is not a CPython extension, so one library serves every Python of a platform. pip's build hook, `hatch_build.py`,
 loads this file by its path before anything is installed, so it imports nothing but the standard library. From a
-checkout, `python -m specserve.kernels.native build` builds again and shows all that the compiler says.
+checkout, `python -m specserve.kernels.native build` builds again and shows all that the compiler prints.
 
 The XLA headers are those that ship in jaxlib. pip's isolated build environment gets the oldest jaxlib that specserve
 runs on (pyproject.toml), because XLA takes kernels that were built for an older FFI and refuses those for a newer one.
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 FOLDER = Path(__file__).parent
 LIBRARY = "libspecserve_kernels.so"
-MARKER = "not_built.txt"  # lies where the library would, and says why there is none
+MARKER = "not_built.txt"  # lies in place of the library, and gives the reason
 AGAIN = "python -m specserve.kernels.native build"
 
 FLAGS = ("-std=c++17", "-O3", "-ffp-contract=fast", "-Wno-psabi", "-fPIC", "-fvisibility=hidden", "-pthread")
@@ -41,7 +41,7 @@ VARIANTS = {
 
 
 class NotBuilt(Exception):
-    """The library could not be built. The message is one line; `output` is all that the compiler said."""
+    """The library could not be built. The message is one line; `output` is all that the compiler printed."""
 
     def __init__(self, reason: str, output: str = "") -> None:
         super().__init__(reason)
@@ -87,9 +87,9 @@ def find_compiler() -> list[str]:
         for name in ("g++", "clang++", "c++"):
             if found := shutil.which(name):
                 return [found]
-    told = f" (CXX is {wish})" if wish else ""
+    given = f" (CXX is {wish})" if wish else ""
     raise NotBuilt(
-        f"no C++ compiler when specserve was installed{told}; "
+        f"no C++ compiler when specserve was installed{given}; "
         "install one (Debian: apt install g++) and run pip install again"
     )
 
@@ -150,7 +150,7 @@ def _run(command: list[str], product: str) -> None:
 
 
 def build_or_say(folder: Path, into: Path) -> str | None:
-    """Build the library. Where that fails, leave a file in its place that says why, and return the same line. It
+    """Build the library. Where that fails, leave a file with the reason in its place, and return the reason. It
     raises nothing that a machine without a compiler, or with an odd one, could cause, so an installation goes on
     without the library."""
     try:
@@ -167,7 +167,7 @@ def build_or_say(folder: Path, into: Path) -> str | None:
 
 
 def main() -> None:
-    """Build the library beside the sources, and show what the compiler says where that fails."""
+    """Build the library beside the sources, and show what the compiler prints where that fails."""
     logging.basicConfig(format="%(message)s", level=logging.INFO)
     try:
         logger.info("built %s", build())

@@ -31,7 +31,6 @@ from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.completion import CompletionOutput, answer_all
 from specserve.serve.requests.grammars import Grammars
 from specserve.serve.requests.request import Delta, FinishReason, GrammarSpec, Request, SamplingParams, TokenMask
-from specserve.serve.tuned import TUNED
 from specserve.speculative.controller import Controller
 from specserve.tokenizer import Tokenizer
 
@@ -141,12 +140,7 @@ class Engine:
         only = self.rounds.only
         if only is not None:
             return describe(*only)
-        return self._choice if self.rounds.is_choosing else describe(self.runner.shapes.trees[0])
-
-    @property
-    def _choice(self) -> str:
-        """The name of the setting by which the controller chooses: `auto`, or that of a tuned profile."""
-        return TUNED if self.runner.shapes.tuned else "auto"
+        return "auto" if self.rounds.is_choosing else describe(self.runner.shapes.trees[0])
 
     def set_speculation(self, speculation: str) -> None:
         """Speculate in this way from the next step on. No token depends on it. Raises ConfigError for a way that no
@@ -154,10 +148,10 @@ class Engine:
         ways = {describe(tree): tree for tree in self.runner.shapes.trees}
         if speculation in ways:
             self.rounds.step_only(ways[speculation])
-        elif speculation == self._choice and self.rounds.is_choosing:
+        elif speculation == "auto" and self.rounds.is_choosing:
             self.rounds.step_only()
         else:
-            known = ", ".join([*([self._choice] if self.rounds.is_choosing else []), *ways])
+            known = ", ".join([*(["auto"] if self.rounds.is_choosing else []), *ways])
             raise ConfigError(f"no programs are compiled for speculation {speculation[:100]!r}; there are: {known}")
         logger.info("speculation is %s now", self.speculation)
 
@@ -228,12 +222,6 @@ class Engine:
                 self._check_ready()
             swap.done.result()
         logger.info("the head is %s now", loaded.info.name)
-        if self.runner.shapes.tuned:
-            logger.warning(
-                "the trees stay those that `specserve tune` found best for the head before, because no others are "
-                "compiled; whether they pay is judged by what %s accepts. Tune with it, and start again",
-                loaded.info.name,
-            )
         return loaded.info
 
     def _check_ready(self) -> None:

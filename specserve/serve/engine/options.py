@@ -130,10 +130,10 @@ def blank_token_rows(vocab_size: int, stop_ids: Sequence[int] = ()) -> TokenRows
     """Make the token rows of options that say nothing about single tokens but which end an answer, [1, ...], on the
     host."""
     bias: Any = np.zeros((1, vocab_size), np.float32)
-    ledger: Any = np.zeros((1, vocab_size), np.int32)
-    ledger[0, np.asarray(stop_ids, np.int64)] |= IS_STOP
+    seen: Any = np.zeros((1, vocab_size), np.int32)
+    seen[0, np.asarray(stop_ids, np.int64)] |= IS_STOP
     words: Any = np.full((1, MAX_BAD_SEQUENCES, MAX_BAD_TOKENS), -1, np.int32)
-    return TokenRows(bias, ledger, words)
+    return TokenRows(bias, seen, words)
 
 
 def token_rows(
@@ -150,14 +150,14 @@ def token_rows(
     if not (has_penalty or params.min_tokens or bad or params.logit_bias or params.allowed_token_ids is not None):
         return None
     rows: Any = blank_token_rows(vocab_size, stop_ids)
-    bias, ledger, words = rows.bias[0], rows.ledger[0], rows.bad_words[0]
+    bias, seen, words = rows.bias[0], rows.seen[0], rows.bad_words[0]
     if params.allowed_token_ids is not None:
         bias[:] = -np.inf
         bias[list(params.allowed_token_ids)] = 0.0
     for token_id, value in params.logit_bias.items():
         bias[token_id] += value
-    ledger[np.asarray(request.prompt_ids)] |= IN_PROMPT
-    np.add.at(ledger, np.asarray(output_ids, np.int64), EMITTED)
+    seen[np.asarray(request.prompt_ids)] |= IN_PROMPT
+    np.add.at(seen, np.asarray(output_ids, np.int64), EMITTED)
     for row, token_ids in enumerate(bad):
         words[row, MAX_BAD_TOKENS - len(token_ids) :] = token_ids
     return rows

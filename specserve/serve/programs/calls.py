@@ -37,16 +37,6 @@ class Call:
         """Trace the function for arguments of these shapes. Their values are not read, so donated arrays will do."""
         return self.function.lower(*jax.tree.map(shape_of, self.arguments), **self.static)
 
-    def flat(self) -> "Call":
-        """Return the same call with every array as an argument and a result of its own, in the order of the pytrees'
-        leaves. It is for programs that are called without knowing the pytrees."""
-        leaves, tree = jax.tree.flatten(self.arguments)
-
-        def run(*leaves: Any) -> tuple[Any, ...]:
-            return tuple(jax.tree.leaves(self.function(*jax.tree.unflatten(tree, leaves), **self.static)))
-
-        return Call(("flat", self.key), jax.jit(run), tuple(leaves))
-
 
 def shape_of(x: jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic) -> jax.ShapeDtypeStruct:
     """Return the shape, dtype and sharding of an array, for which a program is compiled."""
@@ -77,7 +67,7 @@ class Calls:
         self._decode = jit(step.decode, 1, both, "width")
         self._speculate = jit(step.speculate, 1, both, "tree", "width")
         self._steps = jit(_steps, 1, both, "tree", "width", "most")
-        self._propose = jit(step.propose_tree, 1, both, "tree", "width", "has_scores")
+        self._propose = jit(step.propose_tree, 1, both, "tree", "width")
         self._verify = jit(step.verify_tree, 1, both, "tree", "width")
 
     def begin(self, **sizes: int) -> Call:
@@ -152,10 +142,8 @@ class Calls:
         key = ("steps", len(slots), *static.values())
         return Call(key, self._steps, (layout, state, slots, num_steps, allowed), static)
 
-    def propose(
-        self, layout: Weights, state: SlotState, slots: jax.Array, *, tree: Tree, width: int, has_scores: bool = False
-    ) -> Call:
-        static = {"tree": tree, "width": width, "has_scores": has_scores}
+    def propose(self, layout: Weights, state: SlotState, slots: jax.Array, *, tree: Tree, width: int) -> Call:
+        static = {"tree": tree, "width": width}
         key = ("propose", len(slots), *static.values())
         return Call(key, self._propose, (layout, state, slots), static)
 

@@ -58,7 +58,6 @@ class Runner:
         max_model_len: int,
         page_size: int,
         num_pages: int,
-        tuned: Sequence[tuple[int, Tree | None]] = (),  # see `shapes.Shapes`
         is_deterministic: bool = False,
         is_coupled: bool = True,
         has_constrained: bool = True,
@@ -74,7 +73,6 @@ class Runner:
             max_model_len=max_model_len,
             page_size=page_size,
             num_pages=num_pages,
-            tuned=tuned,
             is_recurrent=target.config.is_recurrent,
             reads_by_page=reads_by_page(target.config, num_pages, page_size, mesh),
             is_deterministic=is_deterministic,
@@ -297,15 +295,13 @@ class Runner:
         asked = {"has_logprobs": has_logprobs, "has_tree": has_tree}
         return self._handle(slots, tree, result, num_steps=num_steps, **asked)
 
-    def propose(
-        self, slots: Sequence[int], tree: Tree, *, has_scores: bool = False
-    ) -> tuple[np.ndarray, np.ndarray, Proposal]:
+    def propose(self, slots: Sequence[int], tree: Tree) -> tuple[np.ndarray, np.ndarray, Proposal]:
         """The first half of a step with constrained sequences: token ids and parents of the proposed nodes, [batch,
-        node], on the host; and the proposal for `verify`, which takes none with scores. A proposal changes nothing that
-        a later step depends on, so that several trees may be proposed one after another."""
+        node], on the host; and the proposal for `verify`. A proposal changes nothing that a later step depends on, so
+        that several trees may be proposed one after another."""
         padded = self.shapes.pad(slots)
         self._prepare(slots, tree, 1)
-        proposal = self.run_call(self.proposal_call(padded, tree, has_scores))
+        proposal = self.run_call(self.proposal_call(padded, tree))
         rows = self.shapes.rows_of(slots, len(padded))
         return np.asarray(proposal.token_ids)[rows], np.asarray(proposal.parents)[rows], proposal
 
@@ -455,10 +451,10 @@ class Runner:
         return self.place.put(allowed)
 
     @told
-    def proposal_call(self, padded: tuple[int, ...], tree: Tree, has_scores: bool = False) -> Call:
+    def proposal_call(self, padded: tuple[int, ...], tree: Tree) -> Call:
         """Propose a tree for each sequence of a padded batch."""
         layout, slots, width = self.layout_for(len(padded), tree), self.place.slots(padded), self.shapes.max_pages
-        return self.calls.propose(layout, self.state, slots, tree=tree, width=width, has_scores=has_scores)
+        return self.calls.propose(layout, self.state, slots, tree=tree, width=width)
 
     @told
     def verification_call(self, padded: tuple[int, ...], tree: Tree, proposal: Proposal, allowed: Any) -> Call:

@@ -41,9 +41,6 @@ class Shapes:
     widths: tuple[int, ...]  # pages of each sequence that attention reads, the narrowest first
     chunks: tuple[int, ...]  # prompt tokens, the smallest first
     max_rows: int  # nodes of a step of several sequences, where there is a choice of trees
-    # by batch size, the smallest first: the one of `trees` that steps of up to so many sequences may take besides plain
-    # decoding, as measured by `specserve tune`; larger steps are plain. Empty: any that fits
-    tuned: tuple[tuple[int, Tree | None], ...] = ()
     verified_depth: int = 0  # deterministic: every step verifies a chain of this length
     accepts_nothing: bool = False  # deterministic plain decoding: a chain of which nothing may be accepted
     num_ranks: int = 1  # data ranks: it divides slots, pages and every batch
@@ -163,11 +160,7 @@ class Shapes:
         return 1 + (self.verified_depth or (tree.num_nodes if tree else 0))
 
     def trees_for(self, batch_size: int) -> tuple[Tree | None, ...]:
-        """The ways to make a step of this batch bucket that are compiled: the first always, the others if they fit, or
-        the one that was found best for it."""
-        if self.tuned:
-            best = next((tree for size, tree in self.tuned if size >= batch_size), None)
-            return (None,) if best is None else (None, best)
+        """The ways to make a step of this batch bucket that are compiled: the first always, the others if they fit."""
         return (*self.trees[:1], *(tree for tree in self.trees[1:] if tree is None or self._fits(tree, batch_size)))
 
     def _fits(self, tree: Tree, batch_size: int) -> bool:
@@ -203,7 +196,6 @@ def make_shapes(
     page_size: int,
     num_pages: int,
     is_recurrent: bool,
-    tuned: Sequence[tuple[int, Tree | None]] = (),
     reads_by_page: bool,  # attention reads the pages that a sequence has, whatever the width
     is_deterministic: bool,
     num_ranks: int = 1,
@@ -233,7 +225,6 @@ def make_shapes(
     return Shapes(
         *(tuple(trees), num_slots, max_model_len, page_size, num_pages),
         *(batch_sizes, widths, chunks, max_rows),
-        tuned=tuple(tuned),
         num_ranks=num_ranks,
         most_steps=most_steps(),
     )

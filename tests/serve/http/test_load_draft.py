@@ -214,25 +214,6 @@ def test_a_server_that_stops_gives_up_loading(
             released.set()
 
 
-def test_a_tuned_server_judges_its_trees_by_the_new_head(
-    runner: Runner, tiny_head: Head, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """They are all that it has compiled. The profile's choice among them was the old head's, and says nothing now."""
-    tuned = ((runner.shapes.num_slots, parse_speculation("chain:3")),)
-    for shapes, num_warnings in ((runner.shapes, 0), (dataclasses.replace(runner.shapes, tuned=tuned), 1)):
-        monkeypatch.setattr(runner, "shapes", shapes)
-        controller = Dice(4)
-        engine = make_engine(runner, controller)
-        engine._load_head = lambda _folder: LoadedHead(tiny_head, (0.75, 0.5), DraftInfo("new", None))
-        with serving(engine):
-            engine.load_draft("new")
-            assert controller.start(None).accept_rate[:3].tolist() == [0.75, 0.5, 0.5]
-            run(engine, _asks()[:3])
-            made = set(engine.stats().num_steps_by_speculation)
-        assert made == {"chain:3", "off"} if num_warnings else len(made) > 2
-        assert sum("found best for the head before" in record.message for record in caplog.records) == num_warnings
-
-
 def test_the_way_to_speculate_is_changed_under_load(runner: Runner, reference: Reference) -> None:
     """Each way makes all steps that follow, and none changes a token."""
     with serving(make_engine(runner, Dice(4))) as engine:

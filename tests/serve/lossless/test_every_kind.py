@@ -31,12 +31,12 @@ from engines import (
     serving,
     submit,
 )
+from recordings import Recording, record
 
 from specserve.checkpoints.load import Target, in_eight_bits
 from specserve.data.dataset import Prompt
 from specserve.drafters.door import Head
 from specserve.drafters.speculation import parse_speculation
-from specserve.eval.replay import Recording, record, replay
 from specserve.models.config import ModelConfig
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import SamplingParams
@@ -45,7 +45,7 @@ from specserve.speculative.controller import Estimate
 from specserve.speculative.tree import Tree
 from specserve.train.acceptance import AcceptanceMeter, Arm
 
-CHAIN, TREE = "chain:3", "tree:3x2x6"
+CHAIN, TREE, SHORTER = "chain:3", "tree:3x2x6", "chain:2"
 WAYS = CHAIN, TREE, f"head+suffix:{CHAIN.removeprefix('chain:')}", f"head+suffix:{TREE}", "off"
 FEW_PAGES = 14  # of 40 that four sequences would grow to
 BLOCKS: dict[str, Any] = {"block_size": 4, "num_layers": 1, "aux_layers": (0, 1)}
@@ -96,7 +96,7 @@ class Served:
         no rounding changes."""
 
         def run_once() -> list[Recording]:
-            trees = [_tree(text) for text in (CHAIN, TREE)]
+            trees = [_tree(text) for text in (CHAIN, TREE, SHORTER)]
             options: dict[str, Any] = {"max_tokens": MAX_NEW, "eos_ids": (EOS,), "seed": FIRST_SEED}
             return record(self.runner, self.prompts, trees, temperature=temperature, **options)
 
@@ -124,7 +124,7 @@ def _tree(text: str) -> Tree:
 def _is_same(one: Recording, other: Recording) -> bool:
     if one.token_ids.tolist() != other.token_ids.tolist():
         return False
-    return all(np.array_equal(*(each.accepted(_tree(text)) for each in (one, other))) for text in (CHAIN, TREE))
+    return all(np.array_equal(one.accepted[tree], other.accepted[tree]) for tree in one.accepted)
 
 
 @pytest.fixture(scope="module")
@@ -207,23 +207,22 @@ def test_speculation_changes_no_token(served: Served, reference: Reference) -> N
 @pytest.mark.slow
 @pytest.mark.parametrize("temperature", TEMPERATURES)
 def test_served_acceptance_is_measured_and_replayed(served: Served, temperature: float) -> None:
-    """By the meter of a training run, which steps, and from a recording, which does not. A shorter chain is measured
-    too: what is recorded of a longer one tells of it."""
+    """By the meter of a training run and by the engine, which step, and from a recording, which does not."""
     recorded = served.recorded(temperature)
-    measured = [Arm(text, temperature) for text in (TREE, "chain:2")]
+    measured = [Arm(text, temperature) for text in (TREE, SHORTER)]
     prompts = [Prompt(str(number), prompt) for number, prompt in enumerate(served.prompts)]
     options: dict[str, Any] = {"max_new_tokens": MAX_NEW, "seed": FIRST_SEED}
     meter = AcceptanceMeter(served.target, served.head.drafter, measured, prompts, **options)
     for arm in measured:
         found = meter.measure(served.head.params, served.head.target_ids, arm).by_source
         for number, recording in recorded.items():
-            assert found[str(number)] == recording.replay(arm.tree), f"{arm.name}, prompt {number}"
+            assert found[str(number)] == recording.replay(_tree(arm.speculation)), f"{arm.name}, prompt {number}"
     for text in (TREE, CHAIN):
         asked = [served.prompts[number] for number in recorded]
         params = [served.params(temperature, number) for number in recorded]
         with make_engine(served.runner, Fixed(_tree(text))) as engine:
             stats = [done.stats for done in engine.generate(asked, params)]
-        replayed = replay([*recorded.values()], _tree(text)).acceptance
+        replayed = sum((recording.replay(_tree(text)) for recording in recorded.values()), Acceptance())
         assert sum(stats, Acceptance()) == replayed
         assert replayed.num_accepted > 0, "nothing was accepted, so nothing was tested"
 
@@ -242,7 +241,7 @@ def test_a_preemption_changes_no_acceptance(served: Served, text: str, temperatu
         asked.append((recording, submit(engine, ask)[1]))
     with serving(engine):
         for recording, inbox in asked:
-            stats, accepted = inbox.wait().stats, recording.accepted(_tree(text))
+            stats, accepted = inbox.wait().stats, recording.accepted[_tree(text)]
             assert stats is not None
             assert inbox.token_ids == recording.token_ids[: recording.length].tolist()
             ends = np.cumsum([len(delta.token_ids) for delta in inbox.deltas])
