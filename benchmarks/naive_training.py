@@ -15,16 +15,15 @@ import numpy as np
 import optax
 
 from specserve.data.documents import Document
-from specserve.drafters.door import Rows, shift
-from specserve.drafters.eagle.model import (
+from specserve.drafters.eagle3.drafter import Eagle3
+from specserve.drafters.eagle3.model import (
     Eagle3Params,
     draft_forward,
     draft_inputs,
     fuse_features,
     token_embedding,
 )
-from specserve.drafters.eagle3.drafter import Eagle3
-from specserve.drafters.unroll import loss_positions
+from specserve.drafters.learning import Rows, loss_positions, shift
 from specserve.kernels.rows import NEG_INF, Documents
 from specserve.models import target as target_model
 from specserve.models.attention import KV

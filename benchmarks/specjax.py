@@ -58,7 +58,7 @@ class Ours:
 
         from specserve.data.loader import Loader
         from specserve.data.packing import pack
-        from specserve.drafters.settings import DraftSettings
+        from specserve.drafters.registry import DraftSettings
         from specserve.train.head import new_drafter
         from specserve.train.settings import TrainSettings
         from specserve.train.step import loss_config

@@ -30,8 +30,8 @@ from specserve.data import sources
 from specserve.data.documents import Document, tokenize
 from specserve.data.loader import Loader
 from specserve.data.packing import pack
-from specserve.drafters.door import Rows
-from specserve.drafters.settings import DraftSettings
+from specserve.drafters.learning import Rows
+from specserve.drafters.registry import DraftSettings
 from specserve.errors import ConfigError
 from specserve.eval.report import table
 from specserve.mesh import default_dtype
@@ -101,7 +101,7 @@ class PackedArm:
         self, config: LossConfig, settings: TrainSettings, target: Target, target_ids: np.ndarray, loader: Loader
     ) -> None:
         optimizer = make_optimizer(settings)
-        params: Any = config.drafter.first_params(target, target_ids, settings.seed)
+        params: Any = config.drafter.init_params(target, target_ids, settings.seed)
         self._state = TrainState(params, optimizer.init(params), jnp.int32(0))
         self._step, self._target, self._loader = make_step(config, optimizer), target.params, loader
         self._vocab = DraftVocab(jnp.asarray(target_ids))
@@ -139,7 +139,7 @@ class NaiveArm:
         target_ids: np.ndarray,
         documents: Sequence[Document],
     ) -> None:
-        params = config.drafter.first_params(target, target_ids, settings.seed)
+        params = config.drafter.init_params(target, target_ids, settings.seed)
         vocab = DraftVocab(jnp.asarray(target_ids))
         self._trainer = NaiveTrainer(config, make_optimizer(settings), params, target.params, vocab)
         self._batches = padded_batches(documents, settings.batch_size, settings.seq_len, settings.seed)

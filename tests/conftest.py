@@ -19,9 +19,9 @@ from quick_compile import compile_without_emitters
 from specserve import hub
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import BUNDLED_FOLDER
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
+from specserve.interop.formats import BUNDLED_HEAD_FOLDER
 from specserve.interop.head import load_head
-from specserve.interop.registry import BUNDLED_HEAD_FOLDER
 from specserve.models.params import init_params
 from specserve.tokenizer import Tokenizer
 

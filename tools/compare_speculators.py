@@ -67,9 +67,9 @@ from speculators_case import (  # noqa: E402  # pyright: ignore[reportMissingImp
 )
 
 from specserve.checkpoints.tensors import TensorFolder  # noqa: E402
-from specserve.drafters.published import vocab_to_tensors  # noqa: E402
 from specserve.interop.convert import describe_target, export_head, import_head  # noqa: E402
 from specserve.interop.head import load_head, save_head  # noqa: E402
+from specserve.interop.published import vocab_to_tensors  # noqa: E402
 
 GOLDENS = TESTS / "goldens"
 TOLERANCE = 1e-4

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from specserve.interop.dflash import catalogue as block_drafters
 from specserve.interop.doctor import RUNNING
-from specserve.interop.eagle.catalogue import CATALOGUE
+from specserve.interop.eagle3.catalogue import CATALOGUE
 from specserve.interop.findings import Check
 from specserve.interop.mtp.doctor import CHECKS as OF_CARRIED_LAYERS
 from specserve.interop.peagle.doctor import CATALOGUE as OF_MASKS
@@ -18,7 +18,7 @@ BEGIN, END = "<!-- written by tools/list_checks.py -->\n", "<!-- end -->\n"
 
 
 def row(check: Check) -> str:
-    what, why, mended, by_hand = (_shown(text) for text in (check.what, check.why, check.mended, check.by_hand))
+    what, why, mended, by_hand = (_shown(text) for text in (check.what, check.why, check.repaired, check.by_hand))
     mend = " · ".join(filter(None, (mended and f"`--fix`: {mended}", by_hand and f"by hand: {by_hand}")))
     return f"| `{check.code}` | {check.level} | {what} | {why} | {mend} |\n"
 

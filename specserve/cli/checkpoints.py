@@ -16,13 +16,13 @@ from rich.table import Table
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import BUNDLED_HEADS, resolve_target
 from specserve.checkpoints.tensors import CONFIG, read_json
-from specserve.drafters.notes import read_notes
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.interop import convert as exchange
 from specserve.interop import doctor
 from specserve.interop.convert import describe_target
 from specserve.interop.findings import DoctorReport, Finding
-from specserve.interop.registry import KINDS, kind_of
+from specserve.interop.formats import format_for, format_of
+from specserve.interop.notes import read_notes
 from specserve.mesh import default_dtype
 from specserve.provenance import collect
 
@@ -53,7 +53,7 @@ def export(
     output = output or given.expanduser().with_name(f"{folder.resolve().name}-{to}")
     head = exchange.export_head(folder, output, described, target_name=name, dialect=to, dtype=dtype, is_forced=force)
     console = _console()
-    for what in KINDS[head.drafter.name].unknown_to(to, head.drafter):
+    for what in format_for(head.drafter.name).unknown_to(to, head.drafter):
         console.print(f"[yellow]warning:[/] {to} does not compute {what}: it will accept less", highlight=False)
     console.print(f"{escape(str(output))}: for {to}", highlight=False)
 
@@ -115,7 +115,7 @@ def inspect(
     after: DoctorReport | None = None
     if fix is not None:
         exchange.check_output(folder, fix, is_forced=force)
-        tensors, raw = report.mended()
+        tensors, raw = report.repaired()
         notes = read_notes(folder)
         exchange.write_folder(fix, lambda partial: exchange.write_head(partial, tensors, raw, notes))
         after = doctor.examine(fix, described)
@@ -179,7 +179,7 @@ def _has_embedding(folder: Path) -> bool:
     """Return whether the head brings its own embedding along. An import compares it with the target's. An export to a
     layout in which every head has one takes the target's where it is missing. No other weight of the target is ever
     read."""
-    return kind_of(read_json(folder / CONFIG)).has_own_embedding(folder)
+    return format_of(read_json(folder / CONFIG)).has_own_embedding(folder)
 
 
 def _target(folder: Path, name: str, *, needs_weights: bool) -> tuple[str, Target]:

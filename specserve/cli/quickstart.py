@@ -22,7 +22,7 @@ from specserve.eval.bench.step_times import StepTimes, measure_steps
 from specserve.eval.client import Client
 from specserve.eval.prompts import load_questions
 from specserve.eval.report import summary_table
-from specserve.interop.registry import BUNDLED_HEAD_FOLDER
+from specserve.interop.formats import BUNDLED_HEAD_FOLDER
 from specserve.serve.engine.engine import Engine
 from specserve.serve.engines import measured_engine
 from specserve.serve.http.app import create_app

@@ -13,7 +13,7 @@ from rich.table import Table
 from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER
 from specserve.checkpoints.tensors import read_json
 from specserve.errors import ConfigError
-from specserve.interop.registry import BUNDLED_HEAD_FOLDER
+from specserve.interop.formats import BUNDLED_HEAD_FOLDER
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.presets import PRESETS, HeadSize, target_size

@@ -10,17 +10,15 @@ there is no more room.
 import dataclasses
 import functools
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from specserve.drafters.door import Forgetful
+from specserve.drafters.interface import TrainedDrafter
 from specserve.kernels.gather import take_each, take_rows
 from specserve.kernels.pages import PageRows
 from specserve.models.cache import Cache
 from specserve.models.config import ModelConfig
-from specserve.models.target import TargetParams
 from specserve.pytree import pytree
 from specserve.speculative.drafter import After, Committed, Sizes, SlotView, Weights
 
@@ -49,104 +47,77 @@ class Following:
     page_aux: PageRows  # [page, taps * target_d_model], aux hidden states of each page's last entry
 
 
-class FollowingDrafter(Forgetful):
-    """The part of `door.TrainedDrafter` that is alike in all drafters whose state is `Following`."""
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        """See `door.TrainedDrafter`."""
-        raise NotImplementedError
+class FollowingDrafter(TrainedDrafter):
+    """A drafter whose state is `Following`: a kind gives the pages of its layers, and writes its entries in them."""
 
     def empty_cache(self, sizes: Sizes) -> Cache:
-        """Pages for the drafter's layers."""
+        """Make empty pages for the drafter's layers."""
         raise NotImplementedError
 
     def write(self, weights: Weights, cache: Cache, tables: Tables, *entries: jax.Array) -> Cache:
-        """The pages with the drafter's entries of known tokens; `entries` are what `Extend` takes."""
+        """Return the pages with the drafter's entries of known tokens. `entries` are the token ids [batch, n], the aux
+        hidden states before each [batch, n, taps * target_d_model], the index of each entry [batch, n], and whether it
+        is valid [batch, n] bool."""
         raise NotImplementedError
 
     def max_pending(self, max_depth: int) -> int:
-        return max_pending(max_depth)
+        return max(MIN_PENDING, max_depth + 1)
 
     def init_state(self, target: ModelConfig, sizes: Sizes) -> Following:
-        return init_state(self.empty_cache(sizes), len(self.aux_layers), target, sizes)
+        aux_size, room = len(self.aux_layers) * target.d_model, self.max_pending(sizes.max_depth)
+        return Following(
+            pending=Pending(
+                token_ids=jnp.zeros((sizes.num_slots, room), jnp.int32),
+                aux_hidden_states=jnp.zeros((sizes.num_slots, room, aux_size), target.dtype),
+                count=jnp.zeros(sizes.num_slots, jnp.int32),
+            ),
+            cache=self.empty_cache(sizes),
+            page_aux=PageRows(jnp.zeros((sizes.num_pages, aux_size), target.dtype)),
+        )
 
     def admit(
         self, state: Following, slot: jax.Array, page_row: jax.Array, num_cached: jax.Array, promise: jax.Array
     ) -> Following:
-        del promise
-        return admit(state, slot, page_row, num_cached)
+        """Begin a sequence. The first entry after a prefix hit consumes the aux hidden states of the position before
+        it. No page contains these, so they were kept with the last page."""
+        pending = state.pending
+        last_page = page_row[jnp.clip(num_cached // state.cache.page_size - 1, 0)]
+        boundary = state.page_aux.row(last_page)
+        pending = dataclasses.replace(
+            pending,
+            aux_hidden_states=pending.aux_hidden_states.at[slot, 0].set(boundary),
+            count=pending.count.at[slot].set(0),
+        )
+        return dataclasses.replace(state, pending=pending)
 
     def observe(
         self, weights: Weights, state: Following, view: SlotView, committed: Committed, after: After
     ) -> Following:
-        tables = view.page_table, view.read_table
-        return observe(state, view, committed, after, functools.partial(self.write, weights, state.cache, tables))
+        """Take note of committed tokens. Only a prompt's chunk is written at once."""
+        if after == "prompt":
+            tables = view.page_table, view.read_table
+            extend = functools.partial(self.write, weights, state.cache, tables)
+            return _observe_prompt(state, view, committed, extend)
+        if after == "plain":
+            return _observe_plain(state, view, committed)
+        # what the step has emitted is pending, and nothing else: the drafter caught up before it proposed
+        return dataclasses.replace(
+            state,
+            pending=_put(state, view, committed.next_ids, _aux(committed), committed.count),
+            page_aux=_kept_with_pages(state, view, committed),
+        )
 
     def catch_up(self, weights: Weights, state: Following, view: SlotView) -> Following:
         pending, tables = pending_of(state, view), (view.page_table, view.page_table)
         index, is_valid = places(view.seq_lens, pending)
-        entries = pending.token_ids, pending.aux_hidden_states, index, is_valid
-        return caught_up(state, view, self.write(weights, state.cache, tables, *entries))
-
-    def also_learned(
-        self, output: Any, target: TargetParams, hidden_states: jax.Array, logits: jax.Array, p: jax.Array
-    ) -> None:
-        del output, target, hidden_states, logits, p
+        cache = self.write(weights, state.cache, tables, pending.token_ids, pending.aux_hidden_states, index, is_valid)
+        last = jnp.maximum(pending.count - 1, 0)[:, None]
+        root, aux = take_each(pending.token_ids, last), take_each(pending.aux_hidden_states, last)
+        count = jnp.minimum(pending.count, 1)
+        return dataclasses.replace(state, cache=cache, pending=_put(state, view, root, aux, count))
 
 
-# (token_ids [batch, n], aux hidden states before each [batch, n, taps * target_d_model], index of the entries
-# [batch, n], is_valid [batch, n]) -> the pages with the entries of the valid tokens
-Extend = Callable[[jax.Array, jax.Array, jax.Array, jax.Array], Cache]
-
-
-def max_pending(max_depth: int) -> int:
-    """Return how many tokens `pending` holds."""
-    return max(MIN_PENDING, max_depth + 1)
-
-
-def init_state(cache: Cache, num_taps: int, target: ModelConfig, sizes: Sizes) -> Following:
-    aux_size, room = num_taps * target.d_model, max_pending(sizes.max_depth)
-    return Following(
-        pending=Pending(
-            token_ids=jnp.zeros((sizes.num_slots, room), jnp.int32),
-            aux_hidden_states=jnp.zeros((sizes.num_slots, room, aux_size), target.dtype),
-            count=jnp.zeros(sizes.num_slots, jnp.int32),
-        ),
-        cache=cache,
-        page_aux=PageRows(jnp.zeros((sizes.num_pages, aux_size), target.dtype)),
-    )
-
-
-def admit(state: Following, slot: jax.Array, page_row: jax.Array, num_cached: jax.Array) -> Following:
-    """Begin a sequence. The first entry after a prefix hit consumes the aux hidden states of the position before it.
-    No page contains these, so they were kept with the last page."""
-    pending = state.pending
-    last_page = page_row[jnp.clip(num_cached // state.cache.page_size - 1, 0)]
-    boundary = state.page_aux.row(last_page)
-    pending = dataclasses.replace(
-        pending,
-        aux_hidden_states=pending.aux_hidden_states.at[slot, 0].set(boundary),
-        count=pending.count.at[slot].set(0),
-    )
-    return dataclasses.replace(state, pending=pending)
-
-
-def observe(state: Following, view: SlotView, committed: Committed, after: After, extend: Extend) -> Following:
-    """Take note of committed tokens. Only a prompt's chunk is written at once."""
-    if after == "prompt":
-        return _observe_prompt(state, view, committed, extend)
-    if after == "plain":
-        return _observe_plain(state, view, committed)
-    # what the step has emitted is pending, and nothing else: the drafter caught up before it proposed
-    return dataclasses.replace(
-        state,
-        pending=_put(state, view, committed.next_ids, _aux(committed), committed.count),
-        page_aux=_kept_with_pages(state, view, committed),
-    )
-
-
-def _observe_prompt(state: Following, view: SlotView, committed: Committed, extend: Extend) -> Following:
+def _observe_prompt(state: Following, view: SlotView, committed: Committed, extend: Callable[..., Cache]) -> Following:
     """Write the entries of a chunk; the token after it is pending. Entry t consumes the aux hidden states of t - 1, and
     the ones before the chunk were left pending by the chunk before."""
     aux = _aux(committed)
@@ -168,7 +139,7 @@ def _observe_prompt(state: Following, view: SlotView, committed: Committed, exte
 
 
 def _observe_plain(state: Following, view: SlotView, committed: Committed) -> Following:
-    """Add the token of a plain step to the pending ones. Where there is no room the oldest is forgotten, unless
+    """Add the token of a plain step to the pending ones. Where there is no room the oldest is dropped, unless
     the drafter catches up before. It then has no entry for that token, which costs acceptance and never changes
     a token."""
     pending, count = state.pending, take_rows(state.pending.count, view.slots)
@@ -202,14 +173,6 @@ def places(seq_lens: jax.Array, pending: Pending) -> tuple[jax.Array, jax.Array]
     """The index of the entry of each pending token, and whether it is one, both [batch, m]."""
     offset = jnp.arange(pending.token_ids.shape[1])
     return seq_lens[:, None] - pending.count[:, None] + 1 + offset, offset < pending.count[:, None]
-
-
-def caught_up(state: Following, view: SlotView, cache: Cache) -> Following:
-    """Return the state when the entries of all that was pending are in `cache`: the root alone stays pending."""
-    pending = pending_of(state, view)
-    last = jnp.maximum(pending.count - 1, 0)[:, None]
-    root, aux = take_each(pending.token_ids, last), take_each(pending.aux_hidden_states, last)
-    return dataclasses.replace(state, cache=cache, pending=_put(state, view, root, aux, jnp.minimum(pending.count, 1)))
 
 
 def _aux(committed: Committed) -> jax.Array:

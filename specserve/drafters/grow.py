@@ -101,7 +101,6 @@ class Marginals:
         return jax.tree.map(lambda x: jnp.broadcast_to(x, (*level.shape, top_k)), found)
 
     def descend(self, level: jax.Array, parents: jax.Array, token_ids: jax.Array, depth: int) -> jax.Array:
-        del level, parents, depth
         return token_ids
 
     def width(self, tree: DynamicTree, depth: int) -> int:

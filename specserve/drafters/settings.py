@@ -1,4 +1,5 @@
-"""The settings of the head that a training run makes (see `config`)."""
+"""The settings of the head that a training run makes (see `config`), as far as several kinds have them. A kind's own
+ones are in its folder, and `registry.DraftSettings` has those of all kinds together."""
 
 from typing import Literal
 
@@ -7,8 +8,10 @@ from pydantic.dataclasses import dataclass
 from specserve.config import RULES, setting
 
 ALL_TOKENS = -1  # as the size of a draft vocabulary: all that the target has
-# what every kind of head has; of the others each says which it understands
-COMMON = frozenset({"vocab_size", "num_layers", "d_ff", "num_heads", "num_kv_heads", "aux_layers", "export_dtype"})
+
+# of a head's weights where it runs: as they are stored, or with matrices rounded to 8 bits at load
+DraftQuantization = Literal["none", "int8", "fp8"]
+DRAFT_QUANTIZATIONS: tuple[DraftQuantization, ...] = ("none", "int8", "fp8")
 
 
 def draft_vocab_size(asked: int, vocab_size: int) -> int:
@@ -17,29 +20,32 @@ def draft_vocab_size(asked: int, vocab_size: int) -> int:
 
 
 @dataclass(frozen=True, config=RULES)
-class DraftSettings:
-    """The size of the head that is trained. Zero means the target's own, or with `init_from` the earlier head's."""
+class HeadSettings:
+    """The settings that every kind of head has. Zero means the target's own, or with `init_from` the earlier head's."""
 
     vocab_size: int = setting(0, help="draft vocabulary; 0: half the target's, at most 32,000; -1: all of it", ge=-1)
     num_layers: int = setting(0, help="decoder layers of the head; 0: one", ge=0)
-    d_model: int = setting(0, help="width of the head, which then has its own embedding; 0: the target's", ge=0)
     d_ff: int = setting(0, help="width of the head's MLP; 0: the target's", ge=0)
     num_heads: int = setting(0, help="attention heads; 0: the target's", ge=0)
     num_kv_heads: int = setting(0, help="key/value heads; 0: the target's", ge=0)
     aux_layers: tuple[int, ...] = setting((), help="tapped target layers, 0-based; empty: 1, L//2-1, L-4")
+    export_dtype: Literal["bfloat16", "float32"] = setting("bfloat16", help="dtype of the exported weights")
+
+
+@dataclass(frozen=True, config=RULES)
+class WidthSettings(HeadSettings):
+    """The settings of a head that may be narrower or wider than its target."""
+
+    d_model: int = setting(0, help="width of the head, which then has its own embedding; 0: the target's", ge=0)
+
+
+@dataclass(frozen=True, config=RULES)
+class MaskSettings(HeadSettings):
+    """The settings of a head that fills masked positions."""
+
     block_size: int = setting(
         0, help="of a block drafter: positions of a block, its anchor included; 0: 8", ge=0, le=64
     )
-    window: int = setting(0, help="of a block drafter: committed tokens that a masked position sees; 0: all", ge=0)
-    window_layers: tuple[int, ...] = setting((), help="of a block drafter: its layers with that window; empty: all")
-    causal: Literal["", "all", "none"] = setting(
-        "", help="of a block drafter: layers whose masked positions see those before them alone; empty: with a window"
-    )
-    sinks: bool = setting(False, help="of a block drafter: heads may attend to nothing, by a learned sink each")
     mask_token: int = setting(
         -1, help="of a block drafter: id of the token in its masked positions; -1: the last one", ge=-1
     )
-    rank: int = setting(0, help="of a block drafter's joint head; 0: half the target's width, at most 256", ge=0)
-    norm_output: bool = setting(False, help="hand the normed state to the next draft step (version 3.1)")
-    fc_norm: bool = setting(False, help="normalise each tapped state before fusing (version 3.1)")
-    export_dtype: Literal["bfloat16", "float32"] = setting("bfloat16", help="dtype of the exported weights")

@@ -1,4 +1,4 @@
-"""The words for ways to speculate, and which drafter they ask for."""
+"""Speculation settings: how a tree is spelled, and which drafter proposes it."""
 
 import itertools
 import re
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import TypeVar
 
 from specserve.drafters.lookup.drafter import Lookup, Mixed
-from specserve.drafters.words import ALL_TEXT, OWN_TEXT, WAYS
+from specserve.drafters.words import ALL_TEXT, OWN_TEXT, SPECULATIONS
 from specserve.errors import ConfigError
 from specserve.speculative.drafter import Drafter
 from specserve.speculative.tree import DynamicTree, StaticTree, Tree, chain, static_tree
@@ -14,7 +14,7 @@ from specserve.speculative.tree import DynamicTree, StaticTree, Tree, chain, sta
 T = TypeVar("T", Tree, Tree | None)
 
 MAX_NODES = 256
-LOOKUPS = {OWN_TEXT: Lookup(remembers=False), ALL_TEXT: Lookup(remembers=True)}
+LOOKUPS = {OWN_TEXT: Lookup(searches_answers=False), ALL_TEXT: Lookup(searches_answers=True)}
 
 
 def with_head(lookup: str) -> str:
@@ -45,7 +45,7 @@ def within_reach(trees: Sequence[T], head: Drafter) -> list[T]:
 
 
 def parse_speculation(text: str) -> Tree | None:
-    """Read a way to speculate: `off`; `chain:K`, `tree:DEPTHxTOPKxNODES` or `static:WIDTHxWIDTHx...` by a head;
+    """Read a speculation setting: `off`; `chain:K`, `tree:DEPTHxTOPKxNODES` or `static:WIDTHxWIDTHx...` by a head;
     `ngram:K` or `suffix:K` by lookup; `head+suffix:` before a shape by whichever promises more for each sequence, K
     alone being a chain. Raises ConfigError."""
     if text == "off":
@@ -70,7 +70,7 @@ def parse_speculation(text: str) -> Tree | None:
         is_sound = all(1 <= width <= MAX_NODES for width in widths) and _num_static_nodes(widths) <= MAX_NODES
         tree = static_tree(widths, source) if is_sound else chain(1)
     else:
-        raise ConfigError(f"speculation {text!r} is not understood; expected {WAYS}")
+        raise ConfigError(f"speculation {text!r} is not understood; expected {SPECULATIONS}")
     if not is_sound or tree.num_nodes > MAX_NODES:
         raise ConfigError(
             f"speculation {text!r} describes no tree: every number must be at least 1, a tree has at most {MAX_NODES} "

@@ -24,15 +24,16 @@ from specserve.checkpoints.load import QUANTIZATIONS, Target, load_target
 from specserve.checkpoints.source import resolve_target
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.data.dataset import Prompt
-from specserve.drafters.door import Head, Rollout, Rows, TrainedDrafter
-from specserve.drafters.notes import read_notes
+from specserve.drafters.interface import Head, TrainedDrafter
+from specserve.drafters.learning import Rollout, Rows
 from specserve.errors import DataError, RequestError, SpecServeError
 from specserve.eval.prompts import load_questions
 from specserve.interop.convert import write_head
 from specserve.interop.doctor import BELOW_NOTES, KNOWS_NOTHING, MISREAD
 from specserve.interop.findings import Copy, Finding, Repair
+from specserve.interop.formats import format_of
 from specserve.interop.head import load_head
-from specserve.interop.registry import kind_of
+from specserve.interop.notes import read_notes
 from specserve.kernels.rows import Documents
 from specserve.mesh import default_dtype
 from specserve.models import target as target_model
@@ -142,7 +143,7 @@ def _draft(
     # so many anchors whatever its slots are, since a repair may change how many it has
     anchors = -(-rows.token_ids.shape[1] // ANCHOR_EVERY)
     rollout = Rollout(max(DEPTH, drafter.num_steps(DEPTH)), remat=False, anchors=anchors)
-    states, aims = drafter.learn(params, target, rows, aux, rollout)[:DEPTH], drafter.aims(rows, rollout)
+    states, aims = drafter.learn(params, target, rows, aux, rollout)[:DEPTH], drafter.draft_targets(rows, rollout)
     fewest = min(x.shape[1] for x in states)  # later steps may have states for the first columns alone
     output = drafter.output(params)
     ids = jnp.stack([target_ids[jnp.argmax(drafter.logits(output, target, x[:, :fewest]), axis=-1)] for x in states])
@@ -243,7 +244,7 @@ def find_misreading(
 ) -> tuple[Finding | None, int]:
     """Try every repair, and then every further one on top of the best, for as long as one helps. Also returns how many
     were tried. A repair is offered as a fix where no other one does as well."""
-    kind = kind_of(read_json(folder / CONFIG))
+    kind = format_of(read_json(folder / CONFIG))
     chosen: list[Repair] = []
     others: list[str] = []
     num_tried = 0
@@ -268,7 +269,7 @@ def find_misreading(
             best, gained = max(helping, key=lambda each: each[1].mean())
             others = [repair.what for repair, found in helping if repair is not best and deviations(gained, found) < 2]
             chosen, now = [*chosen, best], gained
-            at = _mended(folder, chosen, Path(scratch) / f"mended-{len(chosen)}")
+            at = _mended(folder, chosen, Path(scratch) / f"repaired-{len(chosen)}")
     if not chosen:
         return None, num_tried
     how = " and ".join(repair.what for repair in chosen)
@@ -287,9 +288,9 @@ def deviations(found: np.ndarray, before: np.ndarray) -> float:
 
 
 def _all(repairs: Sequence[Repair]) -> Callable[[Copy], None]:
-    def fix(mended: Copy) -> None:
+    def fix(repaired: Copy) -> None:
         for repair in repairs:
-            repair.fix(mended)
+            repair.fix(repaired)
 
     return fix
 

@@ -20,14 +20,14 @@ from specserve.checkpoints.tensors import (
     write_json,
     write_tensors,
 )
-from specserve.drafters.door import Head
-from specserve.drafters.notes import NOTES_FILE, read_notes
-from specserve.drafters.words import Dialect
+from specserve.drafters.interface import Head
 from specserve.errors import CheckpointError
 from specserve.interop import doctor
 from specserve.interop.findings import stored_dtype
+from specserve.interop.format import Dialect
+from specserve.interop.formats import format_for
 from specserve.interop.head import head_files, load_head
-from specserve.interop.registry import KINDS
+from specserve.interop.notes import NOTES_FILE, read_notes
 from specserve.models.families import model_config
 from specserve.models.target import target_spec
 from specserve.tokenizer import read_end_ids
@@ -81,7 +81,7 @@ def import_head(
     dtype: str = "",
     is_forced: bool = False,
 ) -> Imported:
-    """Read a head from any dialect, mend what can be mended without guessing, and write it in our own layout. Raises
+    """Read a head from any dialect, mend what can be repaired without guessing, and write it in our own layout. Raises
     CheckpointError that lists what cannot."""
     check_output(folder, output, is_forced=is_forced)
     found = doctor.examine(folder, target)
@@ -91,9 +91,9 @@ def import_head(
     dtype = dtype or stored_dtype(TensorFolder(folder))
     changes = list(found.changes)
     with tempfile.TemporaryDirectory() as scratch:
-        write_head(Path(scratch), *found.mended(), {})
+        write_head(Path(scratch), *found.repaired(), {})
         head = load_head(Path(scratch), target, dtype=dtype)
-    head, copies = KINDS[head.drafter.name].without_copies(head, target, dtype)
+    head, copies = format_for(head.drafter.name).without_copies(head, target, dtype)
     changes += copies
     tensors, raw = head_files(head, target, dtype=dtype)
     notes = read_notes(folder) | {"target": target_name, "imported": {"dialect": found.dialect, "changes": changes}}

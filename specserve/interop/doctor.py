@@ -11,7 +11,7 @@ from pathlib import Path
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, read_json
 from specserve.interop.findings import Check, DoctorReport
-from specserve.interop.registry import kind_of
+from specserve.interop.formats import format_of
 
 _running = partial(Check, "the head as it runs (`--prompts`)")
 MISREAD = _running(
@@ -19,7 +19,7 @@ MISREAD = _running(
     "error",
     "it accepts far more if {how}",
     why="every engine computes another head than the one that was trained",
-    mended="write it so: {how}",
+    repaired="write it so: {how}",
     by_hand="compare with how it was exported; just as much is accepted if {others}",
 )
 KNOWS_NOTHING = _running(
@@ -42,4 +42,4 @@ RUNNING = (MISREAD, KNOWS_NOTHING, BELOW_NOTES)
 def examine(folder: Path, target: Target | None) -> DoctorReport:
     """Make all checks. Without a target, those that need one are left out. Raises CheckpointError where there is
     nothing to look at: no config.json, no whole safetensors file."""
-    return kind_of(read_json(folder / CONFIG)).examine(folder, target)
+    return format_of(read_json(folder / CONFIG)).examine(folder, target)

@@ -16,7 +16,7 @@ FLOATS = ("float32", "bfloat16", "float16")
 
 @dataclass
 class Copy:
-    """A head's files in memory, while they are being mended."""
+    """A head's files in memory, while they are being repaired."""
 
     raw: dict[str, Any]
     tensors: dict[str, np.ndarray]
@@ -55,15 +55,15 @@ class Check:
     level: Level  # an error breaks a loader or the acceptance; a warning costs something, or might
     what: str
     why: str  # what follows from it
-    mended: str = ""  # what `--fix` does about it; empty: nothing, because it would have to guess
+    repaired: str = ""  # what `--fix` does about it; empty: nothing, because it would have to guess
     by_hand: str = ""  # what to do where `--fix` would have to guess
 
     def found(
         self, where: str, expected: str, got: str, fix: Callable[[Copy], None] | None = None, **names: object
     ) -> Finding:
         """The fault as it was found at `where`; `fix` mends a copy of the files, None where that would be a guess."""
-        mend = self.mended if fix else self.by_hand
-        assert mend, f"{self.code}: the catalogue does not say how it is mended {'with' if fix else 'without'} a fix"
+        mend = self.repaired if fix else self.by_hand
+        assert mend, f"{self.code}: the catalogue does not say how it is repaired {'with' if fix else 'without'} a fix"
         what, why, mend = (text.format(**names) for text in (self.what, self.why, mend))
         return Finding(self.code, self.level, what, why, mend, where, expected, got, fix)
 
@@ -95,16 +95,16 @@ class DoctorReport:
         """The changes that mending makes, one line each."""
         return [f"{each.where}: {each.what}; now {each.expected}" for each in self.findings if each.fix]
 
-    def mended(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-        """Return the tensors and the config.json with everything mended that can be without guessing."""
+    def repaired(self) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Return the tensors and the config.json with everything repaired that can be without guessing."""
         tensors = TensorFolder(self.folder)
-        mended = Copy(
+        repaired = Copy(
             copy.deepcopy(read_json(self.folder / CONFIG)), {name: tensors.read(name) for name in tensors.names()}
         )
         for finding in self.findings:
             if finding.fix:
-                finding.fix(mended)
-        return mended.tensors, mended.raw
+                finding.fix(repaired)
+        return repaired.tensors, repaired.raw
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -116,6 +116,11 @@ class DoctorReport:
         }
 
 
+def tensor_rows(tensors: TensorFolder) -> list[tuple[str, tuple[int, ...], str]]:
+    """Return the name, shape and dtype of each tensor of a folder."""
+    return [(name, tensors.shape(name), tensors.dtype(name).name) for name in sorted(tensors.names())]
+
+
 def stored_dtype(tensors: TensorFolder) -> str:
     """Return the dtype of the weights, or float32 where they are of several, because it holds both of the others."""
     found = {tensors.dtype(name).name for name in tensors.names()} & set(FLOATS)
@@ -125,10 +130,10 @@ def stored_dtype(tensors: TensorFolder) -> str:
 def put(key: str, value: Any, *, in_layer: bool = False, everywhere: bool = False) -> Callable[[Copy], None]:
     """A fix that writes a key of config.json: at the top, where the layer's settings stand, or in both places."""
 
-    def fix(mended: Copy) -> None:
-        (mended.layer if in_layer else mended.raw)[key] = value
+    def fix(repaired: Copy) -> None:
+        (repaired.layer if in_layer else repaired.raw)[key] = value
         if everywhere:
-            mended.layer[key] = value
+            repaired.layer[key] = value
 
     return fix
 

@@ -9,11 +9,12 @@ from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target, check_weights
 from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, read_json, write_json, write_tensors
-from specserve.drafters.door import Head, TrainedDrafter
-from specserve.drafters.notes import NOTES_FILE
-from specserve.drafters.words import Dialect, KindName
+from specserve.drafters.interface import Head, TrainedDrafter
+from specserve.drafters.registry import KindName
 from specserve.errors import CheckpointError
-from specserve.interop.registry import KINDS, kind_of
+from specserve.interop.format import Dialect
+from specserve.interop.formats import format_for, format_of
+from specserve.interop.notes import NOTES_FILE
 from specserve.models.config import ModelConfig
 
 
@@ -36,7 +37,7 @@ def head_files(
     head: Head, target: Target, *, dtype: str, dialect: Dialect = "sglang", target_name: str = ""
 ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
     """The tensors and the config.json of a head in a dialect. Raises CheckpointError."""
-    return KINDS[head.drafter.name].files(head, target, dtype=dtype, dialect=dialect, target_name=target_name)
+    return format_for(head.drafter.name).files(head, target, dtype=dtype, dialect=dialect, target_name=target_name)
 
 
 def load_head(
@@ -49,7 +50,7 @@ def load_head(
 ) -> Head:
     """Read a head for this target, over whose mesh it is spread too. Raises ConfigError or CheckpointError, also when
     it belongs to another target, and where a tensor holds a value that is not finite, or nothing but zeros."""
-    reader = KINDS[kind] if kind else kind_of(read_json(folder / CONFIG))
+    reader = format_for(kind) if kind else format_of(read_json(folder / CONFIG))
     head = reader.load(folder, target, dtype=dtype, mesh=mesh)
     check_weights(head.params, head.drafter.spec(), str(folder), may_be_zero=False)
     return head
@@ -57,4 +58,4 @@ def load_head(
 
 def read_drafter(folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
     """Read the shape of a head from its files, without its weights. Raises as `load_head` does."""
-    return kind_of(read_json(folder / CONFIG)).read(folder, target, target_name, dtype=dtype)
+    return format_of(read_json(folder / CONFIG)).read(folder, target, target_name, dtype=dtype)

@@ -16,7 +16,8 @@ from dataclasses import dataclass
 import numpy as np
 from jax.sharding import Mesh
 
-from specserve.drafters.door import Costs, Rollout, TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
+from specserve.drafters.learning import Costs, Rollout
 from specserve.mesh import LOGICAL_TO_MESH, MESH_AXES, num_parts, on_each_device
 from specserve.models.config import ModelConfig
 from specserve.train.teachers import TeacherName

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from specserve.checkpoints.source import BUNDLED
 from specserve.devices import DEVICES, Device
-from specserve.drafters.words import DEFAULT_KIND, KindName
+from specserve.drafters.registry import DEFAULT_KIND, KindName
 from specserve.models.presets import PRESETS, PRESETS_FILE, target_size
 from specserve.plan.training import RunPlan
 

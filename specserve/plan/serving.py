@@ -17,9 +17,9 @@ from jax.sharding import Mesh
 from specserve import config, host
 from specserve.checkpoints.configs import find_config
 from specserve.devices import Device, parse_devices
-from specserve.drafters.door import TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
+from specserve.drafters.registry import KindName
 from specserve.drafters.speculation import describe, drafter_for, parse_speculation
-from specserve.drafters.words import KindName
 from specserve.errors import ConfigError
 from specserve.mesh import SERVING_AXES, default_dtype, free_memory, mesh_sizes, num_parts
 from specserve.models.config import ModelConfig

@@ -5,7 +5,7 @@ from typing import Literal
 from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, setting
-from specserve.drafters.words import DEFAULT_KIND, KindName
+from specserve.drafters.registry import DEFAULT_KIND, KindName
 
 
 @dataclass(frozen=True, config=RULES)

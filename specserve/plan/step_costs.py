@@ -18,7 +18,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specserve.devices import Device
-from specserve.drafters.door import TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.speculation import describe
 from specserve.errors import ConfigError
 from specserve.kernels.grouped import expected_experts

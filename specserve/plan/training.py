@@ -14,7 +14,8 @@ from jax.sharding import AbstractMesh, AxisType, Mesh
 from specserve import processes
 from specserve.checkpoints.configs import find_config
 from specserve.devices import Device
-from specserve.drafters.door import Rollout, TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
+from specserve.drafters.learning import Rollout
 from specserve.kernels import rows
 from specserve.mesh import MESH_AXES, mesh_sizes, num_parts, on_each_device, whole
 from specserve.models.config import ModelConfig

@@ -3,7 +3,7 @@
 from collections.abc import Callable
 
 from specserve.checkpoints.source import resolve_head
-from specserve.drafters.words import CARRIED
+from specserve.drafters.registry import CARRIED
 from specserve.mesh import SERVING_AXES, in_equal_parts, parse_mesh
 from specserve.serve.engine.engine import Engine
 from specserve.serve.launch import Models, load_beside, load_models, make_engine

@@ -5,7 +5,8 @@ from typing import Literal
 from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, setting
-from specserve.drafters.words import CARRIED, WAYS
+from specserve.drafters.registry import CARRIED
+from specserve.drafters.words import SPECULATIONS
 
 ToolParser = Literal["auto", "none", "hermes", "qwen3-coder", "llama3", "mistral", "glm", "deepseek", "harmony"]
 ReasoningParser = Literal["auto", "none", "think", "mistral", "harmony"]
@@ -56,7 +57,7 @@ class ServeRun:
     check_weights: bool = setting(False, help="refuse a target with weights that are not numbers (reads them all)")
     speculation: str = setting(
         "auto",
-        help=f"auto, by what each way costs and brings here; {WAYS}",
+        help=f"auto, by what each way costs and brings here; {SPECULATIONS}",
     )
     served_model_name: str = setting(
         "", help="the model's name for clients; empty: the target's, of a folder its last part"

@@ -2,11 +2,11 @@
 
 A drafter is static, like a config: it is hashable, and compared when a program is compiled. Its arrays are elsewhere:
 its parameters in `Weights.draft`, its state of the sequences in `SlotState.draft`. Each method takes both and returns
-the new state. Which pytrees they are is up to the drafter. `specserve.drafters` has a room for each kind.
+the new state. Which pytrees they are is up to the drafter. `specserve.drafters` has a folder for each kind.
 """
 
 from dataclasses import dataclass
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -58,7 +58,7 @@ class Committed:
     is_kept: jax.Array  # [batch, n] bool, the first `count`; known only once the target has run, see `step._has_run`
     count: jax.Array  # [batch] int32
     n_accepted: jax.Array  # [batch] int32, proposed tokens among the emitted ones
-    source: jax.Array  # [batch] int32, who proposed
+    source: jax.Array  # [batch] int32, which drafter proposed
 
 
 @pytree
@@ -81,34 +81,38 @@ class Weights:
 After = Literal["prompt", "plain"] | Tree  # what was committed: a chunk, a plain step's token, or a path of a tree
 
 
-class Drafter(Protocol):
-    """A drafter proposes trees. Nothing that it does can change a token, because every proposal is verified."""
+class Drafter:
+    """A drafter proposes trees. Nothing that it does can change a token, because every proposal is verified.
+
+    A kind overrides what it needs. A drafter that overrides nothing but `propose` reads no hidden states of the target,
+    has no state, and is never behind.
+    """
 
     @property
     def aux_layers(self) -> tuple[int, ...]:
         """The target's layers (0-based) whose outputs `observe` gets."""
-        ...
+        return ()
 
     @property
     def max_tree_depth(self) -> int | None:
         """The depth that its trees can have at most. None means no limit."""
-        ...
+        return None
 
     @property
     def remembers(self) -> bool:
         """Return whether `remember` must be called when an answer is finished."""
-        ...
+        return False
 
     def max_pending(self, max_depth: int) -> int:
         """Return how many committed tokens may be pending, which means not consumed by the drafter yet, where trees
         are at most `max_depth` deep. Plain steps may go on without `catch_up` until there are as many. 0 means that
         the drafter is never behind. A growing sequence's last so many entries are not shared with other sequences."""
-        ...
+        return 0
 
     def init_state(self, target: ModelConfig, sizes: Sizes) -> Any:
         """Make the drafter's empty state: a pytree of arrays by slot, by page, or in a `Cache` under the target's page
         table."""
-        ...
+        return None
 
     def admit(
         self,
@@ -121,29 +125,29 @@ class Drafter(Protocol):
         """Begin a sequence in a slot. Where its prefix is cached, the pages hold what this drafter wrote for it.
         Anything else that it needs to go on from there it must have stored by page, so that acceptance after a hit is
         that of a miss."""
-        ...
+        return state
 
     def observe(self, weights: Weights, state: Any, view: SlotView, committed: Committed, after: After) -> Any:
         """Take note of committed tokens: a chunk of a prompt, the token of a plain step, or the accepted path of the
         tree that the drafter proposed in this step. `view` shows the state before the step."""
-        ...
+        return state
 
     def catch_up(self, weights: Weights, state: Any, view: SlotView) -> Any:
         """Consume all tokens that plain steps have left pending."""
-        ...
+        return state
 
     def propose(self, weights: Weights, state: Any, view: SlotView, tree: Tree) -> tuple[Any, Proposal]:
         """Propose a tree below each root. Pending tokens, at most `tree.depth` + 1, are consumed first."""
-        ...
+        raise NotImplementedError
 
     def remember(self, state: Any, history: jax.Array, start: jax.Array, last: jax.Array, number: jax.Array) -> Any:
         """Keep the `number`-th finished answer: tokens `start` to `last` of `history` [length]. `start`, `last` and
         `number` are [] int32."""
-        ...
+        return state
 
     def forget(self, state: Any) -> Any:
         """Return the state without any answer that `remember` has kept."""
-        ...
+        return state
 
 
 def choose(condition: jax.Array, chosen: Any, other: Any) -> Any:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
 from specserve.data.dataset import Prompt
-from specserve.drafters.door import TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.speculation import drafter_for, parse_speculation
 from specserve.errors import ConfigError, DataError
 from specserve.mesh import on_mesh, whole

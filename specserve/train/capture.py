@@ -26,7 +26,8 @@ from specserve.checkpoints.load import load_target
 from specserve.checkpoints.tensors import SINGLE_FILE, TensorFolder, listed, read_json, write_json, write_tensors
 from specserve.data.loader import Loader
 from specserve.data.packing import PackedRows
-from specserve.drafters.door import Rows, TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
+from specserve.drafters.learning import Rows
 from specserve.errors import CheckpointError, ConfigError
 from specserve.mesh import default_dtype, on_mesh, whole
 from specserve.models.config import ModelConfig

@@ -16,7 +16,8 @@ from typing import Any, Protocol, TypeVar
 import jax
 import jax.numpy as jnp
 
-from specserve.drafters.door import Aims, TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
+from specserve.drafters.learning import DraftTargets
 from specserve.kernels.rows import part_length
 from specserve.mesh import num_parts, over_parts, partition, sum_parts, traced_mesh
 from specserve.models import target as target_model
@@ -88,7 +89,7 @@ def sum_losses(
     output: tuple[jax.Array, ...],  # the parameters that make logits of states
     drafter: TrainedDrafter,
     states: list[jax.Array],  # rollout x [batch, n, d_model]
-    aims: Aims,  # what they foresee
+    aims: DraftTargets,  # what they foresee
     coefficients: jax.Array,  # [rollout] float32, what a nat at each rollout step counts
     teacher: Teacher,
     target: tuple[TargetParams, ModelConfig, DraftVocab],
@@ -117,7 +118,7 @@ def _sum_columns(
     output: tuple[jax.Array, ...],
     drafter: TrainedDrafter,
     states: list[jax.Array],  # steps x [batch, n, d_model]
-    aims: Aims,
+    aims: DraftTargets,
     coefficients: jax.Array,  # [steps] float32
     teacher: Teacher,  # of positions [batch, n], or where states have positions of their own [batch, n, steps]
     target: tuple[TargetParams, ModelConfig, DraftVocab],
@@ -138,7 +139,7 @@ def _sum_columns(
             cast = jax.tree.map(lambda leaf: leaf.astype(drafter.dtype), head)
             stacked = jnp.stack(states)
             logits = drafter.logits(cast, target_params, stacked)
-            also = drafter.also_learned(cast, target_params, stacked, logits, p)
+            also = drafter.auxiliary_loss(cast, target_params, stacked, logits, p)
             sums, weighed = _compare(logits, p, best, weights, loss, weigh, also)
             return jnp.sum(coefficients * weighed), sums
 

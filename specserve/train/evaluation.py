@@ -10,8 +10,8 @@ from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target, in_eight_bits
 from specserve.data.dataset import Prompt
-from specserve.drafters.door import TrainedDrafter
-from specserve.drafters.words import DraftQuantization
+from specserve.drafters.interface import TrainedDrafter
+from specserve.drafters.settings import DraftQuantization
 from specserve.speculative.acceptance import Acceptance
 from specserve.train.acceptance import AcceptanceMeter, ArmAcceptance, arms
 from specserve.train.settings import EvalSettings

@@ -12,7 +12,8 @@ from typing import Any
 
 from jax.sharding import Mesh
 
-from specserve.drafters.door import Costs, Flops, Rollout, TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
+from specserve.drafters.learning import Costs, Flops, Rollout
 from specserve.kernels import recurrence
 from specserve.kernels.rows import mean_keys
 from specserve.mesh import num_parts, on_each_device

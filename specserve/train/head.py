@@ -6,25 +6,23 @@ from pathlib import Path
 from specserve import provenance
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import resolve_head
-from specserve.drafters.door import Head, TrainedDrafter
-from specserve.drafters.notes import read_notes
-from specserve.drafters.settings import COMMON, DraftSettings
-from specserve.drafters.words import KindName
+from specserve.drafters.interface import Head, TrainedDrafter
+from specserve.drafters.registry import KINDS, DraftSettings, KindName, load_kind
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.head import load_head, read_drafter
-from specserve.interop.registry import KINDS
+from specserve.interop.notes import read_notes
 from specserve.models.config import ModelConfig
 
 
 def new_drafter(kind: KindName, settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> TrainedDrafter:
     """Make a drafter of a kind, with the shape that the settings ask for, or the target's where they say nothing.
     Raises ConfigError, also for a setting that this kind has no use for."""
-    known, given = COMMON | KINDS[kind].understands, dataclasses.asdict(settings)
+    known, given = KINDS[kind].setting_names, dataclasses.asdict(settings)
     neutral = dataclasses.asdict(DraftSettings())
     unused = [f"draft.{name} {value}" for name, value in given.items() if name not in known and value != neutral[name]]
     if unused:
         raise ConfigError(f"--drafter {kind} has no use for {', '.join(unused)}; leave that out, or train another kind")
-    return KINDS[kind].new(settings, target, draft_vocab_size)
+    return load_kind(kind).new(settings, target, draft_vocab_size)
 
 
 def earlier_head(name: str, settings: DraftSettings, target: Target) -> Head:

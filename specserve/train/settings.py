@@ -6,8 +6,8 @@ from pydantic import Field
 from pydantic.dataclasses import dataclass
 
 from specserve.config import RULES, setting
-from specserve.drafters.settings import DraftSettings
-from specserve.drafters.words import DEFAULT_KIND, DraftQuantization, KindName
+from specserve.drafters.registry import DEFAULT_KIND, DraftSettings, KindName
+from specserve.drafters.settings import DraftQuantization
 from specserve.speculative.ranges import Temperature
 
 

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
 
-from specserve.drafters.door import TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
 from specserve.mesh import default_dtype
 from specserve.models.config import ModelConfig
 from specserve.train.flops import step_flops

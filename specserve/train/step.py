@@ -10,7 +10,8 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, SingleDeviceSharding
 
-from specserve.drafters.door import Rollout, Rows, TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
+from specserve.drafters.learning import Rollout, Rows
 from specserve.mesh import fitting, on_mesh, whole
 from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams
@@ -116,7 +117,7 @@ def rollout_loss(
         config.drafter.output(params),
         config.drafter,
         states,
-        config.drafter.aims(rows, config.rollout),
+        config.drafter.draft_targets(rows, config.rollout),
         decay / jnp.maximum(n_positions, 1.0),
         lesson.teacher,
         (target, config.target, vocab),
@@ -135,7 +136,7 @@ def loss_and_gradient(
 ) -> tuple[jax.Array, Sums, Any]:
     """Return the loss, the sums and the gradient of a whole batch, computed a part of it at a time. Parts are rows i,
     i + accumulate, ..., so that each is spread over the devices as the batch is."""
-    n_positions = jnp.sum(config.drafter.aims(rows, config.rollout).weights, axis=(1, 2))
+    n_positions = jnp.sum(config.drafter.draft_targets(rows, config.rollout).weights, axis=(1, 2))
 
     def of_part(rows: Rows) -> tuple[jax.Array, Sums, Any]:
         lesson = jax.lax.stop_gradient(lesson_of(rows))

@@ -39,7 +39,8 @@ from specserve import config, processes, provenance
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.train_state import StateStore
 from specserve.data.loader import Loader
-from specserve.drafters.door import Head, Rows
+from specserve.drafters.interface import Head
+from specserve.drafters.learning import Rows
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.interop.head import save_head
 from specserve.mesh import whole
@@ -242,7 +243,7 @@ class Trainer:
         params: Any = (
             jax.tree.map(jnp.array, head.params)
             if head
-            else self.drafter.first_params(self.target, self.data.target_ids, self.settings.seed)
+            else self.drafter.init_params(self.target, self.data.target_ids, self.settings.seed)
         )
         state = TrainState(params, self._optimizer.init(params), jnp.int32(0))
         return jax.device_put(state, place_state(self.drafter, self._optimizer, self._mesh))

@@ -13,7 +13,7 @@ from specserve.checkpoints.source import BUNDLED, BUNDLED_FOLDER
 from specserve.cli.main import app
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
-from specserve.interop.registry import BUNDLED_HEAD_FOLDER
+from specserve.interop.formats import BUNDLED_HEAD_FOLDER
 from specserve.models.presets import PRESETS, HeadSize
 from specserve.train.head import new_drafter
 from specserve.train.settings import TrainRun

@@ -20,7 +20,7 @@ from typer.testing import CliRunner
 
 from specserve.answers.row_file import RowFile
 from specserve.cli.main import app
-from specserve.drafters.notes import read_notes
+from specserve.interop.notes import read_notes
 from specserve.train.run import budget as budgets
 
 pytestmark = pytest.mark.slow

@@ -11,12 +11,12 @@ import tiny
 from rounding import UNIT, assert_same, assert_within, tolerance
 
 from specserve.checkpoints.load import Target, load_target
-from specserve.drafters.dflash import learn
+from specserve.drafters.dflash import rollout as training
 from specserve.drafters.dflash.config import DFlashConfig
-from specserve.drafters.dflash.drafter import DFlash
+from specserve.drafters.dflash.drafter import DFlash, run_block
 from specserve.drafters.dflash.model import DFlashParams, block_logits, head_spec
-from specserve.drafters.dflash.propose import run_block
-from specserve.drafters.door import Aims, Head, Rollout, Rows
+from specserve.drafters.interface import Head
+from specserve.drafters.learning import DraftTargets, Rollout, Rows
 from specserve.kernels import rows as row_kernel
 from specserve.mesh import make_mesh, on_mesh, whole
 from specserve.models.params import init_params
@@ -78,8 +78,8 @@ def test_anchors_and_their_weights_are_those_of_a_loop(shallow_target: Target, r
     rows = dataclasses.replace(rows, loss_mask=rows.loss_mask.at[2, 2].set(True))
 
     @jax.jit
-    def choose(rows: Rows) -> tuple[learn.TrainingBlocks, Aims]:
-        return learn.choose_blocks(config, rows, rollout), learn.aims(config, rows, rollout)
+    def choose(rows: Rows) -> tuple[training.TrainingBlocks, DraftTargets]:
+        return training.choose_blocks(config, rows, rollout), training.targets_of_blocks(config, rows, rollout)
 
     blocks, aims = jax.tree.map(np.asarray, choose(rows))
     ids, mask = np.asarray(rows.document_ids), np.asarray(rows.loss_mask)
@@ -105,14 +105,14 @@ def test_anchors_are_uniform_and_others_at_each_seed(shallow_target: Target, rng
     one = _rows(rng, ((9, 12),), 24)
     many = jax.tree.map(lambda x: jnp.repeat(jnp.asarray(x), draws, axis=0), one)
     many = dataclasses.replace(many, seeds=jnp.arange(draws, dtype=jnp.uint32))
-    index = np.asarray(learn.choose_blocks(config, many, Rollout(SLOTS, False, anchors=3)).index)
+    index = np.asarray(training.choose_blocks(config, many, Rollout(SLOTS, False, anchors=3)).index)
     places, counts = _places(one, 0), np.bincount(index.ravel(), minlength=24)
     share = 3 / len(places)
     off = np.abs(counts[places] - draws * share)
     assert counts.sum() == counts[places].sum()
     assert np.max(off) < 5 * (draws * share * (1 - share)) ** 0.5
     assert len(np.unique(index, axis=0)) > draws // 2
-    assert learn.num_anchors(config, Rollout(SLOTS, False), 24) == 8  # whose slots are as many as the tokens
+    assert training.num_anchors(config, Rollout(SLOTS, False), 24) == 8  # whose slots are as many as the tokens
 
 
 def _states(head: Head, target: Target, rows: Rows, rollout: Rollout) -> tuple[Any, tuple[Any, ...]]:
@@ -154,7 +154,7 @@ def test_training_slot_k_equals_servings(
     rollout = Rollout(config.num_slots, remat=False, anchors=28)
     train, args = _states(head, shallow_target, rows, rollout)
     trained, off = train(*args), tolerance(train, *args)
-    blocks = learn.choose_blocks(config, rows, rollout)
+    blocks = training.choose_blocks(config, rows, rollout)
     index = np.where(blocks.is_real[0], blocks.index[0], -1).tolist()
     text = np.asarray(rows.token_ids)[0, first : first + n]
 
@@ -236,7 +236,7 @@ class _Case:
 
 def _naive(config: LossConfig, target: Target, vocab: DraftVocab, rows: Rows) -> Any:
     """All logits of the target, all logits of every slot, and JAX's own gradient."""
-    aims: Aims = config.drafter.aims(rows, config.rollout)
+    aims: DraftTargets = config.drafter.draft_targets(rows, config.rollout)
     assert aims.positions is not None
     known = np.full(64, -1, np.int32)
     known[np.asarray(vocab.target_ids)] = range(len(vocab.target_ids))
@@ -294,7 +294,7 @@ def test_the_chunked_loss_and_its_gradient_equal_the_naive_ones(
     """In chunks of anchors and of columns, in parts of the batch, over devices. Nine anchors fill none of them."""
     head = _head(shallow_target, **dict(case.settings))
     monkeypatch.setitem(chunked_loss.LOGITS_AT_ONCE, "cpu", SLOTS * (len(head.target_ids) + 64) * 5)
-    monkeypatch.setattr(learn, "SLOTS_AT_ONCE", 4 * BLOCK * 4)
+    monkeypatch.setattr(training, "SLOTS_AT_ONCE", 4 * BLOCK * 4)
     monkeypatch.setattr(row_kernel, "SCORES_AT_ONCE", 2 * 4 * BLOCK * 32 * 2)
     mesh = make_mesh(**dict(case.axes)) if case.axes else None
     rows = _rows(rng, ((9, 15, 8), (2, 1, 7, 3), (30,), (12, 20)), 32)

@@ -12,12 +12,11 @@ from rounding import assert_same, tolerance
 from scipy.special import log_softmax
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
-from specserve.drafters.eagle.config import Eagle3Config
-from specserve.drafters.eagle.entries import ReadyHead, empty_cache
-from specserve.drafters.eagle.model import draft_logits
-from specserve.drafters.eagle3.propose import _Expander, _Level, consume, propose
+from specserve.drafters.eagle3.config import Eagle3Config
+from specserve.drafters.eagle3.drafter import _Expander, _Level, consume, propose
+from specserve.drafters.eagle3.model import ReadyHead, draft_logits, empty_cache
 from specserve.drafters.follow import FIRST_ENTRY, Pending
+from specserve.drafters.interface import Head
 from specserve.models.cache import Cache, Prefix
 from specserve.speculative.drafter import Weights
 from specserve.speculative.sampling import SamplerRows

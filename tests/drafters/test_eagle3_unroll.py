@@ -15,12 +15,12 @@ from rounding import assert_same, tolerance
 from scipy.special import log_softmax
 
 from specserve.checkpoints.load import Target, load_target
-from specserve.drafters.door import Head, Rollout, Rows, shift
-from specserve.drafters.eagle.model import Eagle3Params, draft_logits, token_embedding
-from specserve.drafters.eagle3.learn import rollout_states
-from specserve.drafters.eagle3.propose import _Expander, _Level, consume
+from specserve.drafters.eagle3.drafter import _Expander, _Level, consume
+from specserve.drafters.eagle3.model import Eagle3Params, draft_logits, token_embedding
+from specserve.drafters.eagle3.rollout import rollout_states
 from specserve.drafters.follow import FIRST_ENTRY, Pending
-from specserve.drafters.unroll import all_weights, loss_positions
+from specserve.drafters.interface import Head
+from specserve.drafters.learning import Rollout, Rows, all_weights, loss_positions, shift
 from specserve.mesh import make_mesh, on_mesh, whole
 from specserve.models.cache import Prefix
 from specserve.models.target import TargetParams, forward

@@ -16,9 +16,9 @@ from specserve.checkpoints.load import Target
 from specserve.drafters.dflash import joint, start
 from specserve.drafters.dflash.drafter import DFlash
 from specserve.drafters.dflash.model import DFlashParams, block_logits, head_spec
-from specserve.drafters.door import Head, Rollout, Rows
-from specserve.drafters.settings import DraftSettings
-from specserve.drafters.words import KindName
+from specserve.drafters.interface import Head
+from specserve.drafters.learning import Rollout, Rows
+from specserve.drafters.registry import DraftSettings, KindName
 from specserve.interop.head import load_head
 from specserve.kernels.rowwise import rms_norm
 from specserve.models.params import init_params
@@ -52,7 +52,7 @@ def test_what_is_learned_is_what_is_served(shallow_target: Target, rng: np.rando
         states = jnp.stack(drafter.learn(draft, target, rows, aux, rollout))
         output, p = drafter.output(draft), wanted[aims.positions]
         logits = drafter.logits(output, target, states)
-        also = drafter.also_learned(output, target, states, logits, jnp.asarray(p))
+        also = drafter.auxiliary_loss(output, target, states, logits, jnp.asarray(p))
         assert also is not None
         return states[:, 0, :, : config.backbone.d_model], logits[:, 0], also[:, 0, :, None]
 
@@ -71,7 +71,7 @@ def test_what_is_learned_is_what_is_served(shallow_target: Target, rng: np.rando
         sure = joint.confidences(heads.confidence, config, normed, heads.previous[token])
         return joint.biased(heads, logits, token)[0, 0], sure[0, 0]
 
-    aims = drafter.aims(rows, rollout)
+    aims = drafter.draft_targets(rows, rollout)
     assert aims.positions is not None
     args = shallow_target.params, draft
     (states, logits, also), (_, off, off_also) = train(*args), tolerance(train, *args)
@@ -100,7 +100,7 @@ def test_what_is_learned_is_what_is_served(shallow_target: Target, rng: np.rando
 def test_every_part_of_a_joint_head_learns(tmp_path: Path, shallow_target: Target, kind: KindName) -> None:
     """It begins as a head without: nothing depends on the token before. What is exported is of its kind."""
     drafter, target_ids = _drafter(kind, shallow_target), np.arange(64, dtype=np.int32)
-    first = drafter.first_params(shallow_target, target_ids, seed=0)
+    first = drafter.init_params(shallow_target, target_ids, seed=0)
     if first.markov is not None:
         assert not np.any(first.markov.bias)
     head, before = Head(drafter, first, target_ids), jax.tree.map(np.array, first)

@@ -134,7 +134,7 @@ def test_a_match_beside_a_tree_is_a_tree_that_holds_both(tree: tuple[list[int], 
 
 
 def test_what_is_remembered_is_the_end_of_an_answer_until_it_is_forgotten() -> None:
-    drafter = lookup.Lookup(remembers=True)
+    drafter = lookup.Lookup(searches_answers=True)
     state = drafter.init_state(None, None)  # type: ignore[arg-type]
     history = jnp.arange(2000, dtype=jnp.int32)
 
@@ -147,12 +147,12 @@ def test_what_is_remembered_is_the_end_of_an_answer_until_it_is_forgotten() -> N
     assert state[1, [0, -1]].tolist() == [1500 - RECALL_LENGTH, 1499]
     assert (state[2:] == -1).all()
     assert (drafter.forget(state) == -1).all()
-    assert lookup.Lookup(remembers=False).init_state(None, None) is None  # type: ignore[arg-type]
+    assert lookup.Lookup(searches_answers=False).init_state(None, None) is None  # type: ignore[arg-type]
 
 
 def test_gains_are_of_steps_in_which_there_was_a_choice() -> None:
     """After a tree of the head alone, a prompt or a plain step nothing is learned of who proposes better."""
-    mixed = lookup.Mixed(SimpleNamespace(observe=lambda *_: None), lookup.Lookup(remembers=False))  # type: ignore[arg-type]
+    mixed = lookup.Mixed(SimpleNamespace(observe=lambda *_: None), lookup.Lookup(searches_answers=False))  # type: ignore[arg-type]
     state = lookup.MixedState(None, None, jnp.tile(lookup._first_gains(jnp.float32(1)), (3, 1)))
     view: Any = SimpleNamespace(slots=jnp.asarray([2, 3], jnp.int32))  # the second is padding
     committed: Any = SimpleNamespace(

@@ -17,16 +17,15 @@ from tiny_run import metrics, tiny_trainer
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import TensorFolder, write_json, write_tensors
-from specserve.drafters.door import Head, Rollout, Rows
+from specserve.drafters.interface import Head
+from specserve.drafters.learning import Rollout, Rows
 from specserve.drafters.mtp.config import MtpConfig
-from specserve.drafters.mtp.drafter import Mtp, ready
-from specserve.drafters.mtp.learn import rollout_states
+from specserve.drafters.mtp.drafter import Mtp, at_root, ready
 from specserve.drafters.mtp.model import MtpParams, draft_logits
-from specserve.drafters.mtp.propose import at_root
-from specserve.drafters.settings import DraftSettings
+from specserve.drafters.mtp.rollout import rollout_states
+from specserve.drafters.registry import DraftSettings, load_kind
 from specserve.errors import ConfigError
 from specserve.interop.head import load_head
-from specserve.interop.registry import KINDS
 from specserve.models.params import specs
 from specserve.models.target import TargetParams, forward
 from specserve.speculative import step
@@ -289,18 +288,18 @@ def test_training_begins_with_the_targets_own_layer(tmp_path: Path, raw: dict[st
     """That which its checkpoint carries, else a copy of its last one."""
     target, head = carried.models(tmp_path, raw)
     everything = np.arange(VOCAB, dtype=np.int32)
-    assert KINDS["mtp"].new(DraftSettings(), target.config, VOCAB) == head.drafter
-    found = head.drafter.first_params(target, everything, 0)
+    assert load_kind("mtp").new(DraftSettings(), target.config, VOCAB) == head.drafter
+    found = head.drafter.init_params(target, everything, 0)
     for leaf, same in zip(_leaves(found), _leaves(head.params), strict=True):
         np.testing.assert_array_equal(leaf, same)
     tiny.write_target(tmp_path, raw, seed=0)
-    fresh = head.drafter.first_params(target, everything, 0)
+    fresh = head.drafter.init_params(target, everything, 0)
     for leaf, same in zip(_leaves(fresh.layer), _leaves(target.params.layers[-1]), strict=True):
         np.testing.assert_array_equal(leaf, same)
     settings: list[dict[str, Any]] = [{"num_layers": 2}, {"d_ff": 8}, {"aux_layers": (0,)}, {"num_heads": 1}]
     for setting in settings:
         with pytest.raises(ConfigError, match="one layer of the target's own kind and size"):
-            KINDS["mtp"].new(DraftSettings(**setting), target.config, VOCAB)
+            load_kind("mtp").new(DraftSettings(**setting), target.config, VOCAB)
 
 
 def test_a_part_of_the_tokens_is_foreseen_as_all_are(tmp_path: Path, rng: np.random.Generator) -> None:
@@ -308,8 +307,8 @@ def test_a_part_of_the_tokens_is_foreseen_as_all_are(tmp_path: Path, rng: np.ran
     layer for all tokens has of them; training moves these rows alone, and not the target's."""
     target, whole = carried.models(tmp_path, carried.SMALL)
     target_ids = np.sort(rng.choice(VOCAB, 24, replace=False)).astype(np.int32)
-    drafter = KINDS["mtp"].new(DraftSettings(), target.config, 24)
-    head = Head(drafter, drafter.first_params(target, target_ids, 0), target_ids)
+    drafter = load_kind("mtp").new(DraftSettings(), target.config, 24)
+    head = Head(drafter, drafter.init_params(target, target_ids, 0), target_ids)
     assert (drafter.draft_vocab_size, drafter.vocab_size) == (24, VOCAB)
     rows = _rows(rng.integers(0, VOCAB, 16).tolist())
     some, every = (_trained(target, each, rows) for each in (head, whole))

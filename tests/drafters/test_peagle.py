@@ -18,19 +18,18 @@ from same_head import assert_same_head
 from tiny_run import metrics, tiny_trainer
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Rollout, Rows
-from specserve.drafters.peagle import learn
+from specserve.drafters.learning import Rollout, Rows, loss_positions
+from specserve.drafters.peagle import rollout as training
+from specserve.drafters.peagle.drafter import look_ahead
 from specserve.drafters.peagle.model import PEagleParams
-from specserve.drafters.peagle.propose import look_ahead
-from specserve.drafters.settings import DraftSettings
+from specserve.drafters.registry import DraftSettings
 from specserve.drafters.speculation import drafter_for, parse_speculation
-from specserve.drafters.unroll import loss_positions
-from specserve.drafters.words import Dialect
 from specserve.errors import ConfigError, SpecServeError
 from specserve.interop import doctor
 from specserve.interop.convert import export_head, import_head
+from specserve.interop.format import Dialect
+from specserve.interop.formats import format_for, format_of
 from specserve.interop.head import load_head, save_head
-from specserve.interop.registry import KINDS, kind_of
 from specserve.models.target import TargetParams, forward
 from specserve.speculative import step
 from specserve.speculative.drafter import SlotView, Weights
@@ -59,10 +58,10 @@ def _rows(lengths: tuple[int, ...], seq: int, rng: np.random.Generator) -> Rows:
 
 def _by_anchor(drafter: Any, rows: Rows, logits: list[jax.Array]) -> dict[tuple[int, int], np.ndarray]:
     """What each slot that there is says, by its anchor and its number."""
-    order = np.asarray(learn.in_order(rows))[0]
+    order = np.asarray(training.in_order(rows))[0]
     return {
         (int(anchor), slot): np.asarray(logits[slot])[column]
-        for slot, number in enumerate(learn.num_anchors(drafter.config, len(order)))
+        for slot, number in enumerate(training.num_anchors(drafter.config, len(order)))
         for column, anchor in enumerate(order[:number])
     }
 
@@ -79,8 +78,8 @@ def test_slots_of_training_are_those_of_serving(
     drafter: Any = head.drafter
     rows = _rows((n,), n, rng)
     text = np.asarray(rows.token_ids)[0]
-    order = np.asarray(learn.in_order(rows))[0]
-    numbers = learn.num_anchors(drafter.config, n)
+    order = np.asarray(training.in_order(rows))[0]
+    numbers = training.num_anchors(drafter.config, n)
     complete = sorted(order[: numbers[-1]].tolist())
     columns = [order.tolist().index(anchor) for anchor in complete]
 
@@ -164,20 +163,20 @@ def test_what_is_aimed_at(rng: np.random.Generator, tiny_target: Target) -> None
     rows = _rows((37, 50), 100, rng)
     rows = dataclasses.replace(rows, loss_mask=jnp.asarray(rng.random((1, 100)) < 0.6) & (rows.document_ids > 0))
     rollout = Rollout(8, remat=False)
-    assert learn.num_anchors(drafter.config, 100) == [100, 70, 49, 34, 24, 20, 20, 20]
-    order = np.asarray(learn.in_order(rows))[0]
+    assert training.num_anchors(drafter.config, 100) == [100, 70, 49, 34, 24, 20, 20, 20]
+    order = np.asarray(training.in_order(rows))[0]
     assert sorted(order.tolist()) == list(range(100))
     possible = np.flatnonzero(loss_positions(rows, 1)[0])
     assert set(order[: len(possible)]) == set(possible)
-    aims = jax.device_get(drafter.aims(rows, rollout))
+    aims = jax.device_get(drafter.draft_targets(rows, rollout))
     document_ids, mask = np.asarray(rows.document_ids)[0], np.asarray(rows.loss_mask)[0]
-    for slot, number in enumerate(learn.num_anchors(drafter.config, 100)):
+    for slot, number in enumerate(training.num_anchors(drafter.config, 100)):
         for column, anchor in enumerate(order):
             said = anchor + 2 + slot
             learns = column < number and said < 100 and document_ids[said] == document_ids[anchor] and mask[said]
             assert aims.weights[slot, 0, column] == float(learns)
             assert not learns or aims.positions[slot, 0, column] == said - 1
-    drawn = learn.in_order(dataclasses.replace(rows, seeds=jnp.array([8], jnp.uint32)))
+    drawn = training.in_order(dataclasses.replace(rows, seeds=jnp.array([8], jnp.uint32)))
     assert (np.asarray(drawn)[0] != order).any(), "another seed draws others"
 
 
@@ -185,7 +184,7 @@ def test_the_loss_of_columns_that_reach_fewer_steps(tiny_target: Target, rng: np
     """Value, sums and gradients are those of states filled up with zeros that count nothing."""
     head, rows = tiny.random_masked_head(tiny_target.config, seed=1, num_slots=SLOTS), _rows((9, 12), 24, rng)
     drafter: Any = head.drafter
-    aims, numbers = drafter.aims(rows, ROLLOUT), learn.num_anchors(drafter.config, 24)
+    aims, numbers = drafter.draft_targets(rows, ROLLOUT), training.num_anchors(drafter.config, 24)
     states = [jnp.asarray(rng.standard_normal((1, number, 32)), jnp.float32) for number in numbers]
     teacher = HiddenStates(jnp.asarray(rng.standard_normal((1, 24, 32)), jnp.float32))
     vocab = head.weights().vocab
@@ -284,7 +283,7 @@ def test_published_spellings_are_read(folder: Path, tiny_target: Target, changes
     found: Any = load_head(folder, tiny_target, dtype="float32").drafter
     slots = 8 if "num_depths" in changes else 4
     assert found.config == dataclasses.replace(expected.drafter.config, num_slots=slots)
-    assert kind_of(raw) is KINDS["p-eagle"]
+    assert format_of(raw) is format_for("p-eagle")
 
 
 @pytest.mark.parametrize(

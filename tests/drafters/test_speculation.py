@@ -6,7 +6,7 @@ import pytest
 import tiny
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.lookup.drafter import Lookup, Mixed
 from specserve.drafters.speculation import MAX_NODES, describe, drafter_for, parse_speculation
 from specserve.errors import ConfigError
@@ -111,10 +111,10 @@ def test_the_drafter_is_who_the_trees_ask_for(tiny_head: Head) -> None:
 
     assert asked("off") is None
     assert asked("off", "chain:3", "tree:3x2x6") is head
-    assert asked("off", "ngram:3") == Lookup(remembers=False)
-    assert asked("ngram:3", "suffix:3") == Lookup(remembers=True)
-    assert asked("chain:3", "head+ngram:3") == Mixed(head, Lookup(remembers=False))
-    assert asked("off", "head+suffix:tree:3x2x6") == Mixed(head, Lookup(remembers=True))
+    assert asked("off", "ngram:3") == Lookup(searches_answers=False)
+    assert asked("ngram:3", "suffix:3") == Lookup(searches_answers=True)
+    assert asked("chain:3", "head+ngram:3") == Mixed(head, Lookup(searches_answers=False))
+    assert asked("off", "head+suffix:tree:3x2x6") == Mixed(head, Lookup(searches_answers=True))
     with pytest.raises(AssertionError, match="needs one"):
         drafter_for([chain(3)], None)
 
@@ -123,7 +123,7 @@ def test_a_tree_that_is_deeper_than_a_head_can_look_is_refused(tiny_target: Targ
     drafter = tiny.random_block_head(tiny_target.config, seed=0, block_size=4).drafter
     for text in ("chain:3", "static:2x1x1", "tree:3x2x6", "head+suffix:3"):
         assert drafter_for([None, parse_speculation(text)], drafter) is not None
-    assert drafter_for([parse_speculation("suffix:7")], drafter) == Lookup(remembers=True), "which asks no head"
+    assert drafter_for([parse_speculation("suffix:7")], drafter) == Lookup(searches_answers=True), "which asks no head"
     for text in ("chain:4", "head+suffix:tree:4x2x7"):
         with pytest.raises(ConfigError, match=re.escape(f"speculation {text}: this head looks 3 tokens ahead")):
             drafter_for([None, parse_speculation(text)], drafter)

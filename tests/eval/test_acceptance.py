@@ -10,7 +10,7 @@ from rich.console import Console
 from specserve.answers.regenerate import Manner, regenerate
 from specserve.checkpoints.load import Target
 from specserve.data.conversations import Conversation, Message
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.eval.acceptance import SpeculationReport, evaluate
 from specserve.eval.bench.cells import ArmResult
 from specserve.eval.bench.step_times import measure_steps

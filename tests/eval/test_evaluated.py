@@ -16,7 +16,7 @@ from fakes import FakeTemplate
 from specserve.checkpoints.load import Target
 from specserve.cli import evaluate as command
 from specserve.data.dataset import Prompt
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import ConfigError
 from specserve.eval.acceptance import SpeculationReport, converse, reader

@@ -12,7 +12,7 @@ from engines import VOCAB, Letters, make_runner
 from spread import mesh_of, spread_head, spread_target
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.eval.verify import rule
 from specserve.eval.verify.judge import Group, ProofSubject

@@ -12,7 +12,7 @@ from engines import MAX_LEN, SEEDS, Fixed, make_engine, moved_weights
 
 from specserve.checkpoints.load import Target
 from specserve.data.dataset import Prompt
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.errors import ConfigError, DataError
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import SamplingParams

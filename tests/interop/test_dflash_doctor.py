@@ -17,7 +17,7 @@ from safetensors.numpy import load_file, save_file
 from specserve.checkpoints.load import Target
 from specserve.drafters.dflash.drafter import DFlash
 from specserve.drafters.dflash.model import head_spec
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.interop import doctor
 from specserve.interop.convert import export_head, write_head
 from specserve.interop.dflash.catalogue import CATALOGUE
@@ -146,7 +146,7 @@ def test_each_fault_is_found_under_its_own_name(
     assert "findings" in report.to_json()
     if is_mended:
         (tmp_path / "mended").mkdir()
-        write_head(tmp_path / "mended", *report.mended(), {})
+        write_head(tmp_path / "mended", *report.repaired(), {})
         assert doctor.examine(tmp_path / "mended", tiny_target).findings == []
         assert_same(head, load_head(tmp_path / "mended", tiny_target, dtype="float32"))
 

@@ -16,10 +16,10 @@ from safetensors.numpy import load_file, save_file
 from specserve.checkpoints.load import Target
 from specserve.drafters.dflash.drafter import DFlash
 from specserve.drafters.dflash.model import head_spec
-from specserve.drafters.door import Head
-from specserve.drafters.words import Dialect
+from specserve.drafters.interface import Head
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.interop.convert import export_head, import_head
+from specserve.interop.format import Dialect
 from specserve.interop.head import head_files, load_head, save_head
 from specserve.models.params import init_params
 

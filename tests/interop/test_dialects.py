@@ -15,14 +15,14 @@ from safetensors.numpy import load_file, save_file
 from same_head import assert_same_head
 
 from specserve.checkpoints.load import Target
-from specserve.drafters import published
-from specserve.drafters.eagle.config import default_taps
-from specserve.drafters.notes import read_notes
-from specserve.drafters.words import Dialect
+from specserve.drafters.eagle3.config import default_taps
 from specserve.errors import CheckpointError
+from specserve.interop import published
 from specserve.interop.convert import describe_target, export_head, import_head
-from specserve.interop.eagle import dialects
+from specserve.interop.eagle3 import dialects
+from specserve.interop.format import Dialect
 from specserve.interop.head import load_head, save_head
+from specserve.interop.notes import read_notes
 
 Tensors = dict[str, np.ndarray]
 ODD = {"aux_layers": (0, 2, 4), "norm_output": True, "fc_norm": True, "norm_before_fc": True}

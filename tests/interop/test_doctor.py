@@ -19,12 +19,12 @@ from test_dialects import Tensors
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import BUNDLED_FOLDER, BUNDLED_HEADS
-from specserve.drafters.door import Head
-from specserve.drafters.words import Dialect
+from specserve.drafters.interface import Head
 from specserve.errors import SpecServeError
 from specserve.interop import doctor
 from specserve.interop.convert import describe_target, export_head, write_head
-from specserve.interop.eagle.catalogue import CATALOGUE
+from specserve.interop.eagle3.catalogue import CATALOGUE
+from specserve.interop.format import Dialect
 from specserve.interop.head import load_head, save_head
 from specserve.tokenizer import Tokenizer
 
@@ -142,7 +142,7 @@ def test_what_can_be_mended_comes_back_as_it_was(
     report = doctor.examine(tmp_path / "head", described)
     assert {finding.code for finding in report.findings} == codes
     (tmp_path / "mended").mkdir()
-    write_head(tmp_path / "mended", *report.mended(), {})
+    write_head(tmp_path / "mended", *report.repaired(), {})
     assert doctor.examine(tmp_path / "mended", described).findings == []
     assert_same_head(healthy, load_head(tmp_path / "mended", described, dtype="float32"))
     assert len(report.changes) == len(codes)
@@ -230,7 +230,7 @@ def test_rotary_settings_in_one_spelling_are_written_in_both(tmp_path: Path, des
     edit(tmp_path / "head", both(put(rope_theta=5e5), drop("rope_parameters")))
     report = doctor.examine(tmp_path / "head", None)
     assert [finding.code for finding in report.findings] == ["rope-one-spelling"]
-    assert report.mended()[1]["rope_parameters"] == {"rope_type": "default", "rope_theta": 5e5}
+    assert report.repaired()[1]["rope_parameters"] == {"rope_type": "default", "rope_theta": 5e5}
 
 
 @pytest.mark.parametrize("dialect", ["sglang", "vllm", "speculators"])  # sglang-jax reads what sglang reads
@@ -261,7 +261,7 @@ def test_layers_that_nobody_states_are_counted(
     report = doctor.examine(tmp_path / "head", described)
     assert [finding.code for finding in report.findings] == ["layers"]
     (tmp_path / "mended").mkdir()
-    write_head(tmp_path / "mended", *report.mended(), {})
+    write_head(tmp_path / "mended", *report.repaired(), {})
     assert_same_head(healthy, load_head(tmp_path / "mended", described, dtype="float32"))
 
 
@@ -296,7 +296,7 @@ def test_whatever_is_in_the_files_the_doctor_does_not_stumble(tmp_path: Path, de
     def examine() -> None:
         with contextlib.suppress(SpecServeError):
             report = doctor.examine(folder, next(targets))
-            report.mended()
+            report.repaired()
             json.dumps(report.to_json())
 
     for place in (raw, *(value for value in raw.values() if isinstance(value, dict))):

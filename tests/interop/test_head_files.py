@@ -17,13 +17,14 @@ from rounding import assert_same, tolerance
 from safetensors.numpy import load_file, save_file
 
 from specserve.checkpoints.load import Target, load_target
-from specserve.drafters.door import Head, Rollout, Rows
-from specserve.drafters.eagle.config import default_taps
-from specserve.drafters.eagle.model import Eagle3Params, token_embedding
-from specserve.drafters.eagle3.learn import rollout_states
-from specserve.drafters.notes import read_notes
+from specserve.drafters.eagle3.config import default_taps
+from specserve.drafters.eagle3.model import Eagle3Params, token_embedding
+from specserve.drafters.eagle3.rollout import rollout_states
+from specserve.drafters.interface import Head
+from specserve.drafters.learning import Rollout, Rows
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.interop.head import load_head, save_head
+from specserve.interop.notes import read_notes
 from specserve.models.target import forward
 
 Tensors = dict[str, np.ndarray]

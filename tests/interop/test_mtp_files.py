@@ -14,15 +14,15 @@ import tiny
 
 from specserve.checkpoints.load import load_target
 from specserve.checkpoints.tensors import TensorFolder, read_json, write_json, write_tensors
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.mtp.drafter import Mtp
-from specserve.drafters.settings import DraftSettings
-from specserve.drafters.words import CARRIED, Dialect
+from specserve.drafters.registry import CARRIED, DraftSettings, load_kind
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.convert import describe_target, export_head, import_head
 from specserve.interop.doctor import examine
+from specserve.interop.format import Dialect
+from specserve.interop.formats import format_for
 from specserve.interop.head import head_files, load_head, read_drafter, save_head
-from specserve.interop.registry import KINDS
 from specserve.serve.launch import load_models
 
 Tensors = dict[str, np.ndarray]
@@ -208,8 +208,8 @@ def test_a_layer_for_a_part_of_the_tokens_says_which(
     said to read them."""
     target, _ = carried.models(tmp_path, raw)
     target_ids = np.sort(rng.choice(64, 24, replace=False)).astype(np.int32)
-    drafter = KINDS["mtp"].new(DraftSettings(), target.config, 24)
-    head = Head(drafter, drafter.first_params(target, target_ids, 0), target_ids)
+    drafter = load_kind("mtp").new(DraftSettings(), target.config, 24)
+    head = Head(drafter, drafter.init_params(target, target_ids, 0), target_ids)
     np.testing.assert_array_equal(head.params.head, TensorFolder(tmp_path).read("lm_head.weight")[target_ids].T)
     save_head(tmp_path / "own", head, target, dtype="float32", notes={})
     dialects: tuple[Dialect, ...] = ("sglang", "speculators")
@@ -223,7 +223,7 @@ def test_a_layer_for_a_part_of_the_tokens_says_which(
         _assert_same(head, found)
         np.testing.assert_array_equal(found.target_ids, target_ids)
         assert not examine(folder, target).findings
-        assert "a draft vocabulary of 24 tokens (d2t)" in KINDS["mtp"].unknown_to(dialect, found.drafter)
+        assert "a draft vocabulary of 24 tokens (d2t)" in format_for("mtp").unknown_to(dialect, found.drafter)
     imported = import_head(tmp_path / "own", tmp_path / "back", target, target_name="it")
     _assert_same(head, imported.head)
     _edit(tmp_path / "own", lambda tensors: tensors.update(d2t=target_ids.astype(np.int64)))

@@ -15,7 +15,7 @@ from speculators_case import CASES, TARGET, WIDTH, Case, our_logits
 from specserve.checkpoints.load import Target
 from specserve.interop import doctor
 from specserve.interop.convert import describe_target, export_head, import_head
-from specserve.interop.eagle import dialects
+from specserve.interop.eagle3 import dialects
 from specserve.interop.head import load_head
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "speculators"

@@ -20,8 +20,8 @@ from specserve.eval.trial import DEVIATIONS, Texts, deviations, find_misreading,
 from specserve.interop import doctor
 from specserve.interop.convert import write_head
 from specserve.interop.findings import Copy
+from specserve.interop.formats import format_of
 from specserve.interop.head import load_head, save_head
-from specserve.interop.registry import kind_of
 from specserve.speculative.acceptance import Acceptance
 from specserve.tokenizer import Tokenizer
 from specserve.train.acceptance import AcceptanceMeter, Arm
@@ -108,7 +108,7 @@ def slipped(tmp_path: Path, plant: Plant) -> tuple[Path, Copy]:
 def test_each_slip_has_a_repair_that_undoes_it(slipped: tuple[Path, Copy], pydoc_target: Target, told: str) -> None:
     folder, copy = slipped
     assert not doctor.examine(folder, pydoc_target).errors, "no file shows it"
-    repair = next(each for each in kind_of(copy.raw).repairs(folder, pydoc_target) if told in each.what)
+    repair = next(each for each in format_of(copy.raw).repairs(folder, pydoc_target) if told in each.what)
     repair.fix(copy)
     write_head(folder, copy.tensors, copy.raw, {})
     mended, shipped = (load_head(each, pydoc_target, dtype="float32") for each in (folder, BUNDLED_EAGLE3))

@@ -22,11 +22,12 @@ from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import BUNDLED
 from specserve.checkpoints.tensors import write_json
 from specserve.devices import DEVICES
-from specserve.drafters.dflash import learn, start
+from specserve.drafters.dflash import rollout as training
+from specserve.drafters.dflash import start
 from specserve.drafters.dflash.drafter import DFlash
-from specserve.drafters.door import Rollout, Rows
 from specserve.drafters.eagle3.drafter import Eagle3
-from specserve.drafters.words import KindName
+from specserve.drafters.learning import Rollout, Rows
+from specserve.drafters.registry import KindName
 from specserve.errors import ConfigError
 from specserve.kernels import rows
 from specserve.mesh import whole
@@ -148,7 +149,7 @@ def test_operations_of_blocks_are_those_of_the_program(
     monkeypatch: pytest.MonkeyPatch, blocks: DraftSettings, rollout: Rollout, flags: dict[str, Any]
 ) -> None:
     """Of a head that shares the target's output head, and of one that has its own and learns what the data says."""
-    monkeypatch.setattr(learn, "SLOTS_AT_ONCE", 1 << 40)
+    monkeypatch.setattr(training, "SLOTS_AT_ONCE", 1 << 40)
     blocks = dataclasses.replace(blocks, aux_layers=(0, 2, 4))
     lowered, loss = _lowered(WIDE, rollout, blocks=blocks, **flags)
     teacher = loss.teacher
@@ -165,7 +166,7 @@ def test_operations_and_arguments_are_those_that_are_compiled(
     """Operations within 3%, as above, and what a step needs besides its arguments within 40%."""
     monkeypatch.setattr("specserve.checkpoints.configs.DTYPE", "float32")
     monkeypatch.setattr("specserve.plan.training.BACKEND", "cpu")
-    monkeypatch.setattr(learn, "SLOTS_AT_ONCE", 1 << 40)
+    monkeypatch.setattr(training, "SLOTS_AT_ONCE", 1 << 40)
     draft = DraftSettings(vocab_size=2048)
     if kind == "dflash":
         draft = DraftSettings(vocab_size=2048, num_layers=2, aux_layers=(0, 2, 4))

@@ -26,8 +26,8 @@ from stepping import (
 )
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
 from specserve.drafters.follow import pending_of
+from specserve.drafters.interface import Head
 from specserve.drafters.lookup.drafter import MixedState
 from specserve.drafters.speculation import parse_speculation
 from specserve.drafters.words import ALL_TEXT

@@ -11,10 +11,10 @@ import tiny
 
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.tensors import write_json, write_tensors
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.mtp.config import config_of
 from specserve.drafters.mtp.model import MtpParams, draft_spec
-from specserve.drafters.words import CARRIED
+from specserve.drafters.registry import CARRIED
 from specserve.interop.head import load_head
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config

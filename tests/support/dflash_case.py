@@ -15,10 +15,9 @@ import tiny
 from specserve.checkpoints.load import Target
 from specserve.drafters.dflash import joint
 from specserve.drafters.dflash.config import DFlashConfig
-from specserve.drafters.dflash.drafter import DFlash
+from specserve.drafters.dflash.drafter import DFlash, run_block
 from specserve.drafters.dflash.model import DFlashParams, block_logits, context_kv, head_spec
-from specserve.drafters.dflash.propose import run_block
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.kernels.rowwise import rms_norm
 from specserve.models.params import init_params
 from specserve.models.target import TargetParams

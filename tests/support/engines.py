@@ -18,7 +18,7 @@ from jax.sharding import Mesh
 from rounding import assert_within, jittered
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.eval.verify.rule import rule_scores
 from specserve.serve.engine.engine import Engine, EngineOptions

@@ -14,7 +14,8 @@ import numpy as np
 import tiny
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head, Rollout, Rows
+from specserve.drafters.interface import Head
+from specserve.drafters.learning import Rollout, Rows
 from specserve.models.target import TargetParams
 
 WIDTH, SEQ = 16, 16

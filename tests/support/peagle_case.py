@@ -12,8 +12,9 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 
-from specserve.drafters.door import Head, Rollout, Rows
-from specserve.drafters.peagle.learn import in_order, num_anchors
+from specserve.drafters.interface import Head
+from specserve.drafters.learning import Rollout, Rows
+from specserve.drafters.peagle.rollout import in_order, num_anchors
 
 SLOTS, WIDTH, SEQ = 4, 16, 16
 TARGET = tiny.TARGET | {"hidden_size": WIDTH, "architectures": ["Qwen3ForCausalLM"]}

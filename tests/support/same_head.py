@@ -3,7 +3,7 @@
 import jax
 import numpy as np
 
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 
 
 def assert_same_head(head: Head, other: Head) -> None:

@@ -11,7 +11,7 @@ from engines import Reference, compile_programs, make_runner
 from fakes import FakeEngine
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.serve.http.app import create_app
 from specserve.serve.http.transport.server import HttpServer
 from specserve.serve.programs.runner import Runner

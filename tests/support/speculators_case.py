@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import tiny
 
-from specserve.drafters.door import Head, Rollout, Rows
-from specserve.drafters.eagle.model import draft_logits
 from specserve.drafters.eagle3.drafter import Eagle3
-from specserve.drafters.eagle3.learn import rollout_states
+from specserve.drafters.eagle3.model import draft_logits
+from specserve.drafters.eagle3.rollout import rollout_states
+from specserve.drafters.interface import Head
+from specserve.drafters.learning import Rollout, Rows
 
 STEPS = 3
 WIDTH = 16

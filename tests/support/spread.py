@@ -10,7 +10,7 @@ from dflash_case import MARKOV, SELECTOR
 from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.mesh import parse_mesh
 from specserve.models.families import model_config
 from specserve.models.params import init_params

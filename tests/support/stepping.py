@@ -10,8 +10,8 @@ from paging import keys_as_rows
 from rounding import assert_same, tolerance
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
 from specserve.drafters.follow import FIRST_ENTRY, Following
+from specserve.drafters.interface import Head
 from specserve.drafters.lookup.drafter import MixedState
 from specserve.drafters.speculation import drafter_for
 from specserve.models.cache import Cache, Pages

@@ -16,15 +16,14 @@ from specserve.checkpoints.tensors import write_json, write_tensors
 from specserve.drafters.dflash import start
 from specserve.drafters.dflash.drafter import DFlash
 from specserve.drafters.dflash.model import head_spec
-from specserve.drafters.door import Head
-from specserve.drafters.eagle.config import Eagle3Config, default_taps
-from specserve.drafters.eagle.model import draft_spec
+from specserve.drafters.eagle3.config import Eagle3Config, default_taps
 from specserve.drafters.eagle3.drafter import Eagle3
+from specserve.drafters.eagle3.model import draft_spec
+from specserve.drafters.interface import Head
 from specserve.drafters.peagle.config import PEagleConfig
 from specserve.drafters.peagle.drafter import PEagle
 from specserve.drafters.peagle.model import head_spec as peagle_spec
-from specserve.drafters.settings import DraftSettings
-from specserve.interop.mtp.kind import MtpKind
+from specserve.drafters.registry import DraftSettings, load_kind
 from specserve.models.config import ModelConfig
 from specserve.models.families import model_config
 from specserve.models.params import init_params
@@ -114,7 +113,7 @@ def random_masked_head(target: ModelConfig, seed: int, num_slots: int = 4, **cha
 
 def random_carried_layer(target: ModelConfig, seed: int) -> Head:
     """A layer of multi-token prediction."""
-    drafter = MtpKind().new(DraftSettings(), target, target.vocab_size)
+    drafter = load_kind("mtp").new(DraftSettings(), target, target.vocab_size)
     params = init_params(drafter.spec(), jax.random.key(seed), drafter.dtype)
     return Head(drafter, params, np.arange(target.vocab_size, dtype=np.int32))
 

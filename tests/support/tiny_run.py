@@ -31,8 +31,8 @@ from specserve.data.dataset import Prompt
 from specserve.data.documents import Document
 from specserve.data.loader import Loader
 from specserve.data.packing import pack
-from specserve.drafters.door import Head
-from specserve.drafters.eagle.model import Eagle3Params
+from specserve.drafters.eagle3.model import Eagle3Params
+from specserve.drafters.interface import Head
 from specserve.mesh import parse_mesh
 from specserve.speculative.acceptance import Acceptance
 from specserve.train import trainer

@@ -13,7 +13,8 @@ from rounding import assert_same, tolerance
 from spread import head_of, mesh_of, spread_target, target_of
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head, Rollout, Rows
+from specserve.drafters.interface import Head
+from specserve.drafters.learning import Rollout, Rows
 from specserve.mesh import on_mesh, whole
 from specserve.models.target import TargetParams
 from specserve.speculative.vocab import DraftVocab

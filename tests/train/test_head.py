@@ -16,10 +16,10 @@ from tiny_run import tiny_trainer
 
 from specserve import provenance
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
-from specserve.drafters.words import Dialect
+from specserve.drafters.interface import Head
 from specserve.errors import CheckpointError, ConfigError, SpecServeError
 from specserve.interop.convert import export_head
+from specserve.interop.format import Dialect
 from specserve.interop.head import load_head, save_head
 from specserve.models.target import head_columns
 from specserve.plan.training import make_plan
@@ -59,7 +59,7 @@ def test_a_new_head_of_any_width_begins_at_the_target(tiny_target: Target, width
     """Its embedding is as near to the target's as a matrix of that rank comes (Eckart and Young), up to a rotation,
     which no product between rows sees; so are its output rows. In the target's own width it shares and copies them."""
     drafter = new_drafter("eagle3", DraftSettings(d_model=width, num_layers=2), tiny_target.config, len(TARGET_IDS))
-    params = drafter.first_params(tiny_target, TARGET_IDS, seed=0)
+    params = drafter.init_params(tiny_target, TARGET_IDS, seed=0)
     columns = np.asarray(head_columns(tiny_target.params, jnp.asarray(TARGET_IDS)))
     assert (drafter.config.num_layers, len(params.layers), drafter.config.has_embedding) == (2, 2, width != 32)
     assert params.fc.shape == (3 * 32, width)  # type: ignore[union-attr]

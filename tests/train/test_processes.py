@@ -24,8 +24,8 @@ from tiny_run import NormEvaluator, metrics, noise_of, numbers, start, tiny_trai
 
 from specserve import log, processes
 from specserve.checkpoints.load import Target
-from specserve.drafters.notes import read_notes
 from specserve.errors import ConfigError
+from specserve.interop.notes import read_notes
 
 ONE_DEVICE = {"XLA_FLAGS": "", "JAX_PLATFORMS": "cpu"}
 

@@ -15,11 +15,10 @@ from tiny_run import NormEvaluator, curve, metrics, noise_of, numbers, start, ti
 
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.train_state import StateStore
-from specserve.drafters.notes import read_notes
-from specserve.drafters.words import KindName
+from specserve.drafters.registry import KINDS, KindName
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.head import load_head
-from specserve.interop.registry import KINDS
+from specserve.interop.notes import read_notes
 from specserve.mesh import make_mesh
 from specserve.train.step import _seeds
 

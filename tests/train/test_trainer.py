@@ -17,11 +17,11 @@ from rounding import assert_same
 from tiny_run import SETTINGS, NormEvaluator, curve, metrics, noise_of, numbers, resolved, tiny_trainer
 
 from specserve.checkpoints.load import Target, load_target
-from specserve.drafters.door import Head
-from specserve.drafters.eagle.config import default_taps
-from specserve.drafters.notes import read_notes
+from specserve.drafters.eagle3.config import default_taps
+from specserve.drafters.interface import Head
 from specserve.errors import ConfigError
 from specserve.interop.head import load_head
+from specserve.interop.notes import read_notes
 from specserve.mesh import make_mesh
 from specserve.train.optimizer import Schedule, learning_rate_scale
 from specserve.train.trainer import Progress

@@ -15,8 +15,8 @@ from tiny_run import metrics, tiny_run, tiny_trainer
 from specserve.checkpoints.load import Target, load_target
 from specserve.cli import training_bar
 from specserve.data.dataset import Prompt
-from specserve.drafters.notes import read_notes
 from specserve.interop.head import load_head
+from specserve.interop.notes import read_notes
 from specserve.mesh import make_mesh
 from specserve.speculative.acceptance import Acceptance
 from specserve.train.acceptance import AcceptanceMeter, Arm, ArmAcceptance

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from specserve.drafters.words import KindName
 from specserve.models.config import ModelConfig
 
 
@@ -32,7 +31,7 @@ class DFlashConfig:
     selector_top_k: int = 0  # candidates of a slot
 
     @property
-    def name(self) -> KindName:
+    def name(self) -> str:
         """The name of its kind."""
         return "dspark" if self.markov_rank else "dflash2" if self.selector_rank else "dflash"
 

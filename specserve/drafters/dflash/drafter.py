@@ -1,70 +1,50 @@
-"""DFlash behind the door of drafters (arXiv 2602.06036): one pass over a block of masked slots foresees all of its
-tokens at once."""
+"""DFlash (arXiv 2602.06036): one pass over a block of masked slots below the root foresees all of its tokens at once.
+DSpark and DFlash2 are the same with heads that make slots depend on each other (`joint`)."""
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.dflash import costs, learn, model, propose, start
+from specserve.drafters.dflash import model, start
+from specserve.drafters.dflash import rollout as training
 from specserve.drafters.dflash.config import DFlashConfig
-from specserve.drafters.dflash.model import DFlashParams, Taught
-from specserve.drafters.door import Aims, Costs, Forgetful, Rollout, Rows
-from specserve.drafters.words import KindName
-from specserve.models.cache import Cache, Pages
+from specserve.drafters.dflash.joint import JointSlots
+from specserve.drafters.dflash.model import DFlashParams, Output, block_inputs, block_logits, block_states
+from specserve.drafters.grow import Marginals, grow_tree
+from specserve.drafters.interface import Kind, TrainedDrafter
+from specserve.drafters.learning import Costs, DraftTargets, Rollout, Rows
+from specserve.kernels.attention import attend
+from specserve.kernels.rowwise import rms_norm
+from specserve.models.cache import Cache, Pages, Prefix
 from specserve.models.config import ModelConfig
 from specserve.models.target import TargetParams
-from specserve.speculative.drafter import After, Committed, Sizes, SlotView, Weights
+from specserve.speculative.drafter import After, Committed, DraftWeights, Sizes, SlotView, Weights
 from specserve.speculative.tree import Proposal, Tree
 
 
 @dataclass(frozen=True)
-class DFlash(Forgetful):
-    """See `door.TrainedDrafter`, which says what each of these is for. Its state is a `Cache`: keys and values of every
+class DFlash(TrainedDrafter):
+    """See `interface.TrainedDrafter` for the meaning of each member. Its state is a `Cache`: keys and values of every
     layer, written for each committed token at once, so that it is never behind."""
 
     config: DFlashConfig
+    part: ClassVar[str] = "backbone"
 
     @property
-    def name(self) -> KindName:
+    def name(self) -> str:
         return self.config.name
-
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return self.config.aux_layers
-
-    @property
-    def dtype(self) -> str:
-        return self.config.backbone.dtype
-
-    @property
-    def d_model(self) -> int:
-        return self.config.backbone.d_model
-
-    @property
-    def max_len(self) -> int:
-        return self.config.backbone.max_len
 
     @property
     def max_tree_depth(self) -> int | None:
         return self.config.num_slots
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.backbone.vocab_size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        return self.config.draft_vocab_size
-
-    def with_dtype(self, dtype: str) -> "DFlash":
-        backbone = dataclasses.replace(self.config.backbone, dtype=dtype)
-        return DFlash(dataclasses.replace(self.config, backbone=backbone))
 
     def facts(self) -> Mapping[str, Any]:
         backbone = self.config.backbone
@@ -82,14 +62,7 @@ class DFlash(Forgetful):
             "rank": self.config.markov_rank or self.config.selector_rank,
         }
 
-    # in a step
-
-    def max_pending(self, max_depth: int) -> int:
-        del max_depth
-        return 0
-
     def init_state(self, target: ModelConfig, sizes: Sizes) -> Cache:
-        del target
         backbone = self.config.backbone
         layers = tuple(
             Pages.zeros(sizes.num_pages, sizes.page_size, backbone.num_kv_heads, backbone.head_dim, backbone.dtype)
@@ -97,70 +70,94 @@ class DFlash(Forgetful):
         )
         return Cache(layers, sizes.num_pages, sizes.page_size)
 
-    def admit(
-        self, state: Cache, slot: jax.Array, page_row: jax.Array, num_cached: jax.Array, promise: jax.Array
-    ) -> Cache:
-        del slot, page_row, num_cached, promise
-        return state
-
     def observe(self, weights: Weights, state: Cache, view: SlotView, committed: Committed, after: After) -> Cache:
-        del after
         assert committed.aux_hidden_states is not None, "the target was not asked for its taps"
         own = weights.draft
         assert own is not None, "a head observes, and there is none"
         entries = model.context_kv(own.params, self.config, committed.aux_hidden_states, committed.index)
         return state.write(entries, view.page_table, committed.index, committed.is_kept)
 
-    def catch_up(self, weights: Weights, state: Cache, view: SlotView) -> Cache:
-        del weights, view
-        return state
-
     def propose(self, weights: Weights, state: Cache, view: SlotView, tree: Tree) -> tuple[Cache, Proposal]:
-        own = weights.draft
-        assert own is not None, "a head proposes, and there is none"
-        return state, propose.propose_tree(own, weights.target, self.config, state, view, tree)
-
-    # its parameters
+        """Grow a tree below each root. Nothing is written: the keys and values of a block are used in this call
+        alone."""
+        draft, config = weights.draft, self.config
+        assert draft is not None, "a head proposes, and there is none"
+        states = run_block(draft, weights.target, config, state, view, tree.depth)
+        logits = block_logits(draft.params.output, config, weights.target, states)
+        heads = draft.params.markov or draft.params.selector
+        roots = view.root_ids[:, None]
+        if heads is None:
+            slots = Marginals(view.rows, draft.vocab, view.seq_lens, logits)
+            return state, grow_tree(slots, tree, view.root_ids, roots)
+        normed = rms_norm(states, draft.params.norm, config.backbone.norm_eps)
+        joint = JointSlots(heads, config, view.rows, draft.vocab, view.seq_lens, logits, normed)
+        proposal = grow_tree(joint, tree, view.root_ids, roots)
+        return state, dataclasses.replace(proposal, confidence=joint.confidence)
 
     def spec(self) -> DFlashParams:
         return model.head_spec(self.config)
 
-    def place(self, mesh: Mesh) -> DFlashParams:
-        return model.place(self.config, mesh)
-
-    def first_params(self, target: Target, target_ids: np.ndarray, seed: int) -> DFlashParams:
-        return start.first_params(self.config, target, target_ids, seed)
-
-    # how it learns
+    def init_params(self, target: Target, target_ids: np.ndarray, seed: int) -> DFlashParams:
+        return start.initial_params(self.config, target, target_ids, seed)
 
     def num_steps(self, rollout: int) -> int:
-        del rollout
         return self.config.num_slots
 
-    def aims(self, rows: Rows, rollout: Rollout) -> Aims:
-        return learn.aims(self.config, rows, rollout)
+    def draft_targets(self, rows: Rows, rollout: Rollout) -> DraftTargets:
+        return training.targets_of_blocks(self.config, rows, rollout)
 
     def learn(
-        self,
-        params: DFlashParams,
-        target: TargetParams,
-        rows: Rows,
-        aux_hidden_states: jax.Array,
-        rollout: Rollout,
+        self, params: DFlashParams, target: TargetParams, rows: Rows, aux_hidden_states: jax.Array, rollout: Rollout
     ) -> list[jax.Array]:
-        return learn.states_of_blocks(params, self.config, target, rows, aux_hidden_states, rollout)
+        return training.states_of_blocks(params, self.config, target, rows, aux_hidden_states, rollout)
 
-    def output(self, params: DFlashParams) -> Taught:
-        return params.taught
+    def output(self, params: DFlashParams) -> Output:
+        return params.learned_output
 
-    def logits(self, output: Taught, target: TargetParams, hidden_states: jax.Array) -> jax.Array:
-        return model.taught_logits(output, self.config, target, hidden_states)
+    def logits(self, output: Output, target: TargetParams, hidden_states: jax.Array) -> jax.Array:
+        return model.output_logits(output, self.config, target, hidden_states)
 
-    def also_learned(
-        self, output: Taught, target: TargetParams, hidden_states: jax.Array, logits: jax.Array, p: jax.Array
+    def auxiliary_loss(
+        self, output: Output, target: TargetParams, hidden_states: jax.Array, logits: jax.Array, p: jax.Array
     ) -> jax.Array | None:
-        del target
-        return model.taught_beside(output, self.config, hidden_states, logits, p)
+        return model.joint_auxiliary(output, self.config, hidden_states, logits, p)
 
     def costs(self, rollout: Rollout, seq_len: int, mesh: Mesh | None = None) -> Costs:
-        return costs.block_costs(self.config, rollout, seq_len, mesh)
+        return training.block_costs(self.config, self.spec_on(mesh), rollout, seq_len, mesh)
+
+
+DFLASH, DSPARK, DFLASH2 = (
+    Kind(DFlash, partial(start.new_config, kind), partial(start.suits, kind))
+    for kind in ("dflash", "dspark", "dflash2")
+)
+
+
+def run_block(
+    draft: DraftWeights, target: TargetParams, config: DFlashConfig, pages: Cache, view: SlotView, depth: int
+) -> jax.Array:  # [batch, depth, d_model]
+    """Compute the states of the slots that predict the first `depth` tokens after the root. Slots that see the whole
+    block need all of it to be there, as in training."""
+    length = depth + config.first_slot if all(config.is_causal) else config.block_size
+    offset = jnp.arange(length, dtype=jnp.int32)
+    position_ids = view.seq_lens[:, None] + offset
+    prefix = Prefix(view.read_table, view.seq_lens)
+    backbone = config.backbone
+
+    def see_block(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+        mask = offset[:, None] >= offset if config.is_causal[i] else jnp.ones((length, length), bool)
+        attention = draft.params.layers[i].attention
+        return attend(
+            q,
+            k,
+            v,
+            mask[None],
+            pages.attended(i, prefix),
+            sinks=attention.sinks,
+            window=backbone.kind(i).window,
+            position_ids=position_ids,
+        )
+
+    x = block_inputs(draft.params, config, target, view.root_ids[:, None], length)
+    return block_states(draft.params, config, x, position_ids, see_block)[
+        :, config.first_slot : config.first_slot + depth
+    ]

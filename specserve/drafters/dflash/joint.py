@@ -160,7 +160,6 @@ class JointSlots:
         return best, token_ids
 
     def descend(self, level: jax.Array, parents: jax.Array, token_ids: jax.Array, depth: int) -> jax.Array:
-        del level, parents, depth
         return token_ids
 
     def width(self, tree: DynamicTree, depth: int) -> int:
@@ -168,7 +167,7 @@ class JointSlots:
 
 
 @pytree
-class TaughtJoint:
+class JointOutput:
     """The part of joint heads that acts on states. The last `rank` channels of a state are the vector of the token
     before."""
 
@@ -178,7 +177,7 @@ class TaughtJoint:
     hidden: Weight | None  # [d_model, rank]
 
     @classmethod
-    def of(cls, markov: Markov | None, selector: Selector | None) -> "TaughtJoint":
+    def of(cls, markov: Markov | None, selector: Selector | None) -> "JointOutput":
         return cls(
             markov.bias if markov else None,
             markov.confidence if markov else None,
@@ -187,8 +186,8 @@ class TaughtJoint:
         )
 
 
-def also_learned(
-    joint: TaughtJoint,
+def joint_loss(
+    joint: JointOutput,
     config: DFlashConfig,
     states: jax.Array,  # [..., d_model], normed
     given: jax.Array,  # [..., rank]
@@ -211,7 +210,7 @@ def also_learned(
     scores = unary + jnp.einsum(
         "...r,...cr->...c", context, joint.successor[candidates], preferred_element_type=jnp.float32
     )
-    wanted = jnp.take_along_axis(jnp.broadcast_to(p, logits.shape), candidates, axis=-1)
-    mass = jnp.sum(wanted, axis=-1, keepdims=True)
-    wanted = jax.lax.stop_gradient(wanted / jnp.maximum(mass, SMALLEST))
-    return jax.nn.logsumexp(scores, axis=-1) * jnp.sum(wanted, axis=-1) - jnp.sum(wanted * scores, axis=-1)
+    chosen = jnp.take_along_axis(jnp.broadcast_to(p, logits.shape), candidates, axis=-1)
+    mass = jnp.sum(chosen, axis=-1, keepdims=True)
+    chosen = jax.lax.stop_gradient(chosen / jnp.maximum(mass, SMALLEST))
+    return jax.nn.logsumexp(scores, axis=-1) * jnp.sum(chosen, axis=-1) - jnp.sum(chosen * scores, axis=-1)

@@ -2,8 +2,13 @@
 
 A committed token leaves keys and values in every layer, made of the target's hidden states at its position and of
 nothing else: no layer runs for it. A block is the root, which is its anchor, and masked slots after it. Its layers see
-the committed tokens before the anchor and the block itself, and slot k says which token stands k places after the
-anchor. Who attends to what is the caller's business, so that training and serving share these functions.
+the committed tokens before the anchor and the block itself, and slot k predicts which token stands k places after the
+anchor. The caller decides what attends to what, so that training and serving share these functions.
+
+DFlash2 has short causal convolutions around the sublayers of a block. A slot's input to attention and to the MLP, and
+what these make of it, is mixed with that of the slots just before it in its block. The kernel is a fixed one for each
+channel plus one that the slot's normed state gives for each group of channels. At the start of a block there is nothing
+before: zeros.
 """
 
 from collections.abc import Callable
@@ -11,21 +16,70 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from specserve.drafters.dflash.config import DFlashConfig
-from specserve.drafters.dflash.conv import Convs, conv_spec, convolve, kernels
-from specserve.drafters.dflash.joint import Markov, Selector, TaughtJoint, also_learned, markov_spec, selector_spec
+from specserve.drafters.dflash.joint import JointOutput, Markov, Selector, joint_loss, markov_spec, selector_spec
 from specserve.kernels.matmul import Weight, matmul_float32
 from specserve.kernels.rowwise import rms_norm
-from specserve.mesh import shardings
 from specserve.models.attention import KV, Attention, project_kv, project_qkv
 from specserve.models.layers import linear, mlp
 from specserve.models.moe import Moe
-from specserve.models.params import embedding_table, matrix, vector
+from specserve.models.params import ParamSpec, embedding_table, matrix, vector
 from specserve.models.rope import rope_tables
 from specserve.models.target import Layer, TargetParams, layer_spec
 from specserve.pytree import pytree
+
+
+@pytree
+class Conv:
+    base: jax.Array  # [2, taps, d_model]: of what goes into the sublayer, and of what comes out
+    kernel: Weight  # [d_model, 2 * taps * groups], to what a slot adds to both
+
+
+@pytree
+class Convs:
+    """The convolutions of one layer."""
+
+    attention: Conv
+    mlp: Conv
+
+
+def conv_spec(config: DFlashConfig, layer: int) -> Convs:
+    """The parameters of a layer's convolutions as `ParamSpec`s."""
+    width, taps = config.backbone.d_model, config.conv_taps
+
+    def spec(name: str) -> Conv:
+        prefix = f"layers.{layer}.{name}_conv"
+        # untyped as every leaf of a spec tree is
+        base: jax.Array = ParamSpec((2, taps, width), (None, None, "embed"), f"{prefix}.base_kernel")  # pyright: ignore
+        outputs = 2 * taps * (width // config.conv_group)
+        return Conv(base, matrix(f"{prefix}.kernel_projection.weight", width, outputs, ("embed", None)))
+
+    return Convs(spec("attention"), spec("mlp"))
+
+
+def kernels(conv: Conv, config: DFlashConfig, normed: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Compute from the slots' normed states [batch, n, d_model] the kernels for what goes into a sublayer and for what
+    comes out, each [batch, n, taps, d_model]."""
+    batch, n, width = normed.shape
+    groups = width // config.conv_group
+    own = linear(normed, conv.kernel).reshape(batch, n, 2, config.conv_taps, groups)
+    both = conv.base.astype(own.dtype) + jnp.repeat(own, config.conv_group, axis=-1)
+    return both[:, :, 0], both[:, :, 1]
+
+
+def convolve(
+    config: DFlashConfig,
+    x: jax.Array,  # [batch, n, d_model], blocks one after the other
+    kernel: jax.Array,  # [batch, n, taps, d_model]
+) -> jax.Array:
+    """Sum the slots up to `taps - 1` places before each, within its block."""
+    place = jnp.arange(x.shape[1]) % config.block_size
+    out = x * kernel[:, :, 0]
+    for tap in range(1, config.conv_taps):
+        before = jnp.pad(x, ((0, 0), (tap, 0), (0, 0)))[:, : x.shape[1]]
+        out += jnp.where((place >= tap)[:, None], before, 0) * kernel[:, :, tap]
+    return out
 
 
 @pytree
@@ -46,9 +100,9 @@ class DFlashParams:
         return self.norm, self.head
 
     @property
-    def taught(self) -> "Taught":
-        """The parameters that make logits of the states that training has, see `taught_logits`."""
-        return *self.output, TaughtJoint.of(self.markov, self.selector)
+    def learned_output(self) -> "Output":
+        """The parameters that make logits of the states that training has, see `output_logits`."""
+        return *self.output, JointOutput.of(self.markov, self.selector)
 
 
 def head_spec(config: DFlashConfig) -> DFlashParams:
@@ -67,12 +121,6 @@ def head_spec(config: DFlashConfig) -> DFlashParams:
         markov=markov_spec(config) if config.markov_rank else None,
         selector=selector_spec(config) if config.selector_rank else None,
     )
-
-
-def place(config: DFlashConfig, mesh: Mesh) -> DFlashParams:
-    """Return where each parameter lives. A parameter that the mesh does not divide is whole on every device."""
-    heads = {"heads": config.backbone.num_heads, "kv_heads": config.backbone.num_kv_heads}
-    return shardings(head_spec(config), mesh, heads)
 
 
 def context_kv(
@@ -163,11 +211,11 @@ def block_logits(
     return softcap * jnp.tanh(out / softcap) if softcap else out
 
 
-Taught = tuple[jax.Array, Weight | None, TaughtJoint]
+Output = tuple[jax.Array, Weight | None, JointOutput]
 
 
-def taught_logits(
-    output: Taught,
+def output_logits(
+    output: Output,
     config: DFlashConfig,
     target: TargetParams,
     states: jax.Array,  # [..., d_model], and beside joint heads [..., d_model + rank]: what the token before gives
@@ -178,16 +226,16 @@ def taught_logits(
     return logits if joint.bias is None else logits + matmul_float32(states[..., width:], joint.bias)
 
 
-def taught_beside(
-    output: Taught, config: DFlashConfig, states: jax.Array, logits: jax.Array, p: jax.Array
+def joint_auxiliary(
+    output: Output, config: DFlashConfig, states: jax.Array, logits: jax.Array, p: jax.Array
 ) -> jax.Array | None:
-    """Return the loss of joint heads (`joint.also_learned`), or None where none of them learns that way."""
+    """Return the loss of joint heads (`joint.joint_loss`), or None where none of them learns that way."""
     norm, _, joint = output
     if joint.confidence is None and joint.successor is None:
         return None
     width = config.backbone.d_model
     normed = rms_norm(states[..., :width], norm, config.backbone.norm_eps)
-    return also_learned(joint, config, normed, states[..., width:], logits, p)
+    return joint_loss(joint, config, normed, states[..., width:], logits, p)
 
 
 def _attention(layer: Layer) -> Attention:

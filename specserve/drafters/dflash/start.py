@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -10,10 +11,9 @@ import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.drafters.dflash.config import DFlashConfig, short_windows
-from specserve.drafters.dflash.conv import Conv, Convs
-from specserve.drafters.dflash.model import DFlashParams, head_spec
-from specserve.drafters.settings import DraftSettings
-from specserve.drafters.words import KindName
+from specserve.drafters.dflash.model import Conv, Convs, DFlashParams, head_spec
+from specserve.drafters.dflash.settings import JointSettings
+from specserve.drafters.settings import ALL_TOKENS
 from specserve.errors import ConfigError
 from specserve.kernels.matmul import Weight
 from specserve.models.config import LayerKind, ModelConfig, Names
@@ -29,13 +29,29 @@ FEWEST_MORE = 3  # layers that a target must have beside as many as are tapped b
 NAMES = Names(layer="layers.{i}", sinks="attention_sink_bias")  # of the published tensors
 
 
-def default_block_size(kind: KindName) -> int:
+def default_block_size(kind: str) -> int:
     """Return the block size for the usual number of predicted tokens. A block of DSpark needs one slot less, because
     its anchor's slot predicts too."""
     return BLOCK_SIZE - 1 if kind == "dspark" else BLOCK_SIZE
 
 
-def new_config(kind: KindName, settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> DFlashConfig:
+def suits(kind: str, given: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return settings of training as published heads were trained, the rate whatever the target's width."""
+    num_slots = (given.get("draft.block_size") or default_block_size(kind)) - 1
+    if kind == "dspark":  # whose anchor's slot counts too
+        num_slots += 1
+    found = {"train.rollout_decay": slot_decay(num_slots), "train.lr": 6e-4, "train.clip": 1.0}
+    return found | ({"draft.vocab_size": ALL_TOKENS} if kind == "dflash2" else {})
+
+
+def slot_decay(num_slots: int) -> float:
+    """Return the weight of a slot in the loss, relative to the one before it: exp(-1 / gamma), with the gammas of
+    published heads, 4 for 7 slots and 7 for 15 (DFlash, arXiv 2602.06036), and on the line through both for other
+    numbers."""
+    return round(math.exp(-1 / (4 + 3 / 8 * (num_slots - 7))), 2)
+
+
+def new_config(kind: str, settings: JointSettings, target: ModelConfig, draft_vocab_size: int) -> DFlashConfig:
     """The head's shape: layers like the target's where the settings say nothing. Raises ConfigError."""
     num_layers = settings.num_layers or min(MOST_LAYERS, max(1, target.num_layers // 8))
     num_heads = settings.num_heads or target.num_heads
@@ -93,7 +109,7 @@ def new_config(kind: KindName, settings: DraftSettings, target: ModelConfig, dra
     )
 
 
-def _masks(kind: KindName, settings: DraftSettings, num_layers: int) -> tuple[tuple[int, ...], tuple[bool, ...], int]:
+def _masks(kind: str, settings: JointSettings, num_layers: int) -> tuple[tuple[int, ...], tuple[bool, ...], int]:
     """Return the window of each layer, whether its slots see those before them alone, and the size of a block. Raises
     ConfigError."""
     block_size, fewest = settings.block_size or default_block_size(kind), 1 if kind == "dspark" else 2
@@ -126,9 +142,9 @@ def default_taps(num_layers: int, num_taps: int) -> tuple[int, ...]:
     return tuple(round(1 + i * (num_layers - 4) / (num_taps - 1)) for i in range(num_taps))
 
 
-def first_params(config: DFlashConfig, target: Target, target_ids: np.ndarray, seed: int) -> DFlashParams:
-    """A fresh head whose final norm and output rows are the target's own, and in which the slots do not depend on each
-    other yet: the bias by the token before is nothing, and convolutions pass on what they get."""
+def initial_params(config: DFlashConfig, target: Target, target_ids: np.ndarray, seed: int) -> DFlashParams:
+    """Make a fresh head whose final norm and output rows are the target's own, and in which the slots do not depend on
+    each other yet: the bias by the token before is nothing, and convolutions pass on what they get."""
     dtype = config.backbone.dtype
     params: DFlashParams = init_params(head_spec(config), jax.random.key(seed), dtype)
     if params.markov is not None:

@@ -1,88 +1,211 @@
-"""EAGLE-3 behind the door of drafters (Li et al. 2025, arXiv 2503.01840): a small transformer over the target's hidden
-states that runs ahead over its own, one token at a time."""
+"""EAGLE-3 (Li et al. 2025, arXiv 2503.01840): a small transformer over the target's hidden states that runs ahead over
+its own, one token at a time. `OnEagle` is the part of a drafter that follows from the network alone."""
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Costs, Rollout, Rows
-from specserve.drafters.eagle import model, start
-from specserve.drafters.eagle.config import Eagle3Config
-from specserve.drafters.eagle.drafter import OnEagle
-from specserve.drafters.eagle.model import Eagle3Params
-from specserve.drafters.eagle3 import costs, learn, propose
-from specserve.drafters.follow import Following
-from specserve.drafters.unroll import UnrolledDrafter, by_position
-from specserve.drafters.words import KindName
+from specserve.drafters.eagle3 import start
+from specserve.drafters.eagle3.config import Eagle3Config
+from specserve.drafters.eagle3.model import (
+    Eagle3Params,
+    ReadyHead,
+    draft_forward,
+    draft_inputs,
+    draft_logits,
+    draft_spec,
+    draft_states,
+    empty_cache,
+    extend,
+    token_embedding,
+)
+from specserve.drafters.eagle3.rollout import rollout_costs, rollout_states
+from specserve.drafters.follow import FIRST_ENTRY, Following, FollowingDrafter, Pending, Tables, pending_of, places
+from specserve.drafters.grow import best_tokens, grow_tree
+from specserve.drafters.interface import Kind
+from specserve.drafters.learning import Costs, Rollout, Rows, by_position
+from specserve.kernels.attention import attend
+from specserve.kernels.gather import take_each
 from specserve.kernels.matmul import Weight
+from specserve.models.attention import KV
+from specserve.models.cache import Cache, Prefix
 from specserve.models.target import TargetParams
-from specserve.speculative.drafter import SlotView, Weights
-from specserve.speculative.tree import Proposal, Tree
+from specserve.pytree import pytree
+from specserve.speculative.drafter import Sizes, SlotView, Weights
+from specserve.speculative.sampling import SamplerRows
+from specserve.speculative.tree import DynamicTree, Proposal, Tree
+
+
+class OnEagle(FollowingDrafter):
+    """A drafter on an EAGLE-3 network. Its state is `follow.Following`."""
+
+    @property
+    def shape(self) -> Eagle3Config:
+        return super().shape
+
+    def network_params(self, params: Any) -> Eagle3Params:
+        """Return the network's part of the drafter's parameters."""
+        raise NotImplementedError
+
+    def ready(self, weights: Weights) -> ReadyHead:
+        """Return the network beside what it shares of the target's."""
+        own = weights.draft
+        assert own is not None, "a head proposes, and there is none"
+        params = self.network_params(own.params)
+        return ReadyHead(params, own.vocab, token_embedding(params, weights.target.embedding))
+
+    def empty_cache(self, sizes: Sizes) -> Cache:
+        return empty_cache(self.shape, num_pages=sizes.num_pages, page_size=sizes.page_size)
+
+    def write(self, weights: Weights, cache: Cache, tables: Tables, *entries: jax.Array) -> Cache:
+        return extend(self.ready(weights), self.shape, cache, *tables, *entries)[0]
+
+    def logits(self, output: tuple[jax.Array, Weight], target: TargetParams, hidden_states: jax.Array) -> jax.Array:
+        return draft_logits(output, self.shape, hidden_states)
 
 
 @dataclass(frozen=True)
-class Eagle3(UnrolledDrafter, OnEagle):
-    """See `door.TrainedDrafter`, which says what each of these is for."""
+class Eagle3(OnEagle):
+    """See `interface.TrainedDrafter` for the meaning of each member."""
 
     config: Eagle3Config
 
     @property
-    def name(self) -> KindName:
+    def name(self) -> str:
         return "eagle3"
-
-    @property
-    def network(self) -> Eagle3Config:
-        return self.config
 
     def network_params(self, params: Eagle3Params) -> Eagle3Params:
         return params
 
-    def with_dtype(self, dtype: str) -> "Eagle3":
-        return Eagle3(dataclasses.replace(self.config, dtype=dtype))
-
-    def facts(self) -> Mapping[str, Any]:
-        return dataclasses.asdict(self.config) | {"vocab_size": self.config.draft_vocab_size}
-
     def propose(self, weights: Weights, state: Following, view: SlotView, tree: Tree) -> tuple[Following, Proposal]:
-        return propose.propose_tree(self.ready(weights), self.config, state, view, tree)
-
-    # its parameters
+        draft, pending = self.ready(weights), pending_of(state, view, tree.depth)
+        tables = view.page_table, view.read_table
+        cache, hidden = consume(draft, self.config, state.cache, *tables, view.seq_lens, pending)
+        proposal = propose(
+            draft, self.config, tree, cache, view.read_table, view.seq_lens, view.root_ids, hidden, view.rows
+        )
+        return dataclasses.replace(state, cache=cache), proposal
 
     def spec(self) -> Eagle3Params:
-        return model.draft_spec(self.config)
+        return draft_spec(self.config)
 
-    def place(self, mesh: Mesh) -> Eagle3Params:
-        return model.place(self.config, mesh)
-
-    def first_params(self, target: Target, target_ids: np.ndarray, seed: int) -> Eagle3Params:
-        return start.first_params(self.config, target, target_ids, seed)
-
-    # how it learns
+    def init_params(self, target: Target, target_ids: np.ndarray, seed: int) -> Eagle3Params:
+        return start.initial_params(self.config, target, target_ids, seed)
 
     def learn(
-        self,
-        params: Eagle3Params,
-        target: TargetParams,
-        rows: Rows,
-        aux_hidden_states: jax.Array,
-        rollout: Rollout,
+        self, params: Eagle3Params, target: TargetParams, rows: Rows, aux_hidden_states: jax.Array, rollout: Rollout
     ) -> list[jax.Array]:
-        embedding = model.token_embedding(params, target.embedding)
-        states = learn.rollout_states(params, self.config, embedding, rows, aux_hidden_states, rollout)
-        return by_position(states)
-
-    def output(self, params: Eagle3Params) -> tuple[jax.Array, Weight]:
-        return params.output
-
-    def logits(self, output: tuple[jax.Array, Weight], target: TargetParams, hidden_states: jax.Array) -> jax.Array:
-        del target
-        return model.draft_logits(output, self.config, hidden_states)
+        embedding = token_embedding(params, target.embedding)
+        return by_position(rollout_states(params, self.config, embedding, rows, aux_hidden_states, rollout))
 
     def costs(self, rollout: Rollout, seq_len: int, mesh: Mesh | None = None) -> Costs:
-        return costs.rollout_costs(self.config, rollout, seq_len, mesh)
+        return rollout_costs(self.config, self.spec_on(mesh), rollout, seq_len, mesh)
+
+
+EAGLE3 = Kind(Eagle3, start.new_config)
+
+
+def consume(
+    draft: ReadyHead,
+    config: Eagle3Config,
+    pages: Cache,
+    page_table: jax.Array,  # [batch, max_pages], for writing
+    read_table: jax.Array,  # [batch, pages], the part that attention reads
+    seq_lens: jax.Array,  # [batch], the root's position
+    pending: Pending,
+) -> tuple[Cache, jax.Array]:  # and the recurrent state at the root [batch, 1, d_model]
+    """Consume the pending tokens: write their draft entries, and run the last layer for the last of them only."""
+    index, is_valid = places(seq_lens, pending)
+    # Write first and attend to the written pages: reading the old ones as well would make XLA copy them.
+    pages, top, kv = extend(
+        draft,
+        config,
+        pages,
+        page_table,
+        read_table,
+        pending.token_ids,
+        pending.aux_hidden_states,
+        index,
+        is_valid,
+    )
+    last = jnp.maximum(pending.count - 1, 0)[:, None]
+    root, (k, v) = jax.tree.map(lambda x: take_each(x, last), (top, kv))
+    seen = pages.attended(config.num_layers - 1, Prefix(read_table, seq_lens, FIRST_ENTRY))
+    see_self = jnp.ones((1, 1, 1), bool)
+    return pages, draft_states(draft.params, config, root, lambda q: attend(q, k, v, see_self, seen))
+
+
+def propose(
+    draft: ReadyHead,
+    config: Eagle3Config,
+    tree: Tree,
+    pages: Cache,
+    read_table: jax.Array,  # [batch, pages]
+    seq_lens: jax.Array,  # [batch], the root's position
+    root_ids: jax.Array,  # [batch]
+    hidden: jax.Array,  # [batch, 1, d_model], from `consume`
+    rows: SamplerRows,
+) -> Proposal:
+    """Grow a tree below the root. Nothing is written: the draft's entries of proposed nodes are used in this call
+    alone."""
+    prefix = Prefix(read_table, seq_lens + 1, FIRST_ENTRY)
+    return grow_tree(_Expander(draft, config, pages, prefix, rows), tree, root_ids, _Level.of_root(config, hidden))
+
+
+@pytree
+class _Level:
+    """The nodes whose children are drawn next, and the draft's own entries of all nodes that have run so far."""
+
+    hidden: jax.Array  # [batch, k, d_model], the recurrent state of each node, which its children consume
+    kv: tuple[KV, ...]  # layer by layer: [batch, seen, kv_head, head_dim]
+    sees: jax.Array  # [batch, k, seen], which of those each node's children see: its own, and its ancestors'
+
+    @classmethod
+    def of_root(cls, config: Eagle3Config, hidden: jax.Array) -> "_Level":
+        """Return the level that is the root alone, [batch, 1, d_model], whose own entry is in the pages."""
+        batch = hidden.shape[0]
+        empty = jnp.zeros((batch, 0, config.num_kv_heads, config.head_dim), config.dtype)
+        return cls(hidden, ((empty, empty),) * config.num_layers, jnp.zeros((batch, 1, 0), bool))
+
+
+class _Expander:
+    """See `grow.Expander`. Every level is one pass of the head."""
+
+    def __init__(self, draft: ReadyHead, config: Eagle3Config, pages: Cache, prefix: Prefix, rows: SamplerRows) -> None:
+        self.draft, self.config, self.pages, self.prefix, self.rows = draft, config, pages, prefix, rows
+
+    def candidates(self, level: _Level, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
+        logits = draft_logits(self.draft.params.output, self.config, level.hidden)
+        return best_tokens(self.rows, self.draft.vocab.target_ids, logits, self.prefix.lens + depth - 1, top_k)
+
+    def descend(self, level: _Level, parents: jax.Array, token_ids: jax.Array, depth: int) -> _Level:
+        position_ids = jnp.broadcast_to((self.prefix.lens + depth - 1)[:, None], token_ids.shape)
+        inputs = draft_inputs(
+            self.draft.params,
+            self.config,
+            self.draft.embedding,
+            token_ids,
+            take_each(level.hidden, parents),
+            position_ids,
+        )
+        batch, k = token_ids.shape
+        own = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
+        sees = jnp.concatenate([take_each(level.sees, parents), own], axis=2)
+        grown = list(level.kv)
+
+        def see_ancestors(i: int, q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
+            above_k, above_v = level.kv[i]
+            grown[i] = jnp.concatenate([above_k, k], axis=1), jnp.concatenate([above_v, v], axis=1)
+            return attend(q, *grown[i], sees, self.pages.attended(i, self.prefix))
+
+        hidden, _ = draft_forward(self.draft.params, self.config, inputs, see_ancestors)
+        return _Level(hidden, tuple(grown), sees)
+
+    def width(self, tree: DynamicTree, depth: int) -> int:
+        return tree.top_k

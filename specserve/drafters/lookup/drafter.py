@@ -25,42 +25,20 @@ PRIOR_GAINS = (0.3, 0.8, 2.0)  # accepted tokens per step of a match of each cla
 
 
 @dataclass(frozen=True)
-class Lookup:
+class Lookup(Drafter):
     """A drafter that searches. What is kept of finished answers is its whole state, [RECALL_ROWS, RECALL_LENGTH] int32
     with -1 where there is nothing; it is None where the sequence alone is searched."""
 
-    remembers: bool  # searches finished answers too
+    searches_answers: bool  # finished answers too
 
     @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return ()
-
-    @property
-    def max_tree_depth(self) -> int | None:
-        return None
-
-    def max_pending(self, max_depth: int) -> int:
-        del max_depth
-        return 0
+    def remembers(self) -> bool:
+        return self.searches_answers
 
     def init_state(self, target: ModelConfig, sizes: Sizes) -> jax.Array | None:
-        del target, sizes
         return jnp.full((RECALL_ROWS, RECALL_LENGTH), -1, jnp.int32) if self.remembers else None
 
-    def admit(self, state: Any, slot: jax.Array, page_row: jax.Array, num_cached: jax.Array, promise: jax.Array) -> Any:
-        del slot, page_row, num_cached, promise
-        return state
-
-    def observe(self, weights: Weights, state: Any, view: SlotView, committed: Committed, after: After) -> Any:
-        del weights, view, committed, after  # the history says it all
-        return state
-
-    def catch_up(self, weights: Weights, state: Any, view: SlotView) -> Any:
-        del weights, view
-        return state
-
     def propose(self, weights: Weights, state: Any, view: SlotView, tree: Tree) -> tuple[Any, Proposal]:
-        del weights
         return state, _as_proposal(view, self.find(state, view, tree))
 
     def find(self, state: Any, view: SlotView, tree: Tree) -> Match:
@@ -86,9 +64,9 @@ class MixedState:
 
 
 @dataclass(frozen=True)
-class Mixed:
-    """A trained head and a lookup together. For each sequence and step it asks the one that has brought more so far,
-    of those that the tree's source names. Its weights are the head's."""
+class Mixed(Drafter):
+    """A trained head and a lookup together. For each sequence and step it takes the proposal of the one that has
+    brought more so far, of those that the tree's source names. Its weights are the head's."""
 
     head: Drafter
     lookup: Lookup

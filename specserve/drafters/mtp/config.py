@@ -1,12 +1,99 @@
-"""The config of a layer of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2). It is one more layer
-of the target's own kind, over the target's last hidden state of a token and the embedding of the token after it."""
+"""The config of a layer of multi-token prediction (DeepSeek-V3, arXiv 2412.19437, section 2.2), and the names that
+checkpoints have for its tensors. It is one more layer of the target's own kind, over the target's last hidden state of
+a token and the embedding of the token after it."""
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass
 
-from specserve.drafters.mtp.layouts import Layout, layout_of
 from specserve.errors import ConfigError
 from specserve.models.config import ModelConfig
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The names of the tensors without `.weight`, `layer` being the prefix of an ordinary decoder layer's, and two
+    switches. `{L}` stands for the number of the target's layers."""
+
+    architecture: str  # what engines call the layer's class, for a folder of its own
+    layer: str
+    token_norm: str
+    hidden_norm: str
+    fc: str
+    norm: str
+    embedding: str = ""  # where a checkpoint may repeat the target's; empty: nowhere
+    head: str = ""
+    hidden_first: bool = False  # `fc` takes [hidden | token], else [token | hidden]
+    takes_raw: bool = False  # the target's hidden state before its final norm, else after it
+
+    def at(self, num_layers: int) -> "Layout":
+        """The layout for a target of so many layers."""
+        names = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
+        changed = {key: value.format(L=num_layers) for key, value in names.items() if isinstance(value, str)}
+        return dataclasses.replace(self, **changed)
+
+    @property
+    def prefixes(self) -> tuple[str, ...]:
+        """The prefixes of the names of all its tensors."""
+        names = (self.layer, self.token_norm, self.hidden_norm, self.fc, self.norm, self.embedding, self.head)
+        return tuple(dict.fromkeys(name for name in names if name))
+
+
+def _appended(architecture: str, *, norm: str = "shared_head.norm", embedding: str = "embed_tokens") -> Layout:
+    """Make the layout of a layer that is one more entry of `model.layers`, with the names of DeepSeek-V3."""
+    prefix = "model.layers.{L}"
+    return Layout(
+        architecture,
+        layer=prefix,
+        token_norm=f"{prefix}.enorm",
+        hidden_norm=f"{prefix}.hnorm",
+        fc=f"{prefix}.eh_proj",
+        norm=f"{prefix}.{norm}",
+        embedding=f"{prefix}.{embedding}",
+        head=f"{prefix}.shared_head.head",
+    )
+
+
+def of_its_own(architecture: str, prefix: str, *, hidden_first: bool = False, takes_raw: bool = False) -> Layout:
+    """Make the layout of a layer with the names of MiMo, which speculators took over."""
+    return Layout(
+        architecture,
+        layer=prefix,
+        token_norm=f"{prefix}.token_layernorm",
+        hidden_norm=f"{prefix}.hidden_layernorm",
+        fc=f"{prefix}.input_proj",
+        norm=f"{prefix}.final_layernorm",
+        hidden_first=hidden_first,
+        takes_raw=takes_raw,
+    )
+
+
+_LING = _appended("BailingMoeForCausalLMNextN", norm="final_layernorm", embedding="word_embeddings")
+OTHERS = _appended("MTPModel")  # of targets that come without such a layer, where one was trained for them
+LAYOUTS: Mapping[str, Layout] = {
+    "deepseek_v3": _appended("DeepSeekMTPModel"),
+    "kimi_k2": _appended("DeepSeekMTPModel"),
+    "glm4_moe": _appended("Glm4MoeMTPModel"),
+    "glm4_moe_lite": _appended("Glm4MoeLiteMTPModel"),
+    "bailing_moe": _LING,
+    "bailing_moe_v2": _LING,
+    "bailing_moe_linear": _LING,
+    "bailing_hybrid": _LING,
+    "mimo": of_its_own("MiMoMTPModel", "model.mtp_layers.0", hidden_first=True, takes_raw=True),
+    "qwen3_next": Layout(
+        "Qwen3NextMTP",
+        layer="mtp.layers.0",
+        token_norm="mtp.pre_fc_norm_embedding",
+        hidden_norm="mtp.pre_fc_norm_hidden",
+        fc="mtp.fc",
+        norm="mtp.norm",
+    ),
+}
+
+
+def layout_of(target: ModelConfig) -> Layout:
+    """Return the layout in which a target's checkpoint keeps its layer."""
+    return LAYOUTS.get(target.family, OTHERS).at(target.num_layers)
 
 
 @dataclass(frozen=True)
@@ -19,6 +106,11 @@ class MtpConfig:
     draft_vocab_size: int  # the tokens that it proposes
     has_embedding: bool = False  # its own token embedding; otherwise the target's is shared
     has_own_head: bool = False  # its own output head for all tokens; otherwise the target's is shared
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        """The target's last layer, whose output the layer reads."""
+        return (self.num_target_layers - 1,)
 
     @property
     def is_partial(self) -> bool:

@@ -1,121 +1,188 @@
-"""Multi-token prediction behind the door of drafters (DeepSeek-V3, arXiv 2412.19437): the layer that a target's own
-checkpoint carries after its last one, run again over its own states, one token at a time."""
+"""Multi-token prediction (DeepSeek-V3, arXiv 2412.19437): the layer that a target's own checkpoint carries after its
+last one, run again over its own states, one token at a time."""
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Costs, Rollout, Rows
-from specserve.drafters.follow import Following, FollowingDrafter, Tables
-from specserve.drafters.mtp import costs, learn, model, propose, start
+from specserve.drafters.follow import FIRST_ENTRY, Following, FollowingDrafter, Pending, Tables, pending_of, places
+from specserve.drafters.grow import best_tokens, grow_tree
+from specserve.drafters.interface import Kind
+from specserve.drafters.learning import Costs, Rollout, Rows, by_position
+from specserve.drafters.mtp import model, start
 from specserve.drafters.mtp.config import MtpConfig
 from specserve.drafters.mtp.model import MtpParams
-from specserve.drafters.mtp.propose import ReadyLayer
-from specserve.drafters.unroll import UnrolledDrafter, by_position
-from specserve.drafters.words import KindName
-from specserve.models.cache import Cache
+from specserve.drafters.mtp.rollout import rollout_costs, rollout_states
+from specserve.drafters.settings import ALL_TOKENS
+from specserve.kernels.gather import take_each
+from specserve.kernels.paged import PagedPrefix
+from specserve.models.cache import Cache, Prefix
+from specserve.models.context import join
 from specserve.models.target import TargetParams
+from specserve.pytree import pytree
 from specserve.speculative.drafter import Sizes, SlotView, Weights
-from specserve.speculative.tree import Proposal, Tree
+from specserve.speculative.tree import DynamicTree, Proposal, Tree
+from specserve.speculative.vocab import DraftVocab
+
+
+@pytree
+class ReadyLayer:
+    """A layer ready to propose, beside the target whose norm, embedding and head it shares."""
+
+    params: model.MtpParams
+    vocab: DraftVocab
+    target: TargetParams
 
 
 def ready(weights: Weights) -> ReadyLayer:
-    """The layer beside the target that it continues."""
+    """Return the layer beside the target that it continues."""
     own = weights.draft
     assert own is not None, "a layer proposes, and there is none"
     return ReadyLayer(own.params, own.vocab, weights.target)
 
 
 @dataclass(frozen=True)
-class Mtp(UnrolledDrafter, FollowingDrafter):
-    """See `door.TrainedDrafter`, which says what each of these is for."""
+class Mtp(FollowingDrafter):
+    """See `interface.TrainedDrafter` for the meaning of each member."""
 
     config: MtpConfig
+    part: ClassVar[str] = "layer"
 
     @property
-    def name(self) -> KindName:
+    def name(self) -> str:
         return "mtp"
 
-    @property
-    def aux_layers(self) -> tuple[int, ...]:
-        return (self.config.num_target_layers - 1,)
-
-    @property
-    def dtype(self) -> str:
-        return self.config.layer.dtype
-
-    @property
-    def d_model(self) -> int:
-        return self.config.layer.d_model
-
-    @property
-    def max_len(self) -> int:
-        return self.config.layer.max_len
-
-    @property
-    def vocab_size(self) -> int:
-        return self.config.layer.vocab_size
-
-    @property
-    def draft_vocab_size(self) -> int:
-        return self.config.draft_vocab_size
-
-    def with_dtype(self, dtype: str) -> "Mtp":
-        return Mtp(dataclasses.replace(self.config, layer=dataclasses.replace(self.config.layer, dtype=dtype)))
-
     def facts(self) -> Mapping[str, Any]:
-        layer = self.config.layer
         sizes = ("num_layers", "d_model", "d_ff", "num_heads", "num_kv_heads")
-        return {name: getattr(layer, name) for name in sizes} | {
+        return {name: getattr(self.shape, name) for name in sizes} | {
             "aux_layers": self.aux_layers,
             "vocab_size": self.draft_vocab_size,
         }
 
-    # in a step
-
     def empty_cache(self, sizes: Sizes) -> Cache:
-        return propose.empty_cache(self.config, num_pages=sizes.num_pages, page_size=sizes.page_size)
+        return Cache.zeros(self.config.layer, num_slots=0, num_pages=sizes.num_pages, page_size=sizes.page_size)
 
     def write(self, weights: Weights, cache: Cache, tables: Tables, *entries: jax.Array) -> Cache:
-        return propose.extend(ready(weights), self.config, cache, tables[0], *entries)[0]
+        return extend(ready(weights), self.config, cache, tables[0], *entries)[0]
 
     def propose(self, weights: Weights, state: Following, view: SlotView, tree: Tree) -> tuple[Following, Proposal]:
-        return propose.propose_tree(ready(weights), self.config, state, view, tree)
-
-    # its parameters
+        cache, expander, root = at_root(ready(weights), self.config, state, view, tree.depth)
+        return dataclasses.replace(state, cache=cache), grow_tree(expander, tree, view.root_ids, root)
 
     def spec(self) -> MtpParams:
         return model.draft_spec(self.config)
 
-    def place(self, mesh: Mesh) -> MtpParams:
-        return model.place(self.config, mesh)
-
-    def first_params(self, target: Target, target_ids: np.ndarray, seed: int) -> MtpParams:
-        return start.first_params(self.config, target, target_ids, seed)
-
-    # how it learns
+    def init_params(self, target: Target, target_ids: np.ndarray, seed: int) -> MtpParams:
+        return start.initial_params(self.config, target, target_ids, seed)
 
     def learn(
-        self,
-        params: MtpParams,
-        target: TargetParams,
-        rows: Rows,
-        aux_hidden_states: jax.Array,
-        rollout: Rollout,
+        self, params: MtpParams, target: TargetParams, rows: Rows, aux_hidden_states: jax.Array, rollout: Rollout
     ) -> list[jax.Array]:
-        return by_position(learn.rollout_states(params, self.config, target, rows, aux_hidden_states, rollout))
-
-    def output(self, params: MtpParams) -> tuple[Any, ...]:
-        return params.output
+        return by_position(rollout_states(params, self.config, target, rows, aux_hidden_states, rollout))
 
     def logits(self, output: tuple[Any, ...], target: TargetParams, hidden_states: jax.Array) -> jax.Array:
         return model.draft_logits(output, self.config, target, hidden_states)
 
     def costs(self, rollout: Rollout, seq_len: int, mesh: Mesh | None = None) -> Costs:
-        return costs.rollout_costs(self.config, rollout, seq_len, mesh)
+        return rollout_costs(self.config, self.spec_on(mesh), rollout, seq_len, mesh)
+
+
+SUITS = {"draft.vocab_size": ALL_TOKENS, "train.rollout": 3, "train.rollout_decay": 0.6}
+MTP = Kind(Mtp, start.new_config, lambda _given: SUITS)
+
+
+def extend(
+    draft: ReadyLayer,
+    config: MtpConfig,
+    pages: Cache,
+    page_table: jax.Array,  # [batch, max_pages], for writing
+    token_ids: jax.Array,  # [batch, n]
+    aux_hidden_states: jax.Array,  # [batch, n, d_model], of the position before each token
+    index: jax.Array,  # [batch, n], of the entries, consecutive
+    is_valid: jax.Array,  # [batch, n] bool, the first so many
+) -> tuple[Cache, jax.Array]:  # and what the entries bring to the layer [batch, n, d_model]
+    """Write the entries of tokens whose hidden states are known. An entry in the pages depends on its own input alone,
+    so nothing attends here, and the layer's output is not computed."""
+    hidden = model.taken(config, draft.target, aux_hidden_states)
+    x = model.inputs(draft.params, config, draft.target, token_ids, hidden)
+    see_self = jnp.eye(x.shape[1], dtype=bool)[None]
+    seen = pages.attended(0, Prefix(page_table, index[:, 0], FIRST_ENTRY))
+    _, left = model.run(draft.params, config, x, index, see_self, seen)
+    return pages.write((left,), page_table, index, is_valid & (index >= FIRST_ENTRY)), x
+
+
+def consume(
+    draft: ReadyLayer,
+    config: MtpConfig,
+    pages: Cache,
+    page_table: jax.Array,  # [batch, max_pages], for writing
+    seq_lens: jax.Array,  # [batch], the root's position
+    pending: Pending,
+) -> tuple[Cache, jax.Array]:  # and what the root brings to the layer [batch, 1, d_model]
+    """Consume the pending tokens: write their entries."""
+    index, is_valid = places(seq_lens, pending)
+    pages, x = extend(draft, config, pages, page_table, pending.token_ids, pending.aux_hidden_states, index, is_valid)
+    return pages, take_each(x, jnp.maximum(pending.count - 1, 0)[:, None])
+
+
+def at_root(
+    draft: ReadyLayer, config: MtpConfig, state: Following, view: SlotView, depth: int
+) -> tuple[Cache, "_Expander", "_Level"]:
+    """Consume what is pending before a tree of this depth, and run the layer for the root."""
+    # Write first and attend to the written pages: reading the old ones as well would make XLA copy them.
+    cache, root = consume(draft, config, state.cache, view.page_table, view.seq_lens, pending_of(state, view, depth))
+    # the root sees the entries before its own, which is in the pages too, and brings its own
+    see_self = jnp.ones((1, 1, 1), bool)
+    seen = cache.attended(0, Prefix(view.read_table, view.seq_lens, FIRST_ENTRY))
+    states, _ = model.run(draft.params, config, root, view.seq_lens[:, None], see_self, seen)
+    seen = cache.attended(0, Prefix(view.read_table, view.seq_lens + 1, FIRST_ENTRY))
+    return cache, _Expander(draft, config, seen, view), _Level.of_root(states)
+
+
+@pytree
+class _Level:
+    """The nodes whose children are drawn next, and the entries of all nodes that have run so far."""
+
+    states: jax.Array  # [batch, k, d_model]
+    sees: jax.Array  # [batch, k, seen] bool, which of those entries each node's children see: its own, its ancestors'
+    depths: jax.Array  # [batch, seen] int32, of the entries
+    entries: Any  # [batch, seen, ...] each, of the layer's kind; None: none has run
+
+    @classmethod
+    def of_root(cls, states: jax.Array) -> "_Level":
+        """Return the level that is the root alone, [batch, 1, d_model], whose own entry is in the pages."""
+        batch = states.shape[0]
+        return cls(states, jnp.zeros((batch, 1, 0), bool), jnp.zeros((batch, 0), jnp.int32), None)
+
+
+class _Expander:
+    """See `grow.Expander`. Every level is one pass of the layer."""
+
+    def __init__(self, draft: ReadyLayer, config: MtpConfig, seen: PagedPrefix, view: SlotView) -> None:
+        self.draft, self.config, self.seen, self.view = draft, config, seen, view
+
+    def candidates(self, level: _Level, depth: int, top_k: int) -> tuple[jax.Array, jax.Array]:
+        logits = model.draft_logits(self.draft.params.output, self.config, self.draft.target, level.states)
+        return best_tokens(self.view.rows, self.draft.vocab.target_ids, logits, self.view.seq_lens + depth, top_k)
+
+    def descend(self, level: _Level, parents: jax.Array, token_ids: jax.Array, depth: int) -> _Level:
+        params, config = self.draft.params, self.config
+        batch, k = token_ids.shape
+        hidden = take_each(model.handed_on(params, config, level.states), parents)
+        x = model.inputs(params, config, self.draft.target, token_ids, hidden)
+        own = jnp.broadcast_to(jnp.eye(k, dtype=bool), (batch, k, k))
+        sees = jnp.concatenate([take_each(level.sees, parents), own], axis=2)
+        depths = jnp.concatenate([level.depths, jnp.full((batch, k), depth, jnp.int32)], axis=1)
+        position_ids = self.view.seq_lens[:, None] + depths
+        states, left = model.run(params, config, x, position_ids, sees, self.seen, level.entries)
+        return _Level(states, sees, depths, join(level.entries, left))
+
+    def width(self, tree: DynamicTree, depth: int) -> int:
+        return tree.top_k

@@ -4,7 +4,7 @@ Entry t of a sequence consumes the hidden state that the target has for token t-
 The layer itself is an ordinary decoder layer of the target's own kind, latents and experts included. Its output
 predicts the token at t+1 and, normed, stands in for the target's hidden state when the draft runs ahead. So do Qwen3-
 Next and MiMo; of DeepSeek's layer SGLang hands the normed state on and vLLM the other, which differ by a factor for
-each channel. Who attends to what is the caller's business, so that training and serving share these functions.
+each channel. The caller decides what attends to what, so that training and serving share these functions.
 """
 
 import dataclasses
@@ -12,14 +12,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
 from specserve.drafters.mtp.config import MtpConfig
-from specserve.drafters.published import OUTPUT
 from specserve.kernels.matmul import Weight
 from specserve.kernels.paged import PagedPrefix
 from specserve.kernels.rowwise import rms_norm
-from specserve.mesh import shardings
 from specserve.models import target as target_model
 from specserve.models.context import Mask
 from specserve.models.layers import linear, norm_spec
@@ -49,7 +46,7 @@ def draft_spec(config: MtpConfig) -> MtpParams:
     output rows of a part of the tokens, which are called as in an EAGLE-3 head."""
     layer, layout = config.layer, config.layout
     size, vocab = layer.d_model, layer.vocab_size
-    output = OUTPUT if config.is_partial else f"{layout.head}.weight"
+    output = "lm_head.weight" if config.is_partial else f"{layout.head}.weight"
 
     def norm(name: str) -> Any:
         return norm_spec(name, size, offset=layer.norm_offset)
@@ -63,11 +60,6 @@ def draft_spec(config: MtpConfig) -> MtpParams:
         norm=norm(layout.norm),
         head=matrix(output, size, config.draft_vocab_size, ("embed", "vocab")) if config.has_head else None,
     )
-
-
-def place(config: MtpConfig, mesh: Mesh) -> MtpParams:
-    """Return where each parameter lives. A parameter that the mesh does not divide is whole on every device."""
-    return shardings(draft_spec(config), mesh, {"heads": config.layer.num_heads, "kv_heads": config.layer.num_kv_heads})
 
 
 def taken(config: MtpConfig, target: TargetParams, aux_hidden_states: jax.Array) -> jax.Array:

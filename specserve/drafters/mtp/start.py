@@ -9,10 +9,10 @@ import numpy as np
 from specserve.checkpoints.load import Target, load_params, renamer
 from specserve.checkpoints.quantized import stored_block
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
-from specserve.drafters.mtp import files
+from specserve.drafters.mtp.carried import is_carried, load_carried
 from specserve.drafters.mtp.config import MtpConfig, config_of
 from specserve.drafters.mtp.model import MtpParams, draft_spec
-from specserve.drafters.settings import DraftSettings
+from specserve.drafters.settings import WidthSettings
 from specserve.errors import ConfigError
 from specserve.kernels.matmul import dequantize
 from specserve.models.config import ModelConfig
@@ -20,7 +20,7 @@ from specserve.models.params import init_params
 from specserve.models.target import Layer, head_columns, target_spec
 
 
-def new_config(settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> MtpConfig:
+def new_config(settings: WidthSettings, target: ModelConfig, draft_vocab_size: int) -> MtpConfig:
     """Return the layer's shape, all of which but its vocabulary the target decides. Raises ConfigError where the
     settings ask for another."""
     own = {
@@ -31,7 +31,7 @@ def new_config(settings: DraftSettings, target: ModelConfig, draft_vocab_size: i
         "num_kv_heads": target.num_kv_heads,
         "aux_layers": (target.num_layers - 1,),
     }
-    defaults = DraftSettings()
+    defaults = WidthSettings()
     other = [
         f"draft.{name} {getattr(settings, name)}"
         for name, value in own.items()
@@ -45,13 +45,13 @@ def new_config(settings: DraftSettings, target: ModelConfig, draft_vocab_size: i
     return dataclasses.replace(config_of(target, dtype="float32"), draft_vocab_size=draft_vocab_size)
 
 
-def first_params(config: MtpConfig, target: Target, target_ids: np.ndarray, seed: int) -> MtpParams:
+def initial_params(config: MtpConfig, target: Target, target_ids: np.ndarray, seed: int) -> MtpParams:
     """Return the layer of the target's checkpoint. Where it has none, it is a copy of the target's last layer, whose
     input is the mean of its two normed halves, and whose final norm is the target's. The output rows of a part of the
     tokens, `target_ids` [draft_vocab] int32, are the target's. Raises CheckpointError."""
     whole = config_of(target.config, dtype=config.layer.dtype)
-    carried = files.is_carried(target.folder, whole)
-    params = files.load_carried(target, whole) if carried else _from_last(whole, target, seed)
+    has_layer = is_carried(target.folder, whole)
+    params = load_carried(target, whole) if has_layer else _from_last(whole, target, seed)
     if not config.is_partial:
         return params
     columns = head_columns(target.params, jnp.asarray(target_ids)).astype(config.layer.dtype)
@@ -70,8 +70,8 @@ def _from_last(config: MtpConfig, target: Target, seed: int) -> MtpParams:
 
 
 def _read_last(target: Target, dtype: str) -> Layer:
-    """The target's last layer out of its checkpoint: where states are captured, or come from elsewhere, no layer is
-    loaded."""
+    """Read the target's last layer out of its checkpoint: where states are captured, or come from elsewhere, no layer
+    is loaded."""
     tensors, where = TensorFolder(target.folder), target.folder / CONFIG
     return load_params(
         target_spec(target.config).layers[-1],
@@ -84,5 +84,5 @@ def _read_last(target: Target, dtype: str) -> Layer:
 
 
 def _copy(layer: Layer, like: Layer) -> Layer:
-    """A layer's values in the dtypes of another's, as arrays of their own; quantised ones are multiplied out."""
+    """Return a layer's values in the dtypes of another's, as arrays of their own; quantised ones are multiplied out."""
     return jax.tree.map(lambda new, old: jnp.array(dequantize(old, new.dtype), new.dtype), like, layer)

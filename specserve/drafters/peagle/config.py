@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 
-from specserve.drafters.eagle.config import Eagle3Config
+from specserve.drafters.eagle3.config import Eagle3Config
 
 NUM_SLOTS = 8  # of published heads
 
@@ -14,3 +14,11 @@ class PEagleConfig:
     network: Eagle3Config
     mask_token_id: int  # stands in every slot whose token is not known
     num_slots: int  # tokens that it was trained to foresee in one pass: by the last known token, and by masked slots
+
+    @property
+    def aux_layers(self) -> tuple[int, ...]:
+        return self.network.aux_layers
+
+    @property
+    def draft_vocab_size(self) -> int:
+        return self.network.draft_vocab_size

@@ -1,26 +1,36 @@
-"""P-EAGLE behind the door of drafters (arXiv 2602.01469): an EAGLE-3 network that foresees all of its tokens in one
-pass, the further ones through masked slots."""
+"""P-EAGLE (arXiv 2602.01469): an EAGLE-3 network that foresees all of its tokens in one pass, the further ones through
+masked slots."""
 
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Aims, Costs, Rollout, Rows
-from specserve.drafters.eagle.config import Eagle3Config
-from specserve.drafters.eagle.drafter import OnEagle
-from specserve.drafters.eagle.model import Eagle3Params, draft_logits
-from specserve.drafters.follow import Following
-from specserve.drafters.peagle import costs, learn, model, propose, start
+from specserve.drafters.eagle3.drafter import OnEagle
+from specserve.drafters.eagle3.model import (
+    Eagle3Params,
+    ReadyHead,
+    draft_entries,
+    draft_states,
+    fuse_features,
+)
+from specserve.drafters.follow import FIRST_ENTRY, Following, pending_of, places
+from specserve.drafters.grow import Marginals, grow_tree
+from specserve.drafters.interface import Kind
+from specserve.drafters.learning import Costs, DraftTargets, Rollout, Rows
+from specserve.drafters.peagle import rollout as training
+from specserve.drafters.peagle import start
 from specserve.drafters.peagle.config import PEagleConfig
-from specserve.drafters.peagle.model import PEagleParams
-from specserve.drafters.words import KindName
-from specserve.kernels.matmul import Weight
+from specserve.drafters.peagle.model import PEagleParams, head_spec, inputs_with_masks
+from specserve.kernels.attention import attend
+from specserve.kernels.gather import take_each
+from specserve.models.cache import Cache, Prefix
 from specserve.models.target import TargetParams
 from specserve.speculative.drafter import SlotView, Weights
 from specserve.speculative.tree import Proposal, Tree
@@ -28,17 +38,14 @@ from specserve.speculative.tree import Proposal, Tree
 
 @dataclass(frozen=True)
 class PEagle(OnEagle):
-    """See `door.TrainedDrafter`, which says what each of these is for."""
+    """See `interface.TrainedDrafter` for the meaning of each member."""
 
     config: PEagleConfig
+    part: ClassVar[str] = "network"
 
     @property
-    def name(self) -> KindName:
+    def name(self) -> str:
         return "p-eagle"
-
-    @property
-    def network(self) -> Eagle3Config:
-        return self.config.network
 
     def network_params(self, params: PEagleParams) -> Eagle3Params:
         return params.network
@@ -47,55 +54,73 @@ class PEagle(OnEagle):
     def max_tree_depth(self) -> int | None:
         return self.config.num_slots
 
-    def with_dtype(self, dtype: str) -> "PEagle":
-        return PEagle(dataclasses.replace(self.config, network=dataclasses.replace(self.network, dtype=dtype)))
-
     def facts(self) -> Mapping[str, Any]:
-        shape = dataclasses.asdict(self.network) | {"vocab_size": self.network.draft_vocab_size}
-        return shape | {"block_size": self.config.num_slots, "mask_token": self.config.mask_token_id}
+        return {**super().facts(), "block_size": self.config.num_slots, "mask_token": self.config.mask_token_id}
 
     def propose(self, weights: Weights, state: Following, view: SlotView, tree: Tree) -> tuple[Following, Proposal]:
         draft, own = self.ready(weights), weights.draft
         assert own is not None, "a head proposes, and there is none"
-        return propose.propose_tree(draft, own.params, self.config, state, view, tree)
-
-    # its parameters
+        cache, states = look_ahead(draft, own.params, self.config, state, view, tree.depth)
+        logits = self.logits(self.output(own.params), weights.target, states)
+        slots = Marginals(view.rows, draft.vocab, view.seq_lens, logits)
+        return dataclasses.replace(state, cache=cache), grow_tree(slots, tree, view.root_ids, view.root_ids[:, None])
 
     def spec(self) -> PEagleParams:
-        return model.head_spec(self.config)
+        return head_spec(self.config)
 
-    def place(self, mesh: Mesh) -> PEagleParams:
-        return model.place(self.config, mesh)
-
-    def first_params(self, target: Target, target_ids: np.ndarray, seed: int) -> PEagleParams:
-        return start.first_params(self.config, target, target_ids, seed)
-
-    # how it learns
+    def init_params(self, target: Target, target_ids: np.ndarray, seed: int) -> PEagleParams:
+        return start.initial_params(self.config, target, target_ids, seed)
 
     def num_steps(self, rollout: int) -> int:
-        del rollout
         return self.config.num_slots
 
-    def aims(self, rows: Rows, rollout: Rollout) -> Aims:
-        del rollout
-        return learn.aims(self.config, rows)
+    def draft_targets(self, rows: Rows, rollout: Rollout) -> DraftTargets:
+        return training.targets_of_slots(self.config, rows)
 
     def learn(
-        self,
-        params: PEagleParams,
-        target: TargetParams,
-        rows: Rows,
-        aux_hidden_states: jax.Array,
-        rollout: Rollout,
+        self, params: PEagleParams, target: TargetParams, rows: Rows, aux_hidden_states: jax.Array, rollout: Rollout
     ) -> list[jax.Array]:
-        return learn.states_of_slots(params, self.config, target, rows, aux_hidden_states, rollout)
-
-    def output(self, params: PEagleParams) -> tuple[jax.Array, Weight]:
-        return params.output
-
-    def logits(self, output: tuple[jax.Array, Weight], target: TargetParams, hidden_states: jax.Array) -> jax.Array:
-        del target
-        return draft_logits(output, self.network, hidden_states)
+        return training.states_of_slots(params, self.config, target, rows, aux_hidden_states, rollout)
 
     def costs(self, rollout: Rollout, seq_len: int, mesh: Mesh | None = None) -> Costs:
-        return costs.slot_costs(self.config, rollout, seq_len, mesh)
+        return training.slot_costs(self.config, self.spec_on(mesh).network, rollout, seq_len, mesh)
+
+
+# slot d has r^d of the elements, and each element counts as much as any other
+PEAGLE = Kind(PEagle, start.new_config, lambda _given: {"train.rollout_decay": training.SHARE})
+
+
+def look_ahead(
+    draft: ReadyHead, params: PEagleParams, config: PEagleConfig, state: Following, view: SlotView, depth: int
+) -> tuple[Cache, jax.Array]:  # and the states of the root and of depth - 1 masked slots [batch, depth, d_model]
+    """Write the entries of the pending tokens, and compute the states of the masked slots, whose own entries are used
+    in this call alone."""
+    network, pages = config.network, state.cache
+    pending = pending_of(state, view, depth)
+    index, is_valid = places(view.seq_lens, pending)
+    known, masked = index.shape[1], jnp.arange(depth - 1, dtype=index.dtype)
+    position_ids = jnp.concatenate([index, view.seq_lens[:, None] + 1 + masked], axis=1)
+    features = fuse_features(params.network, network, pending.aux_hidden_states)
+    inputs = inputs_with_masks(params, config, draft.embedding, pending.token_ids, features, position_ids)
+
+    # pending rows are padded behind their last token, and masked slots stand behind the padding
+    is_entry = is_valid & (index >= FIRST_ENTRY)
+    is_key = jnp.pad(is_entry, ((0, 0), (0, depth - 1)), constant_values=True)
+    offset = jnp.arange(known + depth - 1)
+    mask = (offset[:, None] >= offset) & is_key[:, None]
+    before = Prefix(view.read_table, index[:, 0], FIRST_ENTRY)
+    top, entries = draft_entries(
+        params.network, network, inputs, lambda i, q, k, v: attend(q, k, v, mask, pages.attended(i, before))
+    )
+    # the last layer runs for those that predict: the root, which is the last pending token, and the masked slots
+    root = jnp.maximum(pending.count - 1, 0)[:, None]
+    ahead = jnp.concatenate([root, jnp.broadcast_to(known + masked, (len(root), depth - 1))], axis=1)
+    top, sees = jax.tree.map(lambda x: take_each(x, ahead), (top, mask))
+    last = network.num_layers - 1
+    states = draft_states(
+        params.network, network, top, lambda q: attend(q, *entries[last], sees, pages.attended(last, before))
+    )
+    # always true, but known only once all layers have read the pages: see `speculative.step._has_run`
+    is_kept = is_entry & jnp.isfinite(states[:, :1, 0])
+    kept = tuple((k[:, :known], v[:, :known]) for k, v in entries)
+    return pages.write(kept, view.page_table, index, is_kept), states

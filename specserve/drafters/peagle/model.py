@@ -2,18 +2,16 @@
 
 Entry t of a sequence consumes (the target's feature at t-1, the token at t), as in EAGLE-3, and predicts the token at
 t+1. Masked slots after it consume (a learned feature, the mask's token), and slot j predicts the token at t+1+j. A slot
-sees the entries of the sequence and the slots before it. Who attends to what is the caller's business, so that training
-and serving share these functions.
+sees the entries of the sequence and the slots before it. The caller decides what attends to what, so that training and
+serving share these functions.
 """
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
 
-from specserve.drafters.eagle.model import DraftInputs, Eagle3Params, draft_inputs, draft_spec, fuse_features
+from specserve.drafters.eagle3.model import DraftInputs, Eagle3Params, draft_inputs, draft_spec, fuse_features
 from specserve.drafters.peagle.config import PEagleConfig
 from specserve.kernels.matmul import Weight
-from specserve.mesh import shardings
 from specserve.models.params import ParamSpec
 from specserve.pytree import pytree
 
@@ -39,12 +37,6 @@ def head_spec(config: PEagleConfig) -> PEagleParams:
     """The parameters of a head as `ParamSpec`s."""
     mask: object = mask_spec(config)
     return PEagleParams(draft_spec(config.network), mask)  # type: ignore[arg-type]
-
-
-def place(config: PEagleConfig, mesh: Mesh) -> PEagleParams:
-    """Return where each parameter lives. A parameter that the mesh does not divide is whole on every device."""
-    heads = {"heads": config.network.num_heads, "kv_heads": config.network.num_kv_heads}
-    return shardings(head_spec(config), mesh, heads)
 
 
 def masked_feature(params: PEagleParams, config: PEagleConfig) -> jax.Array:  # [1, 1, d_model]

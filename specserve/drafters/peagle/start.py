@@ -1,13 +1,14 @@
 """The head that a run begins with."""
 
+from typing import Any
+
 import jax
 import numpy as np
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.eagle import start
+from specserve.drafters.eagle3 import start
 from specserve.drafters.peagle.config import NUM_SLOTS, PEagleConfig
 from specserve.drafters.peagle.model import PEagleParams, mask_spec
-from specserve.drafters.settings import DraftSettings
 from specserve.errors import ConfigError
 from specserve.models.config import ModelConfig
 from specserve.models.params import init_params
@@ -15,7 +16,7 @@ from specserve.models.params import init_params
 FEWEST_LAYERS, MOST_LAYERS = 2, 4
 
 
-def new_config(settings: DraftSettings, target: ModelConfig, draft_vocab_size: int) -> PEagleConfig:
+def new_config(settings: Any, target: ModelConfig, draft_vocab_size: int) -> PEagleConfig:
     """The head's shape: an EAGLE-3 head's with more layers, as all slots share one pass. Raises ConfigError."""
     if settings.block_size == 1:
         raise ConfigError("draft.block_size 1: a head without a masked slot is an EAGLE-3 head; give 2 or more")
@@ -27,8 +28,8 @@ def new_config(settings: DraftSettings, target: ModelConfig, draft_vocab_size: i
     return PEagleConfig(network, mask_token_id, settings.block_size or NUM_SLOTS)
 
 
-def first_params(config: PEagleConfig, target: Target, target_ids: np.ndarray, seed: int) -> PEagleParams:
-    """Make a fresh network (`eagle.start.first_params`), and masked states drawn with deviation 1."""
-    network = start.first_params(config.network, target, target_ids, seed)
+def initial_params(config: PEagleConfig, target: Target, target_ids: np.ndarray, seed: int) -> PEagleParams:
+    """Make a fresh network (`eagle.start.initial_params`), and masked states drawn with deviation 1."""
+    network = start.initial_params(config.network, target, target_ids, seed)
     key = jax.random.fold_in(jax.random.key(seed), 1)
     return PEagleParams(network, init_params(mask_spec(config), key, config.network.dtype))

@@ -17,7 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from specserve.drafters.door import TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
 from specserve.eval.bench.step_times import bytes_read, read_bandwidth
 from specserve.kernels.grouped import expected_experts
 from specserve.models.config import ModelConfig

@@ -15,8 +15,8 @@ from specserve.checkpoints.configs import find_config
 from specserve.checkpoints.load import Quantization, Target, in_eight_bits
 from specserve.checkpoints.source import BUNDLED, resolve_head
 from specserve.checkpoints.tensors import read_json
-from specserve.drafters.door import Head
-from specserve.drafters.words import DEFAULT_KIND
+from specserve.drafters.interface import Head
+from specserve.drafters.registry import DEFAULT_KIND
 from specserve.errors import ConfigError
 from specserve.eval.prompts import RANDOM
 from specserve.eval.settings import BenchRun, LatencyRun, ThroughputRun
@@ -82,7 +82,7 @@ def random_head(name: str, target: Target, *, mesh: Mesh | None = None) -> Head:
     chosen = np.random.default_rng(0).permutation(target.config.vocab_size)[: drafter.draft_vocab_size]
     target_ids = np.sort(chosen).astype(np.int32)
     stored = _stored_dtype(name)
-    params = jax.tree.map(lambda x: x.astype(stored).astype(x.dtype), drafter.first_params(target, target_ids, 0))
+    params = jax.tree.map(lambda x: x.astype(stored).astype(x.dtype), drafter.init_params(target, target_ids, 0))
     return Head(drafter, params if mesh is None else jax.device_put(params, drafter.place(mesh)), target_ids)
 
 

@@ -39,7 +39,7 @@ BLOCK_LAYERS = _keys(
     "error",
     "another number of layers is stated than there are tensors of",
     why="engines leave layers out, or run some whose weights are whatever is in memory there",
-    mended="write the number that the tensors are of",
+    repaired="write the number that the tensors are of",
     by_hand="find out which is wrong: tensors may be lost",
 )
 MASK_TOKEN = _keys(
@@ -63,21 +63,21 @@ FORGOTTEN_WINDOW = _masks(
     "error",
     "use_sliding_window is not true, beside layers that slide",
     why="transformers forgets the window then, so that the package `dflash` runs without",
-    mended="write true",
+    repaired="write true",
 )
 USE_SWA = _masks(
     "use-swa",
     "warning",
     "windows are stated by use_swa alone",
     why="vLLM reads it, SGLang and the package `dflash` run without windows",
-    mended="write layer_types, sliding_window and is_causal too",
+    repaired="write layer_types, sliding_window and is_causal too",
 )
 ALL_CAUSAL = _masks(
     "all-causal",
     "warning",
     "sliding_window_non_causal is not true, beside layers without windows",
     why="vLLM makes all layers causal by it, those without windows too, which were trained to see the whole block",
-    mended="write true, which changes nothing where no layer has a window",
+    repaired="write true, which changes nothing where no layer has a window",
     by_hand="serve it with another engine than vLLM: the layout cannot say it",
 )
 SINKS = _masks(
@@ -85,7 +85,7 @@ SINKS = _masks(
     "error",
     "attention sinks are there, attention_sink_bias is not",
     why="attention is computed without them",
-    mended="write dflash_config.attention_sink_bias: true",
+    repaired="write dflash_config.attention_sink_bias: true",
 )
 _target = partial(Check, "block drafters: target")
 OTHER_TARGET = _target(
@@ -107,7 +107,7 @@ TAPS_UNSTATED = _target(
     "warning",
     "no taps are stated",
     why="every engine takes default ones, and speculators none",
-    mended="write the default ones of the package `dflash`",
+    repaired="write the default ones of the package `dflash`",
 )
 TAPS_SLIPPED = _target(
     "taps-slipped",
@@ -128,14 +128,14 @@ BLOCK_POSITIONS = _target(
     "error",
     "the head ends before the target does",
     why="vLLM crashes on prompts that are longer",
-    mended="write the target's",
+    repaired="write the target's",
 )
 BLOCK_ROPE = _target(
     "block-rope",
     "warning",
     "nothing is said about rotary embeddings",
     why="vLLM turns by theta 1,000,000, transformers by 10,000",
-    mended="write the target's",
+    repaired="write the target's",
     by_hand="give --target",
 )
 _tensors = partial(Check, "block drafters: tensors")
@@ -165,7 +165,7 @@ DRAFT_VOCABULARY = _tensors(
     "error",
     "d2t and t2d do not say which tokens the rows of lm_head.weight are for",
     why="it would propose other tokens than it means",
-    mended="write offsets (target id = i + d2t[i])",
+    repaired="write offsets (target id = i + d2t[i])",
     by_hand="take both from the checkpoint that the head was trained with",
 )
 

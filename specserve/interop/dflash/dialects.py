@@ -13,19 +13,19 @@ from typing import Any, Literal
 
 from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.start import NAMES, default_taps
-from specserve.drafters.published import D2T, EMBEDDING, OUTPUT, inner, is_eps, rope_keys
-from specserve.drafters.words import Dialect, KindName
 from specserve.errors import ConfigError
+from specserve.interop.format import Dialect
+from specserve.interop.published import D2T, EMBEDDING, OUTPUT, inner, is_eps, rope_keys
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.rope import rope_from_hf
 
 Layout = Literal["z-lab", "speculators"]
-ARCHITECTURES: Mapping[KindName, tuple[str, ...]] = {  # the first is the one that is written
+ARCHITECTURES: Mapping[str, tuple[str, ...]] = {  # the first is the one that is written
     "dflash": ("DFlashDraftModel", "DFlashSpeculator"),
     "dspark": ("Qwen3DSparkModel", "DSparkSpeculator", "DSparkDraftModel"),
     "dflash2": ("DFlash2DraftModel",),
 }
-_SPECULATORS: Mapping[KindName, str] = {
+_SPECULATORS: Mapping[str, str] = {
     "dflash": "DFlashSpeculator",
     "dspark": "DSparkSpeculator",
     "dflash2": "DFlash2DraftModel",
@@ -69,6 +69,8 @@ UNCOMPUTED: Mapping[str, tuple[object, ...]] = {  # with the values that change 
     "projector_type": (None, "dflash"),
     "shift_label": (None, False),
 }
+OF_TARGET = "the target's own, which it was trained beside"
+SKIPPED = {r"verifier_(norm|lm_head)\.weight": OF_TARGET}  # tensors that are not read
 _DIALECTS = (("layers.0.", "midlayer."), ("fc.", "encoder.fc."), ("hidden_norm.", "encoder.output_norm_enc."))
 
 
@@ -80,7 +82,7 @@ class Stated:
     top: Mapping[str, Any]  # of the layers, and what stands beside them
     own: Mapping[str, Any]  # dflash_config
     where: str
-    kind: KindName
+    kind: str
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a value from wherever it stands."""
@@ -106,7 +108,7 @@ def is_speculators(raw: Mapping[str, Any]) -> bool:
     return LAYER in raw or "speculators_model_type" in raw
 
 
-def kind_named(raw: Mapping[str, Any]) -> KindName | None:
+def kind_named(raw: Mapping[str, Any]) -> str | None:
     """Return the kind of DFlash drafter that a config.json is of, or None where it is of none of them."""
     if "speculators_model_type" in raw:
         return next((kind for kind in ARCHITECTURES if kind == raw["speculators_model_type"]), None)

@@ -14,10 +14,10 @@ from specserve.checkpoints.tensors import CONFIG, SINGLE_FILE, TensorFolder, rea
 from specserve.drafters.dflash.config import DFlashConfig, short_windows
 from specserve.drafters.dflash.model import head_spec
 from specserve.drafters.dflash.start import default_taps
-from specserve.drafters.published import D2T, T2D, read_vocab, rope_keys, vocab_to_tensors
 from specserve.errors import ConfigError
-from specserve.interop.dflash import catalogue, dialects, files
+from specserve.interop.dflash import catalogue, dialects
 from specserve.interop.findings import Copy, DoctorReport, Finding, describe, put
+from specserve.interop.published import D2T, T2D, read_vocab, rope_keys, vocab_to_tensors
 from specserve.interop.values import check_values
 from specserve.models.params import specs
 from specserve.models.rope import plain_rope
@@ -25,7 +25,7 @@ from specserve.models.rope import plain_rope
 _SINKS = re.compile(r".*\.attention_sink_bias")
 
 
-class BlockPatient:
+class BlockFiles:
     """The files of a head under examination, and what can be read from them."""
 
     def __init__(self, folder: Path, target: Target | None) -> None:
@@ -91,14 +91,14 @@ class BlockPatient:
         return "independent"
 
 
-def check_keys(patient: BlockPatient) -> Iterator[Finding]:
+def check_keys(files: BlockFiles) -> Iterator[Finding]:
     """Check that every key is known, stated once, and computed here."""
-    stated = patient.stated
+    stated = files.stated
     if wrong := dialects.bad_sizes(stated):
         got = ", ".join(f"{key}: {stated.get(key)!r}" for key in wrong)
         yield catalogue.SIZES.found(CONFIG, "positive whole numbers, block_size at least 2", got)
     for key in stated.unknown:
-        yield catalogue.UNKNOWN_KEY.found(f"{CONFIG}: {key}", "a key of the layout", repr(_value(patient.raw, key)))
+        yield catalogue.UNKNOWN_KEY.found(f"{CONFIG}: {key}", "a key of the layout", repr(_value(files.raw, key)))
     for key in sorted({*stated.own} & {*stated.top}):
         if (one := stated.own[key]) != (other := stated.top[key]) and None not in (one, other):
             got = f"{one!r} in {dialects.OWN}, {other!r} beside it"
@@ -111,12 +111,12 @@ def check_keys(patient: BlockPatient) -> Iterator[Finding]:
         if (value := stated.get(key)) not in harmless:
             yield catalogue.UNCOMPUTED.found(f"{CONFIG}: {key}", repr(harmless[-1]), repr(value), key=key)
     told = stated.get("num_hidden_layers")
-    if patient.has_sizes and told != patient.num_layers:
-        is_cut = type(told) is int and told > patient.num_layers  # or the config is of another head
-        fix = None if is_cut else put("num_hidden_layers", patient.num_layers, in_layer=True)
-        yield catalogue.BLOCK_LAYERS.found(f"{CONFIG}: num_hidden_layers", str(patient.num_layers), repr(told), fix)
+    if files.has_sizes and told != files.num_layers:
+        is_cut = type(told) is int and told > files.num_layers  # or the config is of another head
+        fix = None if is_cut else put("num_hidden_layers", files.num_layers, in_layer=True)
+        yield catalogue.BLOCK_LAYERS.found(f"{CONFIG}: num_hidden_layers", str(files.num_layers), repr(told), fix)
     mask, vocab_size = stated.get("mask_token_id"), stated.get("vocab_size")
-    if patient.has_sizes and (type(mask) is not int or not 0 <= mask < vocab_size):
+    if files.has_sizes and (type(mask) is not int or not 0 <= mask < vocab_size):
         yield catalogue.MASK_TOKEN.found(f"{CONFIG}: mask_token_id", f"0..{vocab_size - 1}", repr(mask))
 
 
@@ -127,10 +127,10 @@ def _value(raw: dict[str, Any], key: str) -> Any:
     return raw.get(key, "stated")
 
 
-def check_masks(patient: BlockPatient) -> Iterator[Finding]:
+def check_masks(files: BlockFiles) -> Iterator[Finding]:
     """Check that every engine reads the same windows and causality from the config."""
-    stated = patient.stated
-    if not patient.has_sizes:
+    stated = files.stated
+    if not files.has_sizes:
         return
     try:
         windows = dialects.read_windows(stated)
@@ -147,10 +147,10 @@ def check_masks(patient: BlockPatient) -> Iterator[Finding]:
         yield catalogue.FORGOTTEN_WINDOW.found(f"{CONFIG}: use_sliding_window", "true", got, fix)
     if any(windows) and dialects.SLIDING not in kinds:
 
-        def spell(mended: Copy) -> None:
-            mended.layer["layer_types"] = [dialects.SLIDING] * len(windows)
-            mended.layer.update(sliding_window=windows[0], use_sliding_window=True, max_window_layers=0)
-            mended.raw["is_causal"] = causal[0]
+        def spell(repaired: Copy) -> None:
+            repaired.layer["layer_types"] = [dialects.SLIDING] * len(windows)
+            repaired.layer.update(sliding_window=windows[0], use_sliding_window=True, max_window_layers=0)
+            repaired.raw["is_causal"] = causal[0]
 
         yield catalogue.USE_SWA.found(f"{CONFIG}: layer_types", "layers that slide", "nothing", spell)
     key = "sliding_window_non_causal"
@@ -158,20 +158,20 @@ def check_masks(patient: BlockPatient) -> Iterator[Finding]:
         fix = None if any(windows) else put(key, True)
         yield catalogue.ALL_CAUSAL.found(f"{CONFIG}: {key}", "true", "False", fix)
     has_flag = stated.get("attention_sink_bias", stated.get("add_swa_attention_sink_bias", False))
-    if any(map(_SINKS.fullmatch, patient.names)) and not has_flag:
+    if any(map(_SINKS.fullmatch, files.names)) and not has_flag:
 
-        def say(mended: Copy) -> None:
-            mended.raw.setdefault(dialects.OWN, {})["attention_sink_bias"] = True
+        def say(repaired: Copy) -> None:
+            repaired.raw.setdefault(dialects.OWN, {})["attention_sink_bias"] = True
 
         yield catalogue.SINKS.found(f"{CONFIG}: {dialects.OWN}.attention_sink_bias", "true", "nothing", say)
 
 
-def check_target(patient: BlockPatient) -> Iterator[Finding]:
+def check_target(files: BlockFiles) -> Iterator[Finding]:
     """Check that the head's sizes are those of its target, and that it can follow sequences as long."""
-    stated = patient.stated
-    if patient.target is None or not patient.has_sizes:
+    stated = files.stated
+    if files.target is None or not files.has_sizes:
         return
-    target = patient.target.config
+    target = files.target.config
     width = stated.get("target_hidden_size", stated.get("hidden_size"))
     for key, got, wanted in (
         ("vocab_size", stated.get("vocab_size"), target.vocab_size),
@@ -179,7 +179,7 @@ def check_target(patient: BlockPatient) -> Iterator[Finding]:
         ("num_target_layers", stated.get("num_target_layers", target.num_layers), target.num_layers),
     ):
         if got != wanted:
-            expected = f"{wanted:,}, as in {patient.target.folder}"
+            expected = f"{wanted:,}, as in {files.target.folder}"
             yield catalogue.OTHER_TARGET.found(f"{CONFIG}: {key}", expected, f"{got:,}")
     length = stated.get("max_position_embeddings")
     if length is None or length < target.max_len:
@@ -188,39 +188,39 @@ def check_target(patient: BlockPatient) -> Iterator[Finding]:
         yield catalogue.BLOCK_POSITIONS.found(where, expected, "nothing" if length is None else f"{length:,}", fix)
 
 
-def check_rope(patient: BlockPatient) -> Iterator[Finding]:
+def check_rope(files: BlockFiles) -> Iterator[Finding]:
     """Check that rotary settings are stated."""
-    if any(patient.stated.get(key) is not None for key in ("rope_theta", "rope_scaling", "rope_parameters")):
+    if any(files.stated.get(key) is not None for key in ("rope_theta", "rope_scaling", "rope_parameters")):
         return
-    rope = plain_rope(patient.target.config.rope) if patient.target else None
+    rope = plain_rope(files.target.config.rope) if files.target else None
 
-    def fix(mended: Copy) -> None:
+    def fix(repaired: Copy) -> None:
         assert rope is not None, "the target's"
-        mended.layer.update(rope_keys(rope))
+        repaired.layer.update(rope_keys(rope))
 
     expected = f"{rope.kind}, theta {rope.theta:g}" if rope else "rope_theta or rope_parameters"
     yield catalogue.BLOCK_ROPE.found(f"{CONFIG}: rope_parameters", expected, "nothing", fix if rope else None)
 
 
-def check_taps(patient: BlockPatient) -> Iterator[Finding]:
+def check_taps(files: BlockFiles) -> Iterator[Finding]:
     """Check that the taps are stated, are layers of the target, and are counted as their key counts them."""
-    stated, num_layers = patient.stated, patient.num_target_layers
-    if not patient.has_sizes:
+    stated, num_layers = files.stated, files.num_target_layers
+    if not files.has_sizes:
         return
     try:
         found = dialects.stated_taps(stated)
-        taps = dialects.read_taps(stated, patient.target.config if patient.target else None)
+        taps = dialects.read_taps(stated, files.target.config if files.target else None)
     except ConfigError as error:
         yield catalogue.TAPS.found(CONFIG, "layers of the target, the same in all keys", str(error))
         return
     is_nested = stated.layout == "speculators"
     if not found:
 
-        def write(mended: Copy) -> None:
+        def write(repaired: Copy) -> None:
             if is_nested:
-                mended.raw[dialects.INPUT_TAPS[0]] = [i + 1 for i in taps]
+                repaired.raw[dialects.INPUT_TAPS[0]] = [i + 1 for i in taps]
             else:
-                mended.raw.setdefault(dialects.OWN, {})[dialects.TAPS] = list(taps)
+                repaired.raw.setdefault(dialects.OWN, {})[dialects.TAPS] = list(taps)
 
         fix = write if num_layers else None
         if fix:
@@ -241,52 +241,52 @@ def check_taps(patient: BlockPatient) -> Iterator[Finding]:
         yield catalogue.TAPS_SLIPPED.found(f"{CONFIG}: {key}", f"{list(usual)} are the usual ones", got)
 
 
-def check_tensors(patient: BlockPatient) -> Iterator[Finding]:
+def check_tensors(files: BlockFiles) -> Iterator[Finding]:
     """Check that the tensors are those that config.json asks for, and hold weights."""
-    used = {patient.rename(name) for name in (D2T, T2D)}
-    if patient.config is not None:
-        for spec in specs(head_spec(patient.config)):
-            stored, expected = patient.rename(spec.name), f"{list(spec.stored_shape)}"
+    used = {files.rename(name) for name in (D2T, T2D)}
+    if files.config is not None:
+        for spec in specs(head_spec(files.config)):
+            stored, expected = files.rename(spec.name), f"{list(spec.stored_shape)}"
             used.add(stored)
-            if stored not in patient.names:
+            if stored not in files.names:
                 yield catalogue.MISSING.found(SINGLE_FILE, expected, "nothing", name=stored)
-            elif (shape := patient.tensors.shape(stored)) != spec.stored_shape:
-                where = f"{patient.tensors.file(stored).name}: {stored}"
+            elif (shape := files.tensors.shape(stored)) != spec.stored_shape:
+                where = f"{files.tensors.file(stored).name}: {stored}"
                 yield catalogue.SHAPE.found(where, expected, f"{list(shape)}", name=stored)
-        harmless = [*files.SKIPPED, r"(.*\.)?rotary_emb\.inv_freq"]
-        for name in sorted(patient.names - used):
+        harmless = [*dialects.SKIPPED, r"(.*\.)?rotary_emb\.inv_freq"]
+        for name in sorted(files.names - used):
             if not any(re.fullmatch(pattern, name) for pattern in harmless):
-                where, got = patient.tensors.file(name).name, f"{list(patient.tensors.shape(name))}"
+                where, got = files.tensors.file(name).name, f"{list(files.tensors.shape(name))}"
                 yield catalogue.UNKNOWN.found(where, "nothing", got, name=name)
-    tables = {patient.rename(name) for name in (D2T, T2D)}
-    yield from check_values(patient.tensors, patient.names - tables)
+    tables = {files.rename(name) for name in (D2T, T2D)}
+    yield from check_values(files.tensors, files.names - tables)
 
 
-def check_vocabulary(patient: BlockPatient) -> Iterator[Finding]:
+def check_vocabulary(files: BlockFiles) -> Iterator[Finding]:
     """Check that d2t and t2d say which tokens the rows are for."""
-    config = patient.config
+    config = files.config
     if config is None or not dialects.is_partial(config):
         return
-    stored = [patient.rename(name) for name in (D2T, T2D)]
-    d2t, t2d = (patient.tensors.read(name) if name in patient.names else None for name in stored)
+    stored = [files.rename(name) for name in (D2T, T2D)]
+    d2t, t2d = (files.tensors.read(name) if name in files.names else None for name in stored)
     rows, size = config.draft_vocab_size, config.backbone.vocab_size
     vocab = read_vocab(d2t, t2d, rows, size)
     if vocab.reading == "offset" and vocab.is_sorted and (t2d is None or vocab.agrees):
         return
     target_ids = vocab.target_ids if vocab.is_sorted and vocab.reading in ("absolute", "mask") else None
 
-    def fix(mended: Copy) -> None:
+    def fix(repaired: Copy) -> None:
         assert target_ids is not None, "read, or there is no fix"
         for name in stored:
-            mended.tensors.pop(name, None)
-        mended.tensors |= vocab_to_tensors(np.asarray(target_ids), size)
+            repaired.tensors.pop(name, None)
+        repaired.tensors |= vocab_to_tensors(np.asarray(target_ids), size)
 
     expected = f"{rows:,} ascending offsets to ids below {size:,}, and a mask that agrees"
     got = f"d2t {describe(d2t)}; t2d {describe(t2d)}"
     yield catalogue.DRAFT_VOCABULARY.found(SINGLE_FILE, expected, got, fix if target_ids is not None else None)
 
 
-_CHECKS: tuple[Callable[[BlockPatient], Iterator[Finding]], ...] = (
+_CHECKS: tuple[Callable[[BlockFiles], Iterator[Finding]], ...] = (
     check_keys,
     check_masks,
     check_target,
@@ -300,10 +300,10 @@ _CHECKS: tuple[Callable[[BlockPatient], Iterator[Finding]], ...] = (
 def examine(folder: Path, target: Target | None) -> DoctorReport:
     """Make all checks. Without a target, those that need one are left out. Raises CheckpointError where there is
     nothing to look at: no config.json, no whole safetensors file."""
-    patient = BlockPatient(folder, target)
-    findings = [finding for check in _CHECKS for finding in check(patient)]
-    if patient.unread and not any(finding.level == "error" for finding in findings):
-        findings.append(catalogue.SIZES.found(CONFIG, "a head that can be made", patient.unread))
-    tensors = patient.tensors
+    files = BlockFiles(folder, target)
+    findings = [finding for check in _CHECKS for finding in check(files)]
+    if files.unread and not any(finding.level == "error" for finding in findings):
+        findings.append(catalogue.SIZES.found(CONFIG, "a head that can be made", files.unread))
+    tensors = files.tensors
     rows = [(name, tensors.shape(name), tensors.dtype(name).name) for name in sorted(tensors.names())]
-    return DoctorReport(folder, patient.stated.layout, patient.facts(), rows, findings)
+    return DoctorReport(folder, files.stated.layout, files.facts(), rows, findings)

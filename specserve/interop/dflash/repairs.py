@@ -12,11 +12,11 @@ from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
 from specserve.drafters.dflash.config import DFlashConfig
 from specserve.drafters.dflash.start import FEWEST_MORE, default_taps
-from specserve.drafters.published import inner, rope_keys
 from specserve.errors import ConfigError
 from specserve.interop.dflash import dialects
 from specserve.interop.findings import Copy, Repair
-from specserve.interop.mending import change, exchange, masks, tap_order
+from specserve.interop.published import inner, rope_keys
+from specserve.interop.repairs import change, exchange, masks, tap_order
 from specserve.models.rope import plain_rope
 
 _NORMS = (
@@ -51,11 +51,11 @@ def _put(**values: object) -> Callable[[Copy], None]:
     """Make a fix that writes keys wherever they stand. A key that stands nowhere yet is written beside the layers'
     settings."""
 
-    def fix(mended: Copy) -> None:
-        places = [mended.raw.get(dialects.OWN), mended.raw.get(dialects.LAYER), mended.raw]
+    def fix(repaired: Copy) -> None:
+        places = [repaired.raw.get(dialects.OWN), repaired.raw.get(dialects.LAYER), repaired.raw]
         for key, value in values.items():
             there = [place for place in places if isinstance(place, dict) and key in place]
-            for place in there or [mended.layer]:
+            for place in there or [repaired.layer]:
                 place[key] = value
 
     return fix
@@ -81,10 +81,10 @@ def _taps(config: DFlashConfig, num_layers: int) -> Iterator[Repair]:
 
 
 def _set_taps(layers: tuple[int, ...]) -> Callable[[Copy], None]:
-    def fix(mended: Copy) -> None:
-        stated = dialects.stated_taps(dialects.read_stated(mended.raw, CONFIG))
+    def fix(repaired: Copy) -> None:
+        stated = dialects.stated_taps(dialects.read_stated(repaired.raw, CONFIG))
         for key in stated or (dialects.TAPS,):
-            _put(**{key: [i + (key != dialects.TAPS) for i in layers]})(mended)
+            _put(**{key: [i + (key != dialects.TAPS) for i in layers]})(repaired)
 
     return fix
 
@@ -113,12 +113,12 @@ def _set_window(window: int, num_layers: int) -> Callable[[Copy], None]:
     kinds = [dialects.SLIDING if window else dialects.FULL] * num_layers
     keys = {"use_sliding_window": window > 0, "sliding_window": window or None, "layer_types": kinds}
 
-    def fix(mended: Copy) -> None:
-        for place in (mended.raw, mended.raw.get(dialects.OWN)):
+    def fix(repaired: Copy) -> None:
+        for place in (repaired.raw, repaired.raw.get(dialects.OWN)):
             for key in ("use_swa", "swa_window_size"):
                 if isinstance(place, dict):
                     place.pop(key, None)
-        _put(**keys)(mended)
+        _put(**keys)(repaired)
 
     return fix
 

@@ -8,12 +8,13 @@ import numpy as np
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, TensorFolder, listed, read_json
-from specserve.drafters.mtp import files
+from specserve.drafters.mtp.carried import own_names, shared_tables
 from specserve.drafters.mtp.config import MtpConfig
 from specserve.drafters.mtp.model import draft_spec
-from specserve.drafters.published import D2T, T2D
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.findings import Check, DoctorReport, Finding
+from specserve.interop.mtp import layouts
+from specserve.interop.published import D2T, T2D
 from specserve.models.families import model_config
 from specserve.models.params import specs
 
@@ -59,14 +60,14 @@ CHECKS = (UNREADABLE, TENSORS, STRANGE, NUMBERS, VOCABULARY)
 def examine(folder: Path, target: Target | None) -> DoctorReport:
     """Make all checks. Without a target, the layer's own config.json stands for it. Raises CheckpointError where there
     is nothing to look at."""
-    tensors, raw = files.opened(folder), read_json(folder / CONFIG)
+    tensors, raw = layouts.opened(folder), read_json(folder / CONFIG)
     findings: list[Finding] = []
     facts = {"kind": "a layer of multi-token prediction"}
     names = tensors.names()
     try:
-        own = model_config(files.of_target(raw), dtype="float32", where=str(folder / CONFIG))
+        own = model_config(layouts.of_target(raw), dtype="float32", where=str(folder / CONFIG))
         wanted = target.config if target is not None else own
-        config = files.read_config(folder, wanted, str(target.folder) if target else "its target", dtype="float32")
+        config = layouts.read_config(folder, wanted, str(target.folder) if target else "its target", dtype="float32")
     except (ConfigError, CheckpointError) as error:
         findings.append(UNREADABLE.found(str(folder), "a layer of the target", str(error)))
     else:
@@ -76,28 +77,28 @@ def examine(folder: Path, target: Target | None) -> DoctorReport:
             "vocabulary": f"{config.draft_vocab_size:,} of {own.vocab_size:,}",
         }
         findings += _look(tensors, config)
-        names = files.own_names(names, config)
+        names = own_names(names, config, layouts.name_in(names, config.layout))
     rows = [(name, tensors.shape(name), tensors.dtype(name).name) for name in sorted(names)]
-    return DoctorReport(folder, "speculators" if files.LAYER_CONFIG in raw else "checkpoint", facts, rows, findings)
+    return DoctorReport(folder, "speculators" if layouts.LAYER_CONFIG in raw else "checkpoint", facts, rows, findings)
 
 
 def _look(tensors: TensorFolder, config: MtpConfig) -> list[Finding]:
     findings = []
     names = tensors.names()
-    stored = files.name_in(names, config.layout)
+    stored = layouts.name_in(names, config.layout)
     wanted = {stored(name): spec.stored_shape for spec in specs(draft_spec(config)) for name in spec.names}
     lacking = [f"{name} {shape}" for name, shape in wanted.items() if name not in names]
     found = {name: tensors.shape(name) for name in wanted.keys() & names}
     odd = [f"{name} {shape}, not {wanted[name]}" for name, shape in sorted(found.items()) if shape != wanted[name]]
     if lacking or odd:
         findings.append(TENSORS.found("safetensors", "all of the layer", listed([*lacking, *odd])))
-    own = files.own_names(names, config)
-    tables = {stored(name) for name in files.shared_tables(config.layer, config.layout)} | {D2T, T2D}
+    own = own_names(names, config, layouts.name_in(names, config.layout))
+    tables = {stored(name) for name in shared_tables(config.layer, config.layout)} | {D2T, T2D}
     scales = {name for name in own if "scale" in name.rsplit(".", 1)[-1]}
     if strange := sorted(own - wanted.keys() - tables - scales):
         findings.append(STRANGE.found("safetensors", "the layer alone", listed(strange)))
     try:
-        files.read_target_ids(tensors, config, "its tables")
+        layouts.read_target_ids(tensors, config, "its tables")
     except CheckpointError as error:
         findings.append(
             VOCABULARY.found("safetensors", f"{config.draft_vocab_size:,} tokens of the target", str(error))

@@ -9,28 +9,29 @@ from pathlib import Path
 import numpy as np
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.mtp import files
+from specserve.drafters.mtp.carried import is_whole
 from specserve.drafters.mtp.config import MtpConfig
 from specserve.errors import CheckpointError, ConfigError
 from specserve.interop.findings import Repair
-from specserve.interop.mending import change, exchange
+from specserve.interop.mtp import layouts
+from specserve.interop.repairs import change, exchange
 
 
 def list_repairs(folder: Path, target: Target) -> Iterator[Repair]:
     """List all repairs that are worth a try. There are none where the folder cannot be read as a layer of this target,
     nor where it is a whole checkpoint, whose layer was not converted."""
-    names = files.opened(folder).names()
+    names = layouts.opened(folder).names()
     try:
-        config = files.read_config(folder, target.config, str(target.folder), dtype="float32")
+        config = layouts.read_config(folder, target.config, str(target.folder), dtype="float32")
     except (ConfigError, CheckpointError):
         return
-    if not files.is_whole(names, config.layer):
+    if not is_whole(names, config.layer):
         yield from _all(config, names)
 
 
 def _all(config: MtpConfig, names: frozenset[str]) -> Iterator[Repair]:
     layout, width = config.layout, config.layer.d_model
-    rename = functools.partial(files.name_in, layout=layout)
+    rename = functools.partial(layouts.name_in, layout=layout)
     stored = rename(names)
     norms = [f"{name}.weight" for name in (layout.token_norm, layout.hidden_norm, layout.norm)]
     for one, other in itertools.combinations(norms, 2):

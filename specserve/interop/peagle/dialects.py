@@ -9,13 +9,13 @@ layer ids name the INPUT of layer i + 1. Nobody wrote such heads for SGLang.
 from collections.abc import Mapping
 from typing import Any
 
-from specserve.drafters.eagle.config import Eagle3Config
+from specserve.drafters.eagle3.config import Eagle3Config
 from specserve.drafters.peagle.config import NUM_SLOTS, PEagleConfig
 from specserve.drafters.peagle.model import mask_spec
-from specserve.drafters.words import Dialect
 from specserve.errors import ConfigError
-from specserve.interop.eagle.dialects import FLAGS, MASK_KEYS, TAP_IDS, mask_ids, unsupported
-from specserve.interop.eagle.patient import EAGLE3, Family
+from specserve.interop.eagle3.dialects import FLAGS, MASK_KEYS, TAP_IDS, mask_ids, unsupported
+from specserve.interop.eagle3.head_files import EAGLE3, Family
+from specserve.interop.format import Dialect
 
 ARCHITECTURE, MODEL_TYPE = "PEagleDraftModel", "peagle"
 OWN = frozenset((ARCHITECTURE, "PEagleSpeculator", "LlamaForCausalLMPeagle"))
@@ -113,9 +113,3 @@ def config_to_hf(config: PEagleConfig, raw: Mapping[str, Any], dialect: Dialect)
         "embed_requires_grad": True,
         "speculators_config": proposals | {"algorithm": MODEL_TYPE, "proposal_methods": methods},
     }
-
-
-def unknown_to(dialect: Dialect, config: PEagleConfig) -> list[str]:
-    """List what of a head the engine that a flavour is for does not compute, as its public code reads today."""
-    del config
-    return ["masked slots, so it runs no P-EAGLE head"] if dialect in ("sglang", "sglang-jax") else []

@@ -1,67 +1,63 @@
 """P-EAGLE heads as folders: config.json and tensors, in any dialect."""
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import CONFIG, read_json
-from specserve.drafters.peagle.config import PEagleConfig
-from specserve.drafters.peagle.model import PEagleParams, head_spec, mask_spec, place
-from specserve.drafters.words import Dialect
-from specserve.interop.eagle import files
-from specserve.interop.peagle import dialects
+from specserve.drafters.eagle3.drafter import Eagle3
+from specserve.drafters.interface import Head, TrainedDrafter
+from specserve.drafters.peagle.drafter import PEagle
+from specserve.drafters.peagle.model import mask_spec
+from specserve.interop.eagle3.files import Eagle3Format
+from specserve.interop.findings import DoctorReport, Repair
+from specserve.interop.format import Dialect
+from specserve.interop.peagle import dialects, doctor
+from specserve.interop.peagle.repairs import list_repairs
 from specserve.models.config import ModelConfig
 
 
-def head_files(
-    config: PEagleConfig,
-    params: PEagleParams,
-    target_ids: np.ndarray,  # [draft_vocab] int32
-    target: Target,
-    *,
-    dtype: str,
-    dialect: Dialect,
-    target_name: str,
-) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
-    """Make the tensors and the config.json of a head in a dialect. The flat layout is one for all engines, and ours."""
-    written: Dialect = "speculators" if dialect == "speculators" else "vllm"
-    tensors, raw = files.head_files(
-        config.network, params.network, target_ids, target, dtype=dtype, dialect=written, target_name=target_name
-    )
-    tensors[mask_spec(config).name] = np.asarray(params.mask_hidden).astype(dtype)
-    return tensors, dialects.config_to_hf(config, raw, dialect)
+class PEagleFormat(Eagle3Format):
+    """The layouts of an EAGLE-3 network's files, with a mask (`dialects`)."""
+
+    def is_named(self, raw: Mapping[str, Any]) -> bool:
+        return dialects.is_named(raw)
+
+    def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
+        network = super().read(folder, target, target_name, dtype=dtype).config
+        return PEagle(dialects.config_from_hf(read_json(folder / CONFIG), network, str(folder / CONFIG)))
+
+    def files(
+        self, head: Head, target: Target, *, dtype: str, dialect: Dialect, target_name: str
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Return the tensors and the config.json of a head in a dialect. The flat layout is one for all engines, and
+        ours."""
+        written: Dialect = "speculators" if dialect == "speculators" else "vllm"
+        tensors, raw = super().files(_network(head), target, dtype=dtype, dialect=written, target_name=target_name)
+        config = head.drafter.config
+        tensors[mask_spec(config).name] = np.asarray(head.params.mask_hidden).astype(dtype)
+        return tensors, dialects.config_to_hf(config, raw, dialect)
+
+    def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
+        """List what the engine of a dialect does not compute, as its public code reads today."""
+        return ["masked slots, so it runs no P-EAGLE head"] if dialect in ("sglang", "sglang-jax") else []
+
+    def without_copies(self, head: Head, target: Target, dtype: str) -> tuple[Head, list[str]]:
+        network, changes = super().without_copies(_network(head), target, dtype)
+        drafter = PEagle(replace(head.drafter.config, network=network.drafter.config))
+        return Head(drafter, replace(head.params, network=network.params), head.target_ids), changes
+
+    def repairs(self, folder: Path, target: Target) -> list[Repair]:
+        return list(list_repairs(folder, target))
+
+    def examine(self, folder: Path, target: Target | None) -> DoctorReport:
+        return doctor.examine(folder, target)
 
 
-def load(
-    folder: Path, target: Target, *, dtype: str, mesh: Mesh | None
-) -> tuple[PEagleConfig, PEagleParams, np.ndarray]:
-    """Load the head in a folder: its shape, its parameters and its draft vocabulary [draft_vocab] int32. Raises as
-    `read_config` does."""
-    config = read_config(folder, target.config, str(target.folder), dtype=dtype)
-    places = place(config, mesh) if mesh is not None else None
-    params, target_ids = files.load_weights(folder, config.network, head_spec(config), places, dtype=dtype)
-    return config, params, target_ids
-
-
-def read_config(folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> PEagleConfig:
-    """Read what the head's config.json and the names of its tensors say of its shape. Raises ConfigError or
-    CheckpointError, also where it belongs to another target."""
-    network = files.read_config(folder, target, target_name, dtype=dtype)
-    return dialects.config_from_hf(read_json(folder / CONFIG), network, str(folder / CONFIG))
-
-
-def has_own_embedding(folder: Path) -> bool:
-    """Return whether the head brings a token embedding along."""
-    return files.has_own_embedding(folder)
-
-
-def without_copies(
-    config: PEagleConfig, params: PEagleParams, target: Target, dtype: str
-) -> tuple[PEagleConfig, PEagleParams, list[str]]:
-    """Drop an embedding that is the target's own from the head. Also returns what was changed."""
-    network, kept, changes = files.without_copies(config.network, params.network, target, dtype)
-    return replace(config, network=network), replace(params, network=kept), changes
+def _network(head: Head) -> Head:
+    """Return the head's network as a head of its own."""
+    return Head(Eagle3(head.drafter.shape), head.params.network, head.target_ids)

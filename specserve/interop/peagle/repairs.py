@@ -5,28 +5,28 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from specserve.checkpoints.load import Target
-from specserve.interop.eagle import repairs
-from specserve.interop.eagle.dialects import MASK_KEYS, mask_ids
-from specserve.interop.eagle.patient import Patient
+from specserve.interop.eagle3 import repairs
+from specserve.interop.eagle3.dialects import MASK_KEYS, mask_ids
+from specserve.interop.eagle3.head_files import EagleFiles
 from specserve.interop.findings import Copy, Repair
-from specserve.interop.mending import masks
 from specserve.interop.peagle import dialects
+from specserve.interop.repairs import masks
 
 
 def list_repairs(folder: Path, target: Target) -> Iterator[Repair]:
     """List all repairs that are worth a try: those of the network, and for the masked slots every other token that may
     be the mask."""
-    patient = Patient(folder, target, dialects.FAMILY)
-    yield from repairs.list_repairs(patient)
-    stated = next((i for i in mask_ids(patient.raw).values() if type(i) is int), -1)
+    files = EagleFiles(folder, target, dialects.FAMILY)
+    yield from repairs.list_repairs(files)
+    stated = next((i for i in mask_ids(files.raw).values() if type(i) is int), -1)
     for token in masks(target, stated):
         yield Repair(f"masked slots hold token {token}", _put(token))
 
 
 def _put(token: int) -> Callable[[Copy], None]:
-    def fix(mended: Copy) -> None:
-        nested = mended.raw.get("dflash_config")
-        for place in (mended.raw, mended.layer, nested if isinstance(nested, dict) else {}):
+    def fix(repaired: Copy) -> None:
+        nested = repaired.raw.get("dflash_config")
+        for place in (repaired.raw, repaired.layer, nested if isinstance(nested, dict) else {}):
             place.update({key: token for key in MASK_KEYS if key in place})
 
     return fix

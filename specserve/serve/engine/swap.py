@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import jax
 
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.errors import ConfigError, first_line
 from specserve.serve.engine.interface import DraftInfo
 from specserve.serve.programs import wanted

@@ -20,7 +20,7 @@ import yaml
 from specserve import config, log
 from specserve.checkpoints.source import resolve_target
 from specserve.cluster import connect, load
-from specserve.drafters.words import CARRIED
+from specserve.drafters.registry import CARRIED
 from specserve.errors import ConfigError, SpecServeError
 from specserve.mesh import SERVING_AXES, parse_mesh
 from specserve.serve.engine.interface import DraftInfo

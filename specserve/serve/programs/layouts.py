@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.kernels import native
 from specserve.kernels.matmul import QuantizedMatrix, Weight, block, dequantize, matmul, pack
 from specserve.mesh import whole

@@ -19,7 +19,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import drafter_for
 from specserve.errors import ConfigError, first_line
 from specserve.mesh import num_parts

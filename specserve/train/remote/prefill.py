@@ -11,7 +11,7 @@ from jax.sharding import Mesh
 from specserve import provenance
 from specserve.checkpoints.load import load_target
 from specserve.checkpoints.source import resolve_target
-from specserve.drafters.door import Rows
+from specserve.drafters.learning import Rows
 from specserve.errors import CheckpointError
 from specserve.mesh import on_mesh, parse_mesh, use_compilation_cache, whole
 from specserve.models.config import ModelConfig

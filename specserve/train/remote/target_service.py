@@ -21,7 +21,7 @@ import numpy as np
 from specserve import cluster, log, provenance
 from specserve.checkpoints.source import TargetSource
 from specserve.data.loader import Batch, Loader
-from specserve.drafters.door import TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
 from specserve.errors import ConfigError, DataError, SpecServeError
 from specserve.mesh import num_devices
 from specserve.models.config import ModelConfig

@@ -10,7 +10,8 @@ from specserve import cluster
 from specserve.checkpoints.source import resolve_head
 from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.data.sources import parse_entry
-from specserve.drafters.door import Rows, TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
+from specserve.drafters.learning import Rows
 from specserve.drafters.settings import draft_vocab_size
 from specserve.errors import ConfigError
 from specserve.mesh import LOGICAL_TO_MESH, mesh_sizes
@@ -63,7 +64,7 @@ def check_drafter(train: TrainSettings, drafter: TrainedDrafter) -> None:
     shape = 1, train.seq_len
     arrays = [jax.ShapeDtypeStruct(shape, dtype) for dtype in (jnp.int32, jnp.bool_, jnp.int32, jnp.int32)]
     rows = Rows(*arrays, seeds=jax.ShapeDtypeStruct((1,), jnp.uint32))  # type: ignore[arg-type]
-    aims = jax.eval_shape(lambda rows: drafter.aims(rows, rollout_of(train, drafter)), rows)
+    aims = jax.eval_shape(lambda rows: drafter.draft_targets(rows, rollout_of(train, drafter)), rows)
     if train.anchors > train.seq_len:
         raise ConfigError(
             f"train.anchors is {train.anchors}, more than the {train.seq_len} positions of a row; lower --anchors, or "

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from specserve import provenance
-from specserve.drafters.notes import read_notes
+from specserve.interop.notes import read_notes
 from specserve.train.run import report, trackers
 from specserve.train.run.budget import decided
 from specserve.train.run.folder import METRICS_FILE

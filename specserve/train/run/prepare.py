@@ -18,7 +18,7 @@ from specserve.data import dataset, pydoc, sources
 from specserve.data.conversations import Columns, parse_template_kwargs
 from specserve.data.dataset import Dataset, Prompt
 from specserve.data.loader import Loader
-from specserve.drafters.door import TrainedDrafter
+from specserve.drafters.interface import TrainedDrafter
 from specserve.drafters.settings import draft_vocab_size
 from specserve.errors import ConfigError
 from specserve.mesh import default_dtype, parse_mesh, use_compilation_cache

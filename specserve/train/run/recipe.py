@@ -20,9 +20,8 @@ from specserve import config
 from specserve.checkpoints.configs import find_config, is_known_here
 from specserve.checkpoints.source import BUNDLED, resolve_target
 from specserve.data.sources import PYDOC, SUFFIXES, parse_entry
-from specserve.drafters.words import DEFAULT_KIND
+from specserve.drafters.registry import DEFAULT_KIND, load_kind
 from specserve.errors import ConfigError
-from specserve.interop.registry import KINDS
 from specserve.mesh import mesh_sizes
 from specserve.models.config import ModelConfig
 from specserve.models.presets import DRAFT_VOCAB_SIZE, PRESETS, Preset, target_size
@@ -44,7 +43,7 @@ def fill(given: Mapping[str, Any]) -> dict[str, Any]:
     CheckpointError where the target is not to be found."""
     if given.get("train.resume"):
         return _earlier(given)
-    kind = dict(KINDS[given.get("drafter", DEFAULT_KIND)].suits(given))
+    kind = dict(load_kind(given.get("drafter", DEFAULT_KIND)).suits(given))
     name = given.get("target", BUNDLED)
     if name == BUNDLED:
         return kind

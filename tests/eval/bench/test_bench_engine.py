@@ -6,7 +6,7 @@ import json
 import pytest
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.errors import ConfigError
 from specserve.eval.bench.cells import BenchPlan
 from specserve.eval.bench.engine import BenchReport, run_bench

@@ -12,7 +12,7 @@ import pytest
 from engines import Ask, Inbox, Reference, check_idle, compile_programs, greedy, run, submit
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CapacityError, RequestError
 from specserve.kernels import native

@@ -22,7 +22,7 @@ from engines import (
 )
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine.engine import Engine
 from specserve.serve.programs.runner import Runner

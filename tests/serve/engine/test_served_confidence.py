@@ -12,7 +12,7 @@ from engines import MAX_LEN, Ask, Reference, compile_programs, make_engine, make
 from rounding import UNIT, assert_within
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.requests.request import SamplingParams
 from specserve.speculative.controller import Controller, Estimate

@@ -25,7 +25,7 @@ from engines import PATIENCE, Ask, Dice, Reference, make_engine, make_runner, su
 from served import SCRIPT, environment, free_ports, write_folder
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.errors import ConfigError
 from specserve.interop.head import save_head
 from specserve.processes import ProcessError

@@ -33,7 +33,7 @@ from engines import (
 from fakes import FakeEngine, assert_refused
 
 from specserve.checkpoints.load import Target, in_eight_bits
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CapacityError, CheckpointError, ConfigError
 from specserve.interop.head import save_head

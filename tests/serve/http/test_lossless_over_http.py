@@ -13,7 +13,7 @@ from option_matrix import CHAT, COMPLETIONS, REFUSED, ROUTES, Ask, asks, said
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.source import BUNDLED_FOLDER
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.kernels import native
 from specserve.serve.engine.engine import Engine

@@ -21,7 +21,7 @@ from engines import (
 
 from specserve.checkpoints.load import Target
 from specserve.data.dataset import Prompt
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.programs.runner import Runner
 from specserve.serve.requests.request import SamplingParams

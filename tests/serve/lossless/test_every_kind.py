@@ -35,7 +35,7 @@ from recordings import Recording, record
 
 from specserve.checkpoints.load import Target, in_eight_bits
 from specserve.data.dataset import Prompt
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.models.config import ModelConfig
 from specserve.serve.programs.runner import Runner

@@ -12,7 +12,7 @@ import tiny
 from engines import Ask, Fixed, check_equal, find_tie
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine.engine import Engine, EngineOptions
 from specserve.serve.programs.layouts import make_layouts

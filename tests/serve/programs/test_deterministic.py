@@ -12,7 +12,7 @@ import pytest
 from engines import EOS
 
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.serve.engine.engine import Engine, EngineOptions
 from specserve.serve.programs.runner import Runner

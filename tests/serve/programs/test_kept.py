@@ -21,7 +21,7 @@ from spread import mesh_of, spread_head, spread_target
 
 from specserve import host
 from specserve.checkpoints.load import Target
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.kernels import native
 from specserve.pytree import pytree, static

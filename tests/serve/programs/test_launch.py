@@ -21,7 +21,7 @@ from spread import mesh_of
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import write_json
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import describe, parse_speculation
 from specserve.errors import ConfigError
 from specserve.interop.head import save_head

@@ -14,7 +14,7 @@ from engines import make_runner
 
 from specserve.checkpoints.load import Target
 from specserve.checkpoints.tensors import read_json, write_json
-from specserve.drafters.door import Head
+from specserve.drafters.interface import Head
 from specserve.drafters.speculation import parse_speculation
 from specserve.errors import CheckpointError, ConfigError
 from specserve.models.families import model_config

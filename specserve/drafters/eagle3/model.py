@@ -1,0 +1,245 @@
+"""The EAGLE-3 draft head (Li et al. 2025, arXiv 2503.01840), as SGLang and vLLM load it.
+
+Entry t of a sequence consumes (the target's feature at t-1, the token at t). Its output, the recurrent hidden state,
+predicts the token at t+1 and stands in for the feature when the draft runs ahead of the target. The functions here
+are shared by the training rollout and by serving; the caller decides what attends to what.
+
+Of tokens whose hidden states are known the layers below the last run, since those above consume their outputs; the last
+one runs only for entries that predict.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from specserve.drafters.eagle3.config import Eagle3Config
+from specserve.drafters.follow import FIRST_ENTRY
+from specserve.kernels.attention import attend
+from specserve.kernels.matmul import Weight, matmul_float32
+from specserve.kernels.rowwise import rms_norm
+from specserve.models.attention import KV, Attention, attention_spec, project_kv, project_q
+from specserve.models.cache import Cache, Pages, Prefix
+from specserve.models.layers import Mlp, linear, mlp, mlp_spec
+from specserve.models.params import embedding_table, matrix, vector
+from specserve.models.rope import rope_tables
+from specserve.pytree import pytree
+from specserve.speculative.vocab import DraftVocab
+
+
+@pytree
+class DraftLayer:
+    """The first layer attends with [embedding_normed | hidden_normed]; those above it are ordinary pre-norm decoder
+    layers on its residual stream, as SGLang, vLLM and speculators have them."""
+
+    input_norm: jax.Array  # [d_model], on the token embedding in the first layer, on the stream in the others
+    attention: Attention
+    mlp_norm: jax.Array  # [d_model]
+    mlp: Mlp
+
+
+@pytree
+class Eagle3Params:
+    embedding: jax.Array | None  # [vocab, d_model]; None: the target's is shared
+    fc: Weight  # [taps * target_d_model, d_model]
+    fc_norms: tuple[jax.Array, ...]  # one [target_d_model] for each tap, or none
+    fc_input_norm: jax.Array | None  # [taps * target_d_model]
+    hidden_norm: jax.Array  # [d_model], on the feature or the recurrent state
+    layers: tuple[DraftLayer, ...]
+    norm: jax.Array  # [d_model]
+    head: Weight  # [d_model, draft_vocab]
+
+    @property
+    def output(self) -> tuple[jax.Array, Weight]:
+        """The parameters that make logits of states, see `draft_logits`."""
+        return self.norm, self.head
+
+
+def draft_spec(config: Eagle3Config) -> Eagle3Params:
+    """The parameters of a head as `ParamSpec`s with their SGLang names."""
+    num_taps = len(config.aux_layers)
+    fused = num_taps * config.target_d_model
+    norms = tuple(vector(f"fc_norm.{i}.weight", config.target_d_model) for i in range(num_taps))
+    embedding = embedding_table("embed_tokens.weight", config.vocab_size, config.d_model)
+    return Eagle3Params(
+        embedding=embedding if config.has_embedding else None,
+        fc=matrix("fc.weight", fused, config.d_model, (None, "embed")),
+        fc_norms=norms if config.fc_norm else (),
+        fc_input_norm=vector("input_norm.weight", fused) if config.norm_before_fc else None,
+        hidden_norm=vector("midlayer.hidden_norm.weight", config.d_model),
+        layers=tuple(_layer_spec(config, i) for i in range(config.num_layers)),
+        norm=vector("norm.weight", config.d_model),
+        head=matrix("lm_head.weight", config.d_model, config.draft_vocab_size, ("embed", "vocab")),
+    )
+
+
+def _layer_spec(config: Eagle3Config, i: int) -> DraftLayer:
+    prefix = f"layers.{i}" if i else "midlayer"
+    return DraftLayer(
+        input_norm=vector(f"{prefix}.{'hidden_norm' if i else 'input_layernorm'}.weight", config.d_model),
+        attention=attention_spec(config, f"{prefix}.self_attn", config.d_model if i else 2 * config.d_model),
+        mlp_norm=vector(f"{prefix}.post_attention_layernorm.weight", config.d_model),
+        mlp=mlp_spec(config, f"{prefix}.mlp"),
+    )
+
+
+def fuse_features(
+    params: Eagle3Params,
+    config: Eagle3Config,
+    aux_hidden_states: jax.Array,  # [batch, n, taps * target_d_model]
+) -> jax.Array:  # [batch, n, d_model]
+    """Fuse the target's tapped states into one feature. It is done once, where the target has run."""
+    x = aux_hidden_states
+    if params.fc_input_norm is not None:
+        x = rms_norm(x, params.fc_input_norm, config.norm_eps)
+    if params.fc_norms:
+        taps = jnp.split(x, len(params.fc_norms), axis=-1)
+        normed = [rms_norm(tap, norm, config.norm_eps) for tap, norm in zip(taps, params.fc_norms, strict=True)]
+        x = jnp.concatenate(normed, axis=-1)
+    return linear(x, params.fc)
+
+
+@pytree
+class DraftInputs:
+    """The inputs of one layer, for some entries of the draft's sequence."""
+
+    x: jax.Array  # [batch, n, d_in], normed; [embedding_normed | hidden_normed] at the first layer
+    residual: jax.Array  # [batch, n, d_model]
+    rope: tuple[jax.Array, jax.Array]
+
+
+def draft_inputs(
+    params: Eagle3Params,
+    config: Eagle3Config,
+    embedding: jax.Array,  # [vocab, d_model], see `token_embedding`
+    token_ids: jax.Array,  # [batch, n] int32
+    hidden_states: jax.Array,  # [batch, n, d_model], features or recurrent states
+    position_ids: jax.Array,  # [batch, n] int32
+) -> DraftInputs:
+    """Compute the inputs of the first layer for some entries, before anything attends."""
+    token = rms_norm(embedding[token_ids], params.layers[0].input_norm, config.norm_eps)
+    hidden = rms_norm(hidden_states, params.hidden_norm, config.norm_eps)
+    return DraftInputs(
+        x=jnp.concatenate([token, hidden], axis=-1),
+        residual=hidden if config.norm_before_residual else hidden_states,
+        rope=rope_tables(config.rope, config.head_dim, position_ids),
+    )
+
+
+def token_embedding(params: Eagle3Params, target_embedding: jax.Array) -> jax.Array:  # [vocab, d_model]
+    return target_embedding if params.embedding is None else params.embedding
+
+
+# (layer, q [batch, n, head, head_dim], and the entries' own k and v [batch, n, kv_head, head_dim]) -> like q
+Attend = Callable[[int, jax.Array, jax.Array, jax.Array], jax.Array]
+
+
+def draft_entries(
+    params: Eagle3Params, config: Eagle3Config, inputs: DraftInputs, attend: Attend
+) -> tuple[DraftInputs, tuple[KV, ...]]:
+    """Compute the keys and values of the entries in every layer, and the entries' inputs to the last layer. That layer
+    need run only for entries that predict. Of a head with a single layer nothing runs here, and `attend` is never
+    called."""
+    entries = []
+    for i, layer in enumerate(params.layers):
+        k, v = project_kv(layer.attention, config, inputs.x, inputs.rope)
+        entries.append((k, v))
+        if i + 1 < config.num_layers:
+            q = project_q(layer.attention, config, inputs.x, inputs.rope)
+            x = _leave(layer, config, inputs.residual, attend(i, q, k, v))
+            inputs = DraftInputs(rms_norm(x, params.layers[i + 1].input_norm, config.norm_eps), x, inputs.rope)
+    return inputs, tuple(entries)
+
+
+def draft_states(
+    params: Eagle3Params,
+    config: Eagle3Config,
+    inputs: DraftInputs,  # of entries that predict, to the last layer
+    attend_to: Callable[[jax.Array], jax.Array],  # q [batch, n, head, head_dim] -> the same shape
+) -> jax.Array:  # [batch, n, d_model]
+    """Run the last layer, and return the recurrent hidden states (before the final norm unless `norm_output`)."""
+    layer = params.layers[-1]
+    out = attend_to(project_q(layer.attention, config, inputs.x, inputs.rope))
+    x = _leave(layer, config, inputs.residual, out)
+    return rms_norm(x, params.norm, config.norm_eps) if config.norm_output else x
+
+
+def draft_forward(
+    params: Eagle3Params, config: Eagle3Config, inputs: DraftInputs, attend: Attend
+) -> tuple[jax.Array, tuple[KV, ...]]:
+    """Run all layers for entries that all predict. Returns their recurrent hidden states [batch, n, d_model], and
+    their keys and values in every layer."""
+    inputs, entries = draft_entries(params, config, inputs, attend)
+    last = config.num_layers - 1
+    return draft_states(params, config, inputs, lambda q: attend(last, q, *entries[last])), entries
+
+
+def _leave(
+    layer: DraftLayer,
+    config: Eagle3Config,
+    residual: jax.Array,  # [batch, n, d_model]
+    out: jax.Array,  # [batch, n, head, head_dim], what attention found
+) -> jax.Array:  # [batch, n, d_model], the residual stream after the layer
+    x = linear(out.reshape(*residual.shape[:2], -1), layer.attention.o, add=residual)
+    return mlp(layer.mlp, rms_norm(x, layer.mlp_norm, config.norm_eps), add=x)
+
+
+def draft_logits(
+    output: tuple[jax.Array, Weight],  # final norm and head
+    config: Eagle3Config,
+    hidden_states: jax.Array,  # [..., d_model], what `draft_states` returned
+) -> jax.Array:  # [..., draft_vocab] float32
+    norm, head = output
+    if not config.norm_output:
+        hidden_states = rms_norm(hidden_states, norm, config.norm_eps)
+    return matmul_float32(hidden_states, head)
+
+
+# the entries of tokens whose hidden states are known: what the network keeps of a sequence
+
+
+@pytree
+class ReadyHead:
+    """A head ready to propose."""
+
+    params: Eagle3Params
+    vocab: DraftVocab
+    embedding: jax.Array  # [vocab, d_model], see `token_embedding`
+
+
+def empty_cache(config: Eagle3Config, *, num_pages: int, page_size: int) -> Cache:
+    """Make empty pages for the head's layers."""
+    layers = tuple(
+        Pages.zeros(num_pages, page_size, config.num_kv_heads, config.head_dim, config.dtype)
+        for _ in range(config.num_layers)
+    )
+    return Cache(layers, num_pages, page_size)
+
+
+def extend(
+    draft: ReadyHead,
+    config: Eagle3Config,
+    pages: Cache,
+    page_table: jax.Array,  # [batch, max_pages], for writing
+    read_table: jax.Array,  # [batch, pages], the part that attention reads
+    token_ids: jax.Array,  # [batch, n]
+    aux_hidden_states: jax.Array,  # [batch, n, taps * target_d_model], of the position before each token
+    index: jax.Array,  # [batch, n], of the entries, consecutive
+    is_valid: jax.Array,  # [batch, n] bool, the first so many
+) -> tuple[Cache, DraftInputs, KV]:  # what the entries bring to the last layer, and their keys and values there
+    """Write the draft's entries of tokens whose features are known. The layers below the last run for all of them,
+    the last for none: a head of one layer attends to nothing here."""
+    features = fuse_features(draft.params, config, aux_hidden_states)
+    inputs = draft_inputs(draft.params, config, draft.embedding, token_ids, features, index)
+    is_entry = index >= FIRST_ENTRY
+    offset = jnp.arange(token_ids.shape[1])
+    mask = (offset[:, None] >= offset) & is_entry[:, None]
+    before = Prefix(read_table, index[:, 0], FIRST_ENTRY)
+    top, entries = draft_entries(
+        draft.params, config, inputs, lambda i, q, k, v: attend(q, k, v, mask, pages.attended(i, before))
+    )
+    is_kept = is_valid & is_entry
+    if config.num_layers > 1:
+        # always true, but known only once the lower layers have run: see `speculative.step._has_run`
+        is_kept &= jnp.isfinite(top.residual[..., 0])
+    return pages.write(entries, page_table, index, is_kept), top, entries[-1]

@@ -1,0 +1,20 @@
+"""The settings of an EAGLE-3 head, and of others on its network."""
+
+from pydantic.dataclasses import dataclass
+
+from specserve.config import RULES, setting
+from specserve.drafters.settings import WidthSettings
+
+
+@dataclass(frozen=True, config=RULES)
+class NetworkSettings(WidthSettings):
+    """The switches of the network."""
+
+    fc_norm: bool = setting(False, help="normalise each tapped state before fusing (version 3.1)")
+
+
+@dataclass(frozen=True, config=RULES)
+class Eagle3Settings(NetworkSettings):
+    """The switches of a head that runs ahead over its own states."""
+
+    norm_output: bool = setting(False, help="hand the normed state to the next draft step (version 3.1)")

@@ -1,0 +1,103 @@
+"""EAGLE-3 heads as folders: config.json and tensors, in any dialect."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specserve.checkpoints.load import Target, to_numpy
+from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
+from specserve.drafters.eagle3.drafter import Eagle3
+from specserve.drafters.interface import Head, TrainedDrafter
+from specserve.errors import CheckpointError
+from specserve.interop.eagle3 import dialects, doctor
+from specserve.interop.eagle3.head_files import EAGLE3, EagleFiles
+from specserve.interop.eagle3.repairs import list_repairs
+from specserve.interop.findings import DoctorReport, Repair
+from specserve.interop.format import Dialect, HeadFormat
+from specserve.interop.notes import read_notes
+from specserve.interop.published import EMBEDDING, target_embedding, vocab_to_tensors
+from specserve.models.config import ModelConfig
+
+
+class Eagle3Format(HeadFormat):
+    """The layouts of EAGLE-3 heads (`dialects`)."""
+
+    def is_named(self, raw: Mapping[str, Any]) -> bool:
+        stated = raw.get("architectures")
+        is_known = isinstance(stated, list) and not EAGLE3.known.isdisjoint(map(str, stated))
+        return is_known and not dialects.mask_ids(raw)
+
+    def renamer(self, names: frozenset[str]) -> Callable[[str], str]:
+        return dialects.renamer(names)
+
+    def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
+        where, names = folder / CONFIG, TensorFolder(folder).names()
+        config = dialects.draft_config_from_hf(read_json(where), target, names, dtype=dtype, where=str(where))
+        if (config.vocab_size, config.target_d_model) != (target.vocab_size, target.d_model):
+            trained_for = read_notes(folder).get("target", "the one that it was trained for")
+            raise CheckpointError(
+                f"{folder}: a head for a target with vocabulary {config.vocab_size} and width {config.target_d_model}; "
+                f"{target_name} has {target.vocab_size} and {target.d_model}. Give its own target "
+                f"(--target), {trained_for}"
+            )
+        if config.d_model != config.target_d_model and not config.has_embedding:
+            raise CheckpointError(
+                f"{folder}: a head of width {config.d_model} without {EMBEDDING}, beside a target of width "
+                f"{config.target_d_model}, whose embedding it cannot share; export it again with its own"
+            )
+        return Eagle3(config)
+
+    def files(
+        self, head: Head, target: Target, *, dtype: str, dialect: Dialect, target_name: str
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Return the tensors and the config.json of a head in a dialect. Heads in the layout of speculators bring an
+        embedding along; where one is shared that is the target's. Raises CheckpointError where it cannot be read."""
+        config = head.drafter.config
+        tensors = to_numpy(head.params, head.drafter.spec(), dtype)
+        tensors |= vocab_to_tensors(head.target_ids, config.vocab_size)
+        if dialect == "speculators" and head.params.embedding is None:
+            embedding = target_embedding(target, dtype)
+            if embedding is None:
+                raise CheckpointError(
+                    f"{target.folder}: no token embedding, which a head for speculators brings along; "
+                    "give a target folder with its weights (--target)"
+                )
+            tensors[EMBEDDING] = embedding
+        raw_target = read_json(target.folder / CONFIG)
+        bos, architectures = raw_target.get("bos_token_id"), raw_target.get("architectures")
+        raw = dialects.draft_config_to_hf(
+            config,
+            target.config,
+            dtype=dtype,
+            bos_id=bos if isinstance(bos, int) else None,
+            eos_id=target.eos_ids[0] if target.eos_ids else None,
+            dialect=dialect,
+            target_name=target_name,
+            target_architectures=architectures if isinstance(architectures, list) else (),
+        )
+        return dialects.name_tensors(tensors, dialect), raw
+
+    def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
+        return dialects.unknown_to(dialect, drafter.config)
+
+    def has_own_embedding(self, folder: Path) -> bool:
+        names = TensorFolder(folder).names()
+        return dialects.renamer(names)(EMBEDDING) in names
+
+    def without_copies(self, head: Head, target: Target, dtype: str) -> tuple[Head, list[str]]:
+        """Drop an embedding that is the target's own."""
+        shared = target_embedding(target, dtype) if head.params.embedding is not None else None
+        if shared is None or not np.array_equal(np.asarray(head.params.embedding), shared):
+            return head, []
+        drafter = Eagle3(replace(head.drafter.config, has_embedding=False))
+        change = f"{EMBEDDING} is the target's own embedding, so it is shared instead of stored"
+        return Head(drafter, replace(head.params, embedding=None), head.target_ids), [change]
+
+    def repairs(self, folder: Path, target: Target) -> list[Repair]:
+        return list(list_repairs(EagleFiles(folder, target)))
+
+    def examine(self, folder: Path, target: Target | None) -> DoctorReport:
+        return doctor.examine(folder, target)

@@ -1,0 +1,144 @@
+"""Repairs of the files of a head on this network: other readings of them, for slips of exports that no shape and no
+key tells. Each is a change of the files that undoes a slip. Whether one helps is measured by running the head
+(`eval.trial`)."""
+
+import itertools
+from collections.abc import Callable, Iterator
+
+import numpy as np
+
+from specserve.drafters.eagle3.config import Eagle3Config, default_taps
+from specserve.interop.eagle3 import dialects
+from specserve.interop.eagle3.head_files import EagleFiles
+from specserve.interop.findings import Copy, Repair
+from specserve.interop.published import rope_keys
+from specserve.interop.repairs import change, exchange, tap_order
+from specserve.models.rope import plain_rope
+
+_NORMS = {
+    "input_layernorm": "midlayer.input_layernorm.weight",
+    "hidden_norm": "midlayer.hidden_norm.weight",
+    "post_attention_layernorm": "midlayer.post_attention_layernorm.weight",
+    "norm": "norm.weight",
+}
+_UNWRITTEN_FLAGS = ("norm_output", "norm_before_residual")  # no tensor tells whether they are set
+_TAPPED = ("low", "middle", "high")
+
+
+def list_repairs(files: EagleFiles) -> Iterator[Repair]:
+    """List all repairs that are worth a try. There are none where config.json does not state the head's shape."""
+    config = files.config
+    if config is None or files.target is None:
+        return
+    yield from _flags(config)
+    yield from _heads(config, files.target.config.head_dim)
+    yield from _products(config)
+    yield from _norms()
+    yield from _tap_orders(config)
+    yield from _tap_layers(files, config)
+    if config.norm_eps != files.target.config.norm_eps:
+        yield Repair("rms_norm_eps is the target's", _put(rms_norm_eps=files.target.config.norm_eps))
+    rope = plain_rope(files.target.config.rope)
+    if config.rope != rope:
+        keys = rope_keys(rope)
+        yield Repair("the rotary settings are the target's", _put(**keys))
+
+
+def _put(**values: object) -> Callable[[Copy], None]:
+    """Make a fix that writes keys of the layer's settings, or of the top where they stand there."""
+
+    def fix(repaired: Copy) -> None:
+        for key, value in values.items():
+            eagle = repaired.raw.get("eagle_config")
+            if isinstance(eagle, dict) and key in eagle:
+                eagle[key] = value
+            if key in repaired.raw or key in dialects.FLAGS:
+                repaired.raw[key] = value
+            else:
+                repaired.layer[key] = value
+
+    return fix
+
+
+def _flags(config: Eagle3Config) -> Iterator[Repair]:
+    for flag in _UNWRITTEN_FLAGS:
+        value = not getattr(config, flag)
+        yield Repair(f"{flag} is {str(value).lower()}", _put(**{flag: value}))
+
+
+def _heads(config: Eagle3Config, target_head_dim: int) -> Iterator[Repair]:
+    """List repairs that read the same matrices as heads of another width."""
+    queries, keys = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
+    for size in dict.fromkeys((target_head_dim, 2 * config.head_dim, config.head_dim // 2)):
+        if size < 2 or size % 2 or size == config.head_dim or queries % size or keys % size:
+            continue
+        heads = {"num_attention_heads": queries // size, "num_key_value_heads": keys // size, "head_dim": size}
+        yield Repair(f"its {queries} query channels are {queries // size} heads of {size}", _put(**heads))
+
+
+def _products(config: Eagle3Config) -> Iterator[Repair]:
+    """List repairs of the first layer's matrices whose shape does not tell which way they are meant."""
+    attention, mlp = "midlayer.self_attn", "midlayer.mlp"
+    if config.num_heads * config.head_dim == config.d_model:
+        yield Repair(
+            "o_proj is stored transposed", change(dialects.renamer, np.transpose, f"{attention}.o_proj.weight")
+        )
+    gates = f"{mlp}.gate_proj.weight", f"{mlp}.up_proj.weight"
+    yield Repair("gate_proj and up_proj stand in each other's place", exchange(dialects.renamer, *gates))
+    names = [f"{attention}.{name}_proj.weight" for name in "qkv"]
+    yield Repair(
+        "q, k and v take the hidden state first and the embedding second",
+        change(dialects.renamer, lambda weight: np.roll(weight, config.d_model, axis=1), *names),
+    )
+
+
+def _norms() -> Iterator[Repair]:
+    for (one, first), (other, second) in itertools.combinations(_NORMS.items(), 2):
+        yield Repair(f"{one} and {other} stand in each other's place", exchange(dialects.renamer, first, second))
+
+
+def _tap_orders(config: Eagle3Config) -> Iterator[Repair]:
+    """List repairs that put the taps of fc.weight in another order, alone, or together with the norms of the taps."""
+    taps = range(len(config.aux_layers))
+    names = _TAPPED if len(taps) == len(_TAPPED) else [str(i) for i in config.aux_layers]
+    for order in itertools.islice(itertools.permutations(taps), 1, 24):
+        told = ", ".join(names[i] for i in order)
+        blocks = change(dialects.renamer, tap_order(order), "fc.weight")
+        yield Repair(f"fc.weight takes the taps in the order {told}", blocks)
+        if config.fc_norm:
+
+            def with_norms(repaired: Copy, order: tuple[int, ...] = order, blocks: Callable = blocks) -> None:
+                blocks(repaired)
+                rename = dialects.renamer(frozenset(repaired.tensors))
+                stored = [rename(f"fc_norm.{i}.weight") for i in taps]
+                values = [repaired.tensors[stored[i]] for i in order]
+                repaired.tensors.update(zip(stored, values, strict=True))
+
+            yield Repair(f"fc.weight and its norms take the taps in the order {told}", with_norms)
+
+
+def _tap_layers(files: EagleFiles, config: Eagle3Config) -> Iterator[Repair]:
+    """List repairs with other layers as taps: the usual ones, and all one layer off, as the other way of counting has
+    them."""
+    assert files.target is not None, "taps are the target's"
+    num_layers = files.target.config.num_layers
+    choices = [tuple(i + by for i in config.aux_layers) for by in (1, -1)]
+    if num_layers >= 5:
+        choices.append(default_taps(files.target.config))
+    for layers in dict.fromkeys(choices):
+        if layers != config.aux_layers and all(0 <= i < num_layers for i in layers):
+            yield Repair(f"the taps are the outputs of layers {list(layers)}", _set_taps(files.dialect, layers))
+
+
+def _set_taps(dialect: str, layers: tuple[int, ...]) -> Callable[[Copy], None]:
+    def fix(repaired: Copy) -> None:
+        ids = [i + (dialect != "sglang") for i in layers]
+        eagle = repaired.raw.get("eagle_config")
+        if isinstance(eagle, dict):
+            eagle[dialects.TAP_IDS] = ids
+        elif dialect == "sglang":
+            repaired.raw["eagle_config"] = {"use_aux_hidden_state": True, dialects.TAP_IDS: ids}
+        else:
+            repaired.raw[dialects.TAP_IDS] = ids
+
+    return fix

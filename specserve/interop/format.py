@@ -1,0 +1,105 @@
+"""The files of a kind of head: `HeadFormat` has a plain format for kinds that no other engine knows, and what is alike
+in the others."""
+
+import dataclasses
+import re
+import typing
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal
+
+import numpy as np
+from jax.sharding import Mesh
+from pydantic import TypeAdapter
+
+from specserve.checkpoints.load import AS_VOCABULARY, Target, load_params, to_numpy
+from specserve.checkpoints.tensors import CONFIG, TensorFolder, read_json
+from specserve.drafters.interface import Head, TrainedDrafter
+from specserve.drafters.registry import load_kind
+from specserve.errors import CheckpointError
+from specserve.interop.findings import DoctorReport, Repair, tensor_rows
+from specserve.interop.notes import read_notes
+from specserve.interop.published import D2T, T2D, vocab_from_tensors, vocab_to_tensors
+from specserve.interop.values import check_values
+from specserve.models.config import ModelConfig
+
+Dialect = Literal["sglang", "vllm", "speculators", "sglang-jax"]  # engines whose layouts heads are written in
+ARCHITECTURE, KIND, SHAPE = "SpecServeDrafter", "drafter", "drafter_config"  # of the plain format
+
+
+class HeadFormat:
+    """The files of one kind of head. The plain format is a config.json with the fields of the drafter's config, and
+    tensors by the names of its `ParamSpec`s."""
+
+    skipped: ClassVar[Mapping[str, str]] = {}  # patterns of tensors that are not read, each with the reason
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def is_named(self, raw: Mapping[str, Any]) -> bool:
+        """Return whether a config.json is of a head of this kind."""
+        return raw.get(KIND) == self.kind
+
+    def renamer(self, names: frozenset[str]) -> Callable[[str], str]:
+        """Return a function from our names of tensors to those of a folder."""
+        return str
+
+    def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
+        """Read the shape of a head from its files, without its weights. Raises ConfigError or CheckpointError, also
+        where it belongs to another target."""
+        make = load_kind(self.kind).drafter
+        config = TypeAdapter(typing.get_type_hints(make)["config"]).validate_python(read_json(folder / CONFIG)[SHAPE])
+        drafter: TrainedDrafter = make(config)
+        if drafter.vocab_size != target.vocab_size:
+            trained_for = read_notes(folder).get("target", "the one that it was trained for")
+            raise CheckpointError(
+                f"{folder}: a head for a target with vocabulary {drafter.vocab_size}; {target_name} has "
+                f"{target.vocab_size}. Give its own target (--target), {trained_for}"
+            )
+        return drafter.with_dtype(dtype)
+
+    def load(self, folder: Path, target: Target, *, dtype: str, mesh: Mesh | None) -> Head:
+        """Load a head in any dialect. Raises as `read` does."""
+        drafter = self.read(folder, target.config, str(target.folder), dtype=dtype)
+        tensors = TensorFolder(folder)
+        names, rename = tensors.names(), self.renamer(tensors.names())
+        tables = {name: rename(name) for name in (D2T, T2D)}
+        maps = {name: tensors.read(stored) for name, stored in tables.items() if stored in names}
+        target_ids = vocab_from_tensors(
+            maps.get(D2T), maps.get(T2D), drafter.draft_vocab_size, drafter.vocab_size, str(folder)
+        )
+        skipped = {re.escape(stored): AS_VOCABULARY for stored in tables.values()} | dict(self.skipped)
+        places = drafter.place(mesh) if mesh is not None else None
+        params = load_params(drafter.spec(), tensors, dtype, shardings=places, skipped=skipped, rename=rename)
+        return Head(drafter, params, target_ids)
+
+    def files(
+        self, head: Head, target: Target, *, dtype: str, dialect: Dialect, target_name: str
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Return the tensors and the config.json of a head in a dialect. Raises CheckpointError."""
+        tensors = to_numpy(head.params, head.drafter.spec(), dtype)
+        tensors |= vocab_to_tensors(head.target_ids, head.drafter.vocab_size)
+        config = dataclasses.asdict(head.drafter.config)
+        return tensors, {"architectures": [ARCHITECTURE], KIND: self.kind, "torch_dtype": dtype, SHAPE: config}
+
+    def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
+        """List the properties of a head that the engine of a dialect does not compute."""
+        return [f"a drafter of the kind {self.kind}, so it runs no such head"]
+
+    def has_own_embedding(self, folder: Path) -> bool:
+        """Return whether a head brings tables along that may be copies of the target's."""
+        return False
+
+    def without_copies(self, head: Head, target: Target, dtype: str) -> tuple[Head, list[str]]:
+        """Return the head without the tensors that are the target's own, and a line for each of these."""
+        return head, []
+
+    def repairs(self, folder: Path, target: Target) -> list[Repair]:
+        """List other readings of a head's files, which are tried by running the head."""
+        return []
+
+    def examine(self, folder: Path, target: Target | None) -> DoctorReport:
+        """Check a head's files. Raises CheckpointError where there is nothing to look at."""
+        tensors = TensorFolder(folder)
+        findings = list(check_values(tensors, tensors.names() - {D2T, T2D}))
+        return DoctorReport(folder, "specserve", {"kind": self.kind}, tensor_rows(tensors), findings)

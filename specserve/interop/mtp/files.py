@@ -1,0 +1,136 @@
+"""Layers of multi-token prediction as folders: within the target's own checkpoint, or alone in one of their own, in the
+checkpoint's names or in those of speculators."""
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jax.sharding import Mesh
+
+from specserve.checkpoints.load import AS_VOCABULARY, Target, to_numpy
+from specserve.checkpoints.tensors import CONFIG, fuse_experts, read_json
+from specserve.drafters.interface import Head, TrainedDrafter
+from specserve.drafters.mtp.carried import num_carried, read_layer, shared_tables
+from specserve.drafters.mtp.config import config_of
+from specserve.drafters.mtp.drafter import Mtp
+from specserve.drafters.mtp.model import draft_spec
+from specserve.errors import CheckpointError
+from specserve.interop.findings import DoctorReport, Repair
+from specserve.interop.format import Dialect, HeadFormat
+from specserve.interop.mtp import doctor
+from specserve.interop.mtp.layouts import (
+    ARCHITECTURES,
+    LAYER_CONFIG,
+    OF_TARGET,
+    SPECULATORS,
+    as_speculators,
+    name_in,
+    of_target,
+    opened,
+    read_config,
+    read_table,
+    read_target_ids,
+)
+from specserve.interop.mtp.repairs import list_repairs
+from specserve.interop.published import D2T, T2D, vocab_to_tensors
+from specserve.models.config import ModelConfig
+from specserve.models.families import model_config
+
+
+class MtpFormat(HeadFormat):
+    """The layouts of a layer of multi-token prediction."""
+
+    def is_named(self, raw: Mapping[str, Any]) -> bool:
+        """Return whether a config.json is of such a layer, or of a target whose checkpoint carries one."""
+        stated = raw.get("architectures")
+        own = isinstance(stated, list) and not ARCHITECTURES.isdisjoint(map(str, stated))
+        return own or raw.get("speculators_model_type") == "mtp" or num_carried(raw) > 0
+
+    def read(self, folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> TrainedDrafter:
+        return Mtp(read_config(folder, target, target_name, dtype=dtype))
+
+    def load(self, folder: Path, target: Target, *, dtype: str, mesh: Mesh | None) -> Head:
+        drafter, tensors = Mtp(read_config(folder, target.config, str(target.folder), dtype=dtype)), opened(folder)
+        places = drafter.place(mesh) if mesh is not None else None
+        skipped = {re.escape(name): AS_VOCABULARY for name in (D2T, T2D)}
+        name_of = name_in(tensors.names(), drafter.config.layout)
+        params = read_layer(tensors, drafter.config, name_of, dtype=dtype, places=places, skipped=skipped)
+        return Head(drafter, params, read_target_ids(tensors, drafter.config, str(folder)))
+
+    def files(
+        self, head: Head, target: Target, *, dtype: str, dialect: Dialect, target_name: str
+    ) -> tuple[dict[str, np.ndarray], dict[str, Any]]:
+        """Return the tensors in the names of the target's checkpoint, beside which they replace what it carries; and a
+        config.json that is the target's, under the name of such a layer. One that proposes a part of the tokens names
+        these as an EAGLE-3 head does. For speculators, both as it has them. Raises CheckpointError where it has none
+        like this."""
+        config = head.drafter.config
+        tensors = to_numpy(head.params, head.drafter.spec(), dtype)
+        raw = {key: value for key, value in read_json(target.folder / CONFIG).items() if key != "quantization_config"}
+        stated: dict[str, Any] = {"torch_dtype": dtype}
+        if config.is_partial:
+            tensors |= vocab_to_tensors(head.target_ids, config.layer.vocab_size)
+            stated["draft_vocab_size"] = config.draft_vocab_size
+        if dialect != "speculators":
+            count = {} if num_carried(raw) else {"num_nextn_predict_layers": 1}
+            if raw.get("architectures"):
+                stated[OF_TARGET] = raw["architectures"]
+            return tensors, raw | count | stated | {"architectures": [config.layout.architecture], "dtype": dtype}
+        if config.layer.family not in ("qwen3", "qwen3_next"):
+            raise CheckpointError(
+                f"speculators has no layer of multi-token prediction for {config.layer.family} targets like this one, "
+                "only for qwen3 and qwen3_next; export it for vllm or sglang, in the names of the target's checkpoint"
+            )
+        rename = as_speculators(config.layout)
+        return fuse_experts({rename(name): value for name, value in tensors.items()}), stated | {
+            "architectures": [SPECULATORS.architecture],
+            "speculators_model_type": "mtp",
+            "num_nextn_predict_layers": 1,
+            LAYER_CONFIG: raw,
+            "speculators_config": {
+                "algorithm": "mtp",
+                "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": 3}],
+                "verifier": {"name_or_path": target_name, "architectures": raw.get("architectures") or []},
+            },
+        }
+
+    def unknown_to(self, dialect: Dialect, drafter: TrainedDrafter) -> list[str]:
+        """List what no engine computes of such a layer."""
+        config = drafter.config
+        found = {
+            "an embedding of its own": config.has_embedding,
+            "a head of its own": config.has_own_head,
+            f"a draft vocabulary of {config.draft_vocab_size:,} tokens (d2t)": config.is_partial,
+        }
+        return [what for what, is_there in found.items() if is_there]
+
+    def has_own_embedding(self, folder: Path) -> bool:
+        """Return whether the layer's folder holds an embedding or an output head."""
+        names, raw = opened(folder).names(), read_json(folder / CONFIG)
+        config = config_of(model_config(of_target(raw), dtype="float32", where=str(folder / CONFIG)), dtype="float32")
+        name_of = name_in(names, config.layout)
+        return any(name_of(name) in names for name in shared_tables(config.layer, config.layout))
+
+    def without_copies(self, head: Head, target: Target, dtype: str) -> tuple[Head, list[str]]:
+        """Drop an embedding and an output head that are the target's own."""
+        config, params, changes = head.drafter.config, head.params, []
+        own = to_numpy(params, draft_spec(config), dtype)
+        for name, shared in shared_tables(target.config, config.layout).items():
+            table = read_table(target.folder, shared) if name in own else None
+            if table is not None and np.array_equal(own[name], table.astype(dtype)):
+                changes.append(f"{name} is the target's own {shared}, so it is shared instead of stored")
+                if name == f"{config.layout.embedding}.weight":
+                    config, params = replace(config, has_embedding=False), replace(params, embedding=None)
+                else:
+                    config, params = replace(config, has_own_head=False), replace(params, head=None)
+        return Head(Mtp(config), params, head.target_ids), changes
+
+    def repairs(self, folder: Path, target: Target) -> list[Repair]:
+        return list(list_repairs(folder, target))
+
+    def examine(self, folder: Path, target: Target | None) -> DoctorReport:
+        return doctor.examine(folder, target)

@@ -1,0 +1,120 @@
+"""How layers of multi-token prediction lie in folders: the names of their tensors, in the checkpoint's layout and in
+that of speculators, and the shape that a folder states."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from specserve.checkpoints.tensors import CONFIG, ExpertByExpert, TensorFolder, listed, read_json
+from specserve.drafters.mtp.carried import names_in, num_carried, own_tables, read_shared
+from specserve.drafters.mtp.config import LAYOUTS, OTHERS, Layout, MtpConfig, config_of, of_its_own
+from specserve.errors import CheckpointError, ConfigError
+from specserve.interop.notes import read_notes
+from specserve.interop.published import D2T, T2D, vocab_from_tensors
+from specserve.models.config import ModelConfig
+from specserve.models.families import model_config
+
+LAYER_CONFIG = "transformer_layer_config"  # where speculators keeps the target's config.json
+OF_TARGET = "target_architectures"  # the target's own, beside the name that engines have for such a layer
+SPECULATORS = of_its_own("MTPDraftModel", "mtp_layers.0")
+ARCHITECTURES = frozenset(layout.architecture for layout in (*LAYOUTS.values(), OTHERS, SPECULATORS))
+_SHAPE = ("family", "vocab_size", "d_model", "num_layers", "num_heads", "num_kv_heads", "head_dim", "d_ff", "layers")
+_SHAPE += ("latent", "experts", "qk_norm", "qkv_bias", "norm_offset", "out_norms", "has_sinks", "has_attention_gate")
+
+
+def opened(folder: Path) -> TensorFolder:
+    """Open a folder, by the names of checkpoints wherever speculators has others for the experts. Raises
+    CheckpointError."""
+    tensors = TensorFolder(folder)
+    return ExpertByExpert(folder) if any(map(_is_speculators, tensors.names())) else tensors
+
+
+def _is_speculators(name: str) -> bool:
+    return name.startswith(f"{SPECULATORS.layer}.")
+
+
+def read_config(folder: Path, target: ModelConfig, target_name: str, *, dtype: str) -> MtpConfig:
+    """Read the config of the layer in a folder. Raises ConfigError or CheckpointError, also where it belongs to
+    another target."""
+    where, names = folder / CONFIG, opened(folder).names()
+    raw = read_json(where)
+    own = model_config(of_target(raw), dtype=dtype, where=str(where))
+    if other := [told for key in _SHAPE for told in _differences(key, getattr(own, key), getattr(target, key))]:
+        trained_for = read_notes(folder).get("target", "the one that it comes from")
+        raise CheckpointError(
+            f"{folder}: a layer of multi-token prediction of another target than {target_name} ({listed(other, 3)}); "
+            f"give its own (--target), {trained_for}"
+        )
+    config = config_of(target, dtype=dtype)
+    name_of = name_in(names, config.layout)
+    if name_of(f"{config.layout.fc}.weight") not in names:
+        said = f"{num_carried(raw)} in its config.json" if num_carried(raw) else "none in its config.json either"
+        raise CheckpointError(
+            f"{folder}: no layer of multi-token prediction: {config.layout.fc}.weight is missing ({said}). Take a "
+            "checkpoint that carries one, or train one (specserve train --drafter mtp)"
+        )
+    has = own_tables(opened(folder), config, name_of)
+    return replace(
+        config,
+        draft_vocab_size=_stated_vocab(raw, target, str(where)),
+        has_embedding=has.get(f"{config.layout.embedding}.weight", False),
+        has_own_head=has.get(f"{config.layout.head}.weight", False),
+    )
+
+
+def read_target_ids(tensors: TensorFolder, config: MtpConfig, where: str) -> np.ndarray:  # [draft_vocab] int32
+    """Read which tokens the layer proposes: all, or those that its tables name. Raises CheckpointError."""
+    found = {name: tensors.read(name) for name in (D2T, T2D) if name in tensors.names()}
+    return vocab_from_tensors(found.get(D2T), found.get(T2D), config.draft_vocab_size, config.layer.vocab_size, where)
+
+
+def read_table(folder: Path, name: str) -> np.ndarray | None:
+    """Read a tensor of a target, or return None where its weights are not there."""
+    try:
+        return read_shared(opened(folder), name)
+    except CheckpointError:
+        return None
+
+
+def _stated_vocab(raw: Mapping[str, Any], target: ModelConfig, where: str) -> int:
+    """Read how many tokens a layer says that it proposes: all of the target's where it says nothing."""
+    size = raw.get("draft_vocab_size", target.vocab_size)
+    if isinstance(size, bool) or not isinstance(size, int) or not 0 < size <= target.vocab_size:
+        raise ConfigError(f"{where}: draft_vocab_size is {size!r}; expected 1 to {target.vocab_size}, or nothing")
+    return size
+
+
+def _differences(name: str, own: Any, other: Any) -> list[str]:
+    """List the differences of two configs, field by field where both have fields."""
+    if is_dataclass(own) and is_dataclass(other):
+        names = [f"{name}.{field.name}" for field in fields(own)]
+        pairs = [(getattr(own, field.name), getattr(other, field.name)) for field in fields(own)]
+        return [told for each, pair in zip(names, pairs, strict=True) for told in _differences(each, *pair)]
+    if own == other:
+        return []
+    return [f"{name} {own!r}, not {other!r}" if not isinstance(own, tuple) else f"other {name}"]
+
+
+def of_target(raw: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The target's config.json within that of a layer. Its architectures may say how it is to be read."""
+    nested = raw.get(LAYER_CONFIG)
+    own = nested if isinstance(nested, Mapping) else raw
+    return {**own, "architectures": own[OF_TARGET]} if OF_TARGET in own else own
+
+
+def name_in(names: frozenset[str], layout: Layout) -> Callable[[str], str]:
+    """Return a function from our names, the target checkpoint's, to those of a folder."""
+    return as_speculators(layout) if any(map(_is_speculators, names)) else names_in(names)
+
+
+def as_speculators(layout: Layout) -> Callable[[str], str]:
+    parts = ("token_norm", "hidden_norm", "fc", "norm", "layer")  # the last: the others' names may begin with it
+    pairs = [(getattr(layout, part), getattr(SPECULATORS, part)) for part in parts]
+
+    def rename(name: str) -> str:
+        return next((theirs + name[len(ours) :] for ours, theirs in pairs if name.startswith(f"{ours}.")), name)
+
+    return rename

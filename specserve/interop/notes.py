@@ -1,0 +1,29 @@
+"""The notes that are kept of a head beside its weights: its target, how it was trained, and what was measured."""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from specserve.checkpoints.tensors import read_json
+from specserve.drafters.settings import DRAFT_QUANTIZATIONS, DraftQuantization
+from specserve.errors import CheckpointError
+
+NOTES_FILE = "specserve.json"
+
+
+def read_notes(folder: Path) -> dict[str, Any]:
+    """Read the notes that were written when the head was saved. They are empty for a head from elsewhere."""
+    path = folder / NOTES_FILE
+    return dict(read_json(path)) if path.is_file() else {}
+
+
+def draft_quantization(notes: Mapping[str, Any], folder: Path) -> DraftQuantization:
+    """Return how a head's matrices are rounded where it runs, as its notes say. Raises CheckpointError where they say
+    what nobody knows."""
+    stated = notes.get("draft_quantization", "none")
+    if stated not in DRAFT_QUANTIZATIONS:
+        raise CheckpointError(
+            f"{folder / NOTES_FILE}: draft_quantization is {stated!r}; expected {', '.join(DRAFT_QUANTIZATIONS)}, or "
+            "nothing; mend the file, or say it with --draft-quantization"
+        )
+    return stated

@@ -1,0 +1,56 @@
+"""Changes of a head's files that undo slips, as far as they are the same for the `repairs` of all kinds."""
+
+import json
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from specserve.checkpoints.load import Target
+from specserve.interop.findings import Copy
+
+Rename = Callable[[frozenset[str]], Callable[[str], str]]  # from a folder's names: from ours to the folder's
+_SPECIAL = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id", "mask_token_id")
+
+
+def change(rename: Rename, how: Callable[[np.ndarray], np.ndarray], *names: str) -> Callable[[Copy], None]:
+    """Change tensors, given by our own names."""
+
+    def fix(repaired: Copy) -> None:
+        for stored in map(rename(frozenset(repaired.tensors)), names):
+            repaired.tensors[stored] = np.ascontiguousarray(how(repaired.tensors[stored]))
+
+    return fix
+
+
+def exchange(rename: Rename, one: str, other: str) -> Callable[[Copy], None]:
+    """Put two tensors in each other's place."""
+
+    def fix(repaired: Copy) -> None:
+        first, second = map(rename(frozenset(repaired.tensors)), (one, other))
+        repaired.tensors[first], repaired.tensors[second] = repaired.tensors[second], repaired.tensors[first]
+
+    return fix
+
+
+def tap_order(order: Sequence[int]) -> Callable[[np.ndarray], np.ndarray]:
+    """Return a function that puts the inputs of a matrix [out, taps * target_d_model] into another order of taps."""
+
+    def reorder(weight: np.ndarray) -> np.ndarray:
+        return weight.reshape(len(weight), len(order), -1)[:, list(order)].reshape(weight.shape)
+
+    return reorder
+
+
+def masks(target: Target, stated: int) -> list[int]:
+    """Tokens that a head's masked slots may hold instead of the one that is stated: the last of the vocabulary, those
+    that the tokenizer calls a mask, and the target's special ones."""
+    found = [target.config.vocab_size - 1]
+    for name in ("tokenizer_config.json", "config.json"):
+        path = target.folder / name
+        raw = json.loads(path.read_text()) if path.is_file() else {}
+        added = raw.get("added_tokens_decoder") or {}
+        found += [int(i) for i, token in added.items() if "mask" in str(token.get("content", "")).lower()]
+        special = [raw.get(key) for key in _SPECIAL]
+        found += [i for each in special for i in (each if isinstance(each, list) else [each]) if type(i) is int]
+    found.append(0)
+    return [i for i in dict.fromkeys(found) if 0 <= i < target.config.vocab_size and i != stated]
