@@ -37,7 +37,7 @@ MARK = re.compile(
     r"run|tested: (?P<test>tests/\S+\.py)|not run: (?P<why>hub|device|long|network|synopsis|gone)(: \S.*)?", re.ASCII
 )
 OTHERS = {"pip", "git", "cd", "curl", "pytest", "ruff", "pyright", ".ci/run", "mkdocs", "done"}  # not looked into
-OTHERS |= {"docker", "helm", "kubectl", "ray", "sky", "guidellm", "aiperf", "lm_eval", "schemathesis"}
+OTHERS |= {"docker", "helm", "kubectl", "ray", "sky", "guidellm", "aiperf", "vllm", "lm_eval", "schemathesis"}
 HISTORY = {"CHANGELOG.md", *(page.name for page in (ROOT / "docs" / "log").glob("*.md"))}  # with removed commands
 BUNDLED_EAGLE3 = BUNDLED_HEADS["pydoc-eagle3"]  # which every engine's layout can hold
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
