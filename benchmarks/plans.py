@@ -1,7 +1,7 @@
-"""What telling the other processes of a server costs a round, on the thread that dispatches it.
+"""The cost of a round's message to the other processes of a server, on the thread that dispatches it.
 
 Run from the checkout: `python benchmarks/plans.py`. The others are real processes on this machine, which read and drop
-what they are told. So the network's own time is not in it: that passes while the device works.
+their messages. So the network's own time is not in it: that passes while the device works.
 """
 
 import argparse
@@ -61,7 +61,7 @@ def telling(num_others: int) -> Iterator[Leader]:
 
 
 def measure(leader: Leader, plan: Plan, rounds: int) -> list[float]:
-    """Microseconds of each telling."""
+    """Microseconds of each message."""
     found = []
     for _ in range(rounds):
         begin = time.perf_counter()

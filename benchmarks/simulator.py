@@ -6,8 +6,8 @@ the first to the first, and so on in turn. The costs of steps and prompts, and t
 first, with all replicas busy at once, so that what cores and memory share is among the costs, and what the host does
 for a step and its tokens: prompts of each chunk alone, then each batch size in a closed loop, then requests like those
 of the loads, whose drafts are counted; and again at the end, since machines do not stay the same. In between, requests
-arrive as a Poisson process, with prompts and answers of many lengths: more than the replicas can answer, which tells
-throughput, and fewer, which tells latency. The simulator is given the costs, the acceptance and the arrivals, and
+arrive as a Poisson process, with prompts and answers of many lengths: more than the replicas can answer, which shows
+throughput, and fewer, which shows latency. The simulator is given the costs, the acceptance and the arrivals, and
 nothing else of these runs. Linux only.
 """
 

@@ -324,7 +324,7 @@ app = typer.Typer(no_args_is_help=True)
 
 @pydantic.dataclasses.dataclass(frozen=True, config=RULES)
 class TimeRun:
-    """Everything that `time` can be told."""
+    """The settings of `time`."""
 
     target: str = setting("pydoc", help="preset, Hugging Face folder or hub id")
     source: str = setting("pydoc", help="conversations, as for train")
@@ -356,7 +356,7 @@ def time_arms(run: TimeRun) -> None:
 
 @pydantic.dataclasses.dataclass(frozen=True, config=RULES)
 class MemoryRun:
-    """Everything that `memory` can be told."""
+    """The settings of `memory`."""
 
     target: str = setting("qwen3-8b", help="preset, whose shapes are taken; nothing is loaded")
     seq_len: tuple[int, ...] = setting((512, 1024, 2048, 4096, 8192), help="tokens per row", ge=64)

@@ -81,8 +81,9 @@ class Leaf:
         so that true is not 1. Raises pydantic's ValidationError."""
         if self.is_list and isinstance(raw, str):  # also in a file: a list of one is often written without brackets
             has_brackets = raw.startswith("[") and raw.endswith("]")  # an item may end with one: gsm8k:train[:5%]
-            inner = (raw[1:-1] if has_brackets else raw).strip()
-            raw = [part.strip() for part in inner.split(",")] if inner else []
+            if has_brackets:
+                raw = raw[1:-1]
+            raw = [part.strip() for part in raw.split(",") if raw.strip()]
         return self._type.validate_python(raw, strict=not isinstance(raw, str | list))
 
     @property
@@ -173,7 +174,7 @@ def _layers(
 class _Loader(yaml.SafeLoader):
     """Scalars stay the text that was written, for pydantic to read by the type of the setting: to YAML alone `off` is
     False and `3e-4` is text. Null and merge keys keep their meaning. A key that is repeated, of which PyYAML keeps the
-    last and says nothing, is an error."""
+    last without a word, is an error."""
 
     yaml_implicit_resolvers: ClassVar[Any] = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
@@ -217,7 +218,9 @@ def _unknown(name: str, known: Mapping[str, Leaf]) -> str:
     last = name.rpartition(".")[2]
     near = [other for other in known if other.rpartition(".")[2] == last] or difflib.get_close_matches(name, known, 1)
     near = near or [n for n in known if difflib.get_close_matches(last, [n.rpartition(".")[2]], 1)]
-    hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}"
+    hint = f"the settings are {', '.join(known)}"
+    if near:
+        hint = f"did you mean {near[0]}?"
     return f"there is no setting {name}; {hint}"
 
 
@@ -233,5 +236,9 @@ def _in_words(schema: Mapping[str, Any]) -> str:
 
 def _shown(raw: Any) -> str:
     """The value as the user may have written it, with its type where that may surprise."""
-    text = repr(raw) if len(repr(raw)) <= 60 else f"{repr(raw)[:57]}..."
-    return text if isinstance(raw, str) else f"{text} ({type(raw).__name__})"
+    text = repr(raw)
+    if len(text) > 60:
+        text = f"{text[:57]}..."
+    if not isinstance(raw, str):
+        text += f" ({type(raw).__name__})"
+    return text

@@ -27,8 +27,8 @@ def test_arrays_in_large_pages_are_arrays_of_their_own() -> None:
         assert (array == np.asarray(number, array.dtype)).all(), "two arrays overlap"
         assert array.flags.c_contiguous
         assert array.flags.writeable
-    told = [(array.shape, array.dtype) for array in arrays]
-    assert told == [(shape, kind) for _ in range(2) for shape in shapes for kind in kinds]
+    found = [(array.shape, array.dtype) for array in arrays]
+    assert found == [(shape, kind) for _ in range(2) for shape in shapes for kind in kinds]
     if not sys.platform.startswith("linux"):
         return
     begins = [array.ctypes.data for array in arrays if array.size]

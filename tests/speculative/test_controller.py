@@ -47,7 +47,7 @@ def _serve(
     batch: int = 1,
     length: int = 200,
     seed: int = 0,
-    costs: dict | None = None,  # what steps really take, if that is to be observed: some are ten times slower
+    costs: dict | None = None,  # the real times of steps, if these are to be observed: some are ten times slower
     moments: Callable[[int], float] = lambda _step: 1.0,  # how many times slower the machine is at each step
 ) -> list[Tree | None]:
     """What is chosen, step by step, for sequences that end and are followed by new ones."""
@@ -81,7 +81,7 @@ GOOD = [Head((0.9,)), Head((0.75, 0.8, 0.8)), Head((0.8, 0.6, 0.4))]
 @pytest.mark.parametrize("prior", [(), (0.75, 0.8, 0.8), (0.3, 0.2)], ids=["unknown", "hopeful", "gloomy"])
 @pytest.mark.parametrize("cost", [(0.05, 0.02), (0.1, 0.15), (0.2, 0.02)], ids=str)
 @pytest.mark.parametrize("head", GOOD, ids=lambda head: str(head.rates))
-def test_it_finds_the_best_chain_whatever_it_was_told(
+def test_it_finds_the_best_chain_from_any_prior(
     head: Head, cost: tuple[float, float], prior: tuple[float, ...]
 ) -> None:
     costs = _costs(*cost)
@@ -266,7 +266,7 @@ def test_costs_follow_what_steps_take_in_service() -> None:
     estimates, trees = [controller.start(None)], [None, chain(2), chain(4)]
     assert controller.choose(estimates, trees, 1, WIDTH) == chain(4)
     assert controller.speedup(estimates, 1, WIDTH, chain(4)) == pytest.approx(3.3616 / 1.6)
-    for _ in range(2 * LOOK_STEPS):  # that it is the chain, and not the machine, is told by a look at another way
+    for _ in range(2 * LOOK_STEPS):  # a look at another tree shows that it is the chain and not the machine
         tree = controller.choose(estimates, trees, 1, WIDTH)
         controller.observe_seconds(1, WIDTH, tree, costs[1, WIDTH, tree] * (1.7 if tree == chain(4) else 1.0))
     assert controller.choose(estimates, trees, 1, WIDTH) == chain(2)

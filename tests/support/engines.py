@@ -339,16 +339,16 @@ class Reference:
         return next(self.firm(iter(draw, None)))
 
     def check(self, ask: Ask, inbox: Inbox, *, is_cancelled: bool = False) -> None:
-        """What the engine said is what plain decoding says; of a cancelled request, how it begins."""
+        """The engine answered what plain decoding answers; a cancelled request, the beginning of that."""
         end, plain = inbox.wait(), self.answer(ask)
         reason = end.finish_reason
         assert self.is_firm(ask), f"{ask}: {self._ties[ask.key]}; ask with another seed"
         plain_end = plain.wait()
         assert plain_end.finish_reason in (FinishReason.STOP, FinishReason.LENGTH), plain_end
-        got, wanted = inbox.token_ids, plain.token_ids
+        got, expected = inbox.token_ids, plain.token_ids
         if is_cancelled and reason == FinishReason.CANCELLED:
-            wanted = wanted[: len(got)]
-        check_equal(self.target, Letters(), ask, got, wanted, f"{ask}")
+            expected = expected[: len(got)]
+        check_equal(self.target, Letters(), ask, got, expected, f"{ask}")
         if reason != FinishReason.CANCELLED or not is_cancelled:
             said = reason, end.stop_reason, inbox.text
             assert said == (plain_end.finish_reason, plain_end.stop_reason, plain.text)
@@ -372,7 +372,7 @@ class Reference:
 def check_equal(
     target: Target, tokenizer: Encoder | None, ask: Ask, got: Sequence[int], plain: Sequence[int], what: str
 ) -> None:
-    """Token for token; a difference is told with the scores that it lies between."""
+    """Token for token; a difference is reported with the scores that it lies between."""
     if list(got) == list(plain):
         return
     at = next((i for i, (a, b) in enumerate(zip(got, plain, strict=False)) if a != b), None)

@@ -79,7 +79,7 @@ class NormEvaluator:
         return Measurement((ArmAcceptance(Arm("chain:1"), found, {"a": found}),), 0, self.identity)
 
 
-# what bounds a run and watches it, but is no part of its step
+# These settings bound a run and watch it, but are no part of its step.
 NOT_OF_THE_STEP = ("max_steps", "max_minutes", "log_every", "eval_every", "save_every", "keep", "patience", "resume")
 
 _optimizer = functools.cache(make_optimizer)
@@ -120,7 +120,7 @@ def tiny_trainer(
     documents = [Document(rng.integers(0, 64, 30).astype(np.int32), np.ones(30, bool)) for _ in range(16)]
     run = tiny_run(output, **changes)
     shape = run.train.batch_size, run.train.seq_len
-    is_whole = run.drafter in ("mtp", "dflash2")  # which propose all of the target's tokens
+    is_whole = run.drafter in ("mtp", "dflash2")  # they propose all of the target's tokens
     target_ids = np.arange(64, dtype=np.int32) if is_whole else np.arange(8, 56, dtype=np.int32)
     shard = processes.shard_of(place_rows(mesh, shape), shape)
     data = TrainingData(
@@ -190,8 +190,8 @@ def start(
     """The run as a process of its own, measured by the real evaluator or not. `death` says where it kills itself:
     `line 4` within the writing of step 4's metrics, `save 6` before the state of step 6 is whole, `export 1` before the
     first head is, `step 5` after step 5."""
-    told = {"target": str(target.folder), "output": str(output), "death": death, "is_measured": is_measured}
-    told["changes"] = changes
+    arguments = {"target": str(target.folder), "output": str(output), "death": death, "is_measured": is_measured}
+    arguments["changes"] = changes
     # in a cache of its own: eviction from the tests' reads each entry's time of access, which a process that knows no
     # bound, or is killed while it writes, does not leave
     cache = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
@@ -199,7 +199,7 @@ def start(
     kept = kept if cache else {}
     kept["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(jax.config.read("jax_disable_most_optimizations"))
     return subprocess.Popen(
-        [sys.executable, __file__, json.dumps(told)],
+        [sys.executable, __file__, json.dumps(arguments)],
         env={**os.environ, **kept, **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -252,14 +252,14 @@ def _dying(move: Callable[..., None], last: str) -> Callable[..., None]:
 
 def main() -> None:
     compile_without_emitters()
-    told = json.loads(sys.argv[1])
-    changes = told["changes"]
+    arguments = json.loads(sys.argv[1])
+    changes = arguments["changes"]
     processes.join(*(changes.get(name, other) for name, other in JOINING.items()))
-    _arrange(told["death"])
+    _arrange(arguments["death"])
     mesh = parse_mesh(changes.pop("mesh", ""))
-    target = load_target(Path(told["target"]), dtype="float32", mesh=mesh)
-    run = tiny_trainer(Path(told["output"]), target, evaluator=NormEvaluator(), mesh=mesh, **changes)
-    if told["is_measured"]:
+    target = load_target(Path(arguments["target"]), dtype="float32", mesh=mesh)
+    run = tiny_trainer(Path(arguments["output"]), target, evaluator=NormEvaluator(), mesh=mesh, **changes)
+    if arguments["is_measured"]:
         run.evaluator = tiny_evaluator(run, mesh)
     try:
         print(run.train().ending, flush=True)
