@@ -37,15 +37,9 @@ MARK = re.compile(
     r"run|tested: (?P<test>tests/\S+\.py)|not run: (?P<why>hub|device|long|network|synopsis|gone)(: \S.*)?", re.ASCII
 )
 OTHERS = {"pip", "git", "cd", "curl", "pytest", "ruff", "pyright", ".ci/run", "mkdocs", "done"}  # not looked into
-<<<<<<< HEAD
 OTHERS |= {"docker", "helm", "kubectl", "ray", "sky", "guidellm", "aiperf", "vllm", "lm_eval", "schemathesis"}
 HISTORY = {"CHANGELOG.md", *(page.name for page in (ROOT / "docs" / "log").glob("*.md"))}  # with removed commands
-BUNDLED_EAGLE3 = BUNDLED_HEADS["pydoc-eagle3"]  # which every engine's layout can hold
-=======
-OTHERS |= {"docker", "helm", "kubectl", "ray", "sky", "guidellm", "aiperf", "lm_eval", "schemathesis"}
-HISTORY = {"log.md", "CHANGELOG.md"}  # they describe commands that are no more
 BUNDLED_EAGLE3 = BUNDLED_HEADS["pydoc-eagle3"]  # every engine's layout can hold it
->>>>>>> main
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
