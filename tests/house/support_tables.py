@@ -15,7 +15,7 @@ from specserve.checkpoints.source import BUNDLED_FOLDER
 from specserve.models.config import LayerKind, ModelConfig
 from specserve.models.families import FAMILIES, model_config
 
-ORDER = ("untested", "compiled", "runs", "measured")  # what a family does is the least of what its parts do
+ORDER = ("untested", "compiled", "runs", "measured")  # a family does the least of what its parts do
 PARTS: dict[str, tuple[str, str, str]] = {  # of a layer: on CPUs, on GPUs, on TPUs
     "attention": ("runs", "compiled", "compiled"),
     "windows": ("runs", "compiled", "compiled"),

@@ -29,7 +29,7 @@ def _support(name: str) -> str:
 
 SCHEMAS: dict[str, type] = {"serve": ServeRun, "train": TrainRun, "data regenerate": RegenerateRun}  # by command
 SCHEMAS |= {"eval": EvalRun, "plan serve": PlanServeRun}
-# what a comment of a page names -> what makes the text below it, up to the comment that ends it
+# the name in a comment of a page -> the maker of the text below it, up to the comment that ends it
 TABLES: dict[str, Callable[[], str]] = {
     "commands": lambda: commands({of: place(f"settings of {name}").name for name, of in SCHEMAS.items()}),
     "families": partial(_support, "families"),
