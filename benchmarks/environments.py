@@ -12,13 +12,13 @@ from side_by_side import BenchmarkError, tail
 
 
 def say(text: str) -> None:
-    """Tell the user what is going on, on stderr."""
+    """Print the progress for the user, on stderr."""
     print(text, file=sys.stderr, flush=True)
 
 
 def report(compare: Callable[[], Any], output: Path | None) -> int:
-    """Run a comparison and write what it found to a JSON file, where one is wanted. Returns the exit status: 2 where it
-    could not be done, which is said."""
+    """Run a comparison and write what it found to a JSON file, where one is named. Returns the exit status: 2 where it
+    could not be done; stderr then has the reason."""
     try:
         found = compare()
     except BenchmarkError as error:
@@ -40,8 +40,8 @@ def run(command: Sequence[str | Path], log: Path, what: str) -> None:
 def environment(folder: Path, packages: Sequence[str], *, needs: str = "") -> Path:
     """Make an environment with these packages in `folder`, once, and return its interpreter.
 
-    `needs` says of what else the stamp is made that tells whether it is the wanted one. Raises BenchmarkError where pip
-    cannot install them.
+    `needs` is a further part of the stamp by which an existing environment is recognised. Raises BenchmarkError where
+    pip cannot install the packages.
     """
     python = folder / "env" / "bin" / "python"
     stamp, wanted = folder / "installed.json", json.dumps([*packages, needs])

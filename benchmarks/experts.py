@@ -15,7 +15,7 @@ from specserve.models.config import Experts, ModelConfig
 from specserve.models.moe import Form, all_experts, by_blocks, choose_form, moe, moe_spec, sorted_by_expert
 from specserve.models.params import init_params
 
-FORMS: tuple[Form, ...] = (all_experts, sorted_by_expert, by_blocks)  # that every backend computes, with a gradient
+FORMS: tuple[Form, ...] = (all_experts, sorted_by_expert, by_blocks)  # every backend computes them, with a gradient
 SHAPES = (  # d_model, experts
     (32, Experts(num_experts=8, top_k=2, d_ff=16)),
     (512, Experts(num_experts=8, top_k=2, d_ff=1024)),

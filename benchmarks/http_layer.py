@@ -68,7 +68,7 @@ def ask(port: int, number: int, path: str, bodies: list[str]) -> int:
 
 
 def clients() -> None:
-    """The other process: for each line of standard input, [port, clients, path, bodies], ask and tell seconds and
+    """The other process: for each line of standard input, [port, clients, path, bodies], ask and print seconds and
     events."""
     for line in sys.stdin:
         port, number, path, bodies = json.loads(line)

@@ -167,7 +167,7 @@ app = typer.Typer()
 
 @pydantic.dataclasses.dataclass(frozen=True, config=RULES)
 class LoadRun:
-    """Everything that the command can be told."""
+    """The settings of the command."""
 
     gigabytes: float = setting(2.0, help="size of the checkpoint, about", gt=0)
     rounds: int = setting(3, help="how often the arms take turns", ge=1)

@@ -1,8 +1,8 @@
-"""Whether a server's memory stays what it was: `specserve serve` under a storm of bodies that are meant to hurt and of
-prompts as long as the context, by its resident memory, which is read from outside every few seconds.
+"""A check that a server's memory stays what it was: `specserve serve` under a storm of bodies that are meant to hurt
+and of prompts as long as the context, by its resident memory, which is read from outside every few seconds.
 
 Run from the checkout: `python benchmarks/memory.py --minutes 10`. What a body costs must be gone when it is answered,
-refused or hung up on. Growth is told over what the server holds when it has seen one of everything: one prompt as long
+refused or hung up on. Growth counts from what the server holds when it has seen one of everything: one prompt as long
 as the context and one grammar, for which it compiles programs that no server holds before. Linux only.
 """
 
@@ -47,7 +47,7 @@ def _schema(rng: random.Random) -> dict:
 def bodies(rng: random.Random) -> Iterator[Body]:
     """Every kind of body, for ever, in an order that a seed gives."""
     kinds: list[Callable[[], tuple[str, dict | bytes]]] = [
-        # what runs
+        # bodies that run
         lambda: ("completions", {"prompt": _ids(rng, rng.randrange(2000, 3900)), "max_tokens": 16}),
         lambda: ("completions", {"prompt": _text(rng, 1500), "max_tokens": 32, "temperature": 1.0, "seed": 1}),
         lambda: ("completions", {"prompt": _ids(rng, 400), "max_tokens": 200, "ignore_eos": True}),
@@ -64,7 +64,7 @@ def bodies(rng: random.Random) -> Iterator[Body]:
         lambda: ("completions", {"prompt": "x", "stop": ["s" * 1024] * 4, "bad_words": [_text(rng, 60)] * 64}),
         lambda: ("responses", {"input": _text(rng, 400), "max_output_tokens": 20}),
         lambda: ("messages", {"messages": _chat(rng, 9), "max_tokens": 20}),
-        # what is refused, late or early
+        # bodies that are refused, late or early
         lambda: ("completions", {"prompt": [1] * 400_000}),
         lambda: ("completions", {"prompt": [[1]] * 100_000}),
         lambda: ("completions", {"prompt": _text(rng, 1_000_000)}),

@@ -24,7 +24,7 @@ from side_by_side import PLAIN, Arm, Batch, BenchmarkError, Server, summarize, t
 
 ROOT = Path(__file__).resolve().parent.parent
 CONTEXT = 1024  # prompt and answer
-MARGIN = 32  # what a tree may write beyond the answer
+MARGIN = 32  # tokens that a tree may write beyond the answer
 OURS = "specserve"
 
 
@@ -86,7 +86,7 @@ def parse(formats: Mapping[str, float], description: str) -> argparse.Namespace:
     if bad := [text for text in options.formats if text not in formats]:
         parser.error(f"--formats {bad[0]}: expected some of {', '.join(formats)}")
     options.clients = [int(text) for text in options.clients]
-    options.speculation = list(dict.fromkeys([PLAIN, *options.speculation]))  # whose answers the others must give
+    options.speculation = list(dict.fromkeys([PLAIN, *options.speculation]))  # all must answer as the first
     options.serve = dict(options.serve or [("bf16", "")])  # as it is published; the arithmetic is float32
     if bad := [text for text in options.serve if text not in formats]:
         parser.error(f"--serve {bad[0]}: expected FORMAT=FLAGS with one of {', '.join(formats)}")

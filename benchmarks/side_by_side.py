@@ -56,8 +56,8 @@ class Batch:
     round: int
     seconds: float
     answers: tuple[Answer, ...]
-    num_forwards: int = 0  # of the target, after prompts; 0 where the server does not tell
-    told_accepted: int = 0  # by the server's metrics, where it does not tell it of each answer
+    num_forwards: int = 0  # of the target, after prompts; 0 where the server does not report it
+    told_accepted: int = 0  # by the server's metrics, where it does not report it of each answer
 
     @property
     def num_accepted(self) -> int:

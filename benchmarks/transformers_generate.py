@@ -86,7 +86,7 @@ class TransformersArm:
 
 
 def _acceptance(answer: TimedAnswer) -> Acceptance:
-    """Tell the acceptance from how many forwards an answer took: where in a draft each stopped is not known."""
+    """Compute the acceptance from the number of forwards of an answer: the depth at which each stopped is not known."""
     num_steps = len(answer.arrivals) - 1
     return Acceptance(num_steps, accepted_per_depth=(len(answer.token_ids) - 1 - num_steps,))
 

@@ -108,7 +108,7 @@ class ChatTemplate:
         taken = list(messages)
         if any(turn.get("tool_calls") for turn in messages) and self._splices_arguments:
             taken = [_with_argument_text(turn) if turn.get("tool_calls") else turn for turn in messages]
-        reasoning = next((taken[-1][name] for name in REASONING_NAMES if taken[-1].get(name)), "") if taken else ""
+        reasoning = next((turn[name] for turn in taken[-1:] for name in REASONING_NAMES if turn.get(name)), "")
         if reasoning and not self._reads_reasoning_apart and self.mentions(END_THINK):
             # Templates such as DeepSeek R1's know it within the content alone, and leave it out of earlier answers.
             content = f"{THINK}\n{reasoning}\n{END_THINK}\n\n{taken[-1].get('content') or ''}"
@@ -149,13 +149,15 @@ class ChatTemplate:
                 f"chat_template_kwargs cannot set {', '.join(reserved)}: the name is reserved",
                 param="chat_template_kwargs",
             )
-        return {**self.kwargs, **(template_kwargs or {}), "tools": list(tools) if tools else None}
+        return {**self.kwargs, **(template_kwargs or {}), "tools": list(tools or ()) or None}
 
     @cached_property
     def _sources(self) -> tuple[str, ...]:
         """The chat templates of the model, of which some have another one for chats with tools."""
         template = self._backend.chat_template or ()
-        return (template,) if isinstance(template, str) else tuple(dict(template).values())
+        if isinstance(template, str):
+            return (template,)
+        return tuple(dict(template).values())
 
     @cached_property
     def _writes_tools(self) -> bool:

@@ -29,10 +29,11 @@ WORDS = {"boolean": "true or false", "integer": "an integer", "number": "a numbe
 SIGNS = {"minimum": ">=", "exclusiveMinimum": ">", "maximum": "<=", "exclusiveMaximum": "<"}
 
 
-def setting(default: Any = ..., *, help: str, rank: int = 0, **bounds: float) -> Any:
+def setting(default: Any = ..., *, help: str, rank: int = 0, scope: str = "", **bounds: float) -> Any:
     """A leaf of a schema: a pydantic field with its one-line help and its bounds (ge, gt, le, lt). Without a default it
-    is required. Settings with a `rank` are listed before the others in a command's help, 1 first."""
-    extra = {"rank": rank} if rank else None
+    is required. Settings with a `rank` are listed before the others in a command's help, 1 first. A `scope` is a word
+    of the schema's own for those that concern the same thing."""
+    extra = {"rank": rank, "scope": scope}
     return Field(default, description=help, json_schema_extra=extra, **bounds)  # type: ignore[call-overload]
 
 
@@ -59,8 +60,17 @@ class Leaf:
     @property
     def rank(self) -> int:
         """The setting's place among those that a command's help lists first; 0 where it is none of them."""
+        return int(str(self._extra.get("rank", 0)))
+
+    @property
+    def scope(self) -> str:
+        """The word that the schema gives to settings that concern the same thing; empty where it gives none."""
+        return str(self._extra.get("scope", ""))
+
+    @property
+    def _extra(self) -> Mapping[str, object]:
         extra = self.field.json_schema_extra
-        return int(str(extra["rank"])) if isinstance(extra, dict) else 0
+        return extra if isinstance(extra, dict) else {}
 
     @property
     def flag(self) -> str:
@@ -81,8 +91,9 @@ class Leaf:
         so that true is not 1. Raises pydantic's ValidationError."""
         if self.is_list and isinstance(raw, str):  # also in a file: a list of one is often written without brackets
             has_brackets = raw.startswith("[") and raw.endswith("]")  # an item may end with one: gsm8k:train[:5%]
-            inner = (raw[1:-1] if has_brackets else raw).strip()
-            raw = [part.strip() for part in inner.split(",")] if inner else []
+            if has_brackets:
+                raw = raw[1:-1]
+            raw = [part.strip() for part in raw.split(",") if raw.strip()]
         return self._type.validate_python(raw, strict=not isinstance(raw, str | list))
 
     @property
@@ -173,7 +184,7 @@ def _layers(
 class _Loader(yaml.SafeLoader):
     """Scalars stay the text that was written, for pydantic to read by the type of the setting: to YAML alone `off` is
     False and `3e-4` is text. Null and merge keys keep their meaning. A key that is repeated, of which PyYAML keeps the
-    last and says nothing, is an error."""
+    last without a word, is an error."""
 
     yaml_implicit_resolvers: ClassVar[Any] = {
         first: [(tag, pattern) for tag, pattern in resolvers if tag.endswith((":null", ":merge"))]
@@ -217,7 +228,9 @@ def _unknown(name: str, known: Mapping[str, Leaf]) -> str:
     last = name.rpartition(".")[2]
     near = [other for other in known if other.rpartition(".")[2] == last] or difflib.get_close_matches(name, known, 1)
     near = near or [n for n in known if difflib.get_close_matches(last, [n.rpartition(".")[2]], 1)]
-    hint = f"did you mean {near[0]}?" if near else f"the settings are {', '.join(known)}"
+    hint = f"the settings are {', '.join(known)}"
+    if near:
+        hint = f"did you mean {near[0]}?"
     return f"there is no setting {name}; {hint}"
 
 
@@ -233,5 +246,9 @@ def _in_words(schema: Mapping[str, Any]) -> str:
 
 def _shown(raw: Any) -> str:
     """The value as the user may have written it, with its type where that may surprise."""
-    text = repr(raw) if len(repr(raw)) <= 60 else f"{repr(raw)[:57]}..."
-    return text if isinstance(raw, str) else f"{text} ({type(raw).__name__})"
+    text = repr(raw)
+    if len(text) > 60:
+        text = f"{text[:57]}..."
+    if not isinstance(raw, str):
+        text += f" ({type(raw).__name__})"
+    return text

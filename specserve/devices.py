@@ -34,7 +34,9 @@ class Device:
 
     def rate_among(self, num_devices: int) -> float:
         """The bytes per second that each of so many devices sends to the others."""
-        return self.link if num_devices <= self.linked else self.network
+        if num_devices <= self.linked:
+            return self.link
+        return self.network
 
 
 DEVICES = tuple(Device(**row) for row in json.loads(_FILE.read_text(encoding="utf-8")))

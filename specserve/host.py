@@ -44,7 +44,9 @@ def num_cores() -> int:
     """The number of cores that this process may use, which is that of the machine where a process cannot be bound to
     cores."""
     process = psutil.Process()
-    return len(process.cpu_affinity() or ()) if hasattr(process, "cpu_affinity") else psutil.cpu_count() or 1
+    if hasattr(process, "cpu_affinity"):
+        return len(process.cpu_affinity() or ())
+    return psutil.cpu_count() or 1
 
 
 def processor() -> str:
@@ -71,7 +73,9 @@ def whole_file(path: Path, *, is_shared: bool = False) -> Iterator[Path]:
     """Give a file to write beside `path`, which takes its place at the end: a reader sees the old file or the new one,
     never half of one. Where other processes may write the same file (`is_shared`) each writes a file of its own name;
     otherwise what a killed process has left is overwritten the next time. Raises OSError."""
-    own = f".{os.getpid()}-{threading.get_ident()}" if is_shared else ""
+    own = ""
+    if is_shared:
+        own = f".{os.getpid()}-{threading.get_ident()}"
     partial = path.with_name(f"{path.name}{own}.partial")
     try:
         yield partial
@@ -140,7 +144,7 @@ def lower_priority() -> bool:
 
 
 def is_compiling() -> bool:
-    """Return whether a thread of this process compiles programs (`serve.programs.programs`)."""
+    """Return whether a thread of this process compiles programs (`serve.programs.compile_queue`)."""
     return any(thread.name == COMPILER_THREAD for thread in threading.enumerate())
 
 

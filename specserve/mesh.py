@@ -57,7 +57,9 @@ def parse_mesh(text: str, axes: tuple[str, ...] = MESH_AXES) -> Mesh | None:
     """The mesh for a text such as `data=2,tensor=4`, in any order; an axis that is not named is 1. None where that is
     one device. Raises ConfigError."""
     sizes = mesh_sizes(text, axes)
-    return make_mesh(**sizes) if math.prod(sizes.values()) > 1 else None
+    if math.prod(sizes.values()) == 1:
+        return None
+    return make_mesh(**sizes)
 
 
 def mesh_sizes(text: str, axes: tuple[str, ...] = MESH_AXES) -> dict[str, int]:
@@ -120,12 +122,16 @@ def check_divides(mesh: Mesh, sizes: Sequence[Size]) -> None:
 
 def _divisors(number: int) -> str:
     *most, last = [str(i) for i in range(1, number + 1) if number % i == 0]
-    return f"{', '.join(most)} or {last}" if most else last
+    if not most:
+        return last
+    return f"{', '.join(most)} or {last}"
 
 
 def num_parts(mesh: Mesh | AbstractMesh | None, axis: str | None) -> int:
     """The number of parts into which the mesh cuts a logical axis that it divides."""
-    return 1 if mesh is None else math.prod(mesh.shape[name] for name in LOGICAL_TO_MESH[axis])
+    if mesh is None:
+        return 1
+    return math.prod(mesh.shape[name] for name in LOGICAL_TO_MESH[axis])
 
 
 def in_equal_parts(mesh: Mesh | AbstractMesh | None, axis: str | None, number: int) -> int:
@@ -136,7 +142,9 @@ def in_equal_parts(mesh: Mesh | AbstractMesh | None, axis: str | None, number: i
 
 def on_each_device(mesh: Mesh | AbstractMesh | None, axis: str | None, size: int) -> int:
     """Return how much of a logical axis of this size each device has: all of it where the mesh does not divide it."""
-    return size if mesh is None else size // math.prod(mesh.shape[name] for name in _cutting(mesh, axis, size))
+    if mesh is None:
+        return size
+    return size // math.prod(mesh.shape[name] for name in _cutting(mesh, axis, size))
 
 
 def _cutting(mesh: Mesh | AbstractMesh, axis: str | None, size: int) -> tuple[str, ...]:
@@ -149,7 +157,9 @@ def _cutting(mesh: Mesh | AbstractMesh, axis: str | None, size: int) -> tuple[st
 
 def _entry(names: tuple[str, ...]) -> Any:
     """The entry of a PartitionSpec for an array's axis that these mesh axes cut."""
-    return names if len(names) > 1 else names[0] if names else None
+    if len(names) > 1:
+        return names
+    return next(iter(names), None)
 
 
 def sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
@@ -160,7 +170,9 @@ def sharding(mesh: Mesh, axes: tuple[str | None, ...]) -> NamedSharding:
 def whole(mesh: Mesh | None) -> NamedSharding | None:
     """The sharding of an array that is whole on every device of the mesh. Without a mesh it is None, with which JAX
     takes its default device."""
-    return None if mesh is None else sharding(mesh, ())
+    if mesh is None:
+        return None
+    return sharding(mesh, ())
 
 
 def put(tree: Any, place: Sharding | None) -> Any:
@@ -224,15 +236,18 @@ def on_mesh(mesh: Mesh | None, function: Callable[Arguments, Result]) -> Callabl
 def traced_mesh() -> AbstractMesh | None:
     """The mesh that the function being traced is compiled for, where `on_mesh` has set it."""
     mesh = jax.sharding.get_abstract_mesh()
-    return None if mesh.empty else mesh
+    if mesh.empty:
+        return None
+    return mesh
 
 
 def traced_platform() -> str:
     """The platform that the function being traced is compiled for: "cpu", "gpu" or "tpu". It is that of the mesh's
     devices, where `on_mesh` has set one, so a machine without a TPU can compile for TPUs. Else it is JAX's default."""
     mesh = traced_mesh()
-    device = None if mesh is None else mesh.abstract_device
-    return jax.default_backend() if device is None else device.platform
+    if mesh is None or mesh.abstract_device is None:
+        return jax.default_backend()
+    return mesh.abstract_device.platform
 
 
 def is_on_one_device() -> bool:
@@ -268,7 +283,9 @@ def over_parts(
 def sum_parts(tree: Result, cut: Collection[str]) -> Result:
     """Add a tree of arrays up over the devices that have different parts of these logical axes. Call it within
     `over_parts`."""
-    return jax.lax.psum(tree, tuple(_names(cut))) if cut else tree
+    if not cut:
+        return tree
+    return jax.lax.psum(tree, tuple(_names(cut)))
 
 
 def join_parts(tree: Result, axis: str) -> Result:
@@ -296,21 +313,25 @@ def part_index(axis: str) -> jax.Array:  # [] int32
 def free_memory(mesh: Mesh | None = None) -> int:
     """The bytes that are free on each device of the mesh, or on the first device without one. CPU devices share what
     the host has."""
-    devices = list(mesh.devices.flat) if mesh is not None else jax.devices()[:1]
+    devices = jax.devices()[:1]
+    if mesh is not None:
+        devices = list(mesh.devices.flat)
     stats = [device.memory_stats() for device in devices if device.process_index == jax.process_index()]
     known = [entry["bytes_limit"] - entry["bytes_in_use"] for entry in stats if entry and "bytes_limit" in entry]
-    return min(known) if known else host.free_memory() // len(devices)
+    return min(known, default=host.free_memory() // len(devices))
 
 
 def default_dtype() -> str:
     """The dtype that models are computed in: bfloat16 on accelerators, and float32 on CPU, where XLA emulates bfloat16
     matrix products about ten times slower."""
-    return "float32" if jax.default_backend() == "cpu" else "bfloat16"
+    if jax.default_backend() == "cpu":
+        return "float32"
+    return "bfloat16"
 
 
 def use_compilation_cache() -> None:
     """Turn on JAX's compilation cache in the user's cache folder, so that a second run of the same training compiles
-    nothing. The server keeps its programs otherwise (`serve.programs.kept`). A folder that the user has given to JAX
+    nothing. The server keeps its programs otherwise (`serve.programs.program_cache`). A folder that the user has given to JAX
     (in code or by JAX_COMPILATION_CACHE_DIR) stays."""
     if not jax.config.jax_compilation_cache_dir:  # type: ignore[attr-defined]
         jax.config.update("jax_compilation_cache_dir", str(host.cache_folder() / "jax"))

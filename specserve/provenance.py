@@ -78,7 +78,9 @@ def _git(folder: Path) -> dict[str, object]:
     if not (folder / ".git").exists():  # installed, perhaps inside somebody else's repository
         return {}
     commit, status = _run_git(folder, "rev-parse", "HEAD"), _run_git(folder, "status", "--porcelain")
-    return {} if commit is None or status is None else {"git_commit": commit, "git_is_dirty": bool(status)}
+    if commit is None or status is None:
+        return {}
+    return {"git_commit": commit, "git_is_dirty": bool(status)}
 
 
 def _run_git(folder: Path, *arguments: str) -> str | None:

@@ -34,7 +34,7 @@ class Tokenizer:
         self._vocab_size = len(backend)
         added = backend.added_tokens_decoder.items()  # special without having a name, as Gemma's <end_of_turn> is
         self._special_ids = frozenset(backend.all_special_ids).union(i for i, token in added if token.special)
-        self._end_ids = frozenset(end_ids).union(() if backend.eos_token_id is None else (backend.eos_token_id,))
+        self._end_ids = frozenset(end_ids).union([backend.eos_token_id]) - {None}
 
     @classmethod
     def load(cls, folder: Path, template_kwargs: Mapping[str, Any] | None = None) -> "Tokenizer":
@@ -225,7 +225,10 @@ def read_end_ids(folder: Path) -> tuple[int, ...]:
             value = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
         except (OSError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{path}: cannot read the ids that end a turn: {error}") from error
-        found += value if isinstance(value, list) else [value] if isinstance(value, int) else []
+        if isinstance(value, int):
+            value = [value]
+        if isinstance(value, list):
+            found += value
     return tuple(dict.fromkeys(found))
 
 

@@ -99,7 +99,7 @@ def main() -> int:
         for name in mtp_case.TARGETS:
             is_equal &= compare_carried(Path("carried", name), name)
         if is_writing and is_equal:
-            code = shutil.ignore_patterns("*.py")  # which it saves along with a config
+            code = shutil.ignore_patterns("*.py")  # it is saved along with a config
             made = {Path("speculators", name): Path(name) for name in (*CASES, "theirs")}
             made |= {Path("peagle", name): Path("masked", name) for name in peagle_case.CASES}
             made |= {Path("mtp", name): Path("carried", name) for name in mtp_case.TARGETS}
@@ -137,7 +137,7 @@ def masked_logits(
     model = PEagleDraftModel.from_pretrained(folder, config=config, dtype=torch.float32).eval()
     drawn = torch.from_numpy(anchors.astype(np.int64)), torch.from_numpy(slots.astype(np.int64))
     peagle_core.generate_cod_sample_indices = lambda **_settings: drawn
-    peagle_core.compute_metrics = lambda **_logits: (None, {})  # whose losses need an accelerator
+    peagle_core.compute_metrics = lambda **_logits: (None, {})  # its losses need an accelerator
     found: list[torch.Tensor] = []
     model.lm_head.register_forward_hook(lambda _module, _inputs, logits: found.append(logits.detach().clone()))
     ahead = np.append(case.token_ids, 0)[1:]

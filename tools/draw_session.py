@@ -32,7 +32,7 @@ Steps = list[list[str]]  # the texts of the tokens that each forward of the targ
 def serving(console: Console) -> Iterator[str]:
     """Run the server for as long as the block lasts; the block gets the address that the server printed."""
     console.print(f"$ {SERVE}", style="bold")
-    is_wide = {**os.environ, "COLUMNS": "200"}  # what it prints is one line then
+    is_wide = {**os.environ, "COLUMNS": "200"}  # its output is one line then
     with subprocess.Popen(shlex.split(SERVE), stdout=subprocess.PIPE, text=True, env=is_wide) as server:
         assert server.stdout is not None
         try:

@@ -61,7 +61,7 @@ STATE_FOLDER, METRICS_FILE, NOTES_FILE = "state", "metrics.jsonl", "specserve.js
 
 @dataclass(frozen=True, config=RULES)
 class TargetRun:
-    """All that a run can be told. The defaults are the bundled target's."""
+    """The settings of a run. The defaults are the bundled target's."""
 
     output: str = setting(help="folder for the model, its state and its metrics")
     data: str = setting("pydoc", help="pydoc, or a .jsonl of conversations")

@@ -1,0 +1,5 @@
+"""Model folders and training states on disk: safetensors to parameters and back, downloads, quantised weights.
+
+`source` finds the folder of a name, and `configs` its config. `load` makes parameters of it, by way of `tensors` (the
+files) and `quantized`. `train_state` saves a run and restores it.
+"""

@@ -18,8 +18,8 @@ def is_known_here(name: str) -> bool:
 
 
 def find_config(name: str) -> tuple[ModelConfig, str]:
-    """Find a target's config, and say where it stands, without the network: in a folder's config.json, in a preset's
-    facts, or in what the hub's cache on this machine has. Raises ConfigError or CheckpointError."""
+    """Find a target's config, and where it stands, without the network: in a folder's config.json, in a preset's facts,
+    or in what the hub's cache on this machine has. Raises ConfigError or CheckpointError."""
     folder = BUNDLED_FOLDER if name == BUNDLED else Path(name).expanduser()
     if folder.is_dir():
         file = folder / CONFIG
@@ -39,5 +39,7 @@ def _cached_config(name: str) -> str | None:
     """A hub id's config.json in the hub's cache on this machine."""
     from huggingface_hub import try_to_load_from_cache
 
-    cached = try_to_load_from_cache(name, CONFIG) if is_hub_id(name) else None
-    return cached if isinstance(cached, str) else None
+    if not is_hub_id(name):
+        return None
+    cached = try_to_load_from_cache(name, CONFIG)
+    return cached if isinstance(cached, str) else None  # the library has a marker for a file known to be missing

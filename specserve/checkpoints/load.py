@@ -134,9 +134,10 @@ def _skipped(config: ModelConfig, raw: Mapping[str, Any], rename: Callable[[str]
     skipped = {_OTHER_SENSES: "of a model that also sees or hears; text alone is served"}
     if config.tie_embeddings:
         skipped[re.escape(rename("lm_head.weight"))] = TIED
-    further = {_FURTHER[config.family]} if config.family in _FURTHER else set()
+    further = {pattern for family, pattern in _FURTHER.items() if family == config.family}
     count = raw.get(_PREDICTS_FURTHER.get(config.family, "num_nextn_predict_layers"))
-    count = int(config.family in _PREDICTS_FURTHER) if count is None else count
+    if count is None:
+        count = int(config.family in _PREDICTS_FURTHER)
     for i in range(config.num_layers, config.num_layers + count):
         further.add(re.escape(rename(config.names.layer.format(i=i))) + r"\..*")
     return skipped | dict.fromkeys(further, "layers of multi-token prediction")
@@ -156,7 +157,7 @@ def load_params(
     """Read every leaf of the spec tree, cast to `dtype` or quantised. Raises CheckpointError that lists all that does
     not fit, before anything is read."""
     leaves, structure = jax.tree_util.tree_flatten_with_path(spec_tree, is_leaf=is_spec)
-    places: Sequence[Sharding | None] = jax.tree.leaves(shardings) if shardings is not None else [None] * len(leaves)
+    places: Sequence[Sharding | None] = jax.tree.leaves(shardings) or [None] * len(leaves)
     opened = _open_all([spec for _, spec in leaves], tensors, {**_SKIPPED, **(skipped or {})}, rename, block)
     loaded = []
     for (path, spec), weights, place in zip(leaves, opened, places, strict=True):
@@ -187,11 +188,10 @@ def _open_all(
                 continue
             used |= set(made_of)
             opened[-1].append(weight)
-            got, shape = (
-                (weight.values.shape, _outputs_first(spec).stored_shape)
-                if isinstance(weight, LazyQuantized)
-                else (weight.shape, spec.stored_shape)
-            )
+            if isinstance(weight, LazyQuantized):
+                got, shape = weight.values.shape, _outputs_first(spec).stored_shape
+            else:
+                got, shape = weight.shape, spec.stored_shape
             if got != shape:
                 where = tensors.file(made_of[0]).name
                 problems.append(f"{where}: {name} has shape {got}, config.json says {shape}")
@@ -211,7 +211,9 @@ def _account_for(names: frozenset[str], folder: Path, skipped: Mapping[str, str]
     counts = Counter(why[0] for why in reasons.values() if why)
     if counts:
         counted = ", ".join(f"{count} ({why})" for why, count in sorted(counts.items()))
-        level = logging.DEBUG if counts.keys() <= _NOT_MISSED else logging.INFO
+        level = logging.INFO
+        if counts.keys() <= _NOT_MISSED:
+            level = logging.DEBUG
         logger.log(level, "%s: tensors that are not loaded: %s", folder, counted)
     return [f"{name} is not part of this architecture" for name in sorted(names) if not reasons[name]]
 
@@ -232,7 +234,9 @@ def _load(
     else:
         plain = [weight for weight in weights if isinstance(weight, LazyTensor)]
         array = _put(_cast(in_memory(spec, plain), dtype), place)
-    return _quantize(array, how) if how in ("int8", "fp8") else array
+    if how in ("int8", "fp8"):
+        return _quantize(array, how)
+    return array
 
 
 def in_eight_bits(params: Tree, to: EightBits) -> Tree:
@@ -265,16 +269,18 @@ def in_memory(spec: ParamSpec, stored: Sequence[LazyTensor]) -> LazyTensor:
     outputs picked, inputs first."""
 
     def read(index: Index) -> np.ndarray:
-        rest = index[1:] if spec.is_per_expert else index
+        rest = index[int(spec.is_per_expert) :]
         if spec.part:
             rest = (*rest[:-1], _places(spec.part, rest[-1]))
         if spec.transpose:
             rest = (*rest[:-2], rest[-1], rest[-2])
-        if not spec.is_per_expert:
-            value = stored[0].read(rest)
-        else:
+        if spec.is_per_expert:
             value = np.stack([expert.read(rest) for expert in stored[index[0]]])
-        return value.swapaxes(-1, -2) if spec.transpose else value
+        else:
+            value = stored[0].read(rest)
+        if spec.transpose:
+            value = value.swapaxes(-1, -2)
+        return value
 
     return LazyTensor(spec.shape, stored[0].dtype, read)
 
@@ -284,8 +290,9 @@ def _places(part: TensorPart, outputs: slice) -> slice | np.ndarray:
     width = part.stop - part.start
     numbers = np.arange(outputs.start, outputs.stop)
     places = numbers // width * part.period + part.start + numbers % width
-    is_run = places[-1] - places[0] == len(places) - 1
-    return slice(int(places[0]), int(places[-1]) + 1) if is_run else places
+    if places[-1] - places[0] == len(places) - 1:  # they follow each other
+        return slice(int(places[0]), int(places[-1]) + 1)
+    return places
 
 
 def _cast(tensor: LazyTensor, dtype: np.dtype) -> LazyTensor:
@@ -327,16 +334,19 @@ def check_weights(params: Any, spec_tree: Any, where: str, *, may_be_zero: bool 
     wrong = [name for spec, weight in weights for name in _not_finite(spec, weight)]
     if wrong:
         raise CheckpointError(f"{where}: not a number or infinite: {listed(wrong)}; copy or download the weights again")
-    filled = [] if may_be_zero else [pair for pair in weights if pair[0].init != "zeros"]  # those begin as zeros
-    dead = [spec.name for spec, weight in filled if not any(map(jnp.any, jax.tree.leaves(weight)))]
-    if dead:
+    if may_be_zero:
+        return
+    filled = [pair for pair in weights if pair[0].init != "zeros"]  # the others begin as zeros
+    if dead := [spec.name for spec, weight in filled if not any(map(jnp.any, jax.tree.leaves(weight)))]:
         raise CheckpointError(
             f"{where}: nothing but zeros: {listed(dead)}, as if never filled; export or download the weights again"
         )
 
 
 def _not_finite(spec: ParamSpec, weight: jax.Array | QuantizedMatrix) -> list[str]:
-    inner = tuple(range(1, len(spec.shape))) if spec.is_per_expert else None
+    inner = None
+    if spec.is_per_expert:
+        inner = tuple(range(1, len(spec.shape)))
     floats = [leaf for leaf in jax.tree.leaves(weight) if jnp.issubdtype(leaf.dtype, jnp.floating)]
     is_finite = np.all([np.atleast_1d(jnp.isfinite(leaf).all(inner)) for leaf in floats], axis=0)
     return [name for name, is_fine in zip(spec.names, is_finite, strict=True) if not is_fine]
@@ -347,8 +357,11 @@ def to_numpy(params: Any, spec_tree: Any, dtype: str) -> dict[str, np.ndarray]:
     out: dict[str, np.ndarray] = {}
     for spec, leaf in zip(specs(spec_tree), jax.tree.leaves(params), strict=True):
         value = np.asarray(leaf).astype(spec.dtype(dtype))
-        value = value.swapaxes(-1, -2) if spec.transpose else value
-        for name, tensor in zip(spec.names, value if spec.is_per_expert else [value], strict=True):
+        if spec.transpose:
+            value = value.swapaxes(-1, -2)
+        if not spec.is_per_expert:
+            value = value[None]
+        for name, tensor in zip(spec.names, value, strict=True):
             if spec.part is None:
                 out[name] = tensor
                 continue

@@ -63,10 +63,12 @@ class LazyQuantized:
 
 
 def stored_block(raw: Mapping[str, Any], where: str) -> tuple[int, int]:
-    """Return how many outputs and inputs of a weight share a scale where scales are by block, as config.json says.
+    """Return how many outputs and inputs of a weight share a scale where scales are by block, as config.json states.
     Raises CheckpointError for a quantisation that is not read."""
     stated = raw.get("quantization_config") or raw.get("compression_config") or {}
-    method = stated.get("quant_method", "compressed-tensors" if "config_groups" in stated else None)
+    method = stated.get("quant_method")
+    if "config_groups" in stated:
+        method = stated.get("quant_method", "compressed-tensors")
     if not stated or method in ("fbgemm_fp8", "mxfp4"):
         return DEFAULT_BLOCK
     if method == "fp8":
@@ -134,8 +136,9 @@ def _open_scale(
         )
 
     def read(index: Index) -> np.ndarray:
-        outputs, blocks = index
-        places = np.arange(outputs.start, outputs.stop) if isinstance(outputs, slice) else outputs
+        places, blocks = index
+        if isinstance(places, slice):
+            places = np.arange(places.start, places.stop)
         whole = tensors.read(name).astype(np.float32).reshape(grid)  # a ten-thousandth of its weight
         return whole[places // rows][:, blocks]
 
@@ -175,4 +178,6 @@ def _blocks(inputs: slice, block: int) -> slice:
 
 
 def _pair(sizes: Any) -> tuple[int, int]:
-    return (int(sizes[0]), int(sizes[1])) if sizes else DEFAULT_BLOCK
+    if not sizes:
+        return DEFAULT_BLOCK
+    return int(sizes[0]), int(sizes[1])

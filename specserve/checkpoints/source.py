@@ -59,8 +59,9 @@ def resolve_target(text: str, *, needs_weights: bool = True) -> TargetSource:
         return TargetSource(text, _download(text, PRESETS[text].hub_id, needs_weights=needs_weights))
     if is_hub_id(text):
         return TargetSource(text, _download(text, text, needs_weights=needs_weights))
-    near = difflib.get_close_matches(text.lower(), [BUNDLED, *PRESETS], n=1)
-    hint = f"; did you mean {near[0]!r}?" if near else "."
+    hint = "."
+    if near := difflib.get_close_matches(text.lower(), [BUNDLED, *PRESETS], n=1):
+        hint = f"; did you mean {near[0]!r}?"
     raise ConfigError(
         f"--target {text!r} is no folder here, no hub id (owner/name) and no preset{hint} `specserve targets` lists "
         "the presets"
@@ -82,12 +83,13 @@ def resolve_head(text: str, option: str) -> Path:
 def _download(text: str, hub_id: str, option: str = "--target", *, needs_weights: bool = True) -> Path:
     from huggingface_hub import snapshot_download  # heavy, and offline users never need it
 
-    left_out = _COPIES if needs_weights else [*_COPIES, _WEIGHTS]
+    left_out, files = _COPIES, f"config.json, {_WEIGHTS}, tokenizer files"
+    if not needs_weights:
+        left_out, files = [*_COPIES, _WEIGHTS], "config.json, tokenizer files"
     hub.absence()  # where it cannot be asked, the library looks into its cache alone
     try:
         return Path(snapshot_download(hub_id, allow_patterns=_FILES, ignore_patterns=left_out))  # shows a progress bar
     except Exception as error:  # the hub client raises a dozen types for "cannot reach it" and "no such model"
-        files = f"config.json, {_WEIGHTS}, tokenizer files" if needs_weights else "config.json, tokenizer files"
         folder = Path("models") / hub_id.rsplit("/", 1)[-1]
         raise CheckpointError(
             f"{option} {text}: {hub_id} is not in the local cache and the model hub could not serve it "

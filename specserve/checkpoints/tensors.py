@@ -108,7 +108,7 @@ class ExpertByExpert(TensorFolder):
         super().__init__(folder)
         for name in [*self._entries]:
             match, entry = re.fullmatch(r"(.+\.experts)\.(\w+)", name), self._entries[name]
-            parts = FUSED.get(match[2], ()) if match else ()
+            parts = match and FUSED.get(match[2])
             if match and parts and len(entry.shape) == 3 and entry.shape[1] % len(parts) == 0:
                 rows, width = entry.shape[1] // len(parts), entry.shape[2]
                 del self._entries[name]
@@ -134,8 +134,10 @@ def fuse_experts(tensors: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
 
 def listed(problems: Sequence[str], limit: int = 8) -> str:
     """List all that is wrong in one line, or as much of it as a line takes."""
-    more = f"; and {len(problems) - limit} more" if len(problems) > limit else ""
-    return "; ".join(problems[:limit]) + more
+    parts = list(problems[:limit])
+    if len(problems) > limit:
+        parts.append(f"and {len(problems) - limit} more")
+    return "; ".join(parts)
 
 
 def _read_shards(folder: Path) -> dict[str, TensorEntry]:

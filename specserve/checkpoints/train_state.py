@@ -92,7 +92,9 @@ class StateStore:
 
     def _failed(self, error: Exception) -> CheckpointError:
         whole = self._manager.all_steps(read=True)
-        kept = f"whole are steps {', '.join(map(str, sorted(whole)))}" if whole else "none was saved before"
+        kept = "none was saved before"
+        if whole:
+            kept = f"whole are steps {', '.join(map(str, sorted(whole)))}"
         return CheckpointError(
             f"{self._folder}: a state could not be saved ({_reason(error)}); {kept}. Make room or mend the folder, and "
             "go on with --resume"
@@ -125,4 +127,4 @@ def _reason(error: BaseException) -> str:
     """The error of the operating system at the bottom, where there is one."""
     while error.__cause__ is not None:
         error = error.__cause__
-    return str(error).splitlines()[0] if str(error) else type(error).__name__
+    return str(error).partition("\n")[0] or type(error).__name__

@@ -128,7 +128,7 @@ def _attention_bound(
 ) -> np.ndarray:  # [query, head_dim]
     """The most by which two ways to attend can differ. A score is off by gamma_k of its magnitudes, an exponential by
     what its argument is off and by its own rounding, the weights and the result by a rounding to `dtype`."""
-    unit, scale = UNIT if dtype == "float32" else 2.0**-8, q.shape[-1] ** -0.5
+    unit, scale = {"float32": UNIT, "bfloat16": 2.0**-8}[dtype], q.shape[-1] ** -0.5
     scores = np.where(seen, q @ k.T * scale, -np.inf)
     below = scores - scores.max(axis=-1, keepdims=True)
     weights = np.exp(below)
@@ -141,9 +141,12 @@ def _attention_bound(
 
 def _pages(k: Any, dtype: str, v: Any = None) -> Pages:
     """Pages of keys and values [page, kv_head, page_size, head_dim] in the layout of this backend."""
-    k, v = jnp.asarray(k).astype(dtype), jnp.asarray(k if v is None else v).astype(dtype)
-    layout = default_layout()
-    return Pages(k if layout == "rows" else k.swapaxes(2, 3), v, layout=layout)
+    if v is None:
+        v = k
+    k, v, layout = jnp.asarray(k).astype(dtype), jnp.asarray(v).astype(dtype), default_layout()
+    if layout == "columns":
+        k = k.swapaxes(2, 3)
+    return Pages(k, v, layout=layout)
 
 
 def _gamma(num_terms: int) -> float:

@@ -61,7 +61,9 @@ def matrix(weight: Matrices, bias: jax.Array | None) -> Matrix:
 
 def scale_block(weight: Matrices) -> int:
     """The number of inputs that share a scale, or 0 where all of them do."""
-    return weight.block if isinstance(weight, QuantizedMatrix) and weight.scale.shape[-2] > 1 else 0
+    if isinstance(weight, QuantizedMatrix) and weight.scale.shape[-2] > 1:
+        return weight.block
+    return 0
 
 
 class ExpertBlocks(NamedTuple):

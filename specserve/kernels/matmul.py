@@ -113,9 +113,10 @@ def pack(weight: jax.Array | QuantizedMatrix) -> PackedMatrix:
     padded = _fill_up(values, -1, num_panels * width)
     lanes = 4 // values.dtype.itemsize  # numbers that share 32 bits
     if tile:
-        num_blocks = -(-d_in // block_size) if block_size else 1
-        blocks = _fill_up(padded, -2, num_blocks * (block_size or d_in))
-        blocks = blocks.reshape(*stack, num_blocks, block_size or d_in, num_panels * width)
+        size = block_size or d_in
+        num_blocks = -(-d_in // size)
+        blocks = _fill_up(padded, -2, num_blocks * size)
+        blocks = blocks.reshape(*stack, num_blocks, size, num_panels * width)
         blocks = _fill_up(blocks, -2, -(-blocks.shape[-2] // tile) * tile)
         inputs = num_blocks * blocks.shape[-2]
         panels = blocks.reshape(*stack, inputs // tile, tile // lanes, lanes, num_panels, width // 16, 16)
@@ -131,9 +132,11 @@ def pack(weight: jax.Array | QuantizedMatrix) -> PackedMatrix:
 
 def _fill_up(values: np.ndarray, axis: int, size: int) -> np.ndarray:
     """The values with zeros after them along an axis, up to this size."""
+    if size == values.shape[axis]:
+        return values
     padding = [(0, 0)] * values.ndim
     padding[axis] = 0, size - values.shape[axis]
-    return np.pad(values, padding) if size > values.shape[axis] else values
+    return np.pad(values, padding)
 
 
 def _in_large_pages(values: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
@@ -146,7 +149,7 @@ def _in_large_pages(values: np.ndarray, shape: tuple[int, ...]) -> jax.Array:
 def _lower_halves(values: np.ndarray) -> np.ndarray:
     """The lower 16 bits of float32 values, which bfloat16 does not have, as a view without a copy."""
     halves = np.ascontiguousarray(values).view(np.uint16)
-    return halves[..., 0 if sys.byteorder == "little" else 1 :: 2]
+    return halves[..., int(sys.byteorder == "big") :: 2]
 
 
 def quantize(weight: jax.Array, to: EightBits) -> QuantizedMatrix:
@@ -156,7 +159,7 @@ def quantize(weight: jax.Array, to: EightBits) -> QuantizedMatrix:
     In int8 an element is off by half a step at most, 1/254 of its output's largest magnitude. In fp8 (e4m3) it is off
     by at most 1/16 of itself, or by half a subnormal step below 1/28,672 of the largest magnitude.
     """
-    dtype, largest = (jnp.int8, 127.0) if to == "int8" else (jnp.float8_e4m3fn, 448.0)
+    dtype, largest = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}[to]
     weight = weight.astype(jnp.float32)
     magnitude = jnp.abs(weight).max(axis=-2, keepdims=True)
     scale = jnp.where(magnitude > 0, magnitude / largest, 1.0)
@@ -229,8 +232,7 @@ def _multiply_packed(
     x: jax.Array, weight: PackedMatrix, expert_ids: jax.Array, add: jax.Array | None = None
 ) -> jax.Array:  # [row, d_out] float32
     panels = weight.panels.reshape(-1, *weight.panels.shape[-3:])
-    scale = jnp.zeros(0, jnp.float32) if weight.scale is None else weight.scale
-    rest = jnp.zeros(0, jnp.float32) if add is None else add
+    scale, rest = native.operand(weight.scale), native.operand(add)
     shape, block = (x.shape[0], weight.d_out), np.int64(weight.block)
     return native.call("specserve_matmul", shape, x.astype(jnp.float32), expert_ids, panels, scale, rest, block=block)
 

@@ -138,7 +138,7 @@ def _gathered(
     k_pages = take_pages(pages.k, prefix).astype(q.dtype)
     batch, width = prefix.page_table.shape
     per_page_q = jnp.broadcast_to(q[:, None], (batch, width, *q.shape[1:]))
-    k_axes = "bpksh" if pages.layout == "rows" else "bpkhs"
+    k_axes = {"rows": "bpksh", "columns": "bpkhs"}[pages.layout]
     scores = jnp.einsum(f"bpkrh,{k_axes}->bpkrs", per_page_q, k_pages, preferred_element_type=jnp.float32)
     if pages.k_scale is not None:
         scores *= take_pages(pages.k_scale, prefix)[:, :, :, None]

@@ -70,9 +70,8 @@ def attend_pages(
     """
     batch, num_kv_heads, num_rows, head_dim = q.shape
     page_size, width = k_pages.shape[2], page_table.shape[1]
-    is_wide = max(head_dim, v_dim) > 128
-    row_tile = min(16 if v_dim > 256 else 32 if is_wide else 64, max(_MIN_TILE, pl.next_power_of_2(num_rows)))
-    key_tile = 32 if is_wide else 64
+    row_tile, key_tile, num_warps = _tiles(head_dim, v_dim)
+    row_tile = min(row_tile, max(_MIN_TILE, pl.next_power_of_2(num_rows)))
     num_tiles = pl.cdiv(num_rows, row_tile)
     most = max(1, width * page_size // _MIN_SPLIT)
     num_splits = min(most, pl.cdiv(_PROGRAMS, batch * num_kv_heads * num_tiles))
@@ -87,7 +86,9 @@ def attend_pages(
         window=window,
         softcap=softcap,
     )
-    arrays = (q, k_pages, v_pages, page_table, lens, positions if window else None, k_scale, v_scale)
+    if not window:
+        positions = None
+    arrays = (q, k_pages, v_pages, page_table, lens, positions, k_scale, v_scale)
     out, lse = pl.pallas_call(
         kernel,
         out_shape=(
@@ -96,11 +97,20 @@ def attend_pages(
         ),
         grid=(num_splits * num_tiles, num_kv_heads, batch),
         in_specs=[None if array is None else pl.BlockSpec() for array in arrays],
-        compiler_params=plgpu.CompilerParams(num_warps=8 if v_dim > 256 else 4, num_stages=2),
+        compiler_params=plgpu.CompilerParams(num_warps=num_warps, num_stages=2),
         interpret=interpret,
         name="attend_pages",
     )(*arrays)
     return _merge(out, lse)
+
+
+def _tiles(head_dim: int, v_dim: int) -> tuple[int, int, int]:
+    """The rows and the keys of a tile at most, and the number of warps, so that registers hold it."""
+    if v_dim > 256:
+        return 16, 32, 8
+    if max(head_dim, v_dim) > 128:
+        return 32, 32, 4
+    return 64, 64, 4
 
 
 def _merge(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -150,7 +160,9 @@ def _kernel(
     share = pl.cdiv(jnp.maximum(length - begin, 0), num_splits * key_tile) * key_tile  # keys of each split
     start = begin + split * share
     stop = jnp.minimum(start + share, length)
-    parts = _powers(0, head_dim) if v_ref is not None else (*_powers(0, v_dim), *_powers(v_dim, head_dim))
+    parts = _powers(0, head_dim)
+    if v_ref is None:
+        parts = *_powers(0, v_dim), *_powers(v_dim, head_dim)
     queries = [_load(q_ref, (b, head, rows), part, is_row) for part in parts]
     v_parts = _powers(0, v_dim)
 

@@ -92,18 +92,18 @@ def attend_pages(
         raise ConfigError(f"attention over pages on TPU: {reason}")
     assert v_pages is not None or v_scale is None, "values that are keys have the keys' scale"
     assert positions is not None or not window, "a window goes by positions"
-    positions = positions if window else None
-    q = q if q.dtype == jnp.bfloat16 else q.astype(jnp.float32)
+    if q.dtype != jnp.bfloat16:
+        q = q.astype(jnp.float32)
     blocks = _plan(q, k_pages, v_pages, v_dim, page_table.shape[1])
     assert blocks is not None, "what `takes` promises"
-    pages = {"k": k_pages} if v_pages is None else {"k": k_pages, "v": v_pages}
+    pages = {name: array for name, array in (("k", k_pages), ("v", v_pages)) if array is not None}
     scales = {name: scale for name, scale in (("k", k_scale), ("v", v_scale)) if scale is not None}
     run = functools.partial(_attend_pages, pages=pages, scales=scales, blocks=blocks, v_dim=v_dim)
     run = functools.partial(run, first=first, window=window, softcap=softcap, interpret=interpret)
     parts = _parts(len(q), page_table.shape[1], row_blocks=-(-q.shape[2] // blocks.rows))
-    results = [run(q[i], page_table[i], lens[i], None if positions is None else positions[i]) for i in parts]
-    out, lse = results[0] if len(results) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *results)
-    return out, lse
+    arrays = (q, page_table, lens, positions if window else None)
+    results = [run(*jax.tree.map(lambda x, i=i: x[i], arrays)) for i in parts]
+    return results[0] if len(results) == 1 else jax.tree.map(lambda *each: jnp.concatenate(each), *results)
 
 
 def _parts(batch: int, num_pages: int, row_blocks: int) -> list[slice]:
@@ -124,8 +124,9 @@ def _refusal(k_pages: jax.Array, v_pages: jax.Array | None) -> str | None:
     """Return why the kernel cannot take these pages, or None where it can. The compilers for TPU v4 to v7x take all
     other pages."""
     page_size, head_dim = k_pages.shape[2:]
-    v_dim = head_dim if v_pages is None else v_pages.shape[3]
-    for pages in (k_pages,) if v_pages is None else (k_pages, v_pages):
+    all_pages = [pages for pages in (k_pages, v_pages) if pages is not None]
+    v_dim = all_pages[-1].shape[3]
+    for pages in all_pages:
         if pages.dtype not in _DTYPES:
             return f"pages must be one of {', '.join(str(jnp.dtype(each)) for each in _DTYPES)}, not {pages.dtype}"
         tile = 32 // pages.dtype.itemsize  # the sublanes that a register has for the type
@@ -147,7 +148,9 @@ def _plan(
     kv_heads, num_rows, head_dim = q.shape[1:]
     page_size, item = k_pages.shape[2], q.dtype.itemsize
     d, e = _up(head_dim, _LANES), _up(v_dim, _LANES)
-    stored = d if v_pages is None else d + e
+    stored = d
+    if v_pages is not None:
+        stored += e
 
     def fits(heads: int, rows: int, keys: int) -> bool:
         pages = 2 * heads * keys * stored * k_pages.dtype.itemsize

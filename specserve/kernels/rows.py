@@ -203,7 +203,9 @@ def part_length(n: int, most: int) -> int:
     """
     most = min(most, n)
     divisor = max(size for size in range(1, most + 1) if n % size == 0)
-    return divisor if 2 * divisor > most else -(-n // -(-n // most))
+    if 2 * divisor > most:
+        return divisor
+    return -(-n // -(-n // most))
 
 
 def _block(
@@ -270,5 +272,6 @@ def mean_keys(seq: int, window: int, mesh: Mesh | AbstractMesh | None = None) ->
 def _segments(seq: int, window: int) -> list[tuple[int, int, int]]:
     """The runs into which the queries of a row are cut: (first key, first query, end of both) of each."""
     length = max(MIN_SEGMENT, -(-seq // NUM_SEGMENTS))
+    reach = window or seq
     starts = range(0, seq, length)
-    return [(max(0, start - window + 1) if window else 0, start, min(start + length, seq)) for start in starts]
+    return [(max(0, start - reach + 1), start, min(start + length, seq)) for start in starts]

@@ -35,8 +35,8 @@ def gated(gate: jax.Array, up: jax.Array | None, activation: Activation = "silu"
     clamped form is GPT-OSS's: gate * sigmoid(1.702 gate) * (up + 1), where gate is at most 7 and up within -7 and 7."""
     if native.serves(gate) and (up is None or native.serves(up)):
         shape = gate.shape if up is not None else (*gate.shape[:-1], gate.shape[-1] // 2)
-        second = jnp.zeros(0, jnp.float32) if up is None else up
-        return native.call("specserve_gate", shape, gate, second, activation=np.int64(ACTIVATIONS.index(activation)))
+        code = np.int64(ACTIVATIONS.index(activation))
+        return native.call("specserve_gate", shape, gate, native.operand(up), activation=code)
     if up is None:
         gate, up = jnp.split(gate, 2, axis=-1)
     if activation == "clamped_swiglu":
@@ -130,7 +130,7 @@ def split_as_heads(
     if native.serves(qkv, *tables) and tables[0].shape[:2] == qkv.shape[:2]:
         counts = num_heads, num_kv_heads, num_kv_heads
         shapes = [jax.ShapeDtypeStruct((*qkv.shape[:2], count, head_dim), jnp.float32) for count in counts]
-        weights = [jnp.zeros(0, jnp.float32) if norm is None else norm.astype(jnp.float32) for norm in norms]
+        weights = [native.operand(norm) for norm in norms]
         call = jax.ffi.ffi_call("specserve_heads", shapes)
         q, k, v = call(qkv, *weights, *tables, eps=np.float32(eps), offset=offset, is_interleaved=is_interleaved)
         return q, k, v

@@ -12,7 +12,7 @@ from specserve.kernels.rowwise import as_heads, split_as_heads
 from specserve.models.config import HeadShape, LayerKind, ModelConfig, Names
 from specserve.models.context import Context, Tables, join
 from specserve.models.layers import by_head, linear, norm_spec, side_by_side
-from specserve.models.params import TensorPart, matrix, vector
+from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
 
 KV = tuple[jax.Array, jax.Array]  # keys, values: [batch, n, kv_head, head_dim]
@@ -39,8 +39,9 @@ def attention_spec(config: ModelConfig | HeadShape, prefix: str, d_in: int) -> A
     """The parameters of one attention layer as `ParamSpec`s. `d_in` is the width of the projections' input: d_model in
     a target, twice that in the first layer of a draft head. A draft head (`HeadShape`) has none of the options of
     `ModelConfig`."""
-    flags = config if isinstance(config, ModelConfig) else None
-    names = flags.names if flags else Names()
+    flags, names = None, Names()
+    if isinstance(config, ModelConfig):
+        flags, names = config, config.names
     q_size, kv_size = config.num_heads * config.head_dim, config.num_kv_heads * config.head_dim
     has_gate = flags is not None and flags.has_attention_gate
     head_dim = config.head_dim
@@ -54,29 +55,31 @@ def attention_spec(config: ModelConfig | HeadShape, prefix: str, d_in: int) -> A
     else:
         q, k, v = (f"{prefix}.{name}_proj" for name in "qkv")
         # with a gate, each head has its query and then its gate in one tensor
-        q_part, k_part, v_part = TensorPart(0, head_dim, 2 * head_dim, 2 * q_size) if has_gate else None, None, None
+        q_part = optional(has_gate, TensorPart(0, head_dim, 2 * head_dim, 2 * q_size))
+        k_part = v_part = None
     gate_part = TensorPart(head_dim, 2 * head_dim, 2 * head_dim, 2 * q_size)
     has_bias = flags is not None and flags.qkv_bias
     offset = flags is not None and flags.norm_offset
-    norm_sizes = None
-    if flags is not None and flags.qk_norm:
-        norm_sizes = (head_dim, head_dim) if flags.qk_norm == "head" else (q_size, kv_size)
+    qk_norm = flags is not None and flags.qk_norm
+    q_norm_size, k_norm_size = q_size, kv_size
+    if qk_norm == "head":
+        q_norm_size = k_norm_size = head_dim
     return Attention(
         q=matrix(f"{q}.weight", d_in, q_size, ("embed", "heads"), part=q_part),
         k=matrix(f"{k}.weight", d_in, kv_size, ("embed", "kv_heads"), part=k_part),
         v=matrix(f"{v}.weight", d_in, kv_size, ("embed", "kv_heads"), part=v_part),
         o=matrix(f"{prefix}.{names.o}.weight", q_size, config.d_model, ("heads", "embed")),
-        q_bias=vector(f"{q}.bias", q_size, "heads", init="zeros", part=q_part) if has_bias else None,
-        k_bias=vector(f"{k}.bias", kv_size, "kv_heads", init="zeros", part=k_part) if has_bias else None,
-        v_bias=vector(f"{v}.bias", kv_size, "kv_heads", init="zeros", part=v_part) if has_bias else None,
-        o_bias=vector(f"{prefix}.{names.o}.bias", config.d_model, init="zeros") if flags and flags.o_bias else None,
-        q_norm=norm_spec(f"{prefix}.{names.q_norm}", norm_sizes[0], offset=offset) if norm_sizes else None,
-        k_norm=norm_spec(f"{prefix}.{names.k_norm}", norm_sizes[1], offset=offset) if norm_sizes else None,
-        gate=matrix(f"{q}.weight", d_in, q_size, ("embed", "heads"), part=gate_part) if has_gate else None,
-        gate_bias=vector(f"{q}.bias", q_size, "heads", init="zeros", part=gate_part) if has_gate and has_bias else None,
-        sinks=vector(f"{prefix}.{names.sinks}", config.num_heads, "heads", init="zeros")
-        if flags and flags.has_sinks
-        else None,
+        q_bias=optional(has_bias, vector(f"{q}.bias", q_size, "heads", init="zeros", part=q_part)),
+        k_bias=optional(has_bias, vector(f"{k}.bias", kv_size, "kv_heads", init="zeros", part=k_part)),
+        v_bias=optional(has_bias, vector(f"{v}.bias", kv_size, "kv_heads", init="zeros", part=v_part)),
+        o_bias=optional(flags and flags.o_bias, vector(f"{prefix}.{names.o}.bias", config.d_model, init="zeros")),
+        q_norm=optional(qk_norm, norm_spec(f"{prefix}.{names.q_norm}", q_norm_size, offset=offset)),
+        k_norm=optional(qk_norm, norm_spec(f"{prefix}.{names.k_norm}", k_norm_size, offset=offset)),
+        gate=optional(has_gate, matrix(f"{q}.weight", d_in, q_size, ("embed", "heads"), part=gate_part)),
+        gate_bias=optional(has_gate and has_bias, vector(f"{q}.bias", q_size, "heads", init="zeros", part=gate_part)),
+        sinks=optional(
+            flags and flags.has_sinks, vector(f"{prefix}.{names.sinks}", config.num_heads, "heads", init="zeros")
+        ),
     )
 
 

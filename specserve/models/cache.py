@@ -57,7 +57,9 @@ class Cache:
         """The committed entries that layer i sees: a `PagedPrefix`, or the rows of a recurrent state for the prefix's
         slots."""
         layer = self.layers[i]
-        return self.attended(i, prefix) if isinstance(layer, Pages) else _rows(layer, prefix.slots)
+        if isinstance(layer, Pages):
+            return self.attended(i, prefix)
+        return _rows(layer, prefix.slots)
 
     def attended(self, i: int, prefix: Prefix) -> PagedPrefix:
         """The committed keys and values that layer i sees, as a `PagedPrefix`. The layer must have pages."""
@@ -101,7 +103,9 @@ class Cache:
         are."""
 
         def clear(layer: Pages | State) -> Pages | State:
-            return layer if isinstance(layer, Pages) else jax.tree.map(lambda x: x.at[slot].set(0), layer)
+            if isinstance(layer, Pages):
+                return layer
+            return jax.tree.map(lambda x: x.at[slot].set(0), layer)
 
         return Cache(tuple(clear(layer) for layer in self.layers), self.num_pages, self.page_size)
 

@@ -158,7 +158,9 @@ class ModelConfig:
     cache_dtype: str = ""  # of committed keys and values, int8 or float8_e4m3fn with scales; empty: dtype
 
     def kind(self, i: int) -> LayerKind:
-        return self.layers[i] if self.layers else LayerKind()
+        if not self.layers:
+            return LayerKind()
+        return self.layers[i]
 
     @property
     def is_recurrent(self) -> bool:

@@ -25,4 +25,6 @@ class Context:
 
 def join(earlier: Any, own: Any) -> Any:
     """Return what all new tokens leave, [batch, m, ...], where those that run now leave `own`, [batch, n, ...]."""
-    return own if earlier is None else jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), earlier, own)
+    if earlier is None:
+        return own
+    return jax.tree.map(lambda *parts: jnp.concatenate(parts, axis=1), earlier, own)

@@ -33,7 +33,9 @@ class DeltaNet:
 
 
 def delta_spec(config: ModelConfig, delta: DeltaSizes, prefix: str) -> DeltaNet:
-    return _kimi_spec(config, delta, prefix) if delta.by_channel else _qwen_spec(config, delta, prefix)
+    if delta.by_channel:
+        return _kimi_spec(config, delta, prefix)
+    return _qwen_spec(config, delta, prefix)
 
 
 def _qwen_spec(config: ModelConfig, delta: DeltaSizes, prefix: str) -> DeltaNet:

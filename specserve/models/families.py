@@ -21,7 +21,7 @@ def model_config(raw: Mapping[str, Any], *, dtype: str, where: str = "config.jso
     family = str(raw.get("model_type"))
     if family not in known:
         near = difflib.get_close_matches(family, known, n=1)
-        hint = f"; the nearest is {near[0]!r}" if near else ""
+        hint = "".join(f"; the nearest is {name!r}" for name in near)
         raise ConfigError(f"{where}: model_type {family!r} is not one of {', '.join((*FAMILIES, *ALIASES))}{hint}")
     row = ALIASES.get(family, family)
     keys = Keys(DEFAULTS.get(row, {}) | dict(raw), where)
@@ -69,7 +69,9 @@ def _qwen_windows(keys: Keys, *, alternate: bool = False) -> list[int]:
     if not keys.flag("use_sliding_window"):
         return [0] * n
     window = keys.integer("sliding_window", 0, least=0)
-    slides = [i < first and i % 2 == 0 if alternate else i >= first for i in range(n)]
+    slides = [i >= first for i in range(n)]
+    if alternate:
+        slides = [i < first and i % 2 == 0 for i in range(n)]
     kinds = keys.kinds(["sliding_attention" if slide else "" for slide in slides])
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
@@ -102,9 +104,9 @@ def _gemma(keys: Keys) -> Flags:
 
 
 def _alternating(keys: Keys, pattern: int) -> list[int]:
-    """Return each layer's window: 0 (all tokens) for every `pattern`-th, unless `layer_types` says otherwise."""
-    n, window = keys.num_layers, keys.integer("sliding_window", 0, least=0)
-    kinds = keys.kinds(["sliding_attention" if (i + 1) % pattern else "full_attention" for i in range(n)])
+    """Return each layer's window: 0 (all tokens) for every `pattern`-th, unless `layer_types` states others."""
+    window = keys.integer("sliding_window", 0, least=0)
+    kinds = keys.kinds_in_groups("sliding_attention", pattern)
     return [window if kind == "sliding_attention" else 0 for kind in kinds]
 
 
@@ -180,7 +182,9 @@ def _qwen2_moe(keys: Keys) -> Flags:
 
 
 def _qwen3_moe(keys: Keys) -> Flags:
-    window = keys.integer("sliding_window", 0, least=0) if keys.flag("use_sliding_window") else 0
+    window = 0
+    if keys.flag("use_sliding_window"):
+        window = keys.integer("sliding_window", 0, least=0)
     return {
         "qk_norm": "head",
         **keys.bias(),

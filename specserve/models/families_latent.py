@@ -28,10 +28,14 @@ def _deepseek(keys: Keys) -> Flags:
     keys.must_be("moe_layer_freq", 1)
     keys.must_be("mlp_bias", False)
     types = keys.strings("mlp_layer_types", n)
-    sparse = [kind == "sparse" for kind in types] if types else [i >= dense for i in range(n)]
+    sparse = [i >= dense for i in range(n)]
+    if types:
+        sparse = [kind == "sparse" for kind in types]
     # DeepSeek scales the softmax by the square of YaRN's attention factor
     mscale_all_dim = float(stated.get("mscale_all_dim") or 0)
-    stretch = yarn_magnitude(rope.factor, mscale_all_dim) if rope.kind == "yarn" and mscale_all_dim else 1.0
+    stretch = 1.0
+    if rope.kind == "yarn" and mscale_all_dim:
+        stretch = yarn_magnitude(rope.factor, mscale_all_dim)
     return {
         "head_dim": latent.rope_dim,
         "num_kv_heads": 1,
@@ -89,10 +93,10 @@ def glm4_moe_lite(keys: Keys) -> Flags:
 def with_delta(keys: Keys, layers: tuple[LayerKind, ...], interval: int, *, full: Mixer) -> tuple[LayerKind, ...]:
     """The layers with a delta rule as their mixer, but for each `interval`-th, or those that `layer_types` names, which
     keep `full`."""
-    default = ["linear_attention" if (i + 1) % interval else "full_attention" for i in range(len(layers))]
+    mixers: dict[str, Mixer] = {"linear_attention": "delta"}
+    kinds = keys.kinds_in_groups("linear_attention", interval)
     return tuple(
-        dataclasses.replace(layer, mixer="delta" if kind == "linear_attention" else full)
-        for layer, kind in zip(layers, keys.kinds(default), strict=True)
+        dataclasses.replace(layer, mixer=mixers.get(kind, full)) for layer, kind in zip(layers, kinds, strict=True)
     )
 
 
@@ -175,12 +179,13 @@ def _with_lightning(keys: Keys, flags: Flags, full: Mixer = "attention") -> Flag
         num_norm_groups=keys.integer("group_norm_size", 1),
         has_qk_norm=flags["qk_norm"] == "head",
     )
-    layers = tuple(
-        dataclasses.replace(kind, mixer=full)
-        if (i + 1) % group == 0 or i >= n // group * group
-        else dataclasses.replace(kind, mixer="lightning", slope_scale=1 - i / max(n - 1, 1) + 1e-5)
-        for i, kind in enumerate(flags["layers"])
-    )
+
+    def layer(i: int, kind: LayerKind) -> LayerKind:
+        if (i + 1) % group == 0 or i >= n // group * group:
+            return dataclasses.replace(kind, mixer=full)
+        return dataclasses.replace(kind, mixer="lightning", slope_scale=1 - i / max(n - 1, 1) + 1e-5)
+
+    layers = tuple(layer(i, kind) for i, kind in enumerate(flags["layers"]))
     return flags | {"layers": layers, "lightning": lightning}
 
 

@@ -31,9 +31,15 @@ class Keys:
         share = self.integer("hidden_size") // self.integer("num_attention_heads")
         return self.integer("head_dim", max(share, 1))
 
-    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+    def _get(self, key: str, default: Any) -> Any:
+        """The value of a key; a key that is missing or null has the default."""
         value = self.raw.get(key)
-        value = default if value is None else value
+        if value is None:
+            return default
+        return value
+
+    def integer(self, key: str, default: int | None = None, *, least: int = 1) -> int:
+        value = self._get(key, default)
         if value is None:
             raise ConfigError(f"{self.where}: {key} is missing; is this the config.json of a language model?")
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
@@ -44,15 +50,13 @@ class Keys:
         return value
 
     def number(self, key: str, default: float) -> float:
-        value = self.raw.get(key)
-        value = default if value is None else value
+        value = self._get(key, default)
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
             raise ConfigError(f"{self.where}: {key} must be a number, got {value!r}")
         return float(value)
 
     def flag(self, key: str, default: bool = False) -> bool:
-        value = self.raw.get(key)
-        value = default if value is None else value
+        value = self._get(key, default)
         if not isinstance(value, bool):
             raise ConfigError(f"{self.where}: {key} must be true or false, got {value!r}")
         return value
@@ -70,11 +74,19 @@ class Keys:
         """Return each layer's entry of `layer_types`, or `default` where the config states none."""
         return self.strings("layer_types", self.num_layers) or default
 
+    def kinds_in_groups(self, kind: str, size: int) -> list[str]:
+        """Return each layer's entry of `layer_types`. By default each `size`-th layer has full attention, and the
+        others are of this kind."""
+        group = [kind] * (size - 1) + ["full_attention"]
+        return self.kinds([group[i % size] for i in range(self.num_layers)])
+
     def strings(self, key: str, count: int) -> list[str] | None:
         value = self.raw.get(key)
         if value is not None and (not isinstance(value, list) or len(value) < count):
             raise ConfigError(f"{self.where}: {key} must list one entry for each of {count} layers, got {value!r}")
-        return None if value is None else [str(entry) for entry in value[:count]]
+        if value is None:
+            return None
+        return [str(entry) for entry in value[:count]]
 
     def must_be(self, key: str, *values: object) -> None:
         """Refuse what is not built, rather than compute something else. A missing key is fine."""

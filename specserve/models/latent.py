@@ -19,7 +19,7 @@ from specserve.kernels.rowwise import apply_rope, rms_norm
 from specserve.models.config import ModelConfig
 from specserve.models.context import Context, join
 from specserve.models.layers import by_head, linear, norm_spec
-from specserve.models.params import TensorPart, matrix, vector
+from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
 
 NORM_EPS = 1e-6  # of the two inner norms, whatever the model's own is
@@ -54,21 +54,19 @@ def latent_spec(config: ModelConfig, prefix: str) -> LatentAttention:
     q_axes, up_axes = (None if latent.q_rank else "embed", "heads"), (None, "heads")
     has_q_bias = config.qkv_bias and latent.q_rank > 0
     return LatentAttention(
-        q_down=matrix(f"{prefix}.q_a_proj.weight", d_model, latent.q_rank, ("embed", None)) if latent.q_rank else None,
-        q_down_bias=vector(f"{prefix}.q_a_proj.bias", latent.q_rank, init="zeros") if has_q_bias else None,
-        q_norm=norm_spec(f"{prefix}.q_a_layernorm", latent.q_rank) if latent.q_rank else None,
+        q_down=optional(latent.q_rank, matrix(f"{prefix}.q_a_proj.weight", d_model, latent.q_rank, ("embed", None))),
+        q_down_bias=optional(has_q_bias, vector(f"{prefix}.q_a_proj.bias", latent.q_rank, init="zeros")),
+        q_norm=optional(latent.q_rank, norm_spec(f"{prefix}.q_a_layernorm", latent.q_rank)),
         q_nope=matrix(q, q_in, num_heads * nope, q_axes, part=TensorPart(0, nope, q_dim, q_total)),
         q_rope=matrix(q, q_in, num_heads * rope, q_axes, part=TensorPart(nope, q_dim, q_dim, q_total)),
         kv_down=matrix(f"{prefix}.kv_a_proj_with_mqa.weight", d_model, rank + rope, ("embed", None)),
-        kv_down_bias=vector(f"{prefix}.kv_a_proj_with_mqa.bias", rank + rope, init="zeros")
-        if config.qkv_bias
-        else None,
+        kv_down_bias=optional(config.qkv_bias, vector(f"{prefix}.kv_a_proj_with_mqa.bias", rank + rope, init="zeros")),
         kv_norm=norm_spec(f"{prefix}.kv_a_layernorm", rank),
         k_up=matrix(kv_up, rank, num_heads * nope, up_axes, part=TensorPart(0, nope, kv_dim, kv_total)),
         v_up=matrix(kv_up, rank, num_heads * latent.v_dim, up_axes, part=TensorPart(nope, kv_dim, kv_dim, kv_total)),
         o=matrix(f"{prefix}.{config.names.o}.weight", num_heads * latent.v_dim, d_model, ("heads", "embed")),
-        o_bias=vector(f"{prefix}.{config.names.o}.bias", d_model, init="zeros") if config.o_bias else None,
-        gate=matrix(f"{prefix}.g_proj.weight", d_model, num_heads, ("embed", "heads")) if latent.has_gate else None,
+        o_bias=optional(config.o_bias, vector(f"{prefix}.{config.names.o}.bias", d_model, init="zeros")),
+        gate=optional(latent.has_gate, matrix(f"{prefix}.g_proj.weight", d_model, num_heads, ("embed", "heads"))),
     )
 
 

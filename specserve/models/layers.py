@@ -11,7 +11,7 @@ import numpy as np
 from specserve.kernels.matmul import Weight, matmul
 from specserve.kernels.rowwise import Activation, gated
 from specserve.models.config import HeadShape, ModelConfig
-from specserve.models.params import TensorPart, matrix, vector
+from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
 
 
@@ -31,20 +31,17 @@ def mlp_spec(
     """The parameters of one MLP as `ParamSpec`s. `d_ff` is the config's unless given. `fused` names a checkpoint's
     tensor that holds gate and up together."""
     d_ff = d_ff or config.d_ff
-    parts = (
-        (TensorPart(0, d_ff, 2 * d_ff, 2 * d_ff), TensorPart(d_ff, 2 * d_ff, 2 * d_ff, 2 * d_ff))
-        if fused
-        else (None, None)
-    )
+    halves = TensorPart(0, d_ff, 2 * d_ff, 2 * d_ff), TensorPart(d_ff, 2 * d_ff, 2 * d_ff, 2 * d_ff)
+    parts = [optional(fused, half) for half in halves]
     gate, up = (f"{prefix}.{fused or name}" for name in ("gate_proj", "up_proj"))
     axes = ("embed", "mlp")
     return Mlp(
         gate=matrix(f"{gate}.weight", config.d_model, d_ff, axes, part=parts[0]),
         up=matrix(f"{up}.weight", config.d_model, d_ff, axes, part=parts[1]),
         down=matrix(f"{prefix}.down_proj.weight", d_ff, config.d_model, ("mlp", "embed")),
-        gate_bias=vector(f"{gate}.bias", d_ff, "mlp", init="zeros", part=parts[0]) if has_bias else None,
-        up_bias=vector(f"{up}.bias", d_ff, "mlp", init="zeros", part=parts[1]) if has_bias else None,
-        down_bias=vector(f"{prefix}.down_proj.bias", config.d_model, init="zeros") if has_bias else None,
+        gate_bias=optional(has_bias, vector(f"{gate}.bias", d_ff, "mlp", init="zeros", part=parts[0])),
+        up_bias=optional(has_bias, vector(f"{up}.bias", d_ff, "mlp", init="zeros", part=parts[1])),
+        down_bias=optional(has_bias, vector(f"{prefix}.down_proj.bias", config.d_model, init="zeros")),
     )
 
 

@@ -15,7 +15,7 @@ from specserve.kernels.rowwise import apply_rope, rms_norm
 from specserve.models.config import Lightning, ModelConfig
 from specserve.models.context import Context
 from specserve.models.layers import by_head, linear, norm_spec
-from specserve.models.params import TensorPart, matrix, vector
+from specserve.models.params import TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
 
 
@@ -41,11 +41,11 @@ def lightning_spec(config: ModelConfig, lightning: Lightning, prefix: str) -> Li
     qkv = f"{prefix}.{names.qkv}"
     q, k, v = (matrix(f"{qkv}.weight", d_model, size, ("embed", "heads"), part=part) for part in parts)
     q_bias, k_bias, v_bias = (
-        vector(f"{qkv}.bias", size, "heads", init="zeros", part=part) if config.qkv_bias else None for part in parts
+        optional(config.qkv_bias, vector(f"{qkv}.bias", size, "heads", init="zeros", part=part)) for part in parts
     )
 
     def head_norm(name: str) -> Any:
-        return norm_spec(f"{prefix}.{name}", lightning.head_dim) if lightning.has_qk_norm else None
+        return optional(lightning.has_qk_norm, norm_spec(f"{prefix}.{name}", lightning.head_dim))
 
     return LightningAttention(
         q=q,
@@ -59,7 +59,7 @@ def lightning_spec(config: ModelConfig, lightning: Lightning, prefix: str) -> Li
         gate=matrix(f"{prefix}.g_proj.weight", d_model, size, ("embed", "heads")),
         norm=vector(f"{prefix}.g_norm.weight", size, "heads"),
         o=matrix(f"{prefix}.{names.o}.weight", size, d_model, ("heads", "embed")),
-        o_bias=vector(f"{prefix}.{names.o}.bias", d_model, init="zeros") if config.o_bias else None,
+        o_bias=optional(config.o_bias, vector(f"{prefix}.{names.o}.bias", d_model, init="zeros")),
     )
 
 

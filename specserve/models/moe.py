@@ -26,7 +26,7 @@ from specserve.mesh import is_on_one_device, traced_platform
 from specserve.models.config import Experts, ModelConfig
 from specserve.models.expert_parts import in_parts
 from specserve.models.layers import Mlp, linear, mlp, mlp_spec
-from specserve.models.params import ParamSpec, TensorPart, matrix, vector
+from specserve.models.params import ParamSpec, TensorPart, matrix, optional, vector
 from specserve.pytree import pytree
 
 ALL_EXPERTS_TOKENS = 128  # on accelerators without a kernel: up to so many tokens every expert computes all of them
@@ -64,7 +64,7 @@ def moe_spec(config: ModelConfig, prefix_of_layer: str) -> Moe:
 
     def bias(name: str, size: int, axis: str | None, part: TensorPart | None = None) -> Any:
         name = f"{prefix}.{name}_bias" if is_stacked else f"{prefix}.{name}.bias"
-        return ParamSpec((n, size), ("experts", axis), name, init="zeros", part=part) if experts.has_bias else None
+        return optional(experts.has_bias, ParamSpec((n, size), ("experts", axis), name, init="zeros", part=part))
 
     def per_expert(name: str, *, is_float32: bool = False) -> Any:
         return vector(f"{prefix}.{name}", n, init="zeros", is_float32=is_float32)
@@ -72,16 +72,16 @@ def moe_spec(config: ModelConfig, prefix_of_layer: str) -> Moe:
     shared = f"{prefix}.{names.shared}"
     return Moe(
         router=matrix(f"{prefix}.{names.router}.weight", d_model, n, ("embed", None)),
-        router_bias=per_expert(f"{names.router}.bias") if experts.has_router_bias else None,
-        correction=per_expert(names.correction, is_float32=True) if experts.has_correction else None,
+        router_bias=optional(experts.has_router_bias, per_expert(f"{names.router}.bias")),
+        correction=optional(experts.has_correction, per_expert(names.correction, is_float32=True)),
         gate=weight(gate, d_model, d_ff, ("embed", "mlp"), parts[0]),
         up=weight(up, d_model, d_ff, ("embed", "mlp"), parts[1]),
         down=weight(down, d_ff, d_model, ("mlp", "embed")),
         gate_bias=bias(gate, d_ff, "mlp", parts[0]),
         up_bias=bias(up, d_ff, "mlp", parts[1]),
         down_bias=bias(down, d_model, None),
-        shared=mlp_spec(config, shared, d_ff=experts.shared_d_ff) if experts.shared_d_ff else None,
-        shared_gate=matrix(f"{shared}_gate.weight", d_model, 1, ("embed", None)) if experts.has_shared_gate else None,
+        shared=optional(experts.shared_d_ff, mlp_spec(config, shared, d_ff=experts.shared_d_ff)),
+        shared_gate=optional(experts.has_shared_gate, matrix(f"{shared}_gate.weight", d_model, 1, ("embed", None))),
     )
 
 
@@ -100,7 +100,7 @@ def moe(
         return route(params, config, rows)
 
     def compute(params: Moe, rows: jax.Array, expert_ids: jax.Array, weights: jax.Array) -> jax.Array:
-        chosen = best_form(params, experts, len(rows)) if form is None else form
+        chosen = form or best_form(params, experts, len(rows))
         return chosen(params, config.activation, rows, expert_ids, weights)
 
     tokens = x.reshape(len(x), -1, x.shape[-1])
@@ -294,14 +294,20 @@ def choose_form(experts: Experts, num_tokens: int, platform: str, *, has_kernel:
     it makes the ragged product dense, with a copy of the rows for each expert, and our kernels take its place.
     """
     if platform == "cpu":
-        return all_experts if 2 * experts.top_k >= experts.num_experts else by_blocks
+        if 2 * experts.top_k >= experts.num_experts:
+            return all_experts
+        return by_blocks
     if platform == "tpu":
         if has_kernel and num_tokens <= TPU_ROWS:
             return by_kernel_tpu
-        return all_experts if not has_kernel and num_tokens <= ALL_EXPERTS_TOKENS else sorted_by_expert
+        if not has_kernel and num_tokens <= ALL_EXPERTS_TOKENS:
+            return all_experts
+        return sorted_by_expert
     if has_kernel:
         return by_kernel_gpu
-    return all_experts if num_tokens <= ALL_EXPERTS_TOKENS else by_blocks
+    if num_tokens <= ALL_EXPERTS_TOKENS:
+        return all_experts
+    return by_blocks
 
 
 def experts_computed(experts: Experts, num_tokens: int, platform: str) -> float:
@@ -310,7 +316,9 @@ def experts_computed(experts: Experts, num_tokens: int, platform: str) -> float:
     form = choose_form(experts, num_tokens, platform)
     if form is by_kernel_tpu:
         return expected_experts(experts.num_experts, experts.top_k, num_tokens)
-    return experts.num_experts if form is all_experts else experts.top_k
+    if form is all_experts:
+        return experts.num_experts
+    return experts.top_k
 
 
 def best_form(params: Moe, experts: Experts, num_tokens: int) -> Form:

@@ -43,7 +43,9 @@ class ParamSpec:
     is_float32: bool = False  # in a model of any dtype: few numbers that decide much
 
     def dtype(self, model_dtype: str) -> str:
-        return "float32" if self.is_float32 else model_dtype
+        if self.is_float32:
+            return "float32"
+        return model_dtype
 
     @property
     def is_per_expert(self) -> bool:
@@ -94,6 +96,11 @@ def embedding_table(name: str, vocab_size: int, d_model: int) -> Any:
     return ParamSpec((vocab_size, d_model), ("vocab", "embed"), name, init="embedding")
 
 
+def optional(has_it: object, spec: Any) -> Any:
+    """The spec, or part of one, that only some configs have: None where `has_it` is false."""
+    return spec if has_it else None
+
+
 def is_spec(node: Any) -> bool:
     return isinstance(node, ParamSpec)
 
@@ -120,8 +127,9 @@ def num_params(tree: Any, top_k: int | None = None) -> int:
     count, which is what one token uses."""
 
     def size(spec: ParamSpec) -> int:
-        count = spec.shape[0] if top_k is None or spec.axes[0] != "experts" else top_k
-        return count * math.prod(spec.shape[1:])
+        if top_k is not None and spec.axes[0] == "experts":
+            return top_k * math.prod(spec.shape[1:])
+        return math.prod(spec.shape)
 
     return sum(map(size, specs(tree)))
 
@@ -132,7 +140,9 @@ def on_device(tree: Any, places: Any) -> Any:
 
     def part(spec: ParamSpec, place: Sharding) -> ParamSpec:
         shape = place.shard_shape(spec.shape)
-        return replace(spec, shape=(*spec.shape[:1], *shape[1:]) if spec.axes[0] == "experts" else shape)
+        if spec.axes[0] == "experts":
+            shape = (*spec.shape[:1], *shape[1:])
+        return replace(spec, shape=shape)
 
     return jax.tree.map(part, tree, places, is_leaf=is_spec)
 
@@ -151,7 +161,9 @@ def init_params(tree: Any, key: jax.Array, dtype: str) -> Any:
             return jnp.ones(spec.shape, spec.dtype(dtype))
         if spec.init == "zeros":
             return jnp.zeros(spec.shape, spec.dtype(dtype))
-        std = 0.02 if spec.init == "embedding" else spec.shape[-2] ** -0.5
+        std = 0.02
+        if spec.init != "embedding":
+            std = spec.shape[-2] ** -0.5
         leaf_key = jax.random.fold_in(key, _stable_hash(jax.tree_util.keystr(path)))
         return (jax.random.normal(leaf_key, spec.shape, jnp.float32) * std).astype(spec.dtype(dtype))
 

@@ -64,7 +64,8 @@ class Preset:
 def target_size(config: ModelConfig) -> TargetSize:
     """Count the target's parameters from their shapes; nothing is allocated."""
     spec = target_spec(config)
-    return TargetSize(num_params(spec), num_params(spec, config.experts.top_k if config.experts else None))
+    top_k = config.experts and config.experts.top_k
+    return TargetSize(num_params(spec), num_params(spec, top_k))
 
 
 def _read(file: Path) -> dict[str, Preset]:

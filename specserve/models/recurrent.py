@@ -42,7 +42,8 @@ def mix(
     (`advance`). See `kernels.recurrence.recur` for the masks that are possible."""
     assert not isinstance(context.mask, Unrolled), "a rollout is of layers that attend"
     assert context.earlier is None, "a layer that keeps a state runs over all new tokens at once"
-    seen = init_state(config, kind, x.shape[0]) if seen is None else seen
+    if seen is None:
+        seen = init_state(config, kind, x.shape[0])
     if isinstance(params, DeltaNet):
         assert config.delta is not None
         return delta.mix(params, config, config.delta, x, seen, context.mask)

@@ -40,14 +40,17 @@ class Rope:
     def for_length(self, length: int) -> "Rope":
         """The embedding for a server whose longest sequence has `length` tokens. As in vLLM, that length decides and
         not the length at hand, because keys that are committed cannot be rotated again."""
-        return dataclasses.replace(self, length=length) if self.kind in ("dynamic", "longrope") else self
+        if self.kind not in ("dynamic", "longrope"):
+            return self
+        return dataclasses.replace(self, length=length)
 
 
 def plain_rope(rope: Rope) -> Rope:
     """The rotary embedding of a draft head. Every loader of heads rotates the whole head, its first half against its
     second, whatever the target does."""
-    rope = dataclasses.replace(rope, rotary_dim=0, is_interleaved=False)
-    return Rope(rope.theta) if rope.kind == "longrope" else rope  # its factors are those of the target's channels
+    if rope.kind == "longrope":  # its factors are those of the target's channels
+        return Rope(rope.theta)
+    return dataclasses.replace(rope, rotary_dim=0, is_interleaved=False)
 
 
 def frequencies(rope: Rope, head_dim: int) -> np.ndarray:  # [rotary_dim // 2] float32
@@ -69,8 +72,10 @@ def frequencies(rope: Rope, head_dim: int) -> np.ndarray:  # [rotary_dim // 2] f
     elif rope.kind == "yarn":
         plain = _yarn(rope, dim, plain)
     elif rope.kind == "longrope":
-        is_long = rope.length > rope.original_max_len
-        plain = plain / np.asarray(rope.long_factors if is_long else rope.short_factors)
+        factors = rope.short_factors
+        if rope.length > rope.original_max_len:
+            factors = rope.long_factors
+        plain = plain / np.asarray(factors)
     return plain.astype(np.float32)
 
 
@@ -91,7 +96,7 @@ def _yarn(rope: Rope, dim: int, plain: np.ndarray) -> np.ndarray:
 
 def yarn_magnitude(factor: float, coefficient: float = 1.0) -> float:
     """YaRN's attention factor (section 3.4). `coefficient` is DeepSeek's mscale."""
-    return 1.0 if factor <= 1 else 0.1 * coefficient * math.log(factor) + 1.0
+    return 0.1 * coefficient * math.log(max(factor, 1.0)) + 1.0
 
 
 def rope_tables(
@@ -111,7 +116,9 @@ def rope_from_hf(raw: Mapping[str, Any], where: str, *, head_dim: int = 0) -> Ro
     kind = scaling.get("rope_type", scaling.get("type", "default"))
     share = float(scaling.get("partial_rotary_factor", raw.get("partial_rotary_factor", 1.0)))
     rotary_dim = int(raw.get("rotary_dim") or head_dim * share)
-    base = Rope(theta, rotary_dim=0 if rotary_dim == head_dim else rotary_dim)
+    if rotary_dim == head_dim:
+        rotary_dim = 0
+    base = Rope(theta, rotary_dim=rotary_dim)
     if kind in ("default", "mrope"):  # mrope over text alone is the default
         return base
     if kind not in KINDS:

@@ -21,7 +21,7 @@ from specserve.models.context import Context, Mask
 from specserve.models.latent import LatentAttention, latent_spec
 from specserve.models.layers import Mlp, fuse_mlp, mlp, mlp_spec, norm_spec
 from specserve.models.moe import Moe, moe, moe_spec
-from specserve.models.params import embedding_table, matrix
+from specserve.models.params import embedding_table, matrix, optional
 from specserve.models.recurrent import DeltaNet, LightningAttention
 from specserve.models.rope import rope_tables
 from specserve.pytree import pytree
@@ -61,9 +61,10 @@ def target_spec(config: ModelConfig) -> TargetParams:
         embedding=embedding_table(names.embedding, config.vocab_size, config.d_model),
         layers=tuple(layer_spec(config, i) for i in range(config.num_layers)),
         norm=norm_spec(names.norm.removesuffix(".weight"), config.d_model, offset=config.norm_offset),
-        head=None
-        if config.tie_embeddings
-        else matrix("lm_head.weight", config.d_model, config.vocab_size, ("embed", "vocab")),
+        head=optional(
+            not config.tie_embeddings,
+            matrix("lm_head.weight", config.d_model, config.vocab_size, ("embed", "vocab")),
+        ),
     )
 
 
@@ -77,12 +78,12 @@ def layer_spec(config: ModelConfig, i: int) -> Layer:
     return Layer(
         attention_norm=norm(names.attention_norm),
         attention=_mixer_spec(config, kind, prefix),
-        attention_out_norm=norm(names.attention_out_norm) if config.out_norms else None,
+        attention_out_norm=optional(config.out_norms, norm(names.attention_out_norm)),
         mlp_norm=norm(names.mlp_norm),
         mlp=moe_spec(config, prefix)
         if kind.has_experts
         else mlp_spec(config, f"{prefix}.{names.mlp}", fused=names.gate_up, has_bias=config.mlp_bias),
-        mlp_out_norm=norm(names.mlp_out_norm) if config.out_norms else None,
+        mlp_out_norm=optional(config.out_norms, norm(names.mlp_out_norm)),
     )
 
 
@@ -112,7 +113,9 @@ def forward(
     taps: dict[int, jax.Array] = {}
     new: list[Any] = []
     for i, layer in enumerate(params.layers):
-        seen = cache.layer(i, prefix) if cache is not None and prefix is not None else None
+        seen = None
+        if cache is not None and prefix is not None:
+            seen = cache.layer(i, prefix)
         x, left = run_layer(layer, config, config.kind(i), x, seen, context)
         new.append(left)
         if i in aux_layers:
@@ -208,9 +211,13 @@ def fuse_for_cpu(params: TargetParams) -> TargetParams:
     backend would transpose the embedding at every call."""
 
     def fuse(layer: Layer) -> Layer:
-        mixer = fuse_attention(layer.attention) if isinstance(layer.attention, Attention) else layer.attention
-        block = fuse_mlp(layer.mlp) if isinstance(layer.mlp, Mlp) else layer.mlp
-        return dataclasses.replace(layer, attention=mixer, mlp=block)
+        if isinstance(layer.attention, Attention):
+            layer = dataclasses.replace(layer, attention=fuse_attention(layer.attention))
+        if isinstance(layer.mlp, Mlp):
+            layer = dataclasses.replace(layer, mlp=fuse_mlp(layer.mlp))
+        return layer
 
-    head = jax.device_put(np.asarray(params.embedding).T) if params.head is None else params.head
+    head = params.head
+    if head is None:
+        head = jax.device_put(np.asarray(params.embedding).T)
     return TargetParams(params.embedding, tuple(fuse(layer) for layer in params.layers), params.norm, head)

@@ -30,7 +30,7 @@ def test_rows_and_table(bench):
         for arm, pace, accepted, text in ((ours, 40, 0, "yes"), (fast, 60, 10, "yes"), (peer, 50, 0, "no")):
             pace /= slower
             pair = [answer(0, pace, num_accepted=accepted), answer(1, pace, num_accepted=accepted, text=text)]
-            alone = [*pair, answer(2, pace, num_tokens=3)]  # too short to tell a pace
+            alone = [*pair, answer(2, pace, num_tokens=3)]  # too short to measure a pace
             batches += [bench.Batch(arm, 1, number, 1.0, (one,)) for one in alone]
             batches += [bench.Batch(arm, 2, number, 42 / pace, tuple(pair))]
     peaks = {ours: 3_000_000_000, fast: 4_000_000_000, peer: 500_000_000}
@@ -49,10 +49,10 @@ def test_rows_and_table(bench):
     assert len({line.count("|") for line in lines if line.startswith("|")}) == 1
     assert "| ours | f32 | chain:3 | 45.0 | 1.20 (1.20-1.20) | 500 ms | 1.91 | 6 of 6 | 75% | 4,000 MB |" in lines
 
-    (told,) = bench.summarize(
+    (summary,) = bench.summarize(
         [bench.Batch(ours, 2, 0, 1.0, (answer(0, 60, 21, 12),), num_forwards=10)], {"f32": 60.0}, peaks, ours, "peer"
     )
-    assert told.tau == pytest.approx(2.2)  # the last step accepted two tokens that did not fit
+    assert summary.tau == pytest.approx(2.2)  # the last step accepted two tokens that did not fit
 
     no_peer = bench.summarize([batch for batch in batches if batch.arm != peer], {"f32": 60.0}, peaks, ours, "peer")
     assert {row.to_peer for row in no_peer} == {None}

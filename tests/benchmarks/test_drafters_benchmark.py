@@ -51,7 +51,7 @@ def test_rows_and_table(tmp_path: Path) -> None:
 def test_heads_of_other_steps_are_refused_before_anything_is_trained(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The table compares heads of equal time, and tells the steps that each head has had."""
+    """The table compares heads of equal time, and shows the steps that each head has had."""
     asked: list[Path] = []
 
     def train(_options: object, _kind: str, folder: Path, *, max_steps: int, **_flags: int) -> None:

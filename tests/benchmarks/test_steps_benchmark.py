@@ -1,4 +1,4 @@
-"""The costs of steps that a benchmark tells are those of steps that run."""
+"""The costs of steps that a benchmark reports are those of steps that run."""
 
 import pytest
 from steps import measure_steps

@@ -191,7 +191,7 @@ GOLDENS = Path(__file__).parent.parent / "goldens"
 
 
 def _write_family(folder: Path, family: str, rng: np.random.Generator) -> tuple[dict[str, Any], Tensors]:
-    """A checkpoint with the tensors that the family's specs name, of values that tell them apart."""
+    """A checkpoint with the tensors that the family's specs name, of values that distinguish them."""
     raw = json.loads((GOLDENS / family / "config.json").read_text())
     tensors: Tensors = {}
     for spec in specs(target_spec(model_config(raw, dtype="bfloat16"))):
@@ -231,8 +231,8 @@ def test_few_numbers_that_decide_much_stay_float32(
     wide = {name for name, value in tensors.items() if value.dtype == np.float32}
     assert {name.removesuffix(".weight").rsplit(".", 1)[-1] for name in wide} == names
     target = load_target(tmp_path, dtype="bfloat16")
-    wanted = specs(target_spec(target.config))
-    for spec, value in zip(wanted, jax.tree.leaves(target.params), strict=True):
+    all_specs = specs(target_spec(target.config))
+    for spec, value in zip(all_specs, jax.tree.leaves(target.params), strict=True):
         assert value.dtype == (np.float32 if spec.name in wide else ml_dtypes.bfloat16), spec.name
 
 

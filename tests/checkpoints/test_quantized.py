@@ -336,8 +336,8 @@ def _logits(params: TargetParams, config: ModelConfig, token_ids: jax.Array) -> 
 def test_every_product_takes_a_quantised_weight(tmp_path: Path, family: str, to: EightBits) -> None:
     """Latent attention, experts with and without biases, shared experts, gates, recurrent layers; fused as on CPU."""
     raw = json.loads((GOLDENS / family / "config.json").read_text())
-    wanted = specs(target_spec(model_config(raw, dtype="float32")))
-    seeded.write_weights(tmp_path, {name: spec.stored_shape for spec in wanted for name in spec.names}, seed=0)
+    all_specs = specs(target_spec(model_config(raw, dtype="float32")))
+    seeded.write_weights(tmp_path, {name: spec.stored_shape for spec in all_specs for name in spec.names}, seed=0)
     write_json(tmp_path / "config.json", raw)
     quantized = load_target(tmp_path, dtype="float32", quantization=to)
     token_ids = jnp.arange(12, dtype=jnp.int32)[None]

@@ -49,13 +49,13 @@ def test_of_a_repository_the_weights_are_fetched_once(monkeypatch: pytest.Monkey
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", fetch)
     assert resolve_target("openai/gpt-oss-20b").folder == tmp_path
-    wanted = ["config.json", "generation_config.json", "model-00001-of-00002.safetensors", "chat_template.jinja"]
+    needed = ["config.json", "generation_config.json", "model-00001-of-00002.safetensors", "chat_template.jinja"]
     others = ["original/model.safetensors", "metal/model.bin", "consolidated.safetensors", "README.md"]
-    kept = filter_repo_objects(wanted + others, allow_patterns=asked["allow"], ignore_patterns=asked["ignore"])
-    assert list(kept) == wanted
+    kept = filter_repo_objects(needed + others, allow_patterns=asked["allow"], ignore_patterns=asked["ignore"])
+    assert list(kept) == needed
     resolve_target("openai/gpt-oss-20b", needs_weights=False)
-    kept = filter_repo_objects(wanted + others, allow_patterns=asked["allow"], ignore_patterns=asked["ignore"])
-    assert list(kept) == [name for name in wanted if not name.endswith(".safetensors")]
+    kept = filter_repo_objects(needed + others, allow_patterns=asked["allow"], ignore_patterns=asked["ignore"])
+    assert list(kept) == [name for name in needed if not name.endswith(".safetensors")]
 
 
 @pytest.mark.parametrize("text", ["./model", "../model", "a/b/c", "a/.b", "a/b-", "a--b/c", "a/b..c", "a/b.git", "ä/b"])

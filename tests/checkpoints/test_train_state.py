@@ -84,7 +84,7 @@ def test_a_state_comes_back_onto_other_devices(tmp_path: Path, rng: np.random.Ge
 
 
 def test_a_disk_that_is_full_loses_no_earlier_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The thread that writes runs into it; whoever comes next hears of it: a wait, or another save."""
+    """The thread that writes runs into it, and the next call raises it: a wait, or another save."""
     store = StateStore(tmp_path)
     store.save(1, {"a": jnp.zeros(3)}, {})
     store.wait()

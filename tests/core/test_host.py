@@ -25,17 +25,17 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path, monkeypatch: pyte
     assert file.read_bytes() == b"second"
 
 
-def test_the_processor_is_told_with_its_instructions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """And without what changes from one moment to the next."""
+def test_the_processor_is_described_with_its_instructions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And without the facts that change from one moment to the next."""
     assert host.processor() == host.processor()
     if sys.platform.startswith("linux"):
         assert {"fma", "asimd"}.intersection(host.processor().split())
     found = tmp_path / "cpuinfo"
-    told = "processor\t: 0\nvendor_id\t: A\nmodel\t\t: 6\ncpu MHz\t\t: {}\nflags\t\t: fpu {}\n\nprocessor\t: 1\n"
+    text = "processor\t: 0\nvendor_id\t: A\nmodel\t\t: 6\ncpu MHz\t\t: {}\nflags\t\t: fpu {}\n\nprocessor\t: 1\n"
     monkeypatch.setattr(host, "Path", lambda _path: found)
     texts = []
     for speed, flag in ((1000, "avx2"), (2000, "avx2"), (2000, "avx512f")):
-        found.write_text(told.format(speed, flag))
+        found.write_text(text.format(speed, flag))
         texts.append(host.processor())
     assert texts[0] == texts[1] != texts[2]
     assert "vendor_id\t: A; model\t\t: 6; flags\t\t: fpu avx2" in texts[0]

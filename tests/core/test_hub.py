@@ -13,7 +13,7 @@ from specserve.checkpoints.source import resolve_target
 from specserve.errors import CheckpointError, DataError
 from specserve.eval.prompts import load_questions
 
-PROBE = hub._probe  # which other tests do without
+PROBE = hub._probe  # other tests do without it
 
 
 class DeadHub:

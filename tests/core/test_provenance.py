@@ -1,4 +1,4 @@
-"""A fingerprint tells models apart and does not care where they lie; records are JSON."""
+"""A fingerprint distinguishes models and does not care where they lie; records are JSON."""
 
 import json
 

@@ -107,9 +107,9 @@ def test_a_final_message_that_is_continued_ends_the_prompt():
     [mark] = PYDOC.special_tokens_in(PYDOC.decode(prompt, skip_special_tokens=False))[:1]
     assert PYDOC.encode(mark, add_special_tokens=False) == [PYDOC.token_id(mark)]
     assert PYDOC.token_id("so be") is None
-    told = json.loads(json.dumps(PYDOC.info()))
-    assert PYDOC.token_id(told["eos_token"]) == PYDOC.eos_token_id
-    assert told["chat_template"]
+    info = json.loads(json.dumps(PYDOC.info()))
+    assert PYDOC.token_id(info["eos_token"]) == PYDOC.eos_token_id
+    assert info["chat_template"]
 
 
 def test_a_folder_that_has_nothing_but_its_json_is_read_by_the_generic_class(tmp_path):

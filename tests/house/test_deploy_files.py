@@ -23,7 +23,7 @@ from specserve.serve.settings import ServeRun
 DEPLOY = ROOT / "deploy"
 HELM = DEPLOY / "helm"
 KUBERNETES = "1.31"
-VARIABLES = {  # what the operators put into pods, and SkyPilot into its nodes
+VARIABLES = {  # set in pods by the operators, and in its nodes by SkyPilot
     "lws": {"LWS_LEADER_ADDRESS": "specserve-0.specserve", "LWS_GROUP_SIZE": "2", "LWS_WORKER_INDEX": "1"},
     "jobset": {"JOB_COMPLETION_INDEX": "1"},
     "skypilot": {"first": "10.0.0.1", "SKYPILOT_NUM_NODES": "2", "SKYPILOT_NODE_RANK": "1"},
@@ -181,7 +181,7 @@ def test_commands_are_those_of_this_version(name: str, words: list[str]) -> None
 @pytest.mark.slow
 def test_the_images_command_starts_a_server(tmp_path: Path) -> None:
     """What a container runs, as a process with the image's variables: it gets ready on the image's port, answers, and
-    ends in order when it is told to stop. The port is moved to a free one here, and /cache into a folder."""
+    ends in order when it is asked to stop. The port is moved to a free one here, and /cache into a folder."""
     docker = (DEPLOY / "Dockerfile").read_text()
     [entry], [given] = (re.findall(rf"^{word} (.+)$", docker, re.M) for word in ("ENTRYPOINT", "CMD"))
     variables = dict(pair.split("=") for line in re.findall(r"^ENV (.+)$", docker, re.M) for pair in line.split())

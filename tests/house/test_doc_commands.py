@@ -37,8 +37,8 @@ MARK = re.compile(
 )
 OTHERS = {"pip", "git", "cd", "curl", "pytest", "ruff", "pyright", ".ci/run", "mkdocs", "done"}  # not looked into
 OTHERS |= {"docker", "helm", "kubectl", "ray", "sky", "guidellm", "aiperf", "vllm", "lm_eval", "schemathesis"}
-HISTORY = {"log.md", "CHANGELOG.md"}  # which tell of commands that are no more
-BUNDLED_EAGLE3 = BUNDLED_HEADS["pydoc-eagle3"]  # which every engine's layout can hold
+HISTORY = {"log.md", "CHANGELOG.md"}  # they describe commands that are no more
+BUNDLED_EAGLE3 = BUNDLED_HEADS["pydoc-eagle3"]  # every engine's layout can hold it
 EXTRAS = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
 
 
@@ -47,7 +47,7 @@ class Fence:
     page: Path
     line: int  # of its first line, as editors count
     language: str
-    mark: str  # what the comment above it says
+    mark: str  # the comment above it
     text: str
 
     @property

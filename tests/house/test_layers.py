@@ -30,7 +30,20 @@ FLOORS = {
     "eval": 8,
     "cli": 9,
 }
-FLAT = {"cluster", "errors", "host", "hub", "log", "pytree", "config", "mesh", "processes", "provenance", "__init__"}
+FLAT = {
+    "cluster",
+    "errors",
+    "host",
+    "hub",
+    "launcher",
+    "log",
+    "pytree",
+    "config",
+    "mesh",
+    "processes",
+    "provenance",
+    "__init__",
+}
 FLAT |= {"chat_template", "devices", "tokenizer"}
 MAY_JIT = (
     "serve/programs/calls.py",
@@ -65,8 +78,8 @@ def _imports(tree: ast.AST) -> Iterator[tuple[str, int]]:
             yield from ((f"{module}.{alias.name}", node.lineno) for alias in node.names)
 
 
-# What users call the kinds, the rooms, and lookups as they are written (`suffix` alone is a word of code models too);
-# a lookup is no kind, but the interface's own word for whoever proposes without a head: `Tree.lookup`.
+# The names that users have for the kinds, the rooms, and lookups as they are written (`suffix` alone is a word of code
+# models too). A lookup is no kind, but the interface's own word for a proposer without a head: `Tree.lookup`.
 ROOMS = {path.parent.name for path in PACKAGE.glob("drafters/*/*.py")}
 DRAFTERS = re.compile(
     "|".join(sorted({*get_args(KindName), *ROOMS - {"lookup"}, "eagle", OWN_TEXT}))
@@ -74,8 +87,8 @@ DRAFTERS = re.compile(
     re.IGNORECASE,
 )
 OF_ALL_DRAFTERS = ("interface", "learning", "settings", "follow", "grow")
-OF_ALL_HEADS = ("format", "head", "convert", "doctor", "findings", "repairs", "values", "notes", "published")
-NAMES_LAYERS_OF_TARGETS = "checkpoints/load.py"  # which of a target's own checkpoint are not the target's
+OF_ALL_HEADS = ("format", "head", "convert", "doctor", "findings", "repairs", "examined", "notes", "published")
+NAMES_LAYERS_OF_TARGETS = "checkpoints/load.py"  # some layers in a target's checkpoint are not its own
 
 
 def test_a_drafter_is_named_in_its_own_room_alone() -> None:
@@ -201,15 +214,14 @@ def test_public_functions_are_fully_typed(trees: dict[str, ast.Module]) -> None:
     assert not wrong, "\n".join(wrong)
 
 
-# Files and the parts whose fields they set: records of figures that an object keeps for itself, and what a library
-# wants to be told in this way. Whatever else an object has is changed by its own methods.
+# Files and the parts whose fields they set: records of figures that an object keeps for itself, and fields by
+# which a library is configured. Whatever else an object has is changed by its own methods.
 OWN_RECORDS = {
     ("checkpoints/train_state.py", "self._best"),
     ("cli/conversation.py", "self.answer"),
     ("answers/regenerate.py", "self._account"),
     ("eval/verify/proof.py", "self.report"),
     ("serve/http/formats/reader.py", "self._content"),
-    ("serve/http/formats/reader.py", "self._reader"),
     ("serve/fleet/ranks.py", "self._wire"),
     ("serve/engine/rounds.py", "self._counters"),
     ("train/trainer.py", "self._stopping"),
@@ -278,7 +290,7 @@ WRITE_NO_FILE_OF_OURS_THAT_ANOTHER_READS = {
 
 
 def test_files_are_written_whole(trees: dict[str, ast.Module]) -> None:
-    """Whoever reads a file while it is written sees the old one: texts go to the `partial` of `host.whole_file`."""
+    """A reader of a file that is being written sees the old one: texts go to the `partial` of `host.whole_file`."""
     wrong = [
         f"{name}:{node.lineno} {ast.unparse(node)}"
         for name, tree in trees.items()

@@ -76,7 +76,7 @@ def _check(
         (k_pages, k_scale), (v_pages, v_scale) = (reference.quantize(x, np.dtype(stored)) for x in (k_pages, v_pages))
         # new keys that lie on the grid: between its steps a rounding would be a step
         k, v = (reference.dequantize(*reference.quantize(x, np.dtype(stored))) for x in (k, v))
-    if is_kernel:  # which reads nothing else
+    if is_kernel:  # it reads nothing else
         _silence((k_pages, v_pages, k_scale, v_scale), table, lens, first, window - earlier if window else 0)
         table = np.where(np.arange(width) < -(-lens[:, None] // page_size), table, rng.integers(-9, 999, table.shape))
     if is_latent:

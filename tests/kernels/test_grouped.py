@@ -169,7 +169,7 @@ def test_the_sum_is_that_of_a_loop(
     platform: str, kind: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Some experts chosen by all tokens, some by none, and tokens whose experts are elsewhere. Memory of the TPU's
-    interpreter is NaN until it is written, and its races are told."""
+    interpreter is NaN until it is written, and its races are reported."""
     monkeypatch.setattr(grouped_tpu, "TILE_BYTES", 0)  # tiles of `LANES` channels, of which the last overhangs
     run = jax.jit(INTERPRETED[platform], static_argnums=4)
 
@@ -303,7 +303,7 @@ def test_a_call_is_expected_to_read_the_experts_that_a_routing_chooses_on_averag
     distinct = [len(set().union(*each)) for each in itertools.product(choices, repeat=3)]
     assert expected_experts(4, 2, 3) == pytest.approx(np.mean(distinct), rel=1e-12)
     d_model = KINDS["int8"]
-    told = cost(mlps_of("int8"), TOP_K, jax.ShapeDtypeStruct((3, d_model), jnp.bfloat16))
+    counts = cost(mlps_of("int8"), TOP_K, jax.ShapeDtypeStruct((3, d_model), jnp.bfloat16))
     of_expert = 3 * d_model * D_FF + 4 * (2 * D_FF + d_model)
-    assert told.num_bytes == round(expected_experts(EXPERTS, TOP_K, 3) * of_expert + 3 * d_model * (2 + 4))
-    assert told.flops == 2 * 3 * TOP_K * 3 * d_model * D_FF
+    assert counts.num_bytes == round(expected_experts(EXPERTS, TOP_K, 3) * of_expert + 3 * d_model * (2 + 4))
+    assert counts.flops == 2 * 3 * TOP_K * 3 * d_model * D_FF

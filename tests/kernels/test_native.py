@@ -240,7 +240,7 @@ def test_a_token_attends_alike_whatever_is_new(rng: np.random.Generator) -> None
     found: dict[int, set[bytes]] = {}
     for starts in ([0, 3, 17], [33, 1, 5], [8], [30, 31, 32, 33, 34, 35, 36]):
         batch = len(starts)
-        k_pages = _normal(rng, batch * width, kv_heads, page_size, head_dim) * 9  # what nobody may see
+        k_pages = _normal(rng, batch * width, kv_heads, page_size, head_dim) * 9  # must not be seen
         v_pages = _normal(rng, batch * width, kv_heads, page_size, head_dim) * 9
         table = rng.permutation(batch * width).reshape(batch, width).astype(np.int32)
         for row, start in enumerate(starts):

@@ -54,8 +54,8 @@ def test_an_installed_wheel_has_no_sources_to_compare(folder, tmp_path_factory):
 @pytest.mark.parametrize("variant", build.VARIANTS)
 def test_a_variant_is_compiled_with_its_flags_and_on_its_machine_alone(folder, variant):
     machine, flags = build.VARIANTS[variant]
-    wanted = [f"defined(__{flag.removeprefix('-m').upper()}__)" for flag in flags] or ["1"]
-    (folder / f"some_{variant}.cc").write_text(f"#if !({' && '.join(wanted)})\n#error without its flags\n#endif\n")
+    macros = [f"defined(__{flag.removeprefix('-m').upper()}__)" for flag in flags] or ["1"]
+    (folder / f"some_{variant}.cc").write_text(f"#if !({' && '.join(macros)})\n#error without its flags\n#endif\n")
     assert build.build_or_say(folder, folder) is None
     assert (folder / f"some_{variant}.cc" in build.sources(folder)) == (machine == build.machine())
 

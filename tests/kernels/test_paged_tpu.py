@@ -180,11 +180,11 @@ def program(case: Case, interpret: Any) -> Callable[..., tuple[jax.Array, jax.Ar
 
 def check(case: Case, arrays: Arrays, interpret: Any) -> None:
     given = {name: jnp.asarray(array) for name, array in vars(arrays).items() if array is not None}
-    told = io.StringIO()
-    pltpu.reset_tpu_interpret_mode_state()  # what an example that failed may have left
-    with contextlib.redirect_stdout(told):
+    printed = io.StringIO()
+    pltpu.reset_tpu_interpret_mode_state()  # an example that failed may have left some
+    with contextlib.redirect_stdout(printed):
         got = jax.device_get(program(case, interpret)(given))
-    assert "RACE" not in told.getvalue(), told.getvalue()
+    assert "RACE" not in printed.getvalue(), printed.getvalue()
     expected, bounds = twin(case, arrays)
     for what, *each in zip(("out", "lse"), got, expected, bounds, strict=True):
         assert_within(*each, what)
@@ -301,7 +301,7 @@ def test_compiled_for_this_tpu_the_kernel_equals_its_twin(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "dtype", "told"),
+    ("shape", "dtype", "message"),
     [
         ((9, 2, 24, 128), np.int8, "multiple of 32 tokens, not 24"),
         ((9, 2, 4, 128), np.float32, "multiple of 8 tokens, not 4"),
@@ -309,12 +309,12 @@ def test_compiled_for_this_tpu_the_kernel_equals_its_twin(name: str) -> None:
         ((9, 2, 4096, 1024), np.float32, "use smaller pages"),
     ],
 )
-def test_pages_that_the_kernel_cannot_take_are_refused(shape: tuple[int, ...], dtype: Any, told: str) -> None:
+def test_pages_that_the_kernel_cannot_take_are_refused(shape: tuple[int, ...], dtype: Any, message: str) -> None:
     pages = jax.ShapeDtypeStruct(shape, dtype)
     assert not paged_tpu.takes(pages, pages)
     q = jnp.zeros((1, 2, 1, shape[-1]))
     table, lens = jnp.zeros((1, 3), jnp.int32), jnp.zeros(1, jnp.int32)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         jax.eval_shape(lambda pages: paged_tpu.attend_pages(q, pages, pages, table, lens, None, v_dim=shape[-1]), pages)
 
 

@@ -67,7 +67,7 @@ PUBLISHED = {
     "ling-flash-2.0": 103,
     "ring-mini-linear-2.0": 16.4,
 }
-# What a token needs, where the publisher counts as we do (embedding and head included)...
+# The parameters that a token needs, where the publisher counts as we do (embedding and head included)...
 PUBLISHED_ACTIVE = {
     "qwen3-235b-a22b": 22.2,
     "mixtral-8x7b": 12.9,

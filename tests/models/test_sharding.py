@@ -153,14 +153,14 @@ def test_nothing_that_is_cut_is_ever_whole_on_a_device(tmp_path: Path, monkeypat
 
     monkeypatch.setattr(jax, "device_put", count)
     target = load_target(tmp_path, dtype="float32", mesh=mesh)
-    wanted, arrays = specs(target_spec(target.config)), jax.tree.leaves(target.params)
+    all_specs, arrays = specs(target_spec(target.config)), jax.tree.leaves(target.params)
     parts = [{shard.data.nbytes for shard in array.addressable_shards} for array in arrays]
     assert sorted(sent) == sorted(size for sizes in parts for size in sizes for _ in range(8)), "parts alone are sent"
-    whole = {spec.name for spec, array in zip(wanted, arrays, strict=True) if array.sharding.is_fully_replicated}
+    whole = {spec.name for spec, array in zip(all_specs, arrays, strict=True) if array.sharding.is_fully_replicated}
     whole = {name.removesuffix(".weight").rsplit(".", 1)[-1] for name in whole}
     norms = {"norm", "input_layernorm", "post_attention_layernorm", "q_norm", "k_norm"}
     assert whole == {*norms, "gate", "k_proj", "v_proj"}, "of four devices, two would have no KV head"
-    for spec, array, sizes in zip(wanted, arrays, parts, strict=True):
+    for spec, array, sizes in zip(all_specs, arrays, parts, strict=True):
         num_parts = 8 if "experts" in spec.axes else 4
         assert sizes == {array.nbytes if array.sharding.is_fully_replicated else array.nbytes // num_parts}
 
@@ -186,8 +186,8 @@ def test_weights_larger_than_the_memory_are_refused_unread(tmp_path: Path, monke
     size = num_params(spec) * 4
     monkeypatch.setattr(load, "load_params", lambda *_arguments, **_options: pytest.fail("something was read"))
     monkeypatch.setattr(sharding, "free_memory", lambda _mesh: size - 1)
-    told = rf"{size // 4:,} parameters take 0\.0 GB, all of that on one device.*--mesh tensor=N"
-    with pytest.raises(ConfigError, match=told):
+    message = rf"{size // 4:,} parameters take 0\.0 GB, all of that on one device.*--mesh tensor=N"
+    with pytest.raises(ConfigError, match=message):
         load_target(tmp_path, dtype="float32")
     with pytest.raises(pytest.fail.Exception, match="was read"):
         load_target(tmp_path, dtype="bfloat16")

@@ -48,7 +48,7 @@ class Asked:
 def vllm_logits(
     logits: np.ndarray,  # [vocab]
     sequence: Asked,
-    output: list[int],  # what the answer holds before the drawn token
+    output: list[int],  # the answer before the drawn token
     grammar: np.ndarray,  # [vocab] bool
 ) -> np.ndarray:
     params, logits = sequence.params, logits.astype(np.float64)
@@ -173,8 +173,8 @@ def test_logprobs_are_the_targets_own(rng: np.random.Generator, vocab: int) -> N
     expected = log_softmax(logits.astype(np.float64), axis=-1)
     order = np.argsort(-expected, axis=-1)[..., :MAX_LOGPROBS]
     chosen = np.take_along_axis(expected, token_ids[..., None], -1)[..., 0]
-    wanted = sampling.Logprobs(chosen, np.take_along_axis(expected, order, -1), order)  # type: ignore[arg-type]
-    assert_same(found, wanted, tolerance(measured, jnp.asarray(logits)))
+    all_expected = sampling.Logprobs(chosen, np.take_along_axis(expected, order, -1), order)  # type: ignore[arg-type]
+    assert_same(found, all_expected, tolerance(measured, jnp.asarray(logits)))
     none = sampling.logprobs(SamplerRows.greedy(3), jnp.asarray(logits), jnp.asarray(token_ids, jnp.int32))
     assert none.top.shape == found.top.shape
     assert not any(np.asarray(leaf).any() for leaf in jax.tree.leaves(none))

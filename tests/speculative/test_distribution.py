@@ -102,8 +102,8 @@ def test_emitted_tokens_have_the_targets_distribution(
     expected *= counts.sum()
     common = expected >= 5  # the rare ones are one cell together
     observed = np.append(counts[common], counts[~common].sum())
-    wanted = np.append(expected[common], expected[~common].sum())
-    statistic = ((observed - wanted) ** 2 / np.maximum(wanted, 1e-9)).sum()
+    expected_counts = np.append(expected[common], expected[~common].sum())
+    statistic = ((observed - expected_counts) ** 2 / np.maximum(expected_counts, 1e-9)).sum()
     p_value = stats.chi2.sf(statistic, len(observed) - 1)
     # seeds are fixed: this either holds or does not; one seed in a thousand would fail a right sampler
     assert p_value > 1e-3, f"chi-square {statistic:.1f} over {len(observed)} cells, p = {p_value:.2e}"

@@ -83,8 +83,8 @@ class Case:
             return cls(*(arrays[name] for name in names)), [arrays[name] for name in OUTPUTS if name in arrays]
 
     def save(self, path: Path, outputs: list[np.ndarray]) -> None:
-        told = {name: array.astype(np.float32) for name, array in zip(OUTPUTS, outputs, strict=False)}
-        np.savez_compressed(path, **told, **vars(self))
+        named = {name: array.astype(np.float32) for name, array in zip(OUTPUTS, outputs, strict=False)}
+        np.savez_compressed(path, **named, **vars(self))
 
     @property
     def target(self) -> TargetParams:

@@ -62,7 +62,7 @@ def lower_for_cuda(function: Any, *args: Any) -> str:
 @contextlib.contextmanager
 def _pretended_gpu() -> Iterator[None]:
     """What is traced takes the default backend to be a GPU. JAX lowers Pallas for the GPU that it finds, and in newer
-    versions needs to be told of one where there is none."""
+    versions needs a description of one where there is none."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(pytest.MonkeyPatch.context()).setattr(jax, "default_backend", lambda: "gpu")
         if jax.__version_info__ >= (0, 12):

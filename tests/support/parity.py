@@ -32,7 +32,7 @@ from specserve.speculative.tree import ancestor_mask
 TESTS = Path(__file__).parents[1]
 RAWS = {path.parent.name: json.loads(path.read_text()) for path in sorted(TESTS.glob("goldens/*/config.json"))}
 ONE_OF_EACH = tuple({raw["model_type"]: case for case, raw in RAWS.items()}.values())  # family
-# what of a config is the same to a cache and to fused parameters: it is of each token alone, or a name
+# These fields of a config are the same to a cache and to fused parameters: they act on each token alone, or are names.
 OF_A_TOKEN = {"family", "rope", "local_rope", "experts", "activation", "mlp_bias", "out_norms", "norm_offset"}
 OF_A_TOKEN |= {"embedding_scale", "logit_softcap", "names", "layers", "dtype"}
 LENGTH, CHUNK, PAGE_SIZE = 64, 8, 8
@@ -44,7 +44,7 @@ QUICKLY = {"xla_backend_optimization_level": 0}  # compiling is nearly all of th
 
 
 def _choices(config: ModelConfig) -> set[Any]:
-    """What a target has and has not, of that which a cache or fused parameters can get wrong."""
+    """The features of a target that a cache or fused parameters can get wrong."""
     kinds = {(kind.mixer, kind.window > 0, kind.is_local, kind.has_experts) for kind in map(config.kind, range(3))}
     return kinds | {("fused", bool(config.names.qkv), bool(config.names.gate_up))} | _flags(config, "")
 
@@ -257,7 +257,7 @@ def tree(case: Case) -> tuple[Difference, Difference]:
 
 def _alone(case: Case, token_ids: np.ndarray) -> np.ndarray:  # [vocab]
     """The logits after a sequence, by one forward over all of it."""
-    padded = np.zeros(LENGTH, np.int32)  # what comes later changes nothing
+    padded = np.zeros(LENGTH, np.int32)  # the padding changes nothing before it
     padded[: len(token_ids)] = token_ids
     return np.asarray(whole(case.target.params, case.config, jnp.asarray(padded))[0])[len(token_ids) - 1]
 

@@ -26,7 +26,7 @@ __all__ = ["UNIT", "assert_same", "assert_within", "jittered", "of_product", "to
 # Two programs differ by sqrt(2) of what one is off, and the largest of a million normal numbers lies at 5 deviations.
 # Measured, over all families against transformers: 1.6.
 TIMES = 8
-DRAWS = 8  # whose root mean square falls below a fifth of its limit with a chance of 3e-5 (chi-square of 8 degrees)
+DRAWS = 8  # their root mean square falls below a fifth of its limit with a chance of 3e-5 (chi-square of 8 degrees)
 SHARE = 1e-3  # of the values themselves: where a tolerance takes more, the fixture sits on an edge and proves nothing
 
 
@@ -69,12 +69,12 @@ def assert_within(got: Any, expected: Any, bound: Any, what: str = "") -> None:
     wrong = ~(off <= bound)
     if wrong.any():
         at = np.unravel_index(np.argmax(np.where(wrong, off - bound, -np.inf)), off.shape)
-        told = f"{got[at]} is not {expected[at]}: off by {off[at]:.2e}, rounding explains {bound[at]:.2e}"
-        raise AssertionError(f"{what} at {[int(i) for i in at]}, one of {wrong.sum()}: {told}")
+        reason = f"{got[at]} is not {expected[at]}: off by {off[at]:.2e}, rounding explains {bound[at]:.2e}"
+        raise AssertionError(f"{what} at {[int(i) for i in at]}, one of {wrong.sum()}: {reason}")
 
 
 def assert_same(got: Any, expected: Any, tolerance: Any, what: str = "") -> None:
-    """Two trees of results that only rounding may tell apart. What is counted or chosen is equal, and must be so in
+    """Two trees of results that only rounding may make different. What is counted or chosen is equal, and must be so in
     spite of `TIMES` the rounding."""
 
     def check(path: Any, mine: Any, other: Any, own: Any) -> None:

@@ -125,7 +125,7 @@ def causal(n: int) -> jax.Array:  # [1, n, n] bool
 def target_logits(target: Target, token_ids: Sequence[int]) -> np.ndarray:  # [n, vocab]
     """One plain forward over a whole sequence: what every cached, paged or speculative path must agree with."""
     n = len(token_ids)
-    padded = np.zeros((1, -(-n // 64) * 64), np.int32)  # what comes later changes nothing, and few shapes compile
+    padded = np.zeros((1, -(-n // 64) * 64), np.int32)  # padding changes nothing before it, and few shapes compile
     padded[0, :n] = token_ids
     return np.asarray(_causal_logits(target.params, target.config, jnp.asarray(padded)))[0, :n]
 

@@ -24,7 +24,7 @@ from jax.sharding import Mesh
 from quick_compile import compile_without_emitters
 from rounding import tolerance
 
-from specserve import config, processes
+from specserve import cluster, config, processes
 from specserve.checkpoints.load import Target, load_target
 from specserve.checkpoints.source import TargetSource
 from specserve.data.dataset import Prompt
@@ -35,18 +35,19 @@ from specserve.drafters.eagle3.model import Eagle3Params
 from specserve.drafters.interface import Head
 from specserve.mesh import parse_mesh
 from specserve.speculative.acceptance import Acceptance
-from specserve.train import trainer
+from specserve.train import learner
 from specserve.train.acceptance import Arm, ArmAcceptance
 from specserve.train.evaluation import HeldOutEvaluator, Measurement
 from specserve.train.features import FeatureSource
 from specserve.train.head import new_drafter
+from specserve.train.learner import Learner, TrainingData
 from specserve.train.optimizer import make_optimizer
-from specserve.train.remote.target_service import open_service
+from specserve.train.remote.target_service import open_service, prefill_spec
 from specserve.train.run.folder import MetricsFile, RunFolder
 from specserve.train.settings import DraftSettings, EvalSettings, TrainRun, TrainSettings
 from specserve.train.speed import Speed
 from specserve.train.step import make_step, place_rows
-from specserve.train.trainer import Trainer, TrainingData
+from specserve.train.trainer import Trainer
 
 JOINING = {"coordinator": "", "num_processes": 1, "process_id": 0, "join_seconds": 300}
 MEASURED = {"seconds", *(field.name for field in dataclasses.fields(Speed))}
@@ -79,21 +80,25 @@ class NormEvaluator:
         return Measurement((ArmAcceptance(Arm("chain:1"), found, {"a": found}),), 0, self.identity)
 
 
-# what bounds a run and watches it, but is no part of its step
+# These settings bound a run and watch it, but are no part of its step.
 NOT_OF_THE_STEP = ("max_steps", "max_minutes", "log_every", "eval_every", "save_every", "keep", "patience", "resume")
 
 _optimizer = functools.cache(make_optimizer)
 _step = functools.cache(make_step)
 
 
-def make_trainer(run: TrainRun, *args: Any, **kwargs: Any) -> Trainer:
-    """A `Trainer` whose step is that of earlier ones of the same settings: tracing it takes longer than ten steps."""
+def make_learner(run: TrainRun, target: Target, data: TrainingData, **others: Any) -> Learner:
+    """A `Learner` whose step is that of earlier ones of the same settings: tracing it takes longer than ten steps."""
 
     def optimizer(settings: TrainSettings) -> optax.GradientTransformation:
         return _optimizer(dataclasses.replace(settings, **{name: getattr(SETTINGS, name) for name in NOT_OF_THE_STEP}))
 
-    with mock.patch.multiple(trainer, make_optimizer=optimizer, make_step=_step):
-        return Trainer(run, *args, **kwargs)
+    if data.head:
+        drafter = data.head.drafter
+    else:
+        drafter = new_drafter(run.drafter, run.draft, target.config, len(data.target_ids))
+    with mock.patch.multiple(learner, make_optimizer=optimizer, make_step=_step):
+        return Learner(run.train, drafter, target, data, **others)
 
 
 def tiny_run(output: Path, **changes: Any) -> TrainRun:
@@ -120,7 +125,7 @@ def tiny_trainer(
     documents = [Document(rng.integers(0, 64, 30).astype(np.int32), np.ones(30, bool)) for _ in range(16)]
     run = tiny_run(output, **changes)
     shape = run.train.batch_size, run.train.seq_len
-    is_whole = run.drafter in ("mtp", "dflash2")  # which propose all of the target's tokens
+    is_whole = run.drafter in ("mtp", "dflash2")  # they propose all of the target's tokens
     target_ids = np.arange(64, dtype=np.int32) if is_whole else np.arange(8, 56, dtype=np.int32)
     shard = processes.shard_of(place_rows(mesh, shape), shape)
     data = TrainingData(
@@ -132,16 +137,19 @@ def tiny_trainer(
     if run.service.target_service:
         drafter = new_drafter(run.drafter, run.draft, target.config, len(data.target_ids))
         source = TargetSource(str(target.folder), target.folder)
-        features = open_service(run, source, target.config, drafter, data.loader)
+        spec = prefill_spec(run, source, target.config, drafter)
+        features = open_service(cluster.connect(run.ray_address), run.service, spec, target.config, data.loader)
     folder, notes = RunFolder(run, is_first=processes.is_first()), {"target": "tiny"}
-    return make_trainer(run, target, data, notes, folder, evaluator=evaluator, features=features, mesh=mesh)
+    made = make_learner(run, target, data, features=features, mesh=mesh)
+    return Trainer(run, made, notes, folder, evaluator=evaluator)
 
 
 def tiny_evaluator(of: Trainer, mesh: Mesh | None) -> HeldOutEvaluator:
     """The real one, for the run's head."""
     prompts = [Prompt("a", (1, 2, 3)), Prompt("b", (4,) * 9)]
     settings = EvalSettings(speculation=("chain:2",), eval_tokens=8)
-    return HeldOutEvaluator(of.target, of.drafter, of.data.target_ids, prompts, settings, seed=0, mesh=mesh)
+    own = of.learner
+    return HeldOutEvaluator(own.target, own.drafter, own.data.target_ids, prompts, settings, seed=0, mesh=mesh)
 
 
 def resolved(command: str) -> TrainRun:
@@ -190,8 +198,8 @@ def start(
     """The run as a process of its own, measured by the real evaluator or not. `death` says where it kills itself:
     `line 4` within the writing of step 4's metrics, `save 6` before the state of step 6 is whole, `export 1` before the
     first head is, `step 5` after step 5."""
-    told = {"target": str(target.folder), "output": str(output), "death": death, "is_measured": is_measured}
-    told["changes"] = changes
+    arguments = {"target": str(target.folder), "output": str(output), "death": death, "is_measured": is_measured}
+    arguments["changes"] = changes
     # in a cache of its own: eviction from the tests' reads each entry's time of access, which a process that knows no
     # bound, or is killed while it writes, does not leave
     cache = jax.config.jax_compilation_cache_dir  # type: ignore[attr-defined]
@@ -199,7 +207,7 @@ def start(
     kept = kept if cache else {}
     kept["JAX_DISABLE_MOST_OPTIMIZATIONS"] = str(jax.config.read("jax_disable_most_optimizations"))
     return subprocess.Popen(
-        [sys.executable, __file__, json.dumps(told)],
+        [sys.executable, __file__, json.dumps(arguments)],
         env={**os.environ, **kept, **(environment or {})},
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -252,14 +260,14 @@ def _dying(move: Callable[..., None], last: str) -> Callable[..., None]:
 
 def main() -> None:
     compile_without_emitters()
-    told = json.loads(sys.argv[1])
-    changes = told["changes"]
+    arguments = json.loads(sys.argv[1])
+    changes = arguments["changes"]
     processes.join(*(changes.get(name, other) for name, other in JOINING.items()))
-    _arrange(told["death"])
+    _arrange(arguments["death"])
     mesh = parse_mesh(changes.pop("mesh", ""))
-    target = load_target(Path(told["target"]), dtype="float32", mesh=mesh)
-    run = tiny_trainer(Path(told["output"]), target, evaluator=NormEvaluator(), mesh=mesh, **changes)
-    if told["is_measured"]:
+    target = load_target(Path(arguments["target"]), dtype="float32", mesh=mesh)
+    run = tiny_trainer(Path(arguments["output"]), target, evaluator=NormEvaluator(), mesh=mesh, **changes)
+    if arguments["is_measured"]:
         run.evaluator = tiny_evaluator(run, mesh)
     try:
         print(run.train().ending, flush=True)

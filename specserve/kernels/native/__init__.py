@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple, ParamSpec, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from specserve.kernels.native import build
 from specserve.mesh import traced_mesh
@@ -90,8 +91,8 @@ def is_quick_with_bytes() -> bool:
     """Return whether a product of one row with int8 weights takes less time than one with bfloat16 weights, as it does
     where the instruction set has wide vectors or tiles of bytes (docs/log.md). Elsewhere bytes take too long to
     widen."""
-    library = _native().library if is_available() else None
-    return library is not None and _text(library, "specserve_kernels_instruction_set") in ("amx", "avx512")
+    library = is_available() and _native().library
+    return bool(library) and _text(library, "specserve_kernels_instruction_set") in ("amx", "avx512")
 
 
 def _number(name: str, itemsize: int) -> int:
@@ -151,6 +152,13 @@ def call(name: str, shape: tuple[int, ...], *args: jax.Array, **attributes: Any)
     return jax.ffi.ffi_call(name, jax.ShapeDtypeStruct(shape, "float32"))(*args, **attributes)
 
 
+def operand(array: jax.Array | None, dtype: str = "float32") -> jax.Array:
+    """An operand of a kernel in this dtype. An array without elements stands for one that is absent."""
+    if array is None:
+        return jnp.zeros(0, dtype)
+    return array.astype(dtype)
+
+
 @functools.cache
 def _native() -> Native:
     return load(Path(__file__).parent, HANDLERS)
@@ -170,7 +178,9 @@ def load(folder: Path, handlers: tuple[str, ...]) -> Native:
     fix = f"run `{build.AGAIN}`" if expected else "run `pip install --force-reinstall --no-deps specserve`"
     if not path.exists():
         marker = folder / build.MARKER
-        reason = marker.read_text().strip() if marker.exists() else f"nothing was installed from {folder}; {fix}"
+        reason = f"nothing was installed from {folder}; {fix}"
+        if marker.exists():
+            reason = marker.read_text().strip()
         return Native(None, f"not built: {reason}")
     try:
         _check_whole(path)

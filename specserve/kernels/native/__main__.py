@@ -12,7 +12,8 @@ logger = logging.getLogger("specserve.kernels.native")
 
 
 def main() -> None:
-    """Log the instruction set. Exit with status 1 where there are no kernels, or they are wrong; the reason is logged."""
+    """Log the instruction set. Exit with status 1 where there are no kernels, or they are wrong; the log gives
+    the reason."""
     if sys.argv[1:] == ["build"]:
         build.main()
         return

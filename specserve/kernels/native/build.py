@@ -78,7 +78,7 @@ def source_hash(folder: Path = FOLDER) -> str | None:
 def find_compiler() -> list[str]:
     """The C++ compiler as the first words of a command: $CXX where it is set, else a compiler on the path. Raises
     NotBuilt."""
-    wish = os.environ.get("CXX")
+    wish = os.environ.get("CXX", "")
     if wish:
         command = shlex.split(wish)
         if command and shutil.which(command[0]):
@@ -87,7 +87,7 @@ def find_compiler() -> list[str]:
         for name in ("g++", "clang++", "c++"):
             if found := shutil.which(name):
                 return [found]
-    given = f" (CXX is {wish})" if wish else ""
+    given = wish and f" (CXX is {wish})"
     raise NotBuilt(
         f"no C++ compiler when specserve was installed{given}; "
         "install one (Debian: apt install g++) and run pip install again"
@@ -98,7 +98,7 @@ def find_headers() -> Path:
     """The folder with XLA's headers. jax.ffi.include_dir() would give it, but needs jax, which building does not.
     Raises NotBuilt."""
     jaxlib = importlib.util.find_spec("jaxlib")
-    for folder in (jaxlib.submodule_search_locations or ()) if jaxlib else ():
+    for folder in (jaxlib and jaxlib.submodule_search_locations) or ():
         if (Path(folder) / "include" / "xla" / "ffi" / "api" / "ffi.h").is_file():
             return Path(folder) / "include"
     raise NotBuilt("no jaxlib with XLA's headers where specserve was built; run pip install again, with a network")
@@ -112,8 +112,10 @@ def compile_command(compiler: list[str], source: Path, output: Path) -> list[str
 
 
 def _architecture() -> tuple[str, ...]:
+    if sys.platform != "darwin":
+        return ()
     # a Mac's compiler builds for the Mac's own processor, even where Python runs translated
-    return ("-arch", platform.machine()) if sys.platform == "darwin" else ()
+    return "-arch", platform.machine()
 
 
 def build(folder: Path = FOLDER, into: Path | None = None) -> Path:

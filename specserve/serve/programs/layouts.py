@@ -43,7 +43,7 @@ class Layouts:
     one: Weights  # steps of one row
     few: Weights  # up to FEW_ROWS
     many: Weights  # and more: prompts too
-    arrange: tuple[Arrange, Arrange, Arrange]  # what made each of them of parameters as they were loaded
+    arrange: tuple[Arrange, Arrange, Arrange]  # the functions that made each of them of parameters as they were loaded
     mesh: Mesh | None = None
 
     def with_head(self, head: Head) -> "Layouts":
@@ -116,7 +116,7 @@ def _widened(leaf: jax.Array | QuantizedMatrix) -> jax.Array | QuantizedMatrix:
         return leaf
     if not native.is_available():
         return dequantize(leaf, jnp.dtype(jnp.float32))
-    return QuantizedMatrix(leaf.values.astype(jnp.bfloat16), leaf.scale, leaf.block)  # which holds 8 bits exactly
+    return QuantizedMatrix(leaf.values.astype(jnp.bfloat16), leaf.scale, leaf.block)  # bfloat16 holds 8 bits exactly
 
 
 def _is_on_one_cpu(mesh: Mesh | None) -> bool:
